@@ -1,0 +1,79 @@
+# The targets are listed by `make help`. Everything but `make gpu` works inside .venv, which is made on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where torch's wheels come from, if not from the package index: https://download.pytorch.org/whl/cpu, say.
+TORCH_INDEX_URL ?=
+GPU_OUT ?= gpu-results
+BENCH_OUT ?= build/benchmarks
+QUICK ?=
+DEMO_STEPS ?= 5
+
+# CUDA's torch where there is a GPU; elsewhere a CPU set whose versions are known to work together
+# (the Triton interpreter of 3.6 fails with numpy 2.4).
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+ifeq ($(HAS_GPU),0)
+TORCH_SET := torch==2.13.0 "numpy<2.4" triton==3.6.0
+else
+TORCH_SET := "torch>=2.11"
+endif
+
+BIN := $(VENV)/bin
+NATIVE_SOURCES := $(shell find csrc -type f)
+CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE_SOURCES))
+QUICK_FLAG := $(if $(QUICK),--quick)
+# Tests run in parallel processes, so each takes one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test test-all lint native bench gpu clean help
+.DEFAULT_GOAL := help
+
+demo: $(VENV)/installed  ## train a small translation model and compare it with torch.nn.Transformer
+	$(BIN)/fastattn demo
+
+test: $(VENV)/installed  ## the quick tests
+	$(PYTEST) -m "not slow"
+
+test-all: native  ## every test, then the demo for a few steps
+	$(PYTEST)
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(BIN)/fastattn demo --steps $(DEMO_STEPS) --out "$$folder"
+
+lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+native: $(VENV)/installed  ## rebuild the native libraries; fails where installing would only leave them out
+	FASTATTN_NATIVE=$${FASTATTN_NATIVE:-cpu} $(BIN)/python setup.py -q build_ext --inplace
+
+bench: $(VENV)/installed  ## the benchmarks on this machine; results in $(BENCH_OUT)
+	mkdir -p $(BENCH_OUT)
+	$(BIN)/python -m pytest benchmarks --benchmark-json $(BENCH_OUT)/benchmarks.json
+
+gpu:  ## on a GPU machine whose python3 has torch, no .venv: check and benchmark into $(GPU_OUT); QUICK=1 is shorter
+	mkdir -p $(GPU_OUT)
+	PYTHONPATH=. $(PYTHON) -m fastattn check --device cuda --json $(GPU_OUT)/check.json $(QUICK_FLAG)
+	if ls benchmarks/bench_*.py benchmarks/test_*.py >/dev/null 2>&1; then \
+	  PYTHONPATH=. $(PYTHON) -m pytest benchmarks $(QUICK_FLAG) --benchmark-json $(GPU_OUT)/benchmarks.json; \
+	fi
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info fastattn/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find fastattn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(VENV)/installed
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
+
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $(TORCH_SET)
+	touch $@
+
+# ninja and pybind11 come first: the build itself wants them.
+$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(NATIVE_SOURCES)
+	$(BIN)/python -m pip install --quiet ninja "pybind11>=3"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@

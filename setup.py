@@ -1,0 +1,334 @@
+"""Builds the optional native libraries; everything else about the package is in pyproject.toml.
+
+Each row of LIBRARIES becomes `fastattn/_C_<name>.abi3.so`, loaded by torch.ops.load_library: the sources are the files
+under csrc whose names contain `_<name>`. They use torch's stable ABI, so one build serves every torch >= 2.11, and no
+Python symbol, so it serves every Python. g++ compiles .cpp and nvcc .cu, in parallel (through ninja where it is installed,
+which also rebuilds only what changed). Development installs add `fastattn._host`, a pybind11 module for the tests.
+
+FASTATTN_NATIVE unset: build what the tools at hand allow, and say in a sentence what was left out and why.
+FASTATTN_NATIVE=0: build nothing native.  FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+OBJECTS = ROOT / "build" / "native"
+OLDEST_TORCH = (2, 11)
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the C++ face of OLDEST_TORCH
+OLDEST_PYTHON = "cp310"
+
+CXX_FLAGS = (
+    "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden "
+    "-fno-math-errno -ffp-contract=off "  # fused multiply-add only where the source says so
+    "-Wall -Wextra -Wno-maybe-uninitialized"  # GCC 12 warns about its own intrinsics
+).split()
+NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall".split()
+# One translation unit per instruction set; which one runs is decided on the machine it runs on.
+X86_FLAGS = {
+    "_avx2": ["-march=x86-64-v3"],
+    "_avx512": ["-march=x86-64-v4", "-mavx512bf16"],
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A native library. architectures: nvcc's -gencode values; empty for a library without CUDA code."""
+
+    name: str
+    architectures: tuple[str, ...] = ()
+
+
+LIBRARIES = {
+    row.name: row
+    for row in (
+        Library("cpu"),
+        # Portable CUDA C++ in one fat binary; the last entry is PTX for architectures to come.
+        Library(
+            "cuda",
+            tuple(f"arch=compute_{a},code=sm_{a}" for a in (80, 86, 89, 90, 100, 120))
+            + ("arch=compute_120,code=compute_120",),
+        ),
+        # wgmma and setmaxnreg exist only in the "a" architecture: a plain sm_90 pass would fail.
+        Library("sm90", ("arch=compute_90a,code=sm_90a",)),
+    )
+}
+
+
+class Impossible(Exception):
+    """Why a library cannot be built here, phrased to follow "the native library x"."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What was found on this machine; None where it is missing."""
+
+    torch: Path | None
+    torch_version: str | None
+    cxx: str | None
+    cuda: Path | None
+
+    @staticmethod
+    @functools.cache
+    def found() -> Tools:
+        spec = importlib.util.find_spec("torch")
+        return Tools(
+            torch=Path(spec.origin).parent if spec and spec.origin else None,
+            torch_version=importlib.metadata.version("torch") if spec else None,
+            cxx=os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"),
+            cuda=_cuda_home(),
+        )
+
+
+def _cuda_home() -> Path | None:
+    candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    if nvcc := shutil.which("nvcc"):
+        candidates.append(str(Path(nvcc).resolve().parent.parent))
+    for home in candidates:
+        if home and (Path(home) / "bin" / "nvcc").is_file():
+            return Path(home)
+    return None
+
+
+def sources(library: Library, csrc: Path = CSRC) -> list[Path]:
+    """Files named *_<library>*; those for another processor family are left out."""
+    found = [p for p in csrc.glob(f"*/*_{library.name}*") if p.suffix in (".cpp", ".cu")]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        found = [p for p in found if not p.stem.endswith(tuple(X86_FLAGS))]
+    return sorted(found)
+
+
+def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:
+    """Raises Impossible with the first thing that is missing."""
+    if sys.platform != "linux":
+        raise Impossible(f"is built on Linux only, got {sys.platform}")
+    if not sources(library, csrc):
+        raise Impossible("has no sources in this tree")
+    if tools.torch is None or tools.torch_version is None:
+        raise Impossible("needs torch, which the build does not see")
+    if tuple(int(part) for part in tools.torch_version.split(".")[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise Impossible(f"needs torch >= {oldest}, got {tools.torch_version}")
+    if tools.cxx is None:
+        raise Impossible("needs a C++ compiler (g++, or the one that CXX names)")
+    if library.architectures and tools.cuda is None:
+        raise Impossible("needs nvcc (in CUDA_HOME, /usr/local/cuda or PATH)")
+
+
+def requested(value: str | None) -> tuple[str, ...] | None:
+    """The libraries that FASTATTN_NATIVE asks for: None for "whatever is possible"."""
+    if not value:
+        return None
+    if value == "0":
+        return ()
+    names = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
+    for name in names:
+        if name not in LIBRARIES:
+            known = ", ".join(LIBRARIES)
+            raise SystemExit(
+                f"FASTATTN_NATIVE must be 0 or a comma-separated list of {known}, got {value!r}"
+            )
+    return names
+
+
+def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
+    """The libraries to build. A library that was asked for by name and is impossible ends the build."""
+    names = requested(value)
+    chosen = []
+    for library in LIBRARIES.values():
+        if names is not None and library.name not in names:
+            continue
+        try:
+            check_possible(library, tools, csrc)
+        except Impossible as why:
+            if names is not None:
+                raise SystemExit(
+                    f"FASTATTN_NATIVE={value}: the native library {library.name} {why}"
+                ) from None
+            if sources(library, csrc):
+                left_out(library.name, str(why))
+        else:
+            chosen.append(library)
+    return chosen
+
+
+def left_out(name: str, why: str) -> None:
+    print(
+        f"fastattn: installing without the native library {name}, which {why}. Everything works without it, slower; "
+        "to get it, install torch and a compiler, then `pip install --no-build-isolation .`",
+        file=sys.stderr,
+    )
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Step:
+    """One compiler call. Compilations write a dependency file beside their output."""
+
+    output: Path
+    inputs: tuple[Path, ...]
+    command: tuple[str, ...]
+
+
+def library_steps(
+    library: Library, tools: Tools, csrc: Path = CSRC, objects: Path = OBJECTS
+) -> list[Step]:
+    """Compile every source, then link (the last step)."""
+    assert tools.torch and tools.cxx
+    headers = [f"-I{csrc}", STABLE_ABI]
+    for folder in ("include", "include/torch/csrc/api/include"):
+        headers += ["-isystem", str(tools.torch / folder)]
+    steps = []
+    for source in sources(library, csrc):
+        output = objects / library.name / source.relative_to(csrc).with_suffix(source.suffix + ".o")
+        if source.suffix == ".cu":
+            compiler = [str(tools.cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
+            compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD"]
+        else:
+            isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
+            compiler = [tools.cxx, *CXX_FLAGS, *isa, f"-ffile-prefix-map={csrc}/=", "-MMD"]
+            if library.architectures:
+                compiler += ["-isystem", str(tools.cuda / "include")]
+        steps.append(_compile_step(compiler + headers, source, output))
+    links = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    if library.architectures:
+        # The static runtime: nothing of CUDA needs to be there when the library is loaded.
+        links += [f"-L{tools.cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    steps.append(_link_step(tools.cxx, steps, objects / f"_C_{library.name}.abi3.so", links))
+    return steps
+
+
+def host_steps(tools: Tools, objects: Path = OBJECTS) -> list[Step]:
+    """The pybind11 module over the pure functions that the kernels share."""
+    import pybind11
+
+    assert tools.cxx
+    headers = [f"-I{CSRC}", "-isystem", pybind11.get_include()]
+    headers += ["-isystem", sysconfig.get_path("include")]
+    compiler = [tools.cxx, *CXX_FLAGS, "-MMD", *headers]
+    source = CSRC / "host" / "host_logic.cpp"
+    compiled = _compile_step(compiler, source, objects / "host" / "host_logic.cpp.o")
+    name = f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return [compiled, _link_step(tools.cxx, [compiled], objects / name, [])]
+
+
+def _compile_step(compiler: list[str], source: Path, output: Path) -> Step:
+    command = (*compiler, "-MF", f"{output}.d", "-c", str(source), "-o", str(output))
+    return Step(output, (source,), command)
+
+
+def _link_step(cxx: str, compiled: list[Step], output: Path, links: list[str]) -> Step:
+    inputs = tuple(step.output for step in compiled)
+    command = (cxx, "-shared", *map(str, inputs), *links, "-o", str(output))
+    return Step(output, inputs, command)
+
+
+def execute(steps: list[Step], objects: Path = OBJECTS) -> None:
+    """Runs the steps in parallel; raises CalledProcessError after the compiler's own message."""
+    for step in steps:
+        step.output.parent.mkdir(parents=True, exist_ok=True)
+    if ninja := _ninja():
+        (objects / "build.ninja").write_text(_ninja_file(steps))
+        subprocess.run([ninja, "-C", str(objects), "--quiet"], check=True)
+        return
+    links = [step for step in steps if "-shared" in step.command]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for stage in ([step for step in steps if step not in links], links):
+            list(pool.map(lambda step: subprocess.run(step.command, check=True), stage))
+
+
+def _ninja() -> str | None:
+    beside = Path(sys.executable).with_name("ninja")
+    return str(beside) if beside.is_file() else shutil.which("ninja")
+
+
+def _ninja_file(steps: list[Step]) -> str:
+    def escaped(path: Path) -> str:
+        return str(path).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
+
+    lines = [
+        "rule compile",
+        "  command = $command",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        "  command = $command",
+    ]
+    for step in steps:
+        rule = "link" if "-shared" in step.command else "compile"
+        inputs = " ".join(map(escaped, step.inputs))
+        lines.append(f"build {escaped(step.output)}: {rule} {inputs}")
+        lines.append(f"  command = {shlex.join(step.command).replace('$', '$$')}")
+    return "\n".join(lines) + "\n"
+
+
+# -- setuptools ---------------------------------------------------------------------------------------------------
+class BuildNative(build_ext):
+    """Runs our own steps and hands the libraries to setuptools."""
+
+    def finalize_options(self) -> None:
+        modules = self.distribution.ext_modules
+        if (self.inplace or self.editable_mode) and modules and self._host_possible():
+            modules.append(Extension("fastattn._host", sources=[], optional=True))
+        super().finalize_options()
+
+    @staticmethod
+    def _host_possible() -> bool:
+        has_headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+        return has_headers and importlib.util.find_spec("pybind11") is not None
+
+    def build_extensions(self) -> None:
+        tools = Tools.found()
+        for extension in self.extensions:
+            name = extension.name.rpartition("_")[2]
+            steps = host_steps(tools) if name == "host" else library_steps(LIBRARIES[name], tools)
+            try:
+                execute(steps)
+            except subprocess.CalledProcessError:
+                if not extension.optional:
+                    raise SystemExit(f"the native library {name} failed to compile") from None
+                left_out(name, "failed to compile (the messages are above)")
+            else:
+                target = self.get_ext_fullpath(extension.name)
+                self.mkpath(os.path.dirname(target))
+                self.copy_file(str(steps[-1].output), target)
+
+
+def extensions() -> list[Extension]:
+    wish = os.environ.get("FASTATTN_NATIVE")
+    return [
+        Extension(
+            f"fastattn._C_{library.name}",
+            sources=[str(path.relative_to(ROOT)) for path in sources(library)],
+            depends=[str(path.relative_to(ROOT)) for path in CSRC.glob("*/*.h")],
+            py_limited_api=True,
+            optional=not wish,
+        )
+        for library in choose(wish, Tools.found())
+    ]
+
+
+if __name__ == "__main__":
+    modules = extensions()
+    setup(
+        ext_modules=modules,
+        cmdclass={"build_ext": BuildNative},
+        options={"bdist_wheel": {"py_limited_api": OLDEST_PYTHON}} if modules else {},
+    )

@@ -1,0 +1,485 @@
+"""The public functions: what they compute, the checks of every argument, the call of the op.
+
+Everything below this file trusts its inputs. Shapes: B batch, H query heads, K key/value heads (H a
+multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
+sm90, triton, cpu, reference and never falls back; None takes the first of the op's backends that
+has no objection (see `explain`).
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._dropout import SECOND_STREAM
+from fastattn.ops._op import Explanation, recording_choices
+from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.op import attention as _attention
+from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
+from fastattn.ops.ffn.op import ffn as _ffn
+from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
+from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
+from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
+
+__all__ = [
+    "add_layer_norm",
+    "attention",
+    "explain",
+    "ffn",
+    "layer_norm",
+    "new_dropout_seed",
+    "rms_norm",
+]
+
+Causal = Literal["top_left", "bottom_right"] | bool
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q kᵀ + mask) v over the allowed pairs (Vaswani et al. 2017, equation 1).
+
+    All restrictions combine by intersection. A row with no allowed key gives output 0, gradient 0
+    and lse -inf. Keys that no query may attend and rows without a key may hold anything, NaN
+    included: their gradients are exactly 0.
+
+    Args:
+        q: [B, H, M, D]; fp32, fp16, bf16 (fp64 by the reference). Any strides; a last dimension
+            that is not contiguous is copied.
+        k: [B, K, N, D], v: [B, K, N, E], in q's dtype. Query head h reads head h // (H // K).
+        mask: broadcastable to [B, H, M, N]. bool: True = may attend. Floating: added to the scores;
+            values at or below finfo(mask.dtype).min block. A floating mask that requires grad gets
+            its gradient.
+        key_lengths: int32 or int64 [B] or [B, M]: keys at or beyond it are blocked. Clamped to [0,
+            N].
+        query_lengths: int32 or int64 [B]: rows at or beyond it are empty and not computed. Clamped
+            to [0, M].
+        causal: False, "top_left" (key j allowed if j <= i), "bottom_right" (j <= i + N - M). True
+            needs M == N.
+        window: (left, right) keys on each side of the causal diagonal (top left if causal is off);
+            -1 = unlimited.
+        scale: default D ** -0.5; any finite number.
+        dropout_p: probability of dropping a normalised weight, in steps of 1/256.
+        dropout_seed: int64 [1] on q's device; None draws one from torch's generator. The same seed
+            and stream repeat a call exactly.
+        dropout_stream: separates calls that share a seed; 0 <= stream < 2 ** 31.
+        return_lse: also return the natural log of the sum of exp of each row's scores, fp32 [B, H,
+            M], differentiable.
+
+    Returns:
+        out [B, H, M, E] in q's dtype and storage order, or (out, lse).
+    """
+    _check_backend(backend)
+    q, k, v = _autocast(q, k, v)
+    _check_attention_inputs(q, k, v)
+    (B, H, M, D), N = q.shape, k.shape[2]
+    mask = None if mask is None else _check_mask(mask, B, H, M, N, q.device)
+    if key_lengths is not None:
+        _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
+    if query_lengths is not None:
+        _check_lengths("query_lengths", query_lengths, ((B,),), q.device)
+    window_left, window_right = _check_window(window)
+    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    out, lse = _attention(
+        _contiguous_rows(q),
+        _contiguous_rows(k),
+        _contiguous_rows(v),
+        mask,
+        key_lengths,
+        query_lengths,
+        _causal_code(causal, M, N),
+        window_left,
+        window_right,
+        _check_scale(scale, D),
+        float(dropout_p),
+        seed,
+        dropout_stream,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al. 2016).
+
+    x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. Statistics in fp32 by two passes.
+    Result in x's dtype.
+    """
+    _check_backend(backend)
+    _check_rows("x", x)
+    _check_parameters(x, weight=weight, bias=bias)
+    return _layer_norm(x, weight, bias, _number("eps", eps), backend=backend)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    return_sum: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """z = residual + dropout(x + x_bias), y = layer_norm(z): what stands between two blocks of a
+    Transformer.
+
+    Args:
+        x: [..., N], the branch. residual: the same shape, of any floating dtype; y and z take it.
+        weight, bias: [N] or None. x_bias: [N] or None, the bias of the projection that made x.
+        dropout_p, dropout_seed, dropout_stream: as in `attention`.
+        return_sum: return (y, z); pre-norm blocks carry z on.
+    """
+    _check_backend(backend)
+    _check_rows("x", x)
+    _check_rows("residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual must have x's shape {_shape(x)}, got {_shape(residual)}")
+    _check_device("residual", residual, x.device)
+    _check_parameters(x, x_bias=x_bias)
+    _check_parameters(residual, weight=weight, bias=bias)
+    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
+    y, z, _, _ = _add_layer_norm(
+        x,
+        residual,
+        x_bias,
+        weight,
+        bias,
+        _number("eps", eps),
+        float(dropout_p),
+        seed,
+        dropout_stream,
+        backend=backend,
+    )
+    return (y, z) if return_sum else y
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    x: [..., N]; weight: [N] or None. eps: default finfo(x.dtype).eps, as torch. Result in x's
+    dtype.
+    """
+    _check_backend(backend)
+    _check_rows("x", x)
+    _check_parameters(x, weight=weight)
+    eps = torch.finfo(x.dtype).eps if eps is None else _number("eps", eps)
+    return _rms_norm(x, weight, eps, backend=backend)[0]
+
+
+def ffn(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str = "relu",
+    *,
+    dropout_p: float = 0.0,
+    output_dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    residual: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """dropout(dropout(act(x w1ᵀ + b1)) w2ᵀ + b2) [+ residual], the position-wise feed-forward
+    network.
+
+    Args:
+        x: [..., D]. w1: [F, D] (gated: [2F, D], rows [0, F) the gate), b1: [F] or [2F] or None; w2:
+            [D', F], b2: [D'] or None; all in x's dtype, in `nn.Linear` layout.
+        activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, swiglu (act(gate) * up;
+            Shazeer 2020).
+        dropout_p, output_dropout_p: of the hidden activations and of the output before the residual
+            is added.
+        residual: [..., D'] or None, any floating dtype; the result takes it (else x's).
+    """
+    _check_backend(backend)
+    x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
+    _check_rows("x", x)
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    _check_ffn_weights(x, w1, b1, w2, b2, activation)
+    if residual is not None:
+        _check_float("residual", residual)
+        wanted = (*x.shape[:-1], w2.shape[0])
+        if residual.shape != wanted:
+            raise ValueError(f"residual must be {list(wanted)}, got {_shape(residual)}")
+        _check_device("residual", residual, x.device)
+    output_dropout_p = _check_probability("output_dropout_p", output_dropout_p)
+    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
+    return _ffn(
+        x,
+        w1,
+        b1,
+        w2,
+        b2,
+        residual,
+        activation,
+        float(dropout_p),
+        output_dropout_p,
+        seed,
+        dropout_stream,
+        backend=backend,
+    )[0]
+
+
+def new_dropout_seed(device: torch.device | str) -> Tensor:
+    """A dropout seed, int64 [1], from torch's generator of `device`: `manual_seed` and CUDA graphs
+    behave as expected.
+    """
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backend `fastattn.<op>(*args, **kwargs)` would take and why each other one would not.
+    Runs nothing.
+    """
+    functions = {f.__name__: f for f in (attention, layer_norm, add_layer_norm, rms_norm, ffn)}
+    if op not in functions:
+        raise ValueError(f"op must be one of {', '.join(functions)}, got {op!r}")
+    with torch.no_grad(), recording_choices() as explanations:
+        functions[op](*args, **kwargs)
+    return explanations[0]
+
+
+# -- validation ------------------------------------------------------------------------------------
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
+    device = next((t.device.type for t in tensors if isinstance(t, Tensor)), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if _casts(t) else t for t in tensors)
+
+
+def _casts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _check_float(name: str, x: Any) -> None:
+    _check_tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+
+
+def _check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like the first input, got {x.device}")
+
+
+def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    layouts = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_float(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions {layouts[name]}, got {_shape(x)}")
+        _check_device(name, x, q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    B, H, _, D = q.shape
+    _, K, N, _ = k.shape
+    if k.shape[0] != B:
+        raise ValueError(f"k must have q's batch size {B}, got {k.shape[0]}")
+    if k.shape[3] != D:
+        raise ValueError(f"k must have q's head dim {D}, got {k.shape[3]}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {_shape(v)}")
+    if (K == 0 and H != 0) or (K != 0 and H % K != 0):
+        raise ValueError(f"q must have a multiple of k's {K} heads, got {H}")
+
+
+def _check_mask(mask: Tensor, B: int, H: int, M: int, N: int, device: torch.device) -> Tensor:
+    """The mask as a 4-dimensional view with its size-1 dimensions kept."""
+    _check_tensor("mask", mask)
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+    _check_device("mask", mask, device)
+    fits = mask.dim() <= 4
+    for size, wanted in zip(reversed(mask.shape), (N, M, H, B), strict=False):
+        fits = fits and (size == 1 or size == wanted)
+    if not fits:
+        raise ValueError(f"mask must be broadcastable to {[B, H, M, N]}, got {_shape(mask)}")
+    return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+
+
+def _check_lengths(
+    name: str, lengths: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    _check_tensor(name, lengths)
+    if lengths.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
+    if all(lengths.shape != shape for shape in shapes):
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must be {wanted}, got {_shape(lengths)}")
+    _check_device(name, lengths, device)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a name or None, got {backend!r}")
+
+
+def _check_window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    left, right = (_integer("window", side) for side in window)
+    if left < -1 or right < -1:
+        raise ValueError(f"window must hold numbers >= 0, or -1 for unlimited, got {window!r}")
+    return left, right
+
+
+def _check_scale(scale: float | None, D: int) -> float:
+    if scale is None:
+        return D**-0.5 if D else 1.0
+    scale = _number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def _causal_code(causal: Causal, M: int, N: int) -> int:
+    if causal is True:
+        if M != N:
+            raise ValueError(
+                f"causal=True is ambiguous for {M} queries and {N} keys: "
+                'say "top_left" or "bottom_right"'
+            )
+        return CAUSAL["top_left"]
+    if causal is False:
+        return CAUSAL[False]
+    if not isinstance(causal, str) or causal not in CAUSAL:
+        raise ValueError(
+            f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}'
+        )
+    return CAUSAL[causal]
+
+
+def _check_probability(name: str, p: float) -> float:
+    p = _number(name, p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {p}")
+    return p
+
+
+def _check_dropout(
+    p: float, seed: Tensor | None, stream: int, device: torch.device, second_p: float = 0.0
+) -> Tensor | None:
+    """The seed to use, None where nothing is dropped."""
+    p = _check_probability("dropout_p", p)
+    stream = _integer("dropout_stream", stream)
+    if not 0 <= stream < SECOND_STREAM:
+        raise ValueError(f"dropout_stream must be >= 0 and < 2 ** 31, got {stream}")
+    if seed is not None:
+        _check_tensor("dropout_seed", seed)
+        if seed.dtype != torch.int64 or seed.shape != (1,):
+            raise ValueError(f"dropout_seed must be int64 [1], got {seed.dtype} {_shape(seed)}")
+        _check_device("dropout_seed", seed, device)
+    if p == 0.0 and second_p == 0.0:
+        return None
+    return new_dropout_seed(device) if seed is None else seed
+
+
+def _check_rows(name: str, x: Tensor) -> None:
+    _check_float(name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar")
+
+
+def _check_parameters(x: Tensor, **parameters: Tensor | None) -> None:
+    N = x.shape[-1]
+    for name, parameter in parameters.items():
+        if parameter is None:
+            continue
+        _check_float(name, parameter)
+        if parameter.shape != (N,):
+            raise ValueError(
+                f"{name} must be [{N}] like the last dimension, got {_shape(parameter)}"
+            )
+        _check_device(name, parameter, x.device)
+
+
+def _check_ffn_weights(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str
+) -> None:
+    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
+        if weight is None and name in ("b1", "b2"):
+            continue
+        _check_float(name, weight)
+        assert weight is not None
+        _check_device(name, weight, x.device)
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {weight.dtype}")
+    if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
+        raise ValueError(f"w1 must be [F, {x.shape[-1]}] to fit x, got {_shape(w1)}")
+    F = w1.shape[0]
+    if activation in GATED_ACTIVATIONS:
+        if F % 2:
+            raise ValueError(f"w1 must have an even number of rows for {activation}, got {F}")
+        F //= 2
+    if w2.dim() != 2 or w2.shape[1] != F:
+        raise ValueError(f"w2 must be [D, {F}] to fit w1 and {activation}, got {_shape(w2)}")
+    for name, bias, weight in (("b1", b1, w1), ("b2", b2, w2)):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name} must be [{weight.shape[0]}], got {_shape(bias)}")

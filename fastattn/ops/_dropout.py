@@ -1,0 +1,85 @@
+"""The dropout bits of every op: which weights are dropped is a pure function of seed, stream and
+position.
+
+One 32-bit word decides four weights, one byte each. Attention's words lie on a lattice that
+tensor-core fragments
+own whole: rows {r, r + 8} x columns {c, c + 8} inside blocks of 16. Row-wise ops use one word per
+four columns. The same arithmetic (modulo 2^32) is written in C++ in csrc/common/dropout.h; tests
+compare the two.
+"""
+
+import torch
+from torch import Tensor
+
+ROW_TAG = 0x243F6A88
+COLUMN_TAG = 0x85A308D3
+GOLDEN = 0x9E3779B9
+# Separates the two dropouts of one ffn call; public streams are below it.
+SECOND_STREAM = 1 << 31
+_WORD = 0xFFFFFFFF
+
+
+def threshold(p: float) -> int:
+    """Bytes below this are dropped: floor(256 p + 0.5), at least 1 if p > 0, 256 only if p = 1."""
+    if p <= 0.0:
+        return 0
+    if p >= 1.0:
+        return 256
+    return min(255, max(1, int(256.0 * p + 0.5)))
+
+
+def keep_scale(p: float) -> float:
+    """What kept weights are multiplied by, so that expectations are exact; 0 when everything is
+    dropped.
+    """
+    t = threshold(p)
+    return 0.0 if t == 256 else 256.0 / (256 - t)
+
+
+# Tensors hold 32-bit words as int64: int64 products wrap modulo 2^64, so their low 32 bits are
+# right.
+def finalise(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words with good avalanche (constants of Wellons's "lowbias32")."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def absorb(state: Tensor | int, value: Tensor | int) -> Tensor:
+    return finalise(((state ^ value) + GOLDEN) & _WORD)  # type: ignore[arg-type]
+
+
+def stream_key(tag: int, seed: Tensor, stream: int) -> Tensor:
+    """Key of one stream of one seed. seed: int64 [1]; result int64 [1]."""
+    low, high = seed & _WORD, (seed >> 32) & _WORD
+    return absorb(absorb(absorb(tag, low), high), stream)
+
+
+def row_key(seed: Tensor, stream: int, b: Tensor | int, h: Tensor | int, unit: Tensor) -> Tensor:
+    return absorb(absorb(absorb(stream_key(ROW_TAG, seed, stream), b), h), unit)
+
+
+def column_key(seed: Tensor, stream: int, unit: Tensor) -> Tensor:
+    return absorb(stream_key(COLUMN_TAG, seed, stream), unit)
+
+
+def attention_keep(seed: Tensor, stream: int, p: float, B: int, H: int, M: int, N: int) -> Tensor:
+    """Which attention weights are kept: bool [B, H, M, N] on the seed's device."""
+    b = torch.arange(B, device=seed.device).view(B, 1, 1)
+    h = torch.arange(H, device=seed.device).view(1, H, 1)
+    i = torch.arange(M, device=seed.device)
+    j = torch.arange(N, device=seed.device)
+    rows = row_key(seed, stream, b, h, i // 16 * 8 + i % 8)  # [B, H, M]
+    columns = column_key(seed, stream, j // 16 * 8 + j % 8)  # [N]
+    word = finalise(rows[..., None] ^ columns)  # [B, H, M, N]
+    index = 2 * (i // 8 % 2)[:, None] + (j // 8 % 2)  # [M, N]
+    return (word >> (8 * index)) & 0xFF >= threshold(p)
+
+
+def row_keep(seed: Tensor, stream: int, p: float, rows: int, columns: int) -> Tensor:
+    """Which elements of a row-wise op are kept: bool [rows, columns] on the seed's device."""
+    r = torch.arange(rows, device=seed.device)
+    c = torch.arange(columns, device=seed.device)
+    key = row_key(seed, stream, r >> 32, 0, r & _WORD)  # [rows]
+    word = finalise(key[:, None] ^ column_key(seed, stream, c // 4))  # [rows, columns]
+    return (word >> (8 * (c % 4))) & 0xFF >= threshold(p)

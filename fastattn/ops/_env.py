@@ -1,0 +1,118 @@
+"""Every run-time gate: what is installed, which devices a backend serves, what the environment asks
+for.
+
+Nothing else in the package asks for versions, devices, architectures or environment variables.
+Answers are reasons (strings phrased to follow "backend triton ...") or None for "nothing in the
+way".
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+
+import torch
+
+BACKEND_VARIABLE = "FASTATTN_BACKEND"
+BACKENDS = ("sm90", "triton", "cpu", "reference")
+
+
+def requested_backend(op: str) -> str | None:
+    """The backend that FASTATTN_BACKEND asks for: a name for every op, or pairs such as
+    "attention=triton,ffn=cpu".
+    """
+    value = os.environ.get(BACKEND_VARIABLE)
+    return _parse_request(value).get(op) or _parse_request(value).get("") if value else None
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_request(value: str) -> dict[str, str]:
+    request = {}
+    for item in value.split(","):
+        op, _, name = item.rpartition("=")
+        if name.strip() not in BACKENDS:
+            raise ValueError(
+                f"{BACKEND_VARIABLE} must name one of {', '.join(BACKENDS)}, "
+                f"or pairs such as attention=triton, got {value!r}"
+            )
+        request[op.strip()] = name.strip()
+    return request
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, which takes CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def refuses_device(backend: str, device: torch.device) -> str | None:
+    """Why a backend cannot serve a device, before its module is imported."""
+    if backend == "reference":
+        return None
+    if backend == "cpu":
+        return None if device.type == "cpu" else f"runs on cpu tensors, got {device.type}"
+    if backend == "triton" and device.type == "cpu" and interpreting():
+        return None if has_triton() else "needs the triton package, which is not installed"
+    if device.type != "cuda":
+        return f"runs on cuda tensors, got {device.type}"
+    if backend == "triton":
+        return None if has_triton() else "needs the triton package, which is not installed"
+    major, minor = capability(device.index or 0)
+    if torch.version.hip is not None or (major, minor) != (9, 0):
+        return f"is built for Hopper (compute capability 9.0), got {major}.{minor}"
+    return None
+
+
+@functools.cache
+def capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def architecture(device_type: str, index: int) -> str:
+    """The name that configuration tables use: sm_90, gfx942, ... or "interpreter"."""
+    if device_type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    major, minor = capability(index)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def several_gpus() -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() > 1
+
+
+def device_name(device: torch.device) -> str:
+    """The name people know the device by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def versions() -> dict[str, str]:
+    """Versions that belong into every report, "absent" where a package is missing."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = str(torch.version.cuda or torch.version.hip or "absent")
+    for package in ("triton", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found

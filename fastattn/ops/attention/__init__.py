@@ -1,0 +1,1 @@
+"""Tiled masked softmax attention."""

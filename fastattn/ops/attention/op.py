@@ -1,0 +1,100 @@
+"""The torch op of attention: schemas, shapes and strides of the results, backends in order of
+preference.
+
+Saved for the backward: q, k, v, the restrictions, `out` and `lse` (fp32, natural log; fp64 for fp64
+data).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._op import Backend, Op, differentiable, gradient_like
+from fastattn.ops.attention import reference
+
+# Codes of the schema's `causal`.
+CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
+_PACKAGE = "fastattn.ops.attention"
+_BACKENDS = (Backend("triton"), Backend("reference"))
+
+
+def _like_query(q: Tensor, E: int) -> Tensor:
+    """[B, H, M, E] in the storage order of q: [B, M, H, E] storage if q's heads lie inside its
+    rows.
+    """
+    B, H, M, _ = q.shape
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(B, M, H, E).transpose(1, 2)
+    return q.new_empty(B, H, M, E)
+
+
+def _fwd_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...]:
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like_query(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=statistics)
+
+
+def _bwd_outputs(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    inputs = zip(needs, (q, k, v, mask), strict=True)
+    return tuple(gradient_like(like, needed, q) for needed, like in inputs)
+
+
+_RESTRICTIONS = "Tensor? mask, Tensor? key_lengths, Tensor? query_lengths"
+_OPTIONS = (
+    "int causal, SymInt window_left, SymInt window_right, float scale, float dropout_p, "
+    "Tensor? dropout_seed, int dropout_stream"
+)
+
+attention = differentiable(
+    Op(
+        "attention_fwd",
+        f"Tensor q, Tensor k, Tensor v, {_RESTRICTIONS}, {_OPTIONS}",
+        "Tensor out, Tensor lse",
+        _fwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    Op(
+        "attention_bwd",
+        f"Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_RESTRICTIONS}, "
+        f"Tensor out, Tensor lse, {_OPTIONS}, bool[4] needs",
+        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask",
+        _bwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    reference.attention_bwd,
+)

@@ -1,0 +1,205 @@
+"""Attention as the textbook writes it, with every restriction spelled out (Vaswani et al. 2017,
+equation 1).
+
+Half-precision data is computed in fp32 and rounded once. Functions take the arguments of the torch
+op of the same name and return its results, None for gradients that are not needed. Everything is
+differentiable torch, so the second derivative comes from here too.
+
+B batch, H query heads, K key/value heads, G = H / K heads a group, M queries, N keys, D and E head
+dims.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._dropout import attention_keep, keep_scale
+
+TOP_LEFT, BOTTOM_RIGHT = 1, 2
+
+
+def allowed_pairs(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+) -> Tensor:
+    """Which query may attend which key: bool, broadcastable to [B, H, M, N], always M by N at the
+    end.
+    """
+    M, N = q.shape[2], k.shape[2]
+    i = torch.arange(M, device=q.device)[:, None]
+    j = torch.arange(N, device=q.device)
+    diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
+    allowed = torch.ones(1, 1, M, N, dtype=torch.bool, device=q.device)
+    if causal:
+        allowed = allowed & (j <= diagonal)
+    if window_left >= 0:
+        allowed = allowed & (j >= diagonal - window_left)
+    if window_right >= 0:
+        allowed = allowed & (j <= diagonal + window_right)
+    if key_lengths is not None:  # [B] or [B, M]
+        allowed = allowed & (j < key_lengths.reshape(key_lengths.shape[0], 1, -1, 1))
+    if query_lengths is not None:  # [B]
+        allowed = allowed & (i < query_lengths.reshape(-1, 1, 1, 1))
+    if mask is not None:
+        blocked = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        allowed = allowed & ~blocked
+    return allowed
+
+
+@dataclass
+class _Softmax:
+    """Inputs with dead rows and keys zeroed, in the dtype of the computation, and the softmax of
+    their scores.
+    """
+
+    q: Tensor  # [B, K, G, M, D]
+    k: Tensor  # [B, K, 1, N, D]
+    v: Tensor  # [B, K, 1, N, E]
+    live_rows: Tensor  # [B or 1, H or 1, M, 1]
+    live_keys: Tensor  # [B or 1, K or 1, N, 1]
+    p: Tensor  # [B, K, G, M, N]
+    lse: Tensor  # [B, K, G, M]
+    drop: Tensor | None  # [B, K, G, M, N]: 0 or the scale of kept weights
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> _Softmax:
+    (B, H, M, _), (K, N) = q.shape, k.shape[1:3]
+    G = H // K if K else 0
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    allowed = allowed_pairs(
+        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right
+    )
+    live_rows = allowed.any(-1)[..., None]
+    heads = allowed.any(-2)  # [B or 1, H or 1, N]
+    if heads.shape[1] == H and H != K:
+        heads = heads.unflatten(1, (K, G)).any(2)
+    live_keys = heads[..., None]
+
+    # Dead positions may hold anything, NaN included, and must not leak.
+    q = torch.where(live_rows, q, 0).to(dtype).reshape(B, K, G, M, q.shape[3])
+    k = torch.where(live_keys, k, 0).to(dtype)[:, :, None]
+    v = torch.where(live_keys, v, 0).to(dtype)[:, :, None]
+
+    s = (q @ k.transpose(-1, -2)) * scale
+    pairs = allowed.expand(B, H, M, N).reshape(B, K, G, M, N)
+    if mask is not None and mask.dtype != torch.bool:
+        bias = torch.where(allowed, mask.to(dtype), 0)
+        s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
+    s = torch.where(pairs, s, -torch.inf)
+
+    # A row with no allowed key: weights 0, lse -inf.
+    highest = s.detach().amax(-1, keepdim=True) if N else s.new_zeros(B, K, G, M, 1)
+    highest = torch.where(highest.isneginf(), 0, highest)
+    weights = torch.exp(s - highest)
+    total = weights.sum(-1, keepdim=True)
+    p = weights / torch.where(total == 0, 1, total)
+    lse = torch.where(
+        total == 0, -torch.inf, torch.log(torch.where(total == 0, 1, total)) + highest
+    )
+
+    drop = None
+    if dropout_p > 0.0:
+        assert dropout_seed is not None
+        keep = attention_keep(dropout_seed, dropout_stream, dropout_p, B, H, M, N)
+        drop = (keep.to(dtype) * keep_scale(dropout_p)).reshape(B, K, G, M, N)
+    return _Softmax(q, k, v, live_rows, live_keys, p, lse.squeeze(-1), drop)
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, Tensor]:
+    t = _softmax(
+        q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
+        dropout_p, dropout_seed, dropout_stream,
+    )  # fmt: skip
+    p = t.p if t.drop is None else t.p * t.drop
+    out = p @ t.v  # [B, K, G, M, E]
+    B, H, M, _ = q.shape
+    return out.reshape(B, H, M, v.shape[3]).to(q.dtype), t.lse.reshape(B, H, M)
+
+
+def attention_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """`out` and `lse` are there for backends that recompute tiles; the textbook recomputes the
+    softmax.
+    """
+    t = _softmax(
+        q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
+        dropout_p, dropout_seed, dropout_stream,
+    )  # fmt: skip
+    B, H, M, _ = q.shape
+    grouped = t.q.shape[:4]  # B, K, G, M
+    dv = torch.zeros_like(t.v)
+    ds = torch.zeros_like(t.p)  # gradient of the scaled, masked scores
+    if dout is not None:
+        dout = torch.where(t.live_rows, dout, 0).to(t.p.dtype).reshape(*grouped, v.shape[3])
+        p = t.p if t.drop is None else t.p * t.drop
+        dv = (p.transpose(-1, -2) @ dout).sum(2)  # [B, K, N, E]
+        dp = dout @ t.v.transpose(-1, -2)
+        dp = dp if t.drop is None else dp * t.drop
+        ds = t.p * (dp - (t.p * dp).sum(-1, keepdim=True))
+    if dlse is not None:
+        dlse = torch.where(t.live_rows[..., 0], dlse, 0).to(t.p.dtype).reshape(grouped)
+        ds = ds + t.p * dlse[..., None]
+    dq = (ds @ t.k * scale).reshape(q.shape)
+    dk = (ds.transpose(-1, -2) @ t.q).sum(2) * scale
+    dmask = None
+    if needs[3] and mask is not None:
+        dmask = ds.reshape(B, H, M, k.shape[2]).sum_to_size(mask.shape).to(mask.dtype)
+    return (
+        dq.to(q.dtype) if needs[0] else None,
+        dk.to(k.dtype) if needs[1] else None,
+        dv.reshape(v.shape).to(v.dtype) if needs[2] else None,
+        dmask,
+    )

@@ -1,0 +1,469 @@
+"""Samples, errors and workloads of attention."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import functional
+from fastattn.ops.attention import reference
+from fastattn.ops.attention.op import CAUSAL
+from fastattn.testing.dropout import dropout_mask
+from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, Workload, widen
+
+_SEED = -0x1234_5678_9ABC
+_RESTRICTIONS = ("mask", "key_lengths", "query_lengths", "causal", "window")
+
+
+def _tensor(
+    generator: torch.Generator, dtype: torch.dtype, layout: str, B: int, H: int, S: int, D: int
+) -> Tensor:
+    """[B, H, S, D] in one of the storages that models have."""
+    if layout == "bhsd":
+        return torch.randn(B, H, S, D, generator=generator).to(dtype)
+    if layout == "bshd":
+        return torch.randn(B, S, H, D, generator=generator).to(dtype).transpose(1, 2)
+    if layout == "packed":  # a slice of one projection of q, k and v
+        return torch.randn(B, S, H, 3 * D, generator=generator).to(dtype)[..., :D].transpose(1, 2)
+    if layout == "columns":  # the last dimension is not contiguous
+        return torch.randn(B, H, D, S, generator=generator).to(dtype).mT
+    raise ValueError(f"unknown layout {layout!r}")
+
+
+def _mask(
+    generator: torch.Generator, dtype: torch.dtype, kind: str, B: int, H: int, M: int, N: int
+) -> Tensor:
+    """kind: bool or float or fp32 or min, then the broadcast shape as letters of BHMN, such as
+    "bool BHMN".
+    """
+    what, letters = kind.split()
+    sizes = {"B": B, "H": H, "M": M, "N": N}
+    shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
+    if "expanded" in what:
+        return torch.rand(1, 1, *shape[2:], generator=generator).gt(0.3).expand(shape)
+    if what == "bool":
+        return torch.rand(shape, generator=generator) > 0.3
+    if what == "rows":  # whole rows and whole keys blocked
+        mask = torch.rand(shape, generator=generator) > 0.2
+        mask[..., ::3, :] = False
+        mask[..., 1::4] = False
+        return mask
+    bias = torch.randn(shape, generator=generator)
+    if what == "min":
+        blocked = torch.rand(shape, generator=generator) < 0.3
+        bias = torch.where(blocked, torch.finfo(dtype).min, bias)
+    elif what == "inf":
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, -torch.inf, bias)
+    return bias.to(torch.float32 if what == "fp32" else dtype)
+
+
+def _make(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    B: int = 2,
+    H: int = 2,
+    K: int | None = None,
+    M: int = 65,
+    N: int | None = None,
+    D: int = 32,
+    E: int | None = None,
+    layout: str = "bhsd",
+    mask: str | None = None,
+    key_lengths: Any = None,
+    query_lengths: list[int] | None = None,
+    causal: Any = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    amplitude: float = 1.0,
+    poison: bool = True,
+) -> Inputs:
+    N = M if N is None else N
+    K = H if K is None else K
+    q = _tensor(generator, dtype, layout, B, H, M, D) * amplitude
+    k = _tensor(generator, dtype, layout, B, K, N, D)
+    v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
+    inputs: Inputs = {"q": q, "k": k, "v": v}
+    if mask is not None:
+        inputs["mask"] = _mask(generator, dtype, mask, B, H, M, N)
+    if key_lengths is not None:
+        inputs["key_lengths"] = (
+            torch.randint(0, N + 1, (B, M), generator=generator, dtype=torch.int32)
+            if key_lengths == "per query"
+            else torch.tensor(key_lengths)
+        )
+    if query_lengths is not None:
+        inputs["query_lengths"] = torch.tensor(query_lengths, dtype=torch.int32)
+    inputs |= {"causal": causal, "window": window, "scale": scale, "return_lse": True}
+    if dropout_p > 0:
+        inputs |= {
+            "dropout_p": dropout_p,
+            "dropout_seed": torch.tensor([_SEED]),
+            "dropout_stream": 7,
+        }
+    if poison:
+        _poison(inputs)
+    return inputs
+
+
+def _allowed(inputs: Inputs) -> Tensor:
+    """Which pairs are allowed, [B, H, M, N]."""
+    q, k = inputs["q"], inputs["k"]
+    (B, H, M, _), N = q.shape, k.shape[2]
+    mask = inputs.get("mask")
+    left, right = inputs.get("window") or (-1, -1)
+    causal = inputs["causal"]
+    return reference.allowed_pairs(
+        q,
+        k,
+        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        inputs.get("key_lengths"),
+        inputs.get("query_lengths"),
+        CAUSAL["top_left" if causal is True else causal],
+        left,
+        right,
+    ).expand(B, H, M, N)
+
+
+def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Rows without a key [B, H, M] and keys without a row [B, K, N]."""
+    allowed = _allowed(inputs)
+    heads = allowed.any(-2)
+    K = inputs["k"].shape[1]
+    keys = heads.unflatten(1, (K, -1)).any(2) if K else heads
+    return ~allowed.any(-1), ~keys
+
+
+def _poison(inputs: Inputs) -> None:
+    """NaN and inf wherever nothing may be read. (A mask's own blocked values stay: they say what is
+    blocked.)
+    """
+    rows, keys = dead(inputs)
+    inputs["q"][rows] = float("nan")
+    inputs["k"][keys] = float("inf")
+    inputs["v"][keys] = float("nan")
+
+
+def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
+    return Sample(
+        name, reason, partial(_make, **options), ("q", "k", "v", "mask"), tags=frozenset(tags)
+    )
+
+
+SAMPLES = (
+    _s("plain", "no restriction at all", "interpreter", M=65, N=130, D=64),
+    _s("one_by_one", "a single pair", "interpreter", M=1, N=1, D=8),
+    _s("one_query", "decoding: one row, many keys", "interpreter", H=4, K=2, M=1, N=257, D=64),
+    _s("one_key", "every weight is 1", M=63, N=1, D=16),
+    _s("odd_sizes", "no tile divides them", M=257, N=127, D=40),
+    _s("tile_sizes", "whole tiles only", M=128, N=256, D=64, H=1),
+    _s("d8", "the smallest head dim", M=33, N=33, D=8),
+    _s("d80", "a head dim between powers of two", "interpreter", M=65, N=70, D=80, B=1),
+    _s("d96", "a head dim between powers of two", M=65, N=70, D=96, B=1),
+    _s("d128", "the commonest head dim", M=130, N=129, D=128, B=1),
+    _s("d192_e128", "head dims of latent attention", M=65, N=66, D=192, E=128, B=1),
+    _s("d256", "the largest head dim", M=65, N=127, D=256, B=1),
+    _s("e_larger", "E > D", M=17, N=33, D=16, E=72),
+    _s("bshd", "heads inside rows, as projections write them", "interpreter", layout="bshd", M=70),
+    _s("packed", "a slice of one projection", layout="packed", M=70, N=70),
+    _s("columns", "last dimension not contiguous", layout="columns", M=33, N=40),
+    _s("gqa", "grouped queries", "interpreter", H=6, K=2, M=50, N=66),
+    _s("mqa", "one key/value head", H=4, K=1, M=33, N=65),
+    _s("causal", "the decoder's mask", "interpreter", causal=True, M=130),
+    _s("top_left", "more keys than queries", causal="top_left", M=65, N=130),
+    _s("top_left_tall", "keys end before rows do", causal="top_left", M=130, N=65),
+    _s("bottom_right", "queries are the last rows", "interpreter", causal="bottom_right", M=65,
+       N=130),
+    _s("bottom_right_tall", "the first rows have no key", causal="bottom_right", M=130, N=65),
+    _s("window", "both sides", "interpreter", window=(20, 7), M=130),
+    _s("window_self", "the diagonal alone", window=(0, 0), M=65),
+    _s("window_causal", "sliding window", causal=True, window=(17, -1), M=130),
+    _s("window_right", "only ahead", window=(-1, 3), M=65, N=40),
+    _s("window_bottom_right", "counted from the other diagonal", causal="bottom_right",
+       window=(30, 0), M=40, N=100),
+    _s("key_lengths", "padded keys, none and all among them", "interpreter", B=4, M=40, N=70,
+       key_lengths=[70, 0, 33, 1]),
+    _s("key_lengths_clamped", "lengths beyond the tensor", M=20, N=40, key_lengths=[1000, -5]),
+    _s("key_lengths_rows", "a length for every query", "interpreter", M=66, N=70,
+       key_lengths="per query"),
+    _s("both_lengths", "padded batch", "interpreter", B=4, M=70, key_lengths=[70, 0, 33, 64],
+       query_lengths=[70, 40, 0, 65]),
+    _s("both_lengths_causal", "padded decoder", B=3, M=130, causal=True,
+       key_lengths=[130, 65, 7], query_lengths=[130, 65, 7]),
+    _s("bool_mask", "any pattern", "interpreter", mask="bool BHMN", M=66, N=70),
+    _s("bool_mask_keys", "a padding mask, never expanded", "interpreter", mask="bool BN", N=129),
+    _s("bool_mask_rows", "dead rows and dead keys in a mask", "interpreter", mask="rows BMN", M=70,
+       N=65),
+    _s("bool_mask_dead", "nothing allowed in one batch", mask="rows BM", M=65),
+    _s("bool_mask_expanded", "stride 0 over batch and heads", mask="expanded BHMN", M=40),
+    _s("bool_mask_column", "one value a row", mask="bool HM", M=65),
+    _s("bias", "an additive mask with its gradient", "interpreter", mask="float BHMN", M=65, N=66),
+    _s("bias_broadcast", "gradient summed over batch", mask="float HMN", M=65, N=66),
+    _s("bias_row", "gradient summed over queries", "interpreter", mask="float HN", M=70, N=65),
+    _s("bias_column", "gradient summed over keys: exactly 0 in theory", mask="float BHM", M=33),
+    _s("bias_fp32", "fp32 mask with half-precision data", "interpreter", mask="fp32 MN", M=65),
+    _s("bias_min", "finfo.min blocks", "interpreter", mask="min BHMN", M=65),
+    _s("bias_inf", "-inf blocks", mask="inf BMN", M=65),
+    _s("all_restrictions", "intersection of everything", "interpreter", B=3, H=4, K=2, M=70, N=90,
+       D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
+       query_lengths=[70, 33, 20], dropout_p=0.2),
+    _s("scale_zero", "mean of the allowed values", scale=0.0, M=33, causal=True),
+    _s("scale_negative", "the softmax of the opposite", scale=-0.5, M=65, key_lengths=[65, 30]),
+    _s("extreme_logits", "scores of ±1e4", amplitude=1e4, M=65, N=70, scale=0.125),
+    _s("dropout", "the written bits", "interpreter", dropout_p=0.25, M=70, N=130, H=3),
+    _s("dropout_causal_gqa", "bits follow the query head", causal=True, dropout_p=0.1, H=4, K=2,
+       M=65),
+    _s("dropout_all", "p = 1: output 0", dropout_p=1.0, M=33),
+    _s("no_batch", "empty batch", B=0, M=5),
+    _s("no_queries", "empty rows", M=0, N=5),
+    _s("no_keys", "rows without a key", "interpreter", M=5, N=0),
+)  # fmt: skip
+
+
+def _softmax_of(inputs: Inputs) -> reference._Softmax:
+    q, k = inputs["q"], inputs["k"]
+    mask = inputs.get("mask")
+    left, right = inputs["window"] or (-1, -1)
+    causal = inputs["causal"]
+    return reference._softmax(
+        q,
+        k,
+        inputs["v"],
+        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        inputs.get("key_lengths"),
+        inputs.get("query_lengths"),
+        CAUSAL["top_left" if causal is True else causal],
+        left,
+        right,
+        _scale(inputs),
+        inputs.get("dropout_p", 0.0),
+        inputs.get("dropout_seed"),
+        inputs.get("dropout_stream", 0),
+    )
+
+
+def _scale(inputs: Inputs) -> float:
+    scale = inputs["scale"]
+    return inputs["q"].shape[3] ** -0.5 if scale is None else scale
+
+
+def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The formulas on absolute values. A weight's own rounding grows with the size of its score."""
+    t, scale = _softmax_of(inputs), abs(_scale(inputs))
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    B, H, M, _ = q.shape
+    N = k.shape[2]
+    grouped = t.q.shape[:4]
+    dout = torch.where(t.live_rows, douts[0], 0).abs().reshape(*grouped, v.shape[3])
+    dlse = torch.where(t.live_rows[..., 0], douts[1], 0).abs().reshape(grouped)
+    size = (t.q.abs() @ t.k.abs().transpose(-1, -2)) * scale  # of the terms of a score
+    mask = inputs.get("mask")
+    if mask is not None and mask.is_floating_point():
+        bias = torch.where(_allowed(inputs), mask, 0).abs()
+        size = size + bias.reshape(size.shape)
+    size = torch.where(t.p > 0, size, 0)
+    p = t.p * (1 + size)
+    dropped = p if t.drop is None else p * t.drop
+    dp = dout @ t.v.abs().transpose(-1, -2)
+    dp = dp if t.drop is None else dp * t.drop
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True) + dlse[..., None])
+    largest = size.amax(-1) if N else size.sum(-1)
+    mags = {
+        "out": (dropped @ t.v.abs()).reshape(B, H, M, v.shape[3]),
+        "lse": (largest + t.lse.abs().nan_to_num(posinf=0.0)).reshape(B, H, M),
+        "dq": (ds @ t.k.abs() * scale).reshape(q.shape),
+        "dk": (ds.transpose(-1, -2) @ t.q.abs()).sum(2) * scale,
+        "dv": (dropped.transpose(-1, -2) @ dout).sum(2),
+    }
+    if mask is not None and mask.is_floating_point():
+        shape = (1,) * (4 - mask.dim()) + mask.shape
+        mags["dmask"] = ds.reshape(B, H, M, N).sum_to_size(shape).reshape(mask.shape)
+    return mags
+
+
+def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
+    """The same by torch's softmax, logsumexp and einsum on key/value heads written out."""
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    allowed = _allowed(inputs)
+    rows, keys = dead(inputs)
+    G = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    q = q.masked_fill(rows[..., None], 0)
+    k = k.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
+    v = v.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
+    s = torch.einsum("bhmd,bhnd->bhmn", q, k) * _scale(inputs)
+    mask = inputs.get("mask")
+    if mask is not None and mask.is_floating_point():
+        s = s + torch.where(allowed, mask, 0)
+    s = s.masked_fill(~allowed, -torch.inf)
+    lse = torch.logsumexp(s.masked_fill(rows[..., None], 0), -1) if s.shape[-1] else s.sum(-1)
+    p = torch.softmax(s.masked_fill(rows[..., None], 0), -1).masked_fill(rows[..., None], 0)
+    p_drop = inputs.get("dropout_p", 0.0)
+    if p_drop:
+        keep = dropout_mask(
+            inputs["dropout_seed"], inputs["dropout_stream"], p_drop, tuple(p.shape)
+        )
+        t = min(255, max(1, int(256 * p_drop + 0.5))) if p_drop < 1 else 256
+        p = torch.where(keep, p * (256 / (256 - t) if t < 256 else 0), 0)
+    return torch.einsum("bhmn,bhnd->bhmd", p, v), lse.masked_fill(rows, -torch.inf)
+
+
+def _widen(inputs: Inputs) -> Inputs:
+    """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
+    wide = widen(inputs)
+    mask = inputs.get("mask")
+    if mask is not None and mask.is_floating_point():
+        blocked = mask <= torch.finfo(mask.dtype).min
+        value = torch.where(blocked, -torch.inf, mask.detach().double())
+        wide["mask"] = value.requires_grad_(mask.requires_grad)
+    return wide
+
+
+def _slice_dims(name: str, result: Tensor) -> int:
+    """A (batch, head) slice; masks of fewer dimensions are one slice."""
+    return min(2, max(0, result.dim() - 2))
+
+
+def _workload(
+    name: str,
+    B: int,
+    H: int,
+    S: int,
+    D: int,
+    devices: tuple[str, ...],
+    *,
+    K: int | None = None,
+    causal: bool = False,
+    padded: str = "",
+    mask: str | None = None,
+    dropout_p: float = 0.0,
+) -> Workload:
+    """padded: "" or "keys" or "both", lengths uniform in [S / 4, S]."""
+    K = H if K is None else K
+    lengths = torch.randint(S // 4, S + 1, (B,), generator=torch.Generator().manual_seed(S))
+    pairs = float(B * S * S)
+    if padded:
+        pairs = float((lengths.double() ** 2).sum())
+    if causal:
+        pairs /= 2
+    flops = 4.0 * H * D * pairs
+
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+        def data(heads: int) -> Tensor:
+            x = torch.randn(B, heads, S, D, generator=generator, device=generator.device)
+            return x.to(device=device, dtype=dtype)
+
+        inputs: Inputs = {"q": data(H), "k": data(K), "v": data(K), "causal": causal}
+        if padded:
+            inputs["key_lengths"] = lengths.to(device=device, dtype=torch.int32)
+        if padded == "both":
+            inputs["query_lengths"] = inputs["key_lengths"]
+        if mask is not None:
+            inputs["mask"] = _mask(torch.Generator(), dtype, mask, B, H, S, S).to(device)
+        if dropout_p:
+            seed = torch.tensor([_SEED], device=device)
+            inputs |= {"dropout_p": dropout_p, "dropout_seed": seed}
+        return inputs
+
+    moved = 2.0 * B * S * D * (2 * H + 2 * K)
+    features = tuple(
+        f
+        for f, on in (
+            ("causal", causal),
+            (f"padded_{padded}", padded),
+            ("gqa", K != H),
+            ((mask or "").replace(" ", "_"), mask),
+            ("dropout", dropout_p),
+        )
+        if on
+    )
+    return Workload(
+        name, make, ("q", "k", "v"), flops, moved, 2.5 * flops, 2.0 * moved, features, devices
+    )
+
+
+def _workloads() -> tuple[Workload, ...]:
+    """16k tokens and heads x D = 2048, as the published comparisons; then what they leave out."""
+    rows = []
+    gpu, cpu = ("cuda",), ("cpu",)
+    for D in (64, 128, 256):
+        for causal in (False, True):
+            for S in (512, 1024, 2048, 4096, 8192, 16384):
+                name = f"b{16384 // S}_h{2048 // D}_s{S}_d{D}" + ("_causal" if causal else "")
+                rows.append(_workload(name, 16384 // S, 2048 // D, S, D, gpu, causal=causal))
+    for B, H, S, D in ((16, 16, 1024, 64), (16, 16, 2048, 128), (8, 16, 4096, 64)):
+        for padded in ("keys", "both"):
+            name = f"b{B}_h{H}_s{S}_d{D}_padded_{padded}"
+            rows.append(_workload(name, B, H, S, D, gpu, padded=padded))
+    for D in (64, 128):
+        shape = (4, 2048 // D, 4096, D)
+        name = f"b4_h{2048 // D}_s4096_d{D}"
+        rows.append(_workload(name + "_bool_mask", *shape, gpu, mask="bool BMN"))
+        rows.append(_workload(name + "_bias", *shape, gpu, mask="float HMN"))
+        rows.append(_workload(name + "_dropout", *shape, gpu, dropout_p=0.1))
+    rows.append(_workload("b4_h32_k8_s4096_d128_gqa", 4, 32, 4096, 128, gpu, K=8, causal=True))
+    rows.append(_workload("b64_h8_s512_d64", 64, 8, 512, 64, gpu))
+    for S in (64, 128, 1024):
+        for causal in (False, True):
+            name = f"b2_h8_s{S}_d64" + ("_causal" if causal else "")
+            rows.append(_workload(name, 2, 8, S, 64, cpu, causal=causal))
+    rows.append(_workload("b2_h8_s1024_d64_padded_both", 2, 8, 1024, 64, cpu, padded="both"))
+    return tuple(rows)
+
+
+def _qkv(**changes: Any) -> Inputs:
+    inputs: Inputs = {name: torch.zeros(2, 4, 6, 8) for name in "qkv"}
+    return inputs | changes
+
+
+def _error(name: str, error: type[Exception], message: str, **changes: Any) -> ErrorSample:
+    return ErrorSample(name, partial(_qkv, **changes), error, message)
+
+
+ERRORS = (
+    _error("not_a_tensor", TypeError, "q must be a tensor", q=[1.0]),
+    _error("integers", TypeError, "q must be fp16", q=torch.zeros(2, 4, 6, 8).int()),
+    _error("three_dimensions", ValueError, "k must have 4 dimensions", k=torch.zeros(2, 6, 8)),
+    _error("dtypes", TypeError, "v must have q's dtype", v=torch.zeros(2, 4, 6, 8).half()),
+    _error("batch", ValueError, "k must have q's batch size 2", k=torch.zeros(3, 4, 6, 8)),
+    _error("head_dim", ValueError, "k must have q's head dim 8", k=torch.zeros(2, 4, 6, 16)),
+    _error("v_like_k", ValueError, r"v must be \[2, 4, 6, E\]", v=torch.zeros(2, 4, 5, 8)),
+    _error("heads", ValueError, "q must have a multiple", k=torch.zeros(2, 3, 6, 8),
+           v=torch.zeros(2, 3, 6, 8)),
+    _error("mask_shape", ValueError, "mask must be broadcastable", mask=torch.ones(5, 6).bool()),
+    _error("mask_dtype", TypeError, "mask must be bool or floating", mask=torch.ones(6, 6).int()),
+    _error("mask_dims", ValueError, "mask must be broadcastable", mask=torch.ones(1, 1, 1, 6, 6)),
+    _error("lengths_dtype", TypeError, "key_lengths must be int32", key_lengths=torch.ones(2)),
+    _error("lengths_shape", ValueError, r"key_lengths must be \[2\] or \[2, 6\]",
+           key_lengths=torch.ones(3).int()),
+    _error("query_lengths_shape", ValueError, r"query_lengths must be \[2\]",
+           query_lengths=torch.ones(2, 6).int()),
+    _error("causal_ambiguous", ValueError, "ambiguous", q=torch.zeros(2, 4, 5, 8), causal=True),
+    _error("causal_word", ValueError, "causal must be", causal="lower"),
+    _error("window_length", ValueError, r"window must be \(left, right\)", window=(1,)),
+    _error("window_negative", ValueError, "window must hold", window=(-2, 0)),
+    _error("scale", ValueError, "scale must be finite", scale=float("nan")),
+    _error("dropout_p", ValueError, "dropout_p must be between", dropout_p=-0.1),
+    _error("dropout_seed", ValueError, "dropout_seed must be int64", dropout_p=0.1,
+           dropout_seed=torch.zeros(1)),
+    _error("dropout_stream", ValueError, "dropout_stream must be", dropout_stream=1 << 31),
+    _error("backend", ValueError, "backend must be one of", backend="cudnn"),
+    _error("backend_refuses", NotImplementedError, "backend triton runs on cuda tensors, got cpu",
+           backend="triton"),
+)  # fmt: skip
+
+SPECS = (
+    OpSpec(
+        "attention",
+        functional.attention,
+        ("out", "lse"),
+        SAMPLES,
+        ERRORS,
+        _workloads(),
+        _torch_form,
+        _magnitudes,
+        _slice_dims,
+        _widen,
+    ),
+)

@@ -1,0 +1,1 @@
+"""The position-wise feed-forward network."""

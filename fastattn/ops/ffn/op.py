@@ -1,0 +1,83 @@
+"""The torch op of the feed-forward network: schemas, shapes of the results, backends in order of
+preference.
+
+One hidden tensor is saved: for relu the activation after dropout [..., F], else the pre-activation
+([..., 2F] gated).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fastattn.ops._op import Backend, Op, differentiable, gradient_like
+from fastattn.ops.ffn import reference
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)
+GATED_ACTIVATIONS = tuple(reference.GATED)
+_PACKAGE = "fastattn.ops.ffn"
+_BACKENDS = (Backend("reference"),)
+
+
+def _fwd_outputs(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...]:
+    dtype = x.dtype if residual is None else residual.dtype
+    y = x.new_empty((*x.shape[:-1], w2.shape[0]), dtype=dtype)
+    return y, x.new_empty((*x.shape[:-1], w1.shape[0]))
+
+
+def _bwd_outputs(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    inputs = zip(needs, (x, w1, b1, w2, b2), strict=True)
+    return tuple(gradient_like(like, needed, x) for needed, like in inputs)
+
+
+_OPTIONS = (
+    "str activation, float dropout_p, float output_dropout_p, Tensor? dropout_seed, "
+    "int dropout_stream"
+)
+
+ffn = differentiable(
+    Op(
+        "ffn_fwd",
+        f"Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? residual, {_OPTIONS}",
+        "Tensor y, Tensor hidden",
+        _fwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    Op(
+        "ffn_bwd",
+        "Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor hidden, "
+        f"{_OPTIONS}, bool[5] needs",
+        "Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2",
+        _bwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    reference.backward_maths,
+    passes_through={"residual": "y"},
+)

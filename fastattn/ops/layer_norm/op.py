@@ -1,0 +1,155 @@
+"""The torch ops of the norms: schemas, shapes of the results, backends in order of preference.
+
+Statistics are saved in fp32 (fp64 for fp64 data); any backward may follow any forward.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._op import Backend, Op, differentiable
+from fastattn.ops.layer_norm import reference
+
+_PACKAGE = "fastattn.ops.layer_norm"
+_BACKENDS = (Backend("cpu"), Backend("reference"))
+
+
+def _row_statistics(x: Tensor) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.empty(x.shape[:-1], dtype=dtype, device=x.device)
+
+
+def _contiguous(
+    like: Tensor | None, needed: bool, anchor: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The gradient of `like`, contiguous, or a tensor of shape [0] where nobody wants it."""
+    if needed and like is not None:
+        return like.new_empty(like.shape, dtype=dtype or like.dtype)
+    return anchor.new_empty(0)
+
+
+def _layer_norm_fwd_outputs(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), _row_statistics(x), _row_statistics(x)
+
+
+def _layer_norm_bwd_outputs(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    wanted = zip(needs, (x, weight, bias), strict=True)
+    return tuple(_contiguous(like, needed, x) for needed, like in wanted)
+
+
+def _add_layer_norm_fwd_outputs(
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...]:
+    y, z = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    return y, z, _row_statistics(residual), _row_statistics(residual)
+
+
+def _add_layer_norm_bwd_outputs(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    wanted = zip(needs[1:], (z, x_bias, weight, bias), strict=True)
+    return (
+        _contiguous(z, needs[0], z, x_dtype),
+        *[_contiguous(like, needed, z) for needed, like in wanted],
+    )
+
+
+def _rms_norm_fwd_outputs(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), _row_statistics(x)
+
+
+def _rms_norm_bwd_outputs(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    return _contiguous(x, needs[0], x), _contiguous(weight, needs[1], x)
+
+
+def _op(name: str, arguments: str, results: str, outputs) -> Op:  # type: ignore[no-untyped-def]
+    return Op(name, arguments, results, outputs, _PACKAGE, _BACKENDS)
+
+
+_DROPOUT = "float dropout_p, Tensor? dropout_seed, int dropout_stream"
+
+layer_norm = differentiable(
+    _op(
+        "layer_norm_fwd",
+        "Tensor x, Tensor? weight, Tensor? bias, float eps",
+        "Tensor y, Tensor mean, Tensor rstd",
+        _layer_norm_fwd_outputs,
+    ),
+    _op(
+        "layer_norm_bwd",
+        "Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, float eps, "
+        "bool[3] needs",
+        "Tensor dx, Tensor dweight, Tensor dbias",
+        _layer_norm_bwd_outputs,
+    ),
+    reference.layer_norm_bwd,
+)
+
+add_layer_norm = differentiable(
+    _op(
+        "add_layer_norm_fwd",
+        "Tensor x, Tensor residual, Tensor? x_bias, Tensor? weight, Tensor? bias, float eps, "
+        + _DROPOUT,
+        "Tensor y, Tensor z, Tensor mean, Tensor rstd",
+        _add_layer_norm_fwd_outputs,
+    ),
+    _op(
+        "add_layer_norm_bwd",
+        "Tensor? dy, Tensor? dz, Tensor z, Tensor? x_bias, Tensor? weight, Tensor? bias, "
+        f"Tensor mean, Tensor rstd, float eps, ScalarType x_dtype, {_DROPOUT}, bool[5] needs",
+        "Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias",
+        _add_layer_norm_bwd_outputs,
+    ),
+    reference.add_layer_norm_bwd,
+)
+
+rms_norm = differentiable(
+    _op(
+        "rms_norm_fwd",
+        "Tensor x, Tensor? weight, float eps",
+        "Tensor y, Tensor rstd",
+        _rms_norm_fwd_outputs,
+    ),
+    _op(
+        "rms_norm_bwd",
+        "Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, bool[2] needs",
+        "Tensor dx, Tensor dweight",
+        _rms_norm_bwd_outputs,
+    ),
+    reference.rms_norm_bwd,
+)

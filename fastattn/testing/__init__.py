@@ -1,0 +1,19 @@
+"""What tests, benchmarks and `fastattn check` share: samples, the error budget, poisoned results,
+the dropout mask.
+"""
+
+from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.dropout import dropout_mask
+from fastattn.testing.poison import poisoned_results
+from fastattn.testing.spec import OpSpec, Sample, Workload, all_specs
+
+__all__ = [
+    "Comparison",
+    "OpSpec",
+    "Sample",
+    "Workload",
+    "all_specs",
+    "compare",
+    "dropout_mask",
+    "poisoned_results",
+]

@@ -1,0 +1,277 @@
+"""Runs samples and judges them: the engine of `fastattn check` and of tests/test_ops.py.
+
+A sample's results (outputs, then gradients for fixed random output gradients) are compared with the
+reference in fp64; the budget's other half is the reference in the data's own dtype. PyTorch's own
+operators are judged by the same budget and shown beside.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.poison import poisoned_results
+from fastattn.testing.spec import Inputs, OpSpec, Sample, all_specs
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result of one sample: an output or a gradient. status: ok, FAIL, or refused with a
+    reason.
+    """
+
+    op: str
+    backend: str
+    device: str
+    dtype: str
+    sample: str
+    result: str
+    status: str
+    error: float = 0.0
+    allowed: float = 0.0
+    torch_error: float | None = None
+    message: str = ""
+
+
+def output_gradients(
+    spec: OpSpec, sample: Sample, outputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Random gradients of the outputs, the same values for every dtype and device; 0 where an
+    output is not finite.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.name} {sample.name}".encode()))
+    gradients = []
+    for output in outputs:
+        gradient = torch.randn(output.shape, generator=generator).to(torch.bfloat16)
+        gradient = gradient.to(output.device).to(output.dtype)
+        gradients.append(torch.where(output.isfinite(), gradient, 0))
+    return tuple(gradients)
+
+
+def _run(spec: OpSpec, sample: Sample, inputs: Inputs, backend: str | None) -> Results:
+    results = spec.function(**inputs, backend=backend)
+    return _with_gradients(spec, sample, inputs, results)
+
+
+def _with_gradients(spec: OpSpec, sample: Sample, inputs: Inputs, results: Any) -> Results:
+    outputs = results if isinstance(results, tuple) else (results,)
+    named = dict(zip(spec.results, outputs, strict=True))
+    wanted = [
+        n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
+    ]
+    gradients = torch.autograd.grad(
+        outputs,
+        [inputs[n] for n in wanted],
+        output_gradients(spec, sample, outputs),
+        allow_unused=True,
+    )
+    for name, gradient in zip(wanted, gradients, strict=True):
+        named["d" + name] = torch.zeros_like(inputs[name]) if gradient is None else gradient
+    return {name: value.detach() for name, value in named.items()}
+
+
+class Oracle:
+    """The fp64 and same-dtype references of one sample, computed once, on the CPU."""
+
+    def __init__(self, spec: OpSpec, sample: Sample, dtype: torch.dtype):
+        self.spec, self.sample, self.dtype = spec, sample, dtype
+        inputs = sample.inputs("cpu", dtype)
+        wide = spec.widen(inputs)
+        self.exact = _run(spec, sample, wide, "reference")
+        self.same = _run(spec, sample, inputs, "reference")
+        outputs = tuple(self.exact[name] for name in spec.results)
+        gradients = output_gradients(spec, sample, outputs)
+        detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in wide.items()}
+        self.magnitudes = spec.magnitudes(detached, gradients)
+
+    def judge(self, results: Results) -> Iterator[tuple[str, Comparison]]:
+        for name, value in results.items():
+            exact = self.exact[name]
+            dims = self.spec.slice_dims(name, exact)
+            yield name, compare(value, exact, self.same[name], self.magnitudes[name], dims)
+
+    def torch_errors(self) -> dict[str, float]:
+        """The error of PyTorch's own operators on this sample, where they can say it."""
+        inputs = self.sample.inputs("cpu", self.dtype)
+        try:
+            outputs = self.spec.torch_form(inputs)
+            if outputs is None:
+                return {}
+            results = _with_gradients(self.spec, self.sample, inputs, outputs)
+        except (RuntimeError, NotImplementedError, IndexError):
+            return {}
+        return {name: comparison.error for name, comparison in self.judge(results)}
+
+
+def check_sample(
+    oracle: Oracle, backend: str, device: torch.device, torch_errors: dict[str, float] | None = None
+) -> list[Row]:
+    """Every result of one sample by one backend."""
+    spec, sample = oracle.spec, oracle.sample
+
+    def row(result: str, status: str, **details: Any) -> Row:
+        dtype = str(oracle.dtype).removeprefix("torch.")
+        return Row(spec.name, backend, device.type, dtype, sample.name, result, status, **details)
+
+    try:
+        with poisoned_results():
+            results = _run(spec, sample, sample.inputs(device, oracle.dtype), backend)
+            again = _run(spec, sample, sample.inputs(device, oracle.dtype), backend)
+    except NotImplementedError as refusal:
+        return [row("all", "refused", message=str(refusal).partition(": ")[2])]
+    except Exception as error:  # a crash of one sample is a row of the report, not its end
+        return [row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500])]
+    rows = []
+    for name, comparison in oracle.judge(results):
+        message = comparison.message
+        if not torch.equal(results[name].nan_to_num(), again[name].nan_to_num()):
+            message = (message + "; " if message else "") + "a second run gave other bits"
+        rows.append(
+            row(
+                name,
+                "FAIL" if message and (not comparison.ok or "second run" in message) else "ok",
+                error=comparison.error,
+                allowed=comparison.allowed,
+                torch_error=(torch_errors or {}).get(name),
+                message=message,
+            )
+        )
+    return rows
+
+
+# -- the command -----------------------------------------------------------------------------------
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", action="append", help="only this op (may be repeated)")
+    parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
+    parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="only this dtype")
+    parser.add_argument("--sample", action="append", help="only samples whose name contains this")
+    parser.add_argument(
+        "--device", default=None, help="cpu or cuda (default: cuda if there is one)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write every row as a JSON array")
+    parser.add_argument(
+        "--quick", action="store_true", help="only the samples tagged for quick runs"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`fastattn check`: prints a table, returns 1 if anything failed."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console()
+    device = torch.device(options.device) if options.device else _env.default_device()
+    cases = _cases(options, device)
+    rows: list[Row] = []
+    for oracle_of, backends in track(cases, description=f"checking on {device}", console=console):
+        oracle = Oracle(*oracle_of)
+        torch_errors = oracle.torch_errors()
+        for backend in backends:
+            rows += check_sample(oracle, backend, device, torch_errors)
+    _report(console, rows, device, options.verbose)
+    if options.json:
+        write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
+    return 1 if any(row.status == "FAIL" for row in rows) or not rows else 0
+
+
+def _cases(
+    options: argparse.Namespace, device: torch.device
+) -> list[tuple[tuple[OpSpec, Sample, torch.dtype], list[str]]]:
+    specs = all_specs()
+    for name in options.op or ():
+        if name not in specs:
+            raise SystemExit(
+                f"fastattn check: --op must be one of {', '.join(specs)}, got {name!r}"
+            )
+    known = sorted({b for spec in specs.values() for b in spec.backends})
+    for name in options.backend or ():
+        if name not in known:
+            raise SystemExit(
+                f"fastattn check: --backend must be one of {', '.join(known)}, got {name!r}"
+            )
+    dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
+    cases = []
+    for spec in specs.values():
+        if options.op and spec.name not in options.op:
+            continue
+        backends = [b for b in spec.backends if not options.backend or b in options.backend]
+        if not options.backend:  # a backend for another device would only refuse
+            backends = [b for b in backends if _env.refuses_device(b, device) is None]
+        for sample in spec.samples:
+            if options.quick and "interpreter" not in sample.tags:
+                continue
+            if options.sample and not any(part in sample.name for part in options.sample):
+                continue
+            cases += [((spec, sample, d), backends) for d in dtypes if d in sample.dtypes]
+    return cases
+
+
+def _report(console: Any, rows: list[Row], device: torch.device, verbose: bool) -> None:
+    from rich.table import Table
+
+    console.print(
+        f"{_env.device_name(device)}  " + "  ".join(f"{k} {v}" for k, v in _env.versions().items())
+    )
+    table = Table(title="Error against fp64, as a share of what is allowed")
+    for column in ("op", "backend", "dtype"):
+        table.add_column(column)
+    for column in ("results", "refused", "failed", "worst", "PyTorch's worst"):
+        table.add_column(column, justify="right")
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
+    for key, group in groups.items():
+        judged = [r for r in group if r.status != "refused"]
+        worst = max((r.error / r.allowed for r in judged if r.allowed), default=0.0)
+        peers = [
+            r.torch_error / r.allowed for r in judged if r.allowed and r.torch_error is not None
+        ]
+        failed = sum(r.status == "FAIL" for r in group)
+        table.add_row(
+            *key,
+            str(len(judged)),
+            str(len(group) - len(judged)),
+            f"[red]{failed}[/red]" if failed else "0",
+            f"{worst:.2f}",
+            f"{max(peers):.2f}" if peers else "-",
+        )
+    console.print(table)
+    reasons = sorted({(r.op, r.backend, r.message) for r in rows if r.status == "refused"})
+    for op, backend, message in reasons:
+        console.print(f"refused: {op}: {message or backend}", highlight=False)
+    for row in rows:
+        if verbose or row.status == "FAIL":
+            console.print(
+                f"{row.status:8}{row.op} {row.backend} {row.dtype} {row.sample} {row.result}: "
+                f"error {row.error:.3g}, allowed {row.allowed:.3g} {row.message}",
+                highlight=False,
+            )
+    failed = sum(row.status == "FAIL" for row in rows)
+    console.print(f"{len(rows) - failed} passed, {failed} failed")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+    os.replace(temporary, path)

@@ -1,0 +1,106 @@
+"""The one error budget: how far a result may be from the fp64 reference.
+
+Per slice (a batch and head of attention, a row of a norm), once non-finite positions match those of
+the fp64 result cast to the result's dtype:
+
+    |kernel - ref64| <= 2 max|ref(same dtype) - ref64| + 2 eps(dtype) max|ref64| + 8 eps(fp32)
+    max(mag)
+
+`mag` is the result's formula on absolute values: without it single-key rows, windows of one key and
+constant rows would reject correct kernels. A maximum per slice, because one over the whole tensor
+would let a large slice hide a wrong one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FP32_EPS = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The worst slice of one result. `error` and `allowed` are absolute; `ratio` = error / allowed
+    <= 1 passes.
+    """
+
+    ok: bool
+    error: float
+    allowed: float
+    reference_error: float
+    message: str
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.allowed if self.allowed else float(self.error > 0)
+
+
+def compare(
+    actual: Tensor, ref64: Tensor, same: Tensor, mag: Tensor, slice_dims: int
+) -> Comparison:
+    """Compares a result with the fp64 reference.
+
+    actual: the result, in its dtype. ref64: fp64. same: the reference in the data's dtype. mag:
+    fp64, ref64's shape.
+    slice_dims: how many leading dimensions count slices (0: the whole tensor is one).
+    """
+    if actual.shape != ref64.shape:
+        return _failure(f"shape {list(actual.shape)}, expected {list(ref64.shape)}")
+    if actual.numel() == 0:
+        return Comparison(True, 0.0, 0.0, 0.0, "empty")
+    got, expected = actual.detach().double().cpu(), ref64.detach().cpu()
+    near, mag = same.detach().double().cpu(), mag.detach().cpu()
+    rounded = expected.to(actual.dtype).double()
+    if (message := _non_finite_mismatch(got, rounded)) is not None:
+        return _failure(message)
+
+    slices = (*expected.shape[:slice_dims], -1)
+    finite = rounded.isfinite()
+
+    def error_of(x: Tensor) -> Tensor:
+        difference = torch.where(finite & x.isfinite(), (x - expected).abs(), 0)
+        return difference.reshape(slices).amax(-1)
+
+    error, reference_error = error_of(got), error_of(near)
+    largest = torch.where(finite, expected.abs(), 0).reshape(slices).amax(-1)
+    magnitude = torch.where(mag.isfinite(), mag, 0).expand_as(expected).reshape(slices).amax(-1)
+    allowed = (
+        2 * reference_error
+        + 2 * torch.finfo(actual.dtype).eps * largest
+        + 8 * _FP32_EPS * magnitude
+    )
+    excess = (error / allowed.clamp_min(torch.finfo(torch.float64).tiny)).flatten()
+    worst = int(excess.argmax())
+    ok = bool((error <= allowed).all())
+    at = (
+        [int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape)]
+        if slice_dims
+        else []
+    )
+    message = "" if ok else f"slice {at}: error {error.flatten()[worst]:.3g}"
+    return Comparison(
+        ok,
+        float(error.flatten()[worst]),
+        float(allowed.flatten()[worst]),
+        float(reference_error.flatten()[worst]),
+        message,
+    )
+
+
+def _non_finite_mismatch(got: Tensor, rounded: Tensor) -> str | None:
+    same_kind = (got.isnan() == rounded.isnan()) & (
+        torch.where(got.isinf(), got, 0) == torch.where(rounded.isinf(), rounded, 0)
+    )
+    if bool(same_kind.all()):
+        return None
+    where = (~same_kind).nonzero()
+    first = where[0].tolist()
+    return (
+        f"{len(where)} non-finite positions differ, first {first}: "
+        f"{got[tuple(first)]}, expected {rounded[tuple(first)]}"
+    )
+
+
+def _failure(message: str) -> Comparison:
+    return Comparison(False, float("inf"), 0.0, 0.0, message)

@@ -1,0 +1,441 @@
+"""`MultiheadAttention` in place of torch's, on the `attention` op, and one masked by lengths.
+
+`torch.nn` masks say what is *blocked*, the masks of the ops what is *allowed*: `allowed_mask` is
+where one becomes the other. Calls that the op does not cover, malformed ones among them, go to
+torch's forward: slower, never different. One difference is meant: a query whose keys are all
+blocked gets a zero context, where torch gives NaN or not, depending on its path.
+
+Shapes: B batch, M queries, N keys, H heads, D head dim, E = H * D. Heads are `[B, H, S, D]` views.
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.fusion import DropoutStreams, TorchScriptable, is_plain_tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` on the `attention` op.
+
+    `is_causal=True` needs `attn_mask`, as in torch, and is believed: the op then reads no mask, not
+    beside a `key_padding_mask` either. With `need_weights=True` the weights are computed unfused.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not covers(self, query, key, value, key_padding_mask, attn_mask):
+            return super().forward(
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        if not need_weights:
+            context = attention_context(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                attn_mask,
+                is_causal,
+                DropoutStreams(query.device),
+            )
+            return F.linear(context, self.out_proj.weight, self.out_proj.bias), None
+
+        _check_causal_hint(is_causal, attn_mask)
+        masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
+        q, k, v = project(self, query, key, value)
+        k, v, extra = extended_keys(self, k, v)
+        mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
+        p = self.dropout if self.training else 0.0
+        heads, weights = attention_with_weights(q, k, v, mask, p)
+        context = merge_heads(self, heads, query.dim())
+        if average_attn_weights:
+            weights = weights.mean(dim=1)
+        if query.dim() == 2:
+            weights = weights.squeeze(0)
+        return F.linear(context, self.out_proj.weight, self.out_proj.bias), weights
+
+
+def covers(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> bool:
+    """Whether `attention_context` takes this call. Reads sizes and types only."""
+    rank = query.dim()
+    if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
+        return False
+    weights = (module.in_proj_weight, module.q_proj_weight, module.out_proj.weight)
+    for tensor in (query, key, value, *weights):
+        if tensor is not None and (
+            not is_plain_tensor(tensor)
+            or tensor.dtype not in _DTYPES
+            or tensor.layout is not torch.strided
+        ):
+            return False
+    bias = module.in_proj_bias
+    if bias is not None and bias.dtype != module.out_proj.weight.dtype:
+        return False
+    B, M = _batch_and_length(module, query)
+    N = _batch_and_length(module, key)[1]
+    return (
+        query.shape[-1] == module.embed_dim
+        and key.shape[-1] == module.kdim
+        and value.shape[-1] == module.vdim
+        and _batch_and_length(module, key) == (B, N)
+        and _batch_and_length(module, value) == (B, N)
+        and (module.bias_k is None) == (module.bias_v is None)
+        and (key_padding_mask is None or _is_mask(key_padding_mask, (N,) if rank == 2 else (B, N)))
+        and (
+            attn_mask is None
+            or _is_mask(attn_mask, (M, N))
+            or _is_mask(attn_mask, (B * module.num_heads, M, N))
+        )
+    )
+
+
+def matching_masks(
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dtype: torch.dtype,
+    attn_name: str = "attn_mask",
+    padding_name: str = "key_padding_mask",
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both masks boolean or both floating; like torch, warns where it has to convert."""
+    if attn_mask is None or key_padding_mask is None or attn_mask.dtype == key_padding_mask.dtype:
+        return attn_mask, key_padding_mask
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{padding_name} is {key_padding_mask.dtype} and {attn_name} is {attn_mask.dtype}: "
+            "support for masks of different types is deprecated, pass both in one type",
+            stacklevel=3,
+        )
+    return floating_mask(attn_mask, dtype), floating_mask(key_padding_mask, dtype)
+
+
+def floating_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A blocked-is-True mask as the additive one that torch hands on to layers and modules."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def attention_context(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    streams: DropoutStreams,
+) -> Tensor:
+    """What `module` computes before its output projection, in query's layout `[..., E]`."""
+    _check_causal_hint(is_causal, attn_mask)
+    attn_mask, key_padding_mask = matching_masks(attn_mask, key_padding_mask, query.dtype)
+    q, k, v = project(module, query, key, value)
+    k, v, extra = extended_keys(module, k, v)
+    # torch lays the hint over keys that were added, too, unless padding made it use the mask.
+    causal = is_causal and (extra == 0 or key_padding_mask is None)
+    mask = allowed_mask(
+        None if causal else attn_mask, key_padding_mask, q.shape[0], module.num_heads, extra
+    )
+    heads = attend(module, q, k, v, streams, mask=mask, causal="top_left" if causal else False)
+    return merge_heads(module, heads, query.dim())
+
+
+def attend(
+    module: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    streams: DropoutStreams,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    causal: str | bool = False,
+) -> Tensor:
+    """The `attention` op on projected heads, with the module's dropout."""
+    p = float(module.dropout) if module.training else 0.0
+    return functional.attention(  # type: ignore[return-value]
+        q,
+        k,
+        v,
+        mask=mask,
+        key_lengths=key_lengths,
+        causal=causal,  # type: ignore[arg-type]
+        dropout_p=p,
+        **streams.take(p),
+    )
+
+
+def project(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """q, k and v as heads; inputs that are the same tensor share one matrix product."""
+    if not module._qkv_same_embed_dim:
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        return tuple(
+            _heads(module, F.linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)))  # type: ignore[arg-type]
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+    if query is key and key is value:
+        return project_packed(module, query, 0, 3)
+    if key is value:
+        return project_packed(module, query, 0, 1) + project_packed(module, key, 1, 2)
+    if query is key:
+        return project_packed(module, query, 0, 2) + project_packed(module, value, 2, 1)
+    return (
+        project_packed(module, query, 0, 1)
+        + project_packed(module, key, 1, 1)
+        + project_packed(module, value, 2, 1)
+    )
+
+
+def project_packed(
+    module: nn.MultiheadAttention, x: Tensor, first: int, count: int
+) -> tuple[Tensor, ...]:
+    """x times parts `first` to `first + count` of the packed weight (0 query, 1 key, 2 value)."""
+    weight: Tensor = module.in_proj_weight
+    bias: Tensor | None = module.in_proj_bias
+    if count < 3:
+        rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    packed = F.linear(x, weight, bias)  # [..., count * E]
+    parts = packed.unflatten(-1, (count, module.num_heads, module.head_dim)).unbind(-3)
+    return tuple(_heads(module, part) for part in parts)
+
+
+def extended_keys(
+    module: nn.MultiheadAttention, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """k and v with the keys of `add_bias_kv` and `add_zero_attn` behind, and how many these are."""
+    B, H, _, D = k.shape
+    ks, vs = [k], [v]
+    if module.bias_k is not None and module.bias_v is not None:
+        ks.append(module.bias_k.view(1, H, 1, D).to(k.dtype).expand(B, H, 1, D))
+        vs.append(module.bias_v.view(1, H, 1, D).to(v.dtype).expand(B, H, 1, D))
+    if module.add_zero_attn:
+        ks.append(k.new_zeros(B, H, 1, D))
+        vs.append(v.new_zeros(B, H, 1, D))
+    if len(ks) == 1:
+        return k, v, 0
+    return torch.cat(ks, dim=2), torch.cat(vs, dim=2), len(ks) - 1
+
+
+def allowed_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, B: int, H: int, extra: int = 0
+) -> Tensor | None:
+    """nn's masks, both boolean (True = blocked) or both floating, as one mask for the op.
+
+    attn_mask `[M, N]` or `[B * H, M, N]`, key_padding_mask `[N]` or `[B, N]`; `extra` keys behind
+    them are allowed. Dimensions that do not matter stay of size 1.
+    """
+    if attn_mask is not None:
+        attn_mask = (
+            attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (B, H))
+        )
+        attn_mask = F.pad(attn_mask, (0, extra)) if extra else attn_mask
+    if key_padding_mask is not None:
+        if key_padding_mask.dim() == 1:
+            key_padding_mask = key_padding_mask[None]
+        key_padding_mask = key_padding_mask[:, None, None, :]  # [B, 1, 1, N]
+        key_padding_mask = F.pad(key_padding_mask, (0, extra)) if extra else key_padding_mask
+    if attn_mask is None or key_padding_mask is None:
+        mask = key_padding_mask if attn_mask is None else attn_mask
+    elif attn_mask.dtype is torch.bool:
+        mask = attn_mask | key_padding_mask
+    else:
+        mask = attn_mask + key_padding_mask
+    return ~mask if mask is not None and mask.dtype is torch.bool else mask
+
+
+def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tensor:
+    """Heads `[B, H, M, D]` in the layout of a query of that rank, `[..., E]`."""
+    if rank == 2:
+        return heads[0].transpose(0, 1).flatten(-2)  # [M, E]
+    if module.batch_first:
+        return heads.transpose(1, 2).flatten(-2)  # [B, M, E]
+    return heads.permute(2, 0, 1, 3).flatten(-2)  # [M, B, E]
+
+
+def attention_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """Attention by plain torch functions: heads `[B, H, M, D]` and their weights `[B, H, M, N]`.
+
+    mask: what the op takes. The weights are those after dropout; rows that may attend nothing have
+    zero weights and zero gradients.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    if mask is None:
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        if mask.dtype is torch.bool:
+            blocked = ~mask
+        else:
+            blocked = mask <= torch.finfo(mask.dtype).min
+            scores = scores + mask.to(scores.dtype)
+        scores = scores.masked_fill(blocked, float("-inf"))
+        dead = (scores == float("-inf")).all(dim=-1, keepdim=True)  # [B, H, M, 1]
+        weights = torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+    if dropout_p > 0.0:
+        weights = F.dropout(weights, dropout_p)
+    return weights.to(v.dtype) @ v, weights
+
+
+class LengthMaskedMultiheadAttention(nn.Module):
+    """Multi-head attention over the first `valid_lens` keys, with its own size for each input.
+
+    query_size, key_size, value_size: widths of the inputs; num_hiddens: width of the heads together
+    and of the output. Batch comes first.
+    """
+
+    def __init__(
+        self,
+        query_size: int,
+        key_size: int,
+        value_size: int,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or num_hiddens % num_heads:
+            raise ValueError(
+                f"num_hiddens must be a multiple of num_heads, got {num_hiddens} and {num_heads}"
+            )
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        self.num_heads = num_heads
+        self.dropout = dropout
+
+        def linear(size: int) -> nn.Linear:
+            return nn.Linear(size, num_hiddens, bias=bias, device=device, dtype=dtype)
+
+        self.q_proj = linear(query_size)
+        self.k_proj = linear(key_size)
+        self.v_proj = linear(value_size)
+        self.out_proj = linear(num_hiddens)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        valid_lens: Tensor | None = None,
+        *,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """queries `[B, M, query_size]`, keys and values `[B, N, ...]` -> `[B, M, num_hiddens]`.
+
+        valid_lens: int32 or int64, `[B]`, or `[B, M]` with one length for each query; keys at or
+        beyond it are not attended, a length of 0 gives a zero context. With `need_weights` the
+        weights `[B, H, M, N]` come second (after dropout in training).
+        """
+        self._check(queries, keys, values, valid_lens)
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, S, D]
+            for projection, x in (
+                (self.q_proj, queries),
+                (self.k_proj, keys),
+                (self.v_proj, values),
+            )
+        )
+        p = self.dropout if self.training else 0.0
+        if not need_weights:
+            streams = DropoutStreams(queries.device)
+            heads = functional.attention(
+                q, k, v, key_lengths=valid_lens, dropout_p=p, **streams.take(p)
+            )
+            return self.out_proj(heads.transpose(1, 2).flatten(-2))  # type: ignore[union-attr]
+        mask = None
+        if valid_lens is not None:
+            lengths = valid_lens[:, None] if valid_lens.dim() == 1 else valid_lens
+            positions = torch.arange(keys.shape[1], device=keys.device)
+            mask = (positions < lengths[..., None])[:, None]  # [B, 1, 1 or M, N]
+        heads, weights = attention_with_weights(q, k, v, mask, p)
+        return self.out_proj(heads.transpose(1, 2).flatten(-2)), weights
+
+    def _check(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
+    ) -> None:
+        for name, x, projection in (
+            ("queries", queries, self.q_proj),
+            ("keys", keys, self.k_proj),
+            ("values", values, self.v_proj),
+        ):
+            size = projection.in_features
+            if x.dim() != 3 or x.shape[-1] != size or x.shape[0] != queries.shape[0]:
+                batch = "B" if name == "queries" else queries.shape[0]
+                raise ValueError(f"{name} must be [{batch}, S, {size}], got {list(x.shape)}")
+        if keys.shape[1] != values.shape[1]:
+            raise ValueError(
+                f"values must have one row for each of the {keys.shape[1]} keys, "
+                f"got {values.shape[1]}"
+            )
+        B, M = queries.shape[:2]
+        if valid_lens is not None and (
+            valid_lens.dtype not in (torch.int32, torch.int64)
+            or valid_lens.shape not in ((B,), (B, M))
+        ):
+            raise ValueError(
+                f"valid_lens must be int32 or int64, [{B}] or [{B}, {M}], "
+                f"got {valid_lens.dtype} {list(valid_lens.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def _check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+    if is_causal and attn_mask is None:
+        raise RuntimeError(
+            "is_causal=True is a hint about attn_mask and needs it: pass "
+            "Transformer.generate_square_subsequent_mask(length), got attn_mask=None"
+        )
+
+
+def _is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    return mask.shape == shape and (mask.dtype is torch.bool or mask.is_floating_point())
+
+
+def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
+    if x.dim() == 2:
+        return 1, x.shape[0]
+    return (x.shape[0], x.shape[1]) if module.batch_first else (x.shape[1], x.shape[0])
+
+
+def _heads(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    """A projection `[..., H, D]` in the module's layout as `[B, H, S, D]`, without a copy."""
+    if x.dim() == 3:
+        return x.transpose(0, 1)[None]
+    return x.transpose(1, 2) if module.batch_first else x.permute(1, 2, 0, 3)

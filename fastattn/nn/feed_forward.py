@@ -1,0 +1,107 @@
+"""The position-wise feed-forward network: `PositionWiseFFN`, and the fused form that layers share.
+
+`fused_activation` tells whether the modules of a network may run as one `ffn` op, and under which
+name the op knows the activation.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.fusion import DropoutStreams, active_p, is_plain
+
+_FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
+_GATED: dict[str, Callable[[Tensor], Tensor]] = {"reglu": F.relu, "geglu": F.gelu, "swiglu": F.silu}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The `ffn` op's name for a function or module, None for one that it does not know."""
+    for function, name in _FUNCTIONS:
+        if activation is function:
+            return name
+    if not isinstance(activation, nn.Module) or not is_plain(activation, nn.ReLU, nn.GELU, nn.SiLU):
+        return None
+    if isinstance(activation, nn.GELU):
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
+    return "relu" if isinstance(activation, nn.ReLU) else "silu"
+
+
+def fused_activation(
+    linear1: nn.Module, activation: Any, dropout: nn.Module, linear2: nn.Module
+) -> str | None:
+    """The activation's name if one op does what these modules do, else None."""
+    if (
+        is_plain(linear1, nn.Linear)
+        and is_plain(dropout, nn.Dropout)
+        and is_plain(linear2, nn.Linear)
+    ):
+        return activation_name(activation)
+    return None
+
+
+class PositionWiseFFN(nn.Module):
+    """`linear2(dropout(activation(linear1(x))))` at every position.
+
+    input_size, hidden_size: widths of x and of the hidden layer. output_size: default input_size.
+    activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, swiglu. Gated, `linear1` has
+    2 * hidden_size rows, the gate's first: act(gate) * up (Shazeer 2020).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        output_size: int | None = None,
+        *,
+        activation: str = "relu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in _PLAIN and activation not in _GATED:
+            known = ", ".join((*_PLAIN, *_GATED))
+            raise ValueError(f"activation must be one of {known}, got {activation!r}")
+        self.activation = activation
+        rows = 2 * hidden_size if activation in _GATED else hidden_size
+        output_size = input_size if output_size is None else output_size
+        self.linear1 = nn.Linear(input_size, rows, bias=bias, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(hidden_size, output_size, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 0 or x.shape[-1] != self.linear1.in_features:
+            raise ValueError(f"x must be [..., {self.linear1.in_features}], got {list(x.shape)}")
+        if fused_activation(self.linear1, F.relu, self.dropout, self.linear2) is None:
+            return self.linear2(self.dropout(self._activate(self.linear1(x))))
+        p = active_p(self.dropout)
+        return functional.ffn(
+            x,
+            self.linear1.weight,
+            self.linear1.bias,
+            self.linear2.weight,
+            self.linear2.bias,
+            self.activation,
+            dropout_p=p,
+            **DropoutStreams(x.device).take(p),
+        )
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        if self.activation in _GATED:
+            gate, up = hidden.chunk(2, dim=-1)
+            return _GATED[self.activation](gate) * up
+        return _PLAIN[self.activation](hidden)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

@@ -1,0 +1,99 @@
+"""When a child module may become part of a fused op, and what the modules of a block share.
+
+A block is computed by a fused op only while each child does exactly what its class says. Hooks,
+parametrizations, subclasses, replaced `forward` methods and wrapped weights (low-rank adapters,
+pruning, quantisation, sharding) make a child not plain: then the module itself is called.
+"""
+
+import copy
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastattn.functional import new_dropout_seed
+
+_DEFAULT_FUNCTIONS: tuple[Any, ...] = (
+    Tensor.__torch_function__.__func__,  # type: ignore[attr-defined]
+    torch._C._disabled_torch_function_impl,
+)
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor's values are its storage: no wrapper, no `__torch_function__` of its own."""
+    kind = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return not tensor.is_nested
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return function in _DEFAULT_FUNCTIONS and not is_traceable_wrapper_subclass(tensor)
+
+
+def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
+    """Whether calling `module` does what its class, one of `classes`, does, and nothing else."""
+    return (
+        type(module) in classes
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+        and not _has_any_global_hook()
+        and all(p is None or is_plain_tensor(p) for p in module._parameters.values())
+    )
+
+
+def inherits(module: nn.Module, base: type[nn.Module], method: str) -> bool:
+    """Whether `module.method` is the one of `base`: no subclass and no assignment replaced it."""
+    return getattr(type(module), method) is getattr(base, method) and method not in module.__dict__
+
+
+def active_p(dropout: nn.Module) -> float:
+    """The probability that an `nn.Dropout` applies now."""
+    return float(dropout.p) if dropout.training else 0.0  # type: ignore[arg-type]
+
+
+class DropoutStreams:
+    """The dropouts of one forward: one seed for all, streams 0, 1, 2 ... in the order of the calls.
+
+    The seed is drawn when the first active dropout asks, so evaluation leaves the generator alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seed: Tensor | None = None
+        self.stream = -1
+
+    def take(self, *probabilities: float) -> dict[str, Any]:
+        """The arguments `dropout_seed` and `dropout_stream` of the next op."""
+        self.stream += 1
+        if not any(probabilities):
+            return {}
+        if self.seed is None:
+            self.seed = new_dropout_seed(self.device)
+        return {"dropout_seed": self.seed, "dropout_stream": self.stream}
+
+
+class TorchScriptable:
+    """Lets `torch.jit.script` compile torch's class in place of ours, whose ops it cannot read."""
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        # torch.jit.script replaces children in place: it gets modules of its own, the same tensors.
+        tensors = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
+        scriptable = copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
+        for module in scriptable.modules():  # type: ignore[attr-defined]
+            if isinstance(module, TorchScriptable):
+                module.__class__ = _torch_class(type(module))
+        return scriptable  # type: ignore[return-value]
+
+
+def _torch_class(kind: type) -> type:
+    """The class of torch's that `kind` replaces; `kind` itself where it adds methods of its own."""
+    for base in kind.__mro__:
+        if TorchScriptable in base.__bases__:
+            return base.__bases__[-1]
+        if any(not name.startswith("__") for name in vars(base)):
+            break
+    return kind

@@ -1,0 +1,148 @@
+"""`LayerNorm` and `RMSNorm` in place of torch's, and `AddNorm`: norm(x + dropout(sublayer output)).
+
+The drop-ins differ from `torch.nn`'s in `forward` alone. `fused_add_norm` is the end of a block of
+a Transformer layer as one op, for modules of which `fuses` says that nothing would be skipped.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.fusion import DropoutStreams, TorchScriptable, active_p, is_plain, is_plain_tensor
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _covered(x: Tensor, normalized_shape: tuple[int, ...]) -> bool:
+    """Whether the ops take x; everything else, errors included, is left to torch's forward."""
+    rank = len(normalized_shape)
+    return (
+        is_plain_tensor(x)
+        and x.dtype in _DTYPES
+        and x.layout is torch.strided
+        and x.dim() >= rank > 0
+        and x.shape[x.dim() - rank :] == normalized_shape
+    )
+
+
+def _autocast_input(x: Tensor) -> Tensor:
+    """x as autocast hands it to torch's norms: in fp32, but on a CPU as it is."""
+    kind = x.device.type
+    if x.dtype not in (torch.bfloat16, torch.float16) or kind in ("cpu", "meta"):
+        return x
+    return x.float() if torch.is_autocast_enabled(kind) else x
+
+
+class LayerNorm(TorchScriptable, nn.LayerNorm):
+    """`torch.nn.LayerNorm` on the `layer_norm` op."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not _covered(input, self.normalized_shape):
+            return super().forward(input)
+        x = _autocast_input(input)
+        if len(self.normalized_shape) == 1:
+            return functional.layer_norm(x, self.weight, self.bias, self.eps)
+        weight = None if self.weight is None else self.weight.flatten()
+        bias = None if self.bias is None else self.bias.flatten()
+        rows = x.flatten(-len(self.normalized_shape))
+        return functional.layer_norm(rows, weight, bias, self.eps).view(x.shape)
+
+
+class RMSNorm(TorchScriptable, nn.RMSNorm):
+    """`torch.nn.RMSNorm` on the `rms_norm` op. The default eps is that of fp32 (fp64), as torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _covered(x, self.normalized_shape):
+            return super().forward(x)
+        x = _autocast_input(x)
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        if len(self.normalized_shape) == 1:
+            return functional.rms_norm(x, self.weight, eps)
+        weight = None if self.weight is None else self.weight.flatten()
+        rows = x.flatten(-len(self.normalized_shape))
+        return functional.rms_norm(rows, weight, eps).view(x.shape)
+
+
+class AddNorm(nn.Module):
+    """`norm(x + dropout(y))`: x goes around a sublayer, y is what the sublayer made of it.
+
+    normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        self.norm = LayerNorm(shape, eps, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.shape != y.shape:
+            raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
+        if fuses(self.dropout, self.norm) and _covered(x, self.norm.normalized_shape):
+            return fused_add_norm(y, None, x, self.dropout, self.norm, DropoutStreams(x.device))
+        return self.norm(x + self.dropout(y))
+
+
+def fuses(dropout: nn.Module, norm: nn.Module) -> bool:
+    """Whether `fused_add_norm` does what both do: modules plain, the norm over one dimension."""
+    return (
+        is_plain(dropout, nn.Dropout)
+        and is_plain(norm, nn.LayerNorm, LayerNorm)
+        and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
+    )
+
+
+def fused_add_norm(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    dropout: nn.Module,
+    norm: nn.Module,
+    streams: DropoutStreams,
+) -> Tensor:
+    """norm(residual + dropout(x + x_bias)) in torch's dtype, post-norm's end of a block."""
+    y, _ = fused_add_norm_and_sum(
+        x, x_bias, _autocast_input(_promoted(residual, x)), dropout, norm, streams
+    )
+    return y
+
+
+def fused_add_norm_and_sum(
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    dropout: nn.Module,
+    norm: nn.Module,
+    streams: DropoutStreams,
+) -> tuple[Tensor, Tensor]:
+    """z = residual + dropout(x + x_bias) -> (norm(z), z): pre-norm, from a block to the next."""
+    p = active_p(dropout)
+    y, z = functional.add_layer_norm(
+        x,
+        _promoted(residual, x),
+        norm.weight,  # type: ignore[arg-type]
+        norm.bias,  # type: ignore[arg-type]
+        norm.eps,  # type: ignore[arg-type]
+        x_bias=x_bias,
+        dropout_p=p,
+        return_sum=True,
+        **streams.take(p),
+    )
+    return y, z
+
+
+def _promoted(residual: Tensor, x: Tensor) -> Tensor:
+    """The op's sum takes the residual's dtype, torch's the wider one."""
+    if residual.dtype == x.dtype:
+        return residual
+    return residual.to(torch.promote_types(residual.dtype, x.dtype))

@@ -1,0 +1,82 @@
+"""Positions added to embeddings: fixed sinusoids, and learned vectors.
+
+Both take `[B, S, E]` (or any `[..., S, E]`) and add row `offset + s` of a table to position s, then
+apply dropout. `offset` is the number of positions already decoded.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class _PositionalEncoding(nn.Module):
+    """Adds rows of a table, `[max_length, d_model]`, that the subclass provides."""
+
+    def __init__(self, d_model: int, max_length: int, dropout: float) -> None:
+        super().__init__()
+        if d_model < 1 or max_length < 1:
+            raise ValueError(
+                f"d_model and max_length must be at least 1, got {d_model} and {max_length}"
+            )
+        self.d_model = d_model
+        self.max_length = max_length
+        self.dropout = nn.Dropout(dropout)
+
+    def _add(self, x: Tensor, table: Tensor, offset: int) -> Tensor:
+        if x.dim() < 2 or x.shape[-1] != self.d_model:
+            raise ValueError(f"x must be [..., S, {self.d_model}], got {list(x.shape)}")
+        end = offset + x.shape[-2]
+        if offset < 0 or end > self.max_length:
+            raise ValueError(
+                f"positions must lie in [0, max_length={self.max_length}), "
+                f"got {offset} to {end - 1}: build the module with a larger max_length"
+            )
+        return self.dropout(x + table[offset:end].to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, max_length={self.max_length}"
+
+
+class SinusoidalPositionalEncoding(_PositionalEncoding):
+    """Column 2i holds sin(position / 10000^(2i / d_model)), column 2i + 1 the cosine of the same.
+
+    The table is a buffer outside the `state_dict`: it follows the module's device, and checkpoints
+    do not depend on `max_length`.
+    """
+
+    table: Tensor
+
+    def __init__(self, d_model: int, max_length: int = 4096, dropout: float = 0.0) -> None:
+        super().__init__(d_model, max_length, dropout)
+        self.register_buffer("table", sinusoids(max_length, d_model), persistent=False)
+
+    def forward(self, x: Tensor, *, offset: int = 0) -> Tensor:
+        return self._add(x, self.table, offset)
+
+
+class LearnedPositionalEncoding(_PositionalEncoding):
+    """One trained vector for each position below `max_length`."""
+
+    def __init__(self, d_model: int, max_length: int, dropout: float = 0.0) -> None:
+        super().__init__(d_model, max_length, dropout)
+        self.weight = nn.Parameter(torch.empty(max_length, d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # 0.02: small beside embeddings of unit variance, as usual for learned positions.
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, *, offset: int = 0) -> Tensor:
+        return self._add(x, self.weight, offset)
+
+
+def sinusoids(length: int, d_model: int) -> Tensor:
+    """The table of `SinusoidalPositionalEncoding`, fp32 `[length, d_model]`, rounded from fp64."""
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    angle = position * torch.exp(even * (-math.log(10000.0) / d_model))  # [length, ceil(d / 2)]
+    table = torch.empty(length, d_model, dtype=torch.float64)
+    table[:, 0::2] = angle.sin()
+    table[:, 1::2] = angle.cos()[:, : d_model // 2]
+    return table.float()

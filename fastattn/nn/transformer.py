@@ -1,0 +1,519 @@
+"""The encoder and decoder stacks of `torch.nn` on fused ops, in place of torch's.
+
+Constructors, parameters, `state_dict` and masks are torch's; `forward` is ours, the same in
+training and evaluation. A layer is a row of blocks: attention or feed-forward network, dropout,
+residual, norm. A block runs as fused ops while its modules are plain (see `fusion`), else as the
+composition that torch writes: `_sa_block`, `_mha_block`, `_ff_block` and the norms, called as
+modules. Nested tensors and masks that torch rejects go to torch.
+
+Causality: `is_causal=None` compares the mask with the causal one, which waits for the device as in
+torch; while compiling, in a CUDA graph and without data the mask is used as it is, with the same
+result. A hint is believed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.attention import (
+    MultiheadAttention,
+    allowed_mask,
+    attend,
+    attention_context,
+    covers,
+    floating_mask,
+    matching_masks,
+    merge_heads,
+    project_packed,
+)
+from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.nn.feed_forward import fused_activation
+from fastattn.nn.fusion import DropoutStreams, TorchScriptable, active_p, inherits, is_plain
+from fastattn.nn.norm import LayerNorm, RMSNorm, fused_add_norm, fused_add_norm_and_sum, fuses
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+# What a block reads -> the attention's context before its output projection, None if not covered.
+Context = Callable[[Tensor], Tensor | None]
+# The same block as torch composes it, dropout included.
+Block = Callable[[Tensor], Tensor]
+Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+
+
+class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` on fused ops."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerEncoderLayer.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _adopt_children(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if src.is_nested or not _are_masks(src_mask, src_key_padding_mask):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        mask, padding = matching_masks(
+            src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
+        )
+        streams = DropoutStreams(src.device)
+
+        def attend_self(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
+                return None
+            return _context(self.self_attn, y, y, mask, padding, is_causal, streams)
+
+        def self_block(y: Tensor) -> Tensor:
+            masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
+            return self._sa_block(y, *masks, is_causal=is_causal)
+
+        pre = self.norm_first
+        x, y = src, self.norm1(src) if pre else src
+        norms = (self.norm2, None) if pre else (self.norm1, self.norm2)
+        x, y = _attention_block(
+            self, self.self_attn, x, y, attend_self, self_block, self.dropout1, norms[0], streams
+        )
+        return _feed_forward_block(self, x, y, self.dropout2, norms[1], streams)
+
+
+class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` on fused ops."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerDecoderLayer.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _adopt_children(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        self_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+        if tgt.is_nested or memory.is_nested:
+            return super().forward(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        streams = DropoutStreams(tgt.device)
+
+        def attend_self(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):
+                return None
+            return _context(self.self_attn, y, y, *self_masks, streams)
+
+        def attend_memory(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerDecoderLayer, "_mha_block"):
+                return None
+            return _context(self.multihead_attn, y, memory, *memory_masks, streams)
+
+        return _decoder_layer(
+            self,
+            tgt,
+            (attend_self, lambda y: self._sa_block(y, *self_masks)),
+            (attend_memory, lambda y: self._mha_block(y, memory, *memory_masks)),
+            streams,
+        )
+
+
+class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder` on fused ops. Nested tensors are never made of padded ones."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerEncoder.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.use_nested_tensor = False
+            _adopt_children(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        if src.is_nested or not _are_masks(mask, src_key_padding_mask):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        mask, padding = matching_masks(
+            mask, src_key_padding_mask, src.dtype, "mask", "src_key_padding_mask"
+        )
+        is_causal = detect_causal(mask, is_causal, src, self.layers[0].self_attn.batch_first)
+        output = src
+        for layer in self.layers:
+            masks = mask, padding
+            if not (
+                isinstance(layer, TransformerEncoderLayer)
+                and inherits(layer, TransformerEncoderLayer, "forward")
+            ):
+                # Layers that others wrote expect what torch's encoder hands on.
+                masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
+            output = layer(
+                output, src_mask=masks[0], is_causal=is_causal, src_key_padding_mask=masks[1]
+            )
+        return output if self.norm is None else self.norm(output)
+
+
+class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
+    """`torch.nn.TransformerDecoder` on fused ops; `init_cache` and `step` decode incrementally."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerDecoder.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _adopt_children(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        output = tgt
+        tgt_is_causal = detect_causal(
+            tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first
+        )
+        for layer in self.layers:
+            output = layer(
+                output,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+            )
+        return output if self.norm is None else self.norm(output)
+
+    @torch.no_grad()
+    def init_cache(
+        self,
+        memory: Tensor,
+        *,
+        memory_key_padding_mask: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+        max_length: int,
+    ) -> DecoderCache:
+        """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
+
+        memory_key_padding_mask: bool `[B, N]`, True = padding. memory_lengths: int32 or int64
+        `[B]`. max_length: the most positions that will be decoded, allocated now.
+        """
+        for i, layer in enumerate(self.layers):
+            if why := _cannot_decode(layer):
+                raise NotImplementedError(f"incremental decoding: layers[{i}] {why}")
+        if memory.dim() != 3:
+            raise ValueError(f"memory must have 3 dimensions, got {list(memory.shape)}")
+        batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
+        B, N = memory.shape[batch_dim], memory.shape[1 - batch_dim]
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        padding = memory_key_padding_mask
+        if padding is not None and (padding.dtype is not torch.bool or padding.shape != (B, N)):
+            raise ValueError(
+                f"memory_key_padding_mask must be bool [{B}, {N}], "
+                f"got {padding.dtype} {list(padding.shape)}"
+            )
+        if memory_lengths is not None and (
+            memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,)
+        ):
+            raise ValueError(
+                f"memory_lengths must be int32 or int64 [{B}], "
+                f"got {memory_lengths.dtype} {list(memory_lengths.shape)}"
+            )
+
+        layers = []
+        for layer in self.layers:
+            k, v = project_packed(layer.multihead_attn, memory, 1, 2)  # [B, H, N, D]
+            size = B, layer.self_attn.num_heads, max_length, layer.self_attn.head_dim
+            layers.append(LayerCache(k.new_zeros(size), v.new_zeros(size), k, v))
+        return DecoderCache(layers, max_length, allowed_mask(None, padding, B, 1), memory_lengths)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
+        """The next position, `[B, 1, E]` (or `[1, B, E]`), after all that `cache` has seen.
+
+        Equal to the last row of `forward` over the whole prefix with a causal mask. Several
+        positions at once, as a prompt, are causal among themselves. No gradients are recorded.
+        """
+        time_dim = 1 if self.layers[0].self_attn.batch_first else 0
+        if x.dim() != 3 or x.shape[1 - time_dim] != cache.batch_size:
+            wanted = "[B, 1, E]" if time_dim else "[1, B, E]"
+            raise ValueError(f"x must be {wanted} with B={cache.batch_size}, got {list(x.shape)}")
+        end = cache.length + x.shape[time_dim]
+        if end > cache.max_length:
+            raise ValueError(
+                f"the cache holds max_length={cache.max_length} positions, got position {end - 1}"
+            )
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = _decoder_layer_step(layer, x, layer_cache, cache)
+        cache.length = end
+        return x if self.norm is None else self.norm(x)
+
+
+class Transformer(TorchScriptable, nn.Transformer):
+    """`torch.nn.Transformer` on fused ops; custom parts that are not torch's classes stay so."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.Transformer.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _adopt_children(self)
+
+
+_DROP_INS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+    nn.TransformerEncoder: TransformerEncoder,
+    nn.TransformerDecoder: TransformerDecoder,
+    nn.Transformer: Transformer,
+}
+
+
+def adopt(module: AnyModule) -> AnyModule:
+    """Turns `module` and the modules in it, where exactly of torch's classes, into ours, in place.
+
+    Parameters, buffers, hooks and names stay the same objects; subclasses are left alone.
+    """
+    for child in module.modules():
+        drop_in = _DROP_INS.get(type(child))
+        if drop_in is not None:
+            child.__class__ = drop_in  # type: ignore[assignment]
+        if isinstance(child, TransformerEncoder):
+            child.use_nested_tensor = False
+    return module
+
+
+def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first: bool) -> bool:
+    """The hint, or without one whether `mask` is the causal mask for x, where that can be known."""
+    if hint is not None or mask is None or x.is_nested:
+        return hint is True
+    size = x.shape[1 if batch_first and x.dim() == 3 else 0]
+    if mask.shape != (size, size) or torch.compiler.is_compiling() or mask.is_meta:
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype is not torch.bool:
+        causal = torch.zeros_like(mask).masked_fill_(causal, float("-inf"))
+    return bool(torch.eq(mask, causal).all())
+
+
+def _adopt_children(module: nn.Module) -> None:
+    for child in module.children():
+        adopt(child)
+
+
+def _are_masks(*masks: Tensor | None) -> bool:
+    return all(m is None or m.dtype is torch.bool or m.is_floating_point() for m in masks)
+
+
+def _context(
+    attention: nn.Module,
+    query: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    streams: DropoutStreams,
+) -> Tensor | None:
+    """The attention's context before its output projection, None where it must be called whole."""
+    if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+        return None
+    if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
+        return None
+    return attention_context(
+        attention,  # type: ignore[arg-type]
+        query,
+        memory,
+        memory,
+        padding,
+        mask,
+        is_causal,
+        streams,
+    )
+
+
+def _attention_block(
+    layer: Layer,
+    attention: nn.MultiheadAttention,
+    x: Tensor,
+    y: Tensor,
+    context: Context,
+    block: Block,
+    dropout: nn.Module,
+    norm: nn.Module,
+    streams: DropoutStreams,
+) -> tuple[Tensor, Tensor]:
+    """x the residual stream, y what the attention reads -> the same two for the next block.
+
+    Post-norm both are one tensor, and `norm` is this block's; pre-norm y is normed, and `norm` is
+    that of the next block.
+    """
+    heads = context(y) if fuses(dropout, norm) else None
+    if heads is None:
+        x = x + block(y)
+        y = norm(x)
+        return (x, y) if layer.norm_first else (y, y)
+    out = attention.out_proj
+    product = F.linear(heads, out.weight)  # its bias is added with the residual
+    if layer.norm_first:
+        y, x = fused_add_norm_and_sum(product, out.bias, x, dropout, norm, streams)
+        return x, y
+    x = fused_add_norm(product, out.bias, x, dropout, norm, streams)
+    return x, x
+
+
+def _feed_forward_block(
+    layer: Layer,
+    x: Tensor,
+    y: Tensor,
+    dropout: nn.Module,
+    norm: nn.Module | None,
+    streams: DropoutStreams,
+) -> Tensor:
+    """x + dropout(ffn(y)), under `norm` where there is one (post-norm)."""
+    linear1, linear2 = layer.linear1, layer.linear2
+    base = (
+        nn.TransformerEncoderLayer
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        else nn.TransformerDecoderLayer
+    )
+    activation = None
+    if inherits(layer, base, "_ff_block") and (
+        is_plain(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
+    ):
+        activation = fused_activation(linear1, layer.activation, layer.dropout, linear2)
+    if activation is None:
+        x = x + layer._ff_block(y)
+        return x if norm is None else norm(x)
+    p, output_p = active_p(layer.dropout), active_p(dropout) if norm is None else 0.0
+    result = functional.ffn(
+        y,
+        linear1.weight,
+        linear1.bias,
+        linear2.weight,
+        linear2.bias if norm is None else None,  # else added with the residual
+        activation,
+        dropout_p=p,
+        output_dropout_p=output_p,
+        residual=x if norm is None else None,
+        **streams.take(p, output_p),
+    )
+    if norm is None:
+        return result
+    return fused_add_norm(result, linear2.bias, x, dropout, norm, streams)
+
+
+def _decoder_layer(
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    to_self: tuple[Context, Block],
+    to_memory: tuple[Context, Block],
+    streams: DropoutStreams,
+) -> Tensor:
+    """The three blocks of a decoder layer, whole sequences and single steps alike."""
+    pre = layer.norm_first
+    norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
+    y = layer.norm1(x) if pre else x
+    x, y = _attention_block(
+        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+    )
+    x, y = _attention_block(
+        layer, layer.multihead_attn, x, y, *to_memory, layer.dropout2, norms[1], streams
+    )
+    return _feed_forward_block(layer, x, y, layer.dropout3, norms[2], streams)
+
+
+def _decoder_layer_step(
+    layer: nn.TransformerDecoderLayer, x: Tensor, past: LayerCache, cache: DecoderCache
+) -> Tensor:
+    """`layer` on the positions behind `cache.length`, whose keys and values join the cache."""
+    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
+    streams = DropoutStreams(x.device)
+
+    def attend_self(y: Tensor) -> Tensor:
+        q, k, v = project_packed(self_attn, y, 0, 3)
+        keys, values = past.append(k, v, cache.length)
+        causal = "bottom_right" if q.shape[2] > 1 else False
+        return merge_heads(self_attn, attend(self_attn, q, keys, values, streams, causal=causal), 3)
+
+    def attend_memory(y: Tensor) -> Tensor:
+        (q,) = project_packed(cross_attn, y, 0, 1)
+        heads = attend(
+            cross_attn,
+            q,
+            past.memory_keys,
+            past.memory_values,
+            streams,
+            mask=cache.memory_mask,
+            key_lengths=cache.memory_lengths,
+        )
+        return merge_heads(cross_attn, heads, 3)
+
+    return _decoder_layer(
+        layer,
+        x,
+        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
+        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
+        streams,
+    )
+
+
+def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:
+    return F.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+
+
+def _cannot_decode(layer: nn.Module) -> str | None:
+    """Why `step` cannot stand for calls of this layer, phrased to follow its name."""
+    if not is_plain(layer, nn.TransformerDecoderLayer, TransformerDecoderLayer):
+        return "is not exactly a TransformerDecoderLayer without hooks"
+    for method in ("_sa_block", "_mha_block"):
+        if method in layer.__dict__:
+            return f"has its own {method}"
+    for name in ("self_attn", "multihead_attn"):
+        attention = getattr(layer, name)
+        if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+            return f"has a {name} that is not exactly a MultiheadAttention without hooks"
+        if attention.in_proj_weight is None or attention.bias_k is not None:
+            return f"has a {name} with kdim, vdim or add_bias_kv"
+        if attention.add_zero_attn:
+            return f"has a {name} with add_zero_attn"
+    return None

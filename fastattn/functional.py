@@ -191,13 +191,15 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    x: [..., N]; weight: [N] or None. eps: default finfo(x.dtype).eps, as torch. Result in x's
-    dtype.
+    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: default finfo.eps of fp32 (of fp64 for
+    fp64), as torch.
     """
     _check_backend(backend)
     _check_rows("x", x)
     _check_parameters(x, weight=weight)
-    eps = torch.finfo(x.dtype).eps if eps is None else _number("eps", eps)
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    eps = _number("eps", eps)
     return _rms_norm(x, weight, eps, backend=backend)[0]
 
 
@@ -285,7 +287,7 @@ def _shape(x: Tensor) -> list[int]:
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
     device = next((t.device.type for t in tensors if isinstance(t, Tensor)), None)
-    if device is None or not torch.is_autocast_enabled(device):
+    if device in (None, "meta") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if _casts(t) else t for t in tensors)

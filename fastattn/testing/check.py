@@ -6,12 +6,16 @@ operators are judged by the same budget and shown beside.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,8 @@ from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample, all_specs
 
 Results = dict[str, Tensor]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -107,10 +113,12 @@ class Oracle:
         """The error of PyTorch's own operators on this sample, where they can say it."""
         inputs = self.sample.inputs("cpu", self.dtype)
         try:
-            outputs = self.spec.torch_form(inputs)
-            if outputs is None:
-                return {}
-            results = _with_gradients(self.spec, self.sample, inputs, outputs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outputs = self.spec.torch_form(inputs)
+                if outputs is None:
+                    return {}
+                results = _with_gradients(self.spec, self.sample, inputs, outputs)
         except (RuntimeError, NotImplementedError, IndexError):
             return {}
         return {name: comparison.error for name, comparison in self.judge(results)}
@@ -123,8 +131,16 @@ def check_sample(
     spec, sample = oracle.spec, oracle.sample
 
     def row(result: str, status: str, **details: Any) -> Row:
-        dtype = str(oracle.dtype).removeprefix("torch.")
-        return Row(spec.name, backend, device.type, dtype, sample.name, result, status, **details)
+        return Row(
+            spec.name,
+            backend,
+            device.type,
+            _NAMES[oracle.dtype],
+            sample.name,
+            result,
+            status,
+            **details,
+        )
 
     try:
         with poisoned_results():
@@ -153,7 +169,6 @@ def check_sample(
 
 
 # -- the command -----------------------------------------------------------------------------------
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +183,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="only the samples tagged for quick runs"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=None, help="processes (default: one per core; kernels compile)"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
 
 
@@ -179,61 +197,97 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     device = torch.device(options.device) if options.device else _env.default_device()
     cases = _cases(options, device)
+    jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
     rows: list[Row] = []
-    for oracle_of, backends in track(cases, description=f"checking on {device}", console=console):
-        oracle = Oracle(*oracle_of)
-        torch_errors = oracle.torch_errors()
-        for backend in backends:
-            rows += check_sample(oracle, backend, device, torch_errors)
+    with _workers(jobs) as pool:
+        results = pool.map(_check_case, cases) if pool else map(_check_case, cases)
+        label = f"checking on {device}"
+        for case_rows in track(results, description=label, total=len(cases), console=console):
+            rows += case_rows
     _report(console, rows, device, options.verbose)
     if options.json:
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
-    return 1 if any(row.status == "FAIL" for row in rows) or not rows else 0
+    return 1 if any(row.status == "FAIL" for row in rows) else 0
 
 
-def _cases(
-    options: argparse.Namespace, device: torch.device
-) -> list[tuple[tuple[OpSpec, Sample, torch.dtype], list[str]]]:
+@dataclass(frozen=True)
+class _Case:
+    """One sample in one dtype, by name, so that another process can run it."""
+
+    op: str
+    sample: str
+    dtype: torch.dtype
+    backends: tuple[str, ...]
+    device: torch.device
+
+
+def _check_case(case: _Case) -> list[Row]:
+    spec = all_specs()[case.op]
+    sample = next(s for s in spec.samples if s.name == case.sample)
+    oracle = Oracle(spec, sample, case.dtype)
+    torch_errors = oracle.torch_errors()
+    rows = []
+    for backend in case.backends:
+        rows += check_sample(oracle, backend, case.device, torch_errors)
+    return rows
+
+
+@contextlib.contextmanager
+def _workers(jobs: int) -> Iterator[Executor | None]:
+    """Processes with one torch thread each, or None where one process is enough."""
+    if jobs <= 1:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+        yield pool
+
+
+def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
     specs = all_specs()
-    for name in options.op or ():
-        if name not in specs:
-            raise SystemExit(
-                f"fastattn check: --op must be one of {', '.join(specs)}, got {name!r}"
-            )
     known = sorted({b for spec in specs.values() for b in spec.backends})
-    for name in options.backend or ():
-        if name not in known:
-            raise SystemExit(
-                f"fastattn check: --backend must be one of {', '.join(known)}, got {name!r}"
-            )
+    for option, values, allowed in (
+        ("--op", options.op, list(specs)),
+        ("--backend", options.backend, known),
+    ):
+        for value in values or ():
+            if value not in allowed:
+                raise SystemExit(
+                    f"fastattn check: {option} must be one of {', '.join(allowed)}, got {value!r}"
+                )
     dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
     cases = []
     for spec in specs.values():
         if options.op and spec.name not in options.op:
             continue
-        backends = [b for b in spec.backends if not options.backend or b in options.backend]
+        backends = tuple(b for b in spec.backends if not options.backend or b in options.backend)
         if not options.backend:  # a backend for another device would only refuse
-            backends = [b for b in backends if _env.refuses_device(b, device) is None]
+            backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
         for sample in spec.samples:
             if options.quick and "interpreter" not in sample.tags:
                 continue
             if options.sample and not any(part in sample.name for part in options.sample):
                 continue
-            cases += [((spec, sample, d), backends) for d in dtypes if d in sample.dtypes]
+            for dtype in dtypes:
+                if dtype in sample.dtypes and backends:
+                    cases.append(_Case(spec.name, sample.name, dtype, backends, device))
+    if not cases:
+        raise SystemExit("fastattn check: no sample matches the options")
     return cases
 
 
 def _report(console: Any, rows: list[Row], device: torch.device, verbose: bool) -> None:
+    from rich.box import SIMPLE
     from rich.table import Table
 
     console.print(
         f"{_env.device_name(device)}  " + "  ".join(f"{k} {v}" for k, v in _env.versions().items())
     )
-    table = Table(title="Error against fp64, as a share of what is allowed")
+    table = Table(title="Error against fp64, as a share of what is allowed", box=SIMPLE)
     for column in ("op", "backend", "dtype"):
-        table.add_column(column)
-    for column in ("results", "refused", "failed", "worst", "PyTorch's worst"):
-        table.add_column(column, justify="right")
+        table.add_column(column, no_wrap=True)
+    for column in ("results", "refused", "failed", "worst", "PyTorch"):
+        table.add_column(column, justify="right", no_wrap=True)
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
@@ -250,7 +304,7 @@ def _report(console: Any, rows: list[Row], device: torch.device, verbose: bool) 
             str(len(group) - len(judged)),
             f"[red]{failed}[/red]" if failed else "0",
             f"{worst:.2f}",
-            f"{max(peers):.2f}" if peers else "-",
+            f"{max(peers):.3g}" if peers else "-",
         )
     console.print(table)
     reasons = sorted({(r.op, r.backend, r.message) for r in rows if r.status == "refused"})

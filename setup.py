@@ -1,12 +1,14 @@
 """Builds the optional native libraries; everything else about the package is in pyproject.toml.
 
-Each row of LIBRARIES becomes `fastattn/_C_<name>.abi3.so`, loaded by torch.ops.load_library: the sources are the files
-under csrc whose names contain `_<name>`. They use torch's stable ABI, so one build serves every torch >= 2.11, and no
-Python symbol, so it serves every Python. g++ compiles .cpp and nvcc .cu, in parallel (through ninja where it is installed,
-which also rebuilds only what changed). Development installs add `fastattn._host`, a pybind11 module for the tests.
+Each row of LIBRARIES becomes `fastattn/_C_<name>.abi3.so`, loaded by torch.ops.load_library: the
+sources are the files under csrc whose names contain `_<name>`. They use torch's stable ABI, so one
+build serves every torch >= 2.11, and no Python symbol, so it serves every Python. g++ compiles .cpp
+and nvcc .cu, in parallel (through ninja where it is installed, which also rebuilds only what
+changed). Development installs add `fastattn._host`, a pybind11 module for the tests.
 
-FASTATTN_NATIVE unset: build what the tools at hand allow, and say in a sentence what was left out and why.
-FASTATTN_NATIVE=0: build nothing native.  FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
+FASTATTN_NATIVE unset: build what the tools at hand allow, and say what was left out and why.
+FASTATTN_NATIVE=0: build nothing native.
+FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ X86_FLAGS = {
 
 @dataclass(frozen=True)
 class Library:
-    """A native library. architectures: nvcc's -gencode values; empty for a library without CUDA code."""
+    """A native library. architectures: nvcc's -gencode values, none without CUDA code."""
 
     name: str
     architectures: tuple[str, ...] = ()
@@ -63,8 +65,10 @@ LIBRARIES = {
         # Portable CUDA C++ in one fat binary; the last entry is PTX for architectures to come.
         Library(
             "cuda",
-            tuple(f"arch=compute_{a},code=sm_{a}" for a in (80, 86, 89, 90, 100, 120))
-            + ("arch=compute_120,code=compute_120",),
+            (
+                *(f"arch=compute_{a},code=sm_{a}" for a in (80, 86, 89, 90, 100, 120)),
+                "arch=compute_120,code=compute_120",
+            ),
         ),
         # wgmma and setmaxnreg exist only in the "a" architecture: a plain sm_90 pass would fail.
         Library("sm90", ("arch=compute_90a,code=sm_90a",)),
@@ -149,7 +153,7 @@ def requested(value: str | None) -> tuple[str, ...] | None:
 
 
 def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
-    """The libraries to build. A library that was asked for by name and is impossible ends the build."""
+    """The libraries to build. One that was asked for by name and is impossible ends the build."""
     names = requested(value)
     chosen = []
     for library in LIBRARIES.values():
@@ -170,14 +174,17 @@ def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
 
 
 def left_out(name: str, why: str) -> None:
-    print(
-        f"fastattn: installing without the native library {name}, which {why}. Everything works without it, slower; "
-        "to get it, install torch and a compiler, then `pip install --no-build-isolation .`",
-        file=sys.stderr,
-    )
+    # pip runs this file three times; the first two only ask about the package.
+    if not {"egg_info", "dist_info"} & set(sys.argv):
+        print(
+            f"fastattn: installing without the native library {name}, which {why}. Everything "
+            "works without it, slower; to get it, install torch and a compiler, then "
+            "`pip install --no-build-isolation .`",
+            file=sys.stderr,
+        )
 
 
-# -- commands -----------------------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
     """One compiler call. Compilations write a dependency file beside their output."""
@@ -192,6 +199,7 @@ def library_steps(
 ) -> list[Step]:
     """Compile every source, then link (the last step)."""
     assert tools.torch and tools.cxx
+    cuda = tools.cuda or Path()  # read only where the library has architectures
     headers = [f"-I{csrc}", STABLE_ABI]
     for folder in ("include", "include/torch/csrc/api/include"):
         headers += ["-isystem", str(tools.torch / folder)]
@@ -199,18 +207,20 @@ def library_steps(
     for source in sources(library, csrc):
         output = objects / library.name / source.relative_to(csrc).with_suffix(source.suffix + ".o")
         if source.suffix == ".cu":
-            compiler = [str(tools.cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
+            compiler = [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
             compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD"]
         else:
             isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
-            compiler = [tools.cxx, *CXX_FLAGS, *isa, f"-ffile-prefix-map={csrc}/=", "-MMD"]
+            # Messages name a file of ours, or of torch's headers, without this machine's folders.
+            prefixes = [f"-ffile-prefix-map={folder}/=" for folder in (csrc, tools.torch)]
+            compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, "-MMD"]
             if library.architectures:
-                compiler += ["-isystem", str(tools.cuda / "include")]
+                compiler += ["-isystem", str(cuda / "include")]
         steps.append(_compile_step(compiler + headers, source, output))
     links = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.
-        links += [f"-L{tools.cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        links += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     steps.append(_link_step(tools.cxx, steps, objects / f"_C_{library.name}.abi3.so", links))
     return steps
 
@@ -279,7 +289,7 @@ def _ninja_file(steps: list[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- setuptools ---------------------------------------------------------------------------------------------------
+# -- setuptools -----------------------------------------------------------------------------------
 class BuildNative(build_ext):
     """Runs our own steps and hands the libraries to setuptools."""
 

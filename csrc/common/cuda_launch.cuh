@@ -1,0 +1,83 @@
+// What host code needs around a kernel launch: the current stream, the device's size and its
+// refusal. No torch header: the stream comes from a C function of torch's CUDA library, looked up
+// once, because a library linked against it would not load beside a torch without CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace fastattn::cuda {
+
+// Devices a process can see; more are not served.
+constexpr int kMaxDevices = 64;
+
+// torch's current stream of a device; false if torch has no CUDA.
+inline bool current_stream(int device, cudaStream_t* stream) {
+  using Getter = int32_t (*)(int32_t, void**);
+  static const Getter getter = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
+                   : nullptr;
+  }();
+  void* handle = nullptr;
+  if (!getter || getter(device, &handle) != 0) {
+    return false;
+  }
+  *stream = static_cast<cudaStream_t>(handle);
+  return true;
+}
+
+struct Device {
+  int processors;  // streaming multiprocessors
+  int capability;  // 10 * major + minor
+};
+
+// The current device. `index` is its number.
+inline cudaError_t current_device(int* index, Device* device) {
+  static std::atomic<uint32_t> known[kMaxDevices];  // processors << 8 | capability
+  constexpr int kCapabilityBits = 8;
+  if (cudaError_t error = cudaGetDevice(index)) {
+    return error;
+  }
+  if (*index >= kMaxDevices) {
+    return cudaErrorInvalidDevice;
+  }
+  uint32_t packed = known[*index].load(std::memory_order_relaxed);
+  if (packed == 0) {
+    int processors = 0, major = 0, minor = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, *index);
+    error =
+        error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *index);
+    error =
+        error ? error : cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, *index);
+    if (error) {
+      return error;
+    }
+    packed = static_cast<uint32_t>(processors) << kCapabilityBits | (10 * major + minor);
+    known[*index].store(packed, std::memory_order_relaxed);
+  }
+  device->processors = packed >> kCapabilityBits;
+  device->capability = packed & ((1u << kCapabilityBits) - 1);
+  return cudaSuccess;
+}
+
+// Lets a kernel take `bytes` of dynamic shared memory, once per device. `done` is the kernel's own
+// memory of it.
+template <class Kernel>
+cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& done) {
+  const uint64_t bit = uint64_t{1} << device;
+  if (done.load(std::memory_order_relaxed) & bit) {
+    return cudaSuccess;
+  }
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (!error) {
+    done.fetch_or(bit, std::memory_order_relaxed);
+  }
+  return error;
+}
+
+}  // namespace fastattn::cuda

@@ -1,0 +1,51 @@
+// The library _C_cpu itself: namespace fastattn_cpu and the choice of the instruction set. Every op
+// adds its own definitions in its binding.
+#include <atomic>
+
+#include "common/isa.h"
+#include "common/torch_binding.h"
+
+namespace fastattn {
+namespace {
+
+std::atomic<Isa>& active() {
+  static std::atomic<Isa> isa{best_isa()};
+  return isa;
+}
+
+int64_t isa_in_use() {
+  return static_cast<int64_t>(active_isa());
+}
+
+int64_t best() {
+  return static_cast<int64_t>(best_isa());
+}
+
+void choose_isa(int64_t isa) {
+  STD_TORCH_CHECK(isa >= 0 && isa <= best(), "isa must be from 0 to ", best(),
+                  " on this processor, got ", isa);
+  use_isa(static_cast<Isa>(isa));
+}
+
+}  // namespace
+
+Isa active_isa() {
+  return active().load(std::memory_order_relaxed);
+}
+void use_isa(Isa isa) {
+  active().store(isa, std::memory_order_relaxed);
+}
+
+}  // namespace fastattn
+
+STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
+  m.def("best_isa() -> int");
+  m.def("isa() -> int");
+  m.def("use_isa(int isa) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
+  m.impl("best_isa", TORCH_BOX(&fastattn::best));
+  m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
+  m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));
+}

@@ -1,0 +1,70 @@
+// What bindings need of torch: the stable ABI, so that one build serves every torch from 2.11 on.
+// The only file that includes torch; kernels see plain pointers and sizes. Checks here are the last
+// line before memory is touched: they refuse what would read or write out of bounds. Arguments that
+// people give are checked in Python.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "common/dtype.h"
+
+namespace fastattn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+}
+
+// The data of a contiguous CPU tensor of `count` elements of type T.
+template <class T>
+inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarType type) {
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == type && tensor.is_contiguous() &&
+                      tensor.numel() == count,
+                  name, " must be a contiguous CPU tensor of ", count,
+                  " elements of the expected type, got ", tensor.numel(), " elements");
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// Consecutive pieces of a float32 workspace.
+class Scratch {
+ public:
+  explicit Scratch(const std::optional<Tensor>& workspace) {
+    if (workspace) {
+      left_ = workspace->numel();
+      next_ = data_of<float>(*workspace, "scratch", left_, ScalarType::Float);
+    }
+  }
+
+  template <class T>
+  T* take(int64_t count) {
+    static_assert(sizeof(T) == sizeof(float));
+    STD_TORCH_CHECK(count <= left_, "scratch must have ", count - left_, " more elements");
+    float* piece = next_;
+    next_ += count;
+    left_ -= count;
+    return reinterpret_cast<T*>(piece);
+  }
+
+ private:
+  float* next_ = nullptr;
+  int64_t left_ = 0;
+};
+
+}  // namespace fastattn

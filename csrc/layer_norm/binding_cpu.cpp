@@ -1,0 +1,303 @@
+// fastattn_cpu's norms: from tensors to the kernels' arguments, and the split over torch's threads.
+#include <algorithm>
+
+#include "common/dropout.h"
+#include "common/torch_binding.h"
+#include "layer_norm/layer_norm.h"
+
+namespace fastattn::norm {
+namespace {
+
+// Elements below which another thread costs more than it brings.
+constexpr int64_t kGrain = 16384;
+// Rows of a partition when no parameter gradient is wanted.
+constexpr int64_t kFreePartitionRows = 16;
+
+// Merges the leading dimensions into at most two strides.
+Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t columns, DType type) {
+  STD_TORCH_CHECK(tensor.is_cpu() && dtype_of(tensor, name) == type && tensor.dim() >= 1 &&
+                      tensor.numel() == rows * columns && tensor.size(-1) == columns,
+                  name, " must be a CPU tensor of ", rows, " rows of ", columns,
+                  " elements of the expected type");
+  Rows result = {tensor.data_ptr(), std::max<int64_t>(rows, 1), columns, 0};
+  if (tensor.numel() == 0 || tensor.is_contiguous()) {
+    return result;
+  }
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  STD_TORCH_CHECK(columns == 1 || strides[sizes.size() - 1] == 1, name,
+                  " must have a contiguous last dimension");
+  int64_t levels = 0, extent = 1;
+  int64_t level_strides[2] = {columns, 0};
+  for (int64_t d = static_cast<int64_t>(sizes.size()) - 2; d >= 0; --d) {
+    if (sizes[d] == 1) {
+      continue;
+    }
+    const bool continues = levels > 0 && strides[d] == level_strides[levels - 1] * extent;
+    if (!continues) {
+      STD_TORCH_CHECK(levels < 2, name, " must have rows with at most two strides");
+      if (levels == 1) {
+        result.inner = extent;
+      }
+      level_strides[levels++] = strides[d];
+      extent = 1;
+    }
+    extent *= sizes[d];
+  }
+  result.stride = level_strides[0];
+  result.outer_stride = level_strides[1];
+  return result;
+}
+
+// A tensor that may be absent: not given, or of no elements.
+Rows rows_if(const std::optional<Tensor>& tensor, const char* name, int64_t rows, int64_t columns,
+             DType type) {
+  if (!tensor || tensor->numel() == 0) {
+    return {};
+  }
+  return rows_of(*tensor, name, rows, columns, type);
+}
+
+const float* parameter(const std::optional<Tensor>& tensor, const char* name, int64_t columns,
+                       Scratch& scratch) {
+  if (!tensor) {
+    return nullptr;
+  }
+  const DType type = dtype_of(*tensor, name);
+  const void* data = data_of<void>(*tensor, name, columns, tensor->scalar_type());
+  if (type == DType::kFloat32) {
+    return static_cast<const float*>(data);
+  }
+  float* converted = scratch.take<float>(columns);
+  kernels().to_float(data, type, converted, columns);
+  return converted;
+}
+
+Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream, int64_t columns,
+                   Scratch& scratch) {
+  Dropout result;
+  result.threshold = dropout::threshold(p);
+  if (result.threshold == 0) {
+    return result;
+  }
+  STD_TORCH_CHECK(seed.has_value(), "dropout_seed must be given when dropout_p > 0");
+  result.scale = dropout::keep_scale(result.threshold);
+  result.seed = *data_of<const int64_t>(*seed, "dropout_seed", 1, ScalarType::Long);
+  result.stream = static_cast<uint32_t>(stream);
+  const int64_t units = (columns + 3) / 4;
+  uint32_t* keys = scratch.take<uint32_t>(units);
+  const uint32_t key = dropout::stream_key(dropout::kColumnTag, result.seed, result.stream);
+  for (int64_t unit = 0; unit < units; ++unit) {
+    keys[unit] = dropout::absorb(key, static_cast<uint32_t>(unit));
+  }
+  result.column_keys = keys;
+  return result;
+}
+
+int64_t rows_in(const Tensor& tensor, int64_t columns) {
+  return columns == 0 ? 0 : tensor.numel() / columns;
+}
+
+void run(const Forward& a) {
+  const Kernels& isa = kernels();
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(a.columns, 1));
+  torch::stable::parallel_for(0, a.rows, grain,
+                              [&](int64_t first, int64_t last) { isa.forward(a, first, last); });
+}
+
+// A parameter's gradient and where its shares are collected.
+struct Wanted {
+  const Tensor& gradient;
+  const char* name;
+  int* share;
+};
+
+void run(Backward& a, const Tensor& partials, std::initializer_list<Wanted> parameters) {
+  const Kernels& isa = kernels();
+  for (const Wanted& wanted : parameters) {
+    if (wanted.gradient.numel() > 0) {
+      *wanted.share = a.shares++;
+    }
+  }
+  int64_t partitions = 0;
+  a.partition_rows = kFreePartitionRows;
+  if (a.shares > 0) {
+    partitions = partials.size(0);
+    a.partials =
+        data_of<float>(partials, "partials", partitions * a.shares * a.columns, ScalarType::Float);
+    // Whole groups of rows: the kernels take up to four together.
+    const int64_t even = (a.rows + partitions - 1) / std::max<int64_t>(partitions, 1);
+    a.partition_rows = std::max<int64_t>((even + 3) / 4 * 4, 4);
+  } else {
+    partitions = (a.rows + a.partition_rows - 1) / a.partition_rows;
+  }
+  STD_TORCH_CHECK(partitions * a.partition_rows >= a.rows, "partials must not be empty");
+  const int64_t grain = std::max<int64_t>(1, kGrain / (a.partition_rows * a.columns + 1));
+  torch::stable::parallel_for(0, partitions, grain,
+                              [&](int64_t first, int64_t last) { isa.backward(a, first, last); });
+  const int64_t column_grain = std::max<int64_t>(64, kGrain / std::max<int64_t>(partitions, 1));
+  for (const Wanted& wanted : parameters) {
+    if (*wanted.share < 0) {
+      continue;
+    }
+    const DType type = dtype_of(wanted.gradient, wanted.name);
+    void* result =
+        data_of<void>(wanted.gradient, wanted.name, a.columns, wanted.gradient.scalar_type());
+    torch::stable::parallel_for(0, a.columns, column_grain, [&](int64_t first, int64_t last) {
+      isa.reduce(a, partitions, *wanted.share, result, type, first, last);
+    });
+  }
+}
+
+// -- ops -----------------------------------------------------------------------------------------
+void forward_op(const Tensor& x, const std::optional<Tensor>& weight,
+                const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
+                const Tensor& rstd, const std::optional<Tensor>& workspace) {
+  Scratch scratch(workspace);
+  const int64_t columns = x.size(-1);
+  const int64_t rows = rows_in(x, columns);
+  const DType type = dtype_of(x, "x");
+  Forward a = {};
+  a.rows = rows;
+  a.columns = columns;
+  a.z_type = type;
+  a.centred = mean != nullptr;
+  a.eps = static_cast<float>(eps);
+  a.z = rows_of(x, "x", rows, columns, type);
+  a.y = rows_of(y, "y", rows, columns, type);
+  a.weight = parameter(weight, "weight", columns, scratch);
+  a.bias = parameter(bias, "bias", columns, scratch);
+  a.mean = mean ? data_of<float>(*mean, "mean", rows, ScalarType::Float) : nullptr;
+  a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
+  run(a);
+}
+
+void layer_norm_fwd(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                    Tensor y, Tensor mean, Tensor rstd, std::optional<Tensor> scratch) {
+  forward_op(x, weight, bias, eps, y, &mean, rstd, scratch);
+}
+
+void rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps, Tensor y, Tensor rstd,
+                  std::optional<Tensor> scratch) {
+  forward_op(x, weight, std::nullopt, eps, y, nullptr, rstd, scratch);
+}
+
+void add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> x_bias,
+                        std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                        double dropout_p, std::optional<Tensor> dropout_seed,
+                        int64_t dropout_stream, Tensor y, Tensor z, Tensor mean, Tensor rstd,
+                        std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  const int64_t columns = x.size(-1);
+  const int64_t rows = rows_in(x, columns);
+  const DType type = dtype_of(residual, "residual");
+  Forward a = {};
+  a.rows = rows;
+  a.columns = columns;
+  a.z_type = type;
+  a.centred = true;
+  a.eps = static_cast<float>(eps);
+  a.z = rows_of(z, "z", rows, columns, type);
+  a.y = rows_of(y, "y", rows, columns, type);
+  a.weight = parameter(weight, "weight", columns, scratch);
+  a.bias = parameter(bias, "bias", columns, scratch);
+  a.mean = data_of<float>(mean, "mean", rows, ScalarType::Float);
+  a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
+  a.add = true;
+  a.x_type = dtype_of(x, "x");
+  a.x = rows_of(x, "x", rows, columns, a.x_type);
+  a.residual = rows_of(residual, "residual", rows, columns, type);
+  a.x_bias = parameter(x_bias, "x_bias", columns, scratch);
+  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, columns, scratch);
+  run(a);
+}
+
+// What the backward passes share. `z` is what was normalised.
+Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
+                     const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
+                     const Tensor& dsum, Scratch& scratch) {
+  const int64_t columns = z.size(-1);
+  const int64_t rows = rows_in(z, columns);
+  const DType type = dtype_of(z, "the normalised tensor");
+  Backward a = {};
+  a.rows = rows;
+  a.columns = columns;
+  a.z_type = a.x_type = type;
+  a.centred = mean != nullptr;
+  a.dy = rows_if(dy, "dy", rows, columns, type);
+  a.z = rows_of(z, "the normalised tensor", rows, columns, type);
+  a.weight = parameter(weight, "weight", columns, scratch);
+  a.mean = mean ? data_of<float>(*mean, "mean", rows, ScalarType::Float) : nullptr;
+  a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
+  a.dsum = rows_if(dsum, "the gradient of the normalised tensor", rows, columns, type);
+  return a;
+}
+
+void layer_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor mean, Tensor rstd,
+                    Tensor dx, Tensor dweight, Tensor dbias, Tensor partials,
+                    std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  Backward a = backward_of(x, dy, weight, &mean, rstd, dx, scratch);
+  run(a, partials, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
+}
+
+void rms_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor rstd, Tensor dx,
+                  Tensor dweight, Tensor partials, std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  Backward a = backward_of(x, dy, weight, nullptr, rstd, dx, scratch);
+  run(a, partials, {{dweight, "dweight", &a.dweight_share}});
+}
+
+void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z,
+                        std::optional<Tensor> weight, Tensor mean, Tensor rstd, double dropout_p,
+                        std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor dx,
+                        Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias,
+                        Tensor partials, std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  Backward a = backward_of(z, dy, weight, &mean, rstd, dresidual, scratch);
+  a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
+  a.x_type = dtype_of(dx, "dx");
+  a.dx = rows_if(dx, "dx", a.rows, a.columns, a.x_type);
+  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns, scratch);
+  run(a, partials,
+      {{dx_bias, "dx_bias", &a.dx_bias_share},
+       {dweight, "dweight", &a.dweight_share},
+       {dbias, "dbias", &a.dbias_share}});
+}
+
+}  // namespace
+}  // namespace fastattn::norm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
+  m.def(
+      "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps, Tensor(a!) y, "
+      "Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? scratch) -> ()");
+  m.def(
+      "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+      "Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!) dbias, Tensor(d!) partials, "
+      "Tensor(e!)? scratch) -> ()");
+  m.def(
+      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, Tensor(a!) y, Tensor(b!) rstd, "
+      "Tensor(c!)? scratch) -> ()");
+  m.def(
+      "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor(a!) dx, "
+      "Tensor(b!) dweight, Tensor(c!) partials, Tensor(d!)? scratch) -> ()");
+  m.def(
+      "add_layer_norm_fwd(Tensor x, Tensor residual, Tensor? x_bias, Tensor? weight, "
+      "Tensor? bias, float eps, float dropout_p, Tensor? dropout_seed, int dropout_stream, "
+      "Tensor(a!) y, Tensor(b!) z, Tensor(c!) mean, Tensor(d!) rstd, Tensor(e!)? scratch) -> ()");
+  m.def(
+      "add_layer_norm_bwd(Tensor? dy, Tensor? dz, Tensor z, Tensor? weight, Tensor mean, "
+      "Tensor rstd, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) dx, "
+      "Tensor(b!) dresidual, Tensor(c!) dx_bias, Tensor(d!) dweight, Tensor(e!) dbias, "
+      "Tensor(f!) partials, Tensor(g!)? scratch) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
+  m.impl("layer_norm_fwd", TORCH_BOX(&fastattn::norm::layer_norm_fwd));
+  m.impl("layer_norm_bwd", TORCH_BOX(&fastattn::norm::layer_norm_bwd));
+  m.impl("rms_norm_fwd", TORCH_BOX(&fastattn::norm::rms_norm_fwd));
+  m.impl("rms_norm_bwd", TORCH_BOX(&fastattn::norm::rms_norm_bwd));
+  m.impl("add_layer_norm_fwd", TORCH_BOX(&fastattn::norm::add_layer_norm_fwd));
+  m.impl("add_layer_norm_bwd", TORCH_BOX(&fastattn::norm::add_layer_norm_bwd));
+}

@@ -1,0 +1,349 @@
+"""The norms on CPU in C++ (csrc/layer_norm): fp32, bf16 and fp16, vectorised, on torch's threads.
+
+The kernels read float parameters and rows with a contiguous last dimension. They convert parameters
+of other types into scratch memory; an input of another layout is copied here. Parameter gradients
+are summed in two stages: partitions of rows, which do not depend on the number of threads, then
+the partitions.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _native
+
+_library = torch.ops.fastattn_cpu
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+# Rows that share a partial sum of the parameter gradients: enough to make the second stage cheap.
+_PARTITION_ROWS = 32
+_MAX_PARTITIONS = 64
+
+
+def unavailable() -> str | None:
+    return _native.unavailable("cpu")
+
+
+# -- layout and memory ----------------------------------------------------------------------------
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy where its rows need more than two strides or are not contiguous themselves."""
+    if x.is_contiguous():
+        return x
+    sizes, strides = x.shape, x.stride()
+    if strides[-1] != 1 and sizes[-1] > 1:
+        return x.contiguous()
+    leading = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    leading = leading[:-1] if sizes[-1] != 1 else leading
+    breaks = sum(outer[1] != inner[0] * inner[1] for outer, inner in pairwise(leading))
+    return x if breaks <= 1 else x.contiguous()
+
+
+def _optional_rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _rows(x)
+
+
+def _scratch(columns: int, dropout_p: float, *parameters: Tensor | None) -> _Workspace:
+    """Room for parameters converted to fp32 and for the hashed columns of the dropout."""
+    size = columns * sum(p is not None and p.dtype != torch.float32 for p in parameters)
+    if dropout_p > 0.0:
+        size += (columns + 3) // 4
+    return [((size,), torch.float32, False)] if size else []
+
+
+def _partials(z: Tensor, wanted: int) -> _Workspace:
+    """Partial sums of the parameter gradients: [partitions, wanted, columns]."""
+    columns = z.shape[-1]
+    rows = z.numel() // columns if columns else 0
+    partitions = min(-(-rows // _PARTITION_ROWS), _MAX_PARTITIONS)
+    return [((partitions if wanted else 0, wanted, columns), torch.float32, False)]
+
+
+def _refusal(
+    activations: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
+) -> str | None:
+    for tensor in (*activations, *parameters):
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            return f"has kernels for fp32, bf16 and fp16, got {tensor.dtype}"
+    for parameter in parameters:
+        if parameter is not None and not parameter.is_contiguous():
+            return f"needs contiguous parameters, got strides {parameter.stride()}"
+    return unavailable()
+
+
+# -- layer_norm -----------------------------------------------------------------------------------
+def layer_norm_fwd_unsupported(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> str | None:
+    return _refusal((x,), (weight, bias))
+
+
+def layer_norm_fwd_workspace(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> _Workspace:
+    return _scratch(x.shape[-1], 0.0, weight, bias)
+
+
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.layer_norm_fwd.default(_rows(x), weight, bias, eps, y, mean, rstd, scratch)
+
+
+def layer_norm_bwd_unsupported(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+) -> str | None:
+    return _refusal((dy, x), (weight, bias))
+
+
+def layer_norm_bwd_workspace(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+) -> _Workspace:
+    return _partials(x, sum(needs[1:])) + _scratch(x.shape[-1], 0.0, weight)
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    partials: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.layer_norm_bwd.default(
+        _rows(dy),
+        _rows(x),
+        weight,
+        mean.contiguous(),
+        rstd.contiguous(),
+        dx,
+        dweight,
+        dbias,
+        partials,
+        scratch,
+    )
+
+
+# -- add_layer_norm -------------------------------------------------------------------------------
+def add_layer_norm_fwd_unsupported(
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> str | None:
+    return _refusal((x, residual), (x_bias, weight, bias))
+
+
+def add_layer_norm_fwd_workspace(
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> _Workspace:
+    return _scratch(x.shape[-1], dropout_p, x_bias, weight, bias)
+
+
+def add_layer_norm_fwd(
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    y: Tensor,
+    z: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.add_layer_norm_fwd.default(
+        _rows(x),
+        _rows(residual),
+        x_bias,
+        weight,
+        bias,
+        eps,
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        y,
+        z,
+        mean,
+        rstd,
+        scratch,
+    )
+
+
+def add_layer_norm_bwd_unsupported(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    if x_dtype not in _DTYPES:
+        return f"has kernels for fp32, bf16 and fp16, got {x_dtype}"
+    return _refusal((dy, dz, z), (x_bias, weight, bias))
+
+
+def add_layer_norm_bwd_workspace(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> _Workspace:
+    return _partials(z, sum(needs[2:])) + _scratch(z.shape[-1], dropout_p, weight)
+
+
+def add_layer_norm_bwd(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dresidual: Tensor,
+    dx_bias: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    partials: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.add_layer_norm_bwd.default(
+        _optional_rows(dy),
+        _optional_rows(dz),
+        _rows(z),
+        weight,
+        mean.contiguous(),
+        rstd.contiguous(),
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        dx,
+        dresidual,
+        dx_bias,
+        dweight,
+        dbias,
+        partials,
+        scratch,
+    )
+
+
+# -- rms_norm -------------------------------------------------------------------------------------
+def rms_norm_fwd_unsupported(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
+    return _refusal((x,), (weight,))
+
+
+def rms_norm_fwd_workspace(x: Tensor, weight: Tensor | None, eps: float) -> _Workspace:
+    return _scratch(x.shape[-1], 0.0, weight)
+
+
+def rms_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    y: Tensor,
+    rstd: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.rms_norm_fwd.default(_rows(x), weight, eps, y, rstd, scratch)
+
+
+def rms_norm_bwd_unsupported(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
+) -> str | None:
+    return _refusal((dy, x), (weight,))
+
+
+def rms_norm_bwd_workspace(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
+) -> _Workspace:
+    return _partials(x, int(needs[1])) + _scratch(x.shape[-1], 0.0, weight)
+
+
+def rms_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dweight: Tensor,
+    partials: Tensor,
+    scratch: Tensor | None = None,
+) -> None:
+    _library.rms_norm_bwd.default(
+        _rows(dy), _rows(x), weight, rstd.contiguous(), dx, dweight, partials, scratch
+    )

@@ -1,0 +1,5 @@
+// One instance, see attention_fwd_sm90.cuh.
+#include "attention/attention_fwd_sm90.cuh"
+
+template const char* fastattn::attention::attention_fwd_sm90<fastattn::DType::kBFloat16, 192, true>(
+    const ForwardProblem&, cudaStream_t);

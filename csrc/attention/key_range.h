@@ -1,0 +1,98 @@
+// Which keys, and which blocks of keys, the rows of a tile may attend: the arithmetic behind every
+// restriction that is not a dense mask. Causal masks and windows are one band along the diagonal;
+// lengths cut it off.
+//
+//   row i sees key j  if  i + diagonal - left <= j <= i + diagonal + right,  0 <= j < keys,  i <
+//   queries
+#pragma once
+
+#include "common/pure.h"
+
+namespace fastattn::attention {
+
+struct Band {
+  int left, right;  // not negative; unlimited: at least queries + keys
+  int diagonal;     // 0, or keys - queries where the last row faces the last key
+};
+
+// [begin, end); empty unless begin < end.
+struct Range {
+  int begin, end;
+};
+
+FASTATTN_PURE bool is_empty(Range range) {
+  return range.begin >= range.end;
+}
+FASTATTN_PURE bool contains(Range range, int i) {
+  return range.begin <= i && i < range.end;
+}
+FASTATTN_PURE int smaller(int a, int b) {
+  return a < b ? a : b;
+}
+FASTATTN_PURE int larger(int a, int b) {
+  return a > b ? a : b;
+}
+FASTATTN_PURE Range overlap(Range a, Range b) {
+  return {larger(a.begin, b.begin), smaller(a.end, b.end)};
+}
+
+// Keys that a row may attend.
+FASTATTN_PURE Range keys_of_row(int row, const Band& band, int keys) {
+  return {larger(0, row + band.diagonal - band.left),
+          smaller(keys, row + band.diagonal + band.right + 1)};
+}
+
+// Keys that some row of a range may attend. No gaps: the band moves by one key a row.
+FASTATTN_PURE Range keys_of_some(Range rows, const Band& band, int keys) {
+  if (is_empty(rows)) {
+    return {0, 0};
+  }
+  return {keys_of_row(rows.begin, band, keys).begin, keys_of_row(rows.end - 1, band, keys).end};
+}
+
+// Keys that every row of a range may attend.
+FASTATTN_PURE Range keys_of_all(Range rows, const Band& band, int keys) {
+  if (is_empty(rows)) {
+    return {0, 0};
+  }
+  return {keys_of_row(rows.end - 1, band, keys).begin, keys_of_row(rows.begin, band, keys).end};
+}
+
+// Blocks of `size` keys that hold some key of a range.
+FASTATTN_PURE Range blocks_touching(Range keys, int size) {
+  if (is_empty(keys)) {
+    return {0, 0};
+  }
+  return {keys.begin / size, (keys.end + size - 1) / size};
+}
+
+// Blocks of `size` keys that lie inside a range.
+FASTATTN_PURE Range blocks_inside(Range keys, int size) {
+  return {(keys.begin + size - 1) / size, keys.end < 0 ? 0 : keys.end / size};
+}
+
+// What one warpgroup does for a tile.
+struct BlockPlan {
+  Range loaded;  // blocks that come for the whole tile, last one first
+  Range own;     // those that this warpgroup computes; never empty unless `loaded` is
+  Range full;    // those of them that need no mask; may be empty or reach outside `own`
+};
+
+// tile_rows and own_rows end at the first row that is not computed; own_rows may be empty.
+// skips: a warpgroup passes over loaded blocks that none of its rows may attend.
+FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Band& band, int keys,
+                                    int block, bool skips) {
+  const Range loaded = blocks_touching(keys_of_some(tile_rows, band, keys), block);
+  const Range full = blocks_inside(keys_of_all(own_rows, band, keys), block);
+  if (!skips) {
+    return {loaded, loaded, full};
+  }
+  Range own = overlap(loaded, blocks_touching(keys_of_some(own_rows, band, keys), block));
+  if (is_empty(own)) {
+    // One block all the same, wholly masked: no path of its own for rows without keys.
+    own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};
+  }
+  return {loaded, own, full};
+}
+
+}  // namespace fastattn::attention

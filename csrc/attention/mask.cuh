@@ -1,0 +1,47 @@
+// Masks on a block of scores in registers. Only edge blocks come here; full blocks have nothing to
+// mask.
+#pragma once
+
+#include "attention/key_range.h"
+#include "sm90/tile/accumulator.cuh"
+
+namespace fastattn::attention {
+
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+// Scores of one row (half 0 or 1 of this thread's) at columns outside `allowed` become -inf,
+// whatever they were: dead keys may hold NaN. `allowed` counts from this thread's first column, so
+// that it meets constants.
+template <int kCount>
+__device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range allowed) {
+  constexpr int kGroupColumns = 8, kGroupRegisters = 4;
+#pragma unroll
+  for (int group = 0; group < kCount / kGroupRegisters; ++group) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& score = s[group * kGroupRegisters + 2 * half + i];
+      score = contains(allowed, group * kGroupColumns + i) ? score : kMinusInfinity;
+    }
+  }
+}
+
+// Masks a 64-row block of scores whose first key is `first_key`; `upper_row` is the query of this
+// thread's upper row.
+template <bool kBanded, int kCount>
+__device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, int upper_row,
+                                           const Band& band, int keys,
+                                           sm90::AccumulatorThread thread) {
+  const int origin = first_key + thread.first_column();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Range allowed = {0, keys};
+    if constexpr (kBanded) {
+      allowed = keys_of_row(upper_row + half * sm90::kRowStep, band, keys);
+    } else {
+      allowed.begin = origin;  // nothing to test
+    }
+    mask_row(s, half, {allowed.begin - origin, allowed.end - origin});
+  }
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,53 @@
+// mbarrier: a counter in shared memory that threads and asynchronous copies arrive at and threads
+// wait on. A phase is complete when all expected arrivals and all expected bytes have come; then
+// the next one begins. Waiting is by the phase's parity: a wait on parity 1 of a fresh barrier
+// passes at once.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/ptx/warp.cuh"
+
+namespace fastattn::sm90::ptx {
+
+// PTX ISA:
+// docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-init
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes the initialised barriers visible to the asynchronous proxy.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-membar-fence
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives and announces how many bytes asynchronous copies will bring before the phase is complete.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-arrive
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Returns once the phase of this parity is complete.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-try-wait
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@complete bra done;\n"
+      "bra again;\n"
+      "done:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace fastattn::sm90::ptx

@@ -1,0 +1,46 @@
+// What producers and consumers meet at: barriers in shared memory and the position in a ring of
+// them.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/ptx/mbarrier.cuh"
+
+namespace fastattn::sm90 {
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+
+// An mbarrier, see ptx/mbarrier.cuh.
+struct Barrier {
+  uint64_t word;
+
+  __device__ __forceinline__ uint32_t address() const { return ptx::shared_address(&word); }
+  __device__ __forceinline__ void init(int arrivals) { ptx::mbarrier_init(address(), arrivals); }
+  __device__ __forceinline__ void arrive() { ptx::mbarrier_arrive(address()); }
+  __device__ __forceinline__ void arrive_expect_bytes(uint32_t bytes) {
+    ptx::mbarrier_arrive_expect_tx(address(), bytes);
+  }
+  __device__ __forceinline__ void wait(uint32_t parity) { ptx::mbarrier_wait(address(), parity); }
+};
+
+// A slot of a ring: the producer waits until it is empty and fills it, consumers wait until it is
+// full and empty it.
+struct Slot {
+  Barrier full, empty;
+};
+
+// Which slot of a ring comes next, and the parity of its `full` in this round. Its `empty` is
+// waited on with the other parity, so that the first round passes at once. One register: the load
+// warp has few.
+template <int kSlots>
+struct RingPosition {
+  static_assert((kSlots & (kSlots - 1)) == 0, "slots are counted modulo 2^32");
+  uint32_t passed = 0;
+
+  __device__ __forceinline__ int index() const { return passed % kSlots; }
+  __device__ __forceinline__ uint32_t phase() const { return passed / kSlots % 2; }
+  __device__ __forceinline__ void advance() { ++passed; }
+};
+
+}  // namespace fastattn::sm90

@@ -1,0 +1,35 @@
+// The order in which a persistent grid computes the tiles of attention: which rows of which head
+// tile number t is.
+//
+// Heads are taken in sections whose keys and values fit into L2 together. Inside a section the last
+// rows of every head come first: under a causal mask they are the longest, and short tiles at the
+// end fill the gaps that long ones leave.
+#pragma once
+
+#include "common/pure.h"
+
+namespace fastattn::sm90 {
+
+struct TileOrder {
+  int row_tiles;  // tiles of one head
+  int heads;      // of all batches
+  int section;    // heads of a section; 1: head after head
+};
+
+struct TilePlace {
+  int row_tile;
+  int head;
+};
+
+FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
+  const int section_tiles = order.section * order.row_tiles;
+  const int section = tile / section_tiles;
+  const int within = tile - section * section_tiles;
+  const int first_head = section * order.section;
+  const int left = order.heads - first_head;
+  const int width = order.section < left ? order.section : left;
+  const int rank = within / width;
+  return {order.row_tiles - 1 - rank, first_head + within - rank * width};
+}
+
+}  // namespace fastattn::sm90

@@ -1,0 +1,68 @@
+// Tensor maps: what TMA knows of a [batch, heads, rows, columns] tensor of 16-bit elements with
+// contiguous columns.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/tensor_view.h"
+#include "sm90/tile/descriptor.h"
+
+namespace fastattn::sm90 {
+
+struct TensorShape {
+  int batch, heads, rows, columns;
+};
+
+namespace detail {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                                 const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The encoder is part of the driver, which is not there when this is linked.
+inline EncodeTiled encoder() {
+  static const EncodeTiled function = [] {
+    constexpr unsigned kCudaVersion = 12000;
+    void* symbol = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuTensorMapEncodeTiled", &symbol, kCudaVersion, cudaEnableDefault, &found);
+    const bool ok = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return ok ? reinterpret_cast<EncodeTiled>(symbol) : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace detail
+
+// A map whose boxes are one chunk of `box_rows` rows, swizzled. TMA wants the address and the
+// strides to be multiples of 16 bytes. False if the driver refuses.
+inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorView& view,
+                              const TensorShape& shape, int box_rows) {
+  constexpr int kElementBytes = 2;
+  const detail::EncodeTiled encode = detail::encoder();
+  if (!encode) {
+    return false;
+  }
+  // The stride of a dimension of one element is never used, but checked all the same.
+  const auto stride = [](int64_t elements, int size) {
+    return static_cast<cuuint64_t>(size == 1 ? kPieceBytes : elements * kElementBytes);
+  };
+  const cuuint64_t sizes[] = {
+      static_cast<cuuint64_t>(shape.columns), static_cast<cuuint64_t>(shape.rows),
+      static_cast<cuuint64_t>(shape.heads), static_cast<cuuint64_t>(shape.batch)};
+  const cuuint64_t strides[] = {stride(view.row_stride, shape.rows),
+                                stride(view.head_stride, shape.heads),
+                                stride(view.batch_stride, shape.batch)};
+  const cuuint32_t box[] = {kChunkColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  return encode(map, type, 4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace fastattn::sm90

@@ -1,0 +1,74 @@
+// How a persistent thread block learns its next tile: one thread draws it, from a counter in global
+// memory or by fixed strides, and hands it to every other warp through a small ring in shared
+// memory.
+#pragma once
+
+#include "sm90/tile/pipeline.cuh"
+
+namespace fastattn::sm90 {
+
+// Draws tile numbers: this block's first one is blockIdx.x.
+struct TileSource {
+  int* counter;  // zero at launch; null: every `blocks`-th tile
+  int blocks;    // of the grid
+
+  // In two parts, so that memory can take its time to answer.
+  __device__ __forceinline__ int draw(int tile) const {
+    return counter ? atomicAdd(counter, 1) : tile;
+  }
+  __device__ __forceinline__ int drawn(int answer) const { return answer + blocks; }
+};
+
+// What is handed over; `row` < 0: there are no more tiles.
+struct TileMessage {
+  int row;  // first query of the tile
+  int batch, head;
+  int queries;  // rows of this sequence that are computed
+  int keys;     // keys of this sequence that may be attended
+};
+
+struct TileQueue {
+  static constexpr int kSlots = 4;
+  using Position = RingPosition<kSlots>;
+
+  TileMessage messages[kSlots];
+  Slot slots[kSlots];
+
+  __device__ __forceinline__ void init(int readers) {
+    for (Slot& slot : slots) {
+      slot.full.init(1);
+      slot.empty.init(readers);
+    }
+  }
+
+  // The drawing thread.
+  __device__ __forceinline__ void put(Position& at, const TileMessage& message) {
+    slots[at.index()].empty.wait(at.phase() ^ 1);
+    messages[at.index()] = message;
+    slots[at.index()].full.arrive();
+    at.advance();
+  }
+
+  // A reader that is one thread.
+  __device__ __forceinline__ TileMessage take(Position& at) {
+    slots[at.index()].full.wait(at.phase());
+    const TileMessage message = messages[at.index()];
+    slots[at.index()].empty.arrive();
+    at.advance();
+    return message;
+  }
+
+  // A reader that is a whole warp.
+  __device__ __forceinline__ TileMessage take_warp(Position& at, int lane) {
+    slots[at.index()].full.wait(at.phase());
+    const TileMessage message = messages[at.index()];
+    __syncwarp();
+    if (lane == 0) {
+      slots[at.index()].empty.arrive();
+    }
+    at.advance();
+    return message;
+  }
+};
+
+}  // namespace fastattn::sm90

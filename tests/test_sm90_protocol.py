@@ -1,0 +1,673 @@
+"""The barriers of the Hopper attention forward, played through without a GPU.
+
+Every warp of attention_fwd_sm90.cuh is a coroutine here, and copies and stores finish whenever
+chance has it. Checked in every run: nobody waits for ever, a wait never passes on another phase
+than the one meant, nothing is read that is not there, nothing is overwritten while it is read, and
+every tile is written once. Which blocks a warpgroup computes comes from the kernel's own headers
+(key_range.h, scheduler.h), compiled for the host and checked against the definition themselves.
+"""
+
+import ctypes
+import itertools
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+SHIM = """
+#include "attention/key_range.h"
+#include "sm90/tile/descriptor.h"
+#include "sm90/tile/scheduler.h"
+using namespace fastattn;
+extern "C" void plan(const int* tile, const int* own, int left, int right, int diagonal,
+                     int keys, int block, int skips, int* result) {
+  const auto p = attention::plan_blocks({tile[0], tile[1]}, {own[0], own[1]},
+                                        {left, right, diagonal}, keys, block, skips != 0);
+  const int values[] = {p.loaded.begin, p.loaded.end, p.own.begin,
+                        p.own.end,      p.full.begin, p.full.end};
+  for (int i = 0; i < 6; ++i) result[i] = values[i];
+}
+extern "C" void place(int row_tiles, int heads, int section, int tile, int* result) {
+  const auto p = sm90::tile_place({row_tiles, heads, section}, tile);
+  result[0] = p.row_tile;
+  result[1] = p.head;
+}
+extern "C" unsigned swizzled(unsigned row, unsigned piece) {
+  return sm90::swizzled_offset(row, piece);
+}
+extern "C" unsigned k_step(int step, int rows) { return sm90::k_major_step(step, rows); }
+extern "C" unsigned n_step(int step) { return sm90::n_major_step(step); }
+extern "C" unsigned long long k_major(unsigned address) {
+  return sm90::descriptor_k_major(address);
+}
+extern "C" unsigned long long n_major(unsigned address, unsigned chunk) {
+  return sm90::descriptor_n_major(address, chunk);
+}
+"""
+WARPS = 4
+ROWS = 64
+QUEUE_SLOTS = 4
+Range = tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("shim")
+    source, library = folder / "shim.cpp", folder / "shim.so"
+    source.write_text(SHIM)
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "-o", library, source]
+    subprocess.run(command, check=True)
+    shim = ctypes.CDLL(str(library))
+    shim.k_major.restype = shim.n_major.restype = ctypes.c_ulonglong
+    return shim
+
+
+# -- the problem ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """A row of forward_config, with the kinds of restriction it is compiled for."""
+
+    groups: int
+    block: int
+    query_buffers: int
+    stages_output: bool
+    takes_turns: bool
+    banded: bool
+    stages: int = 2
+
+    @property
+    def skips(self) -> bool:
+        return self.banded and not self.takes_turns
+
+    @property
+    def tile_rows(self) -> int:
+        return ROWS * self.groups
+
+
+@dataclass(frozen=True)
+class Problem:
+    M: int
+    N: int
+    left: int = 1 << 20
+    right: int = 1 << 20
+    diagonal: int = 0
+    lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
+    heads: int = 2
+    section: int = 1
+    blocks: int = 2  # thread blocks of the grid
+    counted: bool = True
+    negate: bool = False
+
+    def allowed(self, batch: int, i: int, j: int) -> bool:
+        queries, keys = self.lengths[batch]
+        inside = 0 <= i < min(queries, self.M) and 0 <= j < min(keys, self.N)
+        return inside and i + self.diagonal - self.left <= j <= i + self.diagonal + self.right
+
+
+@dataclass(frozen=True)
+class Plan:
+    loaded: Range
+    own: Range
+    full: Range
+
+
+@dataclass(frozen=True)
+class Tile:
+    number: int
+    row: int
+    batch: int
+    head: int
+    queries: int
+    keys: int
+
+
+class Arithmetic:
+    """The kernel's own, behind the shim."""
+
+    def __init__(self, native: ctypes.CDLL, config: Config, problem: Problem):
+        self.native, self.config, self.problem = native, config, problem
+        self.row_tiles = -(-problem.M // config.tile_rows)
+        self.tiles = self.row_tiles * problem.heads * len(problem.lengths)
+
+    def tile(self, number: int) -> Tile | None:
+        if number >= self.tiles:
+            return None
+        p, result = self.problem, (ctypes.c_int * 2)()
+        self.native.place(self.row_tiles, p.heads * len(p.lengths), p.section, number, result)
+        batch, head = divmod(result[1], p.heads)
+        queries, keys = p.lengths[batch]
+        row = result[0] * self.config.tile_rows
+        return Tile(number, row, batch, head, min(queries, p.M), min(keys, p.N))
+
+    def plan(self, tile: Tile, group: int) -> Plan:
+        c, p, pair, out = self.config, self.problem, ctypes.c_int * 2, (ctypes.c_int * 6)()
+        row = tile.row + group * ROWS
+        rows = pair(tile.row, min(tile.row + c.tile_rows, tile.queries))
+        own = pair(row, min(row + ROWS, tile.queries))
+        self.native.plan(
+            rows, own, p.left, p.right, p.diagonal, tile.keys, c.block, int(c.skips), out
+        )
+        return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
+
+
+# -- hardware -------------------------------------------------------------------------------------
+class Barrier:
+    """An mbarrier. `passed` is told which phase is meant and objects to any other."""
+
+    def __init__(self, arrivals: int, name: str):
+        self.arrivals = self.missing = arrivals
+        self.name, self.bytes, self.complete = name, 0, 0
+
+    def arrive(self, expected: int = 0) -> None:
+        assert self.missing > 0, f"too many arrivals at {self.name}"
+        self.missing -= 1
+        self.bytes += expected
+        self._turn_over()
+
+    def deliver(self, count: int) -> None:
+        self.bytes -= count
+        self._turn_over()
+
+    def _turn_over(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.complete += 1
+            self.missing = self.arrivals
+
+    def passed(self, parity: int, phase: int) -> bool:
+        ok = self.complete & 1 != parity & 1
+        assert not ok or self.complete == phase + 1, f"{self.name} let a wrong phase through"
+        return ok
+
+
+class NamedBarrier:
+    """bar.sync and bar.arrive, counted in warps."""
+
+    def __init__(self, warps: int):
+        self.warps, self.here, self.generation = warps, 0, 0
+
+    def arrive(self) -> int:
+        generation = self.generation
+        self.here += 1
+        assert self.here <= self.warps, "a named barrier overflows"
+        if self.here == self.warps:
+            self.here, self.generation = 0, generation + 1
+        return generation
+
+    def passed(self, generation: int) -> bool:
+        return self.generation > generation
+
+
+class Buffer:
+    """A tile of shared memory: what it holds, who reads it, whether a copy is coming into it."""
+
+    def __init__(self) -> None:
+        self.holds: object = None
+        self.readers, self.writing = 0, False
+
+
+class Slot:
+    def __init__(self, name: str, full: int, empty: int):
+        self.full, self.empty = Barrier(full, f"{name}.full"), Barrier(empty, f"{name}.empty")
+
+
+class Position:
+    """RingPosition."""
+
+    def __init__(self, slots: int):
+        self.slots, self.passed = slots, 0
+
+    @property
+    def index(self) -> int:
+        return self.passed % self.slots
+
+    def full(self, slot: Slot) -> Callable[[], bool]:
+        phase = self.passed // self.slots
+        return partial(slot.full.passed, phase % 2, phase)
+
+    def empty(self, slot: Slot) -> Callable[[], bool]:
+        phase = self.passed // self.slots
+        return partial(slot.empty.passed, phase % 2 ^ 1, phase - 1)
+
+    def advance(self) -> None:
+        self.passed += 1
+
+
+Role = Iterator[Callable[[], bool] | None]
+
+
+class ThreadBlock:
+    """Shared memory and the roles of one thread block."""
+
+    def __init__(self, arithmetic: Arithmetic, index: int, world: "World"):
+        self.arithmetic, self.index, self.world = arithmetic, index, world
+        c = self.config = arithmetic.config
+        groups, stages = range(c.groups), range(c.stages)
+        self.q = [[Buffer() for _ in groups] for _ in range(c.query_buffers)]
+        self.k, self.v = [Buffer() for _ in stages], [Buffer() for _ in stages]
+        self.out = [Buffer() for _ in groups]
+        self.q_slots = [[Slot(f"q{i}{g}", 1, 1) for g in groups] for i in range(c.query_buffers)]
+        self.k_slots = [Slot(f"k{i}", 1, c.groups) for i in stages]
+        self.v_slots = [Slot(f"v{i}", 1, c.groups) for i in stages]
+        self.out_slots = [Slot(f"out{g}", WARPS, 1) for g in groups]
+        readers = c.groups * (WARPS + c.stages_output)
+        self.queue = [Slot(f"queue{i}", 1, readers) for i in range(QUEUE_SLOTS)]
+        self.messages: list[tuple[int, Tile | None] | None] = [None] * QUEUE_SLOTS
+        self.turns = [NamedBarrier(2 * WARPS) for _ in groups]
+        self.meetings = [NamedBarrier(WARPS) for _ in groups]
+        self.issued = [[0] * WARPS for _ in groups]
+
+    def roles(self) -> Iterator[tuple[str, Role]]:
+        yield f"load {self.index}", self.load()
+        for g in range(self.config.groups):
+            if self.config.stages_output:
+                yield f"store {self.index}.{g}", self.store(g)
+            for w in range(WARPS):
+                yield f"consumer {self.index}.{g}.{w}", Consumer(self, g, w).run()
+
+    def copy(self, buffer: Buffer, content: object, full: Barrier) -> None:
+        assert buffer.readers == 0 and not buffer.writing, (
+            f"{buffer.holds} overwritten by {content}"
+        )
+        buffer.writing, buffer.holds = True, None
+        full.arrive(1)
+
+        def land() -> None:
+            buffer.writing, buffer.holds = False, content
+            full.deliver(1)
+
+        self.world.events.append(land)
+
+    def load(self) -> Role:
+        c, position = self.config, Position(QUEUE_SLOTS)
+        query, stage = Position(c.query_buffers), Position(c.stages)
+        number = self.index
+        while True:
+            tile = self.arithmetic.tile(number)
+            slot = self.queue[position.index]
+            yield position.empty(slot)
+            self.messages[position.index] = (position.passed, tile)
+            slot.full.arrive()
+            position.advance()
+            if tile is None:
+                return
+            first, last = self.arithmetic.plan(tile, 0).loaded
+            number = self.world.draw(number)
+
+            def load_query(tile: Tile) -> Role:
+                for g in range(c.groups):
+                    slot = self.q_slots[query.index][g]
+                    yield query.empty(slot)
+                    self.copy(self.q[query.index][g], ("q", tile, g), slot.full)
+                query.advance()
+
+            key_first = c.query_buffers == 1
+            if not key_first and first < last:
+                yield from load_query(tile)
+            for n in range(last - 1, first - 1, -1):
+                slot = self.k_slots[stage.index]
+                yield stage.empty(slot)
+                self.copy(self.k[stage.index], ("k", tile, n), slot.full)
+                if key_first and n == last - 1:
+                    yield from load_query(tile)
+                slot = self.v_slots[stage.index]
+                yield stage.empty(slot)
+                self.copy(self.v[stage.index], ("v", tile, n), slot.full)
+                stage.advance()
+
+    def take(self, position: Position) -> Role:
+        slot = self.queue[position.index]
+        yield position.full(slot)
+        message = self.messages[position.index]
+        assert message is not None and message[0] == position.passed
+        yield None
+        slot.empty.arrive()
+        position.advance()
+        return message[1]
+
+    def store(self, group: int) -> Role:
+        position, output, slot = Position(QUEUE_SLOTS), Position(1), self.out_slots[group]
+        while (tile := (yield from self.take(position))) is not None:
+            yield output.full(slot)
+            buffer = self.out[group]
+            assert buffer.holds == ("out", tile, group)
+            buffer.readers += 1
+            done: list[bool] = []
+            self.world.events.append(partial(done.append, True))
+            yield lambda done=done: bool(done)
+            buffer.readers -= 1
+            self.world.write(tile, group)
+            slot.empty.arrive()
+            output.advance()
+
+
+class Consumer:
+    """One warp of a consumer warpgroup. Warp 0, the leader, stands for what the warpgroup reads."""
+
+    def __init__(self, block: ThreadBlock, group: int, warp: int):
+        self.block, self.group, self.warp, self.config = block, group, warp, block.config
+        self.query = Position(self.config.query_buffers)
+        self.key, self.value = Position(self.config.stages), Position(self.config.stages)
+        self.flying: list[tuple[int, list[Buffer]]] = []
+        self.count = 0
+
+    def run(self) -> Role:
+        b, position, output = self.block, Position(QUEUE_SLOTS), Position(1)
+        if self.config.takes_turns and self.group == self.config.groups - 1:
+            self.pass_turn()
+        while (tile := (yield from b.take(position))) is not None:
+            plan = b.arithmetic.plan(tile, self.group)
+            b.world.computed.setdefault((tile, self.group), plan)
+            if plan.loaded[0] < plan.loaded[1]:
+                yield from self.attend(tile, plan)
+            if not self.config.stages_output:
+                if self.warp == 0:
+                    b.world.write(tile, self.group)
+                continue
+            slot, buffer = b.out_slots[self.group], b.out[self.group]
+            yield output.empty(slot)
+            assert buffer.readers == 0
+            buffer.holds = ("out", tile, self.group)
+            yield None
+            slot.full.arrive()
+            output.advance()
+
+    def attend(self, tile: Tile, plan: Plan) -> Role:
+        yield from self.skip(plan.loaded[1] - plan.own[1])
+        yield from self.first_block(tile, plan)
+        for n in range(plan.own[1] - 2, plan.own[0] - 1, -1):
+            yield from self.next_block(tile, plan, n)
+        yield from self.touch_values(tile, plan.own[0])
+        yield from self.issue_output(tile, plan.own[0])
+        yield from self.finish(0)
+        self.release_value()
+        self.query.advance()
+        yield from self.skip(plan.own[0] - plan.loaded[0])
+
+    def first_block(self, tile: Tile, plan: Plan) -> Role:
+        b, n = self.block, plan.own[1] - 1
+        yield self.query.full(b.q_slots[self.query.index][self.group])
+        if b.arithmetic.problem.negate:
+            yield from self.meet()
+        yield self.key.full(b.k_slots[self.key.index])
+        self.issue_scores(tile, n)
+        yield from self.finish(0)
+        self.release_key(n == plan.own[0])
+        yield from self.touch_values(tile, n)
+
+    def next_block(self, tile: Tile, plan: Plan, n: int) -> Role:
+        yield self.key.full(self.block.k_slots[self.key.index])
+        yield from self.await_turn()
+        self.issue_scores(tile, n)
+        yield from self.issue_output(tile, n + 1)
+        self.pass_turn()
+        yield from self.finish(1)
+        self.release_key(n == plan.own[0])
+        yield None
+        yield from self.finish(0)
+        self.release_value()
+
+    def issue(self, reads: list[tuple[Buffer, object]]) -> None:
+        if self.warp == 0:
+            for buffer, content in reads:
+                assert buffer.holds == content, f"{buffer.holds} read, {content} wanted"
+                buffer.readers += 1
+        self.count += 1
+        self.block.issued[self.group][self.warp] = self.count
+        self.flying.append((self.count, [buffer for buffer, _ in reads]))
+
+    def finish(self, pending: int) -> Role:
+        """wgmma.wait_group: products are complete once all four warps have issued them."""
+        while len(self.flying) > pending:
+            number, buffers = self.flying[0]
+            yield lambda number=number: min(self.block.issued[self.group]) >= number
+            if self.warp == 0:
+                for buffer in buffers:
+                    buffer.readers -= 1
+            self.flying.pop(0)
+
+    def issue_scores(self, tile: Tile, n: int) -> None:
+        b = self.block
+        q, k = b.q[self.query.index][self.group], b.k[self.key.index]
+        self.issue([(q, ("q", tile, self.group)), (k, ("k", tile, n))])
+
+    def issue_output(self, tile: Tile, n: int) -> Role:
+        yield self.value.full(self.block.v_slots[self.value.index])
+        self.issue([(self.block.v[self.value.index], ("v", tile, n))])
+
+    def touch_values(self, tile: Tile, n: int) -> Role:
+        """Zeroes dead rows in every outer block, more often than the kernel, which looks first."""
+        b = self.block
+        if n in (b.arithmetic.plan(tile, 0).loaded[0], b.arithmetic.plan(tile, 0).loaded[1] - 1):
+            yield self.value.full(b.v_slots[self.value.index])
+            assert b.v[self.value.index].holds == ("v", tile, n)
+            yield from self.meet()
+
+    def meet(self) -> Role:
+        barrier = self.block.meetings[self.group]
+        generation = barrier.arrive()
+        yield partial(barrier.passed, generation)
+
+    def await_turn(self) -> Role:
+        if self.config.takes_turns:
+            barrier = self.block.turns[self.group]
+            generation = barrier.arrive()
+            yield partial(barrier.passed, generation)
+
+    def pass_turn(self) -> None:
+        if self.config.takes_turns:
+            self.block.turns[(self.group + 1) % self.config.groups].arrive()
+
+    def release_key(self, last_of_tile: bool) -> None:
+        if self.warp == 0:
+            self.block.k_slots[self.key.index].empty.arrive()
+            if last_of_tile:
+                self.block.q_slots[self.query.index][self.group].empty.arrive()
+        self.key.advance()
+
+    def release_value(self) -> None:
+        if self.warp == 0:
+            self.block.v_slots[self.value.index].empty.arrive()
+        self.value.advance()
+
+    def skip(self, count: int) -> Role:
+        assert count == 0 or self.config.skips
+        for _ in range(count):
+            yield self.key.full(self.block.k_slots[self.key.index])
+            yield self.value.full(self.block.v_slots[self.value.index])
+            yield from self.meet()
+            self.release_key(False)
+            self.release_value()
+
+
+class World:
+    """Global memory, time and chance."""
+
+    def __init__(self, arithmetic: Arithmetic, seed: int):
+        self.arithmetic, self.chance = arithmetic, random.Random(seed)
+        self.events: list[Callable[[], None]] = []
+        self.written: set[tuple[Tile, int]] = set()
+        self.computed: dict[tuple[Tile, int], Plan] = {}
+        self.counter = 0
+
+    def draw(self, number: int) -> int:
+        blocks = self.arithmetic.problem.blocks
+        if not self.arithmetic.problem.counted:
+            return number + blocks
+        self.counter += 1
+        return blocks + self.counter - 1
+
+    def write(self, tile: Tile, group: int) -> None:
+        assert (tile, group) not in self.written
+        self.written.add((tile, group))
+
+    def play(self) -> None:
+        blocks = [
+            ThreadBlock(self.arithmetic, i, self) for i in range(self.arithmetic.problem.blocks)
+        ]
+        live = [[name, role, None] for block in blocks for name, role in block.roles()]
+        # Some warps are slow in this run.
+        patience = {name: self.chance.choice((1, 1, 1, 8, 60)) for name, _, _ in live}
+        while live:
+            ready = [entry for entry in live if entry[2] is None or entry[2]()]
+            if self.events and (not ready or self.chance.random() < 0.2):
+                self.events.pop(self.chance.randrange(len(self.events)))()
+                continue
+            assert ready, "waiting for ever: " + ", ".join(entry[0] for entry in live)
+            entry = self.chance.choice(ready)
+            if self.chance.randrange(patience[entry[0]]) and len(ready) > 1:
+                continue
+            try:
+                entry[2] = next(entry[1])
+            except StopIteration:
+                live.remove(entry)
+        assert len(self.written) == self.arithmetic.tiles * self.arithmetic.config.groups
+
+
+# -- tests ----------------------------------------------------------------------------------------
+CONFIGS = {
+    "64": Config(3, 128, 2, True, False, False),
+    "64 band": Config(3, 128, 2, True, False, True),
+    "128": Config(2, 128, 2, True, True, False),
+    "128 band": Config(2, 128, 2, True, True, True),
+    "192 band": Config(2, 112, 1, False, False, True),
+    "256": Config(2, 80, 1, False, False, False),
+    "256 band": Config(2, 80, 1, False, False, True),
+}
+PLAIN = {
+    "no keys": Problem(200, 100, lengths=((200, 0),)),
+    "one block": Problem(65, 70),
+    "several tiles": Problem(500, 400, heads=3),
+    "more thread blocks than tiles": Problem(10, 300, heads=1, blocks=3),
+    "fixed strides": Problem(400, 200, heads=4, counted=False),
+    "negative scale": Problem(300, 300, negate=True),
+    "lengths": Problem(450, 450, lengths=((450, 130), (0, 450), (1, 450), (300, 0), (129, 257))),
+}
+BANDS = {
+    "causal": Problem(600, 600, right=0, heads=3, section=2, blocks=3),
+    "bottom right, fewer keys": Problem(500, 130, right=0, diagonal=-370),
+    "bottom right, more keys": Problem(130, 500, right=0, diagonal=370),
+    "window": Problem(450, 450, left=60, right=0),
+    "window to both sides": Problem(450, 450, left=130, right=70),
+    "only the diagonal": Problem(300, 300, left=0, right=0),
+    "window past the end": Problem(500, 100, left=20, right=5),
+    "causal lengths": Problem(
+        450, 450, right=0, section=4, lengths=((450, 130), (0, 450), (70, 450), (300, 0))
+    ),
+}
+
+
+def _runs() -> Iterator[tuple[str, str]]:
+    for name, config in CONFIGS.items():
+        for problem in {**PLAIN, **BANDS} if config.banded else PLAIN:
+            yield name, problem
+
+
+@pytest.mark.parametrize(("config", "problem"), list(_runs()))
+def test_protocol(native: ctypes.CDLL, config: str, problem: str) -> None:
+    arithmetic = Arithmetic(native, CONFIGS[config], {**PLAIN, **BANDS}[problem])
+    for seed in range(2):
+        World(arithmetic, seed).play()
+
+
+def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> None:
+    """Without the meeting in skip(), a late warp misses a phase: the model must see that."""
+
+    def careless(self: Consumer, count: int) -> Role:
+        for _ in range(count):
+            yield self.key.full(self.block.k_slots[self.key.index])
+            yield self.value.full(self.block.v_slots[self.value.index])
+            self.release_key(False)
+            self.release_value()
+
+    monkeypatch.setattr(Consumer, "skip", careless)
+    problem = Problem(192, 4000, right=0, diagonal=3808, left=200, heads=4, blocks=1)
+    tall = Config(3, 16, 2, True, False, True)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            World(Arithmetic(native, tall, problem), seed).play()
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if "band" in c])
+def test_blocks_against_the_definition(native: ctypes.CDLL, config: str) -> None:
+    c = CONFIGS[config]
+    sizes, limits = (1, 63, 200, 390), (0, 1, 50, 200, 1 << 20)
+    chance = random.Random(0)
+    cases = list(itertools.product(sizes, sizes, limits, limits, (False, True)))
+    for M, N, left, right, bottom in chance.sample(cases, 80):
+        lengths = ((M, N), (chance.randint(0, M), chance.randint(0, N)))
+        problem = Problem(M, N, left, right, N - M if bottom else 0, lengths, heads=1)
+        arithmetic = Arithmetic(native, c, problem)
+        keys = [
+            [{j for j in range(N) if problem.allowed(batch, i, j)} for i in range(M)]
+            for batch in range(len(lengths))
+        ]
+        for number in range(arithmetic.tiles):
+            tile = arithmetic.tile(number)
+            assert tile is not None
+            for group in range(c.groups):
+                _check_plan(keys[tile.batch], c, tile, group, arithmetic.plan(tile, group))
+
+
+def _check_plan(keys_of: list[set[int]], c: Config, tile: Tile, group: int, plan: Plan) -> None:
+    """keys_of: for each row of the sequence, the keys it may attend by definition."""
+    first = tile.row + group * ROWS
+    own = keys_of[first : min(first + ROWS, tile.queries)]
+    whole = keys_of[tile.row : min(tile.row + c.tile_rows, tile.queries)]
+    needed = {j // c.block for keys in own for j in keys}
+    loaded = {j // c.block for keys in whole for j in keys}
+    assert set(range(*plan.loaded)) == loaded
+    assert needed <= set(range(*plan.own)) <= loaded
+    assert bool(loaded) == (plan.own[0] < plan.own[1])
+    if needed:
+        assert set(range(*plan.own)) == (needed if c.skips else loaded)
+    full = {
+        n
+        for n in range(*plan.own)
+        if own and all(keys >= set(range(n * c.block, (n + 1) * c.block)) for keys in own)
+    }
+    assert set(range(*plan.full)) & set(range(*plan.own)) == full
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "heads", "section"), [(1, 1, 1), (5, 7, 1), (5, 7, 4), (3, 8, 16)]
+)
+def test_tile_order(native: ctypes.CDLL, row_tiles: int, heads: int, section: int) -> None:
+    result, places = (ctypes.c_int * 2)(), []
+    for tile in range(row_tiles * heads):
+        native.place(row_tiles, heads, section, tile, result)
+        places.append((result[0], result[1]))
+    assert sorted(places) == sorted(itertools.product(range(row_tiles), range(heads)))
+    for start in range(0, heads, section):
+        within = [row for row, head in places if start <= head < start + section]
+        assert within == sorted(within, reverse=True), "the longest tiles come first"
+
+
+def test_descriptors(native: ctypes.CDLL) -> None:
+    """Fields as the PTX manual's matrix descriptor has them."""
+    address = 0x2A400
+    k_major, n_major = native.k_major(address), native.n_major(address, 80 * 128)
+    for value, leading in ((k_major, 1), (n_major, 80 * 128 // 16)):
+        assert value & 0x3FFF == address // 16
+        assert value >> 16 & 0x3FFF == leading
+        assert value >> 32 & 0x3FFF == 1024 // 16
+        assert value >> 62 == 1
+    # 16 columns on: 32 bytes inside a chunk of 64 columns, then the next chunk.
+    assert [native.k_step(i, 80) for i in (0, 1, 3, 4, 9)] == [0, 32, 96, 10240, 20512]
+    assert native.n_step(3) == 3 * 16 * 128
+
+
+def test_swizzle_is_a_permutation_without_bank_conflicts(native: ctypes.CDLL) -> None:
+    offsets = {native.swizzled(row, piece) for row in range(64) for piece in range(8)}
+    assert offsets == {16 * i for i in range(64 * 8)}
+    for piece in range(
+        8
+    ):  # eight rows of one piece, as a matrix store writes them, touch all banks
+        assert len({native.swizzled(row, piece) // 16 % 8 for row in range(8)}) == 8

@@ -5,6 +5,8 @@ made of them.
 from fastattn.functional import (
     add_layer_norm,
     attention,
+    attention_varlen,
+    attention_weights,
     explain,
     ffn,
     layer_norm,
@@ -16,6 +18,8 @@ __version__ = "0.1.0"
 __all__ = [
     "add_layer_norm",
     "attention",
+    "attention_varlen",
+    "attention_weights",
     "explain",
     "ffn",
     "layer_norm",

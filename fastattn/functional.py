@@ -16,6 +16,8 @@ from fastattn.ops._dropout import SECOND_STREAM
 from fastattn.ops._op import Explanation, recording_choices
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.op import attention as _attention
+from fastattn.ops.attention.op import attention_varlen as _attention_varlen
+from fastattn.ops.attention.reference import attention_weights as _attention_weights
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
@@ -25,6 +27,8 @@ from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 __all__ = [
     "add_layer_norm",
     "attention",
+    "attention_varlen",
+    "attention_weights",
     "explain",
     "ffn",
     "layer_norm",
@@ -116,6 +120,109 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    dropout_stream: int = 0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` over sequences packed one behind the other, without padding.
+
+    Args:
+        q: [T, H, D]; k: [S, K, D]; v: [S, K, E].
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device, ascending from 0: sequence b is
+            rows cu_seqlens[b] to cu_seqlens[b + 1]. Trusted: their values are never read by the
+            host.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
+        causal, window: as in `attention`, by each sequence's own lengths; True means "top_left".
+        scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`;
+            dropout counts sequences as batches and positions inside them.
+
+    Returns:
+        out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset: out 0, lse -inf, gradient
+        0.
+    """
+    _check_backend(backend)
+    q, k, v = _autocast(q, k, v)
+    _check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    window_left, window_right = _check_window(window)
+    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    out, lse = _attention_varlen(
+        _contiguous_rows(q),
+        _contiguous_rows(k),
+        _contiguous_rows(v),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        _check_length("max_seqlen_q", max_seqlen_q),
+        _check_length("max_seqlen_k", max_seqlen_k),
+        _causal_code(causal, 0, 0),
+        window_left,
+        window_right,
+        _check_scale(scale, q.shape[2]),
+        float(dropout_p),
+        seed,
+        dropout_stream,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    causal: Causal = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    rows: Tensor | slice | None = None,
+    heads: Tensor | slice | None = None,
+) -> Tensor:
+    """The weights that `attention` gives the values, for the rows and heads one wants to look at.
+
+    Arguments as in `attention`; dropout is not applied. rows, heads: integer index tensors or
+    slices of the queries and query heads, all by default. The work is that of the chosen rows and
+    heads.
+
+    Returns:
+        [B, heads, rows, N], fp32 (fp64 for fp64), differentiable. Rows without a key are 0.
+    """
+    q, k = _autocast(q, k)
+    _check_attention_inputs(q, k, k)
+    (B, H, M, D), N = q.shape, k.shape[2]
+    mask = None if mask is None else _check_mask(mask, B, H, M, N, q.device)
+    if key_lengths is not None:
+        _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
+    if query_lengths is not None:
+        _check_lengths("query_lengths", query_lengths, ((B,),), q.device)
+    return _attention_weights(
+        q,
+        k,
+        mask,
+        key_lengths,
+        query_lengths,
+        _causal_code(causal, M, N),
+        *_check_window(window),
+        _check_scale(scale, D),
+        _check_index("rows", rows, M, q.device),
+        _check_index("heads", heads, H, q.device),
+    )
+
+
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -191,8 +298,8 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: default finfo.eps of fp32 (of fp64 for
-    fp64), as torch.
+    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: default finfo.eps of fp32 (of fp64
+    for fp64), as torch.
     """
     _check_backend(backend)
     _check_rows("x", x)
@@ -271,12 +378,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which backend `fastattn.<op>(*args, **kwargs)` would take and why each other one would not.
     Runs nothing.
     """
-    functions = {f.__name__: f for f in (attention, layer_norm, add_layer_norm, rms_norm, ffn)}
+    functions = {f.__name__: f for f in _FUNCTIONS}
     if op not in functions:
         raise ValueError(f"op must be one of {', '.join(functions)}, got {op!r}")
     with torch.no_grad(), recording_choices() as explanations:
         functions[op](*args, **kwargs)
     return explanations[0]
+
+
+_FUNCTIONS = (attention, attention_varlen, layer_norm, add_layer_norm, rms_norm, ffn)
 
 
 # -- validation ------------------------------------------------------------------------------------
@@ -330,12 +440,60 @@ def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     _, K, N, _ = k.shape
     if k.shape[0] != B:
         raise ValueError(f"k must have q's batch size {B}, got {k.shape[0]}")
-    if k.shape[3] != D:
-        raise ValueError(f"k must have q's head dim {D}, got {k.shape[3]}")
+    _check_heads(H, K, D, k.shape[3])
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {_shape(v)}")
+
+
+def _check_varlen_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> None:
+    layouts = {"q": "[T, H, D]", "k": "[S, K, D]", "v": "[S, K, E]"}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_float(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions {layouts[name]}, got {_shape(x)}")
+        _check_device(name, x, q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    _check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, E] like k, got {_shape(v)}")
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_tensor(name, offsets)
+        if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name} must be int32 [B + 1], got {offsets.dtype} {_shape(offsets)}")
+        _check_device(name, offsets, q.device)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have cu_seqlens_q's shape {_shape(cu_seqlens_q)}, "
+            f"got {_shape(cu_seqlens_k)}"
+        )
+
+
+def _check_heads(H: int, K: int, D: int, key_D: int) -> None:
+    if key_D != D:
+        raise ValueError(f"k must have q's head dim {D}, got {key_D}")
     if (K == 0 and H != 0) or (K != 0 and H % K != 0):
         raise ValueError(f"q must have a multiple of k's {K} heads, got {H}")
+
+
+def _check_length(name: str, length: Any) -> int:
+    length = _integer(name, length)
+    if length < 0:
+        raise ValueError(f"{name} must be >= 0, got {length}")
+    return length
+
+
+def _check_index(
+    name: str, index: Tensor | slice | None, size: int, device: torch.device
+) -> Tensor:
+    """Chosen positions as an int64 index; those of a tensor are trusted to be in range."""
+    if index is None or isinstance(index, slice):
+        return torch.arange(size, device=device)[index or slice(None)]
+    if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
+        raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
+    return index.to(device=device, dtype=torch.int64)
 
 
 def _check_mask(mask: Tensor, B: int, H: int, M: int, N: int, device: torch.device) -> Tensor:

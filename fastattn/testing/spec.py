@@ -17,7 +17,7 @@ from torch import Tensor
 
 Inputs = dict[str, Any]
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-_SPEC_MODULES = ("attention", "layer_norm", "ffn")
+_SPEC_MODULES = ("attention.spec", "attention.spec_varlen", "layer_norm.spec", "ffn.spec")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,6 @@ def all_specs() -> dict[str, OpSpec]:
     """Every op's specification by the op's name."""
     specs = {}
     for module in _SPEC_MODULES:
-        for spec in importlib.import_module(f"fastattn.ops.{module}.spec").SPECS:
+        for spec in importlib.import_module(f"fastattn.ops.{module}").SPECS:
             specs[spec.name] = spec
     return specs

@@ -16,8 +16,13 @@ from fastattn.ops.attention import reference
 # Codes of the schema's `causal`.
 CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
 _PACKAGE = "fastattn.ops.attention"
-# The Triton kernels have passed every sample in the interpreter, none on a GPU yet.
-_BACKENDS = (Backend("triton", automatic=False), Backend("reference"))
+# sm90 is compiled and its protocol proved, triton passes in the interpreter; neither has run on a
+# GPU yet, so both wait to be asked for.
+_BACKENDS = (
+    Backend("sm90", automatic=False),
+    Backend("triton", automatic=False),
+    Backend("reference"),
+)
 
 
 def _like_query(q: Tensor, E: int) -> Tensor:
@@ -98,4 +103,75 @@ attention = differentiable(
         _BACKENDS,
     ),
     reference.attention_bwd,
+)
+
+
+def _varlen_fwd_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...]:
+    T, H, _ = q.shape
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(T, H, v.shape[2]), q.new_empty(H, T, dtype=statistics)
+
+
+def _varlen_bwd_outputs(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    inputs = zip(needs, (q, k, v), strict=True)
+    return tuple(gradient_like(like, needed, q) for needed, like in inputs)
+
+
+_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
+
+attention_varlen = differentiable(
+    Op(
+        "attention_varlen_fwd",
+        f"Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_VARLEN_OPTIONS}",
+        "Tensor out, Tensor lse",
+        _varlen_fwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    Op(
+        "attention_varlen_bwd",
+        f"Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_SEQUENCES}, "
+        f"Tensor out, Tensor lse, {_VARLEN_OPTIONS}, bool[3] needs",
+        "Tensor dq, Tensor dk, Tensor dv",
+        _varlen_bwd_outputs,
+        _PACKAGE,
+        _BACKENDS,
+    ),
+    reference.attention_varlen_bwd,
 )

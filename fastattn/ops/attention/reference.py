@@ -28,15 +28,18 @@ def allowed_pairs(
     causal: int,
     window_left: int,
     window_right: int,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Which query may attend which key: bool, broadcastable to [B, H, M, N], always M by N at the
-    end.
+    """Which query may attend which key: bool, broadcastable to [B, H, M, N], M and N written out.
+
+    rows: only these queries, an index [R]; the result and `mask` then have R rows in place of M.
     """
     M, N = q.shape[2], k.shape[2]
-    i = torch.arange(M, device=q.device)[:, None]
+    rows = torch.arange(M, device=q.device) if rows is None else rows
+    i = rows[:, None]
     j = torch.arange(N, device=q.device)
     diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
-    allowed = torch.ones(1, 1, M, N, dtype=torch.bool, device=q.device)
+    allowed = torch.ones(1, 1, len(rows), N, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed & (j <= diagonal)
     if window_left >= 0:
@@ -44,7 +47,8 @@ def allowed_pairs(
     if window_right >= 0:
         allowed = allowed & (j <= diagonal + window_right)
     if key_lengths is not None:  # [B] or [B, M]
-        allowed = allowed & (j < key_lengths.reshape(key_lengths.shape[0], 1, -1, 1))
+        lengths = key_lengths[:, None] if key_lengths.dim() == 1 else key_lengths[:, rows]
+        allowed = allowed & (j < lengths[:, None, :, None])
     if query_lengths is not None:  # [B]
         allowed = allowed & (i < query_lengths.reshape(-1, 1, 1, 1))
     if mask is not None:
@@ -202,4 +206,146 @@ def attention_bwd(
         dk.to(k.dtype) if needs[1] else None,
         dv.reshape(v.shape).to(v.dtype) if needs[2] else None,
         dmask,
+    )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    rows: Tensor,
+    heads: Tensor,
+) -> Tensor:
+    """The softmax of chosen rows and heads, [B, heads, rows, N]. No op of its own: plain torch."""
+    if mask is not None:
+        mask = mask if mask.shape[1] == 1 else mask[:, heads]
+        mask = mask if mask.shape[2] == 1 else mask[:, :, rows]
+    allowed = allowed_pairs(
+        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, rows
+    )
+    if mask is not None and mask.dtype != torch.bool:
+        allowed = torch.where(allowed, mask, -torch.inf)
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k = k[:, heads // group]
+    chosen = _softmax(
+        q[:, heads][:, :, rows], k, k, allowed, None, None, 0, -1, -1, scale, 0.0, None, 0
+    )
+    return chosen.p.squeeze(2)
+
+
+# -- sequences of different lengths, packed one behind the other ----------------------------------
+@dataclass
+class _Padded:
+    """Packed sequences as a padded batch: where each padded row comes from, and which are real."""
+
+    rows: Tensor  # [B, S]: its row in the packed tensor; T, one beyond the last, for padding
+    real: Tensor  # [B, S]
+    lengths: Tensor  # [B]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [B, S, ...], zeros in the padding."""
+        spare = x.new_zeros(1, *x.shape[1:])
+        return torch.cat([x, spare])[self.rows]
+
+    def pack(self, x: Tensor, T: int, fill: float) -> Tensor:
+        """[B, S, ...] -> [T, ...]; rows that belong to no sequence hold `fill`."""
+        packed = x.new_full((T + 1, *x.shape[2:]), fill)
+        return packed.index_put((self.rows,), x)[:T]
+
+
+def _padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> _Padded:
+    start, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
+    real = offsets < lengths[:, None]
+    return _Padded(torch.where(real, start[:, None] + offsets, T), real, lengths)
+
+
+def _varlen_mask(
+    queries: _Padded, keys: _Padded, causal: int, window_left: int, window_right: int
+) -> Tensor:
+    """Allowed pairs [B, 1, M, N]; each sequence's diagonal follows from its own two lengths."""
+    i = torch.arange(queries.real.shape[1], device=queries.real.device)[:, None]
+    j = torch.arange(keys.real.shape[1], device=keys.real.device)
+    shift = keys.lengths - queries.lengths if causal == BOTTOM_RIGHT else 0 * keys.lengths
+    diagonal = i + shift.view(-1, 1, 1)  # [B, M, 1]
+    allowed = queries.real[:, :, None] & keys.real[:, None, :]
+    if causal:
+        allowed = allowed & (j <= diagonal)
+    if window_left >= 0:
+        allowed = allowed & (j >= diagonal - window_left)
+    if window_right >= 0:
+        allowed = allowed & (j <= diagonal + window_right)
+    return allowed[:, None]
+
+
+def attention_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, Tensor]:
+    """Pads, attends as above, packs. q [T, H, D], k [S, K, D], v [S, K, E]."""
+    T = q.shape[0]
+    queries = _padded(cu_seqlens_q, max_seqlen_q, T)
+    keys = _padded(cu_seqlens_k, max_seqlen_k, k.shape[0])
+    out, lse = attention_fwd(
+        queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
+        _varlen_mask(queries, keys, causal, window_left, window_right),
+        None, None, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
+    )  # fmt: skip
+    packed_lse = queries.pack(lse.transpose(1, 2), T, -torch.inf)  # [T, H]
+    return queries.pack(out.transpose(1, 2), T, 0.0), packed_lse.transpose(0, 1)
+
+
+def attention_varlen_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: list[bool],
+) -> tuple[Tensor | None, ...]:
+    T, S = q.shape[0], k.shape[0]
+    queries, keys = _padded(cu_seqlens_q, max_seqlen_q, T), _padded(cu_seqlens_k, max_seqlen_k, S)
+    dq, dk, dv, _ = attention_bwd(
+        None if dout is None else queries.pad(dout).transpose(1, 2),
+        None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2),
+        queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
+        _varlen_mask(queries, keys, causal, window_left, window_right),
+        None, None, out, lse, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
+        [*needs, False],
+    )  # fmt: skip
+    return (
+        None if dq is None else queries.pack(dq.transpose(1, 2), T, 0.0),
+        None if dk is None else keys.pack(dk.transpose(1, 2), S, 0.0),
+        None if dv is None else keys.pack(dv.transpose(1, 2), S, 0.0),
     )

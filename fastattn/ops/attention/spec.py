@@ -249,7 +249,7 @@ def _scale(inputs: Inputs) -> float:
     return inputs["q"].shape[3] ** -0.5 if scale is None else scale
 
 
-def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The formulas on absolute values. A weight's own rounding grows with the size of its score."""
     t, scale = _softmax_of(inputs), abs(_scale(inputs))
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
@@ -283,7 +283,7 @@ def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return mags
 
 
-def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
+def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
     """The same by torch's softmax, logsumexp and einsum on key/value heads written out."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     allowed = _allowed(inputs)
@@ -461,8 +461,8 @@ SPECS = (
         SAMPLES,
         ERRORS,
         _workloads(),
-        _torch_form,
-        _magnitudes,
+        torch_form,
+        magnitudes,
         _slice_dims,
         _widen,
     ),

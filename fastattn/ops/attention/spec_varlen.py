@@ -1,0 +1,206 @@
+"""Samples, errors and workloads of attention_varlen.
+
+Here q, k, v and the output are `[heads, tokens, dim]`, so that the error budget's slices are heads;
+the function under test gets them transposed, as `[tokens, heads, dim]`.
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import functional
+from fastattn.ops.attention import spec as padded
+from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, widen
+
+_SEED = 0x7654_3210
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """attention_varlen on heads first: out [H, T, E] and lse [H, T]."""
+    out, lse = functional.attention_varlen(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), return_lse=True, **options
+    )
+    return out.transpose(0, 1), lse
+
+
+def _make(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    queries: list[int],
+    keys: list[int] | None = None,
+    H: int = 2,
+    K: int | None = None,
+    D: int = 32,
+    E: int | None = None,
+    slack: int = 0,
+    longer: int = 0,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> Inputs:
+    """slack: rows behind the last sequence. longer: how far the upper bounds are from the truth."""
+    keys = queries if keys is None else keys
+    K = H if K is None else K
+
+    def data(lengths: list[int], heads: int, dim: int) -> Tensor:
+        x = torch.randn(sum(lengths) + slack, heads, dim, generator=generator).to(dtype)
+        x[sum(lengths) :] = float("nan")
+        return x.transpose(0, 1)
+
+    def offsets(lengths: list[int]) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).int()
+
+    inputs: Inputs = {
+        "q": data(queries, H, D),
+        "k": data(keys, K, D),
+        "v": data(keys, K, D if E is None else E),
+        "cu_seqlens_q": offsets(queries),
+        "cu_seqlens_k": offsets(keys),
+        "max_seqlen_q": max(queries, default=0) + longer,
+        "max_seqlen_k": max(keys, default=0) + longer,
+        **options,
+    }
+    if dropout_p:
+        seed = torch.tensor([_SEED])
+        inputs |= {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_stream": 1}
+    return inputs
+
+
+def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
+    return Sample(name, reason, partial(_make, **options), ("q", "k", "v"), tags=frozenset(tags))
+
+
+SAMPLES = (
+    _s("one", "one sequence: plain attention", "interpreter", queries=[70], D=64),
+    _s("several", "odd lengths, one of them 1", "interpreter", queries=[65, 1, 33, 127]),
+    _s("empty_sequences", "no queries, no keys, neither", "interpreter", queries=[0, 30, 0, 17],
+       keys=[20, 0, 0, 40]),
+    _s("cross", "queries and keys of different lengths", "interpreter", queries=[40, 65],
+       keys=[70, 9]),
+    _s("causal", "each sequence has its own diagonal", "interpreter", queries=[65, 130],
+       causal=True),
+    _s("top_left", "more keys than queries", queries=[20, 33], keys=[50, 33], causal="top_left"),
+    _s("bottom_right", "by each sequence's own lengths", "interpreter", queries=[20, 70],
+       keys=[66, 33], causal="bottom_right"),
+    _s("window", "counted inside the sequence", "interpreter", queries=[70, 130], window=(20, 3)),
+    _s("gqa", "grouped queries", queries=[33, 65], H=6, K=2),
+    _s("e_differs", "E > D", queries=[33, 17], D=16, E=40),
+    _s("slack", "rows behind the last sequence hold NaN", "interpreter", queries=[33, 17], slack=9),
+    _s("loose_bounds", "upper bounds need not be tight", queries=[33, 65], longer=70),
+    _s("dropout", "positions count inside the sequence", "interpreter", queries=[65, 40],
+       dropout_p=0.25, causal=True),
+    _s("no_sequences", "an empty batch", queries=[]),
+    _s("scale_negative", "the softmax of the opposite", queries=[33, 20], scale=-0.3),
+)  # fmt: skip
+
+
+def _sequences(inputs: Inputs) -> list[Inputs]:
+    """The same as one padded-op call for each sequence, from which the two ops' samples agree."""
+    calls = []
+    queries, keys = (pairwise(inputs[f"cu_seqlens_{x}"].tolist()) for x in "qk")
+    for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
+        call = {
+            "q": inputs["q"][None, :, q0:q1],
+            "k": inputs["k"][None, :, k0:k1],
+            "v": inputs["v"][None, :, k0:k1],
+            "causal": inputs.get("causal", False),
+            "window": inputs.get("window"),
+            "scale": inputs.get("scale"),
+        }
+        if call["causal"] is True:
+            call["causal"] = "top_left"
+        calls.append(call)
+    return calls
+
+
+def _joined(pieces: list[Tensor], like: Tensor, fill: float) -> Tensor:
+    """Results of the sequences, [1, heads, n, ...] each, one behind the other and then `fill`."""
+    real = torch.cat([like[:, :0], *[piece[0].to(like.dtype) for piece in pieces]], 1)
+    return torch.cat([real, torch.full_like(like[:, real.shape[1] :], fill)], 1)
+
+
+def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
+    # The published dropout mask counts batches, of which each call would have one.
+    if inputs.get("dropout_p") or not _sequences(inputs):
+        return None
+    q, v = inputs["q"], inputs["v"]
+    results = [padded.torch_form(call) for call in _sequences(inputs)]
+    out_like = q.new_empty(*q.shape[:2], v.shape[2])
+    return (
+        _joined([out for out, _ in results], out_like, 0.0),
+        _joined([lse for _, lse in results], q.new_empty(q.shape[:2]), -torch.inf),
+    )
+
+
+def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    pieces: dict[str, list[Tensor]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
+    start = 0
+    for call in _sequences(inputs):
+        stop = start + call["q"].shape[2]
+        mags = padded.magnitudes(call, tuple(d[None, :, start:stop] for d in douts))
+        for name, values in pieces.items():
+            values.append(mags[name])
+        start = stop
+    if inputs.get("dropout_p"):  # kept weights are scaled; which are kept does not bound an error
+        factor = 1 / (1 - inputs["dropout_p"])
+        pieces = {name: [factor * x for x in values] for name, values in pieces.items()}
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    like = {
+        "out": q.new_empty(*q.shape[:2], v.shape[2]),
+        "lse": q.new_empty(q.shape[:2]),
+        "dq": q,
+        "dk": k,
+        "dv": v,
+    }
+    return {name: _joined(pieces[name], like[name], 0.0) for name in pieces}
+
+
+def _slice_dims(name: str, result: Tensor) -> int:
+    """A head."""
+    return 1
+
+
+def _base(**changes: Any) -> Inputs:
+    inputs: Inputs = {name: torch.zeros(4, 6, 8) for name in "qkv"}
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        inputs[name] = torch.tensor([0, 2, 6], dtype=torch.int32)
+    return inputs | {"max_seqlen_q": 4, "max_seqlen_k": 4} | changes
+
+
+def _error(name: str, error: type[Exception], message: str, **changes: Any) -> ErrorSample:
+    return ErrorSample(name, partial(_base, **changes), error, message)
+
+
+ERRORS = (
+    _error("integers", TypeError, "q must be fp16", q=torch.zeros(4, 6, 8).int()),
+    _error("dimensions", ValueError, "k must have 3 dimensions", k=torch.zeros(1, 4, 6, 8)),
+    _error("dtypes", TypeError, "v must have q's dtype", v=torch.zeros(4, 6, 8).half()),
+    _error("head_dim", ValueError, "k must have q's head dim 8", k=torch.zeros(4, 6, 16)),
+    _error("heads", ValueError, "q must have a multiple", k=torch.zeros(3, 6, 8),
+           v=torch.zeros(3, 6, 8)),
+    _error("v_like_k", ValueError, r"v must be \[6, 4, E\]", v=torch.zeros(4, 5, 8)),
+    _error("offsets_dtype", ValueError, "cu_seqlens_q must be int32",
+           cu_seqlens_q=torch.tensor([0, 6])),
+    _error("offsets_shape", ValueError, "cu_seqlens_k must have cu_seqlens_q's shape",
+           cu_seqlens_k=torch.tensor([0, 6], dtype=torch.int32)),
+    _error("maximum", ValueError, "max_seqlen_q must be >= 0", max_seqlen_q=-1),
+    _error("maximum_type", TypeError, "max_seqlen_k must be an integer", max_seqlen_k=4.0),
+)  # fmt: skip
+
+SPECS = (
+    OpSpec(
+        "attention_varlen",
+        by_head,
+        ("out", "lse"),
+        SAMPLES,
+        ERRORS,
+        (),
+        _torch_form,
+        _magnitudes,
+        _slice_dims,
+        widen,
+    ),
+)

@@ -1,0 +1,140 @@
+"""What is measured: groups of candidates on one workload, and how to choose among them.
+
+A case is one figure, named op-direction-workload-dtype-implementation; a group holds the cases of
+one op, workload and dtype. Workloads come from the ops' specifications, those of whole models from
+`benchmarks.model`.
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.implementations import Implementation, implementations
+from benchmarks.model import MODEL, MODEL_WORKLOADS, model_implementations
+from fastattn.testing.spec import OpSpec, Workload, all_specs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DEFAULT_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32", "bf16")}
+_MODEL_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32",)}
+# A handful that shows every op once: what `--quick` runs.
+_QUICK = re.compile(
+    r"b8_h16_s2048_d128|b4_h16_s4096_d128_causal|b16_h16_s1024_d64_padded_both|32768x1024|16384x1024_relu"
+    r"|b2_h8_s128_d64|b2_h8_s1024_d64_padded_both|2048x512|2048x512_relu|d512_h8_b64_s512|d128_h4_b4_s64"
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One op, workload and dtype, and the (implementation, direction) pairs wanted of it."""
+
+    op: str
+    workload: str
+    dtype: str
+    device_type: str
+    wanted: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}-{self.workload}-{self.dtype}"
+
+    @property
+    def cases(self) -> list[str]:
+        return [
+            case_name(self.op, direction, self.workload, self.dtype, implementation)
+            for implementation, direction in self.wanted
+        ]
+
+
+def case_name(op: str, direction: str, workload: str, dtype: str, implementation: str) -> str:
+    return f"{op}-{direction}-{workload}-{dtype}-{implementation}"
+
+
+@functools.cache
+def specs() -> dict[str, OpSpec]:
+    return all_specs()
+
+
+def ops() -> list[str]:
+    """Those that have workloads."""
+    return [*[name for name, spec in specs().items() if spec.workloads], MODEL]
+
+
+def directions(op: str) -> tuple[str, ...]:
+    return ("step",) if op == MODEL else ("fwd", "bwd")
+
+
+def workloads(op: str) -> tuple[Workload, ...]:
+    return MODEL_WORKLOADS if op == MODEL else specs()[op].workloads
+
+
+def find_workload(op: str, name: str) -> Workload:
+    return next(w for w in workloads(op) if w.name == name)
+
+
+def implementations_of(
+    op: str, device_type: str, peer_files: Sequence[Path] = ()
+) -> list[Implementation]:
+    if op == MODEL:
+        return model_implementations(device_type, peer_files)
+    return implementations(specs()[op], device_type, peer_files)
+
+
+def groups(
+    device_type: str,
+    *,
+    only_ops: Sequence[str] = (),
+    match: str = "",
+    dtypes: Sequence[str] = (),
+    quick: bool = False,
+    every_implementation: bool = False,
+    peer_files: Sequence[Path] = (),
+) -> list[Group]:
+    """The groups of a device, the ops taking turns so that a run that is cut short has seen each.
+
+    match: a regular expression of case names. every_implementation: also those that are limited to
+    some workloads or to requests; one whose name stands in `match` is asked for too.
+    """
+    pattern = re.compile(match)
+    by_op = []
+    for op in only_ops or ops():
+        candidates = implementations_of(op, device_type, peer_files)
+        defaults = (_MODEL_DTYPES if op == MODEL else _DEFAULT_DTYPES)[device_type]
+        found = []
+        for workload in workloads(op):
+            if device_type not in workload.device_types:
+                continue
+            if quick and not _QUICK.fullmatch(workload.name):
+                continue
+            for dtype in dtypes or defaults:
+                wanted = tuple(
+                    (c.name, direction)
+                    for c in candidates
+                    if every_implementation or c.name in match or _is_default(c, workload, quick)
+                    for direction in directions(op)
+                    if pattern.search(case_name(op, direction, workload.name, dtype, c.name))
+                )
+                if wanted:
+                    found.append(Group(op, workload.name, dtype, device_type, wanted))
+        by_op.append(found)
+    return [g for turn in itertools.zip_longest(*by_op) for g in turn if g is not None]
+
+
+def _is_default(candidate: Implementation, workload: Workload, quick: bool) -> bool:
+    if quick and candidate.compiles:
+        return False
+    return re.search(candidate.workloads, workload.name) is not None
+
+
+def spread(items: Sequence[Group]) -> list[Group]:
+    """The same groups, in golden-ratio steps: every beginning covers the whole grid."""
+    counters: dict[str, itertools.count[int]] = {}
+    ranks = []
+    for group in items:
+        i = next(counters.setdefault(group.op, itertools.count()))
+        ranks.append((i * 0.618033988749895) % 1.0)
+    return [group for _, group in sorted(zip(ranks, items, strict=True), key=lambda pair: pair[0])]

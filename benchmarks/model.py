@@ -1,0 +1,300 @@
+"""A training step (forward, backward, no optimizer) of a Transformer: workloads, gate and calls.
+
+The judge is torch.nn.Transformer in fp64 with the same weights, dropout off, on the first sequences
+of the batch; the error budget's other half is torch.nn.Transformer itself in the dtype of the run.
+Steps run as a user runs them, eager launches included, not from a CUDA graph.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastattn
+from benchmarks.implementations import Implementation, Task, peers
+from benchmarks.subject import Verdict, draw_inputs
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Inputs, Workload
+from fastattn.testing.timing import Call
+
+MODEL = "transformer"
+# A stack takes a minute to compile, so the others are compiled only when asked for.
+COMPILED_WORKLOADS = r"^d512_h8_b64_s512$"
+_DROPOUT = 0.1
+_JUDGED_SEQUENCES = 2
+_JUDGED_ELEMENTS = 2**14
+
+
+@dataclass(frozen=True)
+class Size:
+    """d_model, heads, feed-forward width, layers a side, batch, length of source and target."""
+
+    d: int
+    heads: int
+    ff: int
+    layers: int
+    B: int
+    S: int
+
+    def module(
+        self, kind: type[nn.Transformer], device: torch.device, dropout: float
+    ) -> nn.Transformer:
+        torch.manual_seed(0)
+        return kind(
+            self.d,
+            self.heads,
+            self.layers,
+            self.layers,
+            self.ff,
+            dropout,
+            batch_first=True,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class ModelWorkload(Workload):
+    size: Size = Size(0, 0, 0, 0, 0, 0)
+
+
+class Model:
+    """A module and how to call it; `step` is what is timed, `module` has the parameters."""
+
+    def __init__(self, module: nn.Transformer, step: Any = None):
+        self.module = module
+        self.step = module if step is None else step  # a compiled module has no truth value
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        return call(self.step, inputs)
+
+
+def call(module: Any, inputs: Inputs) -> Tensor:
+    padding = inputs.get("padding")
+    return module(
+        inputs["src"],
+        inputs["tgt"],
+        tgt_mask=inputs["tgt_mask"],
+        src_key_padding_mask=padding,
+        tgt_key_padding_mask=padding,
+        memory_key_padding_mask=padding,
+        tgt_is_causal=True,
+    )
+
+
+def _workload(size: Size, devices: tuple[str, ...], *, padded: bool) -> ModelWorkload:
+    """padded: lengths uniform in [S / 4, S], the same for source and target."""
+    B, S, d = size.B, size.S, size.d
+    lengths = torch.randint(S // 4, S + 1, (B,), generator=torch.Generator().manual_seed(S))
+    lengths = lengths if padded else torch.full((B,), S)
+    tokens, pairs = float(lengths.sum()), float((lengths.double() ** 2).sum())
+
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+        def data() -> Tensor:
+            return torch.randn(B, S, d, generator=generator, device=generator.device).to(device)
+
+        inputs: Inputs = {"src": data(), "tgt": data()}
+        inputs["tgt_mask"] = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
+        if padded:
+            inputs["padding"] = (torch.arange(S) >= lengths[:, None]).to(device)
+        return inputs
+
+    # Projections and feed-forward: 2 FLOPs a weight and token; attention: 4 d a pair, causal pairs
+    # counted as half.
+    weights = (4 * d * d + 2 * d * size.ff) + (8 * d * d + 2 * d * size.ff)
+    products = 2.0 * weights * tokens * size.layers
+    attention = 4.0 * d * pairs * 2.5 * size.layers
+    flops = 3.0 * products + 3.5 * attention
+    name = f"d{d}_h{size.heads}_b{B}_s{S}" + ("_padded" if padded else "")
+    features = ("padded",) if padded else ()
+    return ModelWorkload(name, make, (), flops, 0.0, 0.0, 0.0, features, devices, size)
+
+
+MODEL_WORKLOADS = (
+    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",), padded=False),
+    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",), padded=True),
+    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",), padded=False),
+    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",), padded=True),
+    _workload(Size(128, 4, 512, 2, 4, 64), ("cpu",), padded=False),
+    _workload(Size(512, 8, 2048, 2, 4, 128), ("cpu",), padded=True),
+)
+
+
+# -- implementations -------------------------------------------------------------------------------
+def build_module(task: Task, kind: type[nn.Transformer], *, compiled: bool) -> Model:
+    assert isinstance(task.workload, ModelWorkload)
+    module = task.workload.size.module(kind, task.device, _DROPOUT).train()
+    return Model(module, torch.compile(module, dynamic=False) if compiled else None)
+
+
+def _build_ours(compiled: bool, task: Task) -> Model:
+    from fastattn import nn as fast_nn
+
+    return build_module(task, fast_nn.Transformer, compiled=compiled)
+
+
+def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
+    eager = Implementation(
+        "fastattn",
+        (MODEL,),
+        lambda task: _build_ours(False, task),
+        version=lambda: fastattn.__version__,
+        backend="automatic",
+        ours=True,
+    )
+    compiled = replace(
+        eager,
+        name="fastattn-compile",
+        build=lambda task: _build_ours(True, task),
+        device_types=("cuda",),
+        compiles=True,
+        workloads=COMPILED_WORKLOADS,
+    )
+    found = [eager, compiled, *[p for p in peers(tuple(files)) if MODEL in p.ops]]
+    return [
+        implementation for implementation in found if device_type in implementation.device_types
+    ]
+
+
+# -- the subject -----------------------------------------------------------------------------------
+class ModelSubject:
+    """What the worker needs to know of a model's group (see `benchmarks.subject.Subject`)."""
+
+    uses_graphs = False
+
+    def __init__(self, workload: ModelWorkload, device: torch.device, dtype: torch.dtype):
+        self.workload, self.device, self.dtype = workload, device, dtype
+        self.inputs = draw_inputs(workload, device, torch.float32)
+        size = workload.size
+        self.shape: dict[str, Any] = {
+            "src": [size.B, size.S, size.d],
+            "tgt": [size.B, size.S, size.d],
+        }
+        self.shape |= {"heads": size.heads, "ff": size.ff, "layers": 2 * size.layers}
+        self.features = workload.features
+        self.task = Task(MODEL, workload, device, dtype, self.inputs)
+        self.models: dict[str, Model] = {}
+        self.peaks: dict[str, int] = {}
+        self.dout = self._dout(self.inputs, size.B)
+        self.exact: list[Tensor] = []
+        self.same: list[Tensor] = []
+
+    def _dout(self, inputs: Inputs, sequences: int) -> Tensor:
+        like = inputs["tgt"]
+        generator = torch.Generator(like.device).manual_seed(1)
+        dout = torch.randn(like.shape, generator=generator, device=like.device)
+        if "padding" in inputs:
+            dout = torch.where(inputs["padding"][..., None], 0, dout)
+        return dout[:sequences]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def refusal(self, candidate: Implementation) -> str | None:
+        return candidate.unavailable() or candidate.unsupported(self.task)
+
+    def build(self, candidate: Implementation) -> None:
+        self.models[candidate.name] = candidate.build(self.task)  # type: ignore[assignment]
+
+    def prepare_oracle(self, candidate: Implementation) -> None:
+        if self.exact:
+            return
+        module = self.workload.size.module(nn.Transformer, self.device, 0.0).train()
+        with self._autocast():
+            self.same = self._judged(module, self._few(torch.float32))
+        self.exact = self._judged(module.double(), self._few(torch.float64))
+
+    def _few(self, dtype: torch.dtype) -> Inputs:
+        """The first sequences."""
+        few = {n: x if n == "tgt_mask" else x[:_JUDGED_SEQUENCES] for n, x in self.inputs.items()}
+        return few | {n: few[n].to(dtype) for n in ("src", "tgt")}
+
+    def _judged(self, module: nn.Transformer, inputs: Inputs) -> list[Tensor]:
+        """The output on real tokens and a part of every parameter's gradient, on the CPU."""
+        out = call(module, inputs)
+        dout = self._dout(self.inputs, _JUDGED_SEQUENCES).to(out.dtype)
+        gradients = torch.autograd.grad(out, list(module.parameters()), dout)
+        if "padding" in inputs:
+            out = torch.where(inputs["padding"][..., None], 0, out)
+        generator = torch.Generator().manual_seed(0)
+        return [_some(x.detach(), generator).cpu() for x in (out, *gradients)]
+
+    def judge(self, candidate: Implementation, direction: str) -> Verdict:
+        module = self.models[candidate.name].module
+        p = _set_dropout(module, 0.0)
+        try:
+            with self._autocast():
+                found = self._judged(module, self._few(torch.float32))
+        finally:
+            _set_dropout(module, p)
+        verdict = Verdict()
+        names = ["out", *["d" + n for n, _ in module.named_parameters()]]
+        for name, got, exact, same in zip(names, found, self.exact, self.same, strict=True):
+            verdict.add(name, compare(got, exact, same, exact.abs(), 0))
+        if verdict.ok and candidate.compiles:
+            verdict.message = "judged before compilation"
+        return verdict
+
+    def calls(self, candidate: Implementation, direction: str) -> list[Call]:
+        model = self.models[candidate.name]
+        parameters = list(model.module.parameters())
+
+        def step() -> None:
+            with self._autocast():
+                out = model(self.inputs)
+            torch.autograd.grad(out, parameters, self.dout.to(out.dtype))
+
+        if self.device.type == "cuda":
+            step()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated(self.device) - self._own(model)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            step()
+            torch.cuda.synchronize()
+            self.peaks[candidate.name] = torch.cuda.max_memory_allocated(self.device) - before
+        return [step]
+
+    def _own(self, model: Model) -> int:
+        return sum(p.numel() * p.element_size() for p in model.module.parameters())
+
+    def work(self, direction: str) -> tuple[float, float]:
+        return self.workload.flops, self.workload.bytes
+
+    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
+        size = self.workload.size
+        positions = 2 * size.B * size.S
+        real = positions
+        if "padding" in self.inputs:
+            real = 2 * int((~self.inputs["padding"]).sum())
+        return {
+            "cache": "warm",
+            "copies": 1,
+            "positions": positions,
+            "real_tokens": real,
+            "peak_bytes": self.peaks.get(candidate.name),
+        }
+
+
+def _some(x: Tensor, generator: torch.Generator) -> Tensor:
+    """x, or a fixed random choice of its elements."""
+    flat = x.flatten()
+    if flat.numel() <= _JUDGED_ELEMENTS:
+        return flat
+    index = torch.randint(flat.numel(), (_JUDGED_ELEMENTS,), generator=generator)
+    return flat[index.to(flat.device)]
+
+
+def _set_dropout(module: nn.Module, p: float) -> float:
+    """Sets every dropout of a Transformer and returns what it was."""
+    before = p
+    for child in module.modules():
+        if isinstance(child, nn.Dropout):
+            before, child.p = child.p, p
+        elif isinstance(child, nn.MultiheadAttention):
+            before, child.dropout = child.dropout, p
+    return before

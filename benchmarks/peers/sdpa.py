@@ -1,0 +1,95 @@
+"""torch.nn.functional.scaled_dot_product_attention, each of its backends by itself.
+
+Lengths become a boolean mask of keys, made once. Rows beyond query_lengths are computed like all
+others: SDPA has no word for them.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.implementations import Forward, Implementation, Task, weights_are_too_large
+from fastattn.testing.spec import Inputs
+
+
+def key_mask(inputs: Inputs) -> Tensor | None:
+    """The mask that torch takes: the given one, or the keys in key_lengths, [B, 1, 1, N]."""
+    if "key_lengths" not in inputs:
+        return inputs.get("mask")
+    lengths, N = inputs["key_lengths"], inputs["k"].shape[2]
+    return torch.arange(N, device=lengths.device) < lengths.view(-1, 1, 1, 1)
+
+
+def _unsupported(backend: SDPBackend | None, task: Task) -> str | None:
+    inputs = task.inputs
+    if inputs.get("window") is not None:
+        return "has no window"
+    if inputs["causal"] and (key_mask(inputs) is not None):
+        return "takes a mask or causal, not both"
+    if inputs["causal"] == "bottom_right":
+        return "aligns causality with the top left"
+    if backend == SDPBackend.MATH:
+        return weights_are_too_large(task, copies=4)
+    if backend == SDPBackend.FLASH_ATTENTION and key_mask(inputs) is not None:
+        return "takes no mask"
+    grouped = inputs["q"].shape[1] != inputs["k"].shape[1]
+    if backend == SDPBackend.EFFICIENT_ATTENTION and grouped:
+        return "has no grouped heads"
+    if task.device.type == "cuda" and task.dtype == torch.float32:
+        if backend != SDPBackend.EFFICIENT_ATTENTION:
+            return "has no fp32"
+    return None
+
+
+def _build(backend: SDPBackend | None, task: Task) -> Forward:
+    mask = key_mask(task.inputs)
+    grouped = task.inputs["q"].shape[1] != task.inputs["k"].shape[1]
+
+    def attend(inputs: Inputs) -> Tensor:
+        return F.scaled_dot_product_attention(
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            attn_mask=mask,
+            dropout_p=inputs.get("dropout_p", 0.0),
+            is_causal=bool(inputs["causal"]),
+            scale=inputs.get("scale"),
+            enable_gqa=grouped,
+        )
+
+    def forward(inputs: Inputs) -> Tensor:
+        if backend is None:
+            return attend(inputs)
+        with sdpa_kernel(backend):
+            return attend(inputs)
+
+    return forward
+
+
+def _peer(
+    name: str, backend: SDPBackend | None, device_type: str, workloads: str = ""
+) -> Implementation:
+    return Implementation(
+        name,
+        ("attention",),
+        partial(_build, backend),
+        device_types=(device_type,),
+        unsupported=partial(_unsupported, backend),
+        backend=name.removeprefix("sdpa-"),
+        workloads=workloads,
+        draws_dropout=True,
+        ignores_query_lengths=True,
+    )
+
+
+PEERS = (
+    _peer("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "cuda"),
+    _peer("sdpa-flash", SDPBackend.FLASH_ATTENTION, "cuda"),
+    _peer("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, "cuda"),
+    # Seconds a call where sequences are long.
+    _peer("sdpa-math", SDPBackend.MATH, "cuda", r"s(512|1024)_"),
+    _peer("sdpa", None, "cpu"),
+)

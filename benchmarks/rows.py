@@ -1,0 +1,155 @@
+"""Rows of result: one JSON object a line, the same fields in each, null where meaningless."""
+
+import datetime
+import functools
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+FIELDS = (
+    # where and when
+    "schema", "date", "commit", "source_digest", "gpu", "cpu", "threads", "clocks_mhz", "power_w",
+    "torch", "triton", "cuda",
+    # what
+    "op", "direction", "workload", "shape", "dtype", "features", "impl", "impl_version",
+    "backend_used",
+    # how: cache "cold" or "warm", clock "graph", "stream" or "wall"
+    "cache", "copies", "clock", "launches", "ms_median", "ms_p10", "ms_p90", "ms_rounds",
+    # what it means; roof is the share of the ceilings below, in flops or bytes, whichever binds
+    "flops", "bytes", "tflops", "gbps", "roof", "ceiling_tflops", "ceiling_gbps",
+    "ratio_cudnn", "ratio_best", "best_peer",
+    # models
+    "positions", "real_tokens", "tokens_per_s", "peak_bytes",
+    # ok, FAIL (wrong, crashed or hung), refused (with its reason) or skipped (could not be judged)
+    "error", "allowed_error", "status", "message",
+)  # fmt: skip
+
+Row = dict[str, Any]
+CUDNN = "sdpa-cudnn"
+_SOURCES_OF_ALL = ("fastattn/ops/*.py", "fastattn/functional.py", "csrc/common/*")
+_SOURCES = {
+    "attention": ("fastattn/ops/attention/*.py", "csrc/attention/*", "csrc/sm90/**/*"),
+    "ffn": ("fastattn/ops/ffn/*.py", "csrc/ffn/*", "csrc/sm90/**/*"),
+    "transformer": ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*"),
+}
+_NORM_SOURCES = ("fastattn/ops/layer_norm/*.py", "csrc/layer_norm/*")
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    return str(row["impl"]).startswith("fastattn")
+
+
+def complete(
+    batch: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    ceiling: Mapping[str, float] | None,
+) -> list[Row]:
+    """Rows timed side by side, with all that follows from their times and from each other."""
+    ok = [r for r in batch if r["status"] == "ok"]
+    peers = [r for r in ok if not is_ours(r)]
+    best = min(peers, key=lambda r: r["ms_median"], default=None)
+    cudnn = next((r for r in peers if r["impl"] == CUDNN), None)
+    rows = []
+    for measured in batch:
+        row: Row = dict.fromkeys(FIELDS)
+        row |= {"schema": SCHEMA, "date": datetime.date.today().isoformat(), "commit": commit()}
+        row |= {k: v for k, v in environment.items() if k in FIELDS}
+        row |= measured
+        if is_ours(row):
+            row["source_digest"] = source_digest(row["op"])
+        if row["status"] == "ok":
+            _rate(row, ceiling)
+            if best is not None:
+                row |= {
+                    "best_peer": best["impl"],
+                    "ratio_best": best["ms_median"] / row["ms_median"],
+                }
+            if cudnn is not None:
+                row["ratio_cudnn"] = cudnn["ms_median"] / row["ms_median"]
+        unknown = row.keys() - set(FIELDS)
+        if unknown:
+            raise ValueError(f"a row has the fields of rows.FIELDS, got {sorted(unknown)} too")
+        rows.append(row)
+    return rows
+
+
+def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:
+    seconds = row["ms_median"] / 1e3
+    if row["flops"]:
+        row["tflops"] = row["flops"] / seconds / 1e12
+    if row["bytes"]:
+        row["gbps"] = row["bytes"] / seconds / 1e9
+    if row["positions"]:
+        row["tokens_per_s"] = row["positions"] / seconds
+    if ceiling is not None:
+        row["ceiling_tflops"] = ceiling["flops_per_s"] / 1e12
+        row["ceiling_gbps"] = ceiling["bytes_per_s"] / 1e9
+        least = max(
+            (row["flops"] or 0.0) / ceiling["flops_per_s"],
+            (row["bytes"] or 0.0) / ceiling["bytes_per_s"],
+        )
+        row["roof"] = least / seconds
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit, with "+" where the tree differs from it; None outside a repository."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, timeout=20
+    )
+    return done.stdout.strip()
+
+
+@functools.cache
+def source_digest(op: str) -> str:
+    """A digest of the sources that decide an op's speed: the same digest is the same code."""
+    patterns = (*_SOURCES_OF_ALL, *_SOURCES.get(op, _NORM_SOURCES))
+    files = sorted({path for p in patterns for path in ROOT.glob(p) if path.is_file()})
+    digest = hashlib.sha256()
+    for path in files:
+        if path.suffix in (".so", ".pyc") or path.name == "spec.py":
+            continue
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({k: _rounded(v) for k, v in row.items()}) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Five significant digits: more would be noise. JSON knows no infinity."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def read(paths: Iterable[Path]) -> Iterator[Row]:
+    """The rows of some files; of rows of one case on one machine the last."""
+    latest: dict[tuple[Any, ...], Row] = {}
+    for path in paths:
+        with path.open() as file:
+            for line in file:
+                if line.strip():
+                    row = json.loads(line)
+                    keys = ("gpu", "cpu", "op", "direction", "workload", "dtype", "impl")
+                    latest[tuple(row.get(k) for k in keys)] = row
+    yield from latest.values()

@@ -1,0 +1,189 @@
+"""`python -m benchmarks.run`: measures what this machine can, row by row, within a given time.
+
+Needs nothing beyond torch and the package. Rows are written as they come, so a run that is cut
+short keeps them.
+"""
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from benchmarks import cases, rows
+from benchmarks.rows import Row, is_ours
+from benchmarks.runner import STAGE_SECONDS, Runner, Settings
+from fastattn.ops import _env
+from fastattn.testing.timing import Plan
+
+# A group that is under way when the time is over may take so much longer.
+_GRACE_SECONDS = 45.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    device = _env.default_device().type
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is one")
+    add("--out", type=Path, default=Path("build/benchmarks"), help="folder of results.jsonl")
+    add("--quick", action="store_true", help="a handful of workloads, fewer rounds")
+    add("--op", action="append", choices=cases.ops(), help="only this op (may be repeated)")
+    add("--match", default="", metavar="REGEX", help="only cases whose name it is found in")
+    add("--dtype", action="append", choices=sorted(cases.DTYPES), help="default: what models use")
+    add("--seconds", type=float, metavar="BUDGET", help="begin no group after this time")
+    add("--all", action="store_true", help="every implementation on every workload, slow ones too")
+    add("--warm", action="store_true", help="one copy of the inputs, found in cache again")
+    add("--peer", action="append", type=Path, metavar="FILE", help="a further file of peers")
+    add("--threads", type=int, default=0, help="torch's threads on the CPU")
+    add("--stage-seconds", type=float, default=STAGE_SECONDS, help="silence taken for a hang")
+    add("--list", action="store_true", help="print the cases and stop")
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    plan = Plan(rounds=11, budget_ms=600.0) if options.quick else Plan()
+    return Settings(
+        options.device,
+        threads=options.threads,
+        cold=not options.warm,
+        plan=plan,
+        stage_seconds=options.stage_seconds,
+        peer_files=tuple(options.peer or ()),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    groups = cases.groups(
+        options.device,
+        only_ops=options.op or (),
+        match=options.match,
+        dtypes=options.dtype or (),
+        quick=options.quick,
+        every_implementation=options.all,
+        peer_files=options.peer or (),
+    )
+    if options.list:
+        print("\n".join(name for group in groups for name in group.cases))
+        return 0
+    if not groups:
+        parser.error("no case matches --op, --match, --dtype and --quick")
+    if options.device == "cuda" and _env.default_device().type != "cuda":
+        parser.error("--device cuda needs a GPU that torch can use")
+    if options.seconds is not None:
+        groups = cases.spread(groups)
+    signal.signal(signal.SIGTERM, _end)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "results.jsonl"
+    collected: list[Row] = []
+    reached = 0
+    with Runner(settings_of(options), options.out / "worker.log") as runner:
+        runner.start()
+        print("  ".join(f"{k} {v}" for k, v in runner.environment.items() if v is not None))
+        for dtype in dict.fromkeys(group.dtype for group in groups):
+            if (ceiling := runner.ceiling(dtype)) is not None:
+                flops, moved = ceiling["flops_per_s"] / 1e12, ceiling["bytes_per_s"] / 1e9
+                print(f"ceilings {dtype}: {flops:.4g} TFLOP/s, {moved:.4g} GB/s", flush=True)
+        for group in groups:
+            elapsed = time.monotonic() - started
+            if options.seconds is not None and elapsed >= options.seconds:
+                break
+            reached += 1
+            print(f"[{reached}/{len(groups)} {elapsed:.0f} s] {group.name}", flush=True)
+            until = None if options.seconds is None else started + options.seconds + _GRACE_SECONDS
+            for batch in runner.run(group, until):
+                rows.append(results, batch)
+                collected += batch
+                for row in batch:
+                    print(f"  {line(row)}", flush=True)
+    print("\n" + summary(collected))
+    failures = [r for r in collected if r["status"] == "FAIL"]
+    for row in failures:
+        print(f"FAIL {case_of(row)}: {row['message']}")
+    if reached < len(groups):
+        missed = f"{len(groups) - reached} of {len(groups)} groups"
+        print(f"{missed} were not reached in {options.seconds:.0f} s")
+    print(f"{len(collected)} rows in {results}, {time.monotonic() - started:.0f} s")
+    measured = any(r["status"] == "ok" for r in collected)
+    return 1 if not measured or any(is_ours(r) for r in failures) else 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # through the context managers: the worker ends too
+
+
+def case_of(row: Row) -> str:
+    return cases.case_name(*(row[k] for k in ("op", "direction", "workload", "dtype", "impl")))
+
+
+def line(row: Row) -> str:
+    head = f"{row['direction']:4} {row['impl']:20}"
+    if row["status"] != "ok":
+        return f"{head} {row['status']}: {row['message']}"
+    parts = [f"{row['ms_median']:9.4g} ms"]
+    if row["tokens_per_s"]:
+        parts.append(f"{row['tokens_per_s']:9.4g} tokens/s")
+    elif row["op"] in ("attention", "ffn"):
+        parts.append(f"{row['tflops']:9.4g} TFLOP/s")
+    elif row["gbps"]:
+        parts.append(f"{row['gbps']:9.4g} GB/s")
+    if row["roof"]:
+        parts.append(f"{100 * row['roof']:5.1f} % of roof")
+    if row["peak_bytes"]:
+        parts.append(f"{row['peak_bytes'] / 2**30:.2f} GiB")
+    if row["ratio_best"] and row["impl"] != row["best_peer"]:
+        parts.append(f"{row['ratio_best']:.2f} x {row['best_peer']}")
+    spread = (row["ms_p90"] - row["ms_p10"]) / row["ms_median"]
+    parts.append(f"±{50 * spread:.1f} %")
+    if row["clock"] == "stream" and row["op"] != cases.MODEL:
+        parts.append("no graph")
+    if row["message"]:
+        parts.append(f"({row['message']})")
+    return f"{head} {'  '.join(parts)}"
+
+
+def summary(collected: Sequence[Row]) -> str:
+    """A line per op, direction, dtype and implementation, against the best peer of each cell."""
+    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in collected:
+        key = (row["op"], row["direction"], row["dtype"], row["impl"])
+        groups.setdefault(key, []).append(row)
+    header = (
+        "op",
+        "direction",
+        "dtype",
+        "implementation",
+        "ok",
+        "FAIL",
+        "no",
+        "of best peer",
+        "worst",
+        "best",
+    )
+    table: list[tuple[str, ...]] = [header]
+    for key in sorted(groups):
+        found = groups[key]
+        count = {s: sum(r["status"] == s for r in found) for s in ("ok", "FAIL")}
+        ratios = [r["ratio_best"] for r in found if r["ratio_best"]]
+        cells = ["-", "-", "-"]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            cells = [f"{x:.2f}" for x in (mean, min(ratios), max(ratios))]
+        rest = len(found) - count["ok"] - count["FAIL"]
+        table.append((*key, str(count["ok"]), str(count["FAIL"]), str(rest), *cells))
+    widths = [max(len(r[i]) for r in table) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 4 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in table
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

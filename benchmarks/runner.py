@@ -1,0 +1,226 @@
+"""The process that watches: hands groups to a worker, collects rows, survives its crashes and
+hangs.
+
+A worker that dies or stays silent beyond the limit costs the candidate it was busy with; a new
+worker goes on with the others.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import Group
+from benchmarks.rows import ROOT, Row, complete
+from fastattn.testing.timing import Plan
+
+# Silence that is taken for a hang. Compiling a whole model is the longest honest one; starting has
+# its own limit.
+STAGE_SECONDS = 240.0
+_START_SECONDS = 240.0
+_END_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """threads: torch's on the CPU, 0 = its own choice. cold: inputs rotate beyond the L2 cache."""
+
+    device_type: str
+    threads: int = 0
+    cold: bool = True
+    plan: Plan = field(default_factory=Plan)
+    stage_seconds: float = STAGE_SECONDS
+    peer_files: tuple[Path, ...] = ()
+
+
+class _Ended(Exception):
+    """The worker is gone: why, and what it was doing."""
+
+    def __init__(self, why: str, candidate: str | None, stage: str):
+        super().__init__(why)
+        self.candidate, self.stage = candidate, stage
+
+
+class Runner:
+    """A worker and what it has told. Use as a context manager."""
+
+    def __init__(self, settings: Settings, log: Path | None = None):
+        self.settings, self.log = settings, log
+        self.environment: dict[str, Any] = {}
+        self.ceilings: dict[str, dict[str, float]] = {}
+        self.process: subprocess.Popen[str] | None = None
+        self.starts = 0
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def start(self) -> None:
+        if self.process is not None:
+            return
+        environment = os.environ | {"PYTHONPATH": _with_root(os.environ.get("PYTHONPATH"))}
+        with open(self.log or os.devnull, "a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=_pump, args=(self.process.stdout, self.lines), daemon=True).start()
+        self.starts += 1
+        self._ask("start", device=self.settings.device_type, threads=self.settings.threads)
+        self.environment = self._next(None, "start", None)["environment"]
+
+    def ceiling(self, dtype: str) -> dict[str, float] | None:
+        """Measured once per dtype, before anything else in it; None where that failed."""
+        if dtype not in self.ceilings:
+            try:
+                self.start()
+                self._ask("ceilings", dtype=dtype, plan=asdict(self.settings.plan))
+                found = self._next(None, "start", None)
+                self.ceilings[dtype] = {k: found[k] for k in ("flops_per_s", "bytes_per_s")}
+            except _Ended as ended:
+                self._stop()
+                self.ceilings[dtype] = {}
+                print(f"benchmarks: no ceilings for {dtype}: {ended}", file=sys.stderr)
+        return self.ceilings[dtype] or None
+
+    def run(self, group: Group, until: float | None = None) -> Iterator[list[Row]]:
+        """Batches of finished rows. until: when, by time.monotonic(), to skip what is left."""
+        ceiling = self.ceiling(group.dtype)
+        open_cases = list(group.wanted)
+        while open_cases:
+            try:
+                self.start()
+                for batch in self._measure(group, open_cases, until):
+                    for row in batch:
+                        open_cases.remove((row["impl"], row["direction"]))
+                    yield complete(batch, self.environment, ceiling)
+                if open_cases:
+                    raise RuntimeError(f"the worker forgot {open_cases}")
+            except _Ended as ended:
+                self._stop()
+                out_of_time = until is not None and time.monotonic() >= until
+                blamed = [
+                    case for case in open_cases if out_of_time or ended.candidate in (None, case[0])
+                ]
+                status = "skipped" if out_of_time else "FAIL"
+                why = "the time budget ended" if out_of_time else f"{ended} in {ended.stage}"
+                open_cases = [case for case in open_cases if case not in blamed]
+                rows = [_lost(group, *case, status, why) for case in blamed]
+                if rows:
+                    yield complete(rows, self.environment, ceiling)
+
+    def _measure(
+        self, group: Group, wanted: Sequence[tuple[str, str]], until: float | None
+    ) -> Iterator[list[Row]]:
+        self._ask(
+            "group",
+            op=group.op,
+            workload=group.workload,
+            dtype=group.dtype,
+            wanted=list(wanted),
+            plan=asdict(self.settings.plan),
+            cold=self.settings.cold,
+            peer_files=[str(path.resolve()) for path in self.settings.peer_files],
+        )
+        candidate, stage = None, "start"
+        while (event := self._next(candidate, stage, until))["event"] != "done":
+            if event["event"] == "stage":
+                candidate, stage = event["impl"], event["stage"]
+            elif event["rows"]:
+                yield event["rows"]
+
+    def _ask(self, do: str, **fields: Any) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # it has ended: the next read says how
+
+    def _next(self, candidate: str | None, stage: str, until: float | None) -> dict[str, Any]:
+        limit = _START_SECONDS if stage == "start" else self.settings.stage_seconds
+        if until is not None:
+            limit = min(limit, max(0.0, until - time.monotonic()))
+        try:
+            line = self.lines.get(timeout=limit)
+        except queue.Empty:
+            raise _Ended(f"no sign of life for {limit:.0f} s", candidate, stage) from None
+        if line is None:
+            assert self.process is not None
+            code = self.process.wait()
+            why = f"the process ended with {_exit_name(code)}{self._last_words()}"
+            raise _Ended(why, candidate, stage)
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        """The end of what the worker wrote to its log, where a Python error says what it was."""
+        if self.log is None or not self.log.exists():
+            return ""
+        written = self.log.read_text(errors="replace").split("\n")
+        last = next((x.strip() for x in reversed(written) if x.strip()), "")
+        return f" ({last[:300]})" if last and "Error" in last else ""
+
+    def _stop(self) -> None:
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # with the compilers it has started
+        except ProcessLookupError:
+            self.process.kill()  # it had not come so far as to lead its group
+        try:
+            self.process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass  # stuck in the driver: left behind
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+        self.process = None
+
+
+def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:
+    try:
+        for line in stream:
+            lines.put(line)
+    except ValueError:
+        pass  # closed while reading
+    lines.put(None)
+
+
+def _with_root(path: str | None) -> str:
+    return str(ROOT) if not path else f"{ROOT}{os.pathsep}{path}"
+
+
+def _exit_name(code: int) -> str:
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _lost(group: Group, implementation: str, direction: str, status: str, why: str) -> Row:
+    return {
+        "op": group.op,
+        "direction": direction,
+        "workload": group.workload,
+        "dtype": group.dtype,
+        "impl": implementation,
+        "status": status,
+        "message": why,
+    }

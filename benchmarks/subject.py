@@ -1,0 +1,346 @@
+"""One op on one workload: inputs, the oracle that judges, the calls that are timed.
+
+A candidate is judged by the error budget on the very inputs it will be timed on. Where the whole
+result is too large for an fp64 oracle, some (batch, head) slices are judged, and of wide results
+some rows; that everything is finite is checked everywhere.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.implementations import Forward, Implementation, Task
+from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.spec import Inputs, OpSpec, Workload
+from fastattn.testing.timing import Call, copies_beyond_cache
+
+# Weights of attention up to which the oracle takes all batches and heads at once.
+_WHOLE = 2**25
+# Elements of a result that are judged, first and last rows among them.
+_JUDGED = 2**18
+_EDGE_ROWS = 32
+
+
+@dataclass
+class Verdict:
+    """The worst of a candidate's results. ok without results means that nothing was wrong yet."""
+
+    ok: bool = True
+    error: float = 0.0
+    allowed: float = 0.0
+    message: str = ""
+    ratio: float = field(default=-1.0, repr=False)
+
+    def add(self, name: str, comparison: Comparison) -> None:
+        if not comparison.ok and self.ok:
+            self.message = f"{name}: {comparison.message}"
+        if comparison.ratio > self.ratio or (self.ok and not comparison.ok):
+            self.error, self.allowed, self.ratio = (
+                comparison.error,
+                comparison.allowed,
+                comparison.ratio,
+            )
+        self.ok = self.ok and comparison.ok
+
+    def fail(self, message: str) -> None:
+        self.ok, self.message, self.error, self.allowed = False, message, float("inf"), 0.0
+
+
+class Subject(Protocol):
+    """What the worker needs to know of a group; `OpSubject` and `benchmarks.model.ModelSubject`."""
+
+    device: torch.device
+    shape: dict[str, Any]
+    features: tuple[str, ...]
+    uses_graphs: bool
+
+    def refusal(self, candidate: Implementation) -> str | None: ...
+    def build(self, candidate: Implementation) -> None: ...
+    def prepare_oracle(self, candidate: Implementation) -> None: ...
+    def judge(self, candidate: Implementation, direction: str) -> Verdict: ...
+    def calls(self, candidate: Implementation, direction: str) -> list[Call]: ...
+    def work(self, direction: str) -> tuple[float, float]: ...
+    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]: ...
+
+
+class OpSubject:
+    """An op of a specification. cold: inputs rotate over copies beyond the L2 cache."""
+
+    uses_graphs = True
+
+    def __init__(
+        self,
+        spec: OpSpec,
+        workload: Workload,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        cold: bool = True,
+    ):
+        self.spec, self.workload, self.cold = spec, workload, cold
+        self.device, self.dtype = device, dtype
+        self.inputs = draw_inputs(workload, device, dtype)
+        self.shape = {k: list(v.shape) for k, v in self.inputs.items() if isinstance(v, Tensor)}
+        self.features = workload.features
+        self.gradients = [n for n in workload.gradients if isinstance(self.inputs.get(n), Tensor)]
+        self.task = Task(spec.name, workload, device, dtype, self.inputs)
+        self.forwards: dict[str, Forward] = {}
+        self.oracles: dict[bool, Oracle] = {}
+        self.copies: list[Inputs] = []
+
+    def refusal(self, candidate: Implementation) -> str | None:
+        return candidate.unavailable() or candidate.unsupported(self.task)
+
+    def build(self, candidate: Implementation) -> None:
+        self.forwards[candidate.name] = candidate.build(self.task)
+
+    def _without_dropout(self, candidate: Implementation) -> bool:
+        return candidate.draws_dropout and bool(self.inputs.get("dropout_p"))
+
+    def prepare_oracle(self, candidate: Implementation) -> None:
+        without = self._without_dropout(candidate)
+        if without not in self.oracles:
+            inputs = self.inputs | {"dropout_p": 0.0} if without else self.inputs
+            self.oracles[without] = Oracle(self.spec, self.workload, inputs)
+
+    def judge(self, candidate: Implementation, direction: str) -> Verdict:
+        """The direction's results: the output by the very call that is timed, or the gradients."""
+        without = self._without_dropout(candidate)
+        oracle = self.oracles[without]
+        forward = self.forwards[candidate.name]
+        if direction == "fwd":
+            with torch.no_grad():
+                results = {oracle.result: _first(forward(oracle.inputs))}
+        else:
+            leaves = self._leaves(oracle.inputs)
+            value = _first(forward(leaves))
+            found = torch.autograd.grad(value, [leaves[n] for n in self.gradients], oracle.dout)
+            results = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
+        ignores = candidate.ignores_query_lengths
+        verdict = oracle.judge(results, ignores_query_lengths=ignores)
+        if verdict.ok and without:
+            verdict.message = "judged with dropout off"
+        return verdict
+
+    def calls(self, candidate: Implementation, direction: str) -> list[Call]:
+        forward = self.forwards[candidate.name]
+        return [self._call(forward, inputs, direction) for inputs in self._rotation()]
+
+    def _call(self, forward: Forward, inputs: Inputs, direction: str) -> Call:
+        if direction == "fwd":
+            return lambda: forward(inputs)
+        leaves = self._leaves(inputs)
+        value = _first(forward(leaves))
+        dout = next(iter(self.oracles.values())).dout
+        wanted = [leaves[n] for n in self.gradients]
+        return lambda: torch.autograd.grad(value, wanted, dout, retain_graph=True)
+
+    def _leaves(self, inputs: Inputs) -> Inputs:
+        return inputs | {n: inputs[n].detach().requires_grad_() for n in self.gradients}
+
+    def _rotation(self) -> list[Inputs]:
+        if not self.copies:
+            moving = [self.inputs[n] for n in self.gradients]
+            footprint = sum(x.numel() * x.element_size() for x in moving)
+            footprint += moving[0].numel() * moving[0].element_size()  # the result
+            count = self._rotated_copies(footprint)
+            self.copies = [self.inputs]
+            for _ in range(count - 1):
+                self.copies.append(
+                    self.inputs | {n: self.inputs[n].clone() for n in self.gradients}
+                )
+        return self.copies
+
+    def _rotated_copies(self, footprint: int) -> int:
+        if self.device.type != "cuda" or not self.cold:
+            return 1
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        return copies_beyond_cache(footprint, cache, torch.cuda.mem_get_info(self.device)[0])
+
+    def work(self, direction: str) -> tuple[float, float]:
+        """FLOPs and bytes; workloads count bytes of two-byte data."""
+        w, scale = self.workload, self.dtype.itemsize / 2
+        if direction == "fwd":
+            return w.flops, w.bytes * scale
+        return w.backward_flops, w.backward_bytes * scale
+
+    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
+        return {
+            "cache": "cold" if self.cold and self.device.type == "cuda" else "warm",
+            "copies": len(self.copies),
+        }
+
+
+def draw_inputs(workload: Workload, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """The workload's inputs, drawn on the device if its `make` can, else on the CPU."""
+    seed = zlib.crc32(workload.name.encode())
+    if device.type != "cpu":
+        try:
+            return workload.make(device, dtype, torch.Generator(device).manual_seed(seed))
+        except RuntimeError as error:
+            if "generator" not in str(error):
+                raise
+    return workload.make(device, dtype, torch.Generator().manual_seed(seed))
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+# -- the oracle ------------------------------------------------------------------------------------
+Select = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the problem that can be computed alone, and what must come out of it."""
+
+    select: Select
+    exact: dict[str, Tensor]
+    same: dict[str, Tensor]
+    magnitudes: dict[str, Tensor]
+
+
+class Oracle:
+    """The fp64 reference and the one in the data's dtype, on parts small enough for them."""
+
+    def __init__(self, spec: OpSpec, workload: Workload, inputs: Inputs):
+        self.spec, self.inputs = spec, inputs
+        self.result = spec.results[0]
+        self.gradients = [n for n in workload.gradients if isinstance(inputs.get(n), Tensor)]
+        with torch.no_grad():
+            like = _result_like(spec, inputs)
+        generator = torch.Generator(like.device).manual_seed(1)
+        dout = torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+        self.live_rows = _live_rows(inputs, dout)
+        self.dout = dout if self.live_rows is None else torch.where(self.live_rows, dout, 0)
+        self.parts = [self._part(select, part) for select, part in _parts(spec, inputs)]
+
+    def _part(self, select: Select, inputs: Inputs) -> _Part:
+        inputs = {
+            n: v.detach().requires_grad_(n in self.gradients) if _is_floating(v) else v
+            for n, v in inputs.items()
+        }
+        dout = select(self.result, self.dout)
+        wide = self.spec.widen(inputs)
+        exact = self._run(wide, dout.double())
+        same = self._run(inputs, dout)
+        fixed = {k: v.detach() if isinstance(v, Tensor) else v for k, v in wide.items()}
+        with torch.no_grad():
+            outputs = self.spec.function(**fixed, backend="reference")
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            douts = (dout.double(), *[torch.zeros_like(x) for x in outputs[1:]])
+            magnitudes = self.spec.magnitudes(_spelled_out(fixed), douts)
+
+        def judged(results: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: _judged_rows(results[n].detach().expand_as(exact[n])).cpu() for n in exact}
+
+        return _Part(select, judged(exact), judged(same), judged(magnitudes))
+
+    def _run(self, inputs: Inputs, dout: Tensor) -> dict[str, Tensor]:
+        value = _first(self.spec.function(**inputs, backend="reference"))
+        found = torch.autograd.grad(value, [inputs[n] for n in self.gradients], dout)
+        gradients = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
+        return {self.result: value, **gradients}
+
+    def judge(self, results: dict[str, Tensor], *, ignores_query_lengths: bool) -> Verdict:
+        verdict = Verdict()
+        for name, value in results.items():
+            if ignores_query_lengths and self.live_rows is not None and name in (self.result, "dq"):
+                value = torch.where(self.live_rows, value, 0)
+            if not bool(value.isfinite().all()):
+                verdict.fail(f"{name}: {int((~value.isfinite()).sum())} elements are not finite")
+                return verdict
+            for part in self.parts:
+                exact = part.exact[name]
+                got = _judged_rows(part.select(name, value.detach()))
+                dims = self.spec.slice_dims(name, exact)
+                verdict.add(name, compare(got, exact, part.same[name], part.magnitudes[name], dims))
+        return verdict
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _result_like(spec: OpSpec, inputs: Inputs) -> Tensor:
+    """A tensor of the result's shape, dtype and device."""
+    if "q" in inputs:
+        q, v = inputs["q"], inputs["v"]
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if spec.name == "ffn":
+        x, w2 = inputs["x"], inputs["w2"]
+        return x.new_empty(*x.shape[:-1], w2.shape[0])
+    return torch.empty_like(inputs["residual"] if "residual" in inputs else inputs["x"])
+
+
+def _live_rows(inputs: Inputs, result: Tensor) -> Tensor | None:
+    """Rows of attention within query_lengths, [B, 1, M, 1]; None without lengths."""
+    if "query_lengths" not in inputs:
+        return None
+    rows = torch.arange(result.shape[2], device=result.device)
+    return (rows < inputs["query_lengths"].view(-1, 1))[:, None, :, None]
+
+
+def _spelled_out(inputs: Inputs) -> Inputs:
+    """With the defaults that the formulas on absolute values read."""
+    return {"scale": None, "window": None} | inputs if "q" in inputs else inputs
+
+
+def _parts(spec: OpSpec, inputs: Inputs) -> list[tuple[Select, Inputs]]:
+    """All of the workload, or of a large attention the heads of some (batch, kv head)."""
+    inputs = inputs | {
+        "attention": {"return_lse": True},
+        "add_layer_norm": {"return_sum": True},
+    }.get(spec.name, {})
+    if spec.name != "attention":
+        return [(lambda name, x: x, inputs)]
+    (B, H, M, _), (K, N) = inputs["q"].shape, inputs["k"].shape[1:3]
+    if B * H * M * N <= _WHOLE:
+        return [(lambda name, x: x, inputs)]
+    chosen = sorted({(0, 0), (B // 2, K // 2), (B - 1, K - 1)})
+    if inputs.get("dropout_p"):
+        chosen = chosen[:1]  # the bits depend on batch and head: only the first slice keeps its own
+    G = H // K
+    return [(_slice_of(b, g, G), _sliced(inputs, b, g, G)) for b, g in chosen]
+
+
+def _slice_of(b: int, g: int, G: int) -> Select:
+    def select(name: str, x: Tensor) -> Tensor:
+        heads = slice(g, g + 1) if name in ("k", "v", "dk", "dv") else slice(g * G, (g + 1) * G)
+        return x[b : b + 1, heads]
+
+    return select
+
+
+def _sliced(inputs: Inputs, b: int, g: int, G: int) -> Inputs:
+    select = _slice_of(b, g, G)
+    part = inputs | {n: select(n, inputs[n]) for n in ("q", "k", "v")}
+    for name in ("key_lengths", "query_lengths"):
+        if name in inputs:
+            part[name] = inputs[name][b : b + 1]
+    mask = inputs.get("mask")
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[b : b + 1] if mask.shape[0] > 1 else mask
+        part["mask"] = mask[:, g * G : (g + 1) * G] if mask.shape[1] > 1 else mask
+    return part
+
+
+def _judged_rows(x: Tensor) -> Tensor:
+    """x, or some rows (last dimension but one) of a large one: edges and a fixed choice."""
+    if x.dim() < 2 or x.numel() <= _JUDGED:
+        return x
+    rows = x.shape[-2]
+    wanted = max(2 * _EDGE_ROWS, _JUDGED * rows // x.numel())
+    if wanted >= rows:
+        return x
+    inner = torch.randperm(rows - 2 * _EDGE_ROWS, generator=torch.Generator().manual_seed(0))
+    picked = inner[: wanted - 2 * _EDGE_ROWS] + _EDGE_ROWS
+    edges = torch.arange(_EDGE_ROWS)
+    index = torch.cat([edges, picked.sort().values, edges + rows - _EDGE_ROWS])
+    return x.index_select(-2, index.to(x.device))

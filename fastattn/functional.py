@@ -17,7 +17,7 @@ from fastattn.ops._op import Explanation, recording_choices
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
-from fastattn.ops.attention.reference import attention_weights as _attention_weights
+from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm

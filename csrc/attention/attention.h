@@ -4,9 +4,8 @@
 // are free multiples of 16 bytes.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include "attention/key_range.h"
+#include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/tensor_view.h"
 
@@ -34,6 +33,6 @@ struct ForwardProblem {
 // types, head dims 64, 96, 128, 192 and 256 (the larger of head_dim and value_dim rounded up), and
 // whether the band restricts anything.
 template <DType kType, int kHeadDim, bool kBanded>
-const char* attention_fwd_sm90(const ForwardProblem& problem, cudaStream_t stream);
+const char* attention_fwd_sm90(const ForwardProblem& problem, cuda::Stream stream);
 
 }  // namespace fastattn::attention

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "attention/attention.h"
-#include "common/cuda_launch.cuh"
+#include "common/cuda_stream.h"
 #include "common/torch_binding.h"
 
 namespace fastattn::attention {
@@ -15,7 +15,7 @@ constexpr int64_t kMaxRows = int64_t{1} << 28;
 constexpr int64_t kMaxTiles = int64_t{1} << 30;
 constexpr int kBottomRight = 2;
 
-using Launcher = const char* (*)(const ForwardProblem&, cudaStream_t);
+using Launcher = const char* (*)(const ForwardProblem&, cuda::Stream);
 
 template <DType kType, bool kBanded>
 Launcher launcher_for(int64_t head_dim) {
@@ -121,7 +121,7 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> key_lengt
   problem.scale = static_cast<float>(scale);
   problem.counter = counter ? static_cast<int*>(counter->data_ptr()) : nullptr;
 
-  cudaStream_t stream = nullptr;
+  cuda::Stream stream = nullptr;
   STD_TORCH_CHECK(cuda::current_stream(q.get_device_index(), &stream),
                   "this torch has no CUDA streams");
   const bool banded = causal != 0 || window_left >= 0 || window_right >= 0;

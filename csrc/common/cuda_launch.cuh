@@ -1,10 +1,7 @@
-// What host code needs around a kernel launch: the current stream, the device's size and its
-// refusal. No torch header: the stream comes from a C function of torch's CUDA library, looked up
-// once, because a library linked against it would not load beside a torch without CUDA.
+// What a launcher needs to know of the device, asked for once.
 #pragma once
 
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <atomic>
 #include <cstdint>
@@ -13,22 +10,6 @@ namespace fastattn::cuda {
 
 // Devices a process can see; more are not served.
 constexpr int kMaxDevices = 64;
-
-// torch's current stream of a device; false if torch has no CUDA.
-inline bool current_stream(int device, cudaStream_t* stream) {
-  using Getter = int32_t (*)(int32_t, void**);
-  static const Getter getter = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library ? reinterpret_cast<Getter>(dlsym(library, "aoti_torch_get_current_cuda_stream"))
-                   : nullptr;
-  }();
-  void* handle = nullptr;
-  if (!getter || getter(device, &handle) != 0) {
-    return false;
-  }
-  *stream = static_cast<cudaStream_t>(handle);
-  return true;
-}
 
 struct Device {
   int processors;  // streaming multiprocessors

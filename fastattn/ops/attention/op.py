@@ -16,6 +16,8 @@ from fastattn.ops.attention import reference
 # Codes of the schema's `causal`.
 CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
 _PACKAGE = "fastattn.ops.attention"
+# Not an op: a look at a few rows, in plain torch on every device.
+attention_weights = reference.attention_weights
 # sm90 is compiled and its protocol proved, triton passes in the interpreter; neither has run on a
 # GPU yet, so both wait to be asked for.
 _BACKENDS = (

@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Where torch's wheels come from, if not from the package index: https://download.pytorch.org/whl/cpu, say.
+# Where torch's wheels come from, if not from the package index.
 TORCH_INDEX_URL ?=
 GPU_OUT ?= gpu-results
 BENCH_OUT ?= build/benchmarks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import SECOND_STREAM
-from fastattn.ops._op import Explanation, recording_choices
+from fastattn.ops._op import Explanation, explaining, recording_choices
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
@@ -598,7 +598,11 @@ def _check_dropout(
         _check_device("dropout_seed", seed, device)
     if p == 0.0 and second_p == 0.0:
         return None
-    return new_dropout_seed(device) if seed is None else seed
+    if seed is not None:
+        return seed
+    if explaining():  # runs nothing, the generator included
+        return torch.empty(1, dtype=torch.int64, device=device)
+    return new_dropout_seed(device)
 
 
 def _check_rows(name: str, x: Tensor) -> None:

@@ -11,19 +11,22 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 BACKEND_VARIABLE = "FASTATTN_BACKEND"
 BACKENDS = ("sm90", "triton", "cpu", "reference")
+_NO_REQUEST: Mapping[str, str] = MappingProxyType({})
 
 
-def requested_backend(op: str) -> str | None:
-    """The backend that FASTATTN_BACKEND asks for: a name for every op, or pairs such as
-    "attention=triton,ffn=cpu".
+def requested_backends() -> Mapping[str, str]:
+    """The backends that FASTATTN_BACKEND asks for, by op, under "" the one for every op: a name, or
+    pairs such as "attention=triton,ffn=cpu".
     """
     value = os.environ.get(BACKEND_VARIABLE)
-    return _parse_request(value).get(op) or _parse_request(value).get("") if value else None
+    return _parse_request(value) if value else _NO_REQUEST
 
 
 @functools.lru_cache(maxsize=64)

@@ -68,8 +68,8 @@ class Explanation:
 class Op:
     """A torch op `fastattn::<name>` whose backend is chosen behind its schema.
 
-    schema: arguments and named results, without the name and without the `backend` argument that
-    every op gets.
+    schema: arguments and named results (two or more), without the name and without the `backend`
+    argument that every op gets.
     outputs: (*arguments) -> tuple of empty results.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
     """
@@ -104,7 +104,10 @@ class Op:
         """Why `backend` cannot run this call, or None."""
         if why := _env.refuses_device(backend, args[self._anchor].device):
             return why
-        module = self._module(backend)
+        try:
+            module = self._module(backend)
+        except ImportError as error:
+            return f"cannot be imported: {error}"
         if not hasattr(module, self.name):
             return f"does not implement {self.name}"
         unsupported = getattr(module, f"{self.name}_unsupported", None)
@@ -112,12 +115,14 @@ class Op:
 
     def select(self, args: Sequence[Any], backend: str | None) -> str:
         """The backend that runs this call. An explicit choice never falls back."""
-        requested = backend or _env.requested_backend(family(self.name))
+        requested, argument = backend, "backend"
+        if backend is None:
+            requested, argument = _requested_backend(family(self.name)), _env.BACKEND_VARIABLE
         if requested is not None:
             if requested not in self.backends:
                 known = ", ".join(self.backends)
                 raise ValueError(
-                    f"backend must be one of {known} for {self.name}, got {requested!r}"
+                    f"{argument} must be one of {known} for {self.name}, got {requested!r}"
                 )
             if why := self.refusal(requested, args):
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")
@@ -167,8 +172,8 @@ class Op:
         return self.outputs(*args)
 
     def _run(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        # Torch ops inside a launcher must not record a graph.
-        with torch._C._AutoDispatchBelowAutograd():
+        # Torch ops inside a launcher must neither record a graph nor change dtypes.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             if (record := getattr(_state, "explanations", None)) is not None:
                 record.append(self.explain(args, backend))
                 return self.allocate(args)
@@ -223,6 +228,20 @@ class Op:
         return launch_with_workspace if workspace else launch
 
 
+def _requested_backend(op: str) -> str | None:
+    """What the environment asks for; a pair for an op that does not exist is an error."""
+    request = _env.requested_backends()
+    if not request:
+        return None
+    known = sorted({family(name) for name in OPS})
+    for name in request:
+        if name and name not in known:
+            raise ValueError(
+                f"{_env.BACKEND_VARIABLE} must name one of {', '.join(known)}, got {name!r}"
+            )
+    return request.get(op) or request.get("")
+
+
 def family(name: str) -> str:
     """The public function that a torch op belongs to: attention_fwd -> attention."""
     return name.removesuffix("_fwd").removesuffix("_bwd")
@@ -246,6 +265,10 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 BackendStatus(family(op.name), row.name, why is None, why or "", row.automatic)
             )
     return table
+
+
+def explaining() -> bool:
+    return getattr(_state, "explanations", None) is not None
 
 
 @contextlib.contextmanager
@@ -334,7 +357,7 @@ class _Wiring:
         return args
 
     def gradients(
-        self, ctx: Any, incoming: Sequence[Tensor | None], results: Sequence[Tensor]
+        self, ctx: Any, incoming: Sequence[Tensor | None], results: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """One gradient for each argument of the Function: the backend's name, then the op's
         arguments.
@@ -415,10 +438,12 @@ def differentiable(
                 results = backward_maths(*moved)
                 return tuple(r for r in results if r is not None)
 
-            vjp = torch.func.vjp(maths, *[args[i] for i in moving])[1]
             wanted = tuple(g for g, needed in zip(gradients, needs, strict=True) if needed)
+            with torch._C._DisableAutocast():
+                vjp = torch.func.vjp(maths, *[args[i] for i in moving])[1]
+                moved_gradients = vjp(wanted)
             second: list[Tensor | None] = [None] * (1 + len(args))
-            for i, gradient in zip(moving, vjp(wanted), strict=True):
+            for i, gradient in zip(moving, moved_gradients, strict=True):
                 second[1 + i] = gradient
             return tuple(second)
 
@@ -426,7 +451,9 @@ def differentiable(
         if all(gradient is None for gradient in gradients):
             return (None,) * (1 + wiring.inputs)
         args = wiring.backward_arguments(ctx, gradients)
-        if torch.is_grad_enabled():
+        if not any(ctx.needs_input_grad[1 + i] for i in wiring.wanted):
+            results = [None] * len(wiring.wanted)  # only passed-through gradients
+        elif torch.is_grad_enabled():
             results = Backward.apply(ctx.backend, *args)
         else:
             results = backward.call(*args, backend=ctx.backend)

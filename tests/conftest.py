@@ -1,0 +1,41 @@
+"""For every test: one torch thread a worker, the same random numbers, the device to test on."""
+
+import os
+
+import pytest
+import torch
+
+from fastattn.ops import _env
+
+try:
+    import hypothesis
+except ImportError:  # part of the development extra only
+    pass
+else:
+    hypothesis.settings.register_profile("fastattn", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("fastattn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the subprocesses of tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU if there is one."""
+    return _env.default_device()

@@ -1,0 +1,254 @@
+"""The error budget rejects what it is there to reject, and the engine that applies it sees it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops._op import OPS
+from fastattn.testing import Comparison, all_specs, compare
+from fastattn.testing.check import Oracle, check_sample
+
+EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+DTYPES = pytest.mark.parametrize("dtype", list(EPS), ids=lambda d: str(d).removeprefix("torch."))
+
+
+def _exact(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _judge(
+    actual: Tensor,
+    exact: Tensor,
+    slice_dims: int = 2,
+    *,
+    same: Tensor | None = None,
+    mag: Tensor | None = None,
+) -> Comparison:
+    """Against a reference in the same dtype that is the exact result rounded."""
+    same = exact.to(actual.dtype) if same is None else same
+    return compare(actual, exact, same, torch.zeros_like(exact) if mag is None else mag, slice_dims)
+
+
+# -- what passes ----------------------------------------------------------------------------------
+@DTYPES
+def test_correct_rounding_passes(dtype: torch.dtype) -> None:
+    exact = _exact(2, 3, 16, 8) * 10.0 ** torch.arange(3).view(3, 1, 1)
+    comparison = _judge(exact.to(dtype), exact)
+    assert comparison.ok and 0 < comparison.ratio <= 0.5
+    assert comparison.message == ""
+
+
+@DTYPES
+def test_exact_zeros_need_no_allowance(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
+    comparison = _judge(zeros.to(dtype), zeros)
+    assert comparison.ok and comparison.allowed == 0 and comparison.ratio == 0
+
+
+@pytest.mark.parametrize("shape, slice_dims", [((0, 2, 3, 4), 2), ((2, 2, 0, 4), 2), ((0,), 0)])
+def test_empty(shape: tuple[int, ...], slice_dims: int) -> None:
+    exact = torch.zeros(shape, dtype=torch.float64)
+    assert _judge(exact.float(), exact, slice_dims).ok
+
+
+def test_zero_dimensions() -> None:
+    exact = torch.tensor(2.0, dtype=torch.float64)
+    assert _judge(torch.tensor(2.0), exact, 0).ok
+    assert not _judge(torch.tensor(2.1), exact, 0).ok
+
+
+def test_matching_non_finite_values_pass() -> None:
+    exact = _exact(1, 2, 4, 4)
+    exact[0, 0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    comparison = _judge(exact.float(), exact)
+    assert comparison.ok and comparison.error < 1e-6
+
+
+def test_overflow_of_the_dtype_is_expected() -> None:
+    exact = torch.tensor([[1.0, 1e6]], dtype=torch.float64)
+    assert _judge(torch.tensor([[1.0, torch.inf]], dtype=torch.float16), exact, 1).ok
+    assert not _judge(torch.tensor([[1.0, 65504.0]], dtype=torch.float16), exact, 1).ok
+
+
+# -- how much is allowed --------------------------------------------------------------------------
+@DTYPES
+@pytest.mark.parametrize("term", ["eps", "reference", "magnitude"])
+def test_bound_of_every_term(dtype: torch.dtype, term: str) -> None:
+    """Just inside passes and just outside fails: 2 eps max|ref|, 2 max|same - ref|, 8 eps32 mag."""
+    exact = torch.ones(1, 1, 2, 2, dtype=torch.float64)
+    same, mag = exact, torch.zeros_like(exact)
+    allowed = 2 * EPS[dtype]
+    if term == "reference":
+        same = exact.clone()
+        same[0, 0, 1, 1] += 64 * EPS[dtype]
+        allowed += 128 * EPS[dtype]
+    elif term == "magnitude":
+        mag = mag.clone()
+        mag[0, 0, 0, 1] = 4 * EPS[dtype] / EPS[torch.float32]
+        allowed += 32 * EPS[dtype]
+    step = EPS[dtype] / 2  # of dtype, below 1
+    inside, outside = exact.clone(), exact.clone()
+    inside[0, 0, 0, 0] -= allowed
+    outside[0, 0, 0, 0] -= allowed + step * 16
+    results = [_judge(x.to(dtype), exact, same=same, mag=mag) for x in (inside, outside)]
+    assert [x.ok for x in results] == [True, False]
+    assert results[0].allowed == pytest.approx(allowed)
+    assert results[0].error == pytest.approx(allowed)
+    assert results[0].ratio == pytest.approx(1.0) and results[1].ratio > 1
+
+
+def test_non_finite_reference_error_counts_as_zero() -> None:
+    """A reference that overflows where the exact result does not allows nothing."""
+    exact = torch.ones(1, 1, 1, 2, dtype=torch.float64)
+    same = torch.tensor([[[[torch.inf, torch.nan]]]])
+    assert _judge(torch.ones(1, 1, 1, 2), exact, same=same).ok
+    comparison = _judge(torch.full((1, 1, 1, 2), 1.001), exact, same=same)
+    assert not comparison.ok and comparison.reference_error == 0
+
+
+def test_non_finite_magnitude_allows_nothing() -> None:
+    exact = torch.ones(1, 1, 1, 2, dtype=torch.float64)
+    mag = torch.full_like(exact, torch.nan)
+    assert not _judge(torch.full((1, 1, 1, 2), 1.001), exact, mag=mag).ok
+
+
+# -- what fails -----------------------------------------------------------------------------------
+@DTYPES
+def test_wrong_slice_beside_a_large_one(dtype: torch.dtype) -> None:
+    """Over the whole tensor the error is far below eps * max; in its own slice it is everything."""
+    exact = _exact(2, 2, 16, 8)
+    exact[0, 0] *= 1e4
+    actual = exact.to(dtype)
+    actual[1, 1] += 0.1
+    comparison = _judge(actual, exact)
+    assert not comparison.ok and "[1, 1]" in comparison.message
+    assert comparison.error == pytest.approx(0.1, rel=0.2)
+    if dtype != torch.float32:
+        assert _judge(actual, exact, slice_dims=0).ok, "a slice per head is what finds it"
+
+
+def test_wrong_row_of_a_norm() -> None:
+    exact = _exact(5, 64)
+    exact[0] *= 1e6
+    actual = exact.float()
+    actual[3, 17] += 1e-3
+    comparison = _judge(actual, exact, slice_dims=1)
+    assert not comparison.ok and "[3]" in comparison.message
+
+
+def test_a_slice_of_zeros_must_be_zeros() -> None:
+    exact = _exact(1, 2, 4, 4)
+    exact[0, 1] = 0
+    actual = exact.float()
+    actual[0, 1, 2, 2] = 1e-30
+    assert not _judge(actual, exact).ok
+
+
+@pytest.mark.parametrize(
+    "expected, got",
+    [
+        (1.0, torch.nan),
+        (1.0, torch.inf),
+        (torch.nan, 1.0),
+        (torch.nan, torch.inf),
+        (torch.inf, -torch.inf),
+        (-torch.inf, torch.inf),
+        (-torch.inf, -3.4e38),
+        (torch.inf, torch.nan),
+    ],
+)
+def test_non_finite_mismatch(expected: float, got: float) -> None:
+    exact = _exact(1, 2, 4, 4)
+    exact[0, 1, 2, 3] = expected
+    actual = exact.float()
+    actual[0, 1, 2, 3] = got
+    comparison = _judge(actual, exact, mag=torch.full_like(exact, 1e30))
+    assert not comparison.ok
+    assert "1 non-finite positions differ, first [0, 1, 2, 3]" in comparison.message
+
+
+def test_other_shape() -> None:
+    exact = _exact(2, 3)
+    assert not _judge(exact.float().t(), exact, 1, same=exact).ok
+    assert not _judge(exact.float()[:0], exact, 1, same=exact).ok
+
+
+# -- the engine -----------------------------------------------------------------------------------
+def _break(monkeypatch: pytest.MonkeyPatch, op: str, change: Any) -> None:
+    """Replaces the reference's launcher of one op: change(args, results, launch)."""
+    launch = OPS[op]._launcher("reference")
+    monkeypatch.setitem(
+        OPS[op]._launchers, "reference", lambda args, results: change(args, results, launch)
+    )
+
+
+def _failures(op: str, sample: str, monkeypatch: pytest.MonkeyPatch, change: Any) -> dict[str, str]:
+    """Result -> message of what fails once the op is broken."""
+    spec = all_specs()[op.removesuffix("_fwd").removesuffix("_bwd")]
+    [found] = [s for s in spec.samples if s.name == sample]
+    oracle = Oracle(spec, found, torch.float32)
+    device = torch.device("cpu")
+    assert all(row.status == "ok" for row in check_sample(oracle, "reference", device))
+    _break(monkeypatch, op, change)
+    rows = check_sample(oracle, "reference", device)
+    return {row.result: row.message for row in rows if row.status != "ok"}
+
+
+def test_engine_sees_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(args: Any, results: Any, launch: Any) -> None:
+        launch(args, results)
+        results[0][1, 1, 5] *= 1 + 1e-4
+
+    failures = _failures("attention_fwd", "gqa", monkeypatch, change)
+    assert failures.keys() == {"out"} and "slice [1, 1]" in failures["out"]
+
+
+def test_engine_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(args: Any, results: Any, launch: Any) -> None:
+        launch(args, results)
+        results[1].mul_(0.999)
+
+    assert _failures("layer_norm_bwd", "odd_width", monkeypatch, change).keys() == {"dweight"}
+
+
+def test_engine_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(args: Any, results: Any, launch: Any) -> None:
+        complete = [torch.empty_like(x) for x in results]
+        launch(args, complete)
+        results[0][:-1] = complete[0][:-1]
+        for result, value in zip(results[1:], complete[1:], strict=True):
+            result.copy_(value)
+
+    failures = _failures("rms_norm_fwd", "odd_width", monkeypatch, change)
+    assert "257 non-finite positions differ" in failures["y"]
+
+
+def test_engine_sees_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def change(args: Any, results: Any, launch: Any) -> None:
+        launch(args, results)
+        calls.append(1)
+        if len(calls) == 2:  # one unit in the last place: inside the budget
+            results[0].copy_(torch.nextafter(results[0], torch.full((), torch.inf)))
+
+    failures = _failures("layer_norm_fwd", "odd_width", monkeypatch, change)
+    assert failures == {"y": "a second run gave other bits"}
+
+
+def test_engine_reports_crashes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(args: Any, results: Any, launch: Any) -> None:
+        raise IndexError("out of range")
+
+    def refuse(args: Any, results: Any, launch: Any) -> None:
+        raise NotImplementedError("rms_norm_fwd: backend reference is tired")
+
+    for change, message in (
+        (crash, "IndexError: out of range"),
+        (refuse, "backend reference is tired"),
+    ):
+        with monkeypatch.context() as patch:
+            assert _failures("rms_norm_fwd", "odd_width", patch, change) == {"all": message}

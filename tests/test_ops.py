@@ -1,0 +1,348 @@
+"""Every op x backend x dtype x sample, every error, and derivatives by finite differences."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn.ops import _env
+from fastattn.ops._op import recording_choices
+from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
+from fastattn.testing import all_specs
+from fastattn.testing.check import Oracle, check_sample, output_gradients
+from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
+
+SPECS = all_specs()
+DEVICE = _env.default_device()
+
+
+# -- values ---------------------------------------------------------------------------------------
+def _backends() -> list[Any]:
+    """The backends that serve the device under test."""
+    return [
+        pytest.param(spec, backend, id=f"{spec.name}-{backend}")
+        for spec in SPECS.values()
+        for backend in spec.backends
+        if _env.refuses_device(backend, DEVICE) is None
+    ]
+
+
+def _samples() -> list[Any]:
+    return [
+        pytest.param(spec, backend, sample, dtype, id=f"{row.id}-{sample.name}-{short}")
+        for row in _backends()
+        for spec, backend in [row.values]
+        for sample in spec.samples
+        for dtype in sample.dtypes
+        for short in [str(dtype).removeprefix("torch.")]
+    ]
+
+
+@pytest.mark.parametrize("spec, backend, sample, dtype", _samples())
+def test_sample(spec: OpSpec, backend: str, sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(spec, sample, dtype), backend, DEVICE)
+    failures = [row for row in rows if row.status == "FAIL"]
+    assert not failures, failures
+    if rows[0].status == "refused":
+        pytest.skip(rows[0].message)
+
+
+@pytest.mark.parametrize("spec, backend", _backends())
+def test_backend_runs_most_samples(spec: OpSpec, backend: str) -> None:
+    """A refused sample is skipped above; a backend that refuses them all must not look green."""
+    refusals = []
+    for sample in spec.samples:
+        inputs = sample.inputs(DEVICE, sample.dtypes[0])
+        with torch.no_grad(), recording_choices() as choices:
+            spec.function(**inputs, backend=backend)
+        explanation = choices[0]
+        if explanation.chosen != backend:
+            refusals.append(f"{sample.name}: {explanation.refusals[backend]}")
+    if len(refusals) == len(spec.samples) and "native library" in refusals[0]:
+        pytest.skip(refusals[0])
+    assert len(refusals) < len(spec.samples) / 2, refusals
+
+
+def _each_sample() -> list[Any]:
+    return [
+        pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
+        for spec in SPECS.values()
+        for sample in spec.samples
+    ]
+
+
+def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+    gradients = torch.autograd.grad(
+        outputs, [inputs[n] for n in wanted], output_gradients(spec, sample, outputs)
+    )
+    named = dict(zip(spec.results, outputs, strict=True))
+    return named | {"d" + n: g for n, g in zip(wanted, gradients, strict=True)}
+
+
+@pytest.mark.parametrize("spec, sample", _each_sample())
+def test_reference_is_what_torch_computes(spec: OpSpec, sample: Sample) -> None:
+    """In fp64 the reference and torch's operators are two independent statements of one thing."""
+    inputs = spec.widen(sample.inputs("cpu", torch.float32))
+    theirs = spec.torch_form(inputs)
+    if theirs is None:
+        pytest.skip("torch has no such operator")
+    theirs = _results(spec, sample, inputs, theirs)
+    ours = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# -- errors ---------------------------------------------------------------------------------------
+def _each_error() -> list[Any]:
+    return [
+        pytest.param(spec, error, id=f"{spec.name}-{error.name}")
+        for spec in SPECS.values()
+        for error in spec.errors
+    ]
+
+
+@pytest.mark.parametrize("spec, error", _each_error())
+def test_error(spec: OpSpec, error: ErrorSample) -> None:
+    with pytest.raises(error.error, match=error.message):
+        spec.function(**error.make())
+
+
+def _vectors(**changes: Any) -> Inputs:
+    return {
+        "q": torch.zeros(2, 2, 3, 4),
+        "k": torch.zeros(2, 2, 3, 4),
+        "v": torch.zeros(2, 2, 3, 4),
+    } | changes
+
+
+def _weights(**changes: Any) -> Inputs:
+    inputs = {"x": torch.zeros(3, 4), "w1": torch.zeros(8, 4), "b1": None}
+    return inputs | {"w2": torch.zeros(4, 8), "b2": None} | changes
+
+
+@pytest.mark.parametrize(
+    "op, argument, inputs",
+    [
+        ("attention", "q", _vectors(q=None)),
+        ("attention", "k", _vectors(k=[1.0])),
+        ("attention", "causal", _vectors(causal=["top_left"])),
+        ("attention", "window", _vectors(window=(1.5, 2))),
+        ("attention", "window", _vectors(window=("1", 2))),
+        ("attention", "scale", _vectors(scale="large")),
+        ("attention", "dropout_p", _vectors(dropout_p="0.1")),
+        ("attention", "dropout_stream", _vectors(dropout_p=0.1, dropout_stream=1.5)),
+        ("attention", "backend", _vectors(backend=3)),
+        ("layer_norm", "eps", {"x": torch.zeros(3, 4), "eps": "small"}),
+        ("layer_norm", "weight", {"x": torch.zeros(3, 4), "weight": [1.0] * 4}),
+        ("add_layer_norm", "residual", {"x": torch.zeros(3, 4), "residual": None}),
+        ("ffn", "x", _weights(x=None)),
+        ("ffn", "w1", _weights(w1=None)),
+        ("ffn", "w2", _weights(w2=None)),
+        ("ffn", "activation", _weights(activation=["relu"])),
+        ("ffn", "residual", _weights(residual=[1.0])),
+        ("ffn", "residual", _weights(residual=torch.zeros(3, 4).int())),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_wrong_type_names_the_argument(
+    op: str, argument: str, inputs: Inputs, autocast: bool
+) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises((TypeError, ValueError), match=f"^{argument} must "),
+    ):
+        SPECS[op].function(**inputs)
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Small:
+    """Inputs in fp64 small enough for finite differences; tensors that require grad are varied."""
+
+    op: str
+    name: str
+    inputs: Inputs = field(repr=False)
+
+    def function(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """The op as a function of the varied tensors; -inf in `lse` reads 0."""
+        varied = [n for n, x in self.inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+
+        def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+            inputs = self.inputs | dict(zip(varied, tensors, strict=True))
+            outputs = SPECS[self.op].function(**inputs, backend="reference")
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            return tuple(torch.where(x.isinf(), 0, x) for x in outputs)
+
+        return function, tuple(self.inputs[n] for n in varied)
+
+
+_GENERATOR = torch.Generator().manual_seed(1)
+
+
+def _vary(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=_GENERATOR, dtype=torch.float64).requires_grad_()
+
+
+def _seed(value: int = 5) -> Inputs:
+    return {"dropout_seed": torch.tensor([value]), "dropout_stream": 3}
+
+
+def _blocking(*shape: int) -> Tensor:
+    """An additive mask that also blocks."""
+    mask = torch.randn(*shape, generator=_GENERATOR, dtype=torch.float64)
+    blocked = torch.rand(shape, generator=_GENERATOR) < 0.2
+    return mask.masked_fill(blocked, -torch.inf).requires_grad_()
+
+
+def _qkv(B: int, H: int, K: int, M: int, N: int, D: int, E: int) -> Inputs:
+    return {"q": _vary(B, H, M, D), "k": _vary(B, K, N, D), "v": _vary(B, K, N, E)}
+
+
+def _network(activation: str) -> Inputs:
+    wide = 6 if activation in GATED_ACTIVATIONS else 3
+    inputs: Inputs = {"x": _vary(3, 2), "w1": _vary(wide, 2), "b1": _vary(wide)}
+    inputs |= {"w2": _vary(2, 3), "b2": _vary(2), "residual": _vary(3, 2)}
+    dropout = {"dropout_p": 0.3, "output_dropout_p": 0.2} | _seed()
+    return inputs | {"activation": activation} | dropout
+
+
+_NORM = {"weight": _vary(5), "bias": _vary(5)}
+
+SMALL = (
+    Small("attention", "plain", _qkv(1, 1, 1, 2, 3, 2, 2)),
+    Small(
+        "attention",
+        "everything",
+        _qkv(2, 4, 2, 3, 4, 3, 2)
+        | {
+            "mask": _blocking(4, 3, 4),
+            "causal": "bottom_right",
+            "key_lengths": torch.tensor([4, 0]),
+            "dropout_p": 0.3,
+            "return_lse": True,
+        }
+        | _seed(),
+    ),
+    Small(
+        "attention",
+        "rows",
+        _qkv(2, 2, 2, 4, 4, 2, 3)
+        | {
+            "mask": _vary(2, 1, 1, 4),
+            "causal": True,
+            "window": (2, -1),
+            "key_lengths": torch.tensor([[0, 4, 2, 3], [4, 4, 1, 9]]),
+            "query_lengths": torch.tensor([4, 3]),
+            "scale": -0.7,
+            "return_lse": True,
+        },
+    ),
+    Small(
+        "attention_varlen",
+        "everything",
+        {
+            "q": _vary(2, 5, 3),  # heads first, one token behind the last sequence
+            "k": _vary(1, 7, 3),
+            "v": _vary(1, 7, 2),
+            "cu_seqlens_q": torch.tensor([0, 3, 3, 4], dtype=torch.int32),
+            "cu_seqlens_k": torch.tensor([0, 2, 4, 7], dtype=torch.int32),
+            "max_seqlen_q": 4,
+            "max_seqlen_k": 3,
+            "causal": "bottom_right",
+            "dropout_p": 0.3,
+        }
+        | _seed(),
+    ),
+    Small("layer_norm", "plain", {"x": _vary(2, 5)}),
+    Small("layer_norm", "everything", {"x": _vary(2, 2, 5), **_NORM, "eps": 0.1}),
+    Small("add_layer_norm", "plain", {"x": _vary(2, 5), "residual": _vary(2, 5)}),
+    Small(
+        "add_layer_norm",
+        "everything",
+        {"x": _vary(3, 5), "residual": _vary(3, 5), "x_bias": _vary(5), **_NORM, "eps": 0.1}
+        | {"dropout_p": 0.4, "return_sum": True}
+        | _seed(),
+    ),
+    Small("rms_norm", "plain", {"x": _vary(2, 5)}),
+    Small("rms_norm", "everything", {"x": _vary(3, 5), "weight": _vary(5), "eps": 0.1}),
+    *[Small("ffn", activation, _network(activation)) for activation in ACTIVATIONS],
+    Small(
+        "ffn",
+        "plain",
+        {"x": _vary(2, 2), "w1": _vary(3, 2), "b1": None, "w2": _vary(2, 3), "b2": None}
+        | {"activation": "gelu"},
+    ),
+)
+
+_each_small = pytest.mark.parametrize("small", SMALL, ids=lambda s: f"{s.op}-{s.name}")
+
+
+@_each_small
+def test_gradcheck(small: Small) -> None:
+    assert torch.autograd.gradcheck(*small.function())
+
+
+@_each_small
+def test_gradgradcheck(small: Small) -> None:
+    assert torch.autograd.gradgradcheck(*small.function())
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the calls of fastattn's torch ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "fastattn":
+            self.calls.append((op, args, kwargs))
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "small", [s for s in SMALL if s.name in ("everything", "swiglu")], ids=lambda s: s.op
+)
+def test_raw_ops_are_differentiable(small: Small) -> None:
+    """torch.ops.fastattn.*_fwd, and *_bwd fed by it, called without the public function."""
+    function, varied = small.function()
+    with _Recorder() as recorder:
+        outputs = function(*varied)
+        torch.autograd.grad(outputs, varied, [torch.ones_like(x) for x in outputs])
+    (fwd, fwd_args, options), (bwd, bwd_args, _) = recorder.calls
+    assert fwd.name() == f"fastattn::{small.op}_fwd" and bwd.name() == f"fastattn::{small.op}_bwd"
+    fwd_values = dict(zip([a.name for a in fwd._schema.arguments], fwd_args, strict=False))
+    bwd_values = dict(zip([a.name for a in bwd._schema.arguments], bwd_args, strict=False))
+    results = [r.name for r in fwd._schema.returns]
+    moving = [
+        name
+        for name, x in (fwd_values | bwd_values).items()
+        if isinstance(x, Tensor) and x.is_floating_point() and name not in results
+    ]
+
+    def call(op: Any, values: dict[str, Any], changes: dict[str, Tensor]) -> list[Tensor]:
+        return op(*(changes.get(name, x) for name, x in values.items()), **options)
+
+    def forward(*tensors: Tensor) -> list[Tensor]:
+        outputs = call(fwd, fwd_values, dict(zip(moving, tensors, strict=True)))
+        return [torch.where(x.isinf(), 0, x) for x in outputs if x.requires_grad]
+
+    def backward(*tensors: Tensor) -> list[Tensor]:
+        changes = dict(zip(moving, tensors, strict=True))
+        outputs = call(fwd, fwd_values, changes)
+        return call(bwd, bwd_values, changes | dict(zip(results, outputs, strict=True)))
+
+    tensors = [(fwd_values | bwd_values)[n].detach().requires_grad_() for n in moving]
+    assert all(x.requires_grad for x in backward(*tensors))
+    assert torch.autograd.gradcheck(forward, tensors, fast_mode=True)
+    assert torch.autograd.gradcheck(backward, tensors, fast_mode=True)

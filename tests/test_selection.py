@@ -1,0 +1,527 @@
+"""Which backend a call takes: order of preference, explicit choices, the environment, explanations.
+
+Most tests define an op of their own, `fastattn::probe<n>`, whose backends are modules written into
+a temporary package.
+"""
+
+import itertools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _env, _op, backend_table
+from fastattn.ops._op import Backend, Op
+from fastattn.testing import all_specs, poisoned_results
+
+_numbers = itertools.count()
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(_op, "_warned", set())
+
+
+MakeOp = Callable[..., Op]
+
+
+@pytest.fixture
+def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]:
+    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU."""
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
+    monkeypatch.syspath_prepend(tmp_path)
+    defined = []
+
+    def make(rows: list[Backend], **sources: str) -> Op:
+        name = f"probe{next(_numbers)}"
+        folder = tmp_path / f"{name}_package"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        for backend, source in sources.items():
+            (folder / f"{backend}.py").write_text(source.replace("PROBE", name))
+        op = Op(
+            name,
+            "Tensor x, float factor",
+            "Tensor y, Tensor z",
+            lambda x, factor: (torch.empty_like(x), torch.empty_like(x)),
+            folder.name,
+            rows,
+        )
+        defined.append(op)
+        return op
+
+    yield make
+    for op in defined:
+        _op.OPS.pop(op.name)
+        for module in [m for m in sys.modules if m.startswith(op.package)]:
+            del sys.modules[module]
+
+
+def _writes(value: float) -> str:
+    """A backend that takes everything and says who it is: y = value."""
+    return f"def PROBE(x, factor, y, z):\n    y.fill_({value})\n    z.fill_(-{value})\n"
+
+
+def _refuses(why: str) -> str:
+    return (
+        "def PROBE(x, factor, y, z):\n    raise AssertionError('launched after refusing')\n"
+        f"def PROBE_unsupported(x, factor):\n    return {why!r}\n"
+    )
+
+
+_REFERENCE = "def PROBE(x, factor):\n    return x * factor, -x * factor\n"
+
+
+def _run(op: Op, backend: str | None = None, x: Tensor | None = None) -> Tensor:
+    y, z = op.call(torch.ones(3) if x is None else x, 4.0, backend=backend)
+    assert torch.equal(z.nan_to_num(), -y.nan_to_num())
+    return y
+
+
+def _value(op: Op, backend: str | None = None) -> float:
+    return _run(op, backend)[0].item()
+
+
+# -- order of preference --------------------------------------------------------------------------
+def test_first_without_objection(make_op: MakeOp) -> None:
+    rows = [Backend("sm90"), Backend("triton"), Backend("cpu"), Backend("reference")]
+    op = make_op(
+        rows, sm90=_refuses("is full"), triton=_writes(1), cpu=_writes(2), reference=_REFERENCE
+    )
+    assert _value(op) == 1
+    assert op.select((torch.ones(3), 4.0), None) == "triton"
+
+
+def test_order_is_the_rows_order(make_op: MakeOp) -> None:
+    op = make_op([Backend("cpu"), Backend("triton")], triton=_writes(1), cpu=_writes(2))
+    assert _value(op) == 2
+
+
+def test_refusal_depends_on_the_call(make_op: MakeOp) -> None:
+    source = _writes(1) + (
+        "def PROBE_unsupported(x, factor):\n"
+        "    return None if x.shape[0] == 3 else f'is built for 3, got {x.shape[0]}'\n"
+    )
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=source, reference=_REFERENCE)
+    assert _value(op) == 1
+    assert _run(op, x=torch.ones(5)).tolist() == [4.0] * 5
+
+
+def test_later_backends_are_not_imported(make_op: MakeOp) -> None:
+    op = make_op([Backend("cpu"), Backend("triton")], cpu=_writes(2), triton="raise ImportError\n")
+    assert _value(op) == 2
+
+
+def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
+    rows = [Backend("sm90", automatic=False), Backend("reference")]
+    op = make_op(rows, sm90=_writes(1), reference=_REFERENCE)
+    assert _value(op) == 4
+    assert _value(op, "sm90") == 1
+    explanation = op.explain((torch.ones(3), 4.0), None)
+    assert explanation.chosen == "reference"
+    assert "only when asked for" in explanation.refusals["sm90"]
+    assert op.explain((torch.ones(3), 4.0), "sm90").chosen == "sm90"
+
+
+def test_nobody_can(make_op: MakeOp) -> None:
+    rows = [Backend("triton"), Backend("cpu")]
+    op = make_op(rows, triton=_refuses("is tired"), cpu=_refuses("is busy"))
+    with pytest.raises(NotImplementedError) as failure:
+        _run(op)
+    for reason in ("backend triton is tired", "backend cpu is busy", op.name):
+        assert reason in str(failure.value)
+    explanation = op.explain((torch.ones(3), 4.0), None)
+    assert explanation.chosen is None
+    assert explanation.refusals == {"triton": "is tired", "cpu": "is busy"}
+
+
+def test_op_missing_from_a_module(make_op: MakeOp) -> None:
+    rows = [Backend("cpu"), Backend("reference")]
+    op = make_op(rows, cpu="def something_else():\n    pass\n", reference=_REFERENCE)
+    assert _value(op) == 4
+    assert op.explain((torch.ones(3), 4.0), None).refusals == {
+        "cpu": f"does not implement {op.name}"
+    }
+    with pytest.raises(NotImplementedError, match=f"backend cpu does not implement {op.name}"):
+        _run(op, "cpu")
+
+
+# -- launching ------------------------------------------------------------------------------------
+def test_launcher_gets_arguments_results_workspace(make_op: MakeOp) -> None:
+    source = """
+import torch
+seen = []
+
+def PROBE(x, factor, y, z, counters, scratch):
+    seen.append((x, factor, y, counters.clone(), scratch))
+    y.copy_(x * factor)
+    z.copy_(-y)
+
+def PROBE_workspace(x, factor):
+    return [((x.shape[0], 500), torch.int32, True), ((7,), torch.float64, False)]
+"""
+    op = make_op([Backend("cpu")], cpu=source)
+    # Memory that the allocator hands out again: zeroed must mean zeroed.
+    used = [torch.full((3, 500), 9, dtype=torch.int32) for _ in range(8)]
+    del used
+    x = torch.ones(3)
+    y = _run(op, x=x)
+    [(seen_x, factor, seen_y, counters, scratch)] = op._module("cpu").seen
+    assert y.tolist() == [4.0] * 3 and factor == 4.0
+    assert seen_x.data_ptr() == x.data_ptr() and seen_y.data_ptr() == y.data_ptr()
+    assert counters.shape == (3, 500) and counters.dtype == torch.int32
+    assert not counters.any()
+    assert scratch.shape == (7,) and scratch.dtype == torch.float64
+
+
+def test_reference_returns_its_results(make_op: MakeOp) -> None:
+    op = make_op([Backend("reference")], reference=_REFERENCE)
+    assert _value(op) == 4
+
+
+def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
+    rows = [Backend("cpu"), Backend("reference")]
+    op = make_op(
+        rows, cpu="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=_REFERENCE
+    )
+    with poisoned_results():
+        assert _run(op).isnan().tolist() == [False, False, True]
+        assert not _run(op, "reference").isnan().any()
+    with pytest.raises(AssertionError), poisoned_results():
+        torch.testing.assert_close(_run(op), torch.full((3,), 4.0))
+
+
+def test_poisoned_results_end(make_op: MakeOp) -> None:
+    op = make_op([Backend("cpu")], cpu="def PROBE(x, factor, y, z):\n    pass\n")
+    op.outputs = lambda x, factor: (torch.zeros(3), torch.zeros(3))
+    with poisoned_results():
+        assert _run(op).isnan().all()
+    with pytest.raises(RuntimeError), poisoned_results():
+        raise RuntimeError
+    assert _run(op).tolist() == [0.0] * 3
+
+
+# -- explicit choices -----------------------------------------------------------------------------
+def test_explicit_choice_never_falls_back(make_op: MakeOp) -> None:
+    rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
+    op = make_op(rows, triton=_refuses("is out"), cpu=_writes(2), reference=_REFERENCE)
+    assert _value(op, "reference") == 4
+    with pytest.raises(NotImplementedError, match=f"{op.name}: backend triton is out"):
+        _run(op, "triton")
+    with pytest.raises(ValueError, match=r"backend must be one of triton, cpu, reference.*'sm90'"):
+        _run(op, "sm90")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        _run(op, "")
+
+
+def test_explicit_choice_holds_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op call, backward included, asks for the backend that the public call named."""
+    asked = []
+    select = Op.select
+
+    def recording(self: Op, args: Any, backend: str | None) -> str:
+        asked.append((self.name, backend))
+        return select(self, args, backend)
+
+    monkeypatch.setattr(Op, "select", recording)
+    x = torch.randn(3, 4, requires_grad=True)
+    y = fastattn.layer_norm(x, backend="reference")
+    [gradient] = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    names = {name for name, _ in asked}
+    assert names == {"layer_norm_fwd", "layer_norm_bwd"}
+    assert {backend for _, backend in asked} == {"reference"}
+
+
+# -- the environment ------------------------------------------------------------------------------
+def _request(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, value)
+
+
+@pytest.fixture
+def probe(make_op: MakeOp) -> Op:
+    rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
+    return make_op(rows, triton=_writes(1), cpu=_writes(2), reference=_REFERENCE)
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("", 1),
+        ("cpu", 2),
+        ("reference", 4),
+        ("PROBE=cpu", 2),
+        ("attention=reference", 1),
+        ("attention=reference,PROBE=cpu", 2),
+        ("reference,PROBE=cpu", 2),
+        ("PROBE=cpu,reference", 2),
+        (" PROBE = cpu , attention = reference ", 2),
+    ],
+)
+def test_environment(
+    probe: Op, monkeypatch: pytest.MonkeyPatch, value: str, expected: float
+) -> None:
+    _request(monkeypatch, value.replace("PROBE", probe.name))
+    assert _value(probe) == expected
+    assert _value(probe, "triton") == 1, "an argument is nearer than the environment"
+
+
+def test_environment_is_read_at_every_call(probe: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _value(probe) == 1
+    _request(monkeypatch, "cpu")
+    assert _value(probe) == 2
+    monkeypatch.delenv(_env.BACKEND_VARIABLE)
+    assert _value(probe) == 1
+
+
+def test_environment_serves_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair names the public function: attention=... means attention_fwd and attention_bwd."""
+    _request(monkeypatch, "attention=sm90,layer_norm=reference")
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: f"{backend} is away")
+    x = torch.ones(2, 3)
+    for name in ("attention_fwd", "attention_bwd"):
+        op = _op.OPS[name]
+        arguments = [x] * len(op.arguments)
+        with pytest.raises((NotImplementedError, ValueError), match="sm90"):
+            op.select(arguments, None)
+
+
+@pytest.mark.parametrize(
+    "value", ["nonsense", "attention=nonsense", "cpu,", "attention=", "=", "cpu;triton", "CPU"]
+)
+def test_nonsense_in_the_environment(
+    probe: Op, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    _request(monkeypatch, value)
+    with pytest.raises(ValueError, match=_env.BACKEND_VARIABLE) as failure:
+        _run(probe)
+    assert value in str(failure.value)
+
+
+def test_misspelt_op_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice that would never apply is an error, not a silent fall-back."""
+    _request(monkeypatch, "atention=reference")
+    with pytest.raises(ValueError, match=_env.BACKEND_VARIABLE) as failure:
+        fastattn.layer_norm(torch.ones(2, 3))
+    assert "atention" in str(failure.value) and "attention" in str(failure.value)
+
+
+def test_environment_asks_for_a_backend_the_op_lacks(
+    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not fall back, and the message says where the request came from."""
+    op = make_op([Backend("reference")], reference=_REFERENCE)
+    _request(monkeypatch, "triton")
+    with pytest.raises((ValueError, NotImplementedError), match="triton") as failure:
+        _run(op)
+    assert _env.BACKEND_VARIABLE in str(failure.value)
+
+
+def test_environment_that_refuses_does_not_fall_back(
+    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [Backend("cpu"), Backend("reference")]
+    op = make_op(rows, cpu=_refuses("is closed"), reference=_REFERENCE)
+    _request(monkeypatch, "cpu")
+    with pytest.raises(NotImplementedError, match="backend cpu is closed"):
+        _run(op)
+
+
+# -- explanations ---------------------------------------------------------------------------------
+def _calls(op: str) -> dict[str, Any]:
+    x = torch.ones(2, 3)
+    if op == "attention":
+        q = torch.ones(1, 2, 3, 4)
+        return {"q": q, "k": q, "v": q}
+    if op == "attention_varlen":
+        q, offsets = torch.ones(3, 2, 4), torch.tensor([0, 1, 3], dtype=torch.int32)
+        inputs = {"q": q, "k": q, "v": q, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        return inputs | {"max_seqlen_q": 2, "max_seqlen_k": 2}
+    if op == "ffn":
+        return {"x": x, "w1": torch.ones(5, 3), "b1": None, "w2": torch.ones(3, 5), "b2": None}
+    return {"x": x, "residual": x} if op == "add_layer_norm" else {"x": x}
+
+
+OPS = tuple(all_specs())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain(op: str) -> None:
+    """What comes before the choice was refused; what comes after may not have been asked."""
+    explanation = fastattn.explain(op, **_calls(op))
+    backends = list(_op.OPS[f"{op}_fwd"].backends)
+    assert explanation.op == f"{op}_fwd"
+    assert explanation.chosen in backends and explanation.chosen not in explanation.refusals
+    before = backends[: backends.index(explanation.chosen)]
+    assert set(before) <= set(explanation.refusals) <= set(backends)
+    lines = str(explanation).splitlines()
+    assert lines[0] == f"{op}_fwd: {explanation.chosen}"
+    assert len(lines) == 1 + len(explanation.refusals)
+    asked = fastattn.explain(op, **_calls(op), backend="reference")
+    assert asked.chosen == "reference"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_runs_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(self: Op, backend: str) -> Any:
+        raise AssertionError(f"{self.name} launched {backend}")
+
+    monkeypatch.setattr(Op, "_launcher", launched)
+    with pytest.raises(AssertionError, match="launched"):
+        getattr(fastattn, op)(**_calls(op))
+    state = torch.get_rng_state()
+    dropout = {} if op in ("layer_norm", "rms_norm") else {"dropout_p": 0.5}
+    assert fastattn.explain(op, **_calls(op), **dropout).chosen is not None
+    assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
+
+
+def test_explain_leaves_gradients_alone() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    fastattn.explain("layer_norm", x)
+    y = fastattn.layer_norm(x)
+    assert y.requires_grad and not y.isnan().any()
+
+
+def test_explanations_belong_to_their_thread() -> None:
+    x = torch.randn(2, 3)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(fastattn.layer_norm(x)))
+    with _op.recording_choices() as explanations:
+        thread.start()
+        thread.join()
+        assert not explanations
+        fastattn.layer_norm(x)
+        assert [explanation.op for explanation in explanations] == ["layer_norm_fwd"]
+    assert torch.equal(results[0], fastattn.layer_norm(x))
+
+
+def test_explain_refuses_what_a_call_refuses() -> None:
+    with pytest.raises(ValueError, match=r"op must be one of attention, .*'conv'"):
+        fastattn.explain("conv")
+    with pytest.raises(ValueError, match="weight must be"):
+        fastattn.explain("layer_norm", torch.ones(2, 3), torch.ones(4))
+    fastattn.layer_norm(torch.ones(2, 3))
+
+
+def test_explain_reports_a_refused_choice(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Backend("cpu"), Backend("reference")]
+    op = make_op(rows, cpu=_refuses("is closed"), reference=_REFERENCE)
+    for backend, variable in (("cpu", ""), (None, "cpu")):
+        _request(monkeypatch, variable)
+        explanation = op.explain((torch.ones(3), 4.0), backend)
+        assert explanation.chosen is None
+        assert explanation.refusals == {"cpu": "is closed"}
+        assert str(explanation) == f"{op.name}: no backend can run this\n  backend cpu is closed"
+
+
+# -- the table ------------------------------------------------------------------------------------
+def test_backend_table() -> None:
+    table = backend_table(torch.device("cpu"))
+    assert {row.op for row in table} == set(OPS)
+    rows = {(row.op, row.backend): row for row in table}
+    assert len(rows) == len(table)
+    for op in OPS:
+        assert rows[op, "reference"].available and rows[op, "reference"].automatic
+        assert [row.backend for row in table if row.op == op] == list(_op.OPS[f"{op}_fwd"].backends)
+    for row in table:
+        assert row.available == (row.reason == "")
+
+
+def test_backend_table_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _env, "refuses_device", lambda name, device: None if name == "reference" else "is away"
+    )
+    for row in backend_table(torch.device("cpu")):
+        assert row.reason == ("" if row.backend == "reference" else "is away")
+
+
+def test_backend_table_asks_the_module(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def unavailable():\n    return 'needs a library'\n"
+    op = make_op([Backend("cpu", automatic=False)], cpu=source)
+    monkeypatch.setitem(_op.OPS, "whole_fwd", op)
+    op.name += "_fwd"
+    row = backend_table(torch.device("cpu"))[-1]
+    op.name = op.name.removesuffix("_fwd")
+    assert (row.op, row.backend, row.available) == (op.name, "cpu", False)
+    assert (row.reason, row.automatic) == ("needs a library", False)
+
+
+@pytest.mark.parametrize(
+    "backend, device, reason",
+    [
+        ("reference", "cpu", None),
+        ("reference", "cuda", None),
+        ("cpu", "cpu", None),
+        ("cpu", "cuda", "runs on cpu tensors, got cuda"),
+        ("triton", "cpu", "runs on cuda tensors, got cpu"),
+        ("sm90", "cpu", "runs on cuda tensors, got cpu"),
+        ("triton", "cuda", None),
+        ("sm90", "cuda", "is built for Hopper (compute capability 9.0), got 8.0"),
+    ],
+)
+def test_devices(
+    backend: str, device: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(_env, "has_triton", lambda: True)
+    monkeypatch.setattr(_env, "capability", lambda index: (8, 0))
+    assert _env.refuses_device(backend, torch.device(device)) == reason
+
+
+def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(_env, "has_triton", lambda: True)
+    assert _env.refuses_device("triton", torch.device("cpu")) is None
+    monkeypatch.setattr(_env, "has_triton", lambda: False)
+    for device in ("cpu", "cuda"):
+        reason = _env.refuses_device("triton", torch.device(device))
+        assert reason == "needs the triton package, which is not installed"
+
+
+# -- remarks on a GPU -----------------------------------------------------------------------------
+def _on_cuda() -> tuple[Any, float]:
+    """Selection asks nothing but the device of a tensor."""
+    return SimpleNamespace(device=CUDA), 4.0
+
+
+def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [Backend("sm90"), Backend("triton"), Backend("reference")]
+    op = make_op(rows, sm90=_refuses("is cold"), triton=_refuses("is warm"), reference=_REFERENCE)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        for _ in range(3):
+            assert op.select(_on_cuda(), None) == "reference"
+    [record] = caplog.records
+    for part in (op.name, "slow reference", "backend sm90 is cold", "backend triton is warm"):
+        assert part in record.getMessage()
+
+
+def test_no_warning_where_the_reference_is_expected(
+    make_op: MakeOp, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=_refuses("no"), reference=_REFERENCE)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        _run(op)
+        op.select(_on_cuda(), "reference")
+    assert not caplog.records
+
+
+def test_unverified_architecture_warns_once(
+    make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = make_op([Backend("triton", verified=("sm_90",))], triton=_writes(1))
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
+            monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
+            assert op.select(_on_cuda(), None) == "triton"
+            assert len(caplog.records) == warnings
+    assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

@@ -1,0 +1,185 @@
+"""Checkpoints of a training run: safetensors and JSON, complete or absent.
+
+A run folder holds `model.json`, `training.json`, `tokenizer.json`, `metrics.jsonl`, `best.json`
+and `checkpoints/step-00000400/`, each of which has
+
+    model.safetensors   the parameters, as `state_dict` names them
+    state.safetensors   AdamW's moments and the random number generators
+    state.json          the update count, the position in the data, the best validation
+
+A checkpoint is written under another name and renamed when complete; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .data import Position
+
+CHECKPOINTS = "checkpoints"
+BEST = "best.json"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the lowest validation loss so far."""
+
+    step: int
+    valid_loss: float
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What training needs besides the model and the optimizer to continue."""
+
+    step: int = 0  # updates done
+    position: Position = field(default_factory=Position)  # the next batch
+    tokens: int = 0  # real tokens seen
+    best: Best | None = None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file that is either the old one or the new one, whatever happens."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp's file is private; a run folder is as readable as its owner's other files.
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def save_checkpoint(
+    run: Path,
+    state: TrainingState,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Path:
+    """Write the checkpoint of `state.step` and return its folder."""
+    from safetensors.torch import save_file
+
+    folder = checkpoint_folder(run, state.step)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        # mkdtemp's private mode would stay with the renamed folder.
+        scratch.chmod(0o777 & ~_umask())
+        save_file(_plain(model.state_dict()), scratch / "model.safetensors")
+        save_file(_plain(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
+        (scratch / "state.json").write_text(json.dumps(asdict(state)))
+        if folder.exists():
+            shutil.rmtree(folder)
+        scratch.replace(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return folder
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> TrainingState:
+    """Restore the model, the optimizer and the random number generators."""
+    from safetensors.torch import load_file
+
+    load_parameters(folder, model)
+    tensors = load_file(folder / "state.safetensors")
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind == "optimizer":
+            index, _, key = rest.partition(".")
+            moments.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict(
+        {"state": moments, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    torch.set_rng_state(tensors["rng.cpu"])
+    if device.type == "cuda" and "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    values = json.loads((folder / "state.json").read_text())
+    return TrainingState(
+        step=values["step"],
+        position=Position(*values["position"]),
+        tokens=values["tokens"],
+        best=None if values["best"] is None else Best(**values["best"]),
+    )
+
+
+def load_parameters(folder: Path, model: nn.Module) -> None:
+    """Load the parameters of a checkpoint into `model`."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    for index, values in state.items():
+        for key, value in values.items():
+            tensors[f"optimizer.{index}.{key}"] = value
+    return tensors
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+# Which checkpoints there are
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:08d}"
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps of the complete checkpoints of a run, in order."""
+    folder = run / CHECKPOINTS
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def prune_checkpoints(run: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one, and what crashes left."""
+    for unfinished in (run / CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(unfinished)
+    best = read_best(run)
+    for step in checkpoint_steps(run)[:-keep]:
+        if best is None or step != best.step:
+            shutil.rmtree(checkpoint_folder(run, step))
+
+
+def read_best(run: Path) -> Best | None:
+    path = run / BEST
+    if not path.exists():
+        return None
+    return Best(**json.loads(path.read_text()))
+
+
+def write_best(run: Path, best: Best) -> None:
+    write_atomically(run / BEST, json.dumps(asdict(best)))

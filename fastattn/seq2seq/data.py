@@ -1,0 +1,304 @@
+"""From sentence pairs to batches: reading, splitting, subwords, batches of similar length.
+
+A pair file is tab-separated text, one pair a line, as Tatoeba's `fra.txt`: source, target, and
+any further columns, which are ignored. The split depends only on the sentences and the seed, and
+no source sentence (letter case and punctuation aside) stands in two parts. Subwords are byte-level
+BPE of both languages together, trained on the training part alone. Batches hold about the same
+number of tokens each, and their order is a pure function of seed and epoch, so that training can
+continue from any position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import tokenizers
+
+PAD, BEGIN, END = 0, 1, 2
+SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>")
+BYTES = 256
+MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
+
+
+class Pair(NamedTuple):
+    source: str
+    target: str
+
+
+class Example(NamedTuple):
+    """A pair as token ids; END closes both sides, BEGIN is added when batches are made."""
+
+    source: list[int]
+    target: list[int]
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """The pairs of a file and, for each line that holds none, a sentence that says why."""
+
+    pairs: list[Pair]
+    problems: list[str]
+
+
+def read_pairs(path: Path | str) -> PairFile:
+    """Read tab-separated sentence pairs; a line without two non-empty columns is a problem."""
+    path = Path(path)
+    pairs, problems = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            columns = [tidy(column) for column in line.decode("utf-8-sig").split("\t")]
+        except UnicodeDecodeError as error:
+            problems.append(f"{path}:{number}: must be UTF-8, got byte {line[error.start]:#04x}")
+            continue
+        if len(columns) < 2:
+            problems.append(f"{path}:{number}: wants source<TAB>target, got {_shorten(columns[0])}")
+        elif not columns[0] or not columns[1]:
+            side = "target" if columns[0] else "source"
+            problems.append(f"{path}:{number}: wants source<TAB>target, got an empty {side}")
+        else:
+            pairs.append(Pair(columns[0], columns[1]))
+    return PairFile(pairs, problems)
+
+
+def tidy(text: str) -> str:
+    """Return `text` in Unicode's composed form with every run of white space as one space."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def _shorten(text: str, width: int = 40) -> str:
+    return repr(text if len(text) <= width else text[: width - 3] + "...")
+
+
+# Splitting
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: list[Pair]
+    valid: list[Pair]
+    test: list[Pair]
+
+
+def split_pairs(pairs: Iterable[Pair], *, held_out: int, seed: int = 0) -> Splits:
+    """Split into training, validation and test pairs, the last two of `held_out` sentences each.
+
+    Sources that differ only in case, punctuation or spaces count as one sentence and stay
+    together. A held-out sentence keeps its first translation, a training sentence all different
+    ones. Which part a sentence falls into is decided by its hash with the seed, so adding
+    pairs to a file moves few of the old ones.
+    """
+    groups: dict[str, dict[Pair, None]] = {}
+    for pair in pairs:
+        groups.setdefault(sentence_key(pair.source), {})[pair] = None
+    if len(groups) < 3 * held_out:
+        raise ValueError(
+            f"holding out 2 x {held_out} sentences needs at least {3 * held_out} different source "
+            f"sentences, got {len(groups)}"
+        )
+    keys = sorted(groups, key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
+    test, valid = keys[:held_out], keys[held_out : 2 * held_out]
+    return Splits(
+        train=[pair for key in keys[2 * held_out :] for pair in groups[key]],
+        valid=[next(iter(groups[key])) for key in valid],
+        test=[next(iter(groups[key])) for key in test],
+    )
+
+
+def sentence_key(text: str) -> str:
+    """Return what two sentences share when they differ only in case, punctuation or spaces."""
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    return " ".join(words) or text
+
+
+# Subwords
+
+
+class SubwordTokenizer:
+    """Byte-level BPE of both languages, so that no text is out of vocabulary."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        # "<end>" in a sentence is text, never a special token.
+        self._backend.encode_special_tokens = True
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocabulary: int) -> SubwordTokenizer:
+        """Learn at most `vocabulary` subwords, special tokens and single bytes included."""
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+        if vocabulary < MINIMUM_VOCABULARY:
+            raise ValueError(
+                f"vocabulary must be at least {MINIMUM_VOCABULARY} (the bytes and the special "
+                f"tokens), got {vocabulary}"
+            )
+        backend = Tokenizer(models.BPE())
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer=trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: Path | str) -> SubwordTokenizer:
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(path)))
+
+    def to_json(self) -> str:
+        return self._backend.to_str()
+
+    @property
+    def vocabulary(self) -> int:
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, without BEGIN or END."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._backend.encode_batch([tidy(t) for t in texts], add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids; special tokens leave no trace."""
+        return self._backend.decode(list(ids), skip_special_tokens=True).strip()
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the readable form of each token, a leading space shown as `▁`."""
+        return [SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else self._readable(i) for i in ids]
+
+    def _readable(self, token: int) -> str:
+        text = self._backend.decode([token], skip_special_tokens=False)
+        return "▁" + text[1:] if text.startswith(" ") else text
+
+
+def encode_pairs(
+    pairs: Sequence[Pair], tokenizer: SubwordTokenizer, *, max_length: int | None = None
+) -> list[Example]:
+    """Encode pairs, END included; pairs with a side longer than `max_length` are left out."""
+    sources = tokenizer.encode_all([pair.source for pair in pairs])
+    targets = tokenizer.encode_all([pair.target for pair in pairs])
+    examples = [
+        Example([*source, END], [*target, END])
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    if max_length is None:
+        return examples
+    return [e for e in examples if max(len(e.source), len(e.target)) <= max_length]
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded token ids. The decoder reads `target_in` (BEGIN first), is scored on `target_out`."""
+
+    source: Tensor  # [B, S] int64
+    source_padding: Tensor  # [B, S] bool, True = padding, as torch.nn's key_padding_mask
+    target_in: Tensor  # [B, T] int64
+    target_out: Tensor  # [B, T] int64
+    tokens: int  # real tokens of source and target_out
+
+    def to(self, device: torch.device | str) -> Batch:
+        if torch.device(device).type == "cpu":
+            return self
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        return Batch(
+            source=move(self.source),
+            source_padding=move(self.source_padding),
+            target_in=move(self.target_in),
+            target_out=move(self.target_out),
+            tokens=self.tokens,
+        )
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    source = pad([e.source for e in examples])
+    return Batch(
+        source=source,
+        source_padding=source == PAD,
+        target_in=pad([[BEGIN, *e.target[:-1]] for e in examples]),
+        target_out=pad([e.target for e in examples]),
+        tokens=sum(len(e.source) + len(e.target) for e in examples),
+    )
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the rows as one int64 tensor, shorter rows filled up with PAD on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.long)
+
+
+def plan_batches(
+    examples: Sequence[Example], *, token_budget: int, seed: int | None = None, epoch: int = 0
+) -> list[list[int]]:
+    """Return the batches of one epoch as lists of indices into `examples`.
+
+    Neighbours in length share a batch; its padded size, source and target together, stays within
+    `token_budget` unless one example alone exceeds it. With a seed, examples of equal length and
+    the batches are shuffled, differently in each epoch; without one the order is by length.
+    """
+    order = list(range(len(examples)))
+    shuffler = None if seed is None else random.Random(f"{seed} {epoch}")
+    if shuffler is not None:
+        shuffler.shuffle(order)
+    order.sort(key=lambda i: (len(examples[i].target), len(examples[i].source)))
+    batches: list[list[int]] = []
+    source_width = target_width = 0
+    for index in order:
+        source_length, target_length = map(len, examples[index])
+        wider = (max(source_width, source_length), max(target_width, target_length))
+        if not batches or (len(batches[-1]) + 1) * sum(wider) > token_budget:
+            batches.append([])
+            wider = (source_length, target_length)
+        batches[-1].append(index)
+        source_width, target_width = wider
+    if shuffler is not None:
+        shuffler.shuffle(batches)
+    return batches
+
+
+class Position(NamedTuple):
+    """Where training stands in the data: the next batch is number `batch` of `epoch`."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+def training_batches(
+    examples: Sequence[Example], *, token_budget: int, seed: int, start: Position | None = None
+) -> Iterator[tuple[Batch, Position]]:
+    """Yield batches for ever from `start` on, each with the position of the batch after it."""
+    epoch, first = start or Position()
+    while True:
+        plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)
+        for number, indices in enumerate(plan[first:], start=first + 1):
+            following = Position(epoch, number) if number < len(plan) else Position(epoch + 1)
+            yield collate([examples[i] for i in indices]), following
+        epoch, first = epoch + 1, 0

@@ -1,0 +1,436 @@
+"""`fastattn demo`: train a translator, compare it with torch.nn.Transformer, translate new text.
+
+The same token model is trained twice from the same seed on the same batches, once with
+`fastattn.nn.Transformer` and once with `torch.nn.Transformer`. Without dropout and in fp32 the
+two loss curves must agree; held-out BLEU must beat handing the source back. The run folder
+receives the checkpoints, curves, samples, heat maps and `summary.json`.
+
+On a CPU the compared runs are the demonstration. On a GPU a larger model is compared over fewer
+updates, then trained with dropout in bf16, where the tokens per second of both are measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fastattn.nn
+from fastattn.ops import _env
+
+from .catalogues import SOURCES, load_catalogue_pairs
+from .checkpoint import read_best, write_atomically
+from .data import BEGIN, END, Pair, read_pairs
+from .generation import Translator, bleu
+from .model import ModelConfig, Seq2SeqTransformer, record_attention
+from .plots import Curve, relative_differences, save_curves, save_heat_map
+from .progress import Progress
+from .runs import (
+    PreparedText,
+    RunFiles,
+    default_held_out,
+    load_translator,
+    prepare_text,
+    require_no_run,
+    start_run,
+)
+from .training import TrainingConfig, TrainingResult, train
+
+FIRST_UPDATES = 20
+FIRST_UPDATES_LIMIT = 1e-4  # relative difference of the loss of each
+FINAL_LIMIT = 0.02  # relative difference of the last validation loss
+FINAL_UPDATES = 20  # the final training loss is the mean over these
+HEAT_MAPS = 3
+SAMPLES_SHOWN = 8
+PROBLEMS_SHOWN = 5
+TRANSFORMERS: dict[str, type[nn.Transformer]] = {
+    "fastattn.nn": fastattn.nn.Transformer,
+    "torch.nn": nn.Transformer,
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What the demo trains. `model.vocabulary` is an upper bound until subwords are learnt.
+
+    `compared_updates`: how many updates the fp32 comparison without dropout takes when it is a run
+    of its own; None where the demonstration itself is that run.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    compared_updates: int | None = None
+
+
+# Two cores, both runs and decoding in about four minutes.
+CPU_PRESET = Preset(
+    ModelConfig(
+        vocabulary=4000, width=128, heads=4, encoder_layers=2, decoder_layers=2, ffn_width=512,
+        dropout=0.0, max_length=64,
+    ),
+    TrainingConfig(
+        steps=550, batch_tokens=3000, learning_rate=3e-3, warmup_steps=60, weight_decay=0.05,
+        valid_every=50, checkpoint_every=50, keep=1, log_every=5,
+    ),
+)  # fmt: skip
+
+GPU_PRESET = Preset(
+    ModelConfig(
+        vocabulary=4000, width=512, heads=8, encoder_layers=6, decoder_layers=6, ffn_width=2048,
+        dropout=0.3, max_length=64,
+    ),
+    TrainingConfig(
+        steps=1500, batch_tokens=16384, learning_rate=7e-4, warmup_steps=200, weight_decay=0.05,
+        precision="bf16", valid_every=250, checkpoint_every=500, keep=1, log_every=50,
+    ),
+    compared_updates=100,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim of the demo: what was wanted, what came."""
+
+    name: str
+    wanted: str
+    got: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    source: str
+    reference: str
+    ours: str
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """Everything the demo found out; `summary.json` holds the same."""
+
+    out: Path
+    device: str
+    preset: Preset
+    parameters: int
+    text: dict[str, Any]
+    runs: dict[str, TrainingResult]
+    compared: dict[str, TrainingResult]
+    best_step: int
+    bleu: float
+    bleu_of_source: float
+    bleu_details: str
+    bleu_signature: str
+    checks: list[Check]
+    samples: list[Sample]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "passed": self.passed,
+            "checks": [asdict(check) for check in self.checks],
+            "device": self.device,
+            "versions": _env.versions(),
+            "threads": torch.get_num_threads(),
+            "text": self.text,
+            "model": asdict(self.preset.model),
+            "training": asdict(self.preset.training),
+            "parameters": self.parameters,
+            "bleu": self.bleu,
+            "bleu_of_source": self.bleu_of_source,
+            "bleu_details": self.bleu_details,
+            "bleu_signature": self.bleu_signature,
+            "best_step": self.best_step,
+            "runs": {name: _figures(result) for name, result in self.runs.items()},
+            "compared": None
+            if self.compared is self.runs
+            else {name: _figures(result) for name, result in self.compared.items()},
+            "samples": [asdict(sample) for sample in self.samples],
+            "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
+        }
+
+
+def run_demo(
+    out: Path,
+    *,
+    data: Path | None = None,
+    steps: int | None = None,
+    device: torch.device | None = None,
+    preset: Preset | None = None,
+    notify: Callable[[str], None] = lambda _: None,
+    show: bool = True,
+) -> DemoReport:
+    """Run the demo into the folder `out`, which must not hold a run yet, and return its report.
+
+    `data` replaces the default text by a pair file. `steps` shortens or lengthens training; with
+    fewer than the preset's, BLEU is reported but not judged. `notify` receives one line a stage.
+    """
+    started = time.perf_counter()
+    device = device or _env.default_device()
+    preset = preset or (GPU_PRESET if device.type == "cuda" else CPU_PRESET)
+    judged = steps is None or steps >= preset.training.steps
+    if steps is not None:
+        preset = _with_steps(preset, steps)
+
+    require_no_run(out)
+    pairs, text = _load_pairs(data, notify, show)
+    held_out = default_held_out(len(pairs))
+    prepared = prepare_text(
+        pairs,
+        held_out=held_out,
+        max_length=preset.model.max_length,
+        vocabulary=preset.model.vocabulary,
+        show=show,
+    )
+    model_config = replace(preset.model, vocabulary=prepared.tokenizer.vocabulary)
+    preset = replace(preset, model=model_config)
+    text |= {
+        "train": len(prepared.train),
+        "valid": len(prepared.valid),
+        "test": len(prepared.test),
+        "train_tokens": sum(len(e.source) + len(e.target) for e in prepared.train),
+    }
+    notify(
+        f"{text['train']:,} training pairs, {text['test']} held out for the test, "
+        f"{model_config.vocabulary:,} subwords"
+    )
+    start_run(
+        out,
+        RunFiles(model_config, preset.training, prepared.tokenizer, prepared.digest, held_out),
+    )
+    seconds = {"text": time.perf_counter() - started}
+
+    compared: dict[str, TrainingResult] = {}
+    if preset.compared_updates is not None:
+        stage = time.perf_counter()
+        notify(f"comparing both Transformers in fp32, {preset.compared_updates} updates each")
+        compared = _train_both(
+            replace(model_config, dropout=0.0),
+            replace(preset.training, precision="fp32"),
+            prepared, device,
+            stop_after=preset.compared_updates, description="fp32", show=show,
+        )  # fmt: skip
+        seconds["comparison"] = time.perf_counter() - stage
+    stage = time.perf_counter()
+    runs = _train_both(
+        model_config, preset.training, prepared, device,
+        run=out, description=preset.training.precision, show=show,
+    )  # fmt: skip
+    compared = compared or runs
+    seconds["training"] = time.perf_counter() - stage
+
+    stage = time.perf_counter()
+    translator = load_translator(out, device=device)
+    sources, references = zip(*prepared.test, strict=True)
+    with Progress("translating", len(sources), show=show, unit="sentences") as progress:
+        translations = translator.translate(sources, notify=progress.update)
+    score = bleu(translations, references)
+    copied = bleu(sources, references)
+    seconds["translating"] = time.perf_counter() - stage
+
+    checks = _compare(compared)
+    if judged:
+        checks.append(
+            Check(
+                "held-out BLEU beats the source text",
+                f"> {copied.score:.1f}",
+                f"{score.score:.1f}",
+                score.score > copied.score,
+            )
+        )
+    best = read_best(out)
+    samples = [Sample(*row) for row in zip(sources, references, translations, strict=True)]
+    shown = _choose_samples(samples)
+    stage = time.perf_counter()
+    _draw(out, compared, translator, shown)
+    seconds["pictures"] = time.perf_counter() - stage
+    seconds["all"] = time.perf_counter() - started
+    report = DemoReport(
+        out=out,
+        device=_env.device_name(device),
+        preset=preset,
+        parameters=sum(p.numel() for p in translator.model.parameters()),
+        text=text,
+        runs=runs,
+        compared=compared,
+        best_step=best.step if best else preset.training.steps,
+        bleu=score.score,
+        bleu_of_source=copied.score,
+        bleu_details=score.details,
+        bleu_signature=score.signature,
+        checks=checks,
+        samples=shown,
+        seconds=seconds,
+    )
+    lines = ["source\treference\ttranslation", *("\t".join(asdict(s).values()) for s in samples)]
+    write_atomically(out / "samples.tsv", "\n".join(lines) + "\n")
+    write_atomically(out / "summary.json", json.dumps(report.summary(), indent=2) + "\n")
+    return report
+
+
+def _with_steps(preset: Preset, steps: int) -> Preset:
+    """Fit a preset to another number of updates; the warm-up keeps its share."""
+    training = preset.training
+    scaled = {
+        name: max(1, round(getattr(training, name) * steps / training.steps))
+        for name in ("warmup_steps", "valid_every", "checkpoint_every")
+    }
+    compared = preset.compared_updates
+    return replace(
+        preset,
+        training=replace(training, steps=steps, **scaled),
+        compared_updates=None if compared is None else min(compared, steps),
+    )
+
+
+def _load_pairs(
+    data: Path | None, notify: Callable[[str], None], show: bool
+) -> tuple[list[Pair], dict[str, Any]]:
+    if data is None:
+        catalogue = load_catalogue_pairs(show=show)
+        pairs, left_out = catalogue.pairs, catalogue.skipped
+        origin = [f"{source.requirement} ({source.licence})" for source in SOURCES]
+        notify(f"text: English-French messages of {' and '.join(origin)}; {len(pairs):,} pairs")
+    else:
+        file = read_pairs(data)
+        pairs, left_out = file.pairs, {"malformed lines": len(file.problems)}
+        origin = [str(data)]
+        for problem in file.problems[:PROBLEMS_SHOWN]:
+            notify(f"left out: {problem}")
+        notify(f"text: {data}; {len(pairs):,} pairs, {len(file.problems)} malformed lines")
+    return pairs, {"origin": origin, "pairs": len(pairs), "left_out": left_out}
+
+
+def _train_both(
+    model_config: ModelConfig,
+    training: TrainingConfig,
+    prepared: PreparedText,
+    device: torch.device,
+    *,
+    run: Path | None = None,
+    stop_after: int | None = None,
+    description: str,
+    show: bool,
+) -> dict[str, TrainingResult]:
+    results = {}
+    initial: dict[str, torch.Tensor] = {}
+    for name, transformer_class in TRANSFORMERS.items():
+        torch.manual_seed(training.seed)
+        model = Seq2SeqTransformer(model_config, transformer_class)
+        if initial:
+            _require_equal(initial, model.state_dict())
+        else:
+            initial = {key: value.clone() for key, value in model.state_dict().items()}
+        results[name] = train(
+            model,
+            prepared.train,
+            prepared.valid,
+            training,
+            device=device,
+            run=run if name == "fastattn.nn" else None,
+            stop_after=stop_after,
+            description=f"{name} {description}",
+            show=show,
+        )
+        del model
+    return results
+
+
+def _require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    if ours.keys() != theirs.keys() or not all(torch.equal(ours[k], theirs[k]) for k in ours):
+        raise RuntimeError(
+            "both Transformers must start from equal parameters, but their state_dicts differ"
+        )
+
+
+def _compare(compared: dict[str, TrainingResult]) -> list[Check]:
+    ours, theirs = (compared[name] for name in TRANSFORMERS)
+    first = max(relative_differences(ours.losses[:FIRST_UPDATES], theirs.losses[:FIRST_UPDATES]))
+    checks = [
+        Check(
+            f"losses of the first {min(FIRST_UPDATES, len(ours.losses))} updates equal torch's",
+            f"<= {FIRST_UPDATES_LIMIT:.0e} apart",
+            f"{first:.1e}",
+            first <= FIRST_UPDATES_LIMIT,
+        )
+    ]
+    finals = [("training", _final_loss(ours), _final_loss(theirs))]
+    if ours.validations and theirs.validations:
+        finals.append(("validation", ours.validations[-1][1], theirs.validations[-1][1]))
+    for kind, mine, other in finals:
+        apart = abs(mine - other) / other
+        checks.append(
+            Check(
+                f"final {kind} loss equals torch's",
+                f"<= {FINAL_LIMIT:.0%} apart",
+                f"{mine:.4f} against {other:.4f}: {apart:.2%}",
+                apart <= FINAL_LIMIT,
+            )
+        )
+    return checks
+
+
+def _final_loss(result: TrainingResult) -> float:
+    last = result.losses[-FINAL_UPDATES:]
+    return sum(last) / len(last)
+
+
+def _choose_samples(samples: Sequence[Sample]) -> list[Sample]:
+    """Choose a few sentences of four to ten words by a fixed draw that looks at no translation."""
+    fitting = [s for s in samples if 4 <= len(s.source.split()) <= 10] or list(samples)
+    return random.Random(0).sample(fitting, min(SAMPLES_SHOWN, len(fitting)))
+
+
+def _draw(
+    out: Path,
+    compared: dict[str, TrainingResult],
+    translator: Translator,
+    samples: Sequence[Sample],
+) -> None:
+    save_curves(
+        out / "curves.png",
+        {name: Curve(r.losses, r.validations) for name, r in compared.items()},
+        difference_limit=FIRST_UPDATES_LIMIT,
+    )
+    for number, sample in enumerate(samples[:HEAT_MAPS], start=1):
+        draw_attention(out / f"attention-{number}.png", translator, sample.source, sample.ours)
+
+
+def draw_attention(path: Path, translator: Translator, source: str, target: str) -> None:
+    """Save the cross-attention of every layer while the model reads `target` as its own output."""
+    model, tokenizer = translator.model, translator.tokenizer
+    device = model.embedding.weight.device
+    source_ids = [*tokenizer.encode(source), END]
+    target_ids = [*tokenizer.encode(target), END][: model.config.max_length]
+    tokens = torch.tensor([source_ids], device=device)
+    shifted = torch.tensor([[BEGIN, *target_ids[:-1]]], device=device)
+    with torch.no_grad(), record_attention(model) as weights:
+        model(tokens, shifted, torch.zeros_like(tokens, dtype=torch.bool))
+    layers = [
+        weights[f"decoder.layers.{index}.multihead_attn"][0].float()  # [H, M, N]
+        for index in range(model.config.decoder_layers)
+    ]
+    save_heat_map(path, layers, tokenizer.tokens(source_ids), tokenizer.tokens(target_ids))
+
+
+def _figures(result: TrainingResult) -> dict[str, Any]:
+    return {
+        "updates": len(result.losses),
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 2),
+        "tokens_per_second": round(result.tokens_per_second),
+        "final_training_loss": _final_loss(result),
+        "validations": result.validations,
+        "losses": result.losses,
+    }

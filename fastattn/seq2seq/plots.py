@@ -1,0 +1,98 @@
+"""Pictures of a run: loss curves, and heat maps of which source token each target token reads.
+
+Figures are made without pyplot, so nothing depends on a display or changes a global backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+SMOOTHING_UPDATES = 20
+COLOURS = ("#0b6e99", "#d9730d")
+
+
+@dataclass(frozen=True)
+class Curve:
+    losses: Sequence[float]  # of update 1, 2, ...
+    validations: Sequence[tuple[int, float]]  # (update, loss)
+
+
+def save_curves(
+    path: Path, curves: Mapping[str, Curve], *, difference_limit: float | None = None
+) -> None:
+    """Draw the curves in one panel and, given two, their relative difference in a second one."""
+    from matplotlib.figure import Figure
+
+    panels = 2 if len(curves) == 2 else 1
+    figure = Figure(figsize=(5.5 * panels, 4.0), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for (name, curve), colour, width in zip(curves.items(), COLOURS, (4.0, 1.5), strict=False):
+        steps = range(1, len(curve.losses) + 1)
+        # The first line is wide and pale, the second thin, so that equal curves both show.
+        axes[0].plot(
+            steps, moving_average(curve.losses, SMOOTHING_UPDATES), color=colour, linewidth=width,
+            alpha=0.5 if width > 2 else 1.0, label=f"{name}, training",
+        )  # fmt: skip
+        if curve.validations:
+            axes[0].plot(
+                *zip(*curve.validations, strict=True), color=colour, marker="o", linestyle=":",
+                markersize=2 * width, alpha=0.5 if width > 2 else 1.0, label=f"{name}, validation",
+            )  # fmt: skip
+    axes[0].set(xlabel="update", ylabel="loss (nats a token)")
+    axes[0].legend(frameon=False)
+    if panels == 2:
+        (_, first), (_, second) = curves.items()
+        differences = relative_differences(first.losses, second.losses)
+        # A difference of exactly 0 has no place on a logarithmic axis.
+        shown = [(step, d) for step, d in enumerate(differences, start=1) if d > 0]
+        if shown:
+            axes[1].semilogy(*zip(*shown, strict=True), ".", color=COLOURS[0], markersize=3)
+        if difference_limit is not None:
+            axes[1].axhline(difference_limit, color=COLOURS[1], linewidth=1)
+        axes[1].set(xlabel="update", ylabel="relative difference of the training losses")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def save_heat_map(
+    path: Path,
+    weights: Sequence[Tensor],
+    source_tokens: Sequence[str],
+    target_tokens: Sequence[str],
+) -> None:
+    """Draw cross-attention, one panel a layer; each layer's weights are [H, M, N], averaged here.
+
+    Row i shows what the decoder read while it produced target token i.
+    """
+    from matplotlib.figure import Figure
+
+    width = 1.6 + 0.34 * len(source_tokens)
+    height = 1.8 + 0.28 * len(target_tokens)
+    figure = Figure(figsize=(width * len(weights), height), layout="constrained")
+    for index, (axis, layer) in enumerate(
+        zip(figure.subplots(1, len(weights), squeeze=False)[0], weights, strict=True), start=1
+    ):
+        axis.imshow(layer.mean(dim=0).cpu().numpy(), cmap="Blues", vmin=0.0, vmax=1.0)
+        axis.set_title(f"decoder layer {index}", fontsize=9)
+        axis.set_xticks(range(len(source_tokens)), source_tokens, rotation=90, fontsize=8)
+        axis.set_yticks(range(len(target_tokens)), target_tokens, fontsize=8)
+        axis.tick_params(length=0)
+    figure.savefig(path, dpi=120)
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Return the mean of each value and up to `width - 1` values before it."""
+    return [
+        sum(values[max(0, end - width) : end]) / (end - max(0, end - width))
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def relative_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return |a - b| / |b| for each pair of values, as far as both sequences go."""
+    return [abs(a - b) / abs(b) for a, b in zip(first, second, strict=False)]

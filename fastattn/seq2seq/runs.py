@@ -1,0 +1,151 @@
+"""Run folders: preparing the text of a run, writing what it fixes at its start, loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .checkpoint import (
+    checkpoint_folder,
+    checkpoint_steps,
+    load_parameters,
+    read_best,
+    write_atomically,
+)
+from .data import Example, Pair, Splits, SubwordTokenizer, encode_pairs, split_pairs
+from .generation import Translator
+from .model import ModelConfig, Seq2SeqTransformer
+from .progress import waiting
+from .training import TrainingConfig
+
+FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """Sentence pairs split and encoded, without those too long for the model.
+
+    Of the test part only the source must fit; `left_out` counts the training pairs that do not.
+    """
+
+    splits: Splits
+    tokenizer: SubwordTokenizer
+    train: list[Example]
+    valid: list[Example]
+    test: list[Pair]
+    left_out: int
+
+    @property
+    def digest(self) -> str:
+        """A digest of the encoded text, to notice that a resumed run was given another one."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.valid):
+            for example in part:
+                digest.update(json.dumps(example).encode())
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+
+def prepare_text(
+    pairs: Sequence[Pair],
+    *,
+    held_out: int,
+    seed: int = 0,
+    max_length: int,
+    vocabulary: int | SubwordTokenizer,
+    show: bool = True,
+) -> PreparedText:
+    """Split pairs, learn subwords from the training part and encode.
+
+    `vocabulary` is the number of subwords to learn, or the tokenizer of a run to continue.
+    """
+    with waiting(f"preparing {len(pairs):,} sentence pairs", show=show):
+        splits = split_pairs(pairs, held_out=held_out, seed=seed)
+        tokenizer = vocabulary
+        if isinstance(tokenizer, int):
+            tokenizer = SubwordTokenizer.train(
+                (text for pair in splits.train for text in pair), vocabulary=tokenizer
+            )
+        train = encode_pairs(splits.train, tokenizer, max_length=max_length)
+        valid = encode_pairs(splits.valid, tokenizer, max_length=max_length)
+        sources = tokenizer.encode_all([pair.source for pair in splits.test])
+        # END takes a place, too.
+        fits = [len(source) < max_length for source in sources]
+        test = list(itertools.compress(splits.test, fits))
+    for part, kept in (("training", train), ("validation", valid), ("test", test)):
+        if not kept:
+            raise ValueError(
+                f"max_length must leave some {part} pairs, got {max_length}, and all are longer"
+            )
+    return PreparedText(splits, tokenizer, train, valid, test, len(splits.train) - len(train))
+
+
+def default_held_out(pairs: int) -> int:
+    """Return how many sentences validation and test get each: 5 %, at most 500."""
+    return min(500, max(1, pairs // 20))
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run fixes before the first update: sizes, choices, subwords, text."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    tokenizer: SubwordTokenizer
+    data_digest: str
+    held_out: int
+
+
+def require_no_run(run: Path) -> None:
+    """Refuse a folder that already holds a run."""
+    if (run / "model.json").exists():
+        raise FileExistsError(f"the run folder must be new or empty, got {run}, which holds a run")
+
+
+def start_run(run: Path, files: RunFiles) -> None:
+    """Create a run folder; one that already holds a run is refused."""
+    require_no_run(run)
+    run.mkdir(parents=True, exist_ok=True)
+    data = {"digest": files.data_digest, "held_out": files.held_out}
+    write_atomically(run / "tokenizer.json", files.tokenizer.to_json())
+    write_atomically(run / "training.json", files.training.to_json())
+    write_atomically(run / "data.json", json.dumps(data))
+    # Last: its presence says that the folder holds a run.
+    write_atomically(run / "model.json", files.model.to_json())
+
+
+def open_run(run: Path) -> RunFiles:
+    """Read what `start_run` wrote."""
+    for name in FILES:
+        if not (run / name).is_file():
+            raise FileNotFoundError(
+                f"the run folder must be one that `fastattn train` made, got {run}, which has no "
+                f"{name}"
+            )
+    data = json.loads((run / "data.json").read_text())
+    return RunFiles(
+        model=ModelConfig.from_json((run / "model.json").read_text()),
+        training=TrainingConfig.from_json((run / "training.json").read_text()),
+        tokenizer=SubwordTokenizer.load(run / "tokenizer.json"),
+        data_digest=data["digest"],
+        held_out=data["held_out"],
+    )
+
+
+def load_translator(run: Path, *, device: torch.device | str = "cpu") -> Translator:
+    """Load the best checkpoint of a run, or its newest one if none was validated."""
+    files = open_run(run)
+    best, steps = read_best(run), checkpoint_steps(run)
+    if not steps:
+        raise FileNotFoundError(
+            f"the run folder must hold a checkpoint, got {run}, where training has not saved one"
+        )
+    model = Seq2SeqTransformer(files.model)
+    load_parameters(checkpoint_folder(run, best.step if best else steps[-1]), model)
+    return Translator(model.to(device).eval(), files.tokenizer)

@@ -1,0 +1,379 @@
+"""The command line: what it prints, where, its exit codes, and its errors for wrong input."""
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import cli
+from fastattn.ops import _env, backend_table
+from fastattn.seq2seq import catalogues, demo
+
+TINY = [
+    "--vocabulary=300", "--width=16", "--heads=2", "--layers=1", "--ffn-width=32",
+    "--max-length=24", "--batch-tokens=300", "--held-out=5", "--device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory) -> Path:
+    """An invented language: a name and a number word, whose translation swaps and doubles them."""
+    path = tmp_path_factory.mktemp("data") / "pairs.tsv"
+    names = [
+        f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("rin", "sot", "tal", "vek")
+    ]
+    counts = ("one", "two", "six")
+    lines = [f"{n} {c}\t{c}{c} {n.upper()}\tignored" for n in names for c in counts]
+    path.write_text("\n".join([*lines, "a line without a tab"]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_folder(pairs_file, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    arguments = ["train", "--data", str(pairs_file), "--out", str(run), "--steps=6", *TINY]
+    assert cli.main([*arguments, "--valid-every=3", "--checkpoint-every=3"]) == 0
+    return run
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit code, standard output and standard error of a command."""
+    capsys.readouterr()
+    try:
+        code = cli.main(list(arguments))
+    except SystemExit as left:  # argparse leaves by itself
+        code = left.code
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+# Help and wrong input
+
+
+def test_help_names_every_command_and_exit_code(capsys):
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    for word in ("demo", "train", "translate", "info", "check", "exit codes", "130 interrupted"):
+        assert word in out
+    code, out, _ = call(capsys)
+    assert code == 2 and "commands" in out
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "translate", "info", "check"])
+def test_every_option_of_a_command_has_help(capsys, command):
+    code, out, _ = call(capsys, command, "--help")
+    assert code == 0 and "==SUPPRESS==" not in out
+    options = re.findall(r"^  (--[\w-]+)(.*(?:\n {4,}.*)*)", out, flags=re.MULTILINE)
+    assert options
+    for name, rest in options:
+        described = re.sub(r"^(,? ?-*[A-Z_\[\]{}.,a-z0-9-]+)?\s*", "", rest, count=1)
+        assert re.search(r"[a-z]{2}", described), name
+
+
+def test_demo_help_states_the_steps_of_its_presets(capsys):
+    _, out, _ = call(capsys, "demo", "--help")
+    steps = [p.training.steps for p in (demo.CPU_PRESET, demo.GPU_PRESET)]
+    assert f"default: {steps[0]} on a CPU, {steps[1]} on a GPU" in " ".join(out.split())
+
+
+def test_version(capsys):
+    assert call(capsys, "--version") == (0, f"fastattn {fastattn.__version__}\n", "")
+
+
+def test_help_imports_nothing_that_only_commands_need():
+    heavy = ("tokenizers", "sacrebleu", "matplotlib", "rich", "triton", "fastattn.seq2seq",
+             "fastattn.testing")  # fmt: skip
+    code = (
+        "import sys; from fastattn import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--out=x", "--steps=0"], "--steps: must be a positive integer, got '0'"),
+        (["train", "--out=x", "--width=1.5"], "--width: must be a positive integer, got '1.5'"),
+        (["train", "--out=x", "--dropout=1"], "--dropout: must be a number in [0, 1), got '1'"),
+        (["train", "--out=x", "--learning-rate=-1"], "must be a positive number, got '-1'"),
+        (["train", "--out=x", "--warmup-steps=-1"], "must be an integer of at least 0, got '-1'"),
+        (["train", "--out=x", "--data=nowhere"], "--data: must be an existing file, got 'nowhere'"),
+        (["train"], "the following arguments are required: --out"),
+        (["translate", "ka"], "the following arguments are required: --run"),
+        (["demo", "--steps=many"], "--steps: must be a positive integer, got 'many'"),
+        (["info", "--device=abacus"], "--device: must be a device that torch can use here"),
+        (["train", "--out=x", "--precision=fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["paint"], "invalid choice: 'paint'"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    code, out, err = call(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert message in err
+
+
+def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, tmp_path):
+    cases = {
+        ("--heads=3",): "heads must divide width 16, got 3",
+        ("--vocabulary=100",): "vocabulary must be at least 259",
+        ("--held-out=40",): "needs at least 120 different source sentences, got 60",
+        ("--max-length=1",): "max_length must leave some training pairs, got 1",
+    }
+    for extra, message in cases.items():
+        code, out, err = call(
+            capsys,
+            "train",
+            "--data",
+            str(pairs_file),
+            "--out",
+            str(tmp_path / "run"),
+            *TINY,
+            *extra,
+        )
+        assert (code, out) == (2, "") and message in err, extra
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_file_without_pairs_is_named(capsys, tmp_path):
+    path = tmp_path / "prose.txt"
+    path.write_text("one\ntwo\nthree\n")
+    code, _, err = call(capsys, "train", "--data", str(path), "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert f"left out: {path}:2: wants source<TAB>target, got 'two'" in err
+    assert "--data must hold lines of source<TAB>target, got 3 lines without them" in err
+
+
+def test_a_missing_package_is_named(capsys, pairs_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, _, err = call(
+        capsys, "train", "--data", str(pairs_file), "--out", str(tmp_path / "run"), *TINY
+    )
+    assert code == 2
+    assert "train needs the package tokenizers, which is not installed" in err
+    assert "pip install 'fastattn[demo]'" in err
+
+
+def test_offline_the_default_text_ends_with_its_own_code(capsys, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "ERROR: No matching distribution" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(catalogues.sys, "executable", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for command in ("demo", "train"):
+        code, out, err = call(capsys, command, "--out", str(tmp_path / "run"), "--device=cpu")
+        assert (code, out) == (3, "")
+        assert "gramps==6.0.8" in err and "--data FILE.tsv" in err and "No matching" in err
+        assert not (tmp_path / "run").exists()
+
+
+# train and translate
+
+
+def test_training_reports_as_json(capsys, pairs_file, tmp_path):
+    run = tmp_path / "run"
+    code, out, err = call(
+        capsys, "train", "--data", str(pairs_file), "--out", str(run), "--steps=4", "--json", *TINY
+    )
+    assert code == 0
+    outcome = json.loads(out)
+    assert outcome["run"] == str(run) and outcome["updates"] == 4
+    assert outcome["tokens_per_second"] > 0
+    assert 0.0 <= outcome["bleu"] <= 100.0
+    assert f"left out: {pairs_file}:61: wants source<TAB>target, got 'a line without a tab'" in err
+    assert "50 training pairs (0 too long left out), 5 for validation, 5 for the test" in err
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_run_is_not_overwritten_and_continues_with_its_own_text(
+    capsys, pairs_file, run_folder, tmp_path
+):
+    before = (run_folder / "metrics.jsonl").read_text()
+    base = ["train", "--out", str(run_folder), "--device=cpu"]
+    code, _, err = call(capsys, *base, "--data", str(pairs_file))
+    assert code == 2 and "--out: the run folder must be new or empty, got" in err
+    assert "continue it with --resume" in err
+    code, _, err = call(capsys, *base, "--resume", "--data", str(pairs_file), "--steps=9")
+    assert code == 2 and "--steps must be left out with --resume" in err and "got 9" in err
+    other = tmp_path / "other.tsv"
+    other.write_text(pairs_file.read_text().replace("karin", "karun"))
+    code, _, err = call(capsys, *base, "--resume", "--data", str(other))
+    assert code == 2 and "--data must be the text that" in err
+    assert (run_folder / "metrics.jsonl").read_text() == before
+    # Resuming a finished run repeats nothing.
+    code, out, _ = call(capsys, *base, "--resume", "--data", str(pairs_file))
+    assert code == 0 and "test BLEU" in out
+    assert (run_folder / "metrics.jsonl").read_text() == before
+
+
+def test_resuming_wants_a_run(capsys, pairs_file, tmp_path):
+    code, _, err = call(
+        capsys, "train", "--resume", "--data", str(pairs_file), "--out", str(tmp_path)
+    )
+    assert code == 2
+    assert f"must be one that `fastattn train` made, got {tmp_path}, which has no model.json" in err
+
+
+def test_an_interrupted_run_continues_to_the_same_end(capsys, pairs_file, tmp_path, monkeypatch):
+    from fastattn.seq2seq import training
+
+    base = ["train", "--data", str(pairs_file), "--steps=8", "--checkpoint-every=3", *TINY]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert call(capsys, *base, "--out", str(whole))[0] == 0
+    real, count = training.update, 0
+
+    def interrupted_at_five(*arguments):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(training, "update", interrupted_at_five)
+    code, _, err = call(capsys, *base, "--out", str(parts))
+    assert code == 130 and "interrupted" in err
+    monkeypatch.undo()
+    code, _, _ = call(
+        capsys, "train", "--resume", "--data", str(pairs_file), "--out", str(parts), "--device=cpu"
+    )
+    assert code == 0
+    curves = [
+        [(row["step"], row["loss"]) for row in training.read_metrics(run / "metrics.jsonl")
+         if "loss" in row]
+        for run in (whole, parts)
+    ]  # fmt: skip
+    assert curves[0] == curves[1] and len(curves[0]) == 8
+
+
+def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatch, tmp_path):
+    base = ["translate", "--run", str(run_folder), "--device=cpu"]
+    code, out, err = call(capsys, *base, "karin six", "lotal one")
+    assert code == 0 and err == ""
+    lines = out.splitlines()
+    assert len(lines) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("karin six\nlotal one\n"))
+    assert call(capsys, *base) == (0, out, "")
+    code, out, _ = call(capsys, *base, "--json", "karin six")
+    assert json.loads(out) == [{"source": "karin six", "translation": lines[0]}]
+    picture = tmp_path / "attention.png"
+    code, _, _ = call(capsys, *base, "--attention", str(picture), "karin six")
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):
+    code, _, err = call(capsys, "translate", "--run", str(tmp_path), "ka")
+    assert code == 2 and f"got {tmp_path}, which has no model.json" in err
+    code, _, err = call(
+        capsys, "translate", "--run", str(run_folder), "--device=cpu", "karin " * 30
+    )
+    assert code == 2 and "text 1 must have at most 23 tokens, got" in err
+
+
+def test_diverged_training_says_so(capsys, pairs_file, tmp_path, monkeypatch):
+    from fastattn.seq2seq import training
+
+    def not_a_number(*_):
+        return torch.tensor(float("nan")), torch.tensor(1.0)
+
+    monkeypatch.setattr(training, "update", not_a_number)
+    code, out, err = call(
+        capsys, "train", "--data", str(pairs_file), "--out", str(tmp_path / "run"), *TINY
+    )
+    assert (code, out) == (1, "")
+    assert "the loss must stay finite, got nan at update 1: lower the learning rate" in err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# info and check
+
+
+def test_info_reports_the_backend_table(capsys):
+    code, out, _ = call(capsys, "info", "--json", "--device=cpu")
+    assert code == 0
+    report = json.loads(out)
+    cpu = torch.device("cpu")
+    assert report["fastattn"] == fastattn.__version__
+    assert report["versions"] == _env.versions()
+    assert report["device_name"] == _env.device_name(cpu)
+    assert report["backends"] == [dataclasses.asdict(row) for row in backend_table(cpu)]
+    code, out, _ = call(capsys, "info", "--device=cpu")
+    assert code == 0
+    for row in backend_table(cpu):
+        cells = rf"^{row.op} +{row.backend} +{'yes' if row.available else 'no'} "
+        line = re.search(cells + ".*$", out, flags=re.MULTILINE)
+        assert line is not None and row.reason in line[0]
+
+
+def test_check_hands_its_options_over_and_returns_the_verdict(capsys, monkeypatch):
+    from fastattn.testing import check
+
+    seen = []
+
+    def run(options):
+        seen.append((options.op, options.quick))
+        return 1
+
+    monkeypatch.setattr(check, "run", run)
+    assert call(capsys, "check", "--op=ffn", "--quick")[0] == 1
+    assert seen == [(["ffn"], True)]
+
+
+# demo
+
+
+TINY_PRESET = dataclasses.replace(
+    demo.CPU_PRESET,
+    model=dataclasses.replace(
+        demo.CPU_PRESET.model, vocabulary=300, width=16, heads=2, ffn_width=32, encoder_layers=1,
+        decoder_layers=1,
+    ),
+    training=dataclasses.replace(demo.CPU_PRESET.training, steps=50, batch_tokens=300),
+)  # fmt: skip
+
+
+def test_demo_prints_its_figures_and_its_verdict(capsys, pairs_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "CPU_PRESET", TINY_PRESET)
+    base = ["demo", "--data", str(pairs_file), "--steps=2", "--device=cpu"]
+    code, out, err = call(capsys, *base, "--out", str(tmp_path / "a"))
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert code == 0 and summary["passed"]
+    assert f"Held-out BLEU: {summary['bleu']:.1f}" in out
+    assert f"handing the source back: {summary['bleu_of_source']:.1f}" in out
+    for name, run in summary["runs"].items():
+        assert re.search(rf"{re.escape(name)} .* {run['tokens_per_second']:,}", out)
+    assert summary["samples"][0]["source"] in out
+    assert "54 training pairs" in err
+
+    monkeypatch.setattr(demo, "FIRST_UPDATES_LIMIT", -1.0)
+    code, out, _ = call(capsys, *base, "--json", "--out", str(tmp_path / "b"))
+    assert code == 1 and json.loads(out)["passed"] is False
+    code, _, err = call(capsys, *base, "--out", str(tmp_path / "b"))
+    assert code == 2 and "must be new or empty" in err
+
+
+@pytest.mark.slow
+def test_demo_command_for_a_few_steps(pairs_file, tmp_path):
+    command = [sys.executable, "-m", "fastattn", "demo", "--steps=3", "--json", "--device=cpu"]
+    done = subprocess.run(
+        [*command, "--data", str(pairs_file), "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["model"]["width"] == demo.CPU_PRESET.model.width
+    ours, theirs = (run["losses"] for run in summary["runs"].values())
+    assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 3

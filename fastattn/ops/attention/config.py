@@ -1,0 +1,130 @@
+"""How the Triton attention forward is tiled: frozen rows, chosen by a pure function of
+architecture, dtype, head dims, queries and features. Nothing is tuned at run time;
+benchmarks/tune.py searches off-line. The backward's rows are in config_bwd.py.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastattn.ops.attention.triton_tiles import split_width
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One tiling of the forward kernel.
+
+    stages: depth of the load pipeline over full and partial tiles; edge_stages: over edge tiles.
+    overlap: of a tile's exponentials with products, within a program: 0 none (other programs on the
+    same core must), 1 with the next scores, 2 with the last values.
+    tma: K and V through tensor descriptors. precision: of fp32 products, never plain TF32.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    warps: int
+    stages: int
+    edge_stages: int = 2
+    tma: bool = False
+    maxnreg: int | None = None
+    overlap: int = 0
+    precision: str = "ieee"
+
+    def options(self) -> dict[str, int]:
+        """Launch options of the kernel."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a call asks for, as far as it changes the best tiling.
+
+    band: causal or window. lengths: of keys or queries. dense: a mask tensor.
+    """
+
+    band: bool = False
+    lengths: bool = False
+    dense: bool = False
+    dropout: bool = False
+
+
+# Small blocks of the same code, so that small tensors have several tiles.
+_INTERPRETER = ForwardConfig(64, 32, 4, 1)
+
+# (family, width of the larger head dim, dense mask) -> row.
+_HALF = {
+    # Ampere, Ada: 99 KB of shared memory on the smallest; wider key tiles spill.
+    ("ampere", 64, False): ForwardConfig(128, 32, 4, 3, 1),
+    ("ampere", 64, True): ForwardConfig(64, 32, 4, 3, 1),
+    ("ampere", 128, False): ForwardConfig(128, 32, 8, 2, 1),
+    ("ampere", 128, True): ForwardConfig(64, 32, 8, 2, 1),
+    ("ampere", 256, False): ForwardConfig(64, 32, 8, 2, 1),
+    ("ampere", 256, True): ForwardConfig(64, 32, 8, 2, 1),
+    # Hopper: the warpgroups of a program meet at a barrier for every buffer they hand back, so a
+    # program must overlap its own exponentials and products. Below 128 registers a thread (two
+    # programs of 8 warps) ptxas serialises the products of head dim 128 (C7512).
+    ("hopper", 64, False): ForwardConfig(128, 128, 8, 2, 2, tma=True, overlap=1),
+    ("hopper", 64, True): ForwardConfig(128, 64, 8, 4, 2, tma=True, maxnreg=128, overlap=2),
+    ("hopper", 128, False): ForwardConfig(128, 64, 8, 3, 2, tma=True, overlap=1),
+    ("hopper", 128, True): ForwardConfig(128, 64, 8, 3, 2, tma=True, overlap=2),
+    # 128 x 64 fills shared memory (224 KB) and the registers; dense masks need some of these.
+    ("hopper", 256, False): ForwardConfig(128, 64, 8, 2, 1, tma=True, overlap=1),
+    ("hopper", 256, True): ForwardConfig(128, 32, 8, 2, 2, tma=True),
+    # Blackwell: the accumulators live in tensor memory.
+    ("blackwell", 64, False): ForwardConfig(128, 64, 4, 3, 2, tma=True),
+    ("blackwell", 64, True): ForwardConfig(128, 64, 8, 3, 2, tma=True),
+    ("blackwell", 128, False): ForwardConfig(128, 64, 8, 2, 2, tma=True),
+    ("blackwell", 128, True): ForwardConfig(128, 64, 8, 2, 2, tma=True),
+    ("blackwell", 256, False): ForwardConfig(128, 64, 8, 2, 1, tma=True),
+    ("blackwell", 256, True): ForwardConfig(128, 32, 8, 2, 1, tma=True),
+    # AMD: 64 KB of shared memory, no asynchronous copies, 512 registers for a wave that is alone.
+    ("amd", 64, False): ForwardConfig(128, 32, 4, 1, 1),
+    ("amd", 64, True): ForwardConfig(128, 32, 4, 1, 1),
+    ("amd", 128, False): ForwardConfig(128, 32, 4, 1, 1),
+    ("amd", 128, True): ForwardConfig(64, 32, 4, 1, 1),
+    ("amd", 256, False): ForwardConfig(64, 32, 4, 1, 1),
+    ("amd", 256, True): ForwardConfig(64, 32, 4, 1, 1),
+}
+_SINGLE = {
+    # Three TF32 products for one: correct to fp32's last bits and several times faster than FMA.
+    ("nvidia", 64): ForwardConfig(64, 32, 4, 2, 1, precision="tf32x3"),
+    ("nvidia", 128): ForwardConfig(32, 32, 4, 2, 1, precision="tf32x3"),
+    ("nvidia", 256): ForwardConfig(32, 16, 4, 1, 1, precision="tf32x3"),
+    # The matrix cores multiply fp32 as it is.
+    ("amd", 64): ForwardConfig(64, 32, 4, 1, 1),
+    ("amd", 128): ForwardConfig(64, 32, 4, 1, 1),
+    ("amd", 256): ForwardConfig(32, 32, 4, 1, 1),
+}
+
+
+def family(arch: str) -> str:
+    """Architectures that share rows."""
+    if not arch.startswith("sm_"):
+        return "amd"
+    return {9: "hopper", 10: "blackwell"}.get(int(arch[3:]) // 10, "ampere")
+
+
+@functools.cache
+def forward_config(
+    arch: str, dtype: torch.dtype, D: int, E: int, M: int, features: Features
+) -> ForwardConfig:
+    if arch == "interpreter":
+        return _INTERPRETER
+    kind = family(arch)
+    widest = max(sum(split_width(D)), sum(split_width(E)))
+    width = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    if dtype is torch.float32:
+        row = _SINGLE["amd" if kind == "amd" else "nvidia", width]
+    else:
+        row = _HALF[kind, width, features.dense]
+        two_tiles = split_width(D)[1] > 0 or split_width(E)[1] > 0
+        if row.tma and two_tiles:
+            row = replace(row, overlap=2 if width <= 128 else 0)  # pointers take their registers
+    if M <= 16:
+        # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
+        return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)
+    if M <= 64 and row.BLOCK_M > 64:
+        return replace(row, BLOCK_M=64, warps=row.warps // 2, maxnreg=None)
+    return row

@@ -1,0 +1,693 @@
+"""The backward of attention in Triton: what is launched for which call. triton.py is the forward.
+
+Kernels are in triton_bwd_kernels.py, the lists of tiles in triton_bwd_tiles.py, tilings in
+config_bwd.py. A call launches dq (with the rows' statistics, which the others need), then dk and dv,
+then the gradient of an additive mask, each only if somebody wants it. What follows from shapes,
+strides and options is worked out once per combination and remembered.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastattn.ops import _env
+from fastattn.ops.attention import triton_bwd_kernels as kernels
+from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile, bwd_config
+from fastattn.ops.attention.triton_launch import BoundLaunch, LaunchCache, signature, with_base
+from fastattn.ops.attention.triton_tiles import (
+    Band,
+    MaskShape,
+    band,
+    dropout_numbers,
+    mask_shape,
+)
+
+# Rows of statistics are padded to a multiple of every block_m, so that full tiles load them aligned.
+_STATISTICS_ROWS = 128
+# What the heads that run together read again and again should stay in the L2 cache.
+_SECTION_BYTES = 32 << 20
+# Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
+_LARGEST_ROW_STRIDE = 1 << 22
+# Programs that keep a GPU busy; where fewer own the tiles of a mask they share their sums.
+_DMASK_PROGRAMS = 512
+
+Spaces = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+# -- what follows from sizes and options ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """How dmask is computed: its sizes, what a program owns, what it adds up, in how many shares."""
+
+    sizes: tuple[int, ...]
+    owned: tuple[int, ...]
+    summed: tuple[int, ...]
+    splits: int
+    per_split: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The tiling of a call and its scratch memory: statistics; with lists kinds, living keys and the
+    lists of dq and dkdv; with shares of dmask those."""
+
+    config: BwdConfig
+    limits: Band
+    padded_m: int
+    shape: MaskShape | None
+    classes: tiles.Classes | None
+    for_dq: tiles.Lists | None
+    for_dkdv: tiles.Lists | None
+    sums: _Sums | None
+    spaces: Spaces
+
+
+def _dmask_sums(sizes: tuple[int, ...], B: int, H: int, c: tiles.Classes) -> _Sums:
+    whole = (B, H, c.tiles_m, c.tiles_n)
+    owned = tuple(1 if n == 1 else all_of_it for n, all_of_it in zip(sizes, whole, strict=True))
+    summed = tuple(all_of_it // own for own, all_of_it in zip(owned, whole, strict=True))
+    items = prod(summed)
+    splits = max(1, min(items, _DMASK_PROGRAMS // max(1, prod(owned))))
+    per_split = triton.cdiv(items, splits)
+    return _Sums(sizes, owned, summed, triton.cdiv(items, per_split), per_split)
+
+
+@functools.lru_cache(maxsize=2048)
+def _layout(
+    tiling: BwdConfig | str,
+    dtype: torch.dtype,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    E: int,
+    mask: tuple[torch.dtype, torch.Size, tuple[int, ...]] | None,
+    length_dims: int,
+    has_query_lengths: bool,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    need_dmask: bool,
+) -> _Layout:
+    """tiling: a config, or the architecture to choose one for. length_dims: of key_lengths."""
+    (B, H, M, D), N = q_shape, k_shape[2]
+    limits = band(causal, window_left, window_right, M, N)
+    listed = mask is not None or length_dims == 2
+    if isinstance(tiling, str):
+        banded = limits.has_low or limits.has_high
+        config = bwd_config(tiling, dtype, D, E, banded, listed)
+    else:
+        config = tiling
+    padded_m = triton.cdiv(M, _STATISTICS_ROWS) * _STATISTICS_ROWS
+    spaces: Spaces = [((B, H, padded_m), torch.int64, False)]
+    shape = None if mask is None else mask_shape_of(*mask[1:])
+    c = for_dq = for_dkdv = sums = None
+    if listed:
+        by_batch = length_dims > 0 or has_query_lengths
+        base_m = min(config.dq.block_m, config.dkdv.block_m)
+        base_n = min(config.dq.block_n, config.dkdv.block_n)
+        c = tiles.classes(shape, B, by_batch, M, N, base_m, base_n)
+        for_dq = tiles.lists(c, M, N, config.dq.block_m, config.dq.block_n, by_key=False)
+        for_dkdv = tiles.lists(c, M, N, config.dkdv.block_m, config.dkdv.block_n, by_key=True)
+        spaces += c.spaces() + for_dq.spaces() + for_dkdv.spaces()
+        if need_dmask and mask is not None:
+            sums = _dmask_sums(mask[1], B, H, c)
+            if sums.splits > 1:
+                spaces.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
+    return _Layout(config, limits, padded_m, shape, c, for_dq, for_dkdv, sums, spaces)
+
+
+def mask_shape_of(sizes: Sequence[int], strides: Sequence[int]) -> MaskShape:
+    return mask_shape(torch.empty_strided(sizes, strides, device="meta"))
+
+
+def _layout_of(
+    tiling: BwdConfig | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    needs: Sequence[bool],
+) -> _Layout:
+    return _layout(
+        tiling or _env.architecture(q.device.type, q.device.index or 0),
+        q.dtype,
+        q.shape,
+        k.shape,
+        v.shape[3],
+        signature(mask),
+        0 if key_lengths is None else key_lengths.dim(),
+        query_lengths is not None,
+        causal,
+        window_left,
+        window_right,
+        bool(needs[3]),
+    )
+
+
+# -- what is bound to strides and addresses -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The launches of one combination of shapes, strides and options."""
+
+    classify: BoundLaunch | None
+    list_dq: BoundLaunch | None
+    list_dkdv: BoundLaunch | None
+    dq: BoundLaunch
+    dkdv: tuple[tuple[BoundLaunch, bool, bool], ...]  # with what it computes: dk, dv
+    dmask: BoundLaunch | None
+    sum_splits: BoundLaunch | None
+    kv_descriptors: tuple[TensorDescriptor | None, ...]
+    qdo_descriptors: tuple[TensorDescriptor | None, ...]
+
+
+_plans = LaunchCache()
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of all but the last dimension, 0 where there is nothing to step over."""
+    if x is None:
+        return (0, 0, 0)
+    return tuple(0 if n <= 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
+def _describable(x: Tensor | None) -> bool:
+    """Whether tensor descriptors can cover x, once its address is aligned: nothing expanded, steps of
+    16 bytes."""
+    if x is None:
+        return True
+    steps = [s * x.element_size() for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1]
+    return all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def _descriptors(
+    x: Tensor | None, rows: int, widths: tuple[int, int]
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """[B, H, rows, width] in blocks of the first columns, and of those that follow."""
+    if x is None:
+        return None, None
+    # Torch leaves the strides of size-1 dimensions open, the hardware wants multiples of 16 bytes.
+    strides = [16 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    first, second = (
+        TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width]) if width else None
+        for width in widths
+    )
+    return first, second
+
+
+def _section(x: Tensor, y: Tensor, group: int, most: int) -> int:
+    """How many heads run their tiles in one long-to-short order: as many as leave x and y in L2."""
+    head_bytes = x.shape[2] * (x.shape[3] + y.shape[3]) * x.element_size()
+    return min(most, max(1, _SECTION_BYTES // max(1, head_bytes)) * group)
+
+
+def _bind(
+    layout: _Layout,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    scale: float,
+    dropout_p: float,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor,
+    aligned: bool,
+) -> _Plan:
+    (B, H, M, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
+    need_dq, need_dk, need_dv, need_dmask = needs
+    config, limits, c = layout.config, layout.limits, layout.classes
+    group = H // K
+    widths = config.widths(D), config.widths(E)
+
+    strides = {
+        name: _strides(x)
+        for name, x in (
+            ("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout), ("dq", dq if need_dq else None),
+            ("dk", dk if need_dk else None), ("dv", dv if need_dv else None),
+        )
+    }  # fmt: skip
+    unit = 8 if all(s % 8 == 0 for x in strides.values() for s in x) else 1
+    strides = {name: tuple(s // unit for s in x) for name, x in strides.items()}
+    inputs = (*strides["q"], *strides["k"], *strides["v"])
+    mask_strides = (0, 0, 0, 0) if layout.shape is None else layout.shape.strides
+    length_strides = (
+        0 if key_lengths is None else key_lengths.stride(0),
+        key_lengths.stride(1) if key_lengths is not None and key_lengths.dim() == 2 else 0,
+        0 if query_lengths is None else query_lengths.stride(0),
+    )
+    of_classes = (0, 0, 0, 0) if c is None else (c.stride_b, c.stride_h, c.tiles_m, c.keys)
+    threshold, keep_factor = dropout_numbers(dropout_p)
+    numbers = (limits.low, limits.high, scale, threshold, keep_factor)
+
+    has_lengths, has_query_lengths = key_lengths is not None, query_lengths is not None
+    restricted = has_lengths or has_query_lengths or limits.has_low or limits.has_high
+    # Rows without a key lie beyond their length, or where the band leaves the keys on either side;
+    # keys without a row where the band leaves the rows.
+    dead_rows = c is not None or has_query_lengths
+    dead_rows |= limits.has_high and limits.high < 0
+    dead_rows |= limits.has_low and (has_lengths or limits.low > N - M)
+    dead_keys = c is not None or has_lengths
+    dead_keys |= limits.has_high and (has_query_lengths or limits.high < N - M)
+    dead_keys |= limits.has_low and limits.low > 0
+    bias = mask is not None and mask.dtype != torch.bool
+    restrictions = {
+        "HAS_LOW": limits.has_low,
+        "HAS_HIGH": limits.has_high,
+        "KEY_LENGTHS": 0 if key_lengths is None else key_lengths.dim(),
+        "QUERY_LENGTHS": has_query_lengths,
+    }
+    of_mask = {
+        "DENSE": mask is not None,
+        "BIAS": bias,
+        # The lowest value of these makes exp of any score 0, without a comparison.
+        "BY_VALUE": mask is not None and mask.dtype in (torch.bfloat16, torch.float32),
+        "ROWS_SHARED": layout.shape is not None and layout.shape.sizes[2] == 1,
+        "DROPOUT": dropout_p > 0.0,
+        "NATURAL": q.dtype == torch.float32 or bias,
+    }
+
+    def sizes(tile: BwdTile) -> dict[str, Any]:
+        return {
+            "PRECISION": config.precision,
+            "D": D, "D0": widths[0][0], "D1": widths[0][1],
+            "E": E, "E0": widths[1][0], "E1": widths[1][1],
+            "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+            "STAGES": tile.stages, "EDGE_STAGES": tile.edge_stages,
+        }  # fmt: skip
+
+    # -- dq
+    t = config.dq
+    dq_tma = t.tma and aligned and need_dq and _describable(k) and _describable(None if dout is None else v)
+    launch_dq = BoundLaunch(
+        kernels.attention_bwd_dq_kernel,
+        (triton.cdiv(M, t.block_m) * B * H,),
+        (
+            *inputs, *strides["out"], *strides["dout"], *strides["dq"], *mask_strides, *of_classes,
+            *tiles.list_strides(layout.for_dq), *length_strides, H, group, M, N, layout.padded_m,
+            B * H, _section(k, v, group, B * H) if limits.has_high else 1, *numbers,
+        ),
+        {
+            "STRIDE_UNIT": unit,
+            "NEED_DQ": need_dq,
+            "HAS_DOUT": dout is not None,
+            "HAS_DLSE": dlse is not None,
+            **restrictions,
+            "LISTS": c is not None,
+            "FACTOR_M": 1 if layout.for_dq is None else layout.for_dq.factor_outer,
+            "FACTOR_N": 1 if layout.for_dq is None else layout.for_dq.factor_inner,
+            **of_mask,
+            "EDGES": restricted or N % t.block_n != 0,
+            "DEAD_KEYS": dead_keys,
+            "TMA": dq_tma,
+            **sizes(t),
+        },
+        **t.options(),
+    )  # fmt: skip
+
+    # -- dk and dv
+    t = config.dkdv
+    dkdv_tma = t.tma and aligned and _describable(q) and _describable(dout)
+    passes = [(need_dk, need_dv)]
+    if config.separate and need_dk and need_dv:
+        passes = [(True, False), (False, True)]
+    launches_dkdv = tuple(
+        (
+            BoundLaunch(
+                kernels.attention_bwd_dkdv_kernel,
+                (triton.cdiv(N, t.block_n) * B * K,),
+                (
+                    *inputs, *strides["dout"], *strides["dk"], *strides["dv"], *mask_strides,
+                    *of_classes, group if c is not None and c.heads > 1 else 1,
+                    *tiles.list_strides(layout.for_dkdv), *length_strides, H, K, group, M, N,
+                    layout.padded_m, B * K, _section(q, v, 1, B * K) if limits.has_high else 1, *numbers,
+                ),
+                {
+                    "STRIDE_UNIT": unit,
+                    "NEED_DK": pass_dk,
+                    "NEED_DV": pass_dv,
+                    "HAS_DOUT": dout is not None,
+                    **restrictions,
+                    "LISTS": c is not None,
+                    "FACTOR_N": 1 if layout.for_dkdv is None else layout.for_dkdv.factor_outer,
+                    **of_mask,
+                    "EDGES": restricted or M % t.block_m != 0,
+                    "DEAD_ROWS": dead_rows,
+                    "LATE": t.late,
+                    "TMA": dkdv_tma,
+                    **sizes(t),
+                },
+                **t.options(),
+            ),
+            pass_dk,
+            pass_dv,
+        )
+        for pass_dk, pass_dv in passes
+        if pass_dk or pass_dv
+    )  # fmt: skip
+
+    # -- lists and dmask
+    classify = list_dq = list_dkdv = launch_dmask = sum_splits = None
+    if c is not None:
+        assert layout.for_dq is not None and layout.for_dkdv is not None
+        classify = tiles.classifier(
+            c, mask, layout.shape, key_lengths, query_lengths, limits, M, N, mask_strides,
+            length_strides,
+        )  # fmt: skip
+        list_dq = tiles.lister(c, layout.for_dq, by_key=False) if need_dq else None
+        list_dkdv = tiles.lister(c, layout.for_dkdv, by_key=True) if launches_dkdv else None
+    if need_dmask:
+        sums = layout.sums
+        assert c is not None and sums is not None
+        _, sh, sm, sn = sums.sizes
+        if sums.splits > 1:
+            target = (prod(sums.sizes), sh * sm * sn, sm * sn, sn, 1)
+            sum_splits = BoundLaunch(
+                kernels.sum_splits_kernel,
+                (triton.cdiv(prod(sums.sizes), 1024),),
+                (*dmask.stride(), sh, sm, sn, prod(sums.sizes), sums.splits),
+                {"BLOCK": 1024},
+            )
+        else:
+            target = (0, *dmask.stride())
+        launch_dmask = BoundLaunch(
+            kernels.attention_bwd_dmask_kernel,
+            (prod(sums.owned) * sums.splits,),
+            (
+                *inputs, *strides["dout"], *mask_strides, *target, c.stride_b, c.stride_h, c.tiles_n,
+                *length_strides, H, group, M, N, layout.padded_m, *sums.owned[1:], *sums.summed,
+                sums.splits, sums.per_split, *numbers,
+            ),
+            {
+                "STRIDE_UNIT": unit,
+                "HAS_DOUT": dout is not None,
+                **restrictions,
+                "ROWS_SHARED": of_mask["ROWS_SHARED"],
+                "DROPOUT": of_mask["DROPOUT"],
+                "SUM_ROWS": sm == 1,
+                "SUM_COLUMNS": sn == 1,
+                "PRECISION": config.precision,
+                "D": D, "D0": widths[0][0], "D1": widths[0][1],
+                "E": E, "E0": widths[1][0], "E1": widths[1][1],
+                "BLOCK_M": c.block_m, "BLOCK_N": c.block_n,
+            },
+            num_warps=config.dmask_warps,
+            num_stages=1,
+        )  # fmt: skip
+
+    nothing: tuple[None, None] = (None, None)
+    rows_n, rows_m = config.dq.block_n, config.dkdv.block_m
+    return _Plan(
+        classify,
+        list_dq,
+        list_dkdv,
+        launch_dq,
+        launches_dkdv,
+        launch_dmask,
+        sum_splits,
+        (
+            *(_descriptors(k, rows_n, widths[0]) if dq_tma else nothing),
+            *(_descriptors(None if dout is None else v, rows_n, widths[1]) if dq_tma else nothing),
+        ),
+        (
+            *(_descriptors(q, rows_m, widths[0]) if dkdv_tma else nothing),
+            *(_descriptors(dout, rows_m, widths[1]) if dkdv_tma else nothing),
+        ),
+    )
+
+
+def _run(
+    tiling: BwdConfig | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor,
+    spaces: Sequence[Tensor],
+) -> None:
+    need_dq, need_dk, need_dv, need_dmask = needs
+    need_dmask = need_dmask and mask is not None
+    if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
+        dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
+    if (dout is None and dlse is None) or q.numel() == 0 or k.numel() == 0:
+        for result, needed in ((dq, need_dq), (dk, need_dk), (dv, need_dv), (dmask, need_dmask)):
+            if needed:
+                result.zero_()
+        return
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    if need_dv and dout is None:
+        dv.zero_()
+        need_dv = False
+    needs = (need_dq, need_dk, need_dv, need_dmask)
+
+    device = q.device
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if dout is None else dout.data_ptr())
+    key = (
+        tiling or _env.architecture(device.type, device.index or 0), device, q.dtype, q.shape,
+        q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
+        None if dout is None else dout.stride(), dlse is None, signature(mask),
+        signature(key_lengths), signature(query_lengths), causal, window_left, window_right, scale,
+        dropout_p, needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), addresses & 15 == 0,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        layout = _layout_of(
+            tiling, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right,
+            needs,
+        )  # fmt: skip
+        plan = _bind(
+            layout, dout, dlse, q, k, v, mask, key_lengths, query_lengths, out, scale, dropout_p,
+            needs, dq, dk, dv, dmask, key[-1],
+        )  # fmt: skip
+        _plans.remember(key, plan)
+
+    statistics, *rest = spaces
+    kinds = alive = lists_dq = lists_dkdv = None
+    if plan.classify is not None:
+        kinds, alive, lists_dq, lists_dkdv, *rest = rest
+        plan.classify(mask, key_lengths, query_lengths, kinds, alive)
+    seed = dropout_seed if dropout_p > 0.0 else None
+
+    if plan.list_dq is not None:
+        plan.list_dq(kinds, lists_dq)
+    plan.dq(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        *_over(plan.kv_descriptors, k, v),
+        lse,
+        dlse,
+        statistics,
+        dq if need_dq else None,
+        mask,
+        lists_dq,
+        alive,
+        key_lengths,
+        query_lengths,
+        seed,
+        dropout_stream,
+    )
+    if plan.list_dkdv is not None:
+        plan.list_dkdv(kinds, lists_dkdv)
+    for launch, writes_dk, writes_dv in plan.dkdv:
+        launch(
+            q,
+            k,
+            v,
+            dout,
+            *_over(plan.qdo_descriptors, q, dout),
+            statistics,
+            dk if writes_dk else None,
+            dv if writes_dv else None,
+            mask,
+            lists_dkdv,
+            alive,
+            key_lengths,
+            query_lengths,
+            seed,
+            dropout_stream,
+        )
+    if plan.dmask is not None:
+        target = dmask if plan.sum_splits is None else rest[0]
+        plan.dmask(
+            q,
+            k,
+            v,
+            dout,
+            statistics,
+            mask,
+            kinds,
+            key_lengths,
+            query_lengths,
+            seed,
+            target,
+            dropout_stream,
+        )
+        if plan.sum_splits is not None:
+            plan.sum_splits(target, dmask)
+
+
+def _over(
+    templates: tuple[TensorDescriptor | None, ...], x: Tensor, y: Tensor | None
+) -> tuple[TensorDescriptor | None, ...]:
+    """Two descriptors over x and two over y, where there are templates."""
+    if templates[0] is None:
+        return templates
+    return tuple(
+        None if template is None or base is None else with_base(template, base)
+        for template, base in zip(templates, (x, x, y, y), strict=True)
+    )
+
+
+# -- launchers ------------------------------------------------------------------------------------
+
+
+def attention_bwd_unsupported(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
+    D, E = q.shape[3], v.shape[3]
+    if not (1 <= D <= 256 and 1 <= E <= 256):
+        return f"handles head dims up to 256, got {D} and {E}"
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if x is None:
+            continue
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
+        if x.shape[2] > 1 and x.stride(2) > _LARGEST_ROW_STRIDE:
+            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {x.stride(2)} in {name}"
+    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
+        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
+    arch = _env.architecture(q.device.type, q.device.index or 0)
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"needs compute capability 8.0 or newer, got {arch}"
+    return None
+
+
+def attention_bwd_workspace(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> Spaces:
+    return _layout_of(
+        None, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, needs
+    ).spaces
+
+
+def attention_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor,
+    *spaces: Tensor,
+) -> None:
+    _run(
+        None, dout, dlse, q, k, v, mask, key_lengths, query_lengths, out, lse, causal, window_left,
+        window_right, scale, dropout_p, dropout_seed, dropout_stream, needs, dq, dk, dv, dmask,
+        spaces,
+    )  # fmt: skip
+
+
+def attention_bwd_with_config(config: BwdConfig, *args: Any) -> None:
+    """attention_bwd in a given tiling, for tuning and tests; it allocates its own scratch memory."""
+    q, k, v, mask, key_lengths, query_lengths = args[2:8]
+    causal, window_left, window_right = args[10:13]
+    layout = _layout_of(
+        config, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right,
+        args[17],
+    )  # fmt: skip
+    spaces = [torch.empty(size, dtype=dtype, device=q.device) for size, dtype, _ in layout.spaces]
+    _run(config, *args, spaces)

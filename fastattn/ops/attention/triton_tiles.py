@@ -1,0 +1,416 @@
+"""What the Triton attention kernels share, forward and backward.
+
+Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, window) bound the loops:
+`tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
+mask is read once per call by `mask_classifier`, which lists for every outer tile the inner tiles
+that are full, partial, or partial with dead lines. What acts on a tile takes indices i (query) and
+j (key) already expanded to two dimensions: one function serves [BLOCK_M, BLOCK_N] scores and their
+transpose. Scores are in natural units: scaled, bias added. Also here: dropout decisions.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops.attention.triton_launch import BoundLaunch
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEG_INF = tl.constexpr(float("-inf"))
+
+# Kinds of tiles, also the order of the lists of an outer tile, which follow a header of counts.
+FULL = tl.constexpr(0)
+PARTIAL = tl.constexpr(1)
+EDGE = tl.constexpr(2)
+LIST_HEADER = tl.constexpr(4)
+
+
+# -- geometry, on the host ------------------------------------------------------------------------
+
+
+class Band(NamedTuple):
+    """Query i may attend keys i + low to i + high; a side that restricts nothing is off, number 0.
+
+    For the queries of a key j swap the roles: j - high to j - low.
+    """
+
+    low: int
+    high: int
+    has_low: bool
+    has_high: bool
+
+
+def band(causal: int, window_left: int, window_right: int, M: int, N: int) -> Band:
+    """Causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited) together."""
+    shift = N - M if causal == 2 else 0
+    if causal:
+        window_right = 0  # no window widens what causal allows
+    low, high = shift - window_left, shift + window_right
+    has_low = window_left >= 0 and M - 1 + low > 0  # else even the last row starts at key 0
+    has_high = window_right >= 0 and high < N - 1  # else even the first row reaches the last key
+    return Band(low if has_low else 0, high if has_high else 0, has_low, has_high)
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """A head dim as one power-of-two tile and 0, or as two tiles if they pad less: 80 -> 64, 16."""
+    whole = max(16, triton.next_power_of_2(width))
+    first = whole // 2
+    second = max(16, triton.next_power_of_2(width - first)) if width > first else whole
+    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
+
+
+def dropout_numbers(p: float) -> tuple[int, float]:
+    """(t, factor of what is kept): kept if the byte is >= t. p = 1 has factor 0, whatever stays."""
+    return min(threshold(p), 255), keep_scale(p)
+
+
+# -- geometry, in kernels -------------------------------------------------------------------------
+
+
+@triton.jit
+def clamped_length(length, limit):
+    """A length of any integer type, clamped to [0, limit], as int32."""
+    return tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
+
+
+@triton.jit
+def tile_range(
+    begin,
+    end,
+    limit,
+    limit_all,
+    low,
+    high,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The key tiles that the query rows [begin, end) may touch.
+
+    limit: no row reaches keys from there on; limit_all: lengths keep no row from keys below it.
+    Returns tiles first <= full_first <= full_last <= last: [full_first, full_last) need no
+    arithmetic test, the rest of [first, last) does; and touched_begin, touched_end: outside them no
+    row has a key. For the query tiles of a key tile pass -high, -low, HAS_HIGH, HAS_LOW.
+    """
+    touched_begin = 0
+    touched_end = limit
+    full_begin = 0
+    full_end = limit_all
+    if HAS_LOW:
+        touched_begin = tl.maximum(begin + low, 0)
+        full_begin = tl.maximum(end - 1 + low, 0)
+    if HAS_HIGH:
+        touched_end = tl.minimum(touched_end, end + high)
+        full_end = tl.minimum(full_end, begin + high + 1)
+    touched_end = tl.maximum(touched_end, touched_begin)
+    first = touched_begin // BLOCK
+    last = tl.where(touched_end > touched_begin, (touched_end + BLOCK - 1) // BLOCK, first)
+    full_first = tl.minimum((full_begin + BLOCK - 1) // BLOCK, last)
+    full_last = tl.maximum(tl.minimum(full_end // BLOCK, last), full_first)
+    return first, full_first, full_last, last, touched_begin, touched_end
+
+
+@triton.jit
+def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr):
+    """Row i may attend keys [begin, end), by arithmetic; rows from q_limit on have none.
+
+    row_limit: the row's key length, a scalar or shaped like i.
+    """
+    begin = tl.zeros_like(i)
+    end = tl.zeros_like(i) + row_limit
+    if HAS_LOW:
+        begin = i + low
+    if HAS_HIGH:
+        end = tl.minimum(end, i + high + 1)
+    return begin, tl.where(i < q_limit, end, 0)
+
+
+# -- tiles of q, k, v -----------------------------------------------------------------------------
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    stride,
+    keep,
+    ROWS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[ROWS, WIDTH] from column START of the rows at ptr, whose last stride is 1.
+
+    Columns from LIMIT on are 0; with MASKED also the rows where keep [ROWS] is false.
+    """
+    offs_r = tl.arange(0, ROWS)
+    offs_c = START + tl.arange(0, WIDTH)
+    ptrs = ptr + offs_r[:, None] * stride + offs_c[None, :]
+    if START + WIDTH > LIMIT:
+        mask = tl.broadcast_to(offs_c[None, :] < LIMIT, [ROWS, WIDTH])
+        if MASKED:
+            mask = mask & keep[:, None]
+        return tl.load(ptrs, mask=mask, other=0.0)
+    elif MASKED:
+        return tl.load(ptrs, mask=tl.broadcast_to(keep[:, None], [ROWS, WIDTH]), other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_tile(
+    ptr,
+    stride,
+    value,
+    keep,
+    ROWS: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The counterpart of load_tile: rows where keep [ROWS] is true, rounded to ptr's type."""
+    offs_r = tl.arange(0, ROWS)
+    offs_c = START + tl.arange(0, WIDTH)
+    mask = keep[:, None] & (offs_c[None, :] < LIMIT)
+    ptrs = ptr + offs_r[:, None] * stride + offs_c[None, :]
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+# -- dense masks ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def blocked_value(DTYPE: tl.constexpr):
+    """finfo(DTYPE).min: an additive mask at or below it blocks."""
+    if DTYPE == tl.float16:
+        return -65504.0
+    elif DTYPE == tl.bfloat16:
+        return -3.3895313892515355e38
+    elif DTYPE == tl.float64:
+        return -1.7976931348623157e308
+    else:
+        return -3.4028234663852886e38
+
+
+@triton.jit
+def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, ROWS_SHARED: tl.constexpr):
+    """(allowed, bias) of the pairs i, j counted from the tile's corner, where tile_ptr points.
+
+    bias is 0.0 for a boolean mask. Pairs outside [rows, columns], which is what the mask has left
+    from the corner on, are not allowed. With ROWS_SHARED (one mask row serves all queries,
+    stride_mm is 0) i and rows do not matter and the results have one row.
+    """
+    if ROWS_SHARED:
+        inside = j < columns
+        ptrs = tile_ptr + j * stride_mn
+    else:
+        inside = (i < rows) & (j < columns)
+        ptrs = tile_ptr + i * stride_mm + j * stride_mn
+    if tile_ptr.dtype.element_ty == tl.int1:
+        allowed = tl.load(ptrs, mask=inside, other=0) != 0
+        bias = 0.0
+    else:
+        value = tl.load(ptrs, mask=inside, other=0.0)
+        if tile_ptr.dtype.element_ty == tl.float64:
+            allowed = inside & ~(value <= blocked_value(tl.float64))
+            # What fp64 tells from blocked, fp32 must too.
+            bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
+        else:
+            bias = value.to(tl.float32)
+            allowed = inside & ~(bias <= blocked_value(tile_ptr.dtype.element_ty))
+    return allowed, bias
+
+
+class MaskShape(NamedTuple):
+    """A 4-dimensional mask's real sizes (1 where broadcast) and strides (0 where broadcast)."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def mask_shape(mask: torch.Tensor) -> MaskShape:
+    pairs = list(zip(mask.shape, mask.stride(), strict=True))
+    sizes = tuple(1 if stride == 0 else size for size, stride in pairs)
+    return MaskShape(sizes, tuple(0 if size == 1 else stride for size, stride in pairs))
+
+
+class TileLists(NamedTuple):
+    """Shape and strides (0 where the mask is broadcast) of the int32 lists of `mask_classifier`.
+
+    One row per mask batch, mask head and outer tile: LIST_HEADER words (how many FULL, PARTIAL,
+    EDGE), then for each of these kinds a list of up to `inner` inner-tile indices, ascending.
+    """
+
+    shape: tuple[int, int, int, int]
+    inner: int
+    stride_b: int
+    stride_h: int
+    stride_outer: int
+
+
+def tile_lists(
+    mask: MaskShape, M: int, N: int, BLOCK_M: int, BLOCK_N: int, by_key: bool
+) -> TileLists:
+    """by_key False: outer tiles are query tiles (forward, dq). True: key tiles (dk and dv)."""
+    tiles_m, tiles_n = -(-M // BLOCK_M), -(-N // BLOCK_N)
+    outer, inner = (tiles_n, tiles_m) if by_key else (tiles_m, tiles_n)
+    batches, heads, rows, columns = mask.sizes
+    if (columns if by_key else rows) == 1:
+        outer = min(outer, 1)  # all outer tiles look alike
+    row = LIST_HEADER.value + 3 * inner
+    return TileLists(
+        (batches, heads, outer, row),
+        inner,
+        heads * outer * row if batches > 1 else 0,
+        outer * row if heads > 1 else 0,
+        row if outer > 1 else 0,
+    )
+
+
+@triton.jit
+def classify_mask_kernel(
+    mask_ptr,
+    lists_ptr,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    heads,
+    M,
+    N,
+    inner,
+    BY_KEY: tl.constexpr,
+    ROWS_SHARED: tl.constexpr,
+    COLUMNS_SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    outer = tl.program_id(0)
+    batch_head = tl.program_id(1).to(tl.int64)
+    mask_ptr += batch_head // heads * stride_mb + batch_head % heads * stride_mh
+    lists_ptr += (batch_head * tl.num_programs(0) + outer) * (LIST_HEADER + 3 * inner)
+    # A broadcast dimension is read as one line that stands for all.
+    ROWS: tl.constexpr = 1 if ROWS_SHARED else BLOCK_M
+    COLUMNS: tl.constexpr = 1 if COLUMNS_SHARED else BLOCK_N
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, COLUMNS)[None, :]
+    n_full = 0
+    n_partial = 0
+    n_edge = 0
+    for t in range(0, inner):
+        m_start = (t if BY_KEY else outer) * BLOCK_M
+        n_start = (outer if BY_KEY else t) * BLOCK_N
+        rows = 1 if ROWS_SHARED else M - m_start
+        columns = 1 if COLUMNS_SHARED else N - n_start
+        tile_ptr = mask_ptr + (m_start.to(tl.int64) * stride_mm + n_start.to(tl.int64) * stride_mn)
+        allowed, bias = load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, False)
+        plain = allowed
+        if mask_ptr.dtype.element_ty != tl.int1:
+            plain = plain & (bias == 0.0)
+        # Lines of the outer tile beyond the tensor don't count, those of the inner tile are dead.
+        if BY_KEY:
+            lines = tl.min((plain | (j >= columns)).to(tl.int32), axis=1)
+            alive = tl.max(allowed.to(tl.int32), axis=1)
+            ragged = m_start + BLOCK_M > M
+        else:
+            lines = tl.min((plain | (i >= rows)).to(tl.int32), axis=0)
+            alive = tl.max(allowed.to(tl.int32), axis=0)
+            ragged = n_start + BLOCK_N > N
+        some = tl.max(alive, axis=0) > 0
+        full = (tl.min(lines, axis=0) > 0) & (ragged == 0)
+        edge = (tl.min(alive, axis=0) == 0) | ragged
+        kind = tl.where(full, FULL, tl.where(edge, EDGE, PARTIAL))
+        count = tl.where(full, n_full, tl.where(edge, n_edge, n_partial))
+        tl.store(lists_ptr + LIST_HEADER + kind * inner + count, t, mask=some)
+        n_full += (some & (kind == FULL)).to(tl.int32)
+        n_partial += (some & (kind == PARTIAL)).to(tl.int32)
+        n_edge += (some & (kind == EDGE)).to(tl.int32)
+    tl.store(lists_ptr + FULL, n_full)
+    tl.store(lists_ptr + PARTIAL, n_partial)
+    tl.store(lists_ptr + EDGE, n_edge)
+
+
+def mask_classifier(
+    mask: MaskShape, M: int, N: int, BLOCK_M: int, BLOCK_N: int, by_key: bool
+) -> BoundLaunch:
+    """Called with (mask, lists of the shape that `tile_lists` gives): notes which tiles matter.
+
+    FULL: every pair is allowed, an additive mask is exactly 0. Not listed: no pair is allowed.
+    EDGE: some inner lines (keys; with by_key queries) have no allowed pair in the tile or lie
+    beyond the tensor; they may hold NaN, so a product over them must see zeros. PARTIAL: the rest.
+    """
+    (batches, heads, outer, _), inner, *_ = tile_lists(mask, M, N, BLOCK_M, BLOCK_N, by_key)
+    constants = {
+        "BY_KEY": by_key,
+        "ROWS_SHARED": mask.sizes[2] == 1,
+        "COLUMNS_SHARED": mask.sizes[3] == 1,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+    }
+    grid = (outer, batches * heads)
+    return BoundLaunch(classify_mask_kernel, grid, (*mask.strides, heads, M, N, inner), constants)
+
+
+@triton.jit
+def listed_below(list_ptr, count, tile):
+    """How many entries of an ascending list are below `tile`."""
+    below = 0
+    for start in range(0, count, 128):
+        offs = start + tl.arange(0, 128)
+        entries = tl.load(list_ptr + offs, mask=offs < count, other=2147483647)
+        below += tl.sum((entries < tile).to(tl.int32), axis=0)
+    return below
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def finalise(x):
+    """A bijection of uint32 with good avalanche; the definition is in fastattn/ops/_dropout.py."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def absorb(state, value):
+    return finalise((state ^ value) + 0x9E3779B9)
+
+
+@triton.jit
+def dropout_bases(seed_ptr, stream, b, h):
+    """(row base, column base): what `lattice_keys` turns into keys of rows and columns."""
+    seed = tl.load(seed_ptr)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    stream = stream.to(tl.uint32)
+    row_tag = tl.full([], 0x243F6A88, tl.uint32)
+    column_tag = tl.full([], 0x85A308D3, tl.uint32)
+    rows = absorb(absorb(absorb(row_tag, low), high), stream)
+    columns = absorb(absorb(absorb(column_tag, low), high), stream)
+    return absorb(absorb(rows, b.to(tl.uint32)), h.to(tl.uint32)), columns
+
+
+@triton.jit
+def lattice_keys(base, start, local):
+    """Keys of the lines start + local: start a multiple of 16, local from arange (any shape)."""
+    unit = (start // 16 * 8).to(tl.uint32) + (((local >> 4) << 3) | (local & 7)).to(tl.uint32)
+    return absorb(base, unit)
+
+
+@triton.jit
+def dropout_keep(row_keys, column_keys, local_i, local_j, threshold):
+    """Which weights are kept. Arguments expanded to two dimensions, local as in lattice_keys.
+
+    Rows r, r + 8 and columns c, c + 8 share a word. The compiler sees that, because what tells them
+    apart are constant bits of the local indices, and computes it once.
+    """
+    word = finalise(row_keys ^ column_keys)
+    byte = ((local_i >> 3) & 1) * 2 + ((local_j >> 3) & 1)
+    # The byte moves to the top; what lies below it cannot change the comparison.
+    return (word << (24 - 8 * byte).to(tl.uint32)) >= (threshold.to(tl.uint32) << 24)

@@ -1,0 +1,601 @@
+"""The forward of attention in Triton: values, tiles, and what the compilers make of it.
+
+On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
+interpreter, on the samples that are small enough, and compiles what ships for GPUs that are not
+there: no spills, tensor cores in use, shared memory within the limit.
+"""
+
+# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+
+triton = pytest.importorskip("triton")
+if _env.interpreting():
+    import bf16_interpreter
+
+    bf16_interpreter.install()
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from fastattn.ops.attention import reference, spec, spec_varlen, triton_tiles
+from fastattn.ops.attention import triton as kernels
+from fastattn.ops.attention.config import ForwardConfig
+from fastattn.ops.attention.op import CAUSAL
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Sample
+
+DEVICE = _env.default_device()
+RUNS = DEVICE.type == "cuda" or _env.interpreting()
+runs = pytest.mark.skipif(not RUNS, reason="runs on a GPU, or in the interpreter's own process")
+# Kernels divide by empty sums and select the result away, and dead rows hold NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def _arguments(sample: Sample, dtype: torch.dtype) -> tuple[Any, ...]:
+    """A sample as the op sees it."""
+    generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
+    inputs = sample.make(generator, dtype)
+    get = inputs.get
+    mask = get("mask")
+    causal, scale = inputs["causal"], inputs["scale"]
+    return (
+        inputs["q"], inputs["k"], inputs["v"],
+        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        get("key_lengths"), get("query_lengths"), CAUSAL["top_left" if causal is True else causal],
+        *(inputs["window"] or (-1, -1)),
+        inputs["q"].shape[3] ** -0.5 if scale is None else scale,
+        get("dropout_p", 0.0), get("dropout_seed"), get("dropout_stream", 0),
+    )  # fmt: skip
+
+
+def _move(x: Any) -> Any:
+    """To the device, strides kept."""
+    if not isinstance(x, Tensor) or DEVICE.type == "cpu":
+        return x
+    storage = torch.empty(0, dtype=x.dtype, device=DEVICE).set_(x.untyped_storage().to(DEVICE))
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
+    q, k, v, mask, *rest = args
+    if mask is not None and mask.is_floating_point():
+        blocked = mask <= torch.finfo(mask.dtype).min
+        mask = torch.where(blocked, -torch.inf, mask.double())
+    return (q.double(), k.double(), v.double(), mask, *rest)
+
+
+def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
+    """The launcher's results against the reference, within the one error budget."""
+    (B, H, M, _), E = args[0].shape, args[2].shape[3]
+    nan = {"fill_value": float("nan"), "device": DEVICE}
+    out = torch.full((B, M, H, E), dtype=args[0].dtype, **nan).transpose(1, 2)
+    lse = torch.full((B, H, M), dtype=torch.float32, **nan)
+    moved = tuple(_move(x) for x in args)
+    if config is not None:
+        kernels.attention_fwd_with_config(config, *moved, out, lse)
+    else:
+        spaces = [
+            torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
+            for shape, dtype, _ in kernels.attention_fwd_workspace(*moved)
+        ]
+        kernels.attention_fwd(*moved, out, lse, *spaces)
+    wide, same = reference.attention_fwd(*_wide(args)), reference.attention_fwd(*args)
+    # Of a value's size: the sum of its terms' sizes; of a score's: its own rounding, a few terms.
+    size = reference.attention_fwd(*_wide(args)[:2], args[2].double().abs(), *_wide(args)[3:])[0]
+    mags = (size.nan_to_num(), 1 + wide[1].abs())
+    for name, got, w, s, mag in zip(("out", "lse"), (out, lse), wide, same, mags, strict=True):
+        result = compare(got.cpu(), w, s, mag, slice_dims=2)
+        assert result.ok, f"{name}: {result.message}, allowed {result.allowed:.3g}"
+
+
+def _samples() -> list[Any]:
+    cases = []
+    for sample in spec.SAMPLES:
+        native = DEVICE.type == "cuda"
+        if not native and "interpreter" not in sample.tags:
+            continue
+        halves = (torch.bfloat16, torch.float16) if native else (torch.bfloat16,)
+        for dtype in (*halves, torch.float32) if native else halves:
+            short = str(dtype).removeprefix("torch.")
+            cases.append(pytest.param(sample, dtype, id=f"{sample.name}-{short}"))
+    return cases
+
+
+def _sample(name: str) -> Sample:
+    return next(s for s in spec.SAMPLES if s.name == name)
+
+
+@runs
+@pytest.mark.parametrize("sample, dtype", _samples())
+def test_sample(sample: Sample, dtype: torch.dtype) -> None:
+    args = _arguments(sample, dtype)
+    if reason := kernels.attention_fwd_unsupported(*(_move(x) for x in args)):
+        pytest.skip(reason)
+    _check(args)
+
+
+def _packed_samples() -> list[Any]:
+    native = DEVICE.type == "cuda"
+    return [
+        pytest.param(sample, id=sample.name)
+        for sample in spec_varlen.SAMPLES
+        if native or "interpreter" in sample.tags
+    ]
+
+
+@runs
+@pytest.mark.parametrize("sample", _packed_samples())
+def test_packed_sample(sample: Sample) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
+    inputs = sample.make(generator, torch.float16)
+    get, causal = inputs.get, inputs.get("causal", False)
+    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+    args = (
+        q, k, v, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], inputs["max_seqlen_q"],
+        inputs["max_seqlen_k"], CAUSAL["top_left" if causal is True else causal],
+        *(get("window") or (-1, -1)), get("scale") or q.shape[2] ** -0.5, get("dropout_p", 0.0),
+        get("dropout_seed"), get("dropout_stream", 0),
+    )  # fmt: skip
+    (T, H, _), E = q.shape, v.shape[2]
+    out = torch.full((T, H, E), float("nan"), dtype=q.dtype, device=DEVICE)
+    lse = torch.full((H, T), float("nan"), device=DEVICE)
+    moved = tuple(_move(x) for x in args)
+    assert kernels.attention_varlen_fwd_unsupported(*moved) is None
+    kernels.attention_varlen_fwd(*moved, out, lse)
+    wide = reference.attention_varlen_fwd(q.double(), k.double(), v.double(), *args[3:])
+    same = reference.attention_varlen_fwd(*args)
+    for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
+                         (same[0].transpose(0, 1), same[1]), strict=True):  # fmt: skip
+        result = compare(got.cpu(), w, s, 1 + w.abs(), slice_dims=1)
+        assert result.ok, f"{result.message}, allowed {result.allowed:.3g}"
+
+
+TILINGS = {
+    "wide": ForwardConfig(16, 64, 4, 1),
+    "tall": ForwardConfig(64, 16, 4, 2),
+    "descriptors": ForwardConfig(64, 32, 4, 2, tma=True, overlap=1),
+    "values_last": ForwardConfig(32, 32, 4, 2, overlap=2),
+    "whole": ForwardConfig(128, 128, 8, 1),
+}
+
+
+@runs
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("name", ["both_lengths_causal", "bool_mask_keys", "dropout"])
+def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
+    _check(_arguments(_sample(name), torch.float16), TILINGS[tiling])
+
+
+@runs
+@pytest.mark.parametrize("value", [-3.0e38, -1e30, -60000.0])
+def test_very_negative_bias_is_no_block(value: float) -> None:
+    """Only finfo.min blocks: a row of equal large negative values is a mean."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, 40, 16, generator=generator) for _ in range(3))
+    mask = torch.zeros(1, 1, 40, 40)
+    mask[..., 3, :] = value
+    mask[..., 5, 1:] = value
+    _check((q, k, v, mask, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+
+
+@runs
+def test_head_dims_of_every_kind() -> None:
+    """One tile, two tiles, padded tiles, not a multiple of 8."""
+    generator = torch.Generator().manual_seed(1)
+    for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
+        q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
+        v = torch.randn(1, 2, 33, E, generator=generator).half()
+        _check((q, k, v, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
+
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile_range_kernel(
+    out_ptr,
+    begin,
+    end,
+    limit,
+    low,
+    high,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    found = triton_tiles.tile_range(
+        begin, end, limit, limit, low, high, HAS_LOW, HAS_HIGH, BLOCK
+    )  # fmt: skip
+    tl.store(out_ptr + 0, found[0])
+    tl.store(out_ptr + 1, found[1])
+    tl.store(out_ptr + 2, found[2])
+    tl.store(out_ptr + 3, found[3])
+
+
+def _allowed_by_tiles(
+    M: int, N: int, causal: int, left: int, right: int, rows: tuple[int, int], block: int
+) -> tuple[int, int, int, int]:
+    """What tile_range should say, by looking at every pair: first, full_first, full_last, last."""
+    q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
+    allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
+    tiles = allowed[rows[0] : rows[1]].split(block, dim=1)
+    some = [i for i, tile in enumerate(tiles) if tile.any()]
+    full = [i for i, tile in enumerate(tiles) if tile.all() and tile.shape[1] == block]
+    if not some:
+        return (0, 0, 0, 0)
+    full = full or [some[-1] + 1]
+    return (some[0], full[0], full[-1] + 1 if full[0] <= some[-1] else full[0], some[-1] + 1)
+
+
+@runs
+@pytest.mark.parametrize(
+    "causal, left, right",
+    [
+        *((0, -1, -1), (1, -1, -1), (2, -1, -1)),
+        *((0, 5, 3), (1, 20, -1), (2, 40, -1), (0, 0, 0), (0, -1, 9)),
+    ],
+)
+def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
+    for M, N in ((70, 70), (40, 100), (100, 40)):
+        band = triton_tiles.band(causal, left, right, M, N)
+        for start in range(0, M, 32):
+            rows = (start, min(start + 32, M))
+            out = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
+            _tile_range_kernel[(1,)](
+                out, *rows, N, band.low, band.high, HAS_LOW=band.has_low, HAS_HIGH=band.has_high,
+                BLOCK=16,
+            )  # fmt: skip
+            first, full_first, full_last, last = out.tolist()
+            expected = _allowed_by_tiles(M, N, causal, left, right, rows, 16)
+            if expected[3] == expected[0]:
+                assert first == last, (M, N, rows)
+                continue
+            assert (first, last) == (expected[0], expected[3]), (M, N, rows)
+            if expected[1] < expected[2]:
+                assert (full_first, full_last) == expected[1:3], (M, N, rows)
+            else:
+                assert full_first == full_last, (M, N, rows)
+
+
+def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int, by_key: bool) -> list[Any]:
+    """For every (batch, head, outer tile) the FULL, PARTIAL and EDGE inner tiles, by definition."""
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    plain = mask if mask.dtype == torch.bool else mask == 0
+    rows = []
+    for b in range(mask.shape[0]):
+        for h in range(mask.shape[1]):
+            a, p = (x[b, h].expand(M, N) for x in (allowed, plain))
+            if by_key:
+                a, p = a.T, p.T
+            outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
+            for lines_a, lines_p in zip(a.split(outer), p.split(outer), strict=True):
+                lists: list[list[int]] = [[], [], []]
+                pairs = zip(lines_a.split(inner, 1), lines_p.split(inner, 1), strict=True)
+                for t, (tile, zero) in enumerate(pairs):
+                    if tile.shape[1] < inner or not tile.any(0).all():
+                        kind = 2
+                    else:
+                        kind = 0 if zero.all() else 1
+                    if tile.any():
+                        lists[kind].append(t)
+                rows.append(lists)
+    return rows
+
+
+@runs
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("letters", ["BHMN", "MN", "BN", "HM", "HMN", ""])
+def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool) -> None:
+    generator = torch.Generator().manual_seed(len(letters))
+    sizes = {"B": 2, "H": 3, "M": 70, "N": 75}
+    M, N = sizes["M"], sizes["N"]
+    shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
+    mask = torch.rand(shape, generator=generator) > 0.2
+    mask[:, :, :33, :32] = True
+    mask[..., 40:, :] = mask[..., 40:, :] & (shape[2] == 1)
+    mask[..., 64:] = False
+    for values in (mask, torch.where(mask, 0.0, -torch.inf).half()):
+        values = _move(values)
+        described = triton_tiles.mask_shape(values)
+        layout = triton_tiles.tile_lists(described, M, N, 32, 16, by_key)
+        lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
+        triton_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
+        expected = _lists_of(values.cpu(), M, N, 32, 16, by_key)
+        outer = len(expected) // (layout.shape[0] * layout.shape[1])
+        for n, kinds in enumerate(expected):
+            batch_head, tile = divmod(n, outer)
+            row = lists.flatten(0, 1)[batch_head, min(tile, layout.shape[2] - 1)].tolist()
+            for kind, tiles in enumerate(kinds):
+                begin = 4 + kind * layout.inner
+                assert row[begin : begin + row[kind]] == tiles, (n, kind)
+
+
+def test_band_drops_what_restricts_nothing() -> None:
+    assert triton_tiles.band(0, -1, -1, 5, 9) == (0, 0, False, False)
+    assert triton_tiles.band(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
+    assert triton_tiles.band(1, -1, 3, 5, 9) == (0, 0, False, True)
+    assert triton_tiles.band(0, 100, 2, 5, 9) == (0, 2, False, True)
+    assert triton_tiles.band(2, 3, -1, 5, 9) == (1, 4, True, True)
+
+
+def test_head_dims_are_split_where_that_pads_less() -> None:
+    widths = {8: (16, 0), 24: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 96: (64, 32)}
+    widths |= {120: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
+    for width, tiles in widths.items():
+        assert triton_tiles.split_width(width) == tiles, width
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_refuses_what_it_cannot_run() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    rest = (None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+    wide = torch.randn(1, 1, 4, 264)
+    refusal = kernels.attention_fwd_unsupported
+    assert refusal(q, q, q, *rest) is None
+    assert "float64" in str(refusal(q.double(), q.double(), q.double(), *rest))
+    assert "head dims up to 256, got 264" in str(refusal(wide, wide, q, *rest))
+    assert "contiguous last dimension, got k" in str(refusal(q, q.mT.contiguous().mT, q, *rest))
+
+
+# -- the interpreter's own process ----------------------------------------------------------------
+
+
+@compiles
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the GPU runs them")
+def test_in_the_interpreter() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 60
+
+
+# -- compilers ------------------------------------------------------------------------------------
+
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Kernels launched inside are compiled for `arch`, collected and not run."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[Any] = []
+    run = JITFunction.run
+    used = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        used.add(self)
+        self.device_caches.clear()
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(_env, "architecture", lambda *device: arch)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
+        try:
+            yield found
+        finally:
+            for function in used:
+                function.device_caches.clear()
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": 2},
+    "lengths": {"key_lengths": 1, "query_lengths": True},
+    "row_lengths": {"key_lengths": 2, "causal": 1},
+    "bool": {"mask": (torch.bool, (1, 1, 1024, 1024))},
+    "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
+    "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
+    "dropout": {"dropout_p": 0.1, "causal": 2},
+    "short": {"M": 1, "causal": 0},
+}
+
+
+def _launch(
+    D: int,
+    *,
+    M: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    key_lengths: int = 0,
+    query_lengths: bool = False,
+    causal: int = 0,
+    dropout_p: float = 0.0,
+) -> None:
+    """A forward as the op would launch it, on tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k = empty(2, 4, M, D), empty(2, 4, 1024, D)
+    lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
+    args = (
+        q, k, k, None if mask is None else empty(*mask[1], dtype=mask[0]), lengths,
+        empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3,
+    )  # fmt: skip
+    spaces = [
+        empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(*args)
+    ]
+    kernels.attention_fwd(*args, q, empty(2, 4, M, dtype=torch.float32), *spaces)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
+    """Bytes of local memory, instructions that touch it, and tensor-core instructions."""
+    if "cubin" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        spilled = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
+        return {"spilled": spilled, "tensor": len(re.findall(r"\bv_mfma", text))}
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage, code = _tool("cuobjdump", "--dump-resource-usage", str(cubin)), ""
+    code = _tool("nvdisasm", "-c", str(cubin))
+    if kernel.metadata.target.arch == 90:
+        # One wait a product; more are ptxas's way to serialise them (C7510 to C7515).
+        assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 2
+    tensor = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(kernel.metadata.target.arch, r"\bHMMA")
+    return {
+        "spilled": max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
+        "tensor": len(re.findall(tensor, code)),
+    }
+
+
+def _tolerated_spills(D: int, feature: str) -> int:
+    """Bytes a thread: none in the loops that run all the time, little in those over edge tiles and
+    under dense masks, whose rows are chosen for the head dims up to 128.
+    """
+    return 0 if feature in ("plain", "causal") and D <= 128 else 96
+
+
+def _shipped() -> list[Any]:
+    """(arch, head dim, feature); all combinations in the slow run, a cross-section always."""
+    always = {
+        ("sm_90", 64): ("plain", "causal", "lengths", "bool", "bias", "dropout"),
+        ("sm_90", 128): ("plain", "causal", "lengths", "bias"),
+        ("sm_90", 256): ("causal",),
+        ("sm_90", 80): ("causal",),
+        ("sm_80", 64): ("causal", "bool"),
+        ("sm_80", 128): ("causal",),
+        ("sm_100", 64): ("causal",),
+        ("sm_100", 128): ("lengths",),
+        ("gfx942", 64): ("causal", "padding"),
+        ("gfx942", 128): ("lengths",),
+    }
+    cases = []
+    for arch in TARGETS:
+        for D in (64, 80, 128, 192, 256):
+            for feature in FEATURES:
+                marks = () if feature in always.get((arch, D), ()) else (pytest.mark.slow,)
+                cases.append(
+                    pytest.param(arch, D, feature, marks=marks, id=f"{arch}-{D}-{feature}")
+                )
+    return cases
+
+
+@compiles
+@pytest.mark.parametrize("arch, D, feature", _shipped())
+def test_compiles(
+    arch: str, D: int, feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with _compiled(arch, monkeypatch) as found:
+        _launch(D, **FEATURES[feature])
+    kernel = found[-1]
+    assert kernel.metadata.name == "attention_fwd_kernel"
+    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
+    seen = _inspect(kernel, tmp_path)
+    assert seen["tensor"] > 0 or feature == "short"
+    assert seen["spilled"] <= _tolerated_spills(D, feature)
+
+
+@compiles
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in TARGETS])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_fp32_compiles(arch: str, D: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On NVIDIA three TF32 products, never one: that would be three times fewer instructions."""
+    with _compiled(arch, monkeypatch) as found:
+        _launch(D, dtype=torch.float32, causal=2)
+    assert found[-1].metadata.shared <= SHARED_KB[arch] * 1024
+    assert "ptx" not in found[-1].asm or "mma" in found[-1].asm["ptx"]
+    if arch != "gfx942":
+        assert "inputPrecision = tf32x3" in found[-1].asm["ttir"]
+
+
+@compiles
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_packed_compiles(arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(9, dtype=torch.int32, device="meta")
+    lse = torch.empty(8, 4096, device="meta")
+    with _compiled(arch, monkeypatch) as found:
+        kernels.attention_varlen_fwd(
+            q, k, k, offsets, offsets, 700, 700, 2, -1, -1, 0.125, 0.0, None, 0, q, lse
+        )
+    seen = _inspect(found[-1], tmp_path)
+    assert seen["tensor"] > 0 and seen["spilled"] == 0
+
+
+@compiles
+def test_tma_is_used_on_hopper_alone_where_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch(64)
+        _launch(80)  # two tiles a row: pointers
+    assert "cp.async.bulk.tensor" in found[0].asm["ptx"]
+    assert "cp.async.bulk.tensor" not in found[1].asm["ptx"]
+
+
+@compiles
+def test_a_full_tile_costs_no_mask_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without restrictions and with whole tiles there is one loop; restrictions add loops."""
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch(64)
+        _launch(64, causal=2)
+        _launch(64, mask=(torch.bool, (1, 1, 1024, 1024)))
+    loops = [
+        kernel.asm["ttir"].count("scf.for") for kernel in found if "fwd" in kernel.metadata.name
+    ]
+    assert loops == [1, 2, 3]
+
+
+def test_configs_are_frozen() -> None:
+    config = ForwardConfig(64, 32, 4, 1)
+    assert replace(config, stages=2) != config
+    with pytest.raises(AttributeError):
+        config.stages = 2  # type: ignore[misc]

@@ -2,6 +2,9 @@
 made of them.
 """
 
+import importlib
+from types import ModuleType
+
 from fastattn.functional import (
     add_layer_norm,
     attention,
@@ -13,6 +16,16 @@ from fastattn.functional import (
     new_dropout_seed,
     rms_norm,
 )
+
+_MODULES = ("nn", "seq2seq", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`fastattn.nn` and its like load when first used."""
+    if name in _MODULES:
+        return importlib.import_module(f"fastattn.{name}")
+    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 __all__ = [

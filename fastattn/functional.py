@@ -488,12 +488,12 @@ def _check_length(name: str, length: Any) -> int:
 def _check_index(
     name: str, index: Tensor | slice | None, size: int, device: torch.device
 ) -> Tensor:
-    """Chosen positions as an int64 index; those of a tensor are trusted to be in range."""
+    """Chosen positions as an int64 index; negative ones count from the end, as in Python."""
     if index is None or isinstance(index, slice):
         return torch.arange(size, device=device)[index or slice(None)]
     if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
         raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
-    return index.to(device=device, dtype=torch.int64)
+    return index.to(device=device, dtype=torch.int64) % max(size, 1)
 
 
 def _check_mask(mask: Tensor, B: int, H: int, M: int, N: int, device: torch.device) -> Tensor:

@@ -1,11 +1,9 @@
-"""The dropout bits of every op: which weights are dropped is a pure function of seed, stream and
-position.
+"""The dropout bits of every op: what is dropped is a pure function of seed, stream and position.
 
 One 32-bit word decides four weights, one byte each. Attention's words lie on a lattice that
-tensor-core fragments
-own whole: rows {r, r + 8} x columns {c, c + 8} inside blocks of 16. Row-wise ops use one word per
-four columns. The same arithmetic (modulo 2^32) is written in C++ in csrc/common/dropout.h; tests
-compare the two.
+tensor-core fragments own whole: rows {r, r + 8} x columns {c, c + 8} inside blocks of 16. Row-wise
+ops use one word per four columns. The same arithmetic (modulo 2^32) is written in C++ in
+csrc/common/dropout.h; tests compare the two.
 """
 
 import torch
@@ -36,8 +34,7 @@ def keep_scale(p: float) -> float:
     return 0.0 if t == 256 else 256.0 / (256 - t)
 
 
-# Tensors hold 32-bit words as int64: int64 products wrap modulo 2^64, so their low 32 bits are
-# right.
+# Tensors hold 32-bit words as int64, whose products wrap modulo 2^64: the low 32 bits are right.
 def finalise(x: Tensor) -> Tensor:
     """A bijection of 32-bit words with good avalanche (constants of Wellons's "lowbias32")."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
@@ -83,3 +80,13 @@ def row_keep(seed: Tensor, stream: int, p: float, rows: int, columns: int) -> Te
     key = row_key(seed, stream, r >> 32, 0, r & _WORD)  # [rows]
     word = finalise(key[:, None] ^ column_key(seed, stream, c // 4))  # [rows, columns]
     return (word >> (8 * (c % 4))) & 0xFF >= threshold(p)
+
+
+def drop_rows(x: Tensor, p: float, seed: Tensor | None, stream: int) -> Tensor:
+    """x [..., N] with dropped elements 0 and kept ones scaled."""
+    if p == 0.0:
+        return x
+    assert seed is not None
+    N = x.shape[-1]
+    keep = row_keep(seed, stream, p, x.numel() // N if N else 0, N).view(x.shape)
+    return torch.where(keep, x * keep_scale(p), torch.zeros_like(x))

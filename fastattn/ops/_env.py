@@ -1,7 +1,7 @@
 """Every run-time gate: what is installed, which devices a backend serves, what the environment asks
 for.
 
-Nothing else in the package asks for versions, devices, architectures or environment variables.
+Nothing else in the package asks for versions, devices or architectures.
 Answers are reasons (strings phrased to follow "backend triton ...") or None for "nothing in the
 way".
 """
@@ -17,7 +17,6 @@ from types import MappingProxyType
 import torch
 
 BACKEND_VARIABLE = "FASTATTN_BACKEND"
-BACKENDS = ("sm90", "triton", "cpu", "reference")
 _NO_REQUEST: Mapping[str, str] = MappingProxyType({})
 
 
@@ -34,11 +33,6 @@ def _parse_request(value: str) -> dict[str, str]:
     request = {}
     for item in value.split(","):
         op, _, name = item.rpartition("=")
-        if name.strip() not in BACKENDS:
-            raise ValueError(
-                f"{BACKEND_VARIABLE} must name one of {', '.join(BACKENDS)}, "
-                f"or pairs such as attention=triton, got {value!r}"
-            )
         request[op.strip()] = name.strip()
     return request
 
@@ -53,20 +47,19 @@ def has_triton() -> bool:
 
 
 def refuses_device(backend: str, device: torch.device) -> str | None:
-    """Why a backend cannot serve a device, before its module is imported."""
-    if backend == "reference":
-        return None
+    """Why a backend cannot serve a device, asked before its module is imported."""
     if backend == "cpu":
         return None if device.type == "cpu" else f"runs on cpu tensors, got {device.type}"
-    if backend == "triton" and device.type == "cpu" and interpreting():
-        return None if has_triton() else "needs the triton package, which is not installed"
-    if device.type != "cuda":
-        return f"runs on cuda tensors, got {device.type}"
     if backend == "triton":
+        if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+            return f"runs on cuda tensors, got {device.type}"
         return None if has_triton() else "needs the triton package, which is not installed"
-    major, minor = capability(device.index or 0)
-    if torch.version.hip is not None or (major, minor) != (9, 0):
-        return f"is built for Hopper (compute capability 9.0), got {major}.{minor}"
+    if backend == "sm90":
+        if device.type != "cuda":
+            return f"runs on cuda tensors, got {device.type}"
+        major, minor = capability(device.index or 0)
+        if torch.version.hip is not None or (major, minor) != (9, 0):
+            return f"is built for Hopper (compute capability 9.0), got {major}.{minor}"
     return None
 
 

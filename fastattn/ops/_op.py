@@ -104,14 +104,20 @@ class Op:
         """Why `backend` cannot run this call, or None."""
         if why := _env.refuses_device(backend, args[self._anchor].device):
             return why
-        try:
-            module = self._module(backend)
-        except ImportError as error:
-            return f"cannot be imported: {error}"
+        if why := self.import_failure(backend):
+            return why
+        module = self._module(backend)
         if not hasattr(module, self.name):
             return f"does not implement {self.name}"
         unsupported = getattr(module, f"{self.name}_unsupported", None)
         return unsupported(*args) if unsupported else None
+
+    def import_failure(self, backend: str) -> str | None:
+        try:
+            self._module(backend)
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return None
 
     def select(self, args: Sequence[Any], backend: str | None) -> str:
         """The backend that runs this call. An explicit choice never falls back."""
@@ -161,7 +167,7 @@ class Op:
         if row.name == "reference":
             why = "; ".join(f"backend {name} {reason}" for name, reason in refusals.items())
             _warn_once(f"{self.name} runs the slow reference on {device.type}: {why}")
-        elif row.verified:
+        else:
             architecture = _env.architecture(device.type, device.index or 0)
             if architecture not in row.verified:
                 _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
@@ -234,10 +240,17 @@ def _requested_backend(op: str) -> str | None:
     if not request:
         return None
     known = sorted({family(name) for name in OPS})
-    for name in request:
+    backends = {backend for op_ in OPS.values() for backend in op_.backends}
+    for name, backend in request.items():
         if name and name not in known:
             raise ValueError(
                 f"{_env.BACKEND_VARIABLE} must name one of {', '.join(known)}, got {name!r}"
+            )
+        if backend not in backends:
+            got = f"{name}={backend}" if name else backend
+            raise ValueError(
+                f"{_env.BACKEND_VARIABLE} must name one of {', '.join(sorted(backends))}, "
+                f"or pairs such as attention=triton, got {got!r}"
             )
     return request.get(op) or request.get("")
 
@@ -257,10 +270,12 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
         if not op.name.endswith("_fwd"):
             continue
         for row in op.backends.values():
-            why = _env.refuses_device(row.name, device)
+            why = _env.refuses_device(row.name, device) or op.import_failure(row.name)
             if why is None:
                 unavailable = getattr(op._module(row.name), "unavailable", None)
                 why = unavailable() if unavailable else None
+            if why is None and not hasattr(op._module(row.name), op.name):
+                why = f"does not implement {op.name}"
             table.append(
                 BackendStatus(family(op.name), row.name, why is None, why or "", row.automatic)
             )
@@ -508,7 +523,7 @@ def differentiable(
     call = forward.call
 
     def apply(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return call(*args, backend=backend)  # traced as one op; its Autograd kernel is below
         if torch._C._are_functorch_transforms_active():
             return Transformable.apply(backend, *args)

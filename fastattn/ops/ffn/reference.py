@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.ops._dropout import SECOND_STREAM, keep_scale, row_keep
+from fastattn.ops._dropout import SECOND_STREAM, drop_rows, keep_scale
 
 GATED = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -46,15 +46,6 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 }
 
 
-def _drop(x: Tensor, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    if p == 0.0:
-        return x
-    assert seed is not None
-    N = x.shape[-1]
-    keep = row_keep(seed, stream, p, x.numel() // N if N else 0, N).view(x.shape)
-    return torch.where(keep, x * keep_scale(p), torch.zeros_like(x))
-
-
 def _activate(pre: Tensor, activation: str) -> Tensor:
     """[..., F] -> [..., F], or gated [..., 2F] -> [..., F]."""
     if activation in GATED:
@@ -85,7 +76,7 @@ def _hidden(
     tells all.
     """
     pre = F.linear(x, w1, b1)
-    a = _drop(_activate(_wide(pre), activation), dropout_p, dropout_seed, dropout_stream)
+    a = drop_rows(_activate(_wide(pre), activation), dropout_p, dropout_seed, dropout_stream)
     a = a.to(x.dtype)
     return (a if activation == "relu" else pre), a
 
@@ -105,7 +96,7 @@ def ffn_fwd(
 ) -> tuple[Tensor, Tensor]:
     hidden, a = _hidden(x, w1, b1, activation, dropout_p, dropout_seed, dropout_stream)
     y = F.linear(a, w2, b2)
-    y = _drop(y, output_dropout_p, dropout_seed, dropout_stream + SECOND_STREAM)
+    y = drop_rows(y, output_dropout_p, dropout_seed, dropout_stream + SECOND_STREAM)
     return (y if residual is None else (_wide(residual) + y).to(residual.dtype)), hidden
 
 
@@ -125,14 +116,14 @@ def ffn_bwd(
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
     need_x, need_w1, need_b1, need_w2, need_b2 = needs
-    dy = _drop(dy, output_dropout_p, dropout_seed, dropout_stream + SECOND_STREAM).to(x.dtype)
+    dy = drop_rows(dy, output_dropout_p, dropout_seed, dropout_stream + SECOND_STREAM).to(x.dtype)
     rows = dy.reshape(-1, dy.shape[-1])
     if activation == "relu":
         a = hidden
     else:
-        a = _drop(_activate(_wide(hidden), activation), dropout_p, dropout_seed, dropout_stream).to(
-            x.dtype
-        )
+        a = drop_rows(
+            _activate(_wide(hidden), activation), dropout_p, dropout_seed, dropout_stream
+        ).to(x.dtype)
     dw2 = rows.t() @ a.reshape(-1, a.shape[-1]) if need_w2 else None
     db2 = _wide(rows).sum(0).to(x.dtype) if need_b2 else None
     if not (need_x or need_w1 or need_b1):
@@ -141,7 +132,7 @@ def ffn_bwd(
     if activation == "relu":
         dpre = da * keep_scale(dropout_p) * (hidden > 0)
     else:
-        da = _drop(da, dropout_p, dropout_seed, dropout_stream)
+        da = drop_rows(da, dropout_p, dropout_seed, dropout_stream)
         dpre = _activate_bwd(da, _wide(hidden), activation)
     db1 = dpre.reshape(-1, dpre.shape[-1]).sum(0).to(x.dtype) if need_b1 else None
     dpre = dpre.to(x.dtype)

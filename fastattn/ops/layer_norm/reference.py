@@ -9,7 +9,7 @@ from here too.
 import torch
 from torch import Tensor
 
-from fastattn.ops._dropout import keep_scale, row_keep
+from fastattn.ops._dropout import drop_rows
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -70,15 +70,6 @@ def layer_norm_bwd(
     return dx, _sum_rows(dy * xhat, weight, needs[1]), _sum_rows(dy, bias, needs[2])
 
 
-def _drop(x: Tensor, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    if p == 0.0:
-        return x
-    assert seed is not None
-    N = x.shape[-1]
-    keep = row_keep(seed, stream, p, x.numel() // N if N else 0, N).view(x.shape)
-    return torch.where(keep, x * keep_scale(p), torch.zeros_like(x))
-
-
 def add_layer_norm_fwd(
     x: Tensor,
     residual: Tensor,
@@ -91,10 +82,11 @@ def add_layer_norm_fwd(
     dropout_stream: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     branch = _wide(x) if x_bias is None else _wide(x) + x_bias
-    z = (_wide(residual) + _drop(branch, dropout_p, dropout_seed, dropout_stream)).to(
+    z = (_wide(residual) + drop_rows(branch, dropout_p, dropout_seed, dropout_stream)).to(
         residual.dtype
     )
-    return layer_norm_fwd(z, weight, bias, eps)[0], z, *layer_norm_fwd(z, weight, bias, eps)[1:]
+    y, mean, rstd = layer_norm_fwd(z, weight, bias, eps)
+    return y, z, mean, rstd
 
 
 def add_layer_norm_bwd(
@@ -126,7 +118,7 @@ def add_layer_norm_bwd(
     else:
         dweight = torch.zeros_like(weight) if needs[3] and weight is not None else None
         dbias = torch.zeros_like(bias) if needs[4] and bias is not None else None
-    dbranch = _drop(dsum, dropout_p, dropout_seed, dropout_stream)
+    dbranch = drop_rows(dsum, dropout_p, dropout_seed, dropout_stream)
     return (
         dbranch.to(x_dtype) if needs[0] else None,
         dsum.to(z.dtype) if needs[1] else None,

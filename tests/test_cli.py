@@ -351,7 +351,7 @@ def test_demo_prints_its_figures_and_its_verdict(capsys, pairs_file, tmp_path, m
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert code == 0 and summary["passed"]
     assert f"Held-out BLEU: {summary['bleu']:.1f}" in out
-    assert f"handing the source back: {summary['bleu_of_source']:.1f}" in out
+    assert f"handing the source back: {summary['bleu_of_source']:.1f} (not judged" in out
     for name, run in summary["runs"].items():
         assert re.search(rf"{re.escape(name)} .* {run['tokens_per_second']:,}", out)
     assert summary["samples"][0]["source"] in out

@@ -614,6 +614,46 @@ def test_the_rate_leaves_out_start_up_validation_and_checkpoints(tmp_path, monke
     assert result.tokens_per_second == pytest.approx(sum(tokens[3:]) / (6 * 2.0))
 
 
+@pytest.mark.gpu
+def test_training_resuming_and_decoding_on_a_gpu(tmp_path):
+    cuda = torch.device("cuda")
+    examples, config = random_examples(40), toy_training(steps=8)
+    on_cpu = train(small_model(), examples, [], config, device=CPU, show=False)
+    model = small_model()
+    whole = train(model, examples, [], config, device=cuda, show=False)
+    assert whole.losses == pytest.approx(on_cpu.losses, rel=1e-3)
+
+    dropped = dataclasses.replace(SMALL, dropout=0.3)
+    straight = train(Seq2SeqTransformer(dropped), examples, [], config, device=cuda, show=False)
+    assert straight.losses != pytest.approx(whole.losses, rel=1e-3)
+    torch.manual_seed(0)
+    start = Seq2SeqTransformer(dropped).state_dict()
+    curves = []
+    for stops in ((8,), (4, 8)):
+        run, curve = tmp_path / str(len(stops)), []
+        for stop in stops:
+            resumed = Seq2SeqTransformer(dropped)
+            resumed.load_state_dict(start)
+            curve += train(
+                resumed, examples, [], config,
+                device=cuda, run=run, resume=True, stop_after=stop, show=False,
+            ).losses  # fmt: skip
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+    model.eval()
+    batch = collate(examples[:9])
+    moved = batch.to(cuda)
+    with torch.no_grad():
+        reference = greedy_decode(
+            model.cpu(), batch.source, batch.source_padding, max_lengths=[12] * 9, use_cache=False
+        )
+        decoded = greedy_decode(
+            model.to(cuda), moved.source, moved.source_padding, max_lengths=[12] * 9
+        )
+    assert decoded == reference
+
+
 def test_validation_loss_is_the_mean_over_tokens():
     model, examples = small_model(dropout=0.5), random_examples(30)
     config = toy_training(batch_tokens=60, smoothing=0.1)
@@ -994,6 +1034,29 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path):
     assert runs.load_translator(out).translate([sample.source]) == [sample.ours]
     for name in ("curves.png", "attention-1.png", "attention-2.png", "attention-3.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_can_compare_apart_from_its_demonstration(tmp_path):
+    data = write_pairs(tmp_path / "pairs.tsv", toy_pairs(200))
+    preset = dataclasses.replace(
+        TOY_PRESET,
+        model=dataclasses.replace(TOY_PRESET.model, dropout=0.3),
+        training=dataclasses.replace(TOY_PRESET.training, steps=6, precision="bf16"),
+        compared_updates=4,
+    )
+    report = demo.run_demo(tmp_path / "run", data=data, device=CPU, preset=preset, show=False)
+    compared, main = (
+        [result.losses for result in results.values()] for results in (report.compared, report.runs)
+    )
+    # fp32 without dropout agrees; bf16 with dropout, drawn differently, does not.
+    assert [len(losses) for losses in compared] == [4, 4]
+    assert compared[0] == pytest.approx(compared[1], rel=1e-4)
+    assert [len(losses) for losses in main] == [6, 6]
+    assert main[0] != pytest.approx(main[1], rel=1e-4)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["compared"]["torch.nn"]["losses"] == compared[1]
+    assert summary["checks"][0]["name"] == "losses of the first 4 updates equal torch's"
+    assert runs.open_run(tmp_path / "run").model.dropout == 0.3
 
 
 def test_demo_with_other_steps_scales_its_schedule():

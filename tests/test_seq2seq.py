@@ -1120,3 +1120,25 @@ def test_progress_is_live_on_a_terminal_and_sparse_elsewhere(monkeypatch, capsys
     assert capsys.readouterr().err.count("sheep") == 5
     count_to_five(show=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "config, changes",
+    [
+        (ModelConfig, {"vocabulary": 0}),
+        (ModelConfig, {"vocabulary": 9, "heads": 0}),
+        (ModelConfig, {"vocabulary": 9, "width": -4}),
+        (ModelConfig, {"vocabulary": 9, "decoder_layers": -1}),
+        (ModelConfig, {"vocabulary": 9, "dropout": 1.0}),
+        (TrainingConfig, {"warmup_steps": -1}),
+        (TrainingConfig, {"learning_rate": 0.0}),
+    ],
+)
+def test_configurations_name_what_is_wrong(config: type, changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"^{list(changes)[-1]} must"):
+        config(**changes)
+
+
+def test_no_examples_give_no_batches() -> None:
+    with pytest.raises(ValueError, match="examples must hold at least one"):
+        next(training_batches([], token_budget=100, seed=0))

@@ -295,6 +295,8 @@ def training_batches(
     examples: Sequence[Example], *, token_budget: int, seed: int, start: Position | None = None
 ) -> Iterator[tuple[Batch, Position]]:
     """Yield batches for ever from `start` on, each with the position of the batch after it."""
+    if not examples:
+        raise ValueError("examples must hold at least one sentence pair, got none")
     epoch, first = start or Position()
     while True:
         plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)

@@ -46,6 +46,14 @@ class ModelConfig:
     max_length: int = 128
 
     def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "heads", "ffn_width", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("encoder_layers", "decoder_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}")
         if self.positions not in POSITIONS:

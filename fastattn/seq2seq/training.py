@@ -67,6 +67,10 @@ class TrainingConfig:
         for name in ("steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not self.learning_rate > 0.0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if not 0.0 <= self.smoothing < 1.0:

@@ -9,6 +9,8 @@ changed). Development installs add `fastattn._host`, a pybind11 module for the t
 FASTATTN_NATIVE unset: build what the tools at hand allow, and say what was left out and why.
 FASTATTN_NATIVE=0: build nothing native.
 FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
+FASTATTN_SANITIZE=address,undefined: g++'s sanitizers in the C++ code, for tests; their objects go
+to --build-temp and the library wants libasan preloaded.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,8 @@ CXX_FLAGS = (
     "-Wall -Wextra -Wno-maybe-uninitialized"  # GCC 12 warns about its own intrinsics
 ).split()
 NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall".split()
+# The first error ends the process; frames and line numbers for its report.
+SANITIZER_FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
 # One translation unit per instruction set; which one runs is decided on the machine it runs on.
 X86_FLAGS = {
     "_avx2": ["-march=x86-64-v3"],
@@ -184,6 +189,11 @@ def left_out(name: str, why: str) -> None:
         )
 
 
+def sanitizers(value: str | None) -> list[str]:
+    """Flags for the compiler and the linker that FASTATTN_SANITIZE asks for."""
+    return [*SANITIZER_FLAGS, f"-fsanitize={value}"] if value else []
+
+
 # -- commands -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
@@ -195,9 +205,13 @@ class Step:
 
 
 def library_steps(
-    library: Library, tools: Tools, csrc: Path = CSRC, objects: Path = OBJECTS
+    library: Library,
+    tools: Tools,
+    csrc: Path = CSRC,
+    objects: Path = OBJECTS,
+    sanitize: Sequence[str] = (),
 ) -> list[Step]:
-    """Compile every source, then link (the last step)."""
+    """Compile every source, then link (the last step). sanitize: further flags for C++."""
     assert tools.torch and tools.cxx
     cuda = tools.cuda or Path()  # read only where the library has architectures
     headers = [f"-I{csrc}", STABLE_ABI]
@@ -213,11 +227,11 @@ def library_steps(
             isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
             # Messages name a file of ours, or of torch's headers, without this machine's folders.
             prefixes = [f"-ffile-prefix-map={folder}/=" for folder in (csrc, tools.torch)]
-            compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, "-MMD"]
+            compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, *sanitize, "-MMD"]
             if library.architectures:
                 compiler += ["-isystem", str(cuda / "include")]
         steps.append(_compile_step(compiler + headers, source, output))
-    links = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.
         links += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -306,11 +320,16 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         tools = Tools.found()
+        sanitize = sanitizers(os.environ.get("FASTATTN_SANITIZE"))
+        objects = Path(self.build_temp).resolve() if sanitize else OBJECTS
         for extension in self.extensions:
             name = extension.name.rpartition("_")[2]
-            steps = host_steps(tools) if name == "host" else library_steps(LIBRARIES[name], tools)
+            if name == "host":
+                steps = host_steps(tools, objects)
+            else:
+                steps = library_steps(LIBRARIES[name], tools, objects=objects, sanitize=sanitize)
             try:
-                execute(steps)
+                execute(steps, objects)
             except subprocess.CalledProcessError:
                 if not extension.optional:
                     raise SystemExit(f"the native library {name} failed to compile") from None

@@ -95,7 +95,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     if arguments and arguments[0] == "check":
         from fastattn.testing import check as equivalence
 
-        equivalence.add_arguments(check)
+        equivalence.add_arguments(check, device=_device, count=_positive_int)
     return parser
 
 
@@ -651,4 +651,5 @@ def _run_info(options: argparse.Namespace) -> int:
 def _run_check(options: argparse.Namespace) -> int:
     from fastattn.testing import check as equivalence
 
-    return equivalence.run(options)
+    with _input_errors():
+        return equivalence.run(options)

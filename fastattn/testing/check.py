@@ -2,7 +2,8 @@
 
 A sample's results (outputs, then gradients for fixed random output gradients) are compared with the
 reference in fp64; the budget's other half is the reference in the data's own dtype. PyTorch's own
-operators are judged by the same budget and shown beside.
+operators are judged by the same budget and shown beside. Results that are right are then judged by
+their properties (properties.py): rerun, batch, padding.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import os
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +27,17 @@ from torch import Tensor
 from fastattn.ops import _env
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.spec import Inputs, OpSpec, Sample, all_specs
+from fastattn.testing.properties import PROPERTIES, Case, Results
+from fastattn.testing.spec import Index, Inputs, OpSpec, Sample, all_specs
 
-Results = dict[str, Tensor]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result of one sample: an output or a gradient. status: ok, FAIL, or refused with a
-    reason.
+    """One judgement of one sample. kind: value (the error of one output or gradient) or a property;
+    result "all" where every one has it. status: ok, FAIL, or refused with a reason.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Row:
     allowed: float = 0.0
     torch_error: float | None = None
     message: str = ""
+    kind: str = "value"
 
 
 def output_gradients(
@@ -67,12 +69,24 @@ def output_gradients(
     return tuple(gradients)
 
 
-def _run(spec: OpSpec, sample: Sample, inputs: Inputs, backend: str | None) -> Results:
-    results = spec.function(**inputs, backend=backend)
-    return _with_gradients(spec, sample, inputs, results)
+def _run(
+    spec: OpSpec,
+    sample: Sample,
+    inputs: Inputs,
+    backend: str | None,
+    douts: tuple[Tensor, ...] | None = None,
+) -> Results:
+    """douts: gradients of the outputs, by default random ones."""
+    return _with_gradients(spec, sample, inputs, spec.function(**inputs, backend=backend), douts)
 
 
-def _with_gradients(spec: OpSpec, sample: Sample, inputs: Inputs, results: Any) -> Results:
+def _with_gradients(
+    spec: OpSpec,
+    sample: Sample,
+    inputs: Inputs,
+    results: Any,
+    douts: tuple[Tensor, ...] | None = None,
+) -> Results:
     outputs = results if isinstance(results, tuple) else (results,)
     named = dict(zip(spec.results, outputs, strict=True))
     wanted = [
@@ -81,7 +95,7 @@ def _with_gradients(spec: OpSpec, sample: Sample, inputs: Inputs, results: Any) 
     gradients = torch.autograd.grad(
         outputs,
         [inputs[n] for n in wanted],
-        output_gradients(spec, sample, outputs),
+        output_gradients(spec, sample, outputs) if douts is None else douts,
         allow_unused=True,
     )
     for name, gradient in zip(wanted, gradients, strict=True):
@@ -103,11 +117,12 @@ class Oracle:
         detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in wide.items()}
         self.magnitudes = spec.magnitudes(detached, gradients)
 
-    def judge(self, results: Results) -> Iterator[tuple[str, Comparison]]:
-        for name, value in results.items():
-            exact = self.exact[name]
-            dims = self.spec.slice_dims(name, exact)
-            yield name, compare(value, exact, self.same[name], self.magnitudes[name], dims)
+    def judge(self, name: str, value: Tensor, where: Index = ()) -> Comparison:
+        """One result, or the part of it that lies at `where`."""
+        exact = self.exact[name]
+        mag = self.magnitudes[name].expand_as(exact)
+        dims = self.spec.slice_dims(name, exact)
+        return compare(value, exact[where], self.same[name][where], mag[where], dims)
 
     def torch_errors(self) -> dict[str, float]:
         """The error of PyTorch's own operators on this sample, where they can say it."""
@@ -121,13 +136,15 @@ class Oracle:
                 results = _with_gradients(self.spec, self.sample, inputs, outputs)
         except (RuntimeError, NotImplementedError, IndexError):
             return {}
-        return {name: comparison.error for name, comparison in self.judge(results)}
+        return {name: self.judge(name, value).error for name, value in results.items()}
 
 
 def check_sample(
     oracle: Oracle, backend: str, device: torch.device, torch_errors: dict[str, float] | None = None
 ) -> list[Row]:
-    """Every result of one sample by one backend."""
+    """Every result of one sample by one backend, then its properties in order up to one that fails:
+    of wrong results they say nothing.
+    """
     spec, sample = oracle.spec, oracle.sample
 
     def row(result: str, status: str, **details: Any) -> Row:
@@ -142,72 +159,106 @@ def check_sample(
             **details,
         )
 
-    try:
+    def make() -> Inputs:
+        return sample.inputs(device, oracle.dtype)
+
+    def run(inputs: Inputs, douts: tuple[Tensor, ...] | None = None) -> Results:
         with poisoned_results():
-            results = _run(spec, sample, sample.inputs(device, oracle.dtype), backend)
-            again = _run(spec, sample, sample.inputs(device, oracle.dtype), backend)
+            return _run(spec, sample, inputs, backend, douts)
+
+    def crash(error: Exception, kind: str) -> Row:
+        return row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500], kind=kind)
+
+    try:
+        results = run(make())
     except NotImplementedError as refusal:
         return [row("all", "refused", message=str(refusal).partition(": ")[2])]
     except Exception as error:  # a crash of one sample is a row of the report, not its end
-        return [row("all", "FAIL", message=f"{type(error).__name__}: {error}"[:500])]
+        return [crash(error, "value")]
     rows = []
-    for name, comparison in oracle.judge(results):
-        message = comparison.message
-        if not torch.equal(results[name].nan_to_num(), again[name].nan_to_num()):
-            message = (message + "; " if message else "") + "a second run gave other bits"
+    for name, value in results.items():
+        comparison = oracle.judge(name, value)
         rows.append(
             row(
                 name,
-                "FAIL" if message and (not comparison.ok or "second run" in message) else "ok",
+                "ok" if comparison.ok else "FAIL",
                 error=comparison.error,
                 allowed=comparison.allowed,
                 torch_error=(torch_errors or {}).get(name),
-                message=message,
+                message=comparison.message,
             )
         )
+    douts = output_gradients(spec, sample, tuple(results[name] for name in spec.results))
+    case = Case(spec, sample, backend, results, douts, make, run, oracle.judge)
+    for kind, judged in PROPERTIES.items():
+        if any(r.status == "FAIL" for r in rows):
+            break
+        try:
+            faults = judged(case)
+        except Exception as error:
+            rows.append(crash(error, kind))
+            break
+        if faults is not None:
+            rows += [row(name, "FAIL", message=m, kind=kind) for name, m in faults.items()]
+            rows += [] if faults else [row("all", "ok", kind=kind)]
     return rows
 
 
 # -- the command -----------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    device: Callable[[str], torch.device] = torch.device,
+    count: Callable[[str], int] = int,
+) -> None:
+    """device, count: how a device and a positive number are read from an argument."""
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
     parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="only this dtype")
     parser.add_argument("--sample", action="append", help="only samples whose name contains this")
     parser.add_argument(
-        "--device", default=None, help="cpu or cuda (default: cuda if there is one)"
+        "--device", type=device, default=None, help="cpu or cuda (default: cuda if there is one)"
     )
     parser.add_argument("--json", metavar="FILE", help="write every row as a JSON array")
     parser.add_argument(
         "--quick", action="store_true", help="only the samples tagged for quick runs"
     )
     parser.add_argument(
-        "--jobs", type=int, default=None, help="processes (default: one per core; kernels compile)"
+        "--jobs",
+        type=count,
+        default=None,
+        help="processes (default: one per core; kernels compile)",
     )
     parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`fastattn check`: prints a table, returns 1 if anything failed."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    device = torch.device(options.device) if options.device else _env.default_device()
+    """`fastattn check`: prints a table, 1 if anything failed; ValueError for wrong options."""
+    device = options.device or _env.default_device()
     cases = _cases(options, device)
     jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
     rows: list[Row] = []
     with _workers(jobs) as pool:
         results = pool.map(_check_case, cases) if pool else map(_check_case, cases)
-        label = f"checking on {device}"
-        for case_rows in track(results, description=label, total=len(cases), console=console):
+        for case_rows in _progress(results, f"checking on {device}", len(cases)):
             rows += case_rows
-    _report(console, rows, device, options.verbose)
+    _report(rows, device, options.verbose)
     if options.json:
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
     return 1 if any(row.status == "FAIL" for row in rows) else 0
+
+
+def _progress(results: Iterator[list[Row]], label: str, total: int) -> Iterable[list[Row]]:
+    """With a bar where rich is installed and somebody watches."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return results
+    console = Console(stderr=True)
+    return track(results, label, total, console=console, disable=not console.is_terminal)
 
 
 @dataclass(frozen=True)
@@ -252,9 +303,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
     ):
         for value in values or ():
             if value not in allowed:
-                raise SystemExit(
-                    f"fastattn check: {option} must be one of {', '.join(allowed)}, got {value!r}"
-                )
+                raise ValueError(f"{option} must be one of {', '.join(allowed)}, got {value!r}")
     dtypes = [_DTYPES[name] for name in options.dtype or _DTYPES]
     cases = []
     for spec in specs.values():
@@ -272,53 +321,59 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
                 if dtype in sample.dtypes and backends:
                     cases.append(_Case(spec.name, sample.name, dtype, backends, device))
     if not cases:
-        raise SystemExit("fastattn check: no sample matches the options")
+        raise ValueError("the options must leave at least one sample to check, got none")
     return cases
 
 
-def _report(console: Any, rows: list[Row], device: torch.device, verbose: bool) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    console.print(
-        f"{_env.device_name(device)}  " + "  ".join(f"{k} {v}" for k, v in _env.versions().items())
+def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
+    print(_env.device_name(device))
+    print(", ".join(f"{name} {version}" for name, version in _env.versions().items()))
+    print(
+        "\nResults: their error against fp64 as a share of what is allowed (worst; beside it that"
+        "\nof PyTorch's operators in the same dtype). Then samples whose results do not change in"
+        "\na second run, with the batch around an entry, with what padding holds.\n"
     )
-    table = Table(title="Error against fp64, as a share of what is allowed", box=SIMPLE)
-    for column in ("op", "backend", "dtype"):
-        table.add_column(column, no_wrap=True)
-    for column in ("results", "refused", "failed", "worst", "PyTorch"):
-        table.add_column(column, justify="right", no_wrap=True)
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.backend, row.dtype), []).append(row)
-    for key, group in groups.items():
-        judged = [r for r in group if r.status != "refused"]
-        worst = max((r.error / r.allowed for r in judged if r.allowed), default=0.0)
-        peers = [
-            r.torch_error / r.allowed for r in judged if r.allowed and r.torch_error is not None
-        ]
-        failed = sum(r.status == "FAIL" for r in group)
-        table.add_row(
-            *key,
-            str(len(judged)),
-            str(len(group) - len(judged)),
-            f"[red]{failed}[/red]" if failed else "0",
-            f"{worst:.2f}",
-            f"{max(peers):.3g}" if peers else "-",
-        )
-    console.print(table)
-    reasons = sorted({(r.op, r.backend, r.message) for r in rows if r.status == "refused"})
-    for op, backend, message in reasons:
-        console.print(f"refused: {op}: {message or backend}", highlight=False)
+    table = [("op", "backend", "dtype", "results", "worst", "PyTorch", *PROPERTIES)]
+    table[0] += ("refused", "failed")
+    table += [(*key, *_counts(group)) for key, group in groups.items()]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        cells = zip(line, widths, strict=True)
+        print("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)))
+    print()
+    for op, backend, reason in sorted({(r.op, r.backend, r.message) for r in rows if _refused(r)}):
+        print(f"refused: {op}: {reason or backend}")
     for row in rows:
         if verbose or row.status == "FAIL":
-            console.print(
-                f"{row.status:8}{row.op} {row.backend} {row.dtype} {row.sample} {row.result}: "
-                f"error {row.error:.3g}, allowed {row.allowed:.3g} {row.message}",
-                highlight=False,
+            size = f"error {row.error:.3g}, allowed {row.allowed:.3g} "
+            print(
+                f"{row.status:8}{row.op} {row.backend} {row.dtype} {row.sample} {row.result} "
+                f"{row.kind}: {size if row.kind == 'value' else ''}{row.message}".rstrip(" :")
             )
-    failed = sum(row.status == "FAIL" for row in rows)
-    console.print(f"{len(rows) - failed} passed, {failed} failed")
+    failed, refused = (sum(r.status == s for r in rows) for s in ("FAIL", "refused"))
+    print(f"{len(rows) - failed - refused} passed, {refused} refused, {failed} failed")
+
+
+def _refused(row: Row) -> bool:
+    return row.status == "refused"
+
+
+def _counts(rows: list[Row]) -> tuple[str, ...]:
+    """The cells of one op, backend and dtype, from "results" on."""
+    values = [row for row in rows if row.kind == "value" and not _refused(row)]
+    worst = max((r.error / r.allowed for r in values if r.allowed), default=0.0)
+    peers = [r.torch_error / r.allowed for r in values if r.allowed and r.torch_error is not None]
+    return (
+        str(len(values)),
+        f"{worst:.2f}",
+        f"{max(peers):.3g}" if peers else "-",
+        *(str(sum(r.kind == kind and r.status == "ok" for r in rows)) for kind in PROPERTIES),
+        str(sum(map(_refused, rows))),
+        str(sum(r.status == "FAIL" for r in rows)),
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -8,7 +8,7 @@ check`. Inputs are a dictionary of the public function's arguments, the same val
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Any]
+Index = tuple[slice, ...]
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 _SPEC_MODULES = ("attention.spec", "attention.spec_varlen", "layer_norm.spec", "ffn.spec")
 
@@ -52,6 +53,18 @@ def _move(x: Tensor, device: torch.device | str) -> Tensor:
         return x
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part of a sample's batch that can be computed alone.
+
+    where: results and gradients that belong to it alone, and where they lie in the whole's.
+    """
+
+    name: str
+    inputs: Inputs
+    where: Mapping[str, Index]
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,10 @@ class OpSpec:
     formula on absolute values.
     slice_dims: how many leading dimensions of a result count slices of the error budget.
     widen: inputs in fp64 with the same meaning.
+    entries: parts of the batch; None for an op without a batch.
+    entries_in_bits: whether they have the same bits alone and together.
+    dead: (inputs) -> input or output -> positions that nothing may read (of an output: of its
+    gradient), broadcastable to it; None for an op without padding.
     """
 
     name: str
@@ -108,6 +125,9 @@ class OpSpec:
     magnitudes: Callable[[Inputs, tuple[Tensor, ...]], dict[str, Tensor]]
     slice_dims: Callable[[str, Tensor], int]
     widen: Callable[[Inputs], Inputs]
+    entries: Callable[[Inputs], tuple[Entry, ...]] | None = None
+    entries_in_bits: bool = True
+    dead: Callable[[Inputs], dict[str, Tensor]] | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -133,3 +153,24 @@ def all_specs() -> dict[str, OpSpec]:
         for spec in importlib.import_module(f"fastattn.ops.{module}").SPECS:
             specs[spec.name] = spec
     return specs
+
+
+def entries_by_rows(
+    inputs: Inputs, names: tuple[str, ...], results: tuple[str, ...]
+) -> tuple[Entry, ...]:
+    """Pieces of the first dimension of an op that sees rows. The bits of dropout count rows, so
+    there the pieces start at the first.
+    """
+    x = inputs["x"]
+    if x.dim() < 2 or x.shape[0] < 2:
+        return ()
+    n, half = x.shape[0], x.shape[0] // 2
+    dropout = inputs.get("dropout_p") or inputs.get("output_dropout_p")
+    found = []
+    for start, stop in ((0, 1), (0, half) if dropout else (half, n)):
+        where = (slice(start, stop),)
+        alone = {name: inputs[name][where] for name in names if inputs.get(name) is not None}
+        found.append(
+            Entry(f"rows {start} to {stop}", inputs | alone, dict.fromkeys(results, where))
+        )
+    return tuple(found)

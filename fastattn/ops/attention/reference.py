@@ -236,7 +236,7 @@ def attention_weights(
     chosen = _softmax(
         q[:, heads][:, :, rows], k, k, allowed, None, None, 0, -1, -1, scale, 0.0, None, 0
     )
-    return chosen.p.squeeze(2)
+    return chosen.p.flatten(1, 2)
 
 
 # -- sequences of different lengths, packed one behind the other ----------------------------------

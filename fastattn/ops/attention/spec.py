@@ -10,7 +10,8 @@ from fastattn import functional
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.testing.dropout import dropout_mask
-from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, Workload, widen
+from fastattn.testing.properties import fill_positions
+from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, Workload, widen
 
 _SEED = -0x1234_5678_9ABC
 _RESTRICTIONS = ("mask", "key_lengths", "query_lengths", "causal", "window")
@@ -26,6 +27,8 @@ def _tensor(
         return torch.randn(B, S, H, D, generator=generator).to(dtype).transpose(1, 2)
     if layout == "packed":  # a slice of one projection of q, k and v
         return torch.randn(B, S, H, 3 * D, generator=generator).to(dtype)[..., :D].transpose(1, 2)
+    if layout == "shared":  # one storage for every batch entry
+        return torch.randn(1, H, S, D, generator=generator).to(dtype).expand(B, H, S, D)
     if layout == "columns":  # the last dimension is not contiguous
         return torch.randn(B, H, D, S, generator=generator).to(dtype).mT
     raise ValueError(f"unknown layout {layout!r}")
@@ -34,9 +37,7 @@ def _tensor(
 def _mask(
     generator: torch.Generator, dtype: torch.dtype, kind: str, B: int, H: int, M: int, N: int
 ) -> Tensor:
-    """kind: bool or float or fp32 or min, then the broadcast shape as letters of BHMN, such as
-    "bool BHMN".
-    """
+    """kind: what it holds, then the broadcast shape as letters of BHMN, such as "bool BHMN"."""
     what, letters = kind.split()
     sizes = {"B": B, "H": H, "M": M, "N": N}
     shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
@@ -44,21 +45,45 @@ def _mask(
         return torch.rand(1, 1, *shape[2:], generator=generator).gt(0.3).expand(shape)
     if what == "bool":
         return torch.rand(shape, generator=generator) > 0.3
+    if what == "none":
+        return torch.zeros(shape, dtype=torch.bool)
     if what == "rows":  # whole rows and whole keys blocked
         mask = torch.rand(shape, generator=generator) > 0.2
         mask[..., ::3, :] = False
         mask[..., 1::4] = False
         return mask
-    bias = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    smallest = torch.finfo(dtype).min
     if what == "min":
-        blocked = torch.rand(shape, generator=generator) < 0.3
-        bias = torch.where(blocked, torch.finfo(dtype).min, bias)
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest, bias)
+    elif what == "min_rows":  # whole rows and whole keys
+        bias[..., ::3, :] = smallest
+        bias[..., 1::4] = smallest
+    elif what == "min_causal":
+        bias = torch.full_like(bias, smallest).triu(1)
+    elif what == "near_min":
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest / 2, bias)
+    elif what == "low":
+        bias = bias - 100
     elif what == "inf":
         bias = torch.where(torch.rand(shape, generator=generator) < 0.3, -torch.inf, bias)
     return bias.to(torch.float32 if what == "fp32" else dtype)
 
 
-def _make(
+def _mask_in(layout: str, mask: Tensor) -> Tensor:
+    """The same values in a storage that callers have."""
+    if layout == "transposed":
+        return mask.mT.contiguous().mT
+    if layout == "slice":  # of a mask for longer sequences
+        larger = mask.new_zeros(*mask.shape[:-2], mask.shape[-2] + 3, mask.shape[-1] + 5)
+        larger[..., 1:-2, 2:-3] = mask
+        return larger[..., 1:-2, 2:-3]
+    if layout == "few dimensions":  # without leading ones
+        return mask.reshape(mask.shape[[*(n != 1 for n in mask.shape), True].index(True) :])
+    return mask
+
+
+def make_inputs(
     generator: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -71,6 +96,7 @@ def _make(
     E: int | None = None,
     layout: str = "bhsd",
     mask: str | None = None,
+    mask_layout: str = "",
     key_lengths: Any = None,
     query_lengths: list[int] | None = None,
     causal: Any = False,
@@ -82,17 +108,18 @@ def _make(
 ) -> Inputs:
     N = M if N is None else N
     K = H if K is None else K
-    q = _tensor(generator, dtype, layout, B, H, M, D) * amplitude
+    q = _tensor(generator, dtype, layout, B, H, M, D)
+    q = q if amplitude == 1.0 else q * amplitude
     k = _tensor(generator, dtype, layout, B, K, N, D)
     v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
     inputs: Inputs = {"q": q, "k": k, "v": v}
     if mask is not None:
-        inputs["mask"] = _mask(generator, dtype, mask, B, H, M, N)
+        inputs["mask"] = _mask_in(mask_layout, _mask(generator, dtype, mask, B, H, M, N))
     if key_lengths is not None:
         inputs["key_lengths"] = (
             torch.randint(0, N + 1, (B, M), generator=generator, dtype=torch.int32)
             if key_lengths == "per query"
-            else torch.tensor(key_lengths)
+            else torch.tensor(key_lengths, dtype=torch.int64)
         )
     if query_lengths is not None:
         inputs["query_lengths"] = torch.tensor(query_lengths, dtype=torch.int32)
@@ -136,19 +163,49 @@ def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return ~allowed.any(-1), ~keys
 
 
-def _poison(inputs: Inputs) -> None:
-    """NaN and inf wherever nothing may be read. (A mask's own blocked values stay: they say what is
-    blocked.)
+def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
+    """What nothing may read. Of a floating mask: where other restrictions block every pair that it
+    serves; its own blocked values say what is blocked.
     """
-    rows, keys = dead(inputs)
-    inputs["q"][rows] = float("nan")
-    inputs["k"][keys] = float("inf")
-    inputs["v"][keys] = float("nan")
+    rows, keys = (x[..., None] for x in dead(inputs))
+    positions = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
+    mask = inputs.get("mask")
+    if mask is not None and mask.is_floating_point():
+        live = _allowed(inputs | {"mask": None})
+        shape = (1,) * (4 - mask.dim()) + mask.shape
+        for dim in range(4):
+            if shape[dim] == 1:
+                live = live.any(dim, keepdim=True)
+        positions["mask"] = ~live.reshape(mask.shape)
+    return positions
+
+
+def _poison(inputs: Inputs) -> None:
+    """NaN and inf wherever nothing may be read."""
+    values = {"q": float("nan"), "k": float("inf"), "v": float("nan"), "mask": float("nan")}
+    for name, positions in dead_positions(inputs).items():
+        if name in inputs:
+            fill_positions(inputs[name], positions, values[name])
+
+
+def entries(inputs: Inputs) -> tuple[Entry, ...]:
+    """Each batch entry. The bits of dropout count batches, so there only the first."""
+    B = inputs["q"].shape[0]
+    mask = inputs.get("mask")
+    batched = mask is not None and mask.dim() == 4 and mask.shape[0] == B
+    names = ["q", "k", "v", "key_lengths", "query_lengths", *(["mask"] if batched else [])]
+    results = ["out", "lse", "dq", "dk", "dv", *(["dmask"] if batched else [])]
+    found = []
+    for b in range(0 if B < 2 else 1 if inputs.get("dropout_p") else B):
+        alone = {name: inputs[name][b : b + 1] for name in names if name in inputs}
+        where = dict.fromkeys(results, (slice(b, b + 1),))
+        found.append(Entry(f"batch entry {b}", inputs | alone, where))
+    return tuple(found)
 
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     return Sample(
-        name, reason, partial(_make, **options), ("q", "k", "v", "mask"), tags=frozenset(tags)
+        name, reason, partial(make_inputs, **options), ("q", "k", "v", "mask"), tags=frozenset(tags)
     )
 
 
@@ -159,18 +216,33 @@ SAMPLES = (
     _s("one_key", "every weight is 1", M=63, N=1, D=16),
     _s("odd_sizes", "no tile divides them", M=257, N=127, D=40),
     _s("tile_sizes", "whole tiles only", M=128, N=256, D=64, H=1),
+    _s("s1_s257", "a row that no tile divides", M=257, N=1, D=24, B=1),
+    _s("s63", "one less than a tile", causal=True, M=63, D=64),
+    _s("s127", "one less than a tile on both sides", M=127, N=127, D=64, B=1,
+       key_lengths=[63]),
+    _s("s257", "one more than two tiles", causal=True, M=257, D=64, B=1, H=1),
     _s("d8", "the smallest head dim", M=33, N=33, D=8),
+    _s("d33", "an odd head dim", M=33, N=40, D=33, B=1),
+    _s("d48", "a head dim between powers of two", M=33, N=40, D=48, B=1),
     _s("d80", "a head dim between powers of two", "interpreter", M=65, N=70, D=80, B=1),
     _s("d96", "a head dim between powers of two", M=65, N=70, D=96, B=1),
     _s("d128", "the commonest head dim", M=130, N=129, D=128, B=1),
+    _s("d160", "a head dim between powers of two", M=33, N=40, D=160, B=1),
     _s("d192_e128", "head dims of latent attention", M=65, N=66, D=192, E=128, B=1),
     _s("d256", "the largest head dim", M=65, N=127, D=256, B=1),
+    _s("d256_e8", "the largest head dim with the smallest", causal=True, M=65, D=256, E=8, B=1),
     _s("e_larger", "E > D", M=17, N=33, D=16, E=72),
     _s("bshd", "heads inside rows, as projections write them", "interpreter", layout="bshd", M=70),
     _s("packed", "a slice of one projection", layout="packed", M=70, N=70),
     _s("columns", "last dimension not contiguous", layout="columns", M=33, N=40),
+    _s("shared", "stride 0 over the batch", layout="shared", M=33, N=40),
     _s("gqa", "grouped queries", "interpreter", H=6, K=2, M=50, N=66),
     _s("mqa", "one key/value head", H=4, K=1, M=33, N=65),
+    _s("gqa_window_e", "grouped queries in a band, E > D", "interpreter", H=4, K=2, M=63, N=127,
+       D=16, E=40, causal="bottom_right", window=(30, 0)),
+    _s("gqa_lengths", "grouped queries, padded", H=6, K=3, B=3, M=65, N=63, D=24, E=8,
+       key_lengths=[63, 0, 17], query_lengths=[1, 65, 64]),
+    _s("gqa_bias", "a bias for every query head", H=4, K=2, M=40, N=65, mask="float HMN"),
     _s("causal", "the decoder's mask", "interpreter", causal=True, M=130),
     _s("top_left", "more keys than queries", causal="top_left", M=65, N=130),
     _s("top_left_tall", "keys end before rows do", causal="top_left", M=130, N=65),
@@ -186,6 +258,14 @@ SAMPLES = (
     _s("key_lengths", "padded keys, none and all among them", "interpreter", B=4, M=40, N=70,
        key_lengths=[70, 0, 33, 1]),
     _s("key_lengths_clamped", "lengths beyond the tensor", M=20, N=40, key_lengths=[1000, -5]),
+    _s("key_lengths_full", "lengths that restrict nothing", M=65, key_lengths=[65, 65]),
+    _s("key_lengths_zero", "no key at all: everything is dead", "interpreter", M=33, N=65,
+       key_lengths=[0, 0]),
+    _s("key_lengths_one", "single-key rows", M=65, key_lengths=[1, 1]),
+    _s("query_lengths", "padded queries alone, none and all among them", B=4, M=65, N=40,
+       query_lengths=[0, 65, 1, 64]),
+    _s("query_lengths_clamped", "lengths beyond the tensor", M=20, N=40,
+       query_lengths=[1000, -5]),
     _s("key_lengths_rows", "a length for every query", "interpreter", M=66, N=70,
        key_lengths="per query"),
     _s("both_lengths", "padded batch", "interpreter", B=4, M=70, key_lengths=[70, 0, 33, 64],
@@ -199,26 +279,63 @@ SAMPLES = (
     _s("bool_mask_dead", "nothing allowed in one batch", mask="rows BM", M=65),
     _s("bool_mask_expanded", "stride 0 over batch and heads", mask="expanded BHMN", M=40),
     _s("bool_mask_column", "one value a row", mask="bool HM", M=65),
+    _s("bool_mask_none", "nothing allowed anywhere", mask="none MN", M=33, N=40),
+    _s("bool_mask_transposed", "columns of the mask are contiguous", mask="bool BHMN",
+       mask_layout="transposed", M=40, N=65),
+    _s("bool_mask_slice", "cut out of a larger mask", mask="rows BMN", mask_layout="slice", M=65,
+       N=63),
+    _s("bool_mask_vector", "one dimension", mask="bool N", mask_layout="few dimensions", M=40,
+       N=65),
+    _s("bool_mask_lengths", "a mask within padding", mask="bool BMN", B=3, M=63, N=65, causal=
+       "top_left", key_lengths=[65, 0, 40], query_lengths=[63, 63, 20]),
     _s("bias", "an additive mask with its gradient", "interpreter", mask="float BHMN", M=65, N=66),
     _s("bias_broadcast", "gradient summed over batch", mask="float HMN", M=65, N=66),
     _s("bias_row", "gradient summed over queries", "interpreter", mask="float HN", M=70, N=65),
     _s("bias_column", "gradient summed over keys: exactly 0 in theory", mask="float BHM", M=33),
+    _s("bias_matrix", "two dimensions, sliced", mask="float MN", mask_layout="slice", M=65, N=40),
+    _s("bias_transposed", "columns of the mask are contiguous", mask="float BHMN",
+       mask_layout="transposed", M=33, N=65),
+    _s("bias_dead", "NaN in a mask where causality and lengths block", "interpreter",
+       mask="float BHMN", M=65, causal=True, key_lengths=[65, 40], query_lengths=[65, 50]),
+    _s("bias_dead_keys", "NaN in a broadcast mask at padded keys", mask="float BN", M=40, N=65,
+       key_lengths=[65, 9]),
+    _s("bias_dead_window", "NaN in a mask outside the window", mask="min BMN", M=65, N=63,
+       window=(9, 2)),
     _s("bias_fp32", "fp32 mask with half-precision data", "interpreter", mask="fp32 MN", M=65),
     _s("bias_min", "finfo.min blocks", "interpreter", mask="min BHMN", M=65),
+    _s("bias_min_rows", "a row of finfo.min alone is dead: others average its values",
+       "interpreter", mask="min_rows BMN", M=65, N=66),
+    _s("bias_min_causal", "causality as a finite mask", mask="min_causal MN", M=65),
+    _s("bias_near_min", "half of finfo.min does not block: weight 0, not dead",
+       mask="near_min HMN", M=40, N=65),
+    _s("bias_low", "others: NaN dQ at S % 128 == 64 where lse < -88", "interpreter",
+       mask="low BHMN", M=64, D=64),
+    _s("bias_low_192", "the same beyond one tile", mask="low MN", M=192, D=64, B=1, H=1),
+    _s("bias_fp32_padded", "others misread an fp32 mask beside half-precision data",
+       mask="fp32 BN", M=40, N=65, key_lengths=[65, 33]),
     _s("bias_inf", "-inf blocks", mask="inf BMN", M=65),
     _s("all_restrictions", "intersection of everything", "interpreter", B=3, H=4, K=2, M=70, N=90,
        D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
        query_lengths=[70, 33, 20], dropout_p=0.2),
     _s("scale_zero", "mean of the allowed values", scale=0.0, M=33, causal=True),
+    _s("scale_zero_lengths", "0 times what is dead", scale=0.0, M=33, key_lengths=[33, 5]),
+    _s("scale_large", "one weight is 1", scale=50.0, M=63, N=65),
     _s("scale_negative", "the softmax of the opposite", scale=-0.5, M=65, key_lengths=[65, 30]),
     _s("extreme_logits", "scores of ±1e4", amplitude=1e4, M=65, N=70, scale=0.125),
+    _s("extreme_logits_causal", "scores of ±1e4, some blocked", amplitude=1e4, causal=True, M=65,
+       scale=0.125, key_lengths=[65, 31]),
+    _s("zero_queries", "all scores 0", amplitude=0.0, M=33, N=65),
     _s("dropout", "the written bits", "interpreter", dropout_p=0.25, M=70, N=130, H=3),
     _s("dropout_causal_gqa", "bits follow the query head", causal=True, dropout_p=0.1, H=4, K=2,
        M=65),
     _s("dropout_all", "p = 1: output 0", dropout_p=1.0, M=33),
+    _s("dropout_small", "p below 1/256 drops 1/256", dropout_p=1e-4, M=65, N=127),
+    _s("dropout_lengths", "positions count in the padded tensor", dropout_p=0.5, B=3, M=65,
+       key_lengths=[65, 0, 20], query_lengths=[65, 65, 30]),
     _s("no_batch", "empty batch", B=0, M=5),
     _s("no_queries", "empty rows", M=0, N=5),
     _s("no_keys", "rows without a key", "interpreter", M=5, N=0),
+    _s("no_heads", "empty heads", H=0, M=5),
 )  # fmt: skip
 
 
@@ -465,5 +582,7 @@ SPECS = (
         magnitudes,
         _slice_dims,
         _widen,
+        entries,
+        dead=dead_positions,
     ),
 )

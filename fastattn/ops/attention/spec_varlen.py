@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec as padded
-from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, widen
+from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
 _SEED = 0x7654_3210
 
@@ -26,7 +26,7 @@ def by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     return out.transpose(0, 1), lse
 
 
-def _make(
+def make_inputs(
     generator: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -70,7 +70,9 @@ def _make(
 
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
-    return Sample(name, reason, partial(_make, **options), ("q", "k", "v"), tags=frozenset(tags))
+    return Sample(
+        name, reason, partial(make_inputs, **options), ("q", "k", "v"), tags=frozenset(tags)
+    )
 
 
 SAMPLES = (
@@ -158,6 +160,36 @@ def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {name: _joined(pieces[name], like[name], 0.0) for name in pieces}
 
 
+def _entries(inputs: Inputs) -> tuple[Entry, ...]:
+    """Each sequence, with the same upper bounds. The bits of dropout count sequences, so there only
+    the first.
+    """
+    bounds = [list(pairwise(inputs[f"cu_seqlens_{x}"].tolist())) for x in "qk"]
+    found = []
+    for i, ((q0, q1), (k0, k1)) in enumerate(zip(*bounds, strict=True)):
+        queries, keys = (slice(None), slice(q0, q1)), (slice(None), slice(k0, k1))
+        alone = {"q": inputs["q"][queries], "k": inputs["k"][keys], "v": inputs["v"][keys]}
+        for name, length in (("cu_seqlens_q", q1 - q0), ("cu_seqlens_k", k1 - k0)):
+            alone[name] = inputs[name].new_tensor([0, length])
+        where = dict.fromkeys(("out", "lse", "dq"), queries) | dict.fromkeys(("dk", "dv"), keys)
+        found.append(Entry(f"sequence {i}", inputs | alone, where))
+    return tuple(found[:1] if inputs.get("dropout_p") else found) if len(found) > 1 else ()
+
+
+def _dead_positions(inputs: Inputs) -> dict[str, Tensor]:
+    """Keys and rows without a partner in their sequence, and what lies behind the last one."""
+    pieces: dict[str, list[Tensor]] = {"q": [], "k": []}
+    for call in _sequences(inputs):
+        rows, keys = padded.dead(call)
+        pieces["q"].append(rows)
+        pieces["k"].append(keys)
+    rows, keys = (
+        _joined(pieces[x], torch.zeros_like(inputs[x][..., 0], dtype=torch.bool), True)[..., None]
+        for x in "qk"
+    )
+    return {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
+
+
 def _slice_dims(name: str, result: Tensor) -> int:
     """A head."""
     return 1
@@ -202,5 +234,7 @@ SPECS = (
         _magnitudes,
         _slice_dims,
         widen,
+        _entries,
+        dead=_dead_positions,
     ),
 )

@@ -19,6 +19,7 @@ from fastattn.testing.spec import (
     OpSpec,
     Sample,
     Workload,
+    entries_by_rows,
     widen,
 )
 
@@ -31,7 +32,7 @@ _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _make(
+def make_inputs(
     generator: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -59,6 +60,8 @@ def _make(
     inputs: Inputs = {"x": x, "w1": data(wide, D, scale=D**-0.5)}
     inputs["b1"] = data(wide) if bias else None
     inputs["w2"] = data(out, hidden, scale=hidden**-0.5)
+    if layout == "weights":  # the last dimension is not contiguous
+        inputs["w1"], inputs["w2"] = (inputs[w].t().contiguous().t() for w in ("w1", "w2"))
     inputs["b2"] = data(out) if bias else None
     inputs["activation"] = activation
     if residual:
@@ -78,7 +81,7 @@ def _make(
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     dtypes = options.pop("dtypes", HALF_AND_SINGLE)
     gradients = ("x", "w1", "b1", "w2", "b2", "residual")
-    return Sample(name, reason, partial(_make, **options), gradients, dtypes, frozenset(tags))
+    return Sample(name, reason, partial(make_inputs, **options), gradients, dtypes, frozenset(tags))
 
 
 SAMPLES = (
@@ -93,6 +96,15 @@ SAMPLES = (
     _s("no_rows", "empty batch", rows=(0,)),
     _s("three_dimensions", "leading dimensions are rows", rows=(3, 5), activation="silu"),
     _s("odd_sizes", "no tile divides them", "interpreter", rows=(65,), D=33, hidden=127, out=17),
+    _s("sizes_257", "one more than whole tiles, one output", rows=(63,), D=65, hidden=257, out=1,
+       activation="silu"),
+    _s("one_feature", "D = 1", D=1, rows=(5,), activation="gelu"),
+    _s("one_hidden", "F = 1", hidden=1, rows=(5,), activation="swiglu"),
+    _s("weights_transposed", "weights stored the other way", layout="weights", activation="geglu"),
+    _s("residual_alone", "no dropout", residual="same", rows=(3, 5)),
+    _s("zero_inputs", "relu at its corner: gradient 0", amplitude=0.0, bias=False),
+    _s("dropout_small", "p below 1/256 drops 1/256", rows=(63,), dropout_p=1e-4,
+       output_dropout_p=1e-4),
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows", activation="gelu"),
     _s("large_inputs", "flat and linear parts", amplitude=30.0, activation="gelu"),
     _s("large_inputs_tanh", "the cubic under tanh", amplitude=30.0, activation="gelu_tanh"),
@@ -163,6 +175,9 @@ def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     }
 
 
+_entries = partial(entries_by_rows, names=("x", "residual"), results=("y", "dx", "dresidual"))
+
+
 def _slice_dims(name: str, result: Tensor) -> int:
     """Tokens share one slice, as the outputs of one matrix product do."""
     return 0
@@ -172,7 +187,9 @@ def _workload(rows: int, D: int, activation: str, devices: tuple[str, ...]) -> W
     hidden = 4 * D
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-        inputs = _make(generator, dtype, rows=(rows,), D=D, hidden=hidden, activation=activation)
+        inputs = make_inputs(
+            generator, dtype, rows=(rows,), D=D, hidden=hidden, activation=activation
+        )
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     flops = 4.0 * rows * D * hidden * (1.5 if activation in GATED else 1.0)
@@ -240,5 +257,7 @@ SPECS = (
         _magnitudes,
         _slice_dims,
         widen,
+        _entries,
+        entries_in_bits=False,  # tiles of a matrix product follow its number of rows
     ),
 )

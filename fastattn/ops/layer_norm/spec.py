@@ -1,5 +1,6 @@
 """Samples, errors and workloads of layer_norm, add_layer_norm and rms_norm."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastattn.testing.spec import (
     OpSpec,
     Sample,
     Workload,
+    entries_by_rows,
     widen,
 )
 
@@ -29,7 +31,7 @@ def _randn(
     return (torch.randn(*shape, generator=generator) + offset).to(dtype)
 
 
-def _make(
+def make_inputs(
     generator: torch.Generator,
     dtype: torch.dtype,
     *,
@@ -42,7 +44,9 @@ def _make(
     wide_residual: bool = False,
     offset: float = 0.0,
     constant: bool = False,
+    amplitude: float = 1.0,
     layout: str = "contiguous",
+    eps: float = _EPS,
     dropout_p: float = 0.0,
 ) -> Inputs:
     N = shape[-1]
@@ -55,6 +59,12 @@ def _make(
         x = storage[..., :N]
     elif layout == "transposed":  # the last dimension is not contiguous
         x = _randn(generator, *shape[:-2], N, shape[-2], dtype=dtype, offset=offset).mT
+    elif layout == "repeated":  # stride 0 over the rows
+        x = _randn(generator, N, dtype=dtype, offset=offset).expand(shape)
+    elif layout == "misaligned":  # one element behind an aligned address
+        x = _randn(generator, math.prod(shape) + 1, dtype=dtype, offset=offset)[1:].view(shape)
+    if amplitude != 1.0:
+        x = x * amplitude
     inputs: Inputs = {"x": x}
     if op == "add_layer_norm":
         residual = torch.float32 if wide_residual else dtype
@@ -69,7 +79,7 @@ def _make(
         inputs |= {"dropout_p": dropout_p, "return_sum": True}
         if dropout_p > 0:
             inputs |= {"dropout_seed": torch.tensor([_SEED]), "dropout_stream": 3}
-    inputs["eps"] = _EPS
+    inputs["eps"] = eps
     return inputs
 
 
@@ -78,7 +88,7 @@ def _sample(op: str, name: str, reason: str, tags: tuple[str, ...] = (), **optio
     return Sample(
         name,
         reason,
-        partial(_make, op=op, **options),
+        partial(make_inputs, op=op, **options),
         ("x", "residual", "weight", "bias", "x_bias"),
         dtypes,
         frozenset(tags),
@@ -94,14 +104,22 @@ def _common(op: str) -> list[Sample]:
         s("one_column", "variance 0: the result is the bias", shape=(7, 1), tags=("interpreter",)),
         s("three_columns", "narrower than any vector", shape=(33, 3), tags=("interpreter",)),
         s("one_dimension", "a vector is one row", shape=(63,)),
+        s("one_row", "a single row", shape=(1, 65)),
+        s("one_element", "one row of one column", shape=(1, 1)),
+        s("width_127", "one less than whole vectors", shape=(63, 127)),
         s("four_dimensions", "leading dimensions are rows", shape=(2, 3, 5, 65)),
         s("no_rows", "empty batch", shape=(0, 64)),
         s("wide_row", "longer than any register tile", shape=(3, 20_000)),
         s("many_rows", "several blocks of rows per thread", shape=(1500, 24)),
         s("no_parameters", "weight and bias are optional", shape=(9, 65), weight=False, bias=False),
         s("far_from_zero", "the two-pass variance: x around 1000", shape=(9, 300), offset=1000.0),
+        s("large_values", "squares overflow half precision", shape=(9, 130), amplitude=5e3),
+        s("small_values", "eps outweighs the variance", shape=(9, 130), amplitude=1e-4),
+        s("large_eps", "eps far above the variance", shape=(9, 63), eps=10.0),
         s("constant_rows", "no deviation at all", shape=(9, 100), offset=3.0, constant=True),
         s("row_stride", "rows of a larger tensor", shape=(6, 10, 80), layout="rows"),
+        s("repeated", "one row many times, stride 0", shape=(9, 65), layout="repeated"),
+        s("misaligned", "not at an aligned address", shape=(9, 257), layout="misaligned"),
         s("transposed", "last dimension not contiguous", shape=(4, 33, 48), layout="transposed"),
         s(
             "fp32_parameters",
@@ -236,6 +254,9 @@ def _rms_norm_torch(inputs: Inputs) -> tuple[Tensor, ...]:
     return (F.rms_norm(x, x.shape[-1:], inputs.get("weight"), inputs["eps"]),)
 
 
+_entries = partial(entries_by_rows, names=("x", "residual"), results=("y", "z", "dx", "dresidual"))
+
+
 def _slice_dims(name: str, result: Tensor) -> int:
     """A row at a time; a parameter's gradient is one slice."""
     return 0 if name in ("dweight", "dbias", "dx_bias") else result.dim() - 1
@@ -243,7 +264,7 @@ def _slice_dims(name: str, result: Tensor) -> int:
 
 def _workload(op: str, rows: int, N: int, devices: tuple[str, ...]) -> Workload:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-        inputs = _make(generator, dtype, op=op, shape=(rows, N))
+        inputs = make_inputs(generator, dtype, op=op, shape=(rows, N))
         if op == "add_layer_norm":
             inputs["return_sum"] = False
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
@@ -315,6 +336,7 @@ SPECS = (
         _layer_norm_magnitudes,
         _slice_dims,
         widen,
+        _entries,
     ),
     OpSpec(
         "add_layer_norm",
@@ -364,6 +386,7 @@ SPECS = (
         _add_layer_norm_magnitudes,
         _slice_dims,
         widen,
+        _entries,
     ),
     OpSpec(
         "rms_norm",
@@ -376,5 +399,6 @@ SPECS = (
         _rms_norm_magnitudes,
         _slice_dims,
         widen,
+        _entries,
     ),
 )

@@ -1,0 +1,209 @@
+"""`fastattn check` as an engine: properties that a broken backend loses, the report, no rich."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn import cli
+from fastattn.ops._op import OPS
+from fastattn.testing import all_specs, check
+from fastattn.testing.properties import fill_positions
+
+SPECS = all_specs()
+CPU = torch.device("cpu")
+
+
+# -- properties ------------------------------------------------------------------------------------
+def _judge(op: str, sample: str, backend: str = "reference") -> list[check.Row]:
+    [found] = [s for s in SPECS[op].samples if s.name == sample]
+    return check.check_sample(check.Oracle(SPECS[op], found, torch.float32), backend, CPU)
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) -> None:
+    """change(args, results) runs after the launcher of one torch op."""
+    launch = OPS[op]._launcher(backend)
+
+    def broken(args: Any, results: Any) -> None:
+        launch(args, results)
+        change(args, results)
+
+    monkeypatch.setitem(OPS[op]._launchers, backend, broken)
+
+
+def _last_bit(x: Tensor) -> None:
+    """Up by one unit in the last place: inside every budget."""
+    x.copy_(torch.nextafter(x, torch.full((), torch.inf)))
+
+
+def test_every_sample_says_which_properties_it_can() -> None:
+    """A batch is there unless it has one entry; padding where something is dead."""
+    kinds = {
+        (op, sample): [row.kind for row in _judge(op, sample) if row.kind != "value"]
+        for op, sample in [
+            ("attention", "plain"), ("attention", "d80"), ("attention", "both_lengths"),
+            ("attention", "key_lengths_zero"), ("attention_varlen", "slack"),
+            ("layer_norm", "model"), ("layer_norm", "one_row"), ("ffn", "three_dimensions"),
+        ]
+    }  # fmt: skip
+    assert kinds == {
+        ("attention", "plain"): ["rerun", "batch"],
+        ("attention", "d80"): ["rerun"],
+        ("attention", "both_lengths"): ["rerun", "batch", "padding"],
+        ("attention", "key_lengths_zero"): ["rerun", "batch", "padding"],
+        ("attention_varlen", "slack"): ["rerun", "batch", "padding"],
+        ("layer_norm", "model"): ["rerun", "batch"],
+        ("layer_norm", "one_row"): ["rerun"],
+        ("ffn", "three_dimensions"): ["rerun", "batch"],
+    }
+
+
+def _faults(rows: list[check.Row]) -> dict[tuple[str, str], str]:
+    return {(row.kind, row.result): row.message for row in rows if row.status != "ok"}
+
+
+def test_a_neighbour_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry computed alone is far off: even the reference, which promises no bits, fails."""
+
+    def change(args: Any, results: Any) -> None:
+        if args[0].shape[0] == 1:
+            results[0].mul_(1.01)
+
+    _break(monkeypatch, "attention_fwd", "reference", change)
+    faults = _faults(_judge("attention", "plain"))
+    assert faults.keys() == {("batch", "out")}
+    assert faults["batch", "out"].startswith("batch entry 1 computed alone: slice [0, ")
+
+
+def test_bits_that_follow_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend other than the reference keeps its bits; this one changes the last of them."""
+    if "cpu" in _judge("layer_norm", "odd_width", "cpu")[0].message:
+        pytest.skip("the native library is not built")
+
+    def change(args: Any, results: Any) -> None:
+        if args[1].shape[0] == 1:
+            _last_bit(results[0])
+
+    _break(monkeypatch, "layer_norm_bwd", "cpu", change)
+    faults = _faults(_judge("layer_norm", "odd_width", "cpu"))
+    assert faults == {("batch", "dx"): "rows 0 to 1 computed alone gave other bits"}
+
+
+def test_padding_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bit depends on whether padding is finite; samples' own padding is not."""
+
+    def change(args: Any, results: Any) -> None:
+        if bool(args[2].isfinite().all()):
+            _last_bit(results[0])
+
+    _break(monkeypatch, "attention_fwd", "reference", change)
+    faults = _faults(_judge("attention", "key_lengths"))
+    assert faults[("padding", "out")] == "finite at dead positions changes it"
+
+
+def test_gradients_of_padding_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny gradient of a dead mask position, where dO is NaN: a budget would let it pass."""
+
+    def change(args: Any, results: Any) -> None:
+        dout, dmask = args[0], results[3]
+        if bool(dout.isnan().any()):
+            dmask[..., -1].fill_(1e-30)
+
+    _break(monkeypatch, "attention_bwd", "reference", change)
+    faults = _faults(_judge("attention", "bias_dead_keys"))
+    assert not faults  # every row of that sample is alive, so dO holds no NaN
+    faults = _faults(_judge("attention", "bias_dead"))
+    assert faults == {("padding", "dmask"): "not 0 at dead positions, with NaN there"}
+
+
+def test_a_crash_in_a_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(args: Any, results: Any) -> None:
+        if args[0].shape[0] == 1:
+            raise IndexError("out of range")
+
+    _break(monkeypatch, "layer_norm_fwd", "reference", change)
+    assert _faults(_judge("layer_norm", "odd_width")) == {
+        ("batch", "all"): "IndexError: out of range"
+    }
+
+
+def test_fill_positions_of_repeated_dimensions() -> None:
+    """A dimension of stride 0 is filled where all that share its storage are dead."""
+    x = torch.zeros(1, 3).expand(2, 3)
+    fill_positions(x, torch.tensor([[True, True, False], [True, False, False]]), 1.0)
+    assert x.tolist() == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+# -- the command -----------------------------------------------------------------------------------
+def _options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    return parser.parse_args(["--device=cpu", "--jobs=1", *arguments])
+
+
+def test_report(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--op=attention", "--sample=both_lengths", "--backend=reference", "--dtype=fp32")
+    file = tmp_path / "rows.json"
+    assert check.run(_options(*options, f"--json={file}")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [header] = [line.split() for line in lines if line.startswith("op ")]
+    [row] = [line.split() for line in lines if line.startswith("attention ")]
+    cells = dict(zip(header, row, strict=True))
+    # Two samples: both_lengths and both_lengths_causal, each with out, lse, dq, dk, dv.
+    assert cells["results"] == "10" and cells["failed"] == cells["refused"] == "0"
+    assert cells["rerun"] == cells["batch"] == cells["padding"] == "2"
+    assert lines[-1] == "16 passed, 0 refused, 0 failed"
+    rows = json.loads(file.read_text())
+    assert len(rows) == 16 and {r["kind"] for r in rows} == {"value", "rerun", "batch", "padding"}
+
+    def change(args: Any, results: Any) -> None:
+        _last_bit(results[0]) if bool(args[2].isfinite().all()) else None
+
+    _break(monkeypatch, "attention_fwd", "reference", change)
+    assert check.run(_options(*options)) == 1
+    out = capsys.readouterr().out
+    assert (
+        "FAIL    attention reference fp32 both_lengths out padding: "
+        "finite at dead positions changes it\n" in out
+    )
+
+
+def test_works_without_rich() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['rich.console'] = None\n"
+        "from fastattn import cli\n"
+        "sys.exit(cli.main(['check', '--op=rms_norm', '--sample=odd_width', '--device=cpu', "
+        "'--dtype=fp32', '--backend=reference']))"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "passed, 0 refused, 0 failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "argument, named",
+    [
+        ("--op=nonsense", "--op must be one of"),
+        ("--backend=nonsense", "--backend must be one of"),
+        ("--device=nonsense", "--device"),
+        ("--jobs=-3", "--jobs"),
+        ("--sample=nonsense", "at least one sample"),
+    ],
+)
+def test_wrong_options_are_named(
+    argument: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(["check", argument])
+    except SystemExit as left:  # argparse leaves by itself
+        code = left.code
+    assert code == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,346 @@
+"""Inputs that nobody chose: hypothesis draws shapes, strides, masks, lengths, windows and options.
+
+The reference against torch's own operators in fp64, backends against fp64 by the error budget and
+by the properties of `fastattn check`, packed sequences against padded ones.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _native
+from fastattn.ops.attention import spec as attention_spec
+from fastattn.ops.attention import spec_varlen
+from fastattn.ops.ffn import spec as ffn_spec
+from fastattn.ops.ffn.op import ACTIVATIONS
+from fastattn.ops.layer_norm import spec as norm_spec
+from fastattn.testing import Sample, all_specs
+from fastattn.testing.check import Oracle, check_sample, output_gradients
+from fastattn.testing.properties import fill_positions
+from fastattn.testing.spec import Inputs, OpSpec
+
+pytest.importorskip("hypothesis", reason="part of the development extra only")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+SPECS = all_specs()
+CPU = torch.device("cpu")
+NO_LIBRARY = _native.unavailable("cpu")
+Options = dict[str, Any]
+
+
+def examples(number: int) -> settings:
+    # A busy machine is no reason to fail.
+    return settings(
+        max_examples=number,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def _sample(op: str, make: Any, options: Options) -> Sample:
+    """Options of an op's make_inputs as a sample; they are its name too, and so its random seed."""
+    return Sample(str(options), "", partial(make, **options), SPECS[op].samples[0].gradients)
+
+
+def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+    gradients = torch.autograd.grad(
+        outputs, [inputs[n] for n in wanted], output_gradients(spec, sample, outputs)
+    )
+    named = dict(zip(spec.results, outputs, strict=True))
+    return named | {"d" + n: g for n, g in zip(wanted, gradients, strict=True)}
+
+
+def _assert_reference_is_torch(op: str, sample: Sample) -> None:
+    spec = SPECS[op]
+    inputs = sample.inputs(CPU, torch.float64)
+    form = spec.torch_form(inputs)
+    if form is None:
+        return
+    theirs = _results(spec, sample, inputs, form)
+    ours = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _assert_passes(op: str, sample: Sample, dtype: torch.dtype, backend: str) -> None:
+    rows = check_sample(Oracle(SPECS[op], sample, dtype), backend, CPU)
+    bad = [row for row in rows if row.status != "ok"]
+    assert not bad, bad
+
+
+# -- attention -------------------------------------------------------------------------------------
+SIZES = st.integers(0, 20) | st.sampled_from([31, 33])
+DIMS = st.integers(1, 9)
+HALVES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+# "near_min" is left out: in a row of nothing else, log(sum) drowns in it.
+MASKS = ("bool", "none", "rows", "float", "min", "min_rows", "low", "inf", "fp32")
+
+
+def _windows(N: int) -> st.SearchStrategy[tuple[int, int] | None]:
+    side = st.integers(-1, N + 2)
+    return st.none() | st.tuples(side, side)
+
+
+@st.composite
+def attention_options(draw: st.DrawFn) -> Options:
+    B, K, M, N = draw(st.integers(0, 3)), draw(st.integers(1, 2)), draw(SIZES), draw(SIZES)
+    options: Options = {"B": B, "K": K, "H": K * draw(st.integers(1, 3)), "M": M, "N": N}
+    options |= {"D": draw(DIMS), "E": draw(DIMS)}
+    options["layout"] = draw(st.sampled_from(["bhsd", "bshd", "packed", "columns"]))
+    causal: list[Any] = [False, "top_left", "bottom_right"]
+    options["causal"] = draw(st.sampled_from(causal + [True] * (M == N)))
+    options["window"] = draw(_windows(N))
+    options["scale"] = draw(st.none() | st.sampled_from([0.0, -0.5, 3.0]))
+    options["dropout_p"] = draw(st.sampled_from([0.0, 0.0, 0.25, 1.0]))
+    if draw(st.booleans()):
+        letters = "".join(d for d in "BHMN" if draw(st.booleans())) or "N"
+        options["mask"] = f"{draw(st.sampled_from(MASKS))} {letters}"
+        layouts = ["", "transposed", "slice", "few dimensions"]
+        options["mask_layout"] = draw(st.sampled_from(layouts))
+    a_length = st.integers(-2, N + 3)
+    lengths = st.lists(a_length, min_size=B, max_size=B)
+    options["key_lengths"] = draw(st.none() | st.just("per query") | lengths)
+    a_length = st.integers(-2, M + 3)
+    options["query_lengths"] = draw(st.none() | st.lists(a_length, min_size=B, max_size=B))
+    return options
+
+
+def _attention(options: Options) -> Sample:
+    return _sample("attention", attention_spec.make_inputs, options)
+
+
+@examples(600)
+@given(attention_options())
+def test_attention_is_what_torch_computes(options: Options) -> None:
+    if "mask" in options:  # whose gradient in fp32 is nothing to compare in fp64
+        options["mask"] = options["mask"].replace("fp32", "float")
+    _assert_reference_is_torch("attention", _attention(options))
+
+
+@examples(300)
+@given(attention_options(), HALVES)
+def test_attention_within_the_budget(options: Options, dtype: torch.dtype) -> None:
+    """With the properties: dead positions hold anything, batch entries stand alone."""
+    _assert_passes("attention", _attention(options), dtype, "reference")
+
+
+@examples(200)
+@given(attention_options(), st.data())
+def test_weights_are_those_of_attention(options: Options, data: st.DataObject) -> None:
+    options |= {"dropout_p": 0.0, "E": options["D"]}
+    inputs = _attention(options).inputs(CPU, torch.float64)
+    restrictions = {k: x for k, x in inputs.items() if k not in ("q", "k", "v", "return_lse")}
+    v = torch.randn(inputs["v"].shape, dtype=torch.float64)
+    out = fastattn.attention(inputs["q"], inputs["k"], v, **restrictions)
+    rows = torch.tensor(
+        data.draw(st.lists(st.integers(0, options["M"] - 1), max_size=3)) if options["M"] else [],
+        dtype=torch.int64,
+    )
+    heads = slice(data.draw(st.integers(0, options["H"])), None)
+    weights = fastattn.attention_weights(
+        inputs["q"], inputs["k"], **restrictions, rows=rows, heads=heads
+    )
+    v = v.repeat_interleave(options["H"] // options["K"], 1)[:, heads]
+    torch.testing.assert_close(weights @ v, out[:, heads][:, :, rows], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["both_lengths", "bias_dead", "all_restrictions"])
+def test_second_derivatives_do_not_see_padding(name: str) -> None:
+    """NaN in dead positions, of the gradient of the result too: the bits of finite padding."""
+    [sample] = [s for s in attention_spec.SAMPLES if s.name == name]
+    found = []
+    for value in (0.5, torch.nan):
+        inputs = sample.inputs(CPU, torch.float64)
+        dead = attention_spec.dead_positions(inputs)
+        for key in inputs.keys() & dead.keys():
+            fill_positions(inputs[key], dead[key], value)
+        out, _ = fastattn.attention(**inputs, backend="reference")
+        torch.manual_seed(0)
+        dout = torch.where(dead["out"], value, torch.randn_like(out).cos()).requires_grad_()
+        varied = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        first = torch.autograd.grad(out, varied, dout, create_graph=True)
+        second = torch.autograd.grad([x.sin().sum() for x in first], [*varied, dout])
+        names = ["q", "k", "v", *(["mask"] if "mask" in inputs else []), "out"]
+        for key, gradient in zip(names, second, strict=True):
+            assert not gradient.masked_select(dead[key]).any()
+        found.append([*first, *second])
+    for finite, poisoned in zip(*found, strict=True):
+        assert torch.equal(finite, poisoned)
+
+
+# -- packed sequences ------------------------------------------------------------------------------
+@st.composite
+def varlen_options(draw: st.DrawFn) -> Options:
+    queries = draw(st.lists(SIZES, max_size=4))
+    keys = draw(st.none() | st.lists(SIZES, min_size=len(queries), max_size=len(queries)))
+    K = draw(st.integers(1, 2))
+    options: Options = {"queries": queries, "keys": keys, "K": K, "H": K * draw(st.integers(1, 3))}
+    options |= {"D": draw(DIMS), "E": draw(DIMS)}
+    options |= {"slack": draw(st.integers(0, 3)), "longer": draw(st.integers(0, 3))}
+    options["causal"] = draw(st.sampled_from([False, True, "top_left", "bottom_right"]))
+    options["window"] = draw(_windows(20))
+    options["dropout_p"] = draw(st.sampled_from([0.0, 0.25]))
+    return options
+
+
+def _varlen(options: Options) -> Sample:
+    return _sample("attention_varlen", spec_varlen.make_inputs, options)
+
+
+@examples(300)
+@given(varlen_options())
+def test_varlen_is_what_torch_computes(options: Options) -> None:
+    _assert_reference_is_torch("attention_varlen", _varlen(options))
+
+
+@examples(150)
+@given(varlen_options(), HALVES)
+def test_varlen_within_the_budget(options: Options, dtype: torch.dtype) -> None:
+    _assert_passes("attention_varlen", _varlen(options), dtype, "reference")
+
+
+@examples(300)
+@given(varlen_options().filter(lambda o: o["queries"] and o["causal"] != "bottom_right"))
+def test_varlen_is_padded_attention_with_lengths(options: Options) -> None:
+    """Dropout too: positions count inside a sequence, sequences as batches. (bottom_right counts
+    from the end of the tensor in one and of the sequence in the other.)
+    """
+    inputs = _varlen(options).inputs(CPU, torch.float64)  # q, k, v: [heads, tokens, dim]
+    lengths = {x: inputs[f"cu_seqlens_{x}"].diff() for x in "qk"}
+
+    def padded(x: Tensor, side: str) -> Tensor:
+        """[heads, tokens, dim] -> [B, heads, S, dim], NaN where no token is."""
+        pieces = x.split([*lengths[side].tolist(), options["slack"]], 1)[:-1]
+        S = inputs[f"max_seqlen_{side}"]
+        rows = [torch.nn.functional.pad(p, (0, 0, 0, S - p.shape[1]), value=torch.nan)
+                for p in pieces]  # fmt: skip
+        return torch.stack(rows) if rows else x.new_zeros(0, x.shape[0], S, x.shape[2])
+
+    def packed(x: Tensor) -> Tensor:
+        """[B, heads, S, ...] -> [heads, tokens, ...] without the rows behind the last sequence."""
+        pieces = [row[:, :n] for row, n in zip(x, lengths["q"].tolist(), strict=True)]
+        return torch.cat([x.new_zeros(options["H"], 0, *x.shape[3:]), *pieces], 1)
+
+    varied = [inputs[x] for x in "qkv"]
+    dropout = {k: x for k, x in inputs.items() if k.startswith("dropout")}
+    causal = "top_left" if inputs["causal"] else False
+    wide = fastattn.attention(
+        padded(inputs["q"], "q"), padded(inputs["k"], "k"), padded(inputs["v"], "k"),
+        key_lengths=lengths["k"], query_lengths=lengths["q"], causal=causal,
+        window=inputs["window"], return_lse=True, **dropout,
+    )  # fmt: skip
+    narrow = spec_varlen.by_head(**inputs)
+    T = int(lengths["q"].sum())
+    gradients = []
+    for outputs in ([packed(x) for x in wide], [x[:, :T] for x in narrow]):
+        douts = [torch.where(x.isfinite(), x.detach().cos(), 0) for x in outputs]
+        gradients.append([*outputs, *torch.autograd.grad(outputs, varied, douts)])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# -- norms -----------------------------------------------------------------------------------------
+@st.composite
+def norm_options(draw: st.DrawFn, op: str) -> Options:
+    leading = draw(st.lists(st.integers(0, 5), max_size=3))
+    columns = st.integers(1, 70) | st.sampled_from([127, 128, 257, 1024])
+    options: Options = {"op": op, "shape": (*leading, draw(columns))}
+    layouts = ["contiguous", "rows", "misaligned", "repeated", *["transposed"] * bool(leading)]
+    options["layout"] = draw(st.sampled_from(layouts))
+    for name in ("weight", "bias", "wide_parameters"):
+        options[name] = draw(st.booleans())
+    options["offset"] = draw(st.sampled_from([0.0, 0.0, 100.0]))
+    options["amplitude"] = draw(st.sampled_from([1.0, 1.0, 1e-3, 300.0]))
+    options["eps"] = draw(st.sampled_from([1e-5, 1e-2]))
+    if op == "add_layer_norm":
+        options |= {"x_bias": draw(st.booleans()), "wide_residual": draw(st.booleans())}
+        options["dropout_p"] = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    return options
+
+
+NORMS = st.sampled_from(["layer_norm", "add_layer_norm", "rms_norm"]).flatmap(norm_options)
+
+
+def _norm(options: Options) -> Sample:
+    return _sample(options["op"], norm_spec.make_inputs, options)
+
+
+@examples(400)
+@given(NORMS)
+def test_norms_are_what_torch_computes(options: Options) -> None:
+    # fp32 parameters are rounded, which is nothing to compare in fp64.
+    options |= {"wide_parameters": False, "wide_residual": False}
+    _assert_reference_is_torch(options["op"], _norm(options))
+
+
+@pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+@examples(700)
+@given(NORMS, HALVES)
+def test_cpu_norms_within_the_budget(options: Options, dtype: torch.dtype) -> None:
+    _assert_passes(options["op"], _norm(options), dtype, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_what_a_row_holds_stays_in_it(op: str, backend: str, value: float) -> None:
+    """Results of other rows keep their bits, gradients of rows included."""
+    if backend == "cpu" and NO_LIBRARY:
+        pytest.skip(f"fastattn {NO_LIBRARY}")
+    found = []
+    for poisoned in (False, True):
+        inputs = _norm({"op": op, "shape": (9, 65)}).inputs(CPU, torch.float32)
+        if poisoned:
+            with torch.no_grad():
+                inputs["x"][4] = value
+        outputs = SPECS[op].function(**inputs, backend=backend)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        (dx,) = torch.autograd.grad(outputs, [inputs["x"]], [torch.ones_like(y) for y in outputs])
+        found.append((*outputs, dx))
+    others = torch.arange(9) != 4
+    for clean, beside in zip(*found, strict=True):
+        assert torch.equal(clean[others], beside[others])
+    assert not any(bool(x[4].isfinite().all()) for x in found[1])
+
+
+# -- ffn -------------------------------------------------------------------------------------------
+@st.composite
+def ffn_options(draw: st.DrawFn) -> Options:
+    sizes = st.integers(1, 20) | st.sampled_from([63, 65])
+    options: Options = {"rows": tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3)))}
+    options |= {"D": draw(sizes), "hidden": draw(sizes), "out": draw(sizes)}
+    options["activation"] = draw(st.sampled_from(list(ACTIVATIONS)))
+    options["bias"] = draw(st.booleans())
+    options["residual"] = draw(st.sampled_from(["", "same"]))
+    options["layout"] = draw(st.sampled_from(["contiguous", "rows", "weights"]))
+    for name in ("dropout_p", "output_dropout_p"):
+        options[name] = draw(st.sampled_from([0.0, 0.2]))
+    return options
+
+
+def _ffn(options: Options) -> Sample:
+    return _sample("ffn", ffn_spec.make_inputs, options)
+
+
+@examples(400)
+@given(ffn_options())
+def test_ffn_is_what_torch_computes(options: Options) -> None:
+    _assert_reference_is_torch("ffn", _ffn(options))
+
+
+@examples(200)
+@given(ffn_options(), HALVES)
+def test_ffn_within_the_budget(options: Options, dtype: torch.dtype) -> None:
+    _assert_passes("ffn", _ffn(options), dtype, "reference")

@@ -1,0 +1,85 @@
+"""The C++ CPU code under AddressSanitizer and UndefinedBehaviorSanitizer, over its ops' samples.
+
+A copy of the package with an instrumented library runs `fastattn check` in a process that preloads
+the sanitizers' runtime; torch's allocations get red zones there too, so a kernel that reads one
+element too far ends the process. Every instruction set that this processor has is checked.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastattn.ops import _native
+from fastattn.testing import all_specs
+
+ROOT = Path(__file__).resolve().parent.parent
+CXX = os.environ.get("CXX") or shutil.which("g++")
+NO_LIBRARY = _native.unavailable("cpu")
+ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+
+CHECK = """
+import sys
+from fastattn import cli
+from fastattn.ops import _native
+_native.use_cpu_isa(sys.argv[1])
+sys.exit(cli.main(["check", *sys.argv[2:]]))
+"""
+OPTIONS = [
+    *(f"--op={spec.name}" for spec in all_specs().values() if "cpu" in spec.backends),
+    *("--backend=cpu", "--device=cpu", "--dtype=fp32", "--dtype=bf16", "--jobs=1"),
+]
+
+
+def _runtime(name: str) -> Path | None:
+    """A runtime library of the compiler, which answers with the bare name where it has none."""
+    if CXX is None:
+        return None
+    command = [CXX, f"-print-file-name={name}"]
+    found = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    return found if found.is_absolute() and found.is_file() else None
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package and its instrumented CPU library."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    leave_out = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fastattn", folder / "fastattn", ignore=leave_out)
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
+    wish = {"FASTATTN_NATIVE": "cpu", "FASTATTN_SANITIZE": "address,undefined"}
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | wish, capture_output=True, text=True, timeout=600
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (folder / "fastattn" / "_C_cpu.abi3.so").is_file()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(_runtime("libasan.so") is None, reason="the compiler has no libasan")
+@pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+@pytest.mark.parametrize("isa", ISAS)
+def test_samples_under_sanitizers(package: Path, isa: str) -> None:
+    # libasan looks for the functions that it wraps when it is loaded, so libstdc++ comes with it.
+    runtimes = [str(_runtime(name)) for name in ("libasan.so", "libstdc++.so.6")]
+    environment = os.environ | {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # of Python, that is
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": "",
+    }
+    command = [sys.executable, "-c", CHECK, isa, *OPTIONS]
+    result = subprocess.run(
+        command, cwd=package, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    [passed] = re.findall(r"^(\d+) passed, \d+ refused, 0 failed$", result.stdout, re.M)
+    assert int(passed) > 500  # and not everything refused

@@ -177,6 +177,17 @@ class Op:
         """The results before anything is written (`testing.poisoned_results` puts NaN there)."""
         return self.outputs(*args)
 
+    def allocate_workspace(
+        self, pieces: Sequence[tuple[Sequence[int], torch.dtype, bool]], device: torch.device
+    ) -> list[Tensor]:
+        """A backend's scratch memory (`testing.poisoned_results` puts NaN where zeros are not asked
+        for).
+        """
+        return [
+            (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)
+            for shape, dtype, zeroed in pieces
+        ]
+
     def _run(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
         # Torch ops inside a launcher must neither record a graph nor change dtypes.
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
@@ -185,8 +196,12 @@ class Op:
                 return self.allocate(args)
             name = self.select(args, backend)
             results = self.allocate(args)
-            with _device_guard(args[self._anchor].device):
-                self._launcher(name)(args, results)
+            launch, device = self._launcher(name), args[self._anchor].device
+            if device.type == "cuda" and _env.several_gpus():
+                with torch.cuda.device(device):
+                    launch(args, results)
+            else:
+                launch(args, results)
         return results
 
     def _fake(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
@@ -221,11 +236,7 @@ class Op:
 
         def launch_with_workspace(args: Sequence[Any], results: Sequence[Tensor]) -> None:
             assert workspace is not None
-            device = args[self._anchor].device
-            scratch = [
-                (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)
-                for shape, dtype, zeroed in workspace(*args)
-            ]
+            scratch = self.allocate_workspace(workspace(*args), args[self._anchor].device)
             function(*args, *results, *scratch)
 
         # The reference is written to be believed: it returns its results.
@@ -294,15 +305,6 @@ def recording_choices() -> Iterator[list[Explanation]]:
         yield _state.explanations
     finally:
         _state.explanations = None
-
-
-@contextlib.contextmanager
-def _device_guard(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda" and _env.several_gpus():
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
 
 
 _warned: set[str] = set()

@@ -23,6 +23,7 @@ attention_weights = reference.attention_weights
 _BACKENDS = (
     Backend("sm90", automatic=False),
     Backend("triton", automatic=False),
+    Backend("cpu"),
     Backend("reference"),
 )
 
@@ -157,6 +158,8 @@ def _varlen_bwd_outputs(
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
+_VARLEN_BACKENDS = (Backend("triton", automatic=False), Backend("reference"))
+
 attention_varlen = differentiable(
     Op(
         "attention_varlen_fwd",
@@ -164,7 +167,7 @@ attention_varlen = differentiable(
         "Tensor out, Tensor lse",
         _varlen_fwd_outputs,
         _PACKAGE,
-        _BACKENDS,
+        _VARLEN_BACKENDS,
     ),
     Op(
         "attention_varlen_bwd",
@@ -173,7 +176,7 @@ attention_varlen = differentiable(
         "Tensor dq, Tensor dk, Tensor dv",
         _varlen_bwd_outputs,
         _PACKAGE,
-        _BACKENDS,
+        _VARLEN_BACKENDS,
     ),
     reference.attention_varlen_bwd,
 )

@@ -213,6 +213,7 @@ SAMPLES = (
     _s("plain", "no restriction at all", "interpreter", M=65, N=130, D=64),
     _s("one_by_one", "a single pair", "interpreter", M=1, N=1, D=8),
     _s("one_query", "decoding: one row, many keys", "interpreter", H=4, K=2, M=1, N=257, D=64),
+    _s("one_query_d40", "decoding at a head dim that fills no vector", H=4, K=2, M=1, N=70, D=40),
     _s("one_key", "every weight is 1", M=63, N=1, D=16),
     _s("odd_sizes", "no tile divides them", M=257, N=127, D=40),
     _s("tile_sizes", "whole tiles only", M=128, N=256, D=64, H=1),

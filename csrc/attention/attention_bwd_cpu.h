@@ -1,0 +1,531 @@
+// Gradients of attention on CPU. Scores are computed again tile by tile, p = exp(s - lse), and with
+// dp = dropout(dout v^T) and delta = sum over a row of dout * out, less dlse:
+//
+//   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = dropout(p)^T dout   dmask = ds
+//
+// One worker computes all three gradients of a (batch, kv head), or, where there are too few of
+// those, tiles of keys and tiles of queries are tasks of their own: two products more, the same
+// tiles in the same order, the same bits. dmask is summed by a pass of its own. Dead rows (lse
+// -inf) and dead keys are packed as zeros.
+#pragma once
+
+#include "attention/attention_cpu.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+using attention::Backward;
+using attention::BackwardScratch;
+
+inline const float* statistics_of(const Problem& a, const float* values, int64_t b, int64_t h,
+                                  int row) {
+  return values + (b * a.heads + h) * a.queries + row;
+}
+
+// -- one tile ------------------------------------------------------------------------------------
+// Scores and dp of a row become dropout(p) and ds, in place. lse_log2: the exponent of the row's
+// sum.
+template <bool kRange, bool kBias, bool kDrop>
+inline __attribute__((always_inline)) void gradient_row(float* s, float* dp, int columns,
+                                                        float scale_log2, int begin, int end,
+                                                        const float* bias, float lse_log2,
+                                                        float delta, const TileDropout& dropout,
+                                                        float keep_scale, int row) {
+  const TileDropout::Row drawn = dropout.row(row);
+  const Float shift = splat(kPowerShift - lse_log2);
+  for (int j = 0; j < columns; j += kLanes) {
+    const Float x = exponents<kRange, kBias>(s, j, scale_log2, begin, end, bias);
+    const Float p = power(x + shift);
+    Float g = load(dp + j);
+    Float kept = p;
+    if constexpr (kDrop) {
+      g = drawn.apply(g * keep_scale, j);
+      kept = drawn.apply(p * keep_scale, j);
+    }
+    store(s + j, kept);
+    store(dp + j, p * (g - delta));
+  }
+}
+
+#if defined(__AVX512BF16__)
+// Two rows of sums to the rows form (if wanted) and the pairs form.
+inline void narrow_rows(const float* first, const float* second, int columns, uint16_t* first_row,
+                        uint16_t* second_row, uint32_t* pairs) {
+  for (int j = 0; j < columns; j += kLanes) {
+    const Short low = rounded_to_bf16(load(first + j));
+    const Short high = second ? rounded_to_bf16(load(second + j)) : Short{};
+    if (first_row) {
+      store_bits(first_row + j, low);
+      if (second) {
+        store_bits(second_row + j, high);
+      }
+    }
+    store_bits(pairs + j, joined(low, high));
+  }
+}
+#endif
+
+// A worker's tiles: packs queries and keys, computes p and ds of a pair of tiles.
+template <class C>
+class Gradients {
+ public:
+  using Unit = typename C::Unit;
+
+  Gradients(const Backward& a, const BackwardScratch& memory) : a_(a), memory_(memory) {}
+
+  void pack_keys(int64_t b, int64_t kv_head, int tile, const DeadKeys& dead_keys) {
+    first_key_ = tile * kTileKeys;
+    const int count = attention::smaller(kTileKeys, a_.keys - first_key_);
+    const int upto = round_up(count, 16);
+    const auto dead = dead_keys.of_tile(first_key_);
+    Unit* rows = units<C>(memory_.k_rows);
+    pack_rows<C>(a_.type, a_.v.data, offset_of(a_.v, b, kv_head, first_key_), a_.v.row_stride,
+                 count, upto, a_.value_dim, rows, dead);
+    to_columns<C>(rows, upto, a_.value_dim, units<C>(memory_.v_columns));
+    pack_rows<C>(a_.type, a_.k.data, offset_of(a_.k, b, kv_head, first_key_), a_.k.row_stride,
+                 count, upto, a_.head_dim, rows, dead);
+    to_columns<C>(rows, upto, a_.head_dim, units<C>(memory_.k_columns));
+    if constexpr (C::kDepth == 1) {
+      k_pairs_ = rows;
+    } else {
+      k_pairs_ = units<C>(memory_.k_pairs);
+      to_pairs(C{}, rows, upto, a_.head_dim, k_pairs_);
+    }
+  }
+
+  // for_keys: dk and dv will be summed.
+  void pack_queries(int64_t b, int64_t h, int first, int count, bool for_keys) {
+    b_ = b;
+    h_ = h;
+    first_row_ = first;
+    const float* lse = statistics_of(a_, a_.lse, b, h, first);
+    const auto dead = dead_if([lse](int i) { return lse[i] == -kInfinity; });
+    const int even = round_up(count, 2);
+    pack_query_rows(a_.q, a_.head_dim, count, even, dead, memory_.q_rows, memory_.q_pairs,
+                    &q_pairs_, for_keys);
+    if (a_.dout.data) {
+      pack_query_rows(a_.dout, a_.value_dim, count, even, dead, memory_.dout_rows,
+                      memory_.dout_pairs, &dout_pairs_, for_keys);
+    }
+  }
+
+  // p and ds of the packed queries and keys, given the queries' deltas; false if nothing is
+  // allowed there.
+  bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
+    columns_ = round_up(attention::smaller(rows.some.end - first_key_, kTileKeys), kLanes);
+    live_ = rows.touching(first_key_, columns_);
+    const TileBias bias(a_, b_, h_, first_row_, live_, first_key_, memory_.bias);
+    if (is_empty(live_) || bias.none) {
+      return false;
+    }
+    const int first = live_.begin, count = live_.end - live_.begin;
+    const int64_t D = padded(a_.head_dim) / C::kDepth, E = padded(a_.value_dim) / C::kDepth;
+    float *const s = memory_.s + first * kTileKeys, *const dp = memory_.dp + first * kTileKeys;
+    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth),
+                units<C>(memory_.q_rows) + first * D, D, 1, units<C>(memory_.k_columns), kTileKeys,
+                s, kTileKeys, false);
+    if (a_.dout.data) {
+      multiply<C>(count, columns_, ceil_div(a_.value_dim, C::kDepth),
+                  units<C>(memory_.dout_rows) + first * E, E, 1, units<C>(memory_.v_columns),
+                  kTileKeys, dp, kTileKeys, false);
+    } else {
+      memset(dp, 0, sizeof(float) * count * kTileKeys);
+    }
+    const TileDropout dropout(a_, b_, h_, first_row_, first_key_);
+    const float* lse = statistics_of(a_, a_.lse, b_, h_, first_row_);
+    const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
+    with_flags(!rows.allows_all(first_key_, columns_), bias.rows != nullptr, bool(dropout),
+               [&](auto range, auto biased, auto drop) {
+                 for (int i = live_.begin; i < live_.end; ++i) {
+                   const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
+                   const auto run = [&](int columns) __attribute__((always_inline)) {
+                     gradient_row<range, biased, drop>(
+                         memory_.s + i * kTileKeys, memory_.dp + i * kTileKeys, columns, scale_log2,
+                         rows.begin[i] - first_key_, rows.end[i] - first_key_,
+                         bias.rows + i * bias.stride, lse_log2, delta[i], dropout, keep_scale, i);
+                   };
+                   columns_ == kTileKeys ? run(kTileKeys) : run(columns_);
+                 }
+               });
+    narrow(for_keys, for_queries);
+    return true;
+  }
+
+  // Sums of the tile just computed, added to rows of padded(dim) floats: dv and dk of the tile of
+  // keys, dq of the tile of queries.
+  void add_dv(float* dv) const {
+    if (a_.dout.data) {
+      add_of_keys(p_pairs_, dout_pairs_, padded(a_.value_dim), dv);
+    }
+  }
+  void add_dk(float* dk) const { add_of_keys(ds_pairs_, q_pairs_, padded(a_.head_dim), dk); }
+  void add_dq(float* dq) const {
+    constexpr int kStride = kTileKeys / C::kDepth;
+    const int64_t D = padded(a_.head_dim);
+    multiply<C>(live_.end - live_.begin, static_cast<int>(D), columns_ / C::kDepth,
+                ds_rows_ + live_.begin * kStride, kStride, 1, k_pairs_, D, dq + live_.begin * D, D,
+                true);
+  }
+  // ds as floats, rows of kTileKeys (Floats only), and where it was computed.
+  const float* ds() const { return memory_.dp; }
+  Range rows() const { return live_; }
+  int columns() const { return columns_; }
+
+ private:
+  void add_of_keys(const Unit* weights, const Unit* values, int64_t dim, float* sums) const {
+    const int64_t first = live_.begin / C::kDepth;
+    multiply<C>(columns_, static_cast<int>(dim), ceil_div(live_.end, C::kDepth) - first,
+                weights + first * kTileKeys, 1, kTileKeys, values + first * dim, dim, sums, dim,
+                true);
+  }
+
+  template <class Dead>
+  void pack_query_rows(const TensorView& x, int dim, int count, int even, const Dead& dead,
+                       float* rows, float* pairs, const Unit** result, bool for_keys) {
+    pack_rows<C>(a_.type, x.data, offset_of(x, b_, h_, first_row_), x.row_stride, count, even, dim,
+                 units<C>(rows), dead);
+    *result = units<C>(rows);
+    if constexpr (C::kDepth != 1) {
+      *result = units<C>(pairs);
+      if (for_keys) {
+        to_pairs(C{}, units<C>(rows), even, dim, units<C>(pairs));
+      }
+    }
+  }
+
+  void narrow(bool for_keys, bool for_queries) {
+    if constexpr (C::kDepth == 1) {
+      (void)for_keys;
+      (void)for_queries;
+      p_pairs_ = memory_.s;
+      ds_pairs_ = ds_rows_ = memory_.dp;
+    } else {
+#if defined(__AVX512BF16__)
+      p_pairs_ = units<C>(memory_.p_pairs);
+      ds_pairs_ = units<C>(memory_.ds_pairs);
+      ds_rows_ = units<C>(memory_.ds_rows);
+      auto* ds_rows = reinterpret_cast<uint16_t*>(memory_.ds_rows);
+      for (int i = live_.begin; i < live_.end; i += 2) {
+        const bool two = i + 1 < live_.end;
+        const float *s = memory_.s + i * kTileKeys, *dp = memory_.dp + i * kTileKeys;
+        const int pair = i / 2 * kTileKeys;
+        uint16_t* row = for_queries ? ds_rows + i * kTileKeys : nullptr;
+        uint16_t* next_row = for_queries ? row + kTileKeys : nullptr;
+        if (for_keys) {
+          narrow_rows(s, two ? s + kTileKeys : nullptr, columns_, nullptr, nullptr,
+                      units<C>(memory_.p_pairs) + pair);
+        }
+        narrow_rows(dp, two ? dp + kTileKeys : nullptr, columns_, row, next_row,
+                    units<C>(memory_.ds_pairs) + pair);
+      }
+#endif
+    }
+  }
+
+  const Backward& a_;
+  const BackwardScratch& memory_;
+  int64_t b_ = 0, h_ = 0;
+  int first_row_ = 0, first_key_ = 0, columns_ = 0;
+  Range live_ = {0, 0};
+  const Unit *q_pairs_ = nullptr, *dout_pairs_ = nullptr;
+  const Unit *p_pairs_ = nullptr, *ds_pairs_ = nullptr, *ds_rows_ = nullptr;
+  Unit* k_pairs_ = nullptr;
+};
+
+// -- delta ---------------------------------------------------------------------------------------
+inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRanges& rows,
+                           const float* lse, float* delta) {
+  with_type(a.type, [&](auto element) {
+    using T = decltype(element);
+    const T* out = static_cast<const T*>(a.out.data) + offset_of(a.out, at.b, at.h, at.first);
+    const T* dout = static_cast<const T*>(a.dout.data) + offset_of(a.dout, at.b, at.h, at.first);
+    for (int i = 0; i < rows.count; ++i) {
+      Float total = {};
+      if (lse[i] != -kInfinity) {
+        for_vectors(a.value_dim, [&](auto lanes, int64_t e) {
+          total = fma(lanes.load(out + i * a.out.row_stride + e),
+                      lanes.load(dout + i * a.dout.row_stride + e), total);
+        });
+      }
+      delta[i] = sum(total);
+    }
+  });
+}
+
+// With delta 0 the sum of a row's ds is its delta.
+inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
+                               const BackwardScratch& memory, float* delta) {
+  Gradients<Floats> tiles(a, memory);
+  tiles.pack_queries(at.b, at.h, at.first, rows.count, false);
+  const DeadKeys dead(a, at.b, at.kv_head);
+  const float zeros[kTileRows] = {};
+  memset(delta, 0, sizeof(float) * rows.count);
+  for (int n = rows.tiles().begin; n < rows.tiles().end; ++n) {
+    tiles.pack_keys(at.b, at.kv_head, n, dead);
+    if (!tiles.compute(rows, zeros, false, false)) {
+      continue;
+    }
+    for (int i = tiles.rows().begin; i < tiles.rows().end; ++i) {
+      Float total = {};
+      for (int j = 0; j < tiles.columns(); j += kLanes) {
+        total += load(tiles.ds() + i * kTileKeys + j);
+      }
+      delta[i] += sum(total);
+    }
+  }
+}
+
+void delta(const Backward& a, Queue& queue, float* scratch) {
+  const BackwardScratch memory(a, scratch);
+  int64_t task, last;
+  while (queue.draw(&task, &last)) {
+    for (; task < last; ++task) {
+      const QueryTile at(a, task);
+      const int64_t position = (at.b * a.heads + at.h) * a.queries + at.first;
+      const RowRanges rows(a, at.b, at.first, a.lse + position);
+      float* result = a.delta + position;
+      if (!a.dout.data) {
+        memset(result, 0, sizeof(float) * rows.count);
+      } else if (a.exact_delta) {
+        delta_from_weights(a, at, rows, memory, result);
+      } else {
+        delta_from_out(a, at, rows, a.lse + position, result);
+      }
+      for (int i = 0; a.dlse && i < rows.count; ++i) {
+        if (a.lse[position + i] != -kInfinity) {
+          result[i] -= a.dlse[position + i];
+        }
+      }
+    }
+  }
+}
+
+// -- dq, dk, dv ----------------------------------------------------------------------------------
+inline void store_gradient(const Backward& a, const TensorView& x, int64_t b, int64_t h, int first,
+                           int count, int dim, const float* sums, float factor) {
+  if (x.data) {
+    store_rows(a.type, x.data, offset_of(x, b, h, first), x.row_stride, count, dim, sums, factor);
+  }
+}
+
+void dq(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    int64_t task, last;
+    while (queue.draw(&task, &last)) {
+      for (; task < last; ++task) {
+        const QueryTile at(a, task);
+        const RowRanges rows(a, at.b, at.first, statistics_of(a, a.lse, at.b, at.h, at.first));
+        memset(memory.dq, 0, sizeof(float) * kTileRows * padded(a.head_dim));
+        const Range range = rows.tiles();
+        if (!is_empty(range)) {
+          tiles.pack_queries(at.b, at.h, at.first, rows.count, false);
+        }
+        const DeadKeys dead(a, at.b, at.kv_head);
+        for (int n = range.begin; n < range.end; ++n) {
+          tiles.pack_keys(at.b, at.kv_head, n, dead);
+          if (tiles.compute(rows, statistics_of(a, a.delta, at.b, at.h, at.first), false, true)) {
+            tiles.add_dq(memory.dq);
+          }
+        }
+        const int count = attention::smaller(kTileRows, a.queries - at.first);
+        store_gradient(a, a.dq, at.b, at.h, at.first, count, a.head_dim, memory.dq, a.scale);
+      }
+    }
+  });
+}
+
+// dk and dv of a tile of keys; dq of all the queries that see it, if there is room for it
+// ([group][queries] rows).
+template <class C>
+void key_gradients(const Backward& a, int64_t b, int64_t kv_head, int n, const DeadKeys& dead,
+                   Gradients<C>& tiles, const BackwardScratch& memory, float* dq) {
+  const int64_t D = padded(a.head_dim), group = a.group();
+  memset(memory.dk, 0, sizeof(float) * kTileKeys * D);
+  memset(memory.dv, 0, sizeof(float) * kTileKeys * padded(a.value_dim));
+  bool packed = false;
+  for (int64_t g = 0; g < group; ++g) {
+    const int64_t h = kv_head * group + g;
+    for (int64_t i = 0; i < a.row_tiles(); ++i) {
+      const int first = static_cast<int>(i) * kTileRows;
+      const RowRanges rows(a, b, first, statistics_of(a, a.lse, b, h, first));
+      if (!contains(rows.tiles(), n)) {
+        continue;
+      }
+      if (!packed) {
+        tiles.pack_keys(b, kv_head, n, dead);
+        packed = true;
+      }
+      tiles.pack_queries(b, h, first, rows.count, true);
+      if (!tiles.compute(rows, statistics_of(a, a.delta, b, h, first), true, dq != nullptr)) {
+        continue;
+      }
+      if (a.dv.data) {
+        tiles.add_dv(memory.dv);
+      }
+      if (a.dk.data) {
+        tiles.add_dk(memory.dk);
+      }
+      if (dq) {
+        tiles.add_dq(dq + (g * a.row_tiles() + i) * kTileRows * D);
+      }
+    }
+  }
+  const int first = n * kTileKeys;
+  const int count = attention::smaller(kTileKeys, a.keys - first);
+  store_gradient(a, a.dk, b, kv_head, first, count, a.head_dim, memory.dk, a.scale);
+  store_gradient(a, a.dv, b, kv_head, first, count, a.value_dim, memory.dv, 1.0f);
+}
+
+void dkv(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    int64_t task, last;
+    while (queue.draw(&task, &last)) {
+      for (; task < last; ++task) {
+        const int64_t head = task / a.key_tiles();
+        const int64_t b = head / a.kv_heads, kv_head = head % a.kv_heads;
+        const DeadKeys dead(a, b, kv_head);
+        key_gradients(a, b, kv_head, static_cast<int>(task % a.key_tiles()), dead, tiles, memory,
+                      nullptr);
+      }
+    }
+  });
+}
+
+void all_gradients(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    const int64_t head_size = a.row_tiles() * kTileRows * padded(a.head_dim);
+    int64_t task, last;
+    while (queue.draw(&task, &last)) {
+      for (; task < last; ++task) {
+        const int64_t b = task / a.kv_heads, kv_head = task % a.kv_heads;
+        const DeadKeys dead(a, b, kv_head);
+        memset(memory.dq, 0, sizeof(float) * a.group() * head_size);
+        for (int n = 0; n < a.key_tiles(); ++n) {
+          key_gradients(a, b, kv_head, n, dead, tiles, memory, memory.dq);
+        }
+        for (int64_t g = 0; g < a.group(); ++g) {
+          store_gradient(a, a.dq, b, kv_head * a.group() + g, 0, a.queries, a.head_dim,
+                         memory.dq + g * head_size, a.scale);
+        }
+      }
+    }
+  });
+}
+
+// -- dmask ---------------------------------------------------------------------------------------
+inline void store_mask_value(const MaskView& mask, int64_t offset, float value) {
+  switch (mask.type) {
+    case MaskType::kFloat32:
+      static_cast<float*>(mask.data)[offset] = value;
+      break;
+    case MaskType::kBFloat16:
+      store(static_cast<BFloat16*>(mask.data) + offset, splat(value), 1);
+      break;
+    case MaskType::kFloat16:
+      store(static_cast<Float16*>(mask.data) + offset, splat(value), 1);
+      break;
+    case MaskType::kFloat64:
+      static_cast<double*>(mask.data)[offset] = value;
+      break;
+    case MaskType::kNone:
+    case MaskType::kBool:
+      break;
+  }
+}
+
+// A dimension of the mask: what one task sums over, [begin, end). Broadcast: everything.
+inline Range summed(int64_t mask_size, int64_t index, int64_t size) {
+  const int at = static_cast<int>(index);
+  return mask_size == 1 ? Range{0, static_cast<int>(size)} : Range{at, at + 1};
+}
+
+// ds of a tile of keys summed over a range of queries' tiles and (batch, head)s: `sums` has one row
+// if the mask has, otherwise the rows of the one tile.
+inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_tiles, int n,
+                       Gradients<Floats>& tiles, bool one_row, float* sums) {
+  for (int b = batches.begin; b < batches.end; ++b) {
+    int64_t packed = -1;
+    for (int h = heads.begin; h < heads.end; ++h) {
+      const int64_t kv_head = h / a.group();
+      for (int i = row_tiles.begin; i < row_tiles.end; ++i) {
+        const int first = i * kTileRows;
+        const RowRanges rows(a, b, first, statistics_of(a, a.lse, b, h, first));
+        if (!contains(rows.tiles(), n)) {
+          continue;
+        }
+        if (packed != kv_head) {
+          tiles.pack_keys(b, kv_head, n, DeadKeys(a, b, kv_head));
+          packed = kv_head;
+        }
+        tiles.pack_queries(b, h, first, rows.count, false);
+        if (!tiles.compute(rows, statistics_of(a, a.delta, b, h, first), false, false)) {
+          continue;
+        }
+        for (int r = tiles.rows().begin; r < tiles.rows().end; ++r) {
+          float* sum = sums + (one_row ? 0 : r * kTileKeys);
+          for (int j = 0; j < tiles.columns(); j += kLanes) {
+            store(sum + j, load(sum + j) + load(tiles.ds() + r * kTileKeys + j));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Where a mask has one value for all keys of a row, its gradient is that of the row's lse: without
+// dlse nothing, because the softmax does not see it.
+inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_tiles, bool one_row,
+                     float* sums) {
+  for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
+    for (int h = heads.begin; h < heads.end; ++h) {
+      const int end = attention::smaller(row_tiles.end * kTileRows, a.queries);
+      const int first = row_tiles.begin * kTileRows;
+      for (int i = first; i < end; ++i) {
+        if (*statistics_of(a, a.lse, b, h, i) != -kInfinity) {
+          sums[one_row ? 0 : (i - first) * kTileKeys] += *statistics_of(a, a.dlse, b, h, i);
+        }
+      }
+    }
+  }
+}
+
+void dmask(const Backward& a, Queue& queue, float* scratch) {
+  const BackwardScratch memory(a, scratch);
+  Gradients<Floats> tiles(a, memory);
+  const MaskView& mask = a.dmask;
+  const bool one_row = mask.sizes[2] == 1, one_key = mask.sizes[3] == 1;
+  const int64_t row_tasks = one_row ? 1 : a.row_tiles();
+  const int64_t key_tasks = one_key ? 1 : a.key_tiles();
+  int64_t task, last;
+  while (queue.draw(&task, &last)) {
+    for (; task < last; ++task) {
+      const int64_t n = task % key_tasks;
+      const int64_t i = task / key_tasks % row_tasks;
+      const int64_t h = task / key_tasks / row_tasks % mask.sizes[1];
+      const int64_t b = task / key_tasks / row_tasks / mask.sizes[1];
+      const Range batches = summed(mask.sizes[0], b, a.batch);
+      const Range heads = summed(mask.sizes[1], h, a.heads);
+      const Range row_tiles = summed(row_tasks, i, a.row_tiles());
+      memset(memory.sums, 0, sizeof(float) * kTileRows * kTileKeys);
+      if (one_key) {
+        sum_dlse(a, batches, heads, row_tiles, one_row, memory.sums);
+      } else {
+        sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
+      }
+      const int64_t first_row = i * kTileRows, first_key = n * kTileKeys;
+      for (int64_t r = 0; r < kTileRows && first_row + r < mask.sizes[2]; ++r) {
+        for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
+          store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
+                           memory.sums[r * kTileKeys + j]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,6 @@
+#include "attention/attention_cpu.h"
+
+namespace fastattn::attention {
+extern const Kernels kPortable = {portable::forward, portable::delta,         portable::dq,
+                                  portable::dkv,     portable::all_gradients, portable::dmask};
+}  // namespace fastattn::attention

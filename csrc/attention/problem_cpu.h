@@ -1,0 +1,219 @@
+// Attention on CPU: what a binding hands to the kernels, the scratch memory they need, and how the
+// work is cut. Shapes: q, out, dout, dq [batch, heads, queries, ...], k, v, dk, dv [batch,
+// kv_heads, keys, ...], statistics (lse, dlse, delta) [batch, heads, queries] contiguous. Columns
+// of q, k, v and their kin are contiguous, all other strides are free.
+//
+// Work is cut into tasks that do not depend on the number of threads; workers draw them from a
+// Queue. Each task computes its results alone and in one order, so the bits do not depend on who
+// does what.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "attention/key_range.h"
+#include "common/dtype.h"
+#include "common/isa.h"
+#include "common/tensor_view.h"
+
+namespace fastattn::attention {
+
+// Rows of queries and of keys in a tile. 96 is a multiple of the micro-kernel's 6 rows; 128 keys
+// make long products with v (one Zen 5 thread, bf16 forward of 1024 x 1024: 13.0 ms, with 64 keys
+// 13.4). Both are multiples of 16, the period of the dropout lattice.
+constexpr int kTileRows = 96;
+constexpr int kTileKeys = 128;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+// Dims in scratch memory end at whole vectors of any instruction set.
+constexpr int64_t padded(int64_t dim) {
+  return ceil_div(dim, 16) * 16;
+}
+
+enum class MaskType { kNone, kBool, kFloat32, kBFloat16, kFloat16, kFloat64 };
+
+// [batch, heads, queries, keys]; broadcast dimensions have size 1 and stride 0.
+struct MaskView {
+  MaskType type = MaskType::kNone;
+  void* data = nullptr;
+  int64_t sizes[4] = {}, strides[4] = {};
+};
+
+struct Lengths {
+  const void* data = nullptr;  // null: no restriction
+  bool wide = false;           // int64, otherwise int32
+  int64_t stride = 0;          // queries if there is one a query, otherwise 0
+
+  int64_t at(int64_t index) const {
+    return wide ? static_cast<const int64_t*>(data)[index]
+                : static_cast<const int32_t*>(data)[index];
+  }
+};
+
+struct Dropout {
+  int threshold = 0;  // 0: no dropout
+  float scale = 1.0f;
+  uint32_t row_key = 0, column_key = 0;  // hashed up to the stream
+};
+
+struct Problem {
+  DType type;
+  int64_t batch, heads, kv_heads;
+  int queries, keys, head_dim, value_dim;
+  TensorView q, k, v;
+  MaskView mask;
+  Lengths key_lengths, query_lengths;
+  Band band;
+  float scale;
+  Dropout dropout;
+
+  int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
+  int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
+  int64_t key_tiles() const { return ceil_div(keys, kTileKeys); }
+};
+
+struct Forward : Problem {
+  TensorView out;
+  float* lse;
+};
+
+struct Backward : Problem {
+  TensorView out, dout;     // null data: the gradient of out is 0
+  const float *lse, *dlse;  // dlse may be null
+  TensorView dq, dk, dv;    // null data: not wanted
+  MaskView dmask;           // type kNone: not wanted
+  // sum over a row of out * dout, less dlse: what every dp of the row is compared with
+  float* delta;
+  // Whether delta comes from the weights, not from the rounded out. A gradient of the mask is a sum
+  // of scores' gradients alone, whose rounding nothing hides.
+  bool exact_delta;
+};
+
+// -- tasks ---------------------------------------------------------------------------------------
+// Hands out [0, tasks) in pieces. Fewer pieces keep a worker longer at the same keys.
+class Queue {
+ public:
+  Queue(int64_t tasks, int64_t piece) : tasks_(tasks), piece_(piece < 1 ? 1 : piece) {}
+
+  bool draw(int64_t* first, int64_t* last) {
+    *first = next_.fetch_add(piece_, std::memory_order_relaxed);
+    *last = *first + piece_ < tasks_ ? *first + piece_ : tasks_;
+    return *first < tasks_;
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  int64_t tasks_, piece_;
+};
+
+// -- scratch -------------------------------------------------------------------------------------
+// Pieces of one worker's memory; from null it only measures.
+class Carver {
+ public:
+  explicit Carver(float* base) : base_(base) {}
+
+  float* take(int64_t count) {
+    float* piece = base_ ? base_ + used_ : nullptr;
+    used_ += padded(count);
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  float* base_;
+  int64_t used_ = 0;
+};
+
+// Sizes count floats, whatever a kernel keeps there. "rows" hold one position a row; "columns" one
+// position a column; "pairs" are rows joined two by two where products take pairs of bf16.
+struct ForwardScratch {
+  float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed;
+  int64_t floats;
+
+  ForwardScratch(const Problem& a, float* base) {
+    Carver carver(base);
+    const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
+    q_rows = carver.take(kTileRows * D);
+    s = carver.take(kTileRows * kTileKeys);
+    p = carver.take(kTileRows * kTileKeys);
+    o = carver.take((kTileRows > a.group() ? kTileRows : a.group()) * E);
+    bias = carver.take(kTileRows * kTileKeys);
+    rows = carver.take(kTileKeys * (D > E ? D : E));
+    k_columns = carver.take(N * D);
+    v_pairs = carver.take(N * E);
+    packed = carver.take(a.key_tiles());
+    floats = carver.used();
+  }
+};
+
+struct BackwardScratch {
+  float *q_rows, *q_pairs, *dout_rows, *dout_pairs;  // of a tile of queries
+  float *k_rows, *k_columns, *k_pairs, *v_columns;   // of a tile of keys
+  float *s, *dp, *p_pairs, *ds_rows, *ds_pairs, *bias, *sums;
+  float *dk, *dv;
+  float* dq;  // of every query of a group of heads, or of one tile
+  int64_t floats;
+
+  BackwardScratch(const Problem& a, float* base) {
+    Carver carver(base);
+    const int64_t D = padded(a.head_dim), E = padded(a.value_dim), larger = D > E ? D : E;
+    constexpr int64_t kTile = kTileRows * kTileKeys;
+    q_rows = carver.take(kTileRows * D);
+    q_pairs = carver.take(kTileRows * D);
+    dout_rows = carver.take(kTileRows * E);
+    dout_pairs = carver.take(kTileRows * E);
+    k_rows = carver.take(kTileKeys * larger);
+    k_columns = carver.take(kTileKeys * D);
+    k_pairs = carver.take(kTileKeys * D);
+    v_columns = carver.take(kTileKeys * E);
+    s = carver.take(kTile);
+    dp = carver.take(kTile);
+    p_pairs = carver.take(kTile);
+    ds_rows = carver.take(kTile);
+    ds_pairs = carver.take(kTile);
+    bias = carver.take(kTile);
+    sums = carver.take(kTile);
+    dk = carver.take(kTileKeys * D);
+    dv = carver.take(kTileKeys * E);
+    dq = carver.take((a.group() > 0 ? a.group() : 1) * a.row_tiles() * kTileRows * D);
+    floats = carver.used();
+  }
+};
+
+// -- kernels -------------------------------------------------------------------------------------
+// Each draws tasks until there are none. Tasks: forward (batch, kv head, head of the group, tile of
+// queries), or (batch, kv head) for one query; delta and dq (batch, kv head, head, tile of
+// queries); dkv (batch, kv head, tile of keys); all_gradients (batch, kv head); dmask (batch or 1,
+// heads or 1, tile of queries or 1, tile of keys or 1).
+struct Kernels {
+  void (*forward)(const Forward&, Queue&, float* scratch);
+  void (*delta)(const Backward&, Queue&, float* scratch);
+  void (*dq)(const Backward&, Queue&, float* scratch);
+  void (*dkv)(const Backward&, Queue&, float* scratch);
+  void (*all_gradients)(const Backward&, Queue&, float* scratch);
+  void (*dmask)(const Backward&, Queue&, float* scratch);
+};
+
+extern const Kernels kPortable;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+inline const Kernels& kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return kAvx512;
+    case Isa::kAvx2:
+      return kAvx2;
+    case Isa::kPortable:
+      break;
+  }
+#endif
+  return kPortable;
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,222 @@
+"""Attention on CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on torch's threads.
+
+Every restriction, dropout and gradient of the written semantics. The kernels read tensors through
+their strides; only a last dimension that is not contiguous is copied here. Work is proportional to
+the tiles that hold an allowed pair, and the results do not depend on the number of threads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _native
+
+_library = torch.ops.fastattn_cpu
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_POSITIONS = 2**28  # the kernels add up positions in 32 bits
+_Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+def unavailable() -> str | None:
+    return _native.unavailable("cpu")
+
+
+def _refusal(q: Tensor, k: Tensor) -> str | None:
+    if q.dtype not in _DTYPES:
+        return f"has kernels for fp32, bf16 and fp16, got {q.dtype}"
+    if max(q.shape[2], k.shape[2]) > _MAX_POSITIONS:
+        return f"takes at most {_MAX_POSITIONS} queries and keys, got {q.shape[2]}, {k.shape[2]}"
+    return unavailable()
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
+    (B, H, M, D), (K, N) = q.shape, k.shape[1:3]
+    return B, H, K, M, N, D, v.shape[3]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# -- attention_fwd --------------------------------------------------------------------------------
+def attention_fwd_unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> str | None:
+    return _refusal(q, k)
+
+
+def attention_fwd_workspace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> _Workspace:
+    floats = _library.attention_fwd_scratch.default(*_sizes(q, k, v))
+    return [((floats,), torch.float32, False)]
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    out: Tensor,
+    lse: Tensor,
+    scratch: Tensor,
+) -> None:
+    _library.attention_fwd.default(
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        mask,
+        _contiguous(key_lengths),
+        _contiguous(query_lengths),
+        causal,
+        window_left,
+        window_right,
+        scale,
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        out,
+        lse,
+        scratch,
+    )
+
+
+# -- attention_bwd --------------------------------------------------------------------------------
+def attention_bwd_unsupported(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    return _refusal(q, k)
+
+
+def attention_bwd_workspace(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> _Workspace:
+    floats = _library.attention_bwd_scratch.default(*_sizes(q, k, v))
+    return [((floats,), torch.float32, False)]
+
+
+def attention_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor,
+    scratch: Tensor,
+) -> None:
+    results = [x if needed else None for x, needed in zip((dq, dk, dv), needs[:3], strict=True)]
+    # The kernels write rows: a gradient of another layout gets its values from a copy.
+    written = [None if x is None else _rows(x) for x in results]
+    _library.attention_bwd.default(
+        None if dout is None else _rows(dout),
+        _contiguous(dlse),
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        mask,
+        _contiguous(key_lengths),
+        _contiguous(query_lengths),
+        _rows(out),
+        lse.contiguous(),
+        causal,
+        window_left,
+        window_right,
+        scale,
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        *written,
+        dmask if needs[3] and mask is not None else None,
+        scratch,
+    )
+    for result, rows in zip(results, written, strict=True):
+        if result is not None and rows is not None and rows is not result:
+            result.copy_(rows)

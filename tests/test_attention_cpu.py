@@ -1,0 +1,265 @@
+"""Attention's CPU kernels beyond the samples that tests/test_ops.py runs: every instruction set,
+bits that do not depend on the threads, what dead positions may hold, and memory.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _native
+from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.spec import Sample, all_specs
+
+SPEC = all_specs()["attention"]
+NO_LIBRARY = _native.unavailable("cpu")
+pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# -- instruction sets -----------------------------------------------------------------------------
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    _native.use_cpu_isa(request.param)
+    yield request.param
+    _native.use_cpu_isa(ISAS[-1])
+
+
+# Tiles that are whole and that are not, each kind of restriction, both loops of the forward.
+TYPICAL = (
+    "plain",
+    "one_query",
+    "odd_sizes",
+    "d80",
+    "e_larger",
+    "gqa",
+    "window",
+    "key_lengths_rows",
+    "both_lengths_causal",
+    "bool_mask_rows",
+    "bias_row",
+    "bias_fp32",
+    "all_restrictions",
+    "extreme_logits",
+    "dropout",
+    "no_keys",
+)
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sample", [s for s in SPEC.samples if s.name in TYPICAL], ids=lambda sample: sample.name
+)
+def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"]
+
+
+# -- threads --------------------------------------------------------------------------------------
+def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _everything(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs and gradients of a call with every restriction and dropout."""
+    q = _randn(B, H, M, 40, dtype=dtype, seed=1).requires_grad_()
+    k = _randn(B, K, N, 40, dtype=dtype, seed=2).requires_grad_()
+    v = _randn(B, K, N, 24, dtype=dtype, seed=3).requires_grad_()
+    mask = _randn(1, H, 1, N, seed=4).requires_grad_()
+    outputs = fastattn.attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        key_lengths=torch.tensor([N, N // 2] * B)[:B],
+        query_lengths=torch.tensor([M, M - 5] * B)[:B],
+        causal="bottom_right",
+        window=(N // 2, -1),
+        dropout_p=0.1,
+        dropout_seed=torch.tensor([5]),
+        return_lse=True,
+        backend="cpu",
+    )
+    gradients = [_randn(*x.shape, dtype=x.dtype, seed=6) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, (q, k, v, mask), gradients)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "B, H, K, M, N",
+    [
+        pytest.param(2, 4, 2, 260, 300, id="one pass over all gradients"),
+        pytest.param(1, 2, 1, 300, 400, id="keys and queries in passes of their own"),
+        pytest.param(3, 8, 4, 1, 3000, id="one query"),
+    ],
+)
+def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _everything(B, H, K, M, N, dtype)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            for one, many in zip(alone, _everything(B, H, K, M, N, dtype), strict=True):
+                assert torch.equal(one, many), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- what may lie where nothing is read -----------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_dead_positions_may_hold_anything(dtype: torch.dtype, value: float) -> None:
+    """Dead by lengths and by a mask, in q, k, v, dout and dlse: the bits as if they held 0."""
+    B, H, M, N, D = 2, 2, 130, 140, 32
+    lengths = torch.tensor([140, 70])
+    mask = torch.ones(1, 1, M, N, dtype=torch.bool)
+    mask[..., 3::7, :] = False  # dead rows
+    mask[..., 5::9] = False  # dead keys
+    dead_rows = (~mask.any(-1)).expand(B, H, M)
+    dead_keys = (~mask.any(-2) | (torch.arange(N) >= lengths.view(B, 1, 1))).expand(B, H, N)
+
+    def results(filling: float) -> list[Tensor]:
+        q, dout = (_randn(B, H, M, D, dtype=dtype, seed=s) for s in (1, 2))
+        k, v = (_randn(B, H, N, D, dtype=dtype, seed=s) for s in (3, 4))
+        dlse = _randn(B, H, M, seed=5)
+        for x, dead in ((q, dead_rows), (dout, dead_rows), (k, dead_keys), (v, dead_keys)):
+            x[dead] = filling
+        dlse[dead_rows] = filling
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        outputs = fastattn.attention(
+            *inputs, mask=mask, key_lengths=lengths, return_lse=True, backend="cpu"
+        )
+        return [*outputs, *torch.autograd.grad(outputs, inputs, (dout, dlse))]
+
+    clean, poisoned = results(0.0), results(value)
+    for one, other in zip(clean, poisoned, strict=True):
+        assert torch.equal(one, other)
+    out, lse, dq, dk, dv = poisoned
+    assert (out[dead_rows] == 0).all() and (lse[dead_rows] == -torch.inf).all()
+    assert (dq[dead_rows] == 0).all()
+    assert (dk[dead_keys] == 0).all() and (dv[dead_keys] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_live_values_are_not_silenced(dtype: torch.dtype) -> None:
+    """A NaN that a query may attend reaches that query. Queries far away never meet its tile."""
+    q, k, v = (_randn(1, 1, 400, 16, dtype=dtype, seed=s) for s in range(3))
+    v[..., 10, :] = float("nan")
+    out = fastattn.attention(q, k, v, window=(3, 3), backend="cpu")
+    assert out[..., 7:14, :].isnan().all()
+    assert out[..., 300:, :].isfinite().all()
+
+
+# -- gradients that are asked for -----------------------------------------------------------------
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "mask", "qv", "kmask"])
+@pytest.mark.parametrize("through", ["out", "lse"])
+def test_some_gradients(wanted: str, through: str) -> None:
+    """The bits of a gradient do not depend on which others are asked for."""
+    inputs = {name: _randn(1, 2, 100, 16, seed=i) for i, name in enumerate("qkv")}
+    inputs["mask"] = _randn(1, 2, 1, 100, seed=7)
+
+    def gradients(names: list[str]) -> dict[str, Tensor]:
+        given = {n: x.clone().requires_grad_(n in names) for n, x in inputs.items()}
+        out, lse = fastattn.attention(**given, return_lse=True, backend="cpu")
+        result = out if through == "out" else lse
+        values = torch.autograd.grad(
+            result, [given[n] for n in names], _randn(*result.shape, seed=8)
+        )
+        return dict(zip(names, values, strict=True))
+
+    names = re.findall("mask|q|k|v", wanted)
+    everything = gradients(["q", "k", "v", "mask"])
+    for name, value in gradients(names).items():
+        assert torch.equal(value, everything[name]), name
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 70), (1, 3, 40, 1), (1, 1, 40, 70), (1, 1, 1, 1)])
+def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
+    """A mask wider than the data: its own lowest value blocks, its gradient is as wide."""
+    q, k, v = (_randn(2, 3, n, 8, seed=i).double() for i, n in enumerate((40, 70, 70)))
+    mask = _randn(*shape, seed=9).double()
+    if shape[-1] > 1:
+        mask[..., ::5] = torch.finfo(torch.float64).min
+        mask[..., 1::5] = torch.finfo(torch.float32).min  # in fp64 a large number, no more
+
+    def results(dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+        given = mask.clone().requires_grad_()
+        out, lse = fastattn.attention(
+            *(x.to(dtype) for x in (q, k, v)), mask=given, return_lse=True, backend=backend
+        )
+        dout, dlse = _randn(*out.shape, seed=10), _randn(*lse.shape, seed=11)
+        total = (out.double() * dout).sum() + (lse.double() * dlse).sum()
+        return out, lse, *torch.autograd.grad(total, given)
+
+    for ours, exact in zip(
+        results(torch.float32, "cpu"), results(torch.float64, "reference"), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
+
+
+# -- layouts and memory ---------------------------------------------------------------------------
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads inside rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "rows of a larger tensor": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
+    "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
+    "batch inside": lambda x: x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3),
+    "last dimension not contiguous": lambda x: x.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_layouts(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Every layout gives the bits of its contiguous copy."""
+    q, k, v, dout = (_randn(2, 3, 70, 24, dtype=dtype, seed=s) for s in range(4))
+
+    def results(*tensors: Tensor) -> list[Tensor]:
+        inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = fastattn.attention(*inputs, causal=True, backend="cpu")
+        return [out, *torch.autograd.grad(out, inputs, tensors[3])]
+
+    strided, dense = results(*map(view, (q, k, v, dout))), results(q, k, v, dout)
+    for one, other in zip(strided, dense, strict=True):
+        assert torch.equal(one, other)
+
+
+def _forward(**changes: Any) -> None:
+    x = torch.zeros(1, 2, 5, 8)
+    arguments = {name: x for name in ("q", "k", "v")}
+    arguments |= dict.fromkeys(("mask", "key_lengths", "query_lengths", "dropout_seed"))
+    arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
+    arguments |= {"dropout_p": 0.0, "dropout_stream": 0}
+    arguments |= {"out": torch.empty_like(x), "lse": torch.empty(1, 2, 5)}
+    size = torch.ops.fastattn_cpu.attention_fwd_scratch(1, 2, 2, 5, 5, 8, 8)
+    arguments["scratch"] = torch.empty(size)
+    torch.ops.fastattn_cpu.attention_fwd(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k": torch.zeros(1, 2, 5, 7)}, r"k must be a CPU tensor of shape \[1, 2, 5, 8\]"),
+        ({"k": torch.zeros(1, 2, 5, 8).half()}, "and the type of q"),
+        ({"k": torch.zeros(1, 3, 5, 8)}, "heads of q must be a multiple"),
+        ({"v": torch.zeros(1, 2, 8, 5).mT}, "v must have a contiguous last dimension"),
+        ({"out": torch.zeros(1, 2, 4, 8)}, r"out must be a CPU tensor of shape \[1, 2, 5, 8\]"),
+        ({"lse": torch.zeros(1, 2, 4)}, "lse must be a contiguous CPU tensor of 10"),
+        ({"mask": torch.zeros(1, 2, 5, 4)}, "mask must have size 1 or 5 in dimension 3, got 4"),
+        ({"mask": torch.zeros(1, 1, 1, 5).int()}, "mask must be bool"),
+        ({"key_lengths": torch.zeros(1)}, "key_lengths must be int32 or int64"),
+        ({"key_lengths": torch.zeros(2).int()}, "key_lengths must be a contiguous CPU tensor of 1"),
+        ({"dropout_p": 0.5}, "dropout_seed must be given"),
+        ({"scratch": torch.zeros(8)}, "scratch must have"),
+    ],
+)
+def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
+    _forward()
+    with pytest.raises(RuntimeError, match=message):
+        _forward(**changes)

@@ -62,7 +62,7 @@ bench: $(VENV)/installed  ## the benchmarks on this machine; results in BENCH_OU
 # The check comes first and the benchmarks get the rest of the time; each runs whatever the other says.
 gpu:  ## on a GPU machine whose python3 has torch, no .venv: check and benchmark into GPU_OUT; QUICK=1 is short
 	@mkdir -p $(GPU_OUT); export PYTHONPATH=.; status=0; started=$$(date +%s); \
-	$(PYTHON) -m fastattn check --device cuda --json $(GPU_OUT)/check.json $(QUICK_FLAG) || status=$$?; \
+	$(PYTHON) -m fastattn check --device cuda --json $(GPU_OUT)/check.json --seconds $$(($(GPU_SECONDS) / 2)) $(QUICK_FLAG) || status=$$?; \
 	left=$$(($(GPU_SECONDS) - $$(date +%s) + started)); [ $$left -ge 30 ] || left=30; \
 	$(PYTHON) -m benchmarks.run --device cuda --out $(GPU_OUT) --seconds $$left $(QUICK_FLAG) || status=$$?; \
 	exit $$status

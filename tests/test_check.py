@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -186,6 +187,29 @@ def test_works_without_rich() -> None:
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and "passed, 0 refused, 0 failed" in result.stdout
+
+
+def test_time_limit_leaves_rows_of_what_was_not_reached(tmp_path: Path) -> None:
+    """Twenty samples in one process do not fit into a second; those left out are named."""
+    file = tmp_path / "rows.json"
+    arguments = ["check", "--op=ffn", "--backend=reference", "--jobs=1", "--seconds=1"]
+    code = cli.main([*arguments, f"--json={file}"])
+    rows = json.loads(file.read_text())
+    missed = [row for row in rows if row["status"] == "refused"]
+    assert missed and all(row["message"] == "was not reached in 1 s" for row in missed)
+    assert code == (1 if len(missed) == len(rows) else 0)
+
+
+def test_dying_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = check._Case("ffn", "relu", torch.float32, ("reference",), torch.device("cpu"))
+    monkeypatch.setattr(check, "_check_case", _exit)
+    (rows,) = check._check_cases([case], jobs=2, seconds=None)
+    assert [row.status for row in rows] == ["FAIL"]
+    assert "process died" in rows[0].message
+
+
+def _exit(case: Any) -> None:
+    os._exit(3)
 
 
 @pytest.mark.parametrize(

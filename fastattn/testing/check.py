@@ -7,16 +7,17 @@ their properties (properties.py): rerun, batch, padding.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
 import tempfile
+import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ProcessPoolExecutor, TimeoutError, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,9 @@ def add_arguments(
         default=None,
         help="processes (default: one per core; kernels compile)",
     )
+    parser.add_argument(
+        "--seconds", type=count, default=None, help="begin no sample after this time"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
 
 
@@ -240,14 +244,13 @@ def run(options: argparse.Namespace) -> int:
     cases = _cases(options, device)
     jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
     rows: list[Row] = []
-    with _workers(jobs) as pool:
-        results = pool.map(_check_case, cases) if pool else map(_check_case, cases)
-        for case_rows in _progress(results, f"checking on {device}", len(cases)):
-            rows += case_rows
+    results = _check_cases(cases, jobs, options.seconds)
+    for case_rows in _progress(results, f"checking on {device}", len(cases)):
+        rows += case_rows
     _report(rows, device, options.verbose)
     if options.json:
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
-    return 1 if any(row.status == "FAIL" for row in rows) else 0
+    return 1 if any(row.status == "FAIL" for row in rows) or all(map(_refused, rows)) else 0
 
 
 def _progress(results: Iterator[list[Row]], label: str, total: int) -> Iterable[list[Row]]:
@@ -283,15 +286,48 @@ def _check_case(case: _Case) -> list[Row]:
     return rows
 
 
-@contextlib.contextmanager
-def _workers(jobs: int) -> Iterator[Executor | None]:
-    """Processes with one torch thread each, or None where one process is enough."""
-    if jobs <= 1:
-        yield None
+# How long a sample that has begun may go on when the time is up.
+_GRACE_S = 30.0
+
+
+def _check_cases(cases: Sequence[_Case], jobs: int, seconds: float | None) -> Iterator[list[Row]]:
+    """The rows of each case, in order, from processes with one torch thread each.
+
+    A process that dies or hangs is a row too, and so is a case that `seconds` do not reach.
+    """
+    if jobs <= 1 and seconds is None:
+        yield from map(_check_case, cases)
         return
+    deadline = None if seconds is None else time.monotonic() + seconds
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
-        yield pool
+        futures = [pool.submit(_check_case, case) for case in cases]
+        for case, future in zip(cases, futures, strict=True):
+            try:
+                wait([future], _time_left(deadline))
+                if not future.done():  # the time is up: nothing more begins
+                    for later in futures:
+                        later.cancel()
+                yield future.result(_GRACE_S)
+            except CancelledError:
+                yield [_row_of_case(case, "refused", f"was not reached in {seconds} s")]
+            except TimeoutError:
+                yield [_row_of_case(case, "FAIL", f"was still running after {seconds} s")]
+                for process in multiprocessing.active_children():
+                    process.kill()
+            except BrokenProcessPool:
+                yield [_row_of_case(case, "FAIL", "its process died, or that of another sample")]
+
+
+def _time_left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _row_of_case(case: _Case, status: str, message: str) -> Row:
+    backend, dtype = "+".join(case.backends), _NAMES[case.dtype]
+    return Row(
+        case.op, backend, case.device.type, dtype, case.sample, "all", status, message=message
+    )
 
 
 def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:

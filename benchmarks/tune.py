@@ -59,28 +59,31 @@ class Task:
 
 # -- candidates -----------------------------------------------------------------------------------
 
-# (BLOCK_M, BLOCK_N, warps, stages, edge_stages, registers a thread or None), likely ones first.
+# (BLOCK_M, BLOCK_N, warps, stages, edge_stages, registers a thread or None, overlap), likely first.
 _FORWARD = {
     64: (
-        (128, 64, 8, 3, 2, None), (128, 128, 8, 3, 2, None), (128, 64, 4, 3, 2, None),
-        (64, 128, 4, 2, 2, None), (64, 64, 4, 3, 2, None), (128, 64, 4, 3, 2, 168),
-        (128, 128, 8, 2, 2, None), (128, 64, 8, 4, 2, None), (64, 128, 4, 3, 2, None),
-        (128, 128, 4, 2, 2, None), (64, 64, 4, 4, 2, None), (128, 64, 8, 3, 1, None),
-        (128, 32, 4, 4, 2, None), (64, 256, 8, 2, 2, None), (256, 64, 8, 2, 2, None),
-        (128, 64, 8, 2, 2, 128), (128, 64, 4, 2, 2, None),
+        (128, 128, 8, 2, 2, None, 1), (128, 64, 8, 3, 2, 128, 2), (128, 64, 8, 3, 2, None, 0),
+        (128, 128, 8, 2, 2, None, 2), (128, 64, 8, 3, 2, None, 1), (64, 128, 4, 2, 2, None, 1),
+        (64, 128, 4, 2, 2, None, 2), (128, 64, 4, 3, 2, None, 0), (128, 128, 8, 3, 2, None, 0),
+        (64, 64, 4, 3, 2, None, 2), (64, 128, 4, 2, 2, None, 0), (128, 64, 8, 2, 2, 128, 2),
+        (64, 64, 4, 3, 2, None, 0), (128, 64, 4, 3, 2, None, 2), (128, 128, 8, 3, 2, None, 1),
+        (128, 64, 4, 3, 2, 168, 0), (128, 128, 8, 2, 1, None, 1), (128, 64, 8, 4, 2, 128, 2),
+        (128, 128, 4, 2, 2, None, 0), (128, 32, 4, 4, 2, None, 0), (256, 64, 8, 2, 2, None, 0),
     ),
     128: (
-        (128, 64, 8, 2, 2, 128), (128, 128, 8, 2, 2, None), (128, 64, 8, 3, 2, None),
-        (64, 64, 4, 2, 2, None), (64, 64, 4, 3, 2, None), (128, 64, 8, 2, 2, None),
-        (128, 32, 8, 3, 2, 128), (64, 128, 4, 2, 2, None), (128, 64, 8, 2, 1, 128),
-        (64, 64, 4, 2, 2, 168), (128, 128, 8, 2, 1, None), (128, 64, 8, 4, 2, None),
-        (128, 32, 4, 3, 2, None), (64, 32, 4, 3, 2, None), (128, 64, 4, 2, 2, None),
+        (128, 64, 8, 3, 2, None, 1), (128, 128, 8, 2, 2, None, 2), (128, 128, 8, 2, 2, None, 0),
+        (128, 64, 8, 2, 2, None, 1), (128, 128, 8, 2, 2, None, 1), (128, 64, 8, 3, 2, None, 2),
+        (64, 64, 4, 2, 2, None, 1), (64, 64, 4, 2, 2, None, 2), (128, 64, 8, 3, 2, None, 0),
+        (64, 64, 4, 2, 2, None, 0), (128, 32, 8, 3, 2, 128, 1), (64, 64, 4, 3, 2, None, 0),
+        (64, 128, 4, 2, 2, None, 1), (128, 32, 8, 4, 2, None, 1), (128, 64, 8, 2, 2, None, 2),
+        (128, 64, 8, 3, 1, None, 1), (128, 128, 8, 2, 1, None, 2), (128, 64, 4, 2, 2, None, 0),
     ),
     256: (
-        (128, 64, 8, 2, 1, None), (64, 32, 4, 2, 2, None), (64, 64, 4, 2, 1, None),
-        (128, 32, 8, 3, 2, None), (64, 32, 4, 3, 2, None), (64, 64, 8, 2, 2, None),
-        (128, 32, 8, 2, 2, None), (128, 64, 8, 1, 1, None), (64, 64, 4, 1, 1, None),
-        (64, 32, 8, 2, 2, 128),
+        (128, 64, 8, 2, 1, None, 1), (128, 64, 8, 2, 1, None, 0), (128, 64, 8, 2, 1, None, 2),
+        (64, 32, 4, 2, 2, None, 1), (64, 32, 4, 2, 2, None, 0), (128, 32, 8, 3, 2, None, 1),
+        (64, 64, 4, 2, 1, None, 0), (128, 32, 8, 3, 2, None, 0), (128, 32, 8, 2, 2, None, 1),
+        (64, 64, 8, 2, 2, None, 0), (64, 64, 4, 2, 1, None, 1), (64, 32, 4, 3, 2, None, 0),
+        (128, 64, 8, 1, 1, None, 0), (64, 64, 4, 1, 1, None, 0),
     ),
 }  # fmt: skip
 _SINGLE_PRECISION = (
@@ -91,37 +94,46 @@ _SINGLE_PRECISION = (
 
 def candidates(task: Task, arch: str) -> list[Any]:
     """Configs to try, the shipped one first."""
-    dtype = DTYPES[task.dtype]
-    banded = task.feature in ("causal", "window")
-    dense = task.feature in ("mask", "bias")
-    if task.direction == "bwd":
-        from fastattn.ops.attention import config_bwd
+    found = _backward(task, arch) if task.direction == "bwd" else _forward(task, arch)
+    return list(dict.fromkeys(found))
 
-        shipped = config_bwd.bwd_config(arch, dtype, task.D, task.D, banded, dense)
-        found = config_bwd.candidates(arch, dtype, task.D, task.D, banded, dense)
-        return _unique([shipped, *found])
+
+def _backward(task: Task, arch: str) -> list[Any]:
+    from fastattn.ops.attention import config_bwd
+
+    banded, dense = _features(task)
+    dtype, D = DTYPES[task.dtype], task.D
+    shipped = config_bwd.bwd_config(arch, dtype, D, D, banded, dense)
+    return [shipped, *config_bwd.candidates(arch, dtype, D, D, banded, dense)]
+
+
+def _forward(task: Task, arch: str) -> list[Any]:
     from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 
+    dtype = DTYPES[task.dtype]
+    banded, dense = _features(task)
     features = Features(banded, "lengths" in task.feature, dense, task.feature == "dropout")
     shipped = forward_config(arch, dtype, task.D, task.D, task.S, features)
     if dtype is torch.float32:
-        rows = [
+        return [shipped] + [
             ForwardConfig(*row[:5], tma=False, maxnreg=row[5], precision=precision)
             for row, precision in itertools.product(_SINGLE_PRECISION, ("tf32x3", "ieee"))
         ]
-        return _unique([shipped, *rows])
     width = 64 if task.D <= 64 else 128 if task.D <= 128 else 256
-    tma = shipped.tma
-    rows = [ForwardConfig(*row[:5], tma=tma, maxnreg=row[5]) for row in _FORWARD[width]]
+    rows = [
+        ForwardConfig(*row[:5], tma=shipped.tma, maxnreg=row[5], overlap=row[6])
+        for row in _FORWARD[width]
+    ]
     # A list in the way of a load costs it a stage.
     rows = [replace(row, stages=row.stages + 1) for row in rows] if dense else rows
-    if tma:
-        rows.insert(3, replace(rows[0], tma=False))
-    return _unique([shipped, *rows])
+    if shipped.tma:
+        rows.insert(6, replace(rows[2], tma=False))
+    return [shipped, *rows]
 
 
-def _unique(configs: Sequence[Any]) -> list[Any]:
-    return list(dict.fromkeys(configs))
+def _features(task: Task) -> tuple[bool, bool]:
+    """(banded, dense)."""
+    return task.feature in ("causal", "window"), task.feature in ("mask", "bias")
 
 
 def describe(config: Any) -> str:
@@ -144,6 +156,7 @@ def describe(config: Any) -> str:
         return " ".join(parts)
     text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.warps} s{config.stages}"
     text += f" e{config.edge_stages}" + (" tma" if config.tma else "")
+    text += f" o{config.overlap}" if config.overlap else ""
     text += f" r{config.maxnreg}" if config.maxnreg else ""
     return text + (f" {config.precision}" if config.precision != "ieee" else "")
 
@@ -192,10 +205,10 @@ def make(task: Task, device: str) -> Case:
         q, k, v, mask, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
-    results = (out, lse)
+    results: tuple[Tensor, ...] = (out, lse)
     if task.direction == "bwd":
-        results += (normal(B, H, S, D),)  # dout
-        results += (*(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
+        dout = normal(B, H, S, D)
+        results = (out, lse, dout, *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
     return Case(args, results, (4 if task.direction == "fwd" else 10) * H * D * pairs)
 
 
@@ -341,16 +354,18 @@ def _wrong(task: Task, case: Case) -> tuple[float, str | None]:
     for b, h in sorted(heads):
         args = _head(case.args, b, h)
         one = (slice(b, b + 1), slice(h, h + 1))
+        got: Sequence[Tensor]
         expected: Sequence[Tensor | None]
         if task.direction == "fwd":
             got, expected = case.results, reference.attention_fwd(*args)
             names: tuple[str, ...] = ("out", "lse")
         else:
             out, lse, dout, *got = case.results
-            expected = reference.attention_bwd(
+            backward: tuple[Any, ...] = (
                 dout[one].float(), None, *args[:6], out[one].float(), lse[one], *args[6:],
                 [True, True, True, False],
             )  # fmt: skip
+            expected = reference.attention_bwd(*backward)
             names = ("dq", "dk", "dv")
         for name, x, y in zip(names, got, expected, strict=False):
             assert y is not None
@@ -572,7 +587,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -> None:
-    what = {"date": datetime.date.today().isoformat(), "gpu": gpu, "torch": torch.__version__}
+    what: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+    }
     what |= {"task": asdict(task), "config": asdict(config)}
     with open(log, "a") as file:
         file.write(json.dumps(what | row) + "\n")

@@ -33,9 +33,10 @@ if _env.interpreting():
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from benchmarks import tune
 from fastattn.ops.attention import reference, spec, spec_varlen, triton_tiles
 from fastattn.ops.attention import triton as kernels
-from fastattn.ops.attention.config import ForwardConfig
+from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
@@ -360,6 +361,47 @@ def test_refuses_what_it_cannot_run() -> None:
     assert "contiguous last dimension, got k" in str(refusal(q, q.mT.contiguous().mT, q, *rest))
 
 
+# -- tuning ---------------------------------------------------------------------------------------
+
+
+@runs
+@pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
+def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tune.Task("fwd", feature, 16, 64, 128, 32, "fp16")
+    case = tune.make(task, DEVICE.type)
+    timed: list[Any] = []
+
+    def milliseconds(call: Any, budget_ms: float) -> float:
+        timed.append(call)
+        return 1.0
+
+    monkeypatch.setattr(tune, "_milliseconds", milliseconds)
+    right: dict[str, Any] = {}
+    tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, right)
+    assert right["status"] == "ok" and len(timed) == 1
+
+    def launch_wrong(task: Any, config: Any, case: Any) -> None:
+        launch(task, config, case)
+        case.results[0][-1, -1, -1].zero_()
+        case.results[0][0, 0, 5].zero_()
+
+    launch = tune.launch
+    monkeypatch.setattr(tune, "launch", launch_wrong)
+    wrong: dict[str, Any] = {}
+    tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, wrong)
+    assert wrong["status"] == "wrong" and "out" in wrong["message"] and len(timed) == 1
+
+
+def test_tuning_starts_from_what_ships() -> None:
+    for D, feature, dtype in ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32")):
+        task = tune.Task("fwd", feature, D, 8192, 16384, 2048, dtype)
+        found = tune.candidates(task, "sm_90")
+        features = Features(dense=feature != "plain")
+        assert found[0] == forward_config("sm_90", tune.DTYPES[dtype], D, D, 8192, features)
+        assert len(set(found)) == len(found) > 5
+        assert len({tune.describe(config) for config in found}) == len(found)
+
+
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
@@ -520,7 +562,7 @@ def _shipped() -> list[Any]:
     }
     cases = []
     for arch in TARGETS:
-        for D in (64, 80, 128, 192, 256):
+        for D in (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256):
             for feature in FEATURES:
                 marks = () if feature in always.get((arch, D), ()) else (pytest.mark.slow,)
                 cases.append(

@@ -1,8 +1,9 @@
-"""How the Triton attention backward is tiled: frozen rows, chosen by a pure function of architecture, dtype and head
-dims. Nothing is tuned at run time; benchmarks/tune.py times what `candidates` offers off-line.
+"""How the Triton attention backward is tiled: frozen rows, chosen by a pure function of
+architecture, dtype and head dims. Nothing is tuned at run time; benchmarks/tune.py times what
+`candidates` offers off-line.
 
-The reasons given are what the compiler made of each row (Triton 3.6, ptxas 12.8): registers a thread, and whether the
-loops over full tiles spill. The tensor cores' share of time is not in them.
+The reasons given are what the compiler made of a row (Triton 3.6, ptxas 12.8): registers a thread
+and, where it says so, words spilled. None of the shipped rows spills in its loops over full tiles.
 """
 
 import functools
@@ -18,8 +19,9 @@ from fastattn.ops.attention.triton_tiles import split_width
 class BwdTile:
     """The tiling of one kernel: block_m queries by block_n keys.
 
-    stages: depth of the load pipeline over full and partial tiles; edge_stages: over edge tiles. tma: the operands of
-    the loop come through tensor descriptors. late: dkdv computes dp before p. maxnreg: a cap on registers a thread.
+    stages: depth of the load pipeline of the loops over full and partial tiles; edge_stages: of the
+    loop over edge tiles. tma: what the loops read comes through tensor descriptors. late: dkdv
+    computes dp before p. maxnreg: a cap on registers a thread.
     """
 
     block_m: int
@@ -41,8 +43,8 @@ class BwdTile:
 class BwdConfig:
     """dq owns queries, dkdv owns keys; dmask runs on the smaller block of either side.
 
-    separate: dk and dv by two launches, each with the registers of one. precision: of fp32 products. widest: a head dim
-    is cut into two tiles where one would be wider.
+    separate: dk and dv by two launches, each with the registers of one. precision: of fp32
+    products. widest: a head dim is cut into two tiles where one would be wider.
     """
 
     dq: BwdTile
@@ -63,57 +65,68 @@ _T, _C = BwdTile, BwdConfig
 # Rows by the widest head dim they serve.
 _Rows = tuple[tuple[int, BwdConfig], ...]
 
-# Several tiles in small tensors, and other blocks for the two kernels: what the interpreter is to go through.
+# For the interpreter: several tiles in small tensors, and other blocks in each kernel.
 _INTERPRETER: _Rows = (
     (64, _C(_T(64, 32, 4, 1), _T(32, 64, 4, 1))),
     (256, _C(_T(32, 64, 4, 1), _T(64, 32, 4, 1, late=True), separate=True, widest=128)),
 )
 
-# Hopper. Two warpgroups of 64 rows; descriptors save 20 to 60 registers over pointers.
+# Hopper: two warpgroups of 64 rows each. Descriptors save 20 to 60 registers over pointers, but
+# where several loops use them they are kept in more registers than pointers are.
 _SM90: _Rows = (
-    # dq 122 registers (two programs an SM), dkdv 211.
+    # dq 122 registers, so two programs an SM; dkdv 202.
     (64, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
-    # dq 185, dkdv 255 with 2 to 6 registers spilled outside the loops.
+    # dq 181, dkdv 255: it saves 2 to 6 of them around its loops.
     (128, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
-    # One accumulator of [128, 256] at a time: together they spill 42 words a tile.
-    (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2, tma=True), separate=True)),
+    # One accumulator [128, 256] at a time; with both every tile spills 42 words.
+    (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2), separate=True)),
 )
-# Under a dense mask three loops share the registers: 64 x 128 would spill 30 to 170 words a partial tile.
-_SM90_DENSE_128 = _C(_T(128, 64, 8, 2, tma=True), _T(32, 128, 8, 3))
+# Under a dense mask a third loop wants registers: at D = 128, 64 x 128 spills 30 to 170 words a
+# partial tile.
+_SM90_DENSE: _Rows = (
+    (64, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 2, tma=True))),
+    (128, _C(_T(128, 64, 8, 2, tma=True), _T(32, 128, 8, 3))),
+    (256, _C(_T(128, 32, 8, 2), _T(32, 128, 8, 2), separate=True)),
+)
+# D = 192 with E = 128: both accumulators fit (255 registers).
+_SM90_192_128 = _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2, tma=True))
 
 # Blackwell: accumulators live in tensor memory.
 _SM100: _Rows = (
     (64, _C(_T(128, 64, 8, 2), _T(64, 128, 8, 2))),  # dq 111 registers, dkdv 237
-    (128, _C(_T(64, 64, 4, 2), _T(64, 128, 8, 2))),  # dq 144, dkdv 255
+    (128, _C(_T(64, 64, 4, 2), _T(64, 128, 8, 2))),  # dq 144, dkdv 254
     (256, _C(_T(64, 64, 8, 1), _T(64, 64, 8, 1))),  # dq 226, dkdv 255
 )
 
 # Ampere: mma.sync, 163 KiB of shared memory.
 _SM80: _Rows = (
     (64, _C(_T(128, 64, 8, 2), _T(32, 128, 8, 2))),  # dq 186 registers, dkdv 218
-    (128, _C(_T(64, 64, 4, 2), _T(32, 64, 4, 2))),  # 255 and 255; 128 keys spill
-    (256, _C(_T(64, 64, 8, 1), _T(32, 64, 8, 1), separate=True)),  # 251; dk 201, dv 174
+    (128, _C(_T(64, 64, 4, 2), _T(32, 64, 4, 2))),  # 255 both; 128 keys spill
+    (192, _C(_T(64, 32, 8, 1), _T(32, 64, 8, 1), separate=True)),  # 64 x 64 spills in dq
+    (256, _C(_T(64, 64, 8, 1), _T(32, 64, 8, 1), separate=True)),  # dq 251, dk 201, dv 174
 )
+# With 32 queries dkdv spills where the mask is read.
+_SM80_DENSE_128 = _C(_T(64, 64, 4, 2), _T(16, 64, 4, 2))
 
 # Ada, and the Blackwells without tensor memory: 99 KiB of shared memory.
 _SMALL: _Rows = (
     _SM80[0],
-    _SM80[1],
+    (128, _C(_T(64, 32, 4, 2), _T(32, 64, 4, 2))),
     (256, _C(_T(32, 32, 4, 1), _T(32, 32, 4, 1), separate=True)),
 )
 
-# fp32 as three TF32 products of mma.sync; "ieee" runs on the CUDA cores and takes ptxas half a minute at D = 128.
+# fp32 as three TF32 products; "ieee" runs beside the tensor cores and takes ptxas 40 s at D = 128.
 _FP32: _Rows = (
     (64, _C(_T(32, 32, 4, 1), _T(32, 32, 8, 1), precision="tf32x3")),
     (128, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", widest=64)),
     (256, _C(_T(16, 32, 8, 1), _T(32, 16, 8, 1), True, "tf32x3", widest=128)),
 )
 
-# AMD (CDNA): 64 KiB of shared memory, 512 vector registers; "ieee" is what its matrix cores do with fp32.
+# AMD (CDNA): 64 KiB of shared memory; "ieee" is what its matrix cores do with fp32.
 _AMD: _Rows = (
-    (64, _C(_T(128, 32, 4, 1), _T(32, 128, 4, 1))),
-    (128, _C(_T(128, 32, 4, 1), _T(32, 64, 4, 1))),
-    (256, _C(_T(64, 16, 4, 1), _T(16, 64, 4, 1))),
+    (64, _C(_T(128, 32, 4, 1), _T(32, 128, 4, 1))),  # 164 and 300 of 512 registers
+    (128, _C(_T(128, 32, 4, 1), _T(32, 64, 4, 1))),  # 280, 312
+    (256, _C(_T(64, 16, 4, 1), _T(16, 64, 4, 1))),  # 232, 352
 )
 _AMD_FP32: _Rows = (
     (64, _C(_T(64, 32, 4, 1), _T(32, 64, 4, 1))),
@@ -128,14 +141,10 @@ def _row(rows: _Rows, width: int) -> BwdConfig:
 
 @functools.cache
 def bwd_config(
-    arch: str,
-    dtype: torch.dtype,
-    D: int,
-    E: int,
-    banded: bool = False,
-    dense: bool = False,
+    arch: str, dtype: torch.dtype, D: int, E: int, edges: bool = False, dense: bool = False
 ) -> BwdConfig:
-    """banded: causal or a window; dense: a mask, or a key length for every query."""
+    """edges: some tiles are not full, as under causality, windows, lengths, or at ragged ends.
+    dense: a mask, or a key length for every query."""
     width = max(D, E)
     if arch == "interpreter":
         return _row(_INTERPRETER, width)
@@ -144,16 +153,73 @@ def bwd_config(
     if dtype == torch.float32:
         return _row(_FP32, width)
     if arch == "sm_90":
-        if 64 < width <= 128:
-            if dense:
-                return _SM90_DENSE_128
-            config = _row(_SM90, width)
-            # With a second loop, over edge tiles, dp first leaves more registers; without one it takes some.
-            return replace(config, dkdv=replace(config.dkdv, late=banded))
-        return _row(_SM90, width)
+        return _sm90(D, E, edges, dense)
     if arch in ("sm_100", "sm_103"):
         return _row(_SM100, width)
-    return _row(_SM80 if arch == "sm_80" else _SMALL, width)
+    if dense and 64 < width <= 128:
+        small = _row(_SMALL, width)
+        return _SM80_DENSE_128 if arch == "sm_80" else replace(small, dkdv=_SM80_DENSE_128.dkdv)
+    # The edge loop under a dense mask keeps two more tiles in shared memory.
+    if arch == "sm_80" and not (dense and width > 128):
+        return _row(_SM80, width)
+    return _row(_SMALL, width)
+
+
+def _sm90(D: int, E: int, edges: bool, dense: bool) -> BwdConfig:
+    width = max(D, E)
+    if dense:
+        return _row(_SM90_DENSE, width)
+    if 128 < width <= 192 and D + E <= 320:
+        return _SM90_192_128
+    config = _row(_SM90, width)
+    if width == 128:
+        # Beside a loop over edge tiles dp first costs fewer registers, without one it costs some.
+        return replace(config, dkdv=replace(config.dkdv, late=edges))
+    return config
+
+
+# By architecture and widest head dim: tiles for dq, tiles for dkdv. All compile without spills in
+# their loops over full tiles.
+_CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...]]] = {
+    ("sm_90", 64): (
+        (
+            _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True), _T(64, 64, 4, 3, tma=True),
+            _T(64, 64, 4, 3), _T(128, 128, 8, 2, tma=True), _T(64, 128, 4, 2, tma=True),
+            _T(128, 64, 8, 2, tma=True), _T(128, 64, 8, 3, tma=True, edge_stages=2),
+        ),
+        (
+            # The cap makes room for three programs an SM.
+            _T(64, 64, 4, 2, tma=True, maxnreg=168), _T(64, 64, 4, 3, tma=True, maxnreg=168),
+            _T(64, 128, 8, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3, tma=True),
+            _T(64, 128, 8, 2, tma=True), _T(64, 128, 8, 3, tma=True, late=True),
+        ),
+    ),
+    ("sm_90", 128): (
+        (
+            _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True), _T(128, 128, 8, 2, tma=True),
+            _T(128, 64, 8, 2, tma=True), _T(128, 64, 8, 3, tma=True, edge_stages=2),
+        ),
+        (
+            _T(64, 128, 8, 2, tma=True, late=True), _T(64, 128, 8, 3, tma=True),
+            _T(64, 128, 8, 3, tma=True, late=True), _T(64, 128, 8, 3), _T(64, 64, 4, 2, tma=True),
+            _T(32, 128, 8, 3), _T(32, 128, 8, 3, tma=True), _T(64, 64, 8, 2, tma=True),
+        ),
+    ),
+    ("sm_90", 256): (
+        (_T(64, 32, 4, 2, tma=True), _T(64, 64, 8, 2, tma=True), _T(128, 32, 8, 2)),
+        (_T(64, 64, 8, 2, tma=True), _T(64, 64, 4, 2, tma=True), _T(64, 128, 8, 1, tma=True)),
+    ),
+    ("sm_80", 64): (
+        (_T(128, 32, 4, 3), _T(64, 32, 4, 3)),
+        (_T(32, 64, 4, 2), _T(64, 128, 8, 2), _T(64, 64, 4, 2)),
+    ),
+    ("sm_80", 128): ((_T(64, 32, 4, 3), _T(128, 32, 8, 2)), (_T(32, 128, 8, 2),)),
+    ("sm_100", 64): (
+        (_T(64, 64, 4, 2), _T(128, 64, 4, 2), _T(128, 128, 8, 2)),
+        (_T(64, 64, 4, 2),),
+    ),
+    ("sm_100", 128): ((_T(128, 64, 8, 2), _T(128, 128, 8, 2)), (_T(64, 64, 4, 2),)),
+}  # fmt: skip
 
 
 def candidates(
@@ -161,45 +227,22 @@ def candidates(
     dtype: torch.dtype,
     D: int,
     E: int,
-    causal: bool = False,
+    edges: bool = False,
     dense: bool = False,
 ) -> list[BwdConfig]:
-    """What is worth timing: the shipped row, then rows that change one kernel of it. Their times add up, so the best
-    row has the best dq and the best dkdv, whichever rows they are from."""
-    base = bwd_config(arch, dtype, D, E, causal, dense)
+    """What is worth timing: the shipped row, then rows that change one of its two kernels.
+
+    The kernels run one after the other: the best row has the best dq and the best dkdv, whichever
+    rows they come from.
+    """
+    base = bwd_config(arch, dtype, D, E, edges, dense)
     width = max(D, E)
     dqs: tuple[BwdTile, ...] = ()
     dkdvs: tuple[BwdTile, ...] = ()
-    if arch == "sm_90" and dtype != torch.float32:
-        if width <= 64:
-            dqs = (
-                _T(128, 64, 8, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3, tma=True),
-                _T(128, 128, 8, 2, tma=True), _T(64, 128, 4, 2, tma=True),
-                _T(128, 64, 8, 3, tma=True, edge_stages=2),
-            )  # fmt: skip
-            dkdvs = (
-                _T(64, 128, 8, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3, tma=True), _T(64, 64, 4, 2, tma=True),
-                _T(64, 128, 8, 2, tma=True), _T(64, 128, 8, 3, tma=True, late=True),
-            )  # fmt: skip
-        elif width <= 128:
-            dqs = (
-                _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True), _T(128, 128, 8, 2, tma=True),
-                _T(128, 64, 8, 2, tma=True), _T(128, 64, 8, 3, tma=True, edge_stages=2),
-            )  # fmt: skip
-            dkdvs = (
-                _T(64, 128, 8, 3), _T(64, 128, 8, 3, late=True), _T(64, 64, 4, 2, tma=True),
-                _T(64, 128, 8, 2, tma=True, late=True), _T(64, 128, 8, 3, tma=True, late=not causal),
-                _T(32, 128, 8, 3), _T(64, 64, 8, 2, tma=True),
-            )  # fmt: skip
-        else:
-            dqs = (_T(64, 32, 4, 2, tma=True), _T(64, 64, 8, 2, tma=True), _T(128, 32, 8, 2))
-            dkdvs = (_T(64, 64, 8, 2, tma=True), _T(64, 64, 4, 2, tma=True), _T(64, 128, 8, 1, tma=True))
-    elif arch == "sm_80" and dtype != torch.float32:
-        dqs = (_T(64, 64, 4, 2), _T(128, 32, 4, 2), _T(128, 64, 8, 2)) if width <= 128 else ()
-        dkdvs = (_T(32, 64, 4, 2), _T(32, 128, 8, 2), _T(64, 128, 8, 2)) if width <= 128 else ()
-    elif arch == "sm_100" and dtype != torch.float32:
-        dqs = (_T(64, 64, 4, 2), _T(128, 64, 8, 2), _T(128, 128, 8, 2)) if width <= 128 else ()
-        dkdvs = (_T(64, 64, 4, 2), _T(64, 128, 8, 2)) if width <= 128 else ()
+    if dtype != torch.float32 and width <= 128:
+        dqs, dkdvs = _CANDIDATES.get((arch, 64 if width <= 64 else 128), ((), ()))
+    elif dtype != torch.float32:
+        dqs, dkdvs = _CANDIDATES.get((arch, 256), ((), ()))
     rows = [base]
     rows += [replace(base, dq=tile) for tile in dqs]
     rows += [replace(base, dkdv=tile) for tile in dkdvs]

@@ -1,8 +1,8 @@
 """The backward of attention in Triton: what is launched for which call. triton.py is the forward.
 
 Kernels are in triton_bwd_kernels.py, the lists of tiles in triton_bwd_tiles.py, tilings in
-config_bwd.py. A call launches dq (with the rows' statistics, which the others need), then dk and dv,
-then the gradient of an additive mask, each only if somebody wants it. What follows from shapes,
+config_bwd.py. A call launches dq (with the rows' statistics, which the others need), then dk and
+dv, then the gradient of an additive mask, each only if somebody wants it. What follows from shapes,
 strides and options is worked out once per combination and remembered.
 """
 
@@ -30,7 +30,7 @@ from fastattn.ops.attention.triton_tiles import (
     mask_shape,
 )
 
-# Rows of statistics are padded to a multiple of every block_m, so that full tiles load them aligned.
+# Rows of statistics are padded to a multiple of every block_m: full tiles load them aligned.
 _STATISTICS_ROWS = 128
 # What the heads that run together read again and again should stay in the L2 cache.
 _SECTION_BYTES = 32 << 20
@@ -47,7 +47,7 @@ Spaces = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 @dataclass(frozen=True)
 class _Sums:
-    """How dmask is computed: its sizes, what a program owns, what it adds up, in how many shares."""
+    """How dmask is computed: its sizes, what a program owns, what it adds up, in which shares."""
 
     sizes: tuple[int, ...]
     owned: tuple[int, ...]
@@ -57,9 +57,22 @@ class _Sums:
 
 
 @dataclass(frozen=True)
+class _Packed:
+    """Sequences one behind the other: how many, the longest, whether bands count from the end."""
+
+    sequences: int
+    M: int
+    N: int
+    from_end: bool
+
+
+@dataclass(frozen=True)
 class _Layout:
-    """The tiling of a call and its scratch memory: statistics; with lists kinds, living keys and the
-    lists of dq and dkdv; with shares of dmask those."""
+    """The tiling of a call and its scratch memory.
+
+    That is: statistics; with lists the kinds, the living keys and the lists of dq and dkdv; with
+    shares of dmask those.
+    """
 
     config: BwdConfig
     limits: Band
@@ -102,8 +115,9 @@ def _layout(
     limits = band(causal, window_left, window_right, M, N)
     listed = mask is not None or length_dims == 2
     if isinstance(tiling, str):
-        banded = limits.has_low or limits.has_high
-        config = bwd_config(tiling, dtype, D, E, banded, listed)
+        edges = limits.has_low or limits.has_high or length_dims > 0 or has_query_lengths
+        edges |= M % _STATISTICS_ROWS != 0 or N % _STATISTICS_ROWS != 0
+        config = bwd_config(tiling, dtype, D, E, edges, listed)
     else:
         config = tiling
     padded_m = triton.cdiv(M, _STATISTICS_ROWS) * _STATISTICS_ROWS
@@ -187,8 +201,7 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _describable(x: Tensor | None) -> bool:
-    """Whether tensor descriptors can cover x, once its address is aligned: nothing expanded, steps of
-    16 bytes."""
+    """Whether descriptors can cover an aligned x: nothing expanded, steps of 16 bytes."""
     if x is None:
         return True
     steps = [s * x.element_size() for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1]
@@ -198,16 +211,19 @@ def _describable(x: Tensor | None) -> bool:
 def _descriptors(
     x: Tensor | None, rows: int, widths: tuple[int, int]
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """[B, H, rows, width] in blocks of the first columns, and of those that follow."""
+    """Templates over tensors like x: in blocks of its first columns, and of those that follow."""
     if x is None:
         return None, None
     # Torch leaves the strides of size-1 dimensions open, the hardware wants multiples of 16 bytes.
     strides = [16 if n == 1 else s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    first, second = (
-        TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width]) if width else None
-        for width in widths
-    )
-    return first, second
+    templates = []
+    for width in widths:
+        template = None
+        if width:
+            template = TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+            template.base = None  # what is remembered must not keep memory alive
+        templates.append(template)
+    return templates[0], templates[1]
 
 
 def _section(x: Tensor, y: Tensor, group: int, most: int) -> int:
@@ -235,8 +251,12 @@ def _bind(
     dv: Tensor,
     dmask: Tensor,
     aligned: bool,
+    packed: _Packed | None = None,
 ) -> _Plan:
     (B, H, M, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
+    rows = M
+    if packed is not None:
+        B, M, N = packed.sequences, packed.M, packed.N
     need_dq, need_dk, need_dv, need_dmask = needs
     config, limits, c = layout.config, layout.limits, layout.classes
     group = H // K
@@ -245,8 +265,9 @@ def _bind(
     strides = {
         name: _strides(x)
         for name, x in (
-            ("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout), ("dq", dq if need_dq else None),
-            ("dk", dk if need_dk else None), ("dv", dv if need_dv else None),
+            ("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout),
+            ("dq", dq if need_dq else None), ("dk", dk if need_dk else None),
+            ("dv", dv if need_dv else None),
         )
     }  # fmt: skip
     unit = 8 if all(s % 8 == 0 for x in strides.values() for s in x) else 1
@@ -262,7 +283,8 @@ def _bind(
     threshold, keep_factor = dropout_numbers(dropout_p)
     numbers = (limits.low, limits.high, scale, threshold, keep_factor)
 
-    has_lengths, has_query_lengths = key_lengths is not None, query_lengths is not None
+    has_lengths = key_lengths is not None or packed is not None
+    has_query_lengths = query_lengths is not None or packed is not None
     restricted = has_lengths or has_query_lengths or limits.has_low or limits.has_high
     # Rows without a key lie beyond their length, or where the band leaves the keys on either side;
     # keys without a row where the band leaves the rows.
@@ -273,11 +295,17 @@ def _bind(
     dead_keys |= limits.has_high and (has_query_lengths or limits.high < N - M)
     dead_keys |= limits.has_low and limits.low > 0
     bias = mask is not None and mask.dtype != torch.bool
+    # The gradient of a mask that is more precise than out shows out's rounding in delta.
+    exact_delta = dout is not None and need_dmask and dmask.dtype.itemsize > out.dtype.itemsize
     restrictions = {
         "HAS_LOW": limits.has_low,
         "HAS_HIGH": limits.has_high,
         "KEY_LENGTHS": 0 if key_lengths is None else key_lengths.dim(),
-        "QUERY_LENGTHS": has_query_lengths,
+        "QUERY_LENGTHS": query_lengths is not None,
+    }
+    of_packing = {
+        "PACKED": packed is not None,
+        "FROM_END": packed is not None and packed.from_end,
     }
     of_mask = {
         "DENSE": mask is not None,
@@ -300,21 +328,24 @@ def _bind(
 
     # -- dq
     t = config.dq
-    dq_tma = t.tma and aligned and need_dq and _describable(k) and _describable(None if dout is None else v)
+    read_v = None if dout is None else v
+    dq_tma = t.tma and aligned and need_dq and _describable(k) and _describable(read_v)
     launch_dq = BoundLaunch(
         kernels.attention_bwd_dq_kernel,
         (triton.cdiv(M, t.block_m) * B * H,),
         (
             *inputs, *strides["out"], *strides["dout"], *strides["dq"], *mask_strides, *of_classes,
             *tiles.list_strides(layout.for_dq), *length_strides, H, group, M, N, layout.padded_m,
-            B * H, _section(k, v, group, B * H) if limits.has_high else 1, *numbers,
+            rows, B * H, _section(k, v, group, B * H) if limits.has_high else 1, *numbers,
         ),
         {
             "STRIDE_UNIT": unit,
             "NEED_DQ": need_dq,
             "HAS_DOUT": dout is not None,
             "HAS_DLSE": dlse is not None,
+            "EXACT_DELTA": exact_delta,
             **restrictions,
+            **of_packing,
             "LISTS": c is not None,
             "FACTOR_M": 1 if layout.for_dq is None else layout.for_dq.factor_outer,
             "FACTOR_N": 1 if layout.for_dq is None else layout.for_dq.factor_inner,
@@ -342,7 +373,8 @@ def _bind(
                     *inputs, *strides["dout"], *strides["dk"], *strides["dv"], *mask_strides,
                     *of_classes, group if c is not None and c.heads > 1 else 1,
                     *tiles.list_strides(layout.for_dkdv), *length_strides, H, K, group, M, N,
-                    layout.padded_m, B * K, _section(q, v, 1, B * K) if limits.has_high else 1, *numbers,
+                    layout.padded_m, B * K, _section(q, v, 1, B * K) if limits.has_high else 1,
+                    *numbers,
                 ),
                 {
                     "STRIDE_UNIT": unit,
@@ -350,6 +382,7 @@ def _bind(
                     "NEED_DV": pass_dv,
                     "HAS_DOUT": dout is not None,
                     **restrictions,
+                    **of_packing,
                     "LISTS": c is not None,
                     "FACTOR_N": 1 if layout.for_dkdv is None else layout.for_dkdv.factor_outer,
                     **of_mask,
@@ -376,12 +409,13 @@ def _bind(
             c, mask, layout.shape, key_lengths, query_lengths, limits, M, N, mask_strides,
             length_strides,
         )  # fmt: skip
-        list_dq = tiles.lister(c, layout.for_dq, by_key=False) if need_dq else None
-        list_dkdv = tiles.lister(c, layout.for_dkdv, by_key=True) if launches_dkdv else None
+        list_dq = tiles.lister(c, layout.for_dq, False) if need_dq or exact_delta else None
+        list_dkdv = tiles.lister(c, layout.for_dkdv, True) if launches_dkdv else None
     if need_dmask:
         sums = layout.sums
         assert c is not None and sums is not None
         _, sh, sm, sn = sums.sizes
+        target: tuple[int, ...] = (0, *dmask.stride())
         if sums.splits > 1:
             target = (prod(sums.sizes), sh * sm * sn, sm * sn, sn, 1)
             sum_splits = BoundLaunch(
@@ -390,13 +424,12 @@ def _bind(
                 (*dmask.stride(), sh, sm, sn, prod(sums.sizes), sums.splits),
                 {"BLOCK": 1024},
             )
-        else:
-            target = (0, *dmask.stride())
         launch_dmask = BoundLaunch(
             kernels.attention_bwd_dmask_kernel,
             (prod(sums.owned) * sums.splits,),
             (
-                *inputs, *strides["dout"], *mask_strides, *target, c.stride_b, c.stride_h, c.tiles_n,
+                *inputs, *strides["dout"], *mask_strides, *target, c.stride_b, c.stride_h,
+                c.tiles_n,
                 *length_strides, H, group, M, N, layout.padded_m, *sums.owned[1:], *sums.summed,
                 sums.splits, sums.per_split, *numbers,
             ),
@@ -429,7 +462,7 @@ def _bind(
         sum_splits,
         (
             *(_descriptors(k, rows_n, widths[0]) if dq_tma else nothing),
-            *(_descriptors(None if dout is None else v, rows_n, widths[1]) if dq_tma else nothing),
+            *(_descriptors(read_v, rows_n, widths[1]) if dq_tma else nothing),
         ),
         (
             *(_descriptors(q, rows_m, widths[0]) if dkdv_tma else nothing),
@@ -463,16 +496,20 @@ def _run(
     dv: Tensor,
     dmask: Tensor,
     spaces: Sequence[Tensor],
+    packed: _Packed | None = None,
 ) -> None:
     need_dq, need_dk, need_dv, need_dmask = needs
     need_dmask = need_dmask and mask is not None
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
-    if (dout is None and dlse is None) or q.numel() == 0 or k.numel() == 0:
+    nothing = q.numel() == 0 or k.numel() == 0 or (packed is not None and packed.sequences == 0)
+    if nothing or packed is not None or (dout is None and dlse is None):
+        # Of packed rows those behind the last sequence belong to no program.
         for result, needed in ((dq, need_dq), (dk, need_dk), (dv, need_dv), (dmask, need_dmask)):
             if needed:
                 result.zero_()
-        return
+        if nothing or (dout is None and dlse is None):
+            return
     if dlse is not None:
         dlse = dlse.contiguous()
     if need_dv and dout is None:
@@ -481,23 +518,30 @@ def _run(
     needs = (need_dq, need_dk, need_dv, need_dmask)
 
     device = q.device
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if dout is None else dout.data_ptr())
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    addresses |= 0 if dout is None else dout.data_ptr()
     key = (
         tiling or _env.architecture(device.type, device.index or 0), device, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
         None if dout is None else dout.stride(), dlse is None, signature(mask),
         signature(key_lengths), signature(query_lengths), causal, window_left, window_right, scale,
-        dropout_p, needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), addresses & 15 == 0,
+        dropout_p, needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(),
+        packed, addresses & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        layout = _layout_of(
-            tiling, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right,
-            needs,
-        )  # fmt: skip
+        if packed is None:
+            layout = _layout_of(
+                tiling, q, k, v, mask, key_lengths, query_lengths, causal, window_left,
+                window_right, needs,
+            )  # fmt: skip
+        else:
+            layout = _packed_layout(q, v, causal, window_left, window_right)
+        # Offsets of packed sequences are no lengths to the kernels' constants.
+        lengths = (key_lengths, query_lengths) if packed is None else (None, None)
         plan = _bind(
-            layout, dout, dlse, q, k, v, mask, key_lengths, query_lengths, out, scale, dropout_p,
-            needs, dq, dk, dv, dmask, key[-1],
+            layout, dout, dlse, q, k, v, mask, *lengths, out, scale, dropout_p, needs, dq, dk, dv,
+            dmask, key[-1], packed,
         )  # fmt: skip
         _plans.remember(key, plan)
 
@@ -550,7 +594,7 @@ def _run(
             dropout_stream,
         )
     if plan.dmask is not None:
-        target = dmask if plan.sum_splits is None else rest[0]
+        target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
             q,
             k,
@@ -584,6 +628,29 @@ def _over(
 # -- launchers ------------------------------------------------------------------------------------
 
 
+def _unsupported(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor | None, mask: Tensor | None = None
+) -> str | None:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
+    D, E = q.shape[3], v.shape[3]
+    if not (1 <= D <= 256 and 1 <= E <= 256):
+        return f"handles head dims up to 256, got {D} and {E}"
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
+        if x is None:
+            continue
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
+        if x.shape[2] > 1 and x.stride(2) > _LARGEST_ROW_STRIDE:
+            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {x.stride(2)} in {name}"
+    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
+        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
+    arch = _env.architecture(q.device.type, q.device.index or 0)
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"needs compute capability 8.0 or newer, got {arch}"
+    return None
+
+
 def attention_bwd_unsupported(
     dout: Tensor | None,
     dlse: Tensor | None,
@@ -604,24 +671,7 @@ def attention_bwd_unsupported(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
-    D, E = q.shape[3], v.shape[3]
-    if not (1 <= D <= 256 and 1 <= E <= 256):
-        return f"handles head dims up to 256, got {D} and {E}"
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
-        if x is None:
-            continue
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
-        if x.shape[2] > 1 and x.stride(2) > _LARGEST_ROW_STRIDE:
-            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {x.stride(2)} in {name}"
-    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
-        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
-    arch = _env.architecture(q.device.type, q.device.index or 0)
-    if arch.startswith("sm_") and int(arch[3:]) < 80:
-        return f"needs compute capability 8.0 or newer, got {arch}"
-    return None
+    return _unsupported(q, k, v, out, dout, mask)
 
 
 def attention_bwd_workspace(
@@ -682,7 +732,7 @@ def attention_bwd(
 
 
 def attention_bwd_with_config(config: BwdConfig, *args: Any) -> None:
-    """attention_bwd in a given tiling, for tuning and tests; it allocates its own scratch memory."""
+    """attention_bwd in a given tiling, for tuning and tests; allocates its own scratch memory."""
     q, k, v, mask, key_lengths, query_lengths = args[2:8]
     causal, window_left, window_right = args[10:13]
     layout = _layout_of(
@@ -690,4 +740,130 @@ def attention_bwd_with_config(config: BwdConfig, *args: Any) -> None:
         args[17],
     )  # fmt: skip
     spaces = [torch.empty(size, dtype=dtype, device=q.device) for size, dtype, _ in layout.spaces]
-    _run(config, *args, spaces)
+    everything: tuple[Any, ...] = (config, *args, spaces)
+    _run(*everything)
+
+
+# -- launchers for packed sequences ---------------------------------------------------------------
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[T, H, D] as [1, H, T, D]; a result that nobody wants stays as it is."""
+    return x if x.dim() == 1 else x.transpose(0, 1)[None]
+
+
+@functools.lru_cache(maxsize=2048)
+def _packed_layout_for(
+    arch: str,
+    dtype: torch.dtype,
+    H: int,
+    T: int,
+    D: int,
+    E: int,
+    causal: int,
+    left: int,
+    right: int,
+) -> _Layout:
+    # Sizes differ from sequence to sequence: the diagonal's shift is added on the device.
+    right = 0 if causal else right
+    limits = Band(-left if left >= 0 else 0, max(right, 0), left >= 0, right >= 0)
+    config = bwd_config(arch, dtype, D, E, edges=True)
+    padded_m = triton.cdiv(T, _STATISTICS_ROWS) * _STATISTICS_ROWS
+    spaces: Spaces = [((H, padded_m), torch.int64, False)]
+    return _Layout(config, limits, padded_m, None, None, None, None, None, spaces)
+
+
+def _packed_layout(
+    q: Tensor, v: Tensor, causal: int, window_left: int, window_right: int
+) -> _Layout:
+    """q [1, H, T, D], v [1, K, S, E]."""
+    arch = _env.architecture(q.device.type, q.device.index or 0)
+    (_, H, T, D), E = q.shape, v.shape[3]
+    return _packed_layout_for(arch, q.dtype, H, T, D, E, causal, window_left, window_right)
+
+
+def attention_varlen_bwd_unsupported(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    dout = None if dout is None else _heads_first(dout)
+    return _unsupported(_heads_first(q), _heads_first(k), _heads_first(v), _heads_first(out), dout)
+
+
+def attention_varlen_bwd_workspace(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> Spaces:
+    q, v = _heads_first(q), _heads_first(v)
+    return _packed_layout(q, v, causal, window_left, window_right).spaces
+
+
+def attention_varlen_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    statistics: Tensor,
+) -> None:
+    """q [T, H, D], k [S, K, D], v [S, K, E], offsets contiguous; lse and dlse [H, T]."""
+    packed = _Packed(cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k, causal == 2)
+    if max_seqlen_q == 0 or max_seqlen_k == 0:
+        packed = _Packed(0, 0, 0, False)
+    _run(
+        None, None if dout is None else _heads_first(dout), dlse, _heads_first(q), _heads_first(k),
+        _heads_first(v), None, cu_seqlens_k, cu_seqlens_q, _heads_first(out), lse, causal,
+        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream, (*needs, False),
+        _heads_first(dq), _heads_first(dk), _heads_first(dv), q.new_empty(0), [statistics], packed,
+    )  # fmt: skip

@@ -1,19 +1,20 @@
 """Kernels of the Triton attention backward; triton_bwd.py launches them.
 
-Scores are computed again tile by tile, p = exp(s - lse), and with dp = dropout(dout vᵀ), delta = Σ out·dout - dlse:
-    ds = p (dp - delta),   dq = scale ds k,   dk = scale dsᵀ q,   dv = dropout(p)ᵀ dout,   dmask = ds summed.
+Scores are computed again tile by tile: p = exp(s - lse), dp = dropout(dout vᵀ), and with
+delta = Σ out·dout - dlse
+    ds = p (dp - delta),  dq = scale ds k,  dk = scale dsᵀ q,  dv = dropout(p)ᵀ dout,  dmask = Σ ds.
 Every result has one owner that adds in a fixed order: no atomics, the same bits from run to run.
 
-`attention_bwd_dq_kernel` owns a tile of queries and walks over the keys; it computes delta on the way
-and leaves the statistics of its rows for the kernels that follow. `attention_bwd_dkdv_kernel` owns a
+`attention_bwd_dq_kernel` owns a tile of queries and walks over the keys; it computes delta on the
+way and leaves its rows' statistics for the kernels that follow. `attention_bwd_dkdv_kernel` owns a
 tile of keys and walks over the queries of every head of its group, on transposed scores: pᵀ and dsᵀ
 then are what the tensor cores want from registers. `attention_bwd_dmask_kernel` owns a tile of the
 mask and walks over what the mask is broadcast over.
 
 Tiles are FULL (every pair allowed: no mask work), PARTIAL (a dense mask blocks some pairs, nothing
-else matters) or EDGE (every test; lines that nothing in the tile may attend are read as 0, for they may
-hold NaN). Lengths, causality and windows bound the loops by arithmetic; where that cannot say which
-tiles to visit, triton_bwd_tiles.py has listed them (LISTS).
+else matters) or EDGE (every test; lines that nothing in the tile may attend are read as 0, for they
+may hold NaN). Lengths, causality and windows bound the loops by arithmetic; where that cannot say
+which tiles to visit, triton_bwd_tiles.py has listed them (LISTS).
 """
 
 import triton
@@ -38,12 +39,12 @@ from fastattn.ops.attention.triton_tiles import (
     tile_range,
 )
 
-# A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf, which
-# makes its p 0; this is its word, with delta 0.
+# A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf,
+# which makes its p 0; this is its word, with delta 0.
 DEAD_ROW = tl.constexpr(0x7F800000)
 
 
-# -- pieces of the kernels -----------------------------------------------------------------------------------------
+# -- pieces of the kernels -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -65,6 +66,7 @@ def load_part(
     desc,
     b,
     h,
+    row0,
     start,
     keep,
     ROWS: tl.constexpr,
@@ -74,12 +76,12 @@ def load_part(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Rows start.. of head (b, h), columns START.., as [ROWS, WIDTH]. ptr points at the head's row 0.
+    """[ROWS, WIDTH] from row start and column START of what ptr points at: (b, h) from row0 on.
 
-    With TMA by the descriptor, which reads 0 beyond the tensor; else by pointers, with MASKED 0 where keep is false.
+    With TMA by the descriptor, which reads 0 beyond the tensor; else as load_tile.
     """
     if TMA:
-        return desc.load([b, h, start, START]).reshape([ROWS, WIDTH])
+        return desc.load([b, h, row0 + start, START]).reshape([ROWS, WIDTH])
     else:
         return load_tile(
             ptr + start.to(tl.int64) * stride, stride, keep, ROWS, START, WIDTH, LIMIT, MASKED
@@ -88,7 +90,8 @@ def load_part(
 
 @triton.jit
 def weights(s, lse, bias, scale, BIAS: tl.constexpr, NATURAL: tl.constexpr):
-    """p from the products s. lse and scale are in base 2, unless NATURAL (fp32 accuracy, or a bias of any size)."""
+    """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
+    for a bias, which may be of any size."""
     if NATURAL:
         s = s * scale
         if BIAS:
@@ -100,8 +103,8 @@ def weights(s, lse, bias, scale, BIAS: tl.constexpr, NATURAL: tl.constexpr):
 
 @triton.jit
 def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, ROWS_SHARED: tl.constexpr):
-    """(allowed, bias) as load_mask, of a partial tile: only lines nothing is summed over may lie
-    outside `inside`."""
+    """(allowed, bias) as load_mask, of a partial tile: only lines that nothing is summed over may
+    lie outside `inside`."""
     if ROWS_SHARED:
         ptrs = tile_ptr + j * stride_mn
     else:
@@ -125,8 +128,11 @@ def unit_keys(base, start, UNITS: tl.constexpr):
 
 @triton.jit
 def dropout_kept(keys0, keys1, rows, columns, threshold, SIZE0: tl.constexpr, SIZE1: tl.constexpr):
-    """Which weights of a tile [SIZE0, SIZE1] are kept; keys of the units along both sides, rows and columns local."""
-    word = finalise(keys0[:, None] ^ keys1[None, :])  # [SIZE0 / 2, SIZE1 / 2], each for 2 x 2 weights
+    """Which weights of a tile [SIZE0, SIZE1] are kept, from the keys of the units of both sides.
+
+    rows and columns are local indices, expanded to two dimensions. One word decides 2 x 2 weights.
+    """
+    word = finalise(keys0[:, None] ^ keys1[None, :])  # [SIZE0 / 2, SIZE1 / 2]
     word = word.reshape([SIZE0 // 16, 1, 8, SIZE1 // 16, 1, 8])
     word = tl.broadcast_to(word, [SIZE0 // 16, 2, 8, SIZE1 // 16, 2, 8]).reshape([SIZE0, SIZE1])
     byte = ((rows >> 3) & 1) * 2 + ((columns >> 3) & 1)
@@ -143,7 +149,7 @@ def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
     return c
 
 
-# -- dq and the statistics -----------------------------------------------------------------------------------------
+# -- dq and the statistics -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -163,8 +169,9 @@ def dq_tile(
     k1_desc,
     v0_desc,
     v1_desc,
-    b,
+    desc_b,
     kv_head,
+    key0,
     stride_kn,
     stride_vn,
     mask_ptr,
@@ -206,40 +213,40 @@ def dq_tile(
     E1: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SUM: tl.constexpr,
 ):
-    """Adds key tile `tile` to dq."""
+    """Adds key tile `tile` to dq; with SUM the rows of p dp to dq0 [BLOCK_M], without a delta."""
     n_start = tile * BLOCK_N
     local_i = tl.arange(0, BLOCK_M)
     local_j = tl.arange(0, BLOCK_N)
     j = n_start + local_j
-    # Edge tiles read keys that no row of the tile may attend as 0: 0 · NaN would reach every row.
+    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would reach every row.
     if KIND == EDGE and LISTS:
         seen = tl.zeros([BLOCK_N], tl.int32)
         for f in tl.static_range(FACTOR_M):
             base_row = m_start // (BLOCK_M // FACTOR_M) + f
             keys_ptr = alive_ptr + base_row.to(tl.int64) * stride_alive + j
-            seen = seen | tl.load(
-                keys_ptr, mask=(j < N) & (base_row < base_tiles_m), other=0
-            ).to(tl.int32)
+            flags = tl.load(keys_ptr, mask=(j < N) & (base_row < base_tiles_m), other=0)
+            seen = seen | flags.to(tl.int32)
         touched = seen > 0
     else:
         touched = (j >= touched_begin) & (j < touched_end)
     MASKED: tl.constexpr = KIND == EDGE
     BY_TMA: tl.constexpr = TMA and not (MASKED and DEAD_KEYS)
 
-    k0 = load_part(k_ptr, stride_kn, k0_desc, b, kv_head, n_start, touched,
+    k0 = load_part(k_ptr, stride_kn, k0_desc, desc_b, kv_head, key0, n_start, touched,
                    BLOCK_N, 0, D0, D, MASKED, BY_TMA)  # fmt: skip
     k1 = k0
     if D1 > 0:
-        k1 = load_part(k_ptr, stride_kn, k1_desc, b, kv_head, n_start, touched,
+        k1 = load_part(k_ptr, stride_kn, k1_desc, desc_b, kv_head, key0, n_start, touched,
                        BLOCK_N, D0, D1, D, MASKED, BY_TMA)  # fmt: skip
     s = product(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
     if HAS_DOUT:
-        v0 = load_part(v_ptr, stride_vn, v0_desc, b, kv_head, n_start, touched,
+        v0 = load_part(v_ptr, stride_vn, v0_desc, desc_b, kv_head, key0, n_start, touched,
                        BLOCK_N, 0, E0, E, MASKED, BY_TMA)  # fmt: skip
         v1 = v0
         if E1 > 0:
-            v1 = load_part(v_ptr, stride_vn, v1_desc, b, kv_head, n_start, touched,
+            v1 = load_part(v_ptr, stride_vn, v1_desc, desc_b, kv_head, key0, n_start, touched,
                            BLOCK_N, E0, E1, E, MASKED, BY_TMA)  # fmt: skip
         dp = product(do0, do1, v0, v1, E1, PRECISION)
 
@@ -265,18 +272,21 @@ def dq_tile(
     p = weights(s, lse[:, None], bias, scale, BIAS and KIND != FULL, NATURAL)
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
         p = tl.where(allowed, p, 0.0)
-    if HAS_DOUT:
-        if DROPOUT:
-            column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
-            keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
-            dp = tl.where(keep, dp, 0.0)
-        ds = p * (dp - delta[:, None])
+    if HAS_DOUT and DROPOUT:
+        column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+        keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
+        dp = tl.where(keep, dp, 0.0)
+    if SUM:
+        dq0 += tl.sum(p * dp, 1)
     else:
-        ds = -p * delta[:, None]
-    ds = ds.to(k0.dtype)
-    dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
-    if D1 > 0:
-        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        if HAS_DOUT:
+            ds = p * (dp - delta[:, None])
+        else:
+            ds = -p * delta[:, None]
+        ds = ds.to(k0.dtype)
+        dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
+        if D1 > 0:
+            dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
     return dq0, dq1
 
 
@@ -341,6 +351,7 @@ def attention_bwd_dq_kernel(
     M,
     N,
     padded_m,
+    rows,
     batch_heads,
     section,
     low,
@@ -352,10 +363,13 @@ def attention_bwd_dq_kernel(
     NEED_DQ: tl.constexpr,
     HAS_DOUT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    EXACT_DELTA: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     KEY_LENGTHS: tl.constexpr,
     QUERY_LENGTHS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FROM_END: tl.constexpr,
     LISTS: tl.constexpr,
     FACTOR_M: tl.constexpr,
     FACTOR_N: tl.constexpr,
@@ -380,8 +394,15 @@ def attention_bwd_dq_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
 ):
-    """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. EDGES: the loops of RANGE mode may meet edge tiles."""
-    # Sections of heads that share the L2 cache; in each the last rows first, which causality makes the longest.
+    """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. EDGES: edge tiles may occur without LISTS.
+
+    EXACT_DELTA (with LISTS): delta is summed over the keys once more, for out was rounded too much.
+    PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
+    M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
+    Strides of the tensors come divided by STRIDE_UNIT, so that the compiler sees their alignment.
+    """
+    # Sections of heads that share the L2 cache; in each the last rows first, because they are the
+    # longest where causality makes a difference.
     pid = tl.program_id(0)
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     section_index = pid // (section * tiles_m)
@@ -399,6 +420,24 @@ def attention_bwd_dq_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     m64 = m_start.to(tl.int64)
+    desc_b = b
+    key0 = 0
+    first_statistic = batch_head.to(tl.int64) * padded_m
+    first_row = batch_head.to(tl.int64) * M  # in lse and dlse
+    if PACKED:  # the lengths are offsets; batch strides are 0
+        query0 = tl.load(query_lengths_ptr + b)
+        key0 = tl.load(key_lengths_ptr + b)
+        M = tl.load(query_lengths_ptr + b + 1) - query0
+        N = tl.load(key_lengths_ptr + b + 1) - key0
+        if FROM_END:
+            low += N - M
+            high += N - M
+        desc_b = 0
+        first_statistic = h64 * padded_m + query0
+        first_row = h64 * rows + query0
+        k_ptr += key0.to(tl.int64) * stride_kn * STRIDE_UNIT
+        v_ptr += key0.to(tl.int64) * stride_vn * STRIDE_UNIT
+        m64 += query0
     q_ptr += (b64 * stride_qb + h64 * stride_qh + m64 * stride_qm) * STRIDE_UNIT
     k_ptr += (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
     v_ptr += (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * STRIDE_UNIT
@@ -409,33 +448,25 @@ def attention_bwd_dq_kernel(
         q_limit = clamped_length(tl.load(query_lengths_ptr + b64 * stride_ub), M)
     inside = i < q_limit
 
-    # -- statistics: a dead row counts with p = 0 and delta = 0, whatever out and dout hold
-    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * M + i, mask=inside, other=NEG_INF)
+    # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
+    lse = tl.load(lse_ptr + first_row + i, mask=inside, other=NEG_INF)
     live = inside & (lse != NEG_INF)
+    score_scale = scale
+    if not NATURAL:
+        lse = lse * LOG2E
+        score_scale = scale * LOG2E
+    lse = tl.where(live, lse, float("inf"))
     delta = tl.zeros([BLOCK_M], tl.float32)
     do0 = delta
     do1 = delta
     if HAS_DOUT:
         dout_ptr += (b64 * stride_dob + h64 * stride_doh + m64 * stride_dom) * STRIDE_UNIT
         do0 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
-        out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
-        delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
         if E1 > 0:
             do1 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
-            out1 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
-            delta += tl.sum(out1.to(tl.float32) * do1.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + batch_head.to(tl.int64) * M + i, mask=inside, other=0.0)
-    score_scale = scale
-    if not NATURAL:
-        lse = lse * LOG2E
-        score_scale = scale * LOG2E
-    lse = tl.where(live, lse, float("inf"))
-    # Dropout's factor of dp is taken out of ds = p (dp - delta), into the scale of its sums.
-    delta = tl.where(live, delta / keep_factor, 0.0)
-    tl.store(statistics_ptr + batch_head.to(tl.int64) * padded_m + i, pack_statistics(lse, delta))
 
-    if NEED_DQ:
+    # -- which tiles, and what stays on chip
+    if NEED_DQ or EXACT_DELTA:
         m_end = tl.minimum(m_start + BLOCK_M, q_limit)
         row_limit = N
         limit = N
@@ -454,7 +485,8 @@ def attention_bwd_dq_kernel(
         n_partial = 0
         n_edge = last - first - n_full
         if LISTS:
-            lists_ptr += b64 * stride_tb + h64 * stride_th + m_tile.to(tl.int64) * (LIST_HEADER + inner)
+            lists_ptr += b64 * stride_tb + h64 * stride_th
+            lists_ptr += m_tile.to(tl.int64) * (LIST_HEADER + inner)
             alive_ptr += (b64 * stride_cb + h64 * stride_ch) * (BLOCK_N // FACTOR_N)
             n_full = tl.load(lists_ptr + FULL)
             n_partial = tl.load(lists_ptr + PARTIAL)
@@ -462,45 +494,86 @@ def attention_bwd_dq_kernel(
             lists_ptr += LIST_HEADER
         if DENSE:
             mask_ptr += b64 * stride_mb + h64 * stride_mh + m64 * stride_mm
-
         q0 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, 0, D0, D, True)
         q1 = q0
-        dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
-        dq1 = delta
         if D1 > 0:
             q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
-            dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
         row_keys = i
         column_base = b
         if DROPOUT:
             row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
             row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
+    # -- statistics; dropout's factor of dp goes out of ds = p (dp - delta), into its sums' scale
+    if EXACT_DELTA:
+        for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
+            tile = tl.load(lists_ptr + index)
+            delta, _ = dq_tile(
+                delta, delta, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
+                base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
+                row_keys, column_base, threshold, score_scale, EDGE, LISTS, FACTOR_M, DENSE, BIAS,
+                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
+            )  # fmt: skip
+    elif HAS_DOUT:
+        out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
+        delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
+        if E1 > 0:
+            out1 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
+            delta += tl.sum(out1.to(tl.float32) * do1.to(tl.float32), 1)
+        delta = delta / keep_factor
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
+        delta -= dlse / keep_factor
+    delta = tl.where(live, delta, 0.0)
+    word = pack_statistics(lse, delta)
+    statistics_ptr += first_statistic
+    if PACKED:
+        tl.store(statistics_ptr + i, word, mask=inside)
+    else:
+        tl.store(statistics_ptr + i, word)
+
+    # -- dq
+    if NEED_DQ:
+        dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
+        dq1 = delta
+        if D1 > 0:
+            dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
+        next_tile = full_first
+        if LISTS:
+            next_tile = tl.load(lists_ptr, mask=n_full > 0, other=0)
         for index in tl.range(0, n_full, num_stages=STAGES):
+            tile = next_tile
             if LISTS:
-                tile = tl.load(lists_ptr + index)
+                next_tile = tl.load(lists_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
             dq0, dq1 = dq_tile(
-                dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr,
-                k0_desc, k1_desc, v0_desc, v1_desc, b, kv_head, stride_kn * STRIDE_UNIT,
+                dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
                 stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_base, threshold, score_scale, FULL, LISTS, FACTOR_M,
-                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
-                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                row_keys, column_base, threshold, score_scale, FULL, LISTS, FACTOR_M, DENSE, BIAS,
+                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         if DENSE:
+            partial = lists_ptr + n_full
+            next_tile = tl.load(partial, mask=n_partial > 0, other=0)
             for index in tl.range(0, n_partial, num_stages=STAGES):
-                tile = tl.load(lists_ptr + n_full + index)
+                tile = next_tile
+                next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
                 dq0, dq1 = dq_tile(
-                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr,
-                    k0_desc, k1_desc, v0_desc, v1_desc, b, kv_head, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
-                    base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                    row_keys, column_base, threshold, score_scale, PARTIAL, LISTS, FACTOR_M,
-                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
-                    PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
+                    touched_end, row_keys, column_base, threshold, score_scale, PARTIAL, LISTS,
+                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    False,
                 )  # fmt: skip
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
@@ -510,13 +583,14 @@ def attention_bwd_dq_kernel(
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
                 dq0, dq1 = dq_tile(
-                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr,
-                    k0_desc, k1_desc, v0_desc, v1_desc, b, kv_head, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
-                    base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                    row_keys, column_base, threshold, score_scale, EDGE, LISTS, FACTOR_M,
-                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
-                    PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
+                    touched_end, row_keys, column_base, threshold, score_scale, EDGE, LISTS,
+                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    False,
                 )  # fmt: skip
 
         dq_ptr += (b64 * stride_dqb + h64 * stride_dqh + m64 * stride_dqm) * STRIDE_UNIT
@@ -528,7 +602,7 @@ def attention_bwd_dq_kernel(
             store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq1, i < M, BLOCK_M, D0, D1, D)
 
 
-# -- dk and dv -----------------------------------------------------------------------------------------------------
+# -- dk and dv -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -549,8 +623,9 @@ def dkdv_tile(
     do0_desc,
     do1_desc,
     statistics_ptr,
-    b,
+    desc_b,
     h,
+    query0,
     stride_qm,
     stride_dom,
     mask_ptr,
@@ -602,7 +677,7 @@ def dkdv_tile(
     m_start = tile * BLOCK_M
     local_i = tl.arange(0, BLOCK_M)
     i = m_start + local_i
-    # Edge tiles read the rows of q and dout that attend no key here as 0: 0 · NaN would reach every key.
+    # Edge tiles read rows that attend no key here as 0: 0 · NaN would reach every key.
     live = (i >= live_begin) & (i < live_end)
     if KIND == EDGE:
         word = tl.load(statistics_ptr + i, mask=(i < M) if LISTS else live, other=DEAD_ROW)
@@ -614,19 +689,19 @@ def dkdv_tile(
     MASKED: tl.constexpr = KIND == EDGE
     BY_TMA: tl.constexpr = TMA and not (MASKED and DEAD_ROWS)
 
-    q0 = load_part(q_ptr, stride_qm, q0_desc, b, h, m_start, live,
+    q0 = load_part(q_ptr, stride_qm, q0_desc, desc_b, h, query0, m_start, live,
                    BLOCK_M, 0, D0, D, MASKED, BY_TMA)  # fmt: skip
     q1 = q0
     if D1 > 0:
-        q1 = load_part(q_ptr, stride_qm, q1_desc, b, h, m_start, live,
+        q1 = load_part(q_ptr, stride_qm, q1_desc, desc_b, h, query0, m_start, live,
                        BLOCK_M, D0, D1, D, MASKED, BY_TMA)  # fmt: skip
     s = product(k0, k1, q0, q1, D1, PRECISION)  # [BLOCK_N, BLOCK_M]
     if HAS_DOUT:
-        do0 = load_part(dout_ptr, stride_dom, do0_desc, b, h, m_start, live,
+        do0 = load_part(dout_ptr, stride_dom, do0_desc, desc_b, h, query0, m_start, live,
                         BLOCK_M, 0, E0, E, MASKED, BY_TMA)  # fmt: skip
         do1 = do0
         if E1 > 0:
-            do1 = load_part(dout_ptr, stride_dom, do1_desc, b, h, m_start, live,
+            do1 = load_part(dout_ptr, stride_dom, do1_desc, desc_b, h, query0, m_start, live,
                             BLOCK_M, E0, E1, E, MASKED, BY_TMA)  # fmt: skip
         if LATE and NEED_DK:
             dp = product(v0, v1, do0, do1, E1, PRECISION)
@@ -637,7 +712,7 @@ def dkdv_tile(
     if DENSE:  # of (b, h) and these keys
         mask_ptr += m_start.to(tl.int64) * stride_mm
     if KIND == EDGE:
-        # Keys beyond their length may get any gradient here: each has its own row, which is not stored.
+        # Keys beyond their length may get any gradient here: each has its own row, never stored.
         row_limit = N
         if KEY_LENGTHS == 2:
             lengths_ptr += i[None, :].to(tl.int64) * stride_lm
@@ -772,6 +847,8 @@ def attention_bwd_dkdv_kernel(
     HAS_HIGH: tl.constexpr,
     KEY_LENGTHS: tl.constexpr,
     QUERY_LENGTHS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FROM_END: tl.constexpr,
     LISTS: tl.constexpr,
     FACTOR_N: tl.constexpr,
     DENSE: tl.constexpr,
@@ -796,8 +873,8 @@ def attention_bwd_dkdv_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
 ):
-    """batch_heads and section count key/value heads. LATE: dp before p, so that both are packed at once."""
-    # Sections of heads that share the L2 cache; in each the first keys first, which causality makes the longest.
+    """As above; batch_heads and section count key/value heads. LATE: dp is computed before p."""
+    # Here causality makes the first keys' loops the longest.
     pid = tl.program_id(0)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     section_index = pid // (section * tiles_n)
@@ -814,6 +891,21 @@ def attention_bwd_dkdv_kernel(
     b64 = b.to(tl.int64)
     kv64 = kv_head.to(tl.int64)
     n64 = n_start.to(tl.int64)
+    desc_b = b
+    query0 = 0
+    if PACKED:  # the lengths are offsets; batch strides are 0
+        query0 = tl.load(query_lengths_ptr + b)
+        key0 = tl.load(key_lengths_ptr + b)
+        M = tl.load(query_lengths_ptr + b + 1) - query0
+        N = tl.load(key_lengths_ptr + b + 1) - key0
+        if FROM_END:
+            low += N - M
+            high += N - M
+        desc_b = 0
+        n64 += key0
+        q_ptr += query0.to(tl.int64) * stride_qm * STRIDE_UNIT
+        if HAS_DOUT:
+            dout_ptr += query0.to(tl.int64) * stride_dom * STRIDE_UNIT
     k_ptr += (b64 * stride_kb + kv64 * stride_kh + n64 * stride_kn) * STRIDE_UNIT
     v_ptr += (b64 * stride_vb + kv64 * stride_vh + n64 * stride_vn) * STRIDE_UNIT
     score_scale = scale
@@ -840,9 +932,8 @@ def attention_bwd_dkdv_kernel(
     if LISTS:
         seen = tl.zeros([BLOCK_N], tl.int32)
         for g in range(0, alive_heads):
-            tiles_ptr = alive_ptr + j + (
-                b64 * stride_cb + (kv64 * GROUP + g) * stride_ch
-            ) * (BLOCK_N // FACTOR_N)
+            base_tile = b64 * stride_cb + (kv64 * GROUP + g) * stride_ch
+            tiles_ptr = alive_ptr + base_tile * (BLOCK_N // FACTOR_N) + j
             for start in range(0, base_tiles_m, 32):
                 base_row = start + tl.arange(0, 32)[:, None]
                 flags = tl.load(
@@ -884,6 +975,8 @@ def attention_bwd_dkdv_kernel(
         if HAS_DOUT:
             dout_head = dout_ptr + (b64 * stride_dob + h64 * stride_doh) * STRIDE_UNIT
         statistics = statistics_ptr + (b64 * H + h64) * padded_m
+        if PACKED:
+            statistics = statistics_ptr + h64 * padded_m + query0
         mask_head = mask_ptr
         if DENSE:
             mask_head = mask_ptr + b64 * stride_mb + h64 * stride_mh + n64 * stride_mn
@@ -905,31 +998,39 @@ def attention_bwd_dkdv_kernel(
             row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
+        next_tile = full_first
+        if LISTS:
+            next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
         for index in tl.range(0, n_full, num_stages=STAGES):
+            tile = next_tile
             if LISTS:
-                tile = tl.load(list_ptr + index)
+                next_tile = tl.load(list_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
             dk0, dk1, dv0, dv1 = dkdv_tile(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head,
-                q0_desc, q1_desc, do0_desc, do1_desc, statistics, b, h, stride_qm * STRIDE_UNIT,
+                dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
+                do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                 stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
                 stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_base,
-                column_keys, threshold, score_scale, FULL, LISTS, DENSE, BIAS, BY_VALUE, ROWS_SHARED,
-                HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV, NATURAL,
-                DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                column_keys, threshold, score_scale, FULL, LISTS, DENSE, BIAS, BY_VALUE,
+                ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV,
+                NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if DENSE:
+            partial = list_ptr + n_full
+            next_tile = tl.load(partial, mask=n_partial > 0, other=0)
             for index in tl.range(0, n_partial, num_stages=STAGES):
-                tile = tl.load(list_ptr + n_full + index)
+                tile = next_tile
+                next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
                 dk0, dk1, dv0, dv1 = dkdv_tile(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head,
-                    q0_desc, q1_desc, do0_desc, do1_desc, statistics, b, h, stride_qm * STRIDE_UNIT,
+                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
+                    do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
-                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_base,
-                    column_keys, threshold, score_scale, PARTIAL, LISTS, DENSE, BIAS, BY_VALUE, ROWS_SHARED,
-                    HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV, NATURAL,
-                    DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
+                    row_base, column_keys, threshold, score_scale, PARTIAL, LISTS, DENSE, BIAS,
+                    BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
+                    NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
+                    E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
@@ -939,13 +1040,14 @@ def attention_bwd_dkdv_kernel(
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
                 dk0, dk1, dv0, dv1 = dkdv_tile(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head,
-                    q0_desc, q1_desc, do0_desc, do1_desc, statistics, b, h, stride_qm * STRIDE_UNIT,
+                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
+                    do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
-                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_base,
-                    column_keys, threshold, score_scale, EDGE, LISTS, DENSE, BIAS, BY_VALUE, ROWS_SHARED,
-                    HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV, NATURAL,
-                    DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
+                    row_base, column_keys, threshold, score_scale, EDGE, LISTS, DENSE, BIAS,
+                    BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
+                    NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
+                    E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
 
     # -- results; keys beyond their length hold whatever their row became
@@ -971,7 +1073,7 @@ def attention_bwd_dkdv_kernel(
             store_tile(dv_ptr, stride_dvn * STRIDE_UNIT, dv1, stored, BLOCK_N, E0, E1, E)
 
 
-# -- the gradient of an additive mask ------------------------------------------------------------------------------
+# -- the gradient of an additive mask --------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["low", "high", "threshold", "stream", "H", "GROUP", "per_split"])
@@ -1054,10 +1156,10 @@ def attention_bwd_dmask_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of the mask, or one share of the tiles that are summed into it.
+    """One tile of the mask, or a share of what is summed into it.
 
-    Of each of batch, head, query tile and key tile the program owns an index (owned_*) or adds up all (summed_*): of
-    the two numbers one is 1. The blocks are the base tiles that kinds_ptr describes.
+    Of batch, head, query tile and key tile, each, a program owns one of owned_* or adds up all
+    summed_*; one of the two numbers is 1. Blocks are the base tiles that kinds_ptr describes.
     """
     pid = tl.program_id(0).to(tl.int64)
     split = pid % splits
@@ -1070,7 +1172,8 @@ def attention_bwd_dmask_kernel(
     local_j = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     summed = summed_b * summed_h * summed_m * summed_n
-    for item in tl.range(split * per_split, tl.minimum((split + 1) * per_split, summed), num_stages=1):
+    last = tl.minimum((split + 1) * per_split, summed)
+    for item in tl.range(split * per_split, last, num_stages=1):
         n_tile = (own_n + item % summed_n).to(tl.int32)
         m_tile = (own_m + item // summed_n % summed_m).to(tl.int32)
         h = own_h + item // summed_n // summed_m % summed_h
@@ -1104,9 +1207,7 @@ def attention_bwd_dmask_kernel(
                 row_limit = clamped_length(tl.load(key_lengths_ptr + b * stride_lb), N)
             if KEY_LENGTHS == 2:
                 lengths_ptr = key_lengths_ptr + b * stride_lb + i.to(tl.int64)[:, None] * stride_lm
-                row_limit = clamped_length(
-                    tl.load(lengths_ptr, mask=i[:, None] < M, other=0), N
-                )
+                row_limit = clamped_length(tl.load(lengths_ptr, mask=i[:, None] < M, other=0), N)
             row_begin, row_end = key_bounds(
                 i[:, None], row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH
             )
@@ -1120,14 +1221,16 @@ def attention_bwd_dmask_kernel(
             lse, delta = unpack_statistics(word)
             p = weights(s, lse[:, None], bias, scale, True, True)
             if HAS_DOUT:
-                do_tile = dout_ptr + (b * stride_dob + h * stride_doh + m64 * stride_dom) * STRIDE_UNIT
-                v_tile = v_ptr + (b * stride_vb + kv_head * stride_vh + n64 * stride_vn) * STRIDE_UNIT
-                do0 = load_tile(do_tile, stride_dom * STRIDE_UNIT, i < M, BLOCK_M, 0, E0, E, True)
-                v0 = load_tile(v_tile, stride_vn * STRIDE_UNIT, j < N, BLOCK_N, 0, E0, E, True)
+                do_at = (b * stride_dob + h * stride_doh + m64 * stride_dom) * STRIDE_UNIT
+                v_at = (b * stride_vb + kv_head * stride_vh + n64 * stride_vn) * STRIDE_UNIT
+                dom = stride_dom * STRIDE_UNIT
+                vn = stride_vn * STRIDE_UNIT
+                do0 = load_tile(dout_ptr + do_at, dom, i < M, BLOCK_M, 0, E0, E, True)
+                v0 = load_tile(v_ptr + v_at, vn, j < N, BLOCK_N, 0, E0, E, True)
                 dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
                 if E1 > 0:
-                    do1 = load_tile(do_tile, stride_dom * STRIDE_UNIT, i < M, BLOCK_M, E0, E1, E, True)
-                    v1 = load_tile(v_tile, stride_vn * STRIDE_UNIT, j < N, BLOCK_N, E0, E1, E, True)
+                    do1 = load_tile(dout_ptr + do_at, dom, i < M, BLOCK_M, E0, E1, E, True)
+                    v1 = load_tile(v_ptr + v_at, vn, j < N, BLOCK_N, E0, E1, E, True)
                     dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
                 if DROPOUT:
                     row_base, column_base = dropout_bases(seed_ptr, stream, b, h)

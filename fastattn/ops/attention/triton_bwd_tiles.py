@@ -1,10 +1,10 @@
-"""Which tiles the Triton attention backward visits where arithmetic alone cannot say it: under a dense mask, or with a
-key length for every query.
+"""Which tiles the Triton attention backward visits where arithmetic alone cannot say it: under a
+dense mask, or with a key length for every query.
 
-`classify_tiles` looks at every base tile once, with all restrictions intersected, and notes what it found: five bits a
-tile, and which of its keys are alive. `list_tiles` turns the bits into lists: for every outer tile of a kernel (query
-tiles for dq, key tiles for dk and dv) the inner tiles that are FULL, PARTIAL or EDGE, without those that are empty.
-Both are deterministic, run on the device and never wait for it.
+The first kernel looks at every base tile once, with all restrictions intersected, and notes what it
+found: five bits a tile, and which of its keys are alive. The second turns the bits into lists: for
+every outer tile of a kernel (query tiles for dq, key tiles for dk and dv) the inner tiles that are
+FULL, PARTIAL or EDGE, without those that are empty. Both run on the device and never wait for it.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,9 @@ from fastattn.ops.attention.triton_tiles import (
     load_mask,
 )
 
-# Bits of a base tile: some pair is allowed; every pair inside the tensor is (and its bias 0); lengths, causality and
-# window restrict none of them; every key has a query in the tile; every query has a key in it. Keys and queries beyond
-# the tensor have none.
+# Bits of a base tile: some pair is allowed; every pair inside the tensor is (and its bias 0);
+# lengths, causality and window restrict none of them; every key has a query in the tile; every
+# query has a key in it. Keys and queries beyond the tensor have none.
 SOME = tl.constexpr(0)
 WHOLE = tl.constexpr(1)
 UNBOUND = tl.constexpr(2)
@@ -40,8 +40,11 @@ OUTSIDE = tl.constexpr(6)
 
 
 class Classes(NamedTuple):
-    """Base tiles of [M, N], once per batch and head that differ: kinds [batches, heads, tiles_m, tiles_n] uint8 and
-    alive [batches, heads, tiles_m, tiles_n * block_n] uint8, which keys some query of the base tile may attend."""
+    """Base tiles of [M, N], once per batch and head that differ.
+
+    They fill kinds [batches, heads, tiles_m, tiles_n] and alive [.., tiles_n * block_n], which keys
+    some query of the base tile may attend, both uint8.
+    """
 
     batches: int
     heads: int
@@ -74,8 +77,11 @@ class Classes(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """int32 [batches, heads, outer, LIST_HEADER + inner]: the counts of FULL, PARTIAL, EDGE, a spare word, then the
-    three lists one after the other, each ascending. factor_*: base tiles a side of an outer and an inner tile."""
+    """int32 [batches, heads, outer, LIST_HEADER + inner]: counts of FULL, PARTIAL, EDGE and a spare
+    word, then the three lists one after the other, each ascending.
+
+    factor_outer, factor_inner: base tiles along a side of an outer and of an inner tile.
+    """
 
     batches: int
     heads: int
@@ -215,7 +221,7 @@ def kinds_of_tiles(
     FACTOR_OUTER: tl.constexpr,
     FACTOR_INNER: tl.constexpr,
 ):
-    """(full, partial, edge) of the tiles (outer, inner): three 0/1 vectors, at most one of them 1."""
+    """(full, partial, edge) of the tiles (outer, inner): 0 or 1, at most one of the three is 1."""
     some = tl.zeros_like(inner)
     whole = tl.zeros_like(inner) + 1
     unbound = tl.zeros_like(inner) + 1
@@ -232,7 +238,7 @@ def kinds_of_tiles(
             some = some | (kind >> SOME)
             whole = whole & (kind >> WHOLE)
             unbound = unbound & (kind >> UNBOUND)
-            # A line of the inner tile is surely alive if one of the base tiles along it keeps all its lines alive.
+            # Lines of the inner tile are alive if one of the base tiles along them keeps all alive.
             alive = alive | (kind >> ALIVE)
         all_alive = all_alive & alive
     some = some & 1

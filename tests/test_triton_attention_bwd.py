@@ -1,0 +1,646 @@
+"""The Triton backward of attention: values, lists of tiles, and what the compilers make of it.
+
+On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
+interpreter, on samples that are small enough, and compiles what ships for GPUs that are not there:
+no spills in the loops that matter, tensor cores in use, shared memory within the limit.
+"""
+
+# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+
+triton = pytest.importorskip("triton")
+if _env.interpreting():
+    import bf16_interpreter
+
+    bf16_interpreter.install()
+
+from triton.backends.compiler import GPUTarget
+
+from fastattn.ops.attention import config_bwd, reference, spec, spec_varlen
+from fastattn.ops.attention import triton_bwd as launchers
+from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
+from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.triton_tiles import band, mask_shape
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Sample
+
+DEVICE = _env.default_device()
+NATIVE = DEVICE.type == "cuda"
+runs = pytest.mark.skipif(
+    not NATIVE and not _env.interpreting(),
+    reason="runs on a GPU, or in the interpreter's own process",
+)
+compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
+# Dead rows and keys hold NaN, and what the kernels make of them is selected away.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+RESULTS = ("dq", "dk", "dv", "dmask")
+NAN = float("nan")
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def _move(x: Any) -> Any:
+    """To the device, strides kept."""
+    if not isinstance(x, Tensor) or not NATIVE:
+        return x
+    storage = torch.empty(0, dtype=x.dtype, device=DEVICE).set_(x.untyped_storage().to(DEVICE))
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class Call:
+    """One call of the backward on a sample's data: its arguments, and what should come of it.
+
+    dout and dlse hold NaN where a row has no key, which must not be seen; either may be absent.
+    """
+
+    def __init__(
+        self, sample: Sample, dtype: torch.dtype, dout: bool = True, dlse: bool = True
+    ) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
+        self.inputs = sample.make(generator, dtype)
+        inputs, get = self.inputs, self.inputs.get
+        causal, scale, mask = inputs["causal"], inputs["scale"], get("mask")
+        self.tensors = (
+            inputs["q"], inputs["k"], inputs["v"],
+            None if mask is None else mask[(None,) * (4 - mask.dim())],
+            get("key_lengths"), get("query_lengths"),
+        )  # fmt: skip
+        self.options = (
+            CAUSAL["top_left" if causal is True else causal], *(inputs["window"] or (-1, -1)),
+            inputs["q"].shape[3] ** -0.5 if scale is None else scale, get("dropout_p", 0.0),
+            get("dropout_seed"), get("dropout_stream", 0),
+        )  # fmt: skip
+        self.out, self.lse = reference.attention_fwd(*self.tensors, *self.options)
+        dead, _ = spec.dead(inputs)
+        # Values that every dtype has.
+        self.dout = torch.randn(self.out.shape, generator=generator).bfloat16().to(dtype)
+        self.dlse = torch.randn(self.lse.shape, generator=generator).bfloat16().float()
+        self.dout = torch.where(dead[..., None], NAN, self.dout) if dout else None
+        self.dlse = torch.where(dead, NAN, self.dlse) if dlse else None
+        mask = self.tensors[3]
+        self.needs = [True, True, True, mask is not None and mask.is_floating_point()]
+
+    def run(
+        self, config: BwdConfig | None = None, needs: Sequence[bool] | None = None
+    ) -> dict[str, Tensor]:
+        """What the launcher writes, by name; unwanted results have no elements."""
+        needs = self.needs if needs is None else list(needs)
+        moved = [_move(x) for x in self.tensors]
+        results = [
+            torch.full_like(x, NAN) if needed else torch.empty(0, device=DEVICE)
+            for x, needed in zip(moved[:4], needs, strict=True)
+        ]
+        args = (
+            _move(self.dout), _move(self.dlse), *moved, _move(self.out), _move(self.lse),
+            *(_move(x) for x in self.options), needs,
+        )  # fmt: skip
+        if reason := launchers.attention_bwd_unsupported(*args):
+            pytest.skip(reason)
+        if config is not None:
+            launchers.attention_bwd_with_config(config, *args, *results)
+        else:
+            spaces = [
+                torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
+                for shape, dtype, _ in launchers.attention_bwd_workspace(*args)
+            ]
+            launchers.attention_bwd(*args, *results, *spaces)
+        return dict(zip(RESULTS, results, strict=True))
+
+    def check(self, results: dict[str, Tensor]) -> None:
+        """Against the reference in fp64, within the one error budget."""
+        attention = spec.SPECS[0]
+        wide_inputs = attention.widen(self.inputs)
+        mask = wide_inputs.get("mask")
+        wide = [
+            None if x is None or not x.is_floating_point() else x.double() for x in self.tensors
+        ]
+        wide = [x if w is None else w for w, x in zip(wide, self.tensors, strict=True)]
+        if mask is not None:
+            wide[3] = mask[(None,) * (4 - mask.dim())]
+        d = [None if x is None else x.double() for x in (self.dout, self.dlse)]
+        both = (reference.attention_fwd(*wide, *self.options), (self.out, self.lse))
+        exact = reference.attention_bwd(*d, *wide, *both[0], *self.options, self.needs)
+        same = reference.attention_bwd(
+            self.dout, self.dlse, *self.tensors, *both[1], *self.options, self.needs
+        )
+        sizes = [
+            torch.zeros(like.shape, dtype=torch.float64) if x is None else x.nan_to_num()
+            for x, like in zip(d, both[1], strict=True)
+        ]
+        magnitudes = attention.magnitudes(wide_inputs, tuple(sizes))
+        for name, e, s in zip(RESULTS, exact, same, strict=True):
+            got = results[name]
+            if got.numel() == 0 or e is None:
+                continue
+            mag = magnitudes[name].reshape(e.shape)
+            verdict = compare(got, e, s, mag, min(2, max(0, magnitudes[name].dim() - 2)))
+            assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
+
+
+def _small(name: str, **options: Any) -> Sample:
+    return Sample(name, "", partial(spec.make_inputs, **options), ())
+
+
+# The whole suite's samples for the interpreter take minutes; these meet every line of the kernels.
+_INTERPRETED = (
+    "plain", "d80", "gqa", "causal", "bottom_right", "window", "key_lengths", "key_lengths_rows",
+    "both_lengths", "bool_mask_keys", "bool_mask_rows", "bias_row", "bias_fp32", "no_keys",
+)  # fmt: skip
+_EVERYTHING = _small(
+    "everything at once", B=2, H=2, K=1, M=40, N=50, D=24, E=40, mask="min BMN",
+    causal="bottom_right", window=(25, -1), key_lengths=[50, 30], query_lengths=[40, 21],
+    dropout_p=0.2,
+)  # fmt: skip
+
+
+def _samples() -> list[Any]:
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if NATIVE else (torch.bfloat16,)
+    cases = []
+    for sample in (*spec.SAMPLES, _EVERYTHING):
+        short = sample.name in _INTERPRETED or sample is _EVERYTHING
+        marks = () if NATIVE or short else (pytest.mark.slow,)
+        for dtype in dtypes:
+            id = f"{sample.name}-{str(dtype).removeprefix('torch.')}"
+            cases.append(pytest.param(sample, dtype, marks=marks, id=id))
+    return cases
+
+
+@runs
+@pytest.mark.parametrize("sample, dtype", _samples())
+def test_sample(sample: Sample, dtype: torch.dtype) -> None:
+    if sample.name == "columns":
+        pytest.skip("the last dimension is not contiguous: refused")
+    call = Call(sample, dtype)
+    call.check(call.run())
+
+
+TILINGS = {
+    "descriptors": BwdConfig(
+        BwdTile(32, 64, 4, 2, tma=True), BwdTile(64, 32, 4, 2, tma=True, late=True)
+    ),
+    "separate": BwdConfig(BwdTile(64, 64, 4, 1), BwdTile(16, 64, 4, 1), separate=True, widest=16),
+    "whole": BwdConfig(BwdTile(128, 128, 8, 1), BwdTile(128, 128, 8, 1, late=True)),
+}
+_SHAPES = {
+    "lengths": {"M": 70, "causal": True, "key_lengths": [70, 33], "query_lengths": [65, 70]},
+    "mask": {"M": 70, "N": 66, "mask": "rows BMN"},
+    "dropout": {"H": 1, "M": 70, "N": 50, "dropout_p": 0.25},
+}
+
+
+@runs
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("name", _SHAPES)
+def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
+    call = Call(_small(name, B=_SHAPES[name].get("B", 2), **_SHAPES[name]), torch.float16)
+    call.check(call.run(TILINGS[tiling]))
+
+
+@runs
+@pytest.mark.parametrize("dout, dlse", [(True, False), (False, True), (False, False)])
+def test_an_output_without_gradient(dout: bool, dlse: bool) -> None:
+    sample = _small("one output", B=1, M=40, N=50, causal="bottom_right", mask="float HMN")
+    call = Call(sample, torch.float32, dout, dlse)
+    call.check(call.run())
+
+
+@runs
+def test_only_what_is_wanted_is_written() -> None:
+    """And what is written does not depend on it."""
+    call = Call(_small("wanted", B=1, H=1, M=40, mask="float MN", dropout_p=0.1), torch.float32)
+    everything = call.run()
+    for wanted in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 1, 1, 0)):
+        results = call.run(needs=[bool(x) for x in wanted])
+        for name, needed in zip(RESULTS, wanted, strict=True):
+            if needed:
+                assert torch.equal(results[name], everything[name]), name
+            else:
+                assert results[name].numel() == 0
+
+
+@runs
+def test_scores_far_below_zero() -> None:
+    """Rows whose lse is below log of the smallest float, in tiles that are not whole."""
+    sample = _small("low scores", B=1, H=1, M=192, D=16, mask="bool MN", amplitude=0.01)
+    call = Call(sample, torch.float32)
+    q, k = call.tensors[:2]
+    q[..., 0] = -150.0
+    k[..., 0] = 4.0
+    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    assert call.lse.max() < -88
+    call.check(call.run())
+
+
+@runs
+@pytest.mark.parametrize("letters", ["1", "H", "N", "BM", "HMN"])
+def test_gradient_of_a_broadcast_bias(letters: str) -> None:
+    """Summed over what it is broadcast over, in shares that are always the same."""
+    sample = _small(f"bias {letters}", B=2, M=40, N=33, D=16, mask=f"fp32 {letters}")
+    call = Call(sample, torch.float16)
+    first, again = call.run(needs=[False, False, False, True]), call.run()
+    call.check(first)
+    assert torch.equal(first["dmask"], again["dmask"])
+
+
+@runs
+def test_strides_of_every_kind() -> None:
+    """Rows inside heads or heads inside rows, steps that are no multiple of 8, expanded dout."""
+    call = Call(_small("strides", B=2, M=33, N=40, D=24, layout="bshd"), torch.float32)
+    q, k, v, *rest = call.tensors
+    padded = torch.randn(*k.shape[:3], 27)
+    padded[..., :24] = k
+    call.tensors = (q, padded[..., :24], v, *rest)
+    call.inputs["k"] = call.tensors[1]
+    assert call.dout is not None
+    call.dout = call.dout[:, :1, :1].expand(call.out.shape)
+    call.check(call.run())
+
+
+def _packed_samples() -> list[Any]:
+    short = ("several", "cross", "bottom_right", "gqa", "slack", "dropout", "no_sequences")
+    return [
+        pytest.param(s, marks=() if NATIVE or s.name in short else (pytest.mark.slow,), id=s.name)
+        for s in spec_varlen.SAMPLES
+    ]
+
+
+@runs
+@pytest.mark.parametrize("sample", _packed_samples())
+def test_packed_sample(sample: Sample) -> None:
+    generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
+    inputs = sample.make(generator, torch.float16)
+    get, causal = inputs.get, inputs.get("causal", False)
+    q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+    offsets = (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"])
+    options = (
+        inputs["max_seqlen_q"], inputs["max_seqlen_k"],
+        CAUSAL["top_left" if causal is True else causal], *(get("window") or (-1, -1)),
+        get("scale") or q.shape[2] ** -0.5, get("dropout_p", 0.0), get("dropout_seed"),
+        get("dropout_stream", 0),
+    )  # fmt: skip
+    out, lse = (x.contiguous() for x in reference.attention_varlen_fwd(q, k, v, *offsets, *options))
+    dout = torch.randn(out.shape, generator=generator).half()
+    dlse = torch.randn(lse.shape, generator=generator)
+    args = (dout, dlse, q, k, v, *offsets, out, lse, *options, [True] * 3)
+    moved = tuple(_move(x) for x in args)
+    assert launchers.attention_varlen_bwd_unsupported(*moved) is None
+    results = [torch.full_like(x, NAN) for x in moved[2:5]]
+    spaces = [
+        torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
+        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(*moved)
+    ]
+    launchers.attention_varlen_bwd(*moved, *results, *spaces)
+    wide = [x.double() if x.is_floating_point() else x for x in args[:7]]  # type: ignore[union-attr]
+    exact = reference.attention_varlen_bwd(*wide, out.double(), lse.double(), *args[9:])
+    same = reference.attention_varlen_bwd(*args)
+    for name, got, e, s in zip(RESULTS[:3], results, exact, same, strict=True):
+        got, e, s = (x.transpose(0, 1) for x in (got, e, s))
+        verdict = compare(got, e, s, 1 + e.abs(), slice_dims=1)
+        assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
+
+
+# -- lists of tiles -------------------------------------------------------------------------------
+
+
+@runs
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("letters", ["BHMN", "MN", "HN", "none"])
+def test_listed_tiles_are_what_the_pairs_say(letters: str, by_key: bool) -> None:
+    """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
+    tiles have lines without a pair."""
+    (B, H, M, N), (block_m, block_n) = (2, 2, 70, 50), (32, 16)
+    generator = torch.Generator().manual_seed(len(letters))
+    shape = [size if d in letters else 1 for size, d in zip((B, H, M, N), "BHMN", strict=True)]
+    mask = torch.rand(shape, generator=generator) > 0.1
+    mask[..., :40, :33] = True
+    mask[..., 40:] = mask[..., 40:] & (shape[3] == 1)
+    mask = None if letters == "none" else mask
+    lengths = torch.randint(20, N + 1, (B, M), generator=generator, dtype=torch.int32)
+    lengths[:, :35] = 50
+    queries = torch.tensor([70, 33], dtype=torch.int32)
+    q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
+    allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
+
+    limits = band(2, -1, -1, M, N)
+    mask, lengths, queries = _move(mask), _move(lengths), _move(queries)
+    described = None if mask is None else mask_shape(mask)
+    c = tiles.classes(described, B, True, M, N, 16, 16)
+    to = tiles.lists(c, M, N, block_m, block_n, by_key)
+    kinds, alive, listed = (
+        torch.full(size, 1 << 6, dtype=dtype, device=DEVICE)
+        for size, dtype, _ in c.spaces() + to.spaces()
+    )
+    strides = (0, 0, 0, 0) if described is None else described.strides
+    tiles.classifier(
+        c, mask, described, lengths, queries, limits, M, N, strides, (M, 1, 1)
+    )(mask, lengths, queries, kinds, alive)  # fmt: skip
+    tiles.lister(c, to, by_key)(kinds, listed)
+
+    outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
+    for b in range(B):
+        for h in range(H):
+            pairs = allowed[b, h].T if by_key else allowed[b, h]
+            for o, lines in enumerate(pairs.split(outer)):
+                row = listed[b, min(h, to.heads - 1), o].tolist()
+                full, partial_, edge = row[:3]
+                entries = row[4 : 4 + full + partial_ + edge]
+                some = [t for t, tile in enumerate(lines.split(inner, 1)) if tile.any()]
+                assert sorted(entries) == some
+                for n, t in enumerate(entries):
+                    tile = lines.split(inner, 1)[t]
+                    if n < full:
+                        assert tile.all() and tile.shape[1] == inner
+                    elif n < full + partial_:
+                        assert tile.any(0).all() and tile.shape[1] == inner
+    if not by_key:
+        for m in range(c.tiles_m):
+            rows = allowed[:, : c.heads, m * 16 : m * 16 + 16].any(2)
+            assert torch.equal(alive.cpu()[:, :, m].flatten(2)[..., :N] > 0, rows)
+
+
+# -- tilings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_every_head_dim_has_a_tiling(arch: str) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for D in (8, 64, 72, 128, 136, 192, 256):
+            for banded, dense in ((False, False), (True, False), (True, True)):
+                config = config_bwd.bwd_config(arch, dtype, D, D, banded, dense)
+                for tile in (config.dq, config.dkdv):
+                    assert tile.block_m % 16 == tile.block_n % 16 == 128 % tile.block_m == 0
+                for first, second in (config.widths(D), config.widths(8)):
+                    assert first + second >= 8 and max(first, second) <= config.widest
+                assert config.precision in ("ieee", "tf32x3")
+                found = config_bwd.candidates(arch, dtype, D, D, banded, dense)
+                assert found[0] == config and len(set(found)) == len(found)
+    assert len(config_bwd.candidates("sm_90", torch.bfloat16, 128, 128)) > 5
+
+
+def test_refuses_what_it_cannot_run() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    rest = (0, -1, -1, 1.0, 0.0, None, 0, [True] * 4)
+
+    def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
+        args = (v, None, q, k, v, None, None, None, v, v[..., 0])
+        return str(launchers.attention_bwd_unsupported(*args, *rest))
+
+    wide = torch.randn(1, 1, 4, 264)
+    assert refusal(q, q, q) == "None"
+    assert "float64" in refusal(q.double(), q, q)
+    assert "head dims up to 256, got 264" in refusal(wide, wide, q)
+    assert "contiguous last dimension, got k" in refusal(q, q.mT.contiguous().mT, q)
+
+
+# -- the interpreter's own process ----------------------------------------------------------------
+
+
+@compiles
+@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    options = ["-q", "-x", "-m", which, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 25
+
+
+# -- compilers ------------------------------------------------------------------------------------
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+TENSOR_MEMORY_COLUMNS = 512
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": 2},
+    "grouped": {"causal": 2, "K": 2},
+    "lengths": {"key_lengths": 1, "query_lengths": True},
+    "row_lengths": {"key_lengths": 2, "causal": 1},
+    "bool": {"mask": (torch.bool, (2, 1, 1024, 1024))},
+    "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
+    "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
+    "fp32_bias": {"mask": (torch.float32, (1, 4, 1, 1024)), "causal": 1},
+    "dropout": {"dropout_p": 0.1, "causal": 2},
+    "fp32": {"dtype": torch.float32, "causal": 2},
+    "ragged": {"M": 1001},
+}
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Kernels launched inside are compiled for `arch`, collected and not run."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[Any] = []
+    run = JITFunction.run
+    used = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        used.add(self)
+        self.device_caches.clear()
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(_env, "architecture", lambda *device: arch)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
+        try:
+            yield found
+        finally:
+            for function in used:
+                function.device_caches.clear()
+
+
+def _launch(
+    D: int,
+    E: int | None = None,
+    *,
+    M: int = 1024,
+    K: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    key_lengths: int = 0,
+    query_lengths: bool = False,
+    causal: int = 0,
+    dropout_p: float = 0.0,
+    config: BwdConfig | None = None,
+) -> None:
+    """A backward as the op would launch it, on tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    E = E or D
+    q, k, v, out = empty(2, 4, M, D), empty(2, K, 1024, D), empty(2, K, 1024, E), empty(2, 4, M, E)
+    bias = None if mask is None else empty(*mask[1], dtype=mask[0])
+    lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
+    needs = [True, True, True, bias is not None and bias.is_floating_point()]
+    args = (
+        out, None, q, k, v, bias, lengths, empty(2, dtype=torch.int32) if query_lengths else None,
+        out, empty(2, 4, M, dtype=torch.float32), causal, -1, -1, 0.125, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
+    )  # fmt: skip
+    results = (q, k, v, bias if needs[3] else empty(0))
+    if config is not None:
+        launchers.attention_bwd_with_config(config, *args, *results)
+        return
+    spaces = [
+        empty(*shape, dtype=dtype) for shape, dtype, _ in launchers.attention_bwd_workspace(*args)
+    ]
+    launchers.attention_bwd(*args, *results, *spaces)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _loops(code: str) -> list[list[str]]:
+    """Instructions of the innermost loops, in the order of the code. Reads `cuobjdump -sass`."""
+    lines = [(int(a, 16), t) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)]
+    found = []
+    for address, text in lines:
+        target = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            found.append((int(target[1], 16), address))
+    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [[t for x, t in lines if a <= x <= b] for a, b in sorted(inner)]
+
+
+def _count(pattern: str, code: Sequence[str]) -> int:
+    return sum(bool(re.search(pattern, line)) for line in code)
+
+
+TENSOR = r"\bHGMMA|\bUTC\w*MMA|\bHMMA"
+# The kernels over whole tiles; the others read masks or add up, once a call.
+MAIN = ("attention_bwd_dq_kernel", "attention_bwd_dkdv_kernel")
+
+
+def _examine(kernel: Any, arch: str, folder: Path) -> None:
+    """Fits on the GPU, uses its tensor cores, and does not spill where the time goes."""
+    name = kernel.metadata.name
+    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024, name
+    if arch == "gfx942":
+        text = kernel.asm["amdgcn"]
+        assert name not in MAIN or "v_mfma" in text
+        spilled = [int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)]
+        assert max(spilled) <= (2 if name in MAIN else 0), f"{name} spills {max(spilled)}"
+        return
+    assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS
+    if name not in MAIN:
+        return
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    code = _tool("cuobjdump", "-sass", str(cubin))
+    wanted = {"sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA"}.get(arch, r"\bHMMA")
+    if "tf32x3" in kernel.asm["ttir"]:  # blocks of 32: mma.sync everywhere
+        wanted = r"\bHMMA"
+    loops = [body for body in _loops(code) if _count(wanted, body)]
+    assert loops, f"{name} has no loop with {wanted}"
+    # The first loop runs over full tiles.
+    tolerated = 4 if "tf32x3" in kernel.asm["ttir"] else 0
+    spills = _count(r"\b(STL|LDL)", loops[0])
+    assert spills <= tolerated, f"{name} spills in its loop over full tiles"
+    if arch == "sm_90" and wanted == r"\bHGMMA":
+        # More waits than that, and ptxas has serialised the products of a warpgroup.
+        for body in loops:
+            assert _count(r"WARPGROUP\.DEPBAR", body) <= max(8, _count(wanted, body) // 2), name
+    # Around those loops, and in those over edge tiles, a little may be kept in memory.
+    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    assert max(int(n) for n in re.findall(r"STACK:(\d+)", usage)) <= 384, name
+
+
+# What runs always, and what the slow run adds: two features everywhere, on Hopper all of them.
+_ALWAYS = {
+    ("sm_90", 64): ("plain", "causal", "bool"),
+    ("sm_90", 128): ("causal", "bias"),
+    ("sm_90", 256): ("causal",),
+    ("sm_80", 64): ("causal",),
+    ("sm_80", 128): ("lengths",),
+    ("sm_100", 128): ("causal",),
+    ("gfx942", 64): ("causal", "padding"),
+    ("gfx942", 128): ("plain",),
+}
+
+
+def _shipped() -> list[Any]:
+    cases = []
+    for arch in TARGETS:
+        for D in (64, 80, 128, 192, 256):
+            for feature in FEATURES:
+                always = feature in _ALWAYS.get((arch, D), ())
+                if not (always or feature in ("causal", "bool") or (arch == "sm_90" and D != 192)):
+                    continue
+                marks = () if always else (pytest.mark.slow,)
+                id = f"{arch}-{D}-{feature}"
+                cases.append(pytest.param(arch, D, feature, marks=marks, id=id))
+    return cases
+
+
+@compiles
+@pytest.mark.parametrize("arch, D, feature", _shipped())
+def test_compiles(
+    arch: str, D: int, feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with _compiled(arch, monkeypatch) as found:
+        _launch(D, **FEATURES[feature])
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
+    for kernel in found:
+        _examine(kernel, arch, tmp_path)
+
+
+@compiles
+def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A tiling with more accumulators than registers fails the examination above."""
+    config = BwdConfig(BwdTile(64, 32, 4, 2), BwdTile(32, 128, 4, 1))
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch(256, causal=1, config=config)
+    dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
+    with pytest.raises(AssertionError, match="spills in its loop"):
+        _examine(dkdv, "sm_90", tmp_path)

@@ -54,7 +54,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
     wish = {"FASTATTN_NATIVE": "cpu", "FASTATTN_SANITIZE": "address,undefined"}
     built = subprocess.run(
-        command, cwd=ROOT, env=os.environ | wish, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env=os.environ | wish, capture_output=True, text=True, timeout=1200
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert (folder / "fastattn" / "_C_cpu.abi3.so").is_file()
@@ -62,7 +62,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(2500)
 @pytest.mark.skipif(_runtime("libasan.so") is None, reason="the compiler has no libasan")
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
 @pytest.mark.parametrize("isa", ISAS)
@@ -78,7 +78,7 @@ def test_samples_under_sanitizers(package: Path, isa: str) -> None:
     }
     command = [sys.executable, "-c", CHECK, isa, *OPTIONS]
     result = subprocess.run(
-        command, cwd=package, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=package, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     [passed] = re.findall(r"^(\d+) passed, \d+ refused, 0 failed$", result.stdout, re.M)

@@ -44,20 +44,22 @@ class BwdConfig:
     """dq owns queries, dkdv owns keys; dmask runs on the smaller block of either side.
 
     separate: dk and dv by two launches, each with the registers of one. precision: of fp32
-    products. widest: a head dim is cut into two tiles where one would be wider.
+    products. halves: head dims above it are two equal tiles (and padded more than they need be).
     """
 
     dq: BwdTile
     dkdv: BwdTile
     separate: bool = False
     precision: str = "ieee"
-    widest: int = 256
+    halves: int | None = None
     dmask_warps: int = 4
 
     def widths(self, width: int) -> tuple[int, int]:
         """The two tiles of a head dim; the second may be 0."""
-        first, second = split_width(width)
-        return (first // 2, first // 2) if first > self.widest and second == 0 else (first, second)
+        if self.halves is None:
+            return split_width(width)
+        whole = 1 << max(4, (width - 1).bit_length())
+        return (whole, 0) if whole <= self.halves else (whole // 2, whole // 2)
 
 
 _T, _C = BwdTile, BwdConfig
@@ -68,7 +70,7 @@ _Rows = tuple[tuple[int, BwdConfig], ...]
 # For the interpreter: several tiles in small tensors, and other blocks in each kernel.
 _INTERPRETER: _Rows = (
     (64, _C(_T(64, 32, 4, 1), _T(32, 64, 4, 1))),
-    (256, _C(_T(32, 64, 4, 1), _T(64, 32, 4, 1, late=True), separate=True, widest=128)),
+    (256, _C(_T(32, 64, 4, 1), _T(64, 32, 4, 1, late=True), separate=True, halves=128)),
 )
 
 # Hopper: two warpgroups of 64 rows each. Descriptors save 20 to 60 registers over pointers, but
@@ -118,8 +120,9 @@ _SMALL: _Rows = (
 # fp32 as three TF32 products; "ieee" runs beside the tensor cores and takes ptxas 40 s at D = 128.
 _FP32: _Rows = (
     (64, _C(_T(32, 32, 4, 1), _T(32, 32, 8, 1), precision="tf32x3")),
-    (128, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", widest=64)),
-    (256, _C(_T(16, 32, 8, 1), _T(32, 16, 8, 1), True, "tf32x3", widest=128)),
+    (96, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", halves=128)),
+    (128, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", halves=64)),
+    (256, _C(_T(16, 32, 8, 1), _T(32, 16, 8, 1), True, "tf32x3", halves=128)),
 )
 
 # AMD (CDNA): 64 KiB of shared memory; "ieee" is what its matrix cores do with fp32.

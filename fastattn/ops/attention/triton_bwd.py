@@ -36,6 +36,8 @@ _STATISTICS_ROWS = 128
 _SECTION_BYTES = 32 << 20
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22
+# Summing delta over so many keys costs next to nothing.
+_FEW_KEYS = 16
 # Programs that keep a GPU busy; where fewer own the tiles of a mask they share their sums.
 _DMASK_PROGRAMS = 512
 
@@ -295,8 +297,15 @@ def _bind(
     dead_keys |= limits.has_high and (has_query_lengths or limits.high < N - M)
     dead_keys |= limits.has_low and limits.low > 0
     bias = mask is not None and mask.dtype != torch.bool
-    # The gradient of a mask that is more precise than out shows out's rounding in delta.
-    exact_delta = dout is not None and need_dmask and dmask.dtype.itemsize > out.dtype.itemsize
+    # delta carries out's rounding. That shows where gradients are more precise than out, or vanish
+    # in theory: in a mask's column of all keys, and in rows that drop out of very few keys.
+    few_keys = N <= _FEW_KEYS or (
+        limits.has_low and limits.has_high and limits.high - limits.low < _FEW_KEYS
+    )
+    exact_delta = dout is not None and out.dtype.itemsize < 4
+    exact_delta &= (dropout_p > 0.0 and few_keys) or (
+        need_dmask and (dmask.dtype.itemsize > out.dtype.itemsize or dmask.shape[3] == 1)
+    )
     restrictions = {
         "HAS_LOW": limits.has_low,
         "HAS_HIGH": limits.has_high,

@@ -396,7 +396,7 @@ def attention_bwd_dq_kernel(
 ):
     """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. EDGES: edge tiles may occur without LISTS.
 
-    EXACT_DELTA (with LISTS): delta is summed over the keys once more, for out was rounded too much.
+    EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much.
     PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
     M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
     Strides of the tensors come divided by STRIDE_UNIT, so that the compiler sees their alignment.
@@ -507,7 +507,9 @@ def attention_bwd_dq_kernel(
     # -- statistics; dropout's factor of dp goes out of ds = p (dp - delta), into its sums' scale
     if EXACT_DELTA:
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
-            tile = tl.load(lists_ptr + index)
+            tile = first + index
+            if LISTS:
+                tile = tl.load(lists_ptr + index)
             delta, _ = dq_tile(
                 delta, delta, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
                 v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,

@@ -62,7 +62,7 @@ class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
             )
             return F.linear(context, self.out_proj.weight, self.out_proj.bias), None
 
-        _check_causal_hint(is_causal, attn_mask)
+        check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
         q, k, v = project(self, query, key, value)
         k, v, extra = extended_keys(self, k, v)
@@ -155,7 +155,7 @@ def attention_context(
     streams: DropoutStreams,
 ) -> Tensor:
     """What `module` computes before its output projection, in query's layout `[..., E]`."""
-    _check_causal_hint(is_causal, attn_mask)
+    check_causal_hint(is_causal, attn_mask)
     attn_mask, key_padding_mask = matching_masks(attn_mask, key_padding_mask, query.dtype)
     q, k, v = project(module, query, key, value)
     k, v, extra = extended_keys(module, k, v)
@@ -220,15 +220,21 @@ def project(
 def project_packed(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
-    """x times parts `first` to `first + count` of the packed weight (0 query, 1 key, 2 value)."""
+    """x times parts `first` to `first + count` of the packed weight, as heads `[B, H, S, D]`."""
+    return tuple(_heads(module, part) for part in project_parts(module, x, first, count))
+
+
+def project_parts(
+    module: nn.MultiheadAttention, x: Tensor, first: int, count: int
+) -> tuple[Tensor, ...]:
+    """x `[..., E]` times parts of the packed weight (0 query, 1 key, 2 value): `[..., H, D]`."""
     weight: Tensor = module.in_proj_weight
     bias: Tensor | None = module.in_proj_bias
     if count < 3:
         rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
         weight, bias = weight[rows], None if bias is None else bias[rows]
     packed = F.linear(x, weight, bias)  # [..., count * E]
-    parts = packed.unflatten(-1, (count, module.num_heads, module.head_dim)).unbind(-3)
-    return tuple(_heads(module, part) for part in parts)
+    return packed.unflatten(-1, (count, module.num_heads, module.head_dim)).unbind(-3)
 
 
 def extended_keys(
@@ -416,7 +422,8 @@ class LengthMaskedMultiheadAttention(nn.Module):
         return f"num_heads={self.num_heads}, dropout={self.dropout}"
 
 
-def _check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
+    """Raises as torch does where `is_causal` says something of a mask that is not there."""
     if is_causal and attn_mask is None:
         raise RuntimeError(
             "is_causal=True is a hint about attn_mask and needs it: pass "

@@ -4,7 +4,8 @@ Constructors, parameters, `state_dict` and masks are torch's; `forward` is ours,
 training and evaluation. A layer is a row of blocks: attention or feed-forward network, dropout,
 residual, norm. A block runs as fused ops while its modules are plain (see `fusion`), else as the
 composition that torch writes: `_sa_block`, `_mha_block`, `_ff_block` and the norms, called as
-modules. Nested tensors and masks that torch rejects go to torch.
+modules. Nested tensors and masks that torch rejects go to torch. `src_lengths` and `tgt_lengths`
+ask for packed execution (see `packing`).
 
 Causality: `is_causal=None` compares the mask with the causal one, which waits for the device as in
 torch; while compiling, in a CUDA graph and without data the mask is used as it is, with the same
@@ -25,6 +26,7 @@ from fastattn.nn.attention import (
     allowed_mask,
     attend,
     attention_context,
+    check_causal_hint,
     covers,
     floating_mask,
     matching_masks,
@@ -35,6 +37,13 @@ from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import DropoutStreams, TorchScriptable, active_p, inherits, is_plain
 from fastattn.nn.norm import LayerNorm, RMSNorm, fused_add_norm, fused_add_norm_and_sum, fuses
+from fastattn.nn.packing import (
+    Lengths,
+    Packing,
+    packed_context,
+    packs,
+    refuse_padding_masks,
+)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 # What a block reads -> the attention's context before its output projection, None if not covered.
@@ -77,13 +86,7 @@ class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
             masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
             return self._sa_block(y, *masks, is_causal=is_causal)
 
-        pre = self.norm_first
-        x, y = src, self.norm1(src) if pre else src
-        norms = (self.norm2, None) if pre else (self.norm1, self.norm2)
-        x, y = _attention_block(
-            self, self.self_attn, x, y, attend_self, self_block, self.dropout1, norms[0], streams
-        )
-        return _feed_forward_block(self, x, y, self.dropout2, norms[1], streams)
+        return _encoder_layer(self, src, (attend_self, self_block), streams)
 
 
 class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
@@ -142,7 +145,12 @@ class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
 
 
 class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` on fused ops. Nested tensors are never made of padded ones."""
+    """`torch.nn.TransformerEncoder` on fused ops. Nested tensors are never made of padded ones.
+
+    src_lengths: integers, a list or a CPU tensor `[B]`: only the first tokens of each sequence are
+    real. The stack runs on these alone, and the result is 0 at the others; with masks or layers
+    that packed rows do not allow, it runs on all of them with a key padding mask instead.
+    """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
 
@@ -158,7 +166,11 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
+        *,
+        src_lengths: Lengths | None = None,
     ) -> Tensor:
+        if src_lengths is not None:
+            return self._forward_lengths(src, mask, src_key_padding_mask, is_causal, src_lengths)
         if src.is_nested or not _are_masks(mask, src_key_padding_mask):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         mask, padding = matching_masks(
@@ -179,9 +191,39 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
             )
         return output if self.norm is None else self.norm(output)
 
+    def _forward_lengths(
+        self,
+        src: Tensor,
+        mask: Tensor | None,
+        src_key_padding_mask: Tensor | None,
+        is_causal: bool | None,
+        src_lengths: Lengths,
+    ) -> Tensor:
+        refuse_padding_masks("src_lengths", src_key_padding_mask=src_key_padding_mask)
+        batch_first = self.layers[0].self_attn.batch_first
+        real = Packing.of(src, src_lengths, batch_first, "src", "src_lengths")
+        causal = detect_causal(mask, is_causal, src, batch_first)
+        if self._packs(mask, causal):
+            return real.unpack(self._forward_packed(real.pack(src), real, causal))
+        padding = _padding_beside(mask, real, src)
+        return real.zero_padding(self.forward(src, mask, padding, is_causal))
+
+    def _packs(self, mask: Tensor | None, causal: bool) -> bool:
+        check_causal_hint(causal, mask)
+        classes = nn.TransformerEncoderLayer, TransformerEncoderLayer
+        return (mask is None or causal) and all(packs(layer, classes) for layer in self.layers)
+
+    def _forward_packed(self, rows: Tensor, real: Packing, causal: bool) -> Tensor:
+        for layer in self.layers:
+            rows = _packed_encoder_layer(layer, rows, real, causal)
+        return rows if self.norm is None else self.norm(rows)
+
 
 class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
-    """`torch.nn.TransformerDecoder` on fused ops; `init_cache` and `step` decode incrementally."""
+    """`torch.nn.TransformerDecoder` on fused ops; `init_cache` and `step` decode incrementally.
+
+    tgt_lengths, src_lengths: of `tgt` and of `memory`, as in `TransformerEncoder`.
+    """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
 
@@ -200,7 +242,40 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
+        *,
+        tgt_lengths: Lengths | None = None,
+        src_lengths: Lengths | None = None,
     ) -> Tensor:
+        if tgt_lengths is not None or src_lengths is not None:
+            refuse_padding_masks(
+                "tgt_lengths or src_lengths",
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+            )
+            batch_first = self.layers[0].self_attn.batch_first
+            real = Packing.of(tgt, tgt_lengths, batch_first, "tgt", "tgt_lengths")
+            source = Packing.of(memory, src_lengths, batch_first, "memory", "src_lengths")
+            if source.batch != real.batch:
+                raise ValueError(
+                    f"memory must have the {real.batch} sequences of tgt, got {source.batch}"
+                )
+            causal = detect_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
+            if self._packs(tgt_mask, causal, memory_mask, memory_is_causal):
+                memory = source.pack(memory)
+                return real.unpack(
+                    self._forward_packed(real.pack(tgt), memory, real, source, causal)
+                )
+            output = self.forward(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                _padding_beside(tgt_mask, real, tgt),
+                _padding_beside(memory_mask, source, tgt),
+                tgt_is_causal,
+                memory_is_causal,
+            )
+            return real.zero_padding(output)
         output = tgt
         tgt_is_causal = detect_causal(
             tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first
@@ -217,6 +292,25 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
             )
         return output if self.norm is None else self.norm(output)
+
+    def _packs(
+        self, mask: Tensor | None, causal: bool, memory_mask: Tensor | None, memory_causal: bool
+    ) -> bool:
+        check_causal_hint(causal, mask)
+        check_causal_hint(memory_causal, memory_mask)
+        classes = nn.TransformerDecoderLayer, TransformerDecoderLayer
+        return (
+            (mask is None or causal)
+            and memory_mask is None
+            and all(packs(layer, classes) for layer in self.layers)
+        )
+
+    def _forward_packed(
+        self, rows: Tensor, memory: Tensor, real: Packing, source: Packing, causal: bool
+    ) -> Tensor:
+        for layer in self.layers:
+            rows = _packed_decoder_layer(layer, rows, memory, real, source, causal)
+        return rows if self.norm is None else self.norm(rows)
 
     @torch.no_grad()
     def init_cache(
@@ -285,7 +379,11 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
 
 
 class Transformer(TorchScriptable, nn.Transformer):
-    """`torch.nn.Transformer` on fused ops; custom parts that are not torch's classes stay so."""
+    """`torch.nn.Transformer` on fused ops; custom parts that are not torch's classes stay so.
+
+    src_lengths, tgt_lengths: as in `TransformerEncoder`; the encoder hands packed rows on to the
+    decoder. Both stacks must be ours then.
+    """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
 
@@ -293,6 +391,78 @@ class Transformer(TorchScriptable, nn.Transformer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             _adopt_children(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+        *,
+        src_lengths: Lengths | None = None,
+        tgt_lengths: Lengths | None = None,
+    ) -> Tensor:
+        if src_lengths is None and tgt_lengths is None:
+            return super().forward(
+                src,
+                tgt,
+                src_mask,
+                tgt_mask,
+                memory_mask,
+                src_key_padding_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                src_is_causal,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        refuse_padding_masks(
+            "src_lengths or tgt_lengths",
+            src_key_padding_mask=src_key_padding_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+        )
+        encoder, decoder = self.encoder, self.decoder
+        for name, stack, kind in (
+            ("encoder", encoder, TransformerEncoder),
+            ("decoder", decoder, TransformerDecoder),
+        ):
+            if not isinstance(stack, kind):
+                raise TypeError(
+                    f"src_lengths and tgt_lengths need {name} to be a fastattn.nn.{kind.__name__}, "
+                    f"got {type(stack).__name__}"
+                )
+        source = Packing.of(src, src_lengths, self.batch_first, "src", "src_lengths")
+        real = Packing.of(tgt, tgt_lengths, self.batch_first, "tgt", "tgt_lengths")
+        src_causal = detect_causal(src_mask, src_is_causal, src, self.batch_first)
+        tgt_causal = detect_causal(tgt_mask, tgt_is_causal, tgt, self.batch_first)
+        if encoder._packs(src_mask, src_causal) and decoder._packs(
+            tgt_mask, tgt_causal, memory_mask, memory_is_causal
+        ):
+            memory = encoder._forward_packed(source.pack(src), source, src_causal)
+            rows = decoder._forward_packed(real.pack(tgt), memory, real, source, tgt_causal)
+            return real.unpack(rows)
+        output = super().forward(
+            src,
+            tgt,
+            src_mask,
+            tgt_mask,
+            memory_mask,
+            _padding_beside(src_mask, source, src),
+            _padding_beside(tgt_mask, real, tgt),
+            _padding_beside(memory_mask, source, tgt),
+            src_is_causal,
+            tgt_is_causal,
+            memory_is_causal,
+        )
+        return real.zero_padding(output)
 
 
 _DROP_INS: dict[type[nn.Module], type[nn.Module]] = {
@@ -339,6 +509,14 @@ def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first
 def _adopt_children(module: nn.Module) -> None:
     for child in module.children():
         adopt(child)
+
+
+def _padding_beside(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
+    """The key padding mask of a packing, in the kind of the mask it stands beside."""
+    padding = real.padding()
+    if mask is None or mask.dtype is torch.bool:
+        return padding
+    return floating_mask(padding, x.dtype)  # type: ignore[return-value]
 
 
 def _are_masks(*masks: Tensor | None) -> bool:
@@ -442,6 +620,64 @@ def _feed_forward_block(
     return fused_add_norm(result, linear2.bias, x, dropout, norm, streams)
 
 
+def _encoder_layer(
+    layer: nn.TransformerEncoderLayer,
+    x: Tensor,
+    to_self: tuple[Context, Block],
+    streams: DropoutStreams,
+) -> Tensor:
+    """The two blocks of an encoder layer, padded and packed alike."""
+    pre = layer.norm_first
+    norms = (layer.norm2, None) if pre else (layer.norm1, layer.norm2)
+    y = layer.norm1(x) if pre else x
+    x, y = _attention_block(
+        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+    )
+    return _feed_forward_block(layer, x, y, layer.dropout2, norms[1], streams)
+
+
+def _packed_encoder_layer(
+    layer: nn.TransformerEncoderLayer, x: Tensor, real: Packing, causal: bool
+) -> Tensor:
+    """`layer` on packed rows `[T, E]`."""
+    streams, attention = DropoutStreams(x.device), layer.self_attn
+
+    def attend_self(y: Tensor) -> Tensor:
+        return packed_context(attention, y, y, real, real, causal, streams)
+
+    def self_block(y: Tensor) -> Tensor:
+        return layer.dropout1(_output(attention, attend_self(y)))
+
+    return _encoder_layer(layer, x, (attend_self, self_block), streams)
+
+
+def _packed_decoder_layer(
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    memory: Tensor,
+    real: Packing,
+    source: Packing,
+    causal: bool,
+) -> Tensor:
+    """`layer` on packed rows x `[T, E]` over packed memory `[S, E]`."""
+    streams = DropoutStreams(x.device)
+    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
+
+    def attend_self(y: Tensor) -> Tensor:
+        return packed_context(self_attn, y, y, real, real, causal, streams)
+
+    def attend_memory(y: Tensor) -> Tensor:
+        return packed_context(cross_attn, y, memory, real, source, False, streams)
+
+    return _decoder_layer(
+        layer,
+        x,
+        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
+        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
+        streams,
+    )
+
+
 def _decoder_layer(
     layer: nn.TransformerDecoderLayer,
     x: Tensor,
@@ -449,7 +685,7 @@ def _decoder_layer(
     to_memory: tuple[Context, Block],
     streams: DropoutStreams,
 ) -> Tensor:
-    """The three blocks of a decoder layer, whole sequences and single steps alike."""
+    """The three blocks of a decoder layer: padded, packed, and single steps alike."""
     pre = layer.norm_first
     norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
     y = layer.norm1(x) if pre else x

@@ -1,0 +1,178 @@
+"""Packed execution: a stack of layers run on the real tokens of a padded batch alone.
+
+`src_lengths=` and `tgt_lengths=` of the stacks ask for it. `Packing` knows which rows of the batch
+are real; rows are gathered once at the entry, `[B, S, E]` to `[T, E]`, and scattered once at the
+exit, where padding is 0. In between everything but attention is row-wise, and attention is
+`attention_varlen`. Lengths live on the CPU, so nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.attention import MultiheadAttention, project_parts
+from fastattn.nn.fusion import DropoutStreams, is_plain
+from fastattn.nn.norm import LayerNorm, RMSNorm
+
+Lengths: TypeAlias = Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the real rows of a padded batch are.
+
+    rows: int64 [T], the place of each packed row in the batch with its two leading dimensions
+    flattened. cu_seqlens: int32 [B + 1]. Both on the data's device.
+    """
+
+    batch: int
+    length: int
+    batch_first: bool
+    lengths: Tensor  # int32 [B], on the data's device
+    longest: int
+    cu_seqlens: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(
+        cls, x: Tensor, lengths: Lengths | None, batch_first: bool, x_name: str, name: str
+    ) -> "Packing":
+        """The packing of `x`, `[B, S, E]` or `[S, B, E]`, by `lengths` (None: every row is real).
+
+        Raises ValueError or TypeError that call the two by their names.
+        """
+        if x.dim() != 3:
+            wanted = "[B, S, E]" if batch_first else "[S, B, E]"
+            raise ValueError(f"{x_name} must be {wanted} with {name}, got {list(x.shape)}")
+        B, S = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
+        numbers = [S] * B if lengths is None else _numbers(lengths, B, S, name)
+        offsets = [0]
+        for number in numbers:
+            offsets.append(offsets[-1] + number)
+        total = offsets[-1]
+        on_device = _to_device([*numbers, *offsets], x.device)
+        lengths_, cu_seqlens = on_device[:B], on_device[B:]
+        # Packed row t of sequence b is its position t - cu_seqlens[b].
+        sequence = torch.repeat_interleave(
+            torch.arange(B, device=x.device), lengths_, output_size=total
+        )
+        position = torch.arange(total, device=x.device) - cu_seqlens[sequence]
+        rows = sequence * S + position if batch_first else position * B + sequence
+        return cls(B, S, batch_first, lengths_, max([0, *numbers]), cu_seqlens, rows)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The padded `x` -> its real rows `[T, E]`, sequence after sequence."""
+        return x.flatten(0, 1).index_select(0, self.rows)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """`[T, E]` -> the padded layout, with zeros where there is no token."""
+        padded = rows.new_zeros(self.batch * self.length, rows.shape[-1])
+        padded = padded.index_copy(0, self.rows, rows)
+        return padded.unflatten(0, self._leading)
+
+    def padding(self) -> Tensor:
+        """Bool `[B, S]`, True where there is no token: torch's key padding mask."""
+        return torch.arange(self.length, device=self.lengths.device) >= self.lengths[:, None]
+
+    def zero_padding(self, x: Tensor) -> Tensor:
+        """The padded `x` with zeros where there is no token."""
+        padding = self.padding() if self.batch_first else self.padding().t()
+        return x.masked_fill(padding[..., None], 0.0)
+
+    @property
+    def _leading(self) -> tuple[int, int]:
+        return (self.batch, self.length) if self.batch_first else (self.length, self.batch)
+
+
+def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
+    """Lengths and a key padding mask of the same sequences: one of them is too many."""
+    for name, mask in masks.items():
+        if mask is not None:
+            raise ValueError(f"{name} must be None with {lengths}, which says the same: give one")
+
+
+def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+    """Whether `layer` does the same to packed rows: torch's or our class, its modules plain."""
+    if not is_plain(layer, *classes) or "_sa_block" in layer.__dict__:
+        return False
+    if "_ff_block" in layer.__dict__ or "_mha_block" in layer.__dict__:
+        return False
+    norms = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
+    for name, child in layer.named_children():
+        if name in ("self_attn", "multihead_attn"):
+            if not is_plain(child, nn.MultiheadAttention, MultiheadAttention):
+                return False
+            if child.in_proj_weight is None or child.bias_k is not None or child.add_zero_attn:
+                return False
+        elif name.startswith("norm") and not is_plain(child, *norms):
+            return False
+    return True
+
+
+def packed_context(
+    attention: nn.MultiheadAttention,
+    y: Tensor,
+    memory: Tensor,
+    queries: Packing,
+    keys: Packing,
+    causal: bool,
+    streams: DropoutStreams,
+) -> Tensor:
+    """The context of `attention`, before its output projection: y `[T, E]`, memory `[S, E]`."""
+    if y is memory:
+        q, k, v = project_parts(attention, y, 0, 3)  # [T, H, D]
+    else:
+        (q,) = project_parts(attention, y, 0, 1)
+        k, v = project_parts(attention, memory, 1, 2)
+    p = float(attention.dropout) if attention.training else 0.0
+    heads = functional.attention_varlen(
+        q,
+        k,
+        v,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.longest,
+        keys.longest,
+        causal="top_left" if causal else False,
+        dropout_p=p,
+        **streams.take(p),
+    )
+    return heads.flatten(-2)  # type: ignore[union-attr]
+
+
+def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:
+    if isinstance(lengths, Tensor):
+        if lengths.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be on the CPU, where reading it waits for nothing, "
+                f"got {lengths.device}"
+            )
+        if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:
+            raise ValueError(
+                f"{name} must be int32 or int64 [{B}], got {lengths.dtype} {list(lengths.shape)}"
+            )
+        numbers = lengths.tolist()
+    else:
+        numbers = list(lengths)
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise TypeError(f"{name} must hold integers, got {number!r}")
+    if len(numbers) != B:
+        raise ValueError(
+            f"{name} must have one length for each of the {B} sequences, got {len(numbers)}"
+        )
+    for number in numbers:
+        if not 0 <= number <= S:
+            raise ValueError(f"{name} must be between 0 and {S}, got {number}")
+    return numbers
+
+
+def _to_device(numbers: list[int], device: torch.device) -> Tensor:
+    values = torch.tensor(numbers, dtype=torch.int32)
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

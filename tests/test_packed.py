@@ -1,0 +1,246 @@
+"""Packed execution: `src_lengths` and `tgt_lengths` against key padding masks, row by row."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastattn import nn as fnn
+
+E, H = 16, 2
+SRC_LENGTHS, TGT_LENGTHS = [7, 3, 0, 1], [2, 5, 4, 0]
+STYLES = list(itertools.product((True, False), (True, False)))
+
+
+def make(kind: type, batch_first: bool, norm_first: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {"dropout": 0.0, "batch_first": batch_first, "norm_first": norm_first} | options
+    if kind is fnn.Transformer:
+        return fnn.Transformer(E, H, 2, 2, 32, **settings)
+    if kind is fnn.TransformerEncoder:
+        return kind(
+            fnn.TransformerEncoderLayer(E, H, 32, **settings),
+            2,
+            nn.LayerNorm(E),
+            enable_nested_tensor=False,
+        )
+    return kind(fnn.TransformerDecoderLayer(E, H, 32, **settings), 2)
+
+
+def batch(S: int, batch_first: bool) -> Tensor:
+    x = torch.randn(len(SRC_LENGTHS), S, E, generator=torch.Generator().manual_seed(S))
+    return x if batch_first else x.transpose(0, 1).contiguous()
+
+
+def padding(lengths: list[int], S: int) -> Tensor:
+    return torch.arange(S) >= torch.tensor(lengths)[:, None]
+
+
+def causal(S: int) -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).triu(1)
+
+
+def assert_same(
+    ours: Tensor, padded: Tensor, lengths: list[int], batch_first: bool, inputs: list[Tensor]
+) -> None:
+    """Equal at real rows, zero elsewhere, equal gradients of whatever `inputs` are."""
+    pad = padding(lengths, ours.shape[1 if batch_first else 0])
+    pad = pad if batch_first else pad.t()
+    torch.testing.assert_close(ours[~pad], padded[~pad], atol=2e-5, rtol=1e-4)
+    assert torch.equal(ours[pad], torch.zeros_like(ours[pad]))
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9))
+    expected = torch.autograd.grad(
+        (padded * weights)[~pad].sum(), inputs, allow_unused=True, retain_graph=True
+    )
+    got = torch.autograd.grad((ours * weights).sum(), inputs, allow_unused=True)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_encoder(batch_first: bool, norm_first: bool, masked: bool) -> None:
+    model = make(fnn.TransformerEncoder, batch_first, norm_first)
+    src = batch(7, batch_first).requires_grad_()
+    mask = causal(7) if masked else None
+    padded = model(src, mask=mask, src_key_padding_mask=padding(SRC_LENGTHS, 7))
+    for lengths in (SRC_LENGTHS, torch.tensor(SRC_LENGTHS)):
+        ours = model(src, mask=mask, src_lengths=lengths)
+        assert_same(ours, padded, SRC_LENGTHS, batch_first, [src, *model.parameters()])
+
+
+@pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
+def test_decoder(batch_first: bool, norm_first: bool) -> None:
+    model = make(fnn.TransformerDecoder, batch_first, norm_first)
+    tgt, memory = batch(5, batch_first).requires_grad_(), batch(7, batch_first).requires_grad_()
+    inputs = [tgt, memory, *model.parameters()]
+    lengths: dict[str, Any]
+    for lengths in ({"tgt_lengths": TGT_LENGTHS, "src_lengths": SRC_LENGTHS},
+                    {"tgt_lengths": TGT_LENGTHS}, {"src_lengths": SRC_LENGTHS}):  # fmt: skip
+        real = lengths.get("tgt_lengths", [5] * 4)
+        padded = model(
+            tgt,
+            memory,
+            tgt_mask=causal(5),
+            tgt_is_causal=True,
+            tgt_key_padding_mask=padding(real, 5),
+            memory_key_padding_mask=padding(lengths.get("src_lengths", [7] * 4), 7),
+        )
+        ours = model(tgt, memory, tgt_mask=causal(5), tgt_is_causal=True, **lengths)
+        assert_same(ours, padded, real, batch_first, inputs)
+
+
+@pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
+def test_transformer(batch_first: bool, norm_first: bool) -> None:
+    model = make(fnn.Transformer, batch_first, norm_first)
+    src, tgt = batch(7, batch_first).requires_grad_(), batch(5, batch_first).requires_grad_()
+    src_padding, tgt_padding = padding(SRC_LENGTHS, 7), padding(TGT_LENGTHS, 5)
+    padded = model(
+        src,
+        tgt,
+        tgt_mask=causal(5),
+        src_key_padding_mask=src_padding,
+        tgt_key_padding_mask=tgt_padding,
+        memory_key_padding_mask=src_padding,
+    )
+    ours = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)
+    assert_same(ours, padded, TGT_LENGTHS, batch_first, [src, tgt, *model.parameters()])
+
+
+def test_rows_are_packed_and_padding_is_never_read() -> None:
+    """Every layer sees the real tokens alone; NaN in the padding reaches nothing."""
+    model = make(fnn.TransformerEncoder, True, False)
+    src = batch(7, True)
+    src[padding(SRC_LENGTHS, 7)] = float("nan")
+    sizes = []
+    hook = model.layers[0].linear1.register_forward_hook(lambda m, args, y: sizes.append(y.shape))
+    out = model(src, src_lengths=SRC_LENGTHS)
+    hook.remove()
+    assert sizes == [(sum(SRC_LENGTHS), 32)]
+    assert out.isfinite().all()
+
+
+class Doubling(fnn.TransformerEncoderLayer):
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().forward(src, *args, **kwargs)
+
+
+def hooked(model: Any) -> None:
+    model.layers[0].register_forward_hook(lambda module, args, y: y + 1)
+
+
+def subclassed(model: Any) -> None:
+    model.layers[1].__class__ = Doubling
+
+
+def kdim(model: Any) -> None:
+    model.layers[0].self_attn = fnn.MultiheadAttention(E, H, add_zero_attn=True, batch_first=True)
+
+
+@pytest.mark.parametrize("change", [hooked, subclassed, kdim])
+def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
+    model = make(fnn.TransformerEncoder, True, False)
+    change(model)
+    src = batch(7, True).requires_grad_()
+    padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
+    ours = model(src, src_lengths=SRC_LENGTHS)
+    assert_same(ours, padded, SRC_LENGTHS, True, [src])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_that_cannot_be_packed_run_padded(
+    dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = make(fnn.Transformer, True, True)
+    src, tgt = batch(7, True).requires_grad_(), batch(5, True).requires_grad_()
+    band = torch.ones(7, 7, dtype=torch.bool).triu(3)
+    mask = band if dtype is torch.bool else torch.zeros(7, 7).masked_fill(band, -torch.inf)
+    src_padding = padding(SRC_LENGTHS, 7)
+    padded = model(
+        src,
+        tgt,
+        src_mask=mask,
+        src_key_padding_mask=src_padding
+        if dtype is torch.bool
+        else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
+        memory_key_padding_mask=src_padding,
+    )
+    ours = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
+    assert_same(ours, padded, [5] * 4, True, [src, tgt])
+    assert not [w for w in recwarn if "different types" in str(w.message)]
+
+
+def test_dropout_follows_the_seed() -> None:
+    model = make(fnn.TransformerEncoder, True, False, dropout=0.5).train()
+    src = batch(7, True)
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model(src, src_lengths=SRC_LENGTHS)
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_empty_batches_and_sequences() -> None:
+    model = make(fnn.TransformerEncoder, True, False)
+    assert model(torch.zeros(0, 3, E), src_lengths=[]).shape == (0, 3, E)
+    assert torch.equal(model(torch.ones(2, 3, E), src_lengths=[0, 0]), torch.zeros(2, 3, E))
+
+
+def test_autocast() -> None:
+    model = make(fnn.TransformerEncoder, True, True)
+    src = batch(7, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model(src, src_lengths=SRC_LENGTHS)
+        padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
+    real = ~padding(SRC_LENGTHS, 7)
+    assert ours.dtype == padded.dtype
+    torch.testing.assert_close(ours[real], padded[real], atol=0.05, rtol=0.05)
+
+
+def test_compiled() -> None:
+    model = make(fnn.TransformerEncoder, True, False)
+    src = batch(7, True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for lengths in (SRC_LENGTHS, [1, 2, 3, 4]):
+        torch.testing.assert_close(
+            compiled(src, src_lengths=lengths), model(src, src_lengths=lengths)
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([1, 2], ValueError, "src_lengths must have one length for each of the 4 sequences, got 2"),
+        ([1, 2, 3, 8], ValueError, "src_lengths must be between 0 and 7, got 8"),
+        ([1, 2, 3, -1], ValueError, "src_lengths must be between 0 and 7, got -1"),
+        ([1, 2, 3, 1.5], TypeError, "src_lengths must hold integers, got 1.5"),
+        (torch.ones(4), ValueError, "src_lengths must be int32 or int64 .4., got torch.float32"),
+        (torch.ones(4, dtype=torch.int64, device="meta"), ValueError, "must be on the CPU"),
+    ],
+)
+def test_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> None:
+    model = make(fnn.TransformerEncoder, True, False)
+    with pytest.raises(error, match=message):
+        model(batch(7, True), src_lengths=lengths)
+
+
+def test_contradictions() -> None:
+    model = make(fnn.Transformer, True, False)
+    src, tgt = batch(7, True), batch(5, True)
+    with pytest.raises(ValueError, match="src_key_padding_mask must be None with src_lengths"):
+        model(src, tgt, src_key_padding_mask=padding(SRC_LENGTHS, 7), src_lengths=SRC_LENGTHS)
+    with pytest.raises(
+        ValueError, match=r"src must be \[B, S, E\] with src_lengths, got \[7, 16\]"
+    ):
+        model.encoder(src[0], src_lengths=[7])
+    with pytest.raises(RuntimeError, match="is_causal=True is a hint about attn_mask"):
+        model.encoder(src, is_causal=True, src_lengths=SRC_LENGTHS)
+    with pytest.raises(ValueError, match="memory must have the 4 sequences of tgt, got 2"):
+        model.decoder(tgt, src[:2], src_lengths=[1, 2])
+    model.encoder = nn.Identity()
+    with pytest.raises(TypeError, match=r"need encoder to be a fastattn\.nn\.TransformerEncoder"):
+        model(src, tgt, src_lengths=SRC_LENGTHS)

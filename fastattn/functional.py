@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.ops._dropout import SECOND_STREAM
 from fastattn.ops._op import Explanation, explaining, recording_choices
-from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
@@ -25,6 +25,7 @@ from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 
 __all__ = [
+    "PreparedMask",
     "add_layer_norm",
     "attention",
     "attention_varlen",
@@ -33,6 +34,7 @@ __all__ = [
     "ffn",
     "layer_norm",
     "new_dropout_seed",
+    "prepare_mask",
     "rms_norm",
 ]
 
@@ -46,7 +48,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | PreparedMask | None = None,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
     causal: Causal = False,
@@ -70,7 +72,7 @@ def attention(
         k: [B, K, N, D], v: [B, K, N, E], in q's dtype. Query head h reads head h // (H // K).
         mask: broadcastable to [B, H, M, N]. bool: True = may attend. Floating: added to the scores;
             values at or below finfo(mask.dtype).min block. A floating mask that requires grad gets
-            its gradient.
+            its gradient. Or what `prepare_mask` made of such a mask.
         key_lengths: int32 or int64 [B] or [B, M]: keys at or beyond it are blocked. Clamped to [0,
             N].
         query_lengths: int32 or int64 [B]: rows at or beyond it are empty and not computed. Clamped
@@ -94,7 +96,7 @@ def attention(
     q, k, v = _autocast(q, k, v)
     _check_attention_inputs(q, k, v)
     (B, H, M, D), N = q.shape, k.shape[2]
-    mask = None if mask is None else _check_mask(mask, B, H, M, N, q.device)
+    mask, mask_tiles = _check_mask(mask, B, H, M, N, q.device)
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
     if query_lengths is not None:
@@ -106,6 +108,7 @@ def attention(
         _contiguous_rows(k),
         _contiguous_rows(v),
         mask,
+        mask_tiles,
         key_lengths,
         query_lengths,
         _causal_code(causal, M, N),
@@ -183,7 +186,7 @@ def attention_weights(
     q: Tensor,
     k: Tensor,
     *,
-    mask: Tensor | None = None,
+    mask: Tensor | PreparedMask | None = None,
     key_lengths: Tensor | None = None,
     query_lengths: Tensor | None = None,
     causal: Causal = False,
@@ -204,7 +207,7 @@ def attention_weights(
     q, k = _autocast(q, k)
     _check_attention_inputs(q, k, k)
     (B, H, M, D), N = q.shape, k.shape[2]
-    mask = None if mask is None else _check_mask(mask, B, H, M, N, q.device)
+    mask, _ = _check_mask(mask, B, H, M, N, q.device)
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
     if query_lengths is not None:
@@ -367,6 +370,21 @@ def ffn(
     )[0]
 
 
+def prepare_mask(mask: Tensor) -> PreparedMask:
+    """Looks at a dense mask once, for the `mask` of many `attention` calls.
+
+    mask: as in `attention`, of one to four dimensions. Which of its tiles are empty, full or
+    partial, and which of their lines are dead, is computed here, by plain torch on the mask's
+    device, and not again in each call. Results are those of the mask itself, to the last bit, and
+    a floating mask that requires grad gets its gradient. Changing the mask in place afterwards is
+    an error that nobody sees: prepare it again.
+    """
+    _check_mask_dtype(mask)
+    if not 1 <= mask.dim() <= 4:
+        raise ValueError(f"mask must have 1 to 4 dimensions, got {_shape(mask)}")
+    return PreparedMask(mask, classify_mask(_in_four_dimensions(mask)))
+
+
 def new_dropout_seed(device: torch.device | str) -> Tensor:
     """A dropout seed, int64 [1], from torch's generator of `device`: `manual_seed` and CUDA graphs
     behave as expected.
@@ -496,18 +514,54 @@ def _check_index(
     return index.to(device=device, dtype=torch.int64) % max(size, 1)
 
 
-def _check_mask(mask: Tensor, B: int, H: int, M: int, N: int, device: torch.device) -> Tensor:
-    """The mask as a 4-dimensional view with its size-1 dimensions kept."""
-    _check_tensor("mask", mask)
-    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
-        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+def _check_mask(
+    mask: Tensor | PreparedMask | None, B: int, H: int, M: int, N: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as a 4-dimensional view with its size-1 dimensions kept; the tiles of a prepared
+    one.
+    """
+    if mask is None:
+        return None, None
+    tiles = None
+    if isinstance(mask, PreparedMask):
+        mask, tiles = mask
+    _check_mask_dtype(mask)
     _check_device("mask", mask, device)
     fits = mask.dim() <= 4
     for size, wanted in zip(reversed(mask.shape), (N, M, H, B), strict=False):
         fits = fits and (size == 1 or size == wanted)
     if not fits:
         raise ValueError(f"mask must be broadcastable to {[B, H, M, N]}, got {_shape(mask)}")
+    mask = _in_four_dimensions(mask)
+    if tiles is not None:
+        _check_mask_tiles(tiles, mask)
+    return mask, tiles
+
+
+def _check_mask_dtype(mask: Any) -> None:
+    _check_tensor("mask", mask)
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+
+
+def _in_four_dimensions(mask: Tensor) -> Tensor:
     return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+
+
+def _check_mask_tiles(tiles: Tensor, mask: Tensor) -> None:
+    """Kernels trust them to lie in memory, and to be those of this mask."""
+    _check_tensor("mask.tiles", tiles)
+    B, H, M, N = mask.shape
+    wanted = (B, H, -(-M // MASK_TILE), -(-N // MASK_TILE))
+    fits = tiles.dtype == torch.int64 and tiles.dim() == 4
+    for size, most in zip(tiles.shape, wanted, strict=fits):
+        fits = fits and (size == 1 or size == most)
+    if not fits:
+        raise ValueError(
+            f"mask.tiles must be int64, broadcastable to {list(wanted)}, "
+            f"got {tiles.dtype} {_shape(tiles)}"
+        )
+    _check_device("mask.tiles", tiles, mask.device)
 
 
 def _check_lengths(

@@ -34,7 +34,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from benchmarks import tune
-from fastattn.ops.attention import reference, spec, spec_varlen, triton_tiles
+from fastattn.ops.attention import prepared, reference, spec, spec_varlen, triton_tiles
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.op import CAUSAL
@@ -58,10 +58,11 @@ def _arguments(sample: Sample, dtype: torch.dtype) -> tuple[Any, ...]:
     inputs = sample.make(generator, dtype)
     get = inputs.get
     mask = get("mask")
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     causal, scale = inputs["causal"], inputs["scale"]
     return (
         inputs["q"], inputs["k"], inputs["v"],
-        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        mask, prepared.classify(mask) if get("prepared") else None,
         get("key_lengths"), get("query_lengths"), CAUSAL["top_left" if causal is True else causal],
         *(inputs["window"] or (-1, -1)),
         inputs["q"].shape[3] ** -0.5 if scale is None else scale,
@@ -172,6 +173,21 @@ def test_packed_sample(sample: Sample) -> None:
         assert result.ok, f"{result.message}, allowed {result.allowed:.3g}"
 
 
+@runs
+@pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
+def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
+    args = tuple(_move(x) for x in _arguments(_sample(name), torch.float16))
+    results = []
+    for words in (args[4], None):
+        q, k, v, mask, _, *rest = args
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=DEVICE)
+        config = ForwardConfig(32, 32, 4, 1)
+        kernels.attention_fwd_with_config(config, q, k, v, mask, words, *rest, out, lse)
+        results.append((out, lse))
+    for prepared_result, result in zip(*results, strict=True):
+        assert torch.equal(prepared_result, result)
+
+
 TILINGS = {
     "wide": ForwardConfig(16, 64, 4, 1),
     "tall": ForwardConfig(64, 16, 4, 2),
@@ -197,7 +213,7 @@ def test_very_negative_bias_is_no_block(value: float) -> None:
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 3, :] = value
     mask[..., 5, 1:] = value
-    _check((q, k, v, mask, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check((q, k, v, mask, None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
 
 
 @runs
@@ -207,7 +223,7 @@ def test_head_dims_of_every_kind() -> None:
     for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
-        _check((q, k, v, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
+        _check((q, k, v, None, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
 
 
 # -- tiles ----------------------------------------------------------------------------------------
@@ -305,9 +321,10 @@ def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int, by_key: 
 
 
 @runs
-@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("by_key, words", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("letters", ["BHMN", "MN", "BN", "HM", "HMN", ""])
-def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool) -> None:
+def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bool) -> None:
+    """words: listed from a prepared mask."""
     generator = torch.Generator().manual_seed(len(letters))
     sizes = {"B": 2, "H": 3, "M": 70, "N": 75}
     M, N = sizes["M"], sizes["N"]
@@ -321,7 +338,11 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool) -> None:
         described = triton_tiles.mask_shape(values)
         layout = triton_tiles.tile_lists(described, M, N, 32, 16, by_key)
         lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
-        triton_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
+        if words:
+            tiled = prepared.classify(values)
+            triton_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
+        else:
+            triton_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
         expected = _lists_of(values.cpu(), M, N, 32, 16, by_key)
         outer = len(expected) // (layout.shape[0] * layout.shape[1])
         for n, kinds in enumerate(expected):
@@ -352,7 +373,7 @@ def test_head_dims_are_split_where_that_pads_less() -> None:
 
 def test_refuses_what_it_cannot_run() -> None:
     q = torch.randn(1, 1, 4, 16)
-    rest = (None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+    rest = (None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
     wide = torch.randn(1, 1, 4, 264)
     refusal = kernels.attention_fwd_unsupported
     assert refusal(q, q, q, *rest) is None
@@ -478,6 +499,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bool": {"mask": (torch.bool, (1, 1, 1024, 1024))},
     "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
     "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
+    "prepared": {"mask": (torch.bool, (1, 1, 1024, 1024)), "words": True},
     "dropout": {"dropout_p": 0.1, "causal": 2},
     "short": {"M": 1, "causal": 0},
 }
@@ -489,6 +511,7 @@ def _launch(
     M: int = 1024,
     dtype: torch.dtype = torch.bfloat16,
     mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    words: bool = False,
     key_lengths: int = 0,
     query_lengths: bool = False,
     causal: int = 0,
@@ -501,8 +524,9 @@ def _launch(
 
     q, k = empty(2, 4, M, D), empty(2, 4, 1024, D)
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
+    dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     args = (
-        q, k, k, None if mask is None else empty(*mask[1], dtype=mask[0]), lengths,
+        q, k, k, dense, prepared.classify(dense) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip

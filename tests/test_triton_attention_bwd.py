@@ -32,7 +32,7 @@ if _env.interpreting():
 
 from triton.backends.compiler import GPUTarget
 
-from fastattn.ops.attention import config_bwd, reference, spec, spec_varlen
+from fastattn.ops.attention import config_bwd, prepared, reference, spec, spec_varlen
 from fastattn.ops.attention import triton_bwd as launchers
 from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
@@ -78,9 +78,10 @@ class Call:
         self.inputs = sample.make(generator, dtype)
         inputs, get = self.inputs, self.inputs.get
         causal, scale, mask = inputs["causal"], inputs["scale"], get("mask")
+        mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
         self.tensors = (
             inputs["q"], inputs["k"], inputs["v"],
-            None if mask is None else mask[(None,) * (4 - mask.dim())],
+            mask, prepared.classify(mask) if get("prepared") else None,
             get("key_lengths"), get("query_lengths"),
         )  # fmt: skip
         self.options = (
@@ -322,10 +323,12 @@ def test_packed_sample(sample: Sample) -> None:
 
 @runs
 @pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("looked_at", [False, True])
 @pytest.mark.parametrize("letters", ["BHMN", "MN", "HN", "none"])
-def test_listed_tiles_are_what_the_pairs_say(letters: str, by_key: bool) -> None:
+def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_key: bool) -> None:
     """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
-    tiles have lines without a pair."""
+    tiles have lines without a pair. looked_at: the mask was prepared.
+    """
     (B, H, M, N), (block_m, block_n) = (2, 2, 70, 50), (32, 16)
     generator = torch.Generator().manual_seed(len(letters))
     shape = [size if d in letters else 1 for size, d in zip((B, H, M, N), "BHMN", strict=True)]
@@ -349,9 +352,10 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, by_key: bool) -> None
         for size, dtype, _ in c.spaces() + to.spaces()
     )
     strides = (0, 0, 0, 0) if described is None else described.strides
+    words = prepared.classify(mask) if looked_at and mask is not None else None
     tiles.classifier(
-        c, mask, described, lengths, queries, limits, M, N, strides, (M, 1, 1)
-    )(mask, lengths, queries, kinds, alive)  # fmt: skip
+        c, mask, described, words, lengths, queries, limits, M, N, strides, (M, 1, 1)
+    )(mask, words, lengths, queries, kinds, alive)  # fmt: skip
     tiles.lister(c, to, by_key)(kinds, listed)
 
     outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
@@ -401,7 +405,7 @@ def test_refuses_what_it_cannot_run() -> None:
     rest = (0, -1, -1, 1.0, 0.0, None, 0, [True] * 4)
 
     def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
-        args = (v, None, q, k, v, None, None, None, v, v[..., 0])
+        args = (v, None, q, k, v, None, None, None, None, v, v[..., 0])
         return str(launchers.attention_bwd_unsupported(*args, *rest))
 
     wide = torch.randn(1, 1, 4, 264)
@@ -446,6 +450,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "row_lengths": {"key_lengths": 2, "causal": 1},
     "bool": {"mask": (torch.bool, (2, 1, 1024, 1024))},
     "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
+    "prepared": {"mask": (torch.bool, (2, 1, 1024, 1024)), "words": True},
     "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
     "fp32_bias": {"mask": (torch.float32, (1, 4, 1, 1024)), "causal": 1},
     "dropout": {"dropout_p": 0.1, "causal": 2},
@@ -504,6 +509,7 @@ def _launch(
     K: int = 4,
     dtype: torch.dtype = torch.bfloat16,
     mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    words: bool = False,
     key_lengths: int = 0,
     query_lengths: bool = False,
     causal: int = 0,
@@ -521,7 +527,8 @@ def _launch(
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
     needs = [True, True, True, bias is not None and bias.is_floating_point()]
     args = (
-        out, None, q, k, v, bias, lengths, empty(2, dtype=torch.int32) if query_lengths else None,
+        out, None, q, k, v, bias, prepared.classify(bias) if words else None, lengths,
+        empty(2, dtype=torch.int32) if query_lengths else None,
         out, empty(2, 4, M, dtype=torch.float32), causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """Attention on CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on torch's threads.
 
-Every restriction, dropout and gradient of the written semantics. The kernels read tensors through
-their strides; only a last dimension that is not contiguous is copied here. Work is proportional to
-the tiles that hold an allowed pair, and the results do not depend on the number of threads.
+Every restriction, dropout and gradient of the written semantics, padded and packed. The kernels
+read tensors through their strides; only a last dimension that is not contiguous is copied here.
+Work is proportional to the tiles that hold an allowed pair, and the results do not depend on the
+number of threads.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +24,11 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def _refusal(q: Tensor, k: Tensor) -> str | None:
-    if q.dtype not in _DTYPES:
-        return f"has kernels for fp32, bf16 and fp16, got {q.dtype}"
-    if max(q.shape[2], k.shape[2]) > _MAX_POSITIONS:
-        return f"takes at most {_MAX_POSITIONS} queries and keys, got {q.shape[2]}, {k.shape[2]}"
+def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
+    if dtype not in _DTYPES:
+        return f"has kernels for fp32, bf16 and fp16, got {dtype}"
+    if max(queries, keys) > _MAX_POSITIONS:
+        return f"takes at most {_MAX_POSITIONS} queries and keys, got {queries}, {keys}"
     return unavailable()
 
 
@@ -43,12 +45,24 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+# The kernels write rows: a gradient of another layout gets its values from a copy.
+def _written(results: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if x is None else _rows(x) for x in results]
+
+
+def _copy_back(results: Sequence[Tensor | None], written: Sequence[Tensor | None]) -> None:
+    for result, rows in zip(results, written, strict=True):
+        if result is not None and rows is not None and rows is not result:
+            result.copy_(rows)
+
+
 # -- attention_fwd --------------------------------------------------------------------------------
 def attention_fwd_unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -59,7 +73,7 @@ def attention_fwd_unsupported(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> str | None:
-    return _refusal(q, k)
+    return _refusal(q.dtype, q.shape[2], k.shape[2])
 
 
 def attention_fwd_workspace(
@@ -67,6 +81,7 @@ def attention_fwd_workspace(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -86,6 +101,7 @@ def attention_fwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -127,6 +143,7 @@ def attention_bwd_unsupported(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -140,7 +157,7 @@ def attention_bwd_unsupported(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> str | None:
-    return _refusal(q, k)
+    return _refusal(q.dtype, q.shape[2], k.shape[2])
 
 
 def attention_bwd_workspace(
@@ -150,6 +167,7 @@ def attention_bwd_workspace(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -174,6 +192,7 @@ def attention_bwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -193,8 +212,7 @@ def attention_bwd(
     scratch: Tensor,
 ) -> None:
     results = [x if needed else None for x, needed in zip((dq, dk, dv), needs[:3], strict=True)]
-    # The kernels write rows: a gradient of another layout gets its values from a copy.
-    written = [None if x is None else _rows(x) for x in results]
+    written = _written(results)
     _library.attention_bwd.default(
         None if dout is None else _rows(dout),
         _contiguous(dlse),
@@ -217,6 +235,130 @@ def attention_bwd(
         dmask if needs[3] and mask is not None else None,
         scratch,
     )
-    for result, rows in zip(results, written, strict=True):
-        if result is not None and rows is not None and rows is not result:
-            result.copy_(rows)
+    _copy_back(results, written)
+
+
+# -- attention_varlen_fwd -------------------------------------------------------------------------
+# The upper bounds of the lengths are not used: the library reads the offsets.
+def attention_varlen_fwd_unsupported(q: Tensor, k: Tensor, *_: Any) -> str | None:
+    return _refusal(q.dtype, q.shape[0], k.shape[0])
+
+
+def attention_varlen_fwd_workspace(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *_: Any
+) -> _Workspace:
+    floats = _library.attention_varlen_fwd_scratch.default(
+        _rows(q), _rows(k), _rows(v), cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    )
+    return [((floats,), torch.float32, False)]
+
+
+def attention_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    out: Tensor,
+    lse: Tensor,
+    scratch: Tensor,
+) -> None:
+    _library.attention_varlen_fwd.default(
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
+        causal,
+        window_left,
+        window_right,
+        scale,
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        out,
+        lse,
+        scratch,
+    )
+
+
+# -- attention_varlen_bwd -------------------------------------------------------------------------
+def attention_varlen_bwd_unsupported(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, *_: Any
+) -> str | None:
+    return _refusal(q.dtype, q.shape[0], k.shape[0])
+
+
+def attention_varlen_bwd_workspace(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *_: Any,
+) -> _Workspace:
+    floats = _library.attention_varlen_bwd_scratch.default(
+        _rows(q), _rows(k), _rows(v), cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    )
+    return [((floats,), torch.float32, False)]
+
+
+def attention_varlen_bwd(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scratch: Tensor,
+) -> None:
+    results = [x if needed else None for x, needed in zip((dq, dk, dv), needs, strict=True)]
+    written = _written(results)
+    _library.attention_varlen_bwd.default(
+        None if dout is None else _rows(dout),
+        _contiguous(dlse),
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
+        _rows(out),
+        lse.contiguous(),
+        causal,
+        window_left,
+        window_right,
+        scale,
+        dropout_p,
+        dropout_seed,
+        dropout_stream,
+        *written,
+        scratch,
+    )
+    _copy_back(results, written)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._op import Backend, Op, differentiable, gradient_like
-from fastattn.ops.attention import reference
+from fastattn.ops.attention import prepared, reference
 
 # Codes of the schema's `causal`.
 CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
 _PACKAGE = "fastattn.ops.attention"
-# Not an op: a look at a few rows, in plain torch on every device.
+# Not ops: a look at a few rows, a look at a mask, in plain torch on every device.
 attention_weights = reference.attention_weights
+classify_mask, MASK_TILE = prepared.classify, prepared.TILE
+PreparedMask = prepared.PreparedMask
 # sm90 is compiled and its protocol proved, triton passes in the interpreter; neither has run on a
 # GPU yet, so both wait to be asked for.
 _BACKENDS = (
@@ -43,6 +45,7 @@ def _fwd_outputs(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -64,6 +67,7 @@ def _bwd_outputs(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -81,7 +85,7 @@ def _bwd_outputs(
     return tuple(gradient_like(like, needed, q) for needed, like in inputs)
 
 
-_RESTRICTIONS = "Tensor? mask, Tensor? key_lengths, Tensor? query_lengths"
+_RESTRICTIONS = "Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, Tensor? query_lengths"
 _OPTIONS = (
     "int causal, SymInt window_left, SymInt window_right, float scale, float dropout_p, "
     "Tensor? dropout_seed, int dropout_stream"
@@ -158,7 +162,7 @@ def _varlen_bwd_outputs(
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
-_VARLEN_BACKENDS = (Backend("triton", automatic=False), Backend("reference"))
+_VARLEN_BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
 
 attention_varlen = differentiable(
     Op(

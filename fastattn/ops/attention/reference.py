@@ -135,6 +135,7 @@ def attention_fwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -162,6 +163,7 @@ def attention_bwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -307,7 +309,7 @@ def attention_varlen_fwd(
     out, lse = attention_fwd(
         queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
         _varlen_mask(queries, keys, causal, window_left, window_right),
-        None, None, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
+        None, None, None, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
     )  # fmt: skip
     packed_lse = queries.pack(lse.transpose(1, 2), T, -torch.inf)  # [T, H]
     return queries.pack(out.transpose(1, 2), T, 0.0), packed_lse.transpose(0, 1)
@@ -341,7 +343,7 @@ def attention_varlen_bwd(
         None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2),
         queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
         _varlen_mask(queries, keys, causal, window_left, window_right),
-        None, None, out, lse, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
+        None, None, None, out, lse, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
         [*needs, False],
     )  # fmt: skip
     return (

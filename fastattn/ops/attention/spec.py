@@ -9,9 +9,10 @@ from torch import Tensor
 from fastattn import functional
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.spec_workloads import PADDED_WORKLOADS
 from fastattn.testing.dropout import dropout_mask
 from fastattn.testing.properties import fill_positions
-from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, Workload, widen
+from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
 _SEED = -0x1234_5678_9ABC
 _RESTRICTIONS = ("mask", "key_lengths", "query_lengths", "causal", "window")
@@ -47,6 +48,13 @@ def _mask(
         return torch.rand(shape, generator=generator) > 0.3
     if what == "none":
         return torch.zeros(shape, dtype=torch.bool)
+    if what == "blocks":  # empty, full and partial tiles; dead rows and keys
+        mask = torch.rand(shape, generator=generator) > 0.2
+        mask[..., :40, :40] = True
+        mask[..., 40:, 40:72] = False
+        mask[..., 7] = False
+        mask[..., 50, :] = False
+        return mask
     if what == "rows":  # whole rows and whole keys blocked
         mask = torch.rand(shape, generator=generator) > 0.2
         mask[..., ::3, :] = False
@@ -105,6 +113,7 @@ def make_inputs(
     dropout_p: float = 0.0,
     amplitude: float = 1.0,
     poison: bool = True,
+    prepared: bool = False,
 ) -> Inputs:
     N = M if N is None else N
     K = H if K is None else K
@@ -130,9 +139,18 @@ def make_inputs(
             "dropout_seed": torch.tensor([_SEED]),
             "dropout_stream": 7,
         }
+    if prepared:
+        inputs["prepared"] = True
     if poison:
         _poison(inputs)
     return inputs
+
+
+def attention(*, prepared: bool = False, **inputs: Any) -> Any:
+    """The public function; prepared: with its mask prepared first."""
+    if prepared:
+        inputs["mask"] = functional.prepare_mask(inputs["mask"])
+    return functional.attention(**inputs)
 
 
 def _allowed(inputs: Inputs) -> Tensor:
@@ -315,6 +333,18 @@ SAMPLES = (
     _s("bias_fp32_padded", "others misread an fp32 mask beside half-precision data",
        mask="fp32 BN", M=40, N=65, key_lengths=[65, 33]),
     _s("bias_inf", "-inf blocks", mask="inf BMN", M=65),
+    _s("prepared_mask", "a mask looked at before: empty, full and partial tiles, dead lines",
+       "interpreter", mask="blocks BMN", M=70, N=90, D=16, prepared=True),
+    _s("prepared_mask_keys", "one row that serves all, prepared", mask="bool BN", M=40, N=65,
+       prepared=True),
+    _s("prepared_mask_expanded", "stride 0 over batch and heads, prepared", mask="expanded BHMN",
+       M=33, prepared=True),
+    _s("prepared_mask_restricted", "prepared, cut by lengths and causality", "interpreter",
+       mask="blocks MN", M=70, N=90, D=16, causal="bottom_right", key_lengths=[90, 41],
+       query_lengths=[70, 37], prepared=True),
+    _s("prepared_bias", "prepared, with its gradient", "interpreter", mask="min HMN", M=40, N=65,
+       D=16, prepared=True),
+    _s("prepared_bias_column", "prepared, one value a row", mask="float BHM", M=33, prepared=True),
     _s("all_restrictions", "intersection of everything", "interpreter", B=3, H=4, K=2, M=70, N=90,
        D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
        query_lengths=[70, 33, 20], dropout_p=0.2),
@@ -443,93 +473,6 @@ def _slice_dims(name: str, result: Tensor) -> int:
     return min(2, max(0, result.dim() - 2))
 
 
-def _workload(
-    name: str,
-    B: int,
-    H: int,
-    S: int,
-    D: int,
-    devices: tuple[str, ...],
-    *,
-    K: int | None = None,
-    causal: bool = False,
-    padded: str = "",
-    mask: str | None = None,
-    dropout_p: float = 0.0,
-) -> Workload:
-    """padded: "" or "keys" or "both", lengths uniform in [S / 4, S]."""
-    K = H if K is None else K
-    lengths = torch.randint(S // 4, S + 1, (B,), generator=torch.Generator().manual_seed(S))
-    pairs = float(B * S * S)
-    if padded:
-        pairs = float((lengths.double() ** 2).sum())
-    if causal:
-        pairs /= 2
-    flops = 4.0 * H * D * pairs
-
-    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-        def data(heads: int) -> Tensor:
-            x = torch.randn(B, heads, S, D, generator=generator, device=generator.device)
-            return x.to(device=device, dtype=dtype)
-
-        inputs: Inputs = {"q": data(H), "k": data(K), "v": data(K), "causal": causal}
-        if padded:
-            inputs["key_lengths"] = lengths.to(device=device, dtype=torch.int32)
-        if padded == "both":
-            inputs["query_lengths"] = inputs["key_lengths"]
-        if mask is not None:
-            inputs["mask"] = _mask(torch.Generator(), dtype, mask, B, H, S, S).to(device)
-        if dropout_p:
-            seed = torch.tensor([_SEED], device=device)
-            inputs |= {"dropout_p": dropout_p, "dropout_seed": seed}
-        return inputs
-
-    moved = 2.0 * B * S * D * (2 * H + 2 * K)
-    features = tuple(
-        f
-        for f, on in (
-            ("causal", causal),
-            (f"padded_{padded}", padded),
-            ("gqa", K != H),
-            ((mask or "").replace(" ", "_"), mask),
-            ("dropout", dropout_p),
-        )
-        if on
-    )
-    return Workload(
-        name, make, ("q", "k", "v"), flops, moved, 2.5 * flops, 2.0 * moved, features, devices
-    )
-
-
-def _workloads() -> tuple[Workload, ...]:
-    """16k tokens and heads x D = 2048, as the published comparisons; then what they leave out."""
-    rows = []
-    gpu, cpu = ("cuda",), ("cpu",)
-    for D in (64, 128, 256):
-        for causal in (False, True):
-            for S in (512, 1024, 2048, 4096, 8192, 16384):
-                name = f"b{16384 // S}_h{2048 // D}_s{S}_d{D}" + ("_causal" if causal else "")
-                rows.append(_workload(name, 16384 // S, 2048 // D, S, D, gpu, causal=causal))
-    for B, H, S, D in ((16, 16, 1024, 64), (16, 16, 2048, 128), (8, 16, 4096, 64)):
-        for padded in ("keys", "both"):
-            name = f"b{B}_h{H}_s{S}_d{D}_padded_{padded}"
-            rows.append(_workload(name, B, H, S, D, gpu, padded=padded))
-    for D in (64, 128):
-        shape = (4, 2048 // D, 4096, D)
-        name = f"b4_h{2048 // D}_s4096_d{D}"
-        rows.append(_workload(name + "_bool_mask", *shape, gpu, mask="bool BMN"))
-        rows.append(_workload(name + "_bias", *shape, gpu, mask="float HMN"))
-        rows.append(_workload(name + "_dropout", *shape, gpu, dropout_p=0.1))
-    rows.append(_workload("b4_h32_k8_s4096_d128_gqa", 4, 32, 4096, 128, gpu, K=8, causal=True))
-    rows.append(_workload("b64_h8_s512_d64", 64, 8, 512, 64, gpu))
-    for S in (64, 128, 1024):
-        for causal in (False, True):
-            name = f"b2_h8_s{S}_d64" + ("_causal" if causal else "")
-            rows.append(_workload(name, 2, 8, S, 64, cpu, causal=causal))
-    rows.append(_workload("b2_h8_s1024_d64_padded_both", 2, 8, 1024, 64, cpu, padded="both"))
-    return tuple(rows)
-
-
 def _qkv(**changes: Any) -> Inputs:
     inputs: Inputs = {name: torch.zeros(2, 4, 6, 8) for name in "qkv"}
     return inputs | changes
@@ -574,11 +517,11 @@ ERRORS = (
 SPECS = (
     OpSpec(
         "attention",
-        functional.attention,
+        attention,
         ("out", "lse"),
         SAMPLES,
         ERRORS,
-        _workloads(),
+        PADDED_WORKLOADS,
         torch_form,
         magnitudes,
         _slice_dims,

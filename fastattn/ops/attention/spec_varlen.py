@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec as padded
+from fastattn.ops.attention.spec_workloads import PACKED_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
 _SEED = 0x7654_3210
@@ -229,7 +230,7 @@ SPECS = (
         ("out", "lse"),
         SAMPLES,
         ERRORS,
-        (),
+        PACKED_WORKLOADS,
         _torch_form,
         _magnitudes,
         _slice_dims,

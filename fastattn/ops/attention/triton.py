@@ -30,6 +30,7 @@ from fastattn.ops.attention.triton_tiles import (
     dropout_numbers,
     mask_classifier,
     mask_shape,
+    prepared_lister,
     split_width,
     tile_lists,
 )
@@ -111,6 +112,7 @@ def attention_fwd_unsupported(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -149,6 +151,7 @@ def attention_fwd_workspace(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -174,6 +177,7 @@ def attention_fwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -188,8 +192,8 @@ def attention_fwd(
     lists: Tensor | None = None,
 ) -> None:
     _run(
-        None, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
-        dropout_p, dropout_seed, dropout_stream, out, lse, lists,
+        None, q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal, window_left,
+        window_right, scale, dropout_p, dropout_seed, dropout_stream, out, lse, lists,
     )  # fmt: skip
 
 
@@ -224,6 +228,7 @@ def _run(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     causal: int,
@@ -243,8 +248,8 @@ def _run(
     key = (
         config or _env.architecture(device.type, device.index or 0), device, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(), signature(mask),
-        signature(key_lengths), signature(query_lengths), causal, window_left, window_right, scale,
-        dropout_p, (k.data_ptr() | v.data_ptr()) & 15 == 0,
+        signature(mask_tiles), signature(key_lengths), signature(query_lengths), causal,
+        window_left, window_right, scale, dropout_p, (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -252,12 +257,12 @@ def _run(
         if config is None:
             config = _config(q, v, mask, key_lengths, query_lengths, limits, dropout_p)
         plan = _bind(
-            config, limits, q, k, v, mask, key_lengths, query_lengths, scale, dropout_p, out,
-            key[-1],
+            config, limits, q, k, v, mask, mask_tiles, key_lengths, query_lengths, scale, dropout_p,
+            out, key[-1],
         )  # fmt: skip
         _plans.remember(key, plan)
     if plan.classify is not None:
-        plan.classify(mask, lists)
+        plan.classify(mask if mask_tiles is None else mask_tiles, lists)
     plan.attend(
         q,
         k,
@@ -282,6 +287,7 @@ def _bind(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     scale: float,
@@ -295,7 +301,10 @@ def _bind(
         shape = mask_shape(mask)
         layout = tile_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
         lists_strides = (layout.stride_b, layout.stride_h, layout.stride_outer, layout.inner)
-        classify = mask_classifier(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
+        if mask_tiles is None:
+            classify = mask_classifier(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
+        else:
+            classify = prepared_lister(shape, mask_tiles, M, N, c.BLOCK_M, c.BLOCK_N)
     per_query = key_lengths is not None and key_lengths.dim() == 2
     strides = _strides(q) + _strides(k) + _strides(v) + _strides(out)
     tma = aligned and _describable(c, k) and _describable(c, v)

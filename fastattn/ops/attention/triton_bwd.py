@@ -242,6 +242,7 @@ def _bind(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -415,8 +416,8 @@ def _bind(
     if c is not None:
         assert layout.for_dq is not None and layout.for_dkdv is not None
         classify = tiles.classifier(
-            c, mask, layout.shape, key_lengths, query_lengths, limits, M, N, mask_strides,
-            length_strides,
+            c, mask, layout.shape, mask_tiles, key_lengths, query_lengths, limits, M, N,
+            mask_strides, length_strides,
         )  # fmt: skip
         list_dq = tiles.lister(c, layout.for_dq, False) if need_dq or exact_delta else None
         list_dkdv = tiles.lister(c, layout.for_dkdv, True) if launches_dkdv else None
@@ -488,6 +489,7 @@ def _run(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -533,9 +535,9 @@ def _run(
         tiling or _env.architecture(device.type, device.index or 0), device, q.dtype, q.shape,
         q.stride(), k.shape, k.stride(), v.shape, v.stride(), out.stride(),
         None if dout is None else dout.stride(), dlse is None, signature(mask),
-        signature(key_lengths), signature(query_lengths), causal, window_left, window_right, scale,
-        dropout_p, needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(),
-        packed, addresses & 15 == 0,
+        signature(mask_tiles), signature(key_lengths), signature(query_lengths), causal,
+        window_left, window_right, scale, dropout_p, needs, dq.stride(), dk.stride(), dv.stride(),
+        dmask.stride(), packed, addresses & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -549,8 +551,8 @@ def _run(
         # Offsets of packed sequences are no lengths to the kernels' constants.
         lengths = (key_lengths, query_lengths) if packed is None else (None, None)
         plan = _bind(
-            layout, dout, dlse, q, k, v, mask, *lengths, out, scale, dropout_p, needs, dq, dk, dv,
-            dmask, key[-1], packed,
+            layout, dout, dlse, q, k, v, mask, mask_tiles, *lengths, out, scale, dropout_p, needs,
+            dq, dk, dv, dmask, key[-1], packed,
         )  # fmt: skip
         _plans.remember(key, plan)
 
@@ -558,7 +560,7 @@ def _run(
     kinds = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
         kinds, alive, lists_dq, lists_dkdv, *rest = rest
-        plan.classify(mask, key_lengths, query_lengths, kinds, alive)
+        plan.classify(mask, mask_tiles, key_lengths, query_lengths, kinds, alive)
     seed = dropout_seed if dropout_p > 0.0 else None
 
     if plan.list_dq is not None:
@@ -667,6 +669,7 @@ def attention_bwd_unsupported(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -690,6 +693,7 @@ def attention_bwd_workspace(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -715,6 +719,7 @@ def attention_bwd(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     out: Tensor,
@@ -734,19 +739,19 @@ def attention_bwd(
     *spaces: Tensor,
 ) -> None:
     _run(
-        None, dout, dlse, q, k, v, mask, key_lengths, query_lengths, out, lse, causal, window_left,
-        window_right, scale, dropout_p, dropout_seed, dropout_stream, needs, dq, dk, dv, dmask,
-        spaces,
+        None, dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out, lse, causal,
+        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream, needs, dq, dk,
+        dv, dmask, spaces,
     )  # fmt: skip
 
 
 def attention_bwd_with_config(config: BwdConfig, *args: Any) -> None:
     """attention_bwd in a given tiling, for tuning and tests; allocates its own scratch memory."""
-    q, k, v, mask, key_lengths, query_lengths = args[2:8]
-    causal, window_left, window_right = args[10:13]
+    q, k, v, mask, _, key_lengths, query_lengths = args[2:9]
+    causal, window_left, window_right = args[11:14]
     layout = _layout_of(
         config, q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right,
-        args[17],
+        args[18],
     )  # fmt: skip
     spaces = [torch.empty(size, dtype=dtype, device=q.device) for size, dtype, _ in layout.spaces]
     everything: tuple[Any, ...] = (config, *args, spaces)
@@ -872,7 +877,7 @@ def attention_varlen_bwd(
         packed = _Packed(0, 0, 0, False)
     _run(
         None, None if dout is None else _heads_first(dout), dlse, _heads_first(q), _heads_first(k),
-        _heads_first(v), None, cu_seqlens_k, cu_seqlens_q, _heads_first(out), lse, causal,
+        _heads_first(v), None, None, cu_seqlens_k, cu_seqlens_q, _heads_first(out), lse, causal,
         window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream, (*needs, False),
         _heads_first(dq), _heads_first(dk), _heads_first(dv), q.new_empty(0), [statistics], packed,
     )  # fmt: skip

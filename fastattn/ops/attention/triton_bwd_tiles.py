@@ -18,14 +18,20 @@ from fastattn.ops.attention.triton_launch import BoundLaunch
 from fastattn.ops.attention.triton_tiles import (
     EDGE,
     FULL,
+    KEYS,
     LIST_HEADER,
     PARTIAL,
+    QUERIES,
+    TILE,
     Band,
     MaskShape,
     clamped_length,
     key_bounds,
     load_mask,
+    word_strides,
 )
+from fastattn.ops.attention.triton_tiles import OUTSIDE as MASK_OUTSIDE
+from fastattn.ops.attention.triton_tiles import WHOLE as MASK_WHOLE
 
 # Bits of a base tile: some pair is allowed; every pair inside the tensor is (and its bias 0);
 # lengths, causality and window restrict none of them; every key has a query in the tile; every
@@ -126,9 +132,51 @@ def lists(c: Classes, M: int, N: int, block_m: int, block_n: int, by_key: bool) 
     return Lists(c.batches, c.heads, tiles_m, tiles_n, factor_m, factor_n)
 
 
+@triton.jit
+def classify_prepared(
+    words_ptr,
+    kind_ptr,
+    alive_ptr,
+    stride_wm,
+    stride_wn,
+    m_start,
+    n_start,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What the words of a prepared mask say of a base tile that nothing else restricts."""
+    row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
+    column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
+    words = tl.load(
+        words_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
+        mask=(row * TILE < M) & (column * TILE < N),
+        other=MASK_OUTSIDE,
+    )
+    # A word's bits go on beyond the tensor where one line of the mask serves all.
+    line = tl.arange(0, TILE)
+    keys = (tl.reduce_or(words, 0) >> KEYS)[:, None] >> line[None, :] & 1
+    j = n_start + tl.arange(0, BLOCK_N // TILE)[:, None] * TILE + line[None, :]
+    keys = tl.where(j < N, keys, 0)
+    queries = (tl.reduce_or(words, 1) >> QUERIES)[:, None] >> line[None, :] & 1
+    i = m_start + tl.arange(0, BLOCK_M // TILE)[:, None] * TILE + line[None, :]
+    queries = tl.where(i < M, queries, 0)
+    some = tl.max(tl.max(keys, 1), 0)
+    whole = tl.min(tl.min(words >> MASK_WHOLE, 1), 0)
+    keys_alive = tl.min(tl.min(keys, 1), 0)
+    queries_alive = tl.min(tl.min(queries, 1), 0)
+    unbound = tl.full([], 1, tl.int64)
+    kind = (some << SOME) | (whole << WHOLE) | (unbound << UNBOUND)
+    kind = kind | (keys_alive << KEYS_ALIVE) | (queries_alive << QUERIES_ALIVE)
+    tl.store(kind_ptr, kind.to(tl.uint8))
+    tl.store(alive_ptr + j - n_start, keys.to(tl.uint8))
+
+
 @triton.jit(do_not_specialize=["low", "high"])
 def classify_tiles_kernel(
     mask_ptr,
+    words_ptr,
     key_lengths_ptr,
     query_lengths_ptr,
     kinds_ptr,
@@ -137,6 +185,10 @@ def classify_tiles_kernel(
     stride_mh,
     stride_mm,
     stride_mn,
+    stride_wb,
+    stride_wh,
+    stride_wm,
+    stride_wn,
     stride_lb,
     stride_lm,
     stride_ub,
@@ -148,6 +200,7 @@ def classify_tiles_kernel(
     low,
     high,
     DENSE: tl.constexpr,
+    PREPARED: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS_SHARED: tl.constexpr,
     HAS_LOW: tl.constexpr,
@@ -157,7 +210,9 @@ def classify_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One base tile a program."""
+    """One base tile a program. PREPARED: only where lengths, causality or window cut through the
+    tile is the mask itself read.
+    """
     tile = tl.program_id(0).to(tl.int64)
     n_tile = (tile % tiles_n).to(tl.int32)
     m_tile = (tile // tiles_n % tiles_m).to(tl.int32)
@@ -181,6 +236,15 @@ def classify_tiles_kernel(
         lengths_ptr = key_lengths_ptr + b * stride_lb + i.to(tl.int64) * stride_lm
         row_limit = clamped_length(tl.load(lengths_ptr, mask=i < M, other=0), N)
     begin, end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
+    if PREPARED:
+        cut = (i < M) & ((begin > n_start) | (end < tl.minimum(n_start + BLOCK_N, N)))
+        if tl.max(tl.max(cut.to(tl.int32), 1), 0) == 0:
+            words_ptr += b * stride_wb + h * stride_wh
+            classify_prepared(
+                words_ptr, kinds_ptr + tile, alive_ptr + tile * BLOCK_N, stride_wm, stride_wn,
+                m_start, n_start, M, N, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            return
     bounded = (j >= begin) & (j < end)
     allowed = bounded
     plain = allowed
@@ -302,6 +366,7 @@ def classifier(
     c: Classes,
     mask: Tensor | None,
     shape: MaskShape | None,
+    mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
     limits: Band,
@@ -310,16 +375,20 @@ def classifier(
     mask_strides: tuple[int, ...],
     length_strides: tuple[int, ...],
 ) -> BoundLaunch:
-    """The launch (mask, key_lengths, query_lengths, kinds, alive) that looks at every base tile."""
+    """The launch (mask, mask_tiles, key_lengths, query_lengths, kinds, alive) that looks at every
+    base tile.
+    """
+    words = (0, 0, 0, 0) if mask_tiles is None else word_strides(mask_tiles)
     return BoundLaunch(
         classify_tiles_kernel,
         (c.batches * c.heads * c.tiles_m * c.tiles_n,),
         (
-            *mask_strides, *length_strides, c.heads, c.tiles_m, c.tiles_n, M, N, limits.low,
+            *mask_strides, *words, *length_strides, c.heads, c.tiles_m, c.tiles_n, M, N, limits.low,
             limits.high,
         ),
         {
             "DENSE": mask is not None,
+            "PREPARED": mask_tiles is not None,
             "BIAS": mask is not None and mask.dtype != torch.bool,
             "ROWS_SHARED": shape is not None and shape.sizes[2] == 1,
             "HAS_LOW": limits.has_low,

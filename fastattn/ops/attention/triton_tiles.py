@@ -3,7 +3,8 @@
 Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, window) bound the loops:
 `tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
 mask is read once per call by `mask_classifier`, which lists for every outer tile the inner tiles
-that are full, partial, or partial with dead lines. What acts on a tile takes indices i (query) and
+that are full, partial, or partial with dead lines; of a prepared mask `prepared_lister` says the
+same. What acts on a tile takes indices i (query) and
 j (key) already expanded to two dimensions: one function serves [BLOCK_M, BLOCK_N] scores and their
 transpose. Scores are in natural units: scaled, bias added. Also here: dropout decisions.
 """
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops.attention import prepared
 from fastattn.ops.attention.triton_launch import BoundLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -25,6 +27,14 @@ FULL = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 EDGE = tl.constexpr(2)
 LIST_HEADER = tl.constexpr(4)
+
+# A prepared mask's words (prepared.py). A tile outside the mask has no lines and misses none.
+TILE = tl.constexpr(prepared.TILE)
+KEYS = tl.constexpr(prepared.KEYS)
+QUERIES = tl.constexpr(prepared.QUERIES)
+WHOLE = tl.constexpr(prepared.WHOLE)
+LINES = tl.constexpr((1 << prepared.TILE) - 1)
+OUTSIDE = tl.constexpr(1 << prepared.WHOLE)
 
 
 # -- geometry, on the host ------------------------------------------------------------------------
@@ -351,6 +361,92 @@ def mask_classifier(
     }
     grid = (outer, batches * heads)
     return BoundLaunch(classify_mask_kernel, grid, (*mask.strides, heads, M, N, inner), constants)
+
+
+def word_strides(words: torch.Tensor) -> tuple[int, ...]:
+    """Of a prepared mask's tiles; 0 where one serves all."""
+    return tuple(
+        0 if n == 1 else stride for n, stride in zip(words.shape, words.stride(), strict=True)
+    )
+
+
+@triton.jit
+def list_prepared_kernel(
+    words_ptr,
+    lists_ptr,
+    stride_wb,
+    stride_wh,
+    stride_wm,
+    stride_wn,
+    heads,
+    words_m,
+    words_n,
+    N,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    FACTOR_M: tl.constexpr = BLOCK_M // TILE
+    FACTOR_N: tl.constexpr = BLOCK_N // TILE
+    outer = tl.program_id(0)
+    batch_head = tl.program_id(1).to(tl.int64)
+    words_ptr += batch_head // heads * stride_wb + batch_head % heads * stride_wh
+    lists_ptr += (batch_head * tl.num_programs(0) + outer) * (LIST_HEADER + 3 * inner)
+    n_full = 0
+    n_partial = 0
+    n_edge = 0
+    for start in range(0, inner, CHUNK):
+        t = start + tl.arange(0, CHUNK)
+        some = tl.zeros([CHUNK], tl.int64)
+        alive = tl.full([CHUNK], LINES, tl.int64)
+        whole = tl.full([CHUNK], 1, tl.int64)
+        for n in tl.static_range(FACTOR_N):
+            column = t * FACTOR_N + n
+            keys = tl.zeros([CHUNK], tl.int64)
+            for m in tl.static_range(FACTOR_M):
+                row = outer * FACTOR_M + m
+                word = tl.load(
+                    words_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
+                    mask=(row < words_m) & (column < words_n),
+                    other=OUTSIDE,
+                )
+                keys = keys | (word >> KEYS & LINES)
+                whole = whole & (word >> WHOLE)
+            some = some | keys
+            alive = alive & keys
+        ragged = t * BLOCK_N + BLOCK_N > N
+        full = (some > 0) & (whole > 0) & ~ragged
+        edge = (some > 0) & ~full & ((alive != LINES) | ragged)
+        partial = (some > 0) & ~full & ~edge
+        list_ptr = lists_ptr + LIST_HEADER
+        full_at = n_full + tl.cumsum(full.to(tl.int32), 0) - 1
+        tl.store(list_ptr + FULL * inner + full_at, t, mask=full)
+        partial_at = n_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
+        tl.store(list_ptr + PARTIAL * inner + partial_at, t, mask=partial)
+        edge_at = n_edge + tl.cumsum(edge.to(tl.int32), 0) - 1
+        tl.store(list_ptr + EDGE * inner + edge_at, t, mask=edge)
+        n_full += tl.sum(full.to(tl.int32), 0)
+        n_partial += tl.sum(partial.to(tl.int32), 0)
+        n_edge += tl.sum(edge.to(tl.int32), 0)
+    tl.store(lists_ptr + FULL, n_full)
+    tl.store(lists_ptr + PARTIAL, n_partial)
+    tl.store(lists_ptr + EDGE, n_edge)
+
+
+def prepared_lister(
+    mask: MaskShape, words: torch.Tensor, M: int, N: int, BLOCK_M: int, BLOCK_N: int
+) -> BoundLaunch:
+    """Called with (words of a prepared mask, lists): what `mask_classifier` by queries notes."""
+    (batches, heads, outer, _), inner, *_ = tile_lists(mask, M, N, BLOCK_M, BLOCK_N, by_key=False)
+    sizes = (heads, triton.cdiv(M, prepared.TILE), triton.cdiv(N, prepared.TILE), N, inner)
+    chunk = min(256, max(16, triton.next_power_of_2(inner)))
+    constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "CHUNK": chunk}
+    options = {"num_warps": 4 if chunk > 64 else 1}
+    grid = (outer, batches * heads)
+    return BoundLaunch(
+        list_prepared_kernel, grid, (*word_strides(words), *sizes), constants, **options
+    )
 
 
 @triton.jit

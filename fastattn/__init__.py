@@ -3,9 +3,10 @@ made of them.
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from fastattn.functional import (
+    PreparedMask,
     add_layer_norm,
     attention,
     attention_varlen,
@@ -14,21 +15,33 @@ from fastattn.functional import (
     ffn,
     layer_norm,
     new_dropout_seed,
+    prepare_mask,
     rms_norm,
 )
+from fastattn.integrations import flop_counter
 
-_MODULES = ("nn", "seq2seq", "testing")
+if TYPE_CHECKING:
+    from fastattn.integrations.patch import PatchReport, patch, unpatch
+
+_MODULES = ("distributed", "integrations", "nn", "seq2seq", "testing")
+_PATCHING = ("PatchReport", "patch", "unpatch")
 
 
-def __getattr__(name: str) -> ModuleType:
-    """`fastattn.nn` and its like load when first used."""
+def __getattr__(name: str) -> Any:
+    """`fastattn.nn` and its like, and `patch`, load when first used."""
     if name in _MODULES:
         return importlib.import_module(f"fastattn.{name}")
+    if name in _PATCHING:
+        return getattr(importlib.import_module("fastattn.integrations.patch"), name)
     raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
 
 
+flop_counter.install()
+
 __version__ = "0.1.0"
 __all__ = [
+    "PatchReport",
+    "PreparedMask",
     "add_layer_norm",
     "attention",
     "attention_varlen",
@@ -37,5 +50,8 @@ __all__ = [
     "ffn",
     "layer_norm",
     "new_dropout_seed",
+    "patch",
+    "prepare_mask",
     "rms_norm",
+    "unpatch",
 ]

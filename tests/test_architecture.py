@@ -126,7 +126,10 @@ _LAYERS = (
     ("fastattn.ops._native", ("fastattn.ops._env",)),
     ("fastattn.ops._op", ("fastattn.ops._env",)),
     # The reference is also the derivative of the backward op; other backends are found by name.
-    ("fastattn.ops.<op>.op", ("fastattn.ops._op", "fastattn.ops.<op>.reference")),
+    (
+        "fastattn.ops.<op>.op",
+        ("fastattn.ops._op", "fastattn.ops.<op>.reference", "fastattn.ops.<op>.prepared"),
+    ),
     ("fastattn.ops.<op>.spec", ("fastattn",)),
     (
         "fastattn.ops.<op>",
@@ -160,7 +163,7 @@ def arrows_point_down(package: Path) -> list[str]:
             continue
         op = _op_of(name) or "<op>"
         if name == "fastattn":
-            allowed = ("fastattn.functional",)
+            allowed = ("fastattn.functional", "fastattn.integrations")
         else:
             layers = [(p.replace("<op>", op), allowed) for p, allowed in _LAYERS]
             plain = re.sub(r"\.spec_\w+$", ".spec", name)  # an op's folder may hold several specs

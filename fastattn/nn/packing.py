@@ -8,7 +8,7 @@ exit, where padding is 0. In between everything but attention is row-wise, and a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,10 @@ def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
         if name in ("self_attn", "multihead_attn"):
             if not is_plain(child, nn.MultiheadAttention, MultiheadAttention):
                 return False
-            if child.in_proj_weight is None or child.bias_k is not None or child.add_zero_attn:
+            attention: Any = child
+            if not attention._qkv_same_embed_dim or attention.add_zero_attn:
+                return False
+            if attention.bias_k is not None:
                 return False
         elif name.startswith("norm") and not is_plain(child, *norms):
             return False

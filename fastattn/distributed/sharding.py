@@ -1,0 +1,111 @@
+"""How DTensors shard the package's ops: attention over batch and heads, norms and FFN over rows.
+
+`register_sharding_rules()` tells `torch.distributed.tensor`. Ops on DTensors then run on the local
+shards, without communication where batch, heads or rows are sharded; what is sharded otherwise is
+gathered first, as everywhere in DTensor. With dropout nothing may stay sharded: the bits of an
+element follow from its place in the whole tensor.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+# For one way of sharding: argument or result -> its placement; tensors not named are replicated.
+_Placements = Mapping[str, Placement]
+_registered = False
+
+
+def register_sharding_rules() -> None:
+    """Registers the rules with DTensor; may be called again."""
+    global _registered
+    if _registered:
+        return
+    from torch.distributed.tensor.experimental import register_sharding
+
+    rules: dict[str, Callable[[Mapping[str, Any]], Sequence[_Placements]]] = {
+        "attention_fwd": _attention,
+        "attention_bwd": _attention,
+        "layer_norm_fwd": _by_rows,
+        "layer_norm_bwd": _by_rows,
+        "add_layer_norm_fwd": _by_rows,
+        "add_layer_norm_bwd": _by_rows,
+        "rms_norm_fwd": _by_rows,
+        "rms_norm_bwd": _by_rows,
+        "ffn_fwd": _by_rows,
+        "ffn_bwd": _by_rows,
+    }
+    for name, rule in rules.items():
+        op = getattr(torch.ops.fastattn, name).default
+        register_sharding(op)(_strategy(op, rule))
+    _registered = True
+
+
+def _strategy(
+    op: Any, rule: Callable[[Mapping[str, Any]], Sequence[_Placements]]
+) -> Callable[..., Sequence[tuple[list[Any], list[Any]]]]:
+    """The function that `register_sharding` wants: placements of the results, of the arguments."""
+    names = [argument.name for argument in op._schema.arguments]
+    results = [result.name for result in op._schema.returns]
+
+    def strategy(*args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        ways: list[_Placements] = [{}]
+        if not any(given.get(p) for p in ("dropout_p", "output_dropout_p")):
+            ways += rule(given)
+        unwanted = _unwanted(given, results)
+        return [
+            (
+                [Replicate() if y in unwanted else way.get(y, Replicate()) for y in results],
+                [
+                    way.get(name, Replicate()) if hasattr(given[name], "placements") else None
+                    for name in names
+                    if name in given
+                ],
+            )
+            for way in ways
+        ]
+
+    return strategy
+
+
+def _unwanted(given: Mapping[str, Any], results: Sequence[str]) -> set[str]:
+    """Gradients that nobody asked for: results of shape [0]."""
+    needs = given.get("needs")
+    return (
+        set() if needs is None else {y for y, need in zip(results, needs, strict=True) if not need}
+    )
+
+
+def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
+    """Over the batch, and over heads where each process gets whole groups of them."""
+    q, k, mask = given["q"], given["k"], given["mask"]
+    ways = []
+    for dim in (0, 1):
+        if dim == 1 and any(k.shape[1] % size for size in q.mesh.shape):
+            continue
+        shard = Shard(dim)
+        way: dict[str, Placement] = dict.fromkeys(
+            ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv"), shard
+        )
+        if dim == 0:
+            way |= {"key_lengths": shard, "query_lengths": shard}
+        way["dmask"] = Partial()
+        if mask is not None and mask.shape[dim] > 1:
+            way |= {"mask": shard, "mask_tiles": shard, "dmask": shard}
+        ways.append(way)
+    return ways
+
+
+def _by_rows(given: Mapping[str, Any]) -> Sequence[_Placements]:
+    """Over any dimension but the last; gradients of parameters are then sums over processes."""
+    rows = (
+        "x", "residual", "y", "z", "mean", "rstd", "hidden", "dy", "dz", "dx", "dresidual",
+    )  # fmt: skip
+    parameters = ("dx_bias", "dweight", "dbias", "dw1", "db1", "dw2", "db2")
+    x = given.get("x", given.get("z"))
+    return [
+        dict.fromkeys(rows, Shard(dim)) | dict.fromkeys(parameters, Partial())
+        for dim in range(len(x.shape) - 1)
+    ]

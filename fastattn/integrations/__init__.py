@@ -1,0 +1,1 @@
+"""fastattn in models that others wrote."""

@@ -1,0 +1,166 @@
+"""`attn_implementation="fastattn"` for the models of Hugging Face `transformers`.
+
+`register()` gives `transformers` two functions under that name: the attention itself, and the one
+that makes its masks. Masks stay as small as they are, padding is `[B, 1, 1, N]`, and looking into
+one for a short cut, which waits for the GPU, is not needed: the kernels find the empty tiles.
+Queries that may attend nothing, in the padding on the left say, get zeros.
+
+Shapes, theirs: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, result
+`[B, M, H, E]`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+
+NAME = "fastattn"
+_OLDEST = (4, 57)
+
+
+def register() -> None:
+    """Makes `attn_implementation="fastattn"` known to `transformers`; may be called again.
+
+    Raises ImportError without `transformers` 4.57 or newer.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"register needs the package transformers: {error}") from None
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        wanted = ".".join(map(str, _OLDEST))
+        raise ImportError(f"register needs transformers >= {wanted}, got {version}")
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool = False,
+    softcap: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function of `transformers`, on the `attention` op.
+
+    attention_mask: bool (True = may attend) or additive, as `attention` takes. position_bias: added
+    to the scores, `[1 or B, H, M, N]`, with its gradient (T5). s_aux: `[H]`, a logit for each head
+    that takes its share of the softmax and has no value (attention sinks). With output_attentions
+    the weights `[B, H, M, N]` come second, before dropout; with s_aux they are refused.
+
+    Raises NotImplementedError for softcap and for paged caches.
+    """
+    if softcap is not None:
+        raise NotImplementedError(f"attn_implementation={NAME!r} has no softcap, got {softcap}")
+    if cache is not None:
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} reads no paged cache, got {type(cache).__name__}"
+        )
+    if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters
+        query = query.expand(key.shape[0], -1, -1, -1)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    causal = attention_mask is None and is_causal and query.shape[2] > 1
+    mask = _with_bias(attention_mask, position_bias)
+    # Causal with more keys than queries is the first step with a static cache: keys behind are
+    # empty.
+    restrictions: dict[str, Any] = {"mask": mask, "causal": "top_left" if causal else False}
+    out, lse = functional.attention(
+        query,
+        key,
+        value,
+        **restrictions,
+        scale=scaling,
+        dropout_p=dropout,
+        return_lse=True,
+    )
+    if s_aux is not None:
+        # softmax over scores and the sink: the weights' sum exp(lse) over exp(lse) + exp(sink).
+        share = torch.sigmoid(lse - s_aux.float()[:, None])
+        out = out * share[..., None].to(out.dtype)
+    weights = None
+    if output_attentions:
+        if s_aux is not None:
+            raise NotImplementedError("output_attentions=True is not offered beside s_aux")
+        weights = functional.attention_weights(query, key, **restrictions, scale=scaling)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function of `transformers`: bool, True = may attend, None where nothing is blocked
+    or `is_causal` says it all.
+
+    attention_mask: `[B, N]`, False = padding. The rest is what `transformers` passes to
+    `masking_utils.sdpa_mask`.
+    """
+    from transformers import masking_utils
+
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    skips = {
+        name: kwargs.pop(name, default)
+        for name, default in (
+            ("allow_is_causal_skip", True),
+            ("allow_is_bidirectional_skip", False),
+        )
+    }
+    if mask_function is masking_utils.bidirectional_mask_function:
+        if attention_mask is None and skips["allow_is_bidirectional_skip"]:
+            return None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            padding: Tensor = masking_utils.prepare_padding_mask(  # type: ignore[assignment]
+                attention_mask, kv_length, kv_offset
+            )
+            return padding[:, None, None, kv_offset : kv_offset + kv_length]
+    if (
+        skips["allow_is_causal_skip"]
+        and mask_function is masking_utils.causal_mask_function
+        and attention_mask is None
+        and not isinstance(q_offset, Tensor)
+        and kv_offset == 0
+        and kv_length == q_length + q_offset
+        and (q_offset == 0 or q_length == 1)
+    ):
+        return None
+    return masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    if mask.dtype is torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return bias + mask

@@ -1,0 +1,175 @@
+"""`patch(model)`: the modules of an existing model become ours, in place, and can go back.
+
+Modules that are exactly of torch's classes change their class and nothing else: parameters,
+buffers, hooks, names and `state_dict` stay the same objects. Attention of Hugging Face models goes
+through `attn_implementation`. Whatever stays as it was is named with its reason.
+"""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fastattn.integrations import huggingface
+from fastattn.nn.transformer import DROP_INS
+
+_BEFORE = "_fastattn_before"  # what patch changed in a module, in its __dict__
+
+
+@dataclass
+class PatchReport:
+    """What `patch` did to a model; as a context manager, takes it back at the end.
+
+    replaced: name of the module -> its class before. attention: name of a model of `transformers`
+    -> its class and its attention before. kept: name -> why it stayed.
+    """
+
+    model: nn.Module = field(repr=False)
+    replaced: dict[str, str] = field(default_factory=dict)
+    attention: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for name, kind in self.replaced.items():
+            kinds.setdefault(kind, []).append(name or "the model itself")
+        lines = [f"fastattn.patch: {len(self.replaced)} modules of {type(self.model).__name__}"]
+        lines += [f"  {len(names):3d} {kind}: {_some(names)}" for kind, names in kinds.items()]
+        for name, before in self.attention.items():
+            lines.append(f"      attention of {name or 'the model itself'} ({before})")
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.kept.items():
+            reasons.setdefault(why, []).append(name or "the model itself")
+        if reasons:
+            lines.append("left as they were:")
+        lines += [f"  {len(names):3d} {why}: {_some(names)}" for why, names in reasons.items()]
+        return "\n".join(lines)
+
+    def __enter__(self) -> "PatchReport":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        unpatch(self.model)
+
+
+def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
+    """Turns the parts of `model` that fastattn knows into ours, in place.
+
+    These are `nn.MultiheadAttention`, the encoder and decoder layers and stacks, `Transformer`,
+    `LayerNorm` and `RMSNorm`, and the attention of models of `transformers`. Results and gradients
+    stay what they were, up to rounding; a query that may attend nothing gets a zero context.
+
+    Returns what was replaced and what was not, and prints it unless `quiet`. `unpatch(model)` takes
+    it back, as does leaving `with fastattn.patch(model):`. A model may be patched again.
+    """
+    _check(model)
+    report = PatchReport(model)
+    for name, module in model.named_modules():
+        if _is_transformers_model(module) and not any(
+            name.startswith(f"{outer}.") or not outer for outer in report.attention
+        ):
+            _switch_attention(name, module, report)
+        kind = type(module)
+        if kind not in DROP_INS:
+            if (why := _why_kept(name, module, report)) is not None:
+                report.kept[name] = why
+        elif "forward" in module.__dict__:
+            report.kept[name] = "has a forward of its own"
+        else:
+            before = module.__dict__.setdefault(_BEFORE, {})
+            before["class"] = kind
+            if isinstance(module, nn.TransformerEncoder):
+                before["use_nested_tensor"] = module.use_nested_tensor
+                module.use_nested_tensor = False
+            module.__class__ = DROP_INS[kind]  # type: ignore[assignment]
+            report.replaced[name] = kind.__name__
+    if not quiet:
+        print(report)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Takes back what `patch` did to `model`, also in copies of it and after pickling."""
+    _check(model)
+    for module in model.modules():
+        before = module.__dict__.pop(_BEFORE, {})
+        module.__class__ = before.get("class", type(module))
+        if "use_nested_tensor" in before:
+            module.use_nested_tensor = before["use_nested_tensor"]
+        for config, implementation in before.get("attention", ()):  # outer ones first
+            config._attn_implementation = implementation
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model must not be compiled by torch.jit: patch it before")
+
+
+def _is_transformers_model(module: nn.Module) -> bool:
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
+    """Sends the attention of a model of `transformers`, and of the models in it, to ours."""
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        report.kept[name] = "has an attention that transformers cannot exchange"
+        return
+    configs: dict[int, Any] = {}
+    _collect_configs(model.config, configs)
+    for module in model.modules():
+        if _is_transformers_model(module):
+            _collect_configs(module.config, configs)
+    if any(config.output_attentions for config in configs.values()):
+        report.kept[name] = "has config.output_attentions, which wants eager attention"
+        return
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    if all(implementation == huggingface.NAME for _, implementation in before):
+        return
+    huggingface.register()
+    model.set_attn_implementation(huggingface.NAME)
+    model.__dict__.setdefault(_BEFORE, {})["attention"] = before
+    report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
+
+
+def _collect_configs(config: Any, configs: dict[int, Any]) -> None:
+    configs.setdefault(id(config), config)
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            _collect_configs(part, configs)
+
+
+def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
+    """Why a module that looks like ours was not replaced; None for any other."""
+    kind = type(module)
+    if kind in DROP_INS.values():
+        return None
+    for base in DROP_INS:
+        if isinstance(module, base):
+            if parametrize.is_parametrized(module):
+                return "is parametrized"
+            return f"is {kind.__name__}, a subclass of nn.{base.__name__} with code of its own"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by torch.jit"
+    if kind.__name__.endswith(("LayerNorm", "RMSNorm")):
+        return f"is {kind.__name__}, not a norm of torch.nn"
+    switched = any(not outer or name.startswith(f"{outer}.") for outer in report.attention)
+    if kind.__name__.endswith("Attention") and not switched:
+        return f"is {kind.__name__}, an attention of its own"
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,234 @@
+"""Two processes on one machine, over gloo: sharded is equal to one process."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import fastattn
+from fastattn import nn as fnn
+
+PROCESSES = 2
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+def _enter(rank: int, size: int, rendezvous: str, functions: list[Callable[[], None]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    try:
+        for function in functions:
+            torch.manual_seed(0)
+            function()
+    finally:
+        dist.destroy_process_group()
+
+
+def in_processes(*functions: Callable[[], None], size: int = PROCESSES) -> None:
+    """Runs functions of this module, in which every process asserts."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, os.path.join(folder, "rendezvous"), list(functions))
+        mp.spawn(_enter, arguments, nprocs=size)  # type: ignore[no-untyped-call]
+
+
+def gradients(outputs: Any, weights: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    total = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(total, inputs)
+
+
+# -- ring attention --------------------------------------------------------------------------------
+def ring_is_attention() -> None:
+    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
+
+    for causal in (False, True):
+        for K, E, dtype in ((4, 8, torch.float32), (2, 12, torch.float32), (4, 8, torch.bfloat16)):
+            q, k, v = (
+                torch.randn(2, heads, 24, size).to(dtype).requires_grad_()
+                for heads, size in ((4, 8), (K, 8), (K, E))
+            )
+            weights = torch.randn(2, 4, 24, E).to(dtype), torch.randn(2, 4, 24)
+            whole = fastattn.attention(q, k, v, causal=causal, return_lse=True)
+            expected = (*whole, *gradients(whole, weights, [q, k, v]))
+            parts = [
+                shard_sequence(x.detach(), 2, causal=causal).requires_grad_() for x in (q, k, v)
+            ]
+            ours = ring_attention(*parts, causal=causal, return_lse=True)
+            part_weights = [shard_sequence(w, 2, causal=causal) for w in weights]
+            got = (*ours, *gradients(ours, part_weights, parts))
+            tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-5
+            for x, y in zip(got, expected, strict=True):
+                full = unshard_sequence(x, 2, causal=causal)
+                torch.testing.assert_close(full, y.detach(), atol=tolerance, rtol=tolerance)
+
+
+def layouts_are_inverse() -> None:
+    from fastattn.distributed import shard_sequence, unshard_sequence
+
+    x = torch.randn(3, 12)
+    for causal in (False, True):
+        part = shard_sequence(x, 1, causal=causal)
+        assert part.shape == (3, 12 // dist.get_world_size())
+        assert torch.equal(unshard_sequence(part, 1, causal=causal), x)
+    with pytest.raises(ValueError, match=r"x must have a size along dim 1 that \d divides, got 13"):
+        shard_sequence(torch.randn(3, 13), 1, causal=True)
+
+
+def ring_says_what_is_wrong() -> None:
+    from fastattn.distributed import ring_attention
+
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match="q must hold two chunks of equal length, got 5"):
+        ring_attention(q, q, q, causal=True)
+    with pytest.raises(ValueError, match="k and v must have q's 5 positions, got 4 and 4"):
+        ring_attention(q, q[:, :, 1:], q[:, :, 1:])
+    with pytest.raises(ValueError, match="k must have 4 dimensions, got"):
+        ring_attention(q, q[0], q)
+
+
+# -- DTensor ---------------------------------------------------------------------------------------
+def dtensors_stay_sharded() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    q, k, v = (torch.randn(4, H, 6, 8) for H in (4, 2, 2))
+    bias = torch.randn(1, 4, 6, 6)
+    lengths = torch.tensor([6, 3, 0, 5])
+    weights = torch.randn(4, 4, 6, 8)
+    plain = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> Any:
+        return fastattn.attention(q, k, v, mask=mask, key_lengths=lengths)
+
+    expected = attend(*plain, lengths)
+    expected_gradients = gradients([expected], [weights], plain)
+    for dim in (0, 1):
+        place = [Shard(dim)]
+        sharded = [distribute_tensor(x, mesh, place).requires_grad_() for x in (q, k, v)]
+        sharded.append(
+            distribute_tensor(bias, mesh, place if dim else [Replicate()]).requires_grad_()
+        )
+        lengths_ = distribute_tensor(lengths, mesh, [Replicate()] if dim else place)
+        out = attend(*sharded, lengths_)
+        assert out.placements == (Shard(dim),)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        weights_ = distribute_tensor(weights, mesh, place)
+        for x, y in zip(gradients([out], [weights_], sharded), expected_gradients, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)  # type: ignore[attr-defined]
+
+
+def dtensor_rows() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    x, residual, weight, bias = (torch.randn(*s) for s in ((4, 3, 8), (4, 3, 8), (8,), (8,)))
+    w1, b1, w2, b2 = (torch.randn(*s) for s in ((16, 8), (16,), (8, 16), (8,)))
+
+    def run(x: Any, r: Any, w: Any, b: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        y = fastattn.add_layer_norm(fastattn.layer_norm(x, w, b), r, w, b)
+        return fastattn.rms_norm(fastattn.ffn(y, w1, b1, w2, b2, residual=r), w)
+
+    plain = [t.clone().requires_grad_() for t in (x, residual, weight, bias, w1, b1, w2, b2)]
+    expected = run(*plain)
+    weights = torch.randn_like(x)
+    expected_gradients = gradients([expected], [weights], plain)
+    for dim in (0, 1):
+        sharded = [
+            distribute_tensor(t.detach(), mesh, [Shard(dim) if i < 2 else Replicate()])
+            .requires_grad_()
+            for i, t in enumerate(plain)
+        ]  # fmt: skip
+        out = run(*sharded)
+        assert out.placements == (Shard(dim),)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        weights_ = distribute_tensor(weights, mesh, [Shard(dim)])
+        for g, y in zip(gradients([out], [weights_], sharded), expected_gradients, strict=True):
+            torch.testing.assert_close(g.full_tensor(), y, atol=1e-5, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+def dropout_bits_do_not_depend_on_sharding() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    q = torch.randn(2, 4, 6, 8)
+    seed = torch.tensor([7])
+    sharded = distribute_tensor(q, mesh, [Shard(1)])
+    seed_ = distribute_tensor(seed, mesh, [Replicate()])
+    out = fastattn.attention(sharded, sharded, sharded, dropout_p=0.5, dropout_seed=seed_)
+    expected = fastattn.attention(q, q, q, dropout_p=0.5, dropout_seed=seed)
+    torch.testing.assert_close(out.full_tensor(), expected)  # type: ignore[union-attr]
+
+
+# -- whole models ----------------------------------------------------------------------------------
+def _model() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = fnn.Transformer(16, 2, 1, 1, 32, 0.0, batch_first=True)
+    return model, torch.randn(4, 6, 16), torch.randn(4, 5, 16)
+
+
+def _half(x: Tensor) -> Tensor:
+    return x.chunk(PROCESSES)[dist.get_rank()]
+
+
+def data_parallel_training() -> None:
+    model, src, tgt = _model()
+    model(src, tgt).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    model, src, tgt = _model()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    parallel(_half(src), _half(tgt)).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+def fully_sharded_training() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, src, tgt = _model()
+    model(src, tgt).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    model, src, tgt = _model()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (PROCESSES,))
+    for layer in (*model.encoder.layers, *model.decoder.layers):  # type: ignore[union-attr, misc]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(_half(src), _half(tgt)).square().mean().backward()
+    for name, p in model.named_parameters():
+        gradient = p.grad.full_tensor()  # type: ignore[union-attr]
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
+
+
+def test_ring_attention() -> None:
+    in_processes(layouts_are_inverse, ring_is_attention, ring_says_what_is_wrong)
+
+
+@pytest.mark.slow
+def test_ring_attention_of_three() -> None:
+    in_processes(layouts_are_inverse, ring_is_attention, size=3)
+
+
+@pytest.mark.slow
+def test_dtensor() -> None:
+    in_processes(dtensors_stay_sharded, dtensor_rows, dropout_bits_do_not_depend_on_sharding)
+
+
+@pytest.mark.slow
+def test_training() -> None:
+    in_processes(data_parallel_training, fully_sharded_training)

@@ -1,0 +1,89 @@
+"""FlopCounterMode counts the package's ops as it counts torch's."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import nn as fnn
+
+
+def count(function: Callable[[], Tensor], backward: bool = True) -> int:
+    with FlopCounterMode(display=False) as counter:
+        y = function()
+        if backward:
+            y.sum().backward()
+    return counter.get_total_flops()
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_as_torch(causal: bool) -> None:
+    q, k, v = data(2, 4, 9, 8), data(2, 4, 9, 8), data(2, 4, 9, 8)
+
+    def ours() -> Tensor:
+        return fastattn.attention(q, k, v, causal=causal)  # type: ignore[return-value]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        torchs = count(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), False)
+    assert count(ours, backward=False) == torchs == 2 * 2 * 4 * 9 * 9 * 16
+    # The backward computes Q Kᵀ once more.
+    assert count(ours) == torchs + 2 * 2 * 4 * 9 * 9 * 5 * 8
+
+
+def test_attention_with_other_sizes() -> None:
+    q, k, v = data(2, 4, 5, 8), data(2, 2, 9, 8), data(2, 2, 9, 6)
+    assert count(lambda: fastattn.attention(q, k, v)) == 2 * 2 * 4 * 5 * 9 * (14 + 36)  # type: ignore[arg-type, return-value]
+
+
+def test_varlen_counts_pairs_inside_sequences() -> None:
+    q, offsets = data(9, 4, 8), torch.tensor([0, 3, 9], dtype=torch.int32)
+    ours = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
+    assert ours == 2 * 4 * (3 * 3 + 6 * 6) * (2 + 5) * 8
+
+
+@pytest.mark.parametrize("frozen", [(), ("w1", "b1"), ("x", "w1", "b1"), ("w2",)])
+def test_ffn_as_torch(frozen: tuple[str, ...]) -> None:
+    tensors = {"x": data(3, 5, 8), "w1": data(12, 8), "b1": data(12), "w2": data(8, 12)}
+    tensors["b2"] = data(8)
+    for name in frozen:
+        tensors[name].requires_grad_(False)
+    x, w1, b1, w2, b2 = tensors.values()
+    ours = count(lambda: fastattn.ffn(x, w1, b1, w2, b2))
+    torchs = count(lambda: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2))
+    assert ours == torchs
+
+
+def test_layer_as_torch() -> None:
+    kinds = nn.TransformerEncoderLayer, fnn.TransformerEncoderLayer
+    x = data(2, 7, 16)
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs, ours = (
+            count(lambda k=k: k(16, 2, 32, 0.0, batch_first=True)(x), backward=False)  # type: ignore[misc]
+            for k in kinds
+        )
+    assert ours == theirs
+
+
+def test_import_order_does_not_matter() -> None:
+    code = (
+        "import sys, torch\n"
+        "{imports}\n"
+        "q = torch.randn(1, 1, 4, 8)\n"
+        "with FlopCounterMode(display=False) as counter: fastattn.attention(q, q, q)\n"
+        "assert counter.get_total_flops() == 2 * 4 * 4 * 16, counter.get_total_flops()\n"
+    )
+    ours, theirs = "import fastattn", "from torch.utils.flop_counter import FlopCounterMode"
+    late = f"{ours}\nassert 'triton' not in sys.modules\n{theirs}"
+    for imports in (late, f"{theirs}\n{ours}"):
+        subprocess.run([sys.executable, "-c", code.format(imports=imports)], check=True)

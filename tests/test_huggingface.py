@@ -1,0 +1,286 @@
+"""`attn_implementation="fastattn"` and `patch` against eager attention, on tiny random models."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+import fastattn  # noqa: E402
+from fastattn.integrations import huggingface  # noqa: E402
+
+VOCABULARY = 40
+SMALL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BART_SIZES = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+LLAMA_SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+
+
+def _bert() -> Any:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.BertForMaskedLM, transformers.BertConfig(
+        intermediate_size=48, **sizes, **SMALL
+    )
+
+
+def _gpt2() -> Any:
+    return transformers.GPT2LMHeadModel, transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, **SMALL
+    )
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA_SIZES, **SMALL)
+
+
+def _mistral() -> Any:
+    return transformers.MistralForCausalLM, transformers.MistralConfig(
+        sliding_window=4, **LLAMA_SIZES, **SMALL
+    )
+
+
+def _t5() -> Any:
+    return transformers.T5ForConditionalGeneration, transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=1, **SMALL
+    )
+
+
+def _marian() -> Any:
+    return transformers.MarianMTModel, transformers.MarianConfig(
+        max_position_embeddings=64, forced_eos_token_id=None, **BART_SIZES, **SMALL
+    )
+
+
+def _whisper() -> Any:
+    return transformers.WhisperForConditionalGeneration, transformers.WhisperConfig(
+        max_source_positions=20, num_mel_bins=8, suppress_tokens=None, begin_suppress_tokens=None,
+        **BART_SIZES, **SMALL,
+    )  # fmt: skip
+
+
+def _vit() -> Any:
+    return transformers.ViTModel, transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
+
+
+def _detr() -> Any:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], out_features=["stage2"]
+    )
+    sizes = {**BART_SIZES}
+    del sizes["decoder_start_token_id"]
+    return transformers.DetrModel, transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, backbone=None, num_queries=5, **sizes
+    )
+
+
+TEXT: dict[str, Callable[[], Any]] = {
+    "bert": _bert, "gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "t5": _t5,
+    "marian": _marian,
+}  # fmt: skip
+OTHER: dict[str, Callable[[], Any]] = {"whisper": _whisper, "vit": _vit, "detr": _detr}
+SIDES = ["left", "right"]
+
+
+def build(make: Callable[[], Any], implementation: str) -> nn.Module:
+    huggingface.register()
+    kind, config = make()
+    torch.manual_seed(0)
+    model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation)
+    assert model.config._attn_implementation == implementation
+    # Random initialisation makes attention nearly uniform; this makes it matter.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model.eval()
+
+
+def tokens(side: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (3, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2, :1] = 0
+    if side == "right":
+        mask = mask.flip(1)
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def arguments(name: str, side: str = "left") -> tuple[dict[str, Tensor], Tensor | None]:
+    """A forward's inputs, and which of its results count (None: all)."""
+    generator = torch.Generator().manual_seed(4)
+    ids, mask = tokens(side)
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}, None
+    if name == "detr":
+        pixels = torch.ones(2, 32, 32, dtype=torch.int64)
+        pixels[0, 20:] = 0
+        images = torch.randn(2, 3, 32, 32, generator=generator)
+        return {"pixel_values": images, "pixel_mask": pixels}, None
+    if name == "whisper":
+        frames = torch.randn(3, 8, 40, generator=generator)
+        return {"input_features": frames, "decoder_input_ids": ids[:, 4:]}, None
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if name in ("t5", "marian"):
+        decoder_mask = mask[:, :5].flip(1)
+        inputs |= {"decoder_input_ids": ids[:, 4:], "decoder_attention_mask": decoder_mask}
+        return inputs, decoder_mask.bool()
+    return inputs, mask.bool()
+
+
+def outcome(model: nn.Module, inputs: dict[str, Tensor], real: Tensor | None) -> list[Tensor]:
+    """The first result at real positions and the gradient of every parameter that has one."""
+    y = model(**inputs)[0]
+    y = y if real is None else y[real]
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad((y * weights).sum(), parameters, allow_unused=True)
+    return [y, *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    size = expected[0].abs().max()
+    torch.testing.assert_close(got[0] / size, expected[0] / size, atol=3e-5, rtol=1e-4)
+    # Some gradients are zero but for rounding, as a key's bias has: the largest sets the scale.
+    scale = max(gradient.abs().max() for gradient in expected[1:])
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a / scale, b / scale, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", TEXT)
+def test_text_models(name: str, side: str) -> None:
+    inputs, real = arguments(name, side)
+    eager = outcome(build(TEXT[name], "eager"), inputs, real)
+    assert_equal(outcome(build(TEXT[name], "fastattn"), inputs, real), eager)
+
+
+@pytest.mark.parametrize("name", [name for name in TEXT if name != "bert"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation(name: str, cache: str | None) -> None:
+    ids, mask = tokens("left")
+    options = {"max_new_tokens": 7, "do_sample": False, "cache_implementation": cache}
+    eager, ours = (build(TEXT[name], which) for which in ("eager", "fastattn"))
+    for beams in (1, 2):
+        expected, got = (
+            model.generate(ids, attention_mask=mask, num_beams=beams, **options)  # type: ignore[operator]
+            for model in (eager, ours)
+        )
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", [*TEXT, *OTHER])
+def test_patched_models(name: str) -> None:
+    make = (TEXT | OTHER)[name]
+    inputs, real = arguments(name)
+    model = build(make, "eager")
+    expected, state = outcome(model, inputs, real), list(model.state_dict())
+    with fastattn.patch(model, quiet=True) as report:
+        assert model.config._attn_implementation == "fastattn"
+        assert report.attention == {"": f"{type(model).__name__}, eager"}
+        norms = sum(type(m) is nn.LayerNorm for m in model.modules())
+        assert norms == 0
+        assert list(model.state_dict()) == state
+        assert_equal(outcome(model, inputs, real), expected)
+    assert model.config._attn_implementation == "eager"
+    assert_equal(outcome(model, inputs, real), expected)
+
+
+def test_a_patched_copy_goes_back_alone() -> None:
+    model = build(_bert, "sdpa")
+    fastattn.patch(model, quiet=True)
+    other = copy.deepcopy(model)
+    fastattn.unpatch(other)
+    assert other.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "fastattn"
+
+
+def test_training_with_dropout_follows_the_seed() -> None:
+    inputs, real = arguments("bert")
+    model = build(_bert, "fastattn").train()
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return outcome(model, inputs, real)[0]
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_weights_on_request() -> None:
+    model = build(_whisper, "fastattn")
+    attention = model.model.decoder.layers[0].encoder_attn  # type: ignore[union-attr]
+    q = torch.randn(2, 4, 3, 8)
+    out, weights = huggingface.attention_forward(
+        attention, q, q, q, None, scaling=1.0, output_attentions=True
+    )
+    assert weights is not None
+    torch.testing.assert_close((weights @ q).transpose(1, 2), out)
+
+
+def test_compiled_without_graph_breaks() -> None:
+    inputs, real = arguments("llama")
+    model = build(_llama, "fastattn")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(**inputs, use_cache=False)[0][real], model(**inputs, use_cache=False)[0][real]
+        )
+
+
+def test_attention_sinks() -> None:
+    q, k, v = (
+        torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
+    sinks = torch.randn(4)
+    out, _ = huggingface.attention_forward(nn.Identity(), q, k, v, None, is_causal=False,
+                                           s_aux=sinks)  # fmt: skip
+    scores = torch.cat([q @ k.mT * 8**-0.5, sinks[:, None, None].expand(2, 4, 5, 1)], -1)
+    expected = scores.softmax(-1)[..., :-1] @ v
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_no_mask_where_none_is_needed() -> None:
+    masks = transformers.masking_utils
+    bidirectional = {
+        "mask_function": masks.bidirectional_mask_function,
+        "allow_is_bidirectional_skip": True,
+    }
+    assert huggingface.attention_mask(2, 5, 5) is None
+    assert huggingface.attention_mask(2, 1, 9, q_offset=8) is None
+    assert huggingface.attention_mask(2, 5, 5, **bidirectional) is None
+    padding = torch.tensor([[True, True, False], [True, True, True]])
+    small = huggingface.attention_mask(2, 7, 3, attention_mask=padding, **bidirectional)
+    assert small is not None
+    assert torch.equal(small, padding[:, None, None])
+
+
+def test_what_is_not_offered() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="has no softcap, got 30"):
+        huggingface.attention_forward(nn.Identity(), q, q, q, None, softcap=30.0)
+    with pytest.raises(NotImplementedError, match="reads no paged cache, got object"):
+        huggingface.attention_forward(nn.Identity(), q, q, q, None, cache=object())
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.1")
+    with pytest.raises(ImportError, match=r"needs transformers >= 4\.57, got 4\.40\.1"):
+        huggingface.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="register needs the package transformers"):
+        huggingface.register()

@@ -1,0 +1,66 @@
+"""What a layer's forward launches: matrix products and the package's ops, no elementwise kernel."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn import nn as fnn
+
+
+class Launches(TorchDispatchMode):
+    """Names of the ops that compute something: views and allocations are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name != "aten::_unsafe_view":
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return out
+
+
+def launches(module: nn.Module, *args: Tensor, **options: object) -> list[str]:
+    with Launches() as recorded:
+        module(*args, **options)
+    return recorded.names
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_layers(kind: str, norm_first: bool, activation: str, dropout: float) -> None:
+    settings = {"batch_first": True, "norm_first": norm_first, "activation": activation}
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    norm = ["fastattn::layer_norm_fwd"] * norm_first
+    attention = ["fastattn::attention_fwd", "mm", "fastattn::add_layer_norm_fwd"]
+    last = ["fastattn::ffn_fwd"] + ["fastattn::add_layer_norm_fwd"] * (not norm_first)
+    if kind == "encoder":
+        encoder = fnn.TransformerEncoderLayer(16, 2, 32, dropout, **settings)  # type: ignore[arg-type]
+        names = launches(encoder, x)
+        expected = [*norm, "addmm", *attention, *last]
+    else:
+        decoder = fnn.TransformerDecoderLayer(16, 2, 32, dropout, **settings)  # type: ignore[arg-type]
+        names = launches(decoder, x, memory)
+        expected = [*norm, "addmm", *attention, "addmm", "addmm", *attention, *last]
+    seed = [name for name in names if name not in {*expected}]
+    assert [name for name in names if name in {*expected}] == expected
+    # One seed is drawn for all the dropouts of a layer.
+    assert seed == (["randint"] if dropout else [])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_packed_layers(norm_first: bool) -> None:
+    """Packed execution adds the gather, the scatter and what finds the rows, and nothing inside."""
+    layer = fnn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
+    short, long = (
+        fnn.TransformerEncoder(layer, depth, enable_nested_tensor=False) for depth in (1, 3)
+    )
+    x = torch.randn(2, 5, 16)
+    once, thrice = (launches(stack, x, src_lengths=[3, 5]) for stack in (short, long))
+    layers = launches(layer, x)
+    varlen = [name.replace("attention_fwd", "attention_varlen_fwd") for name in layers]
+    assert sorted(thrice) == sorted(once + varlen * 2)

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -340,6 +341,17 @@ class BuildNative(build_ext):
                 self.copy_file(str(steps[-1].output), target)
 
 
+class SourceDistribution(sdist):
+    """Takes along every native source, whatever the machine that packs it can build."""
+
+    def make_distribution(self) -> None:
+        native = (path for path in CSRC.rglob("*") if path.is_file())
+        self.filelist.extend([str(path.relative_to(ROOT)) for path in native])
+        self.filelist.sort()
+        self.filelist.remove_duplicates()
+        super().make_distribution()
+
+
 def extensions() -> list[Extension]:
     wish = os.environ.get("FASTATTN_NATIVE")
     return [
@@ -358,6 +370,6 @@ if __name__ == "__main__":
     modules = extensions()
     setup(
         ext_modules=modules,
-        cmdclass={"build_ext": BuildNative},
+        cmdclass={"build_ext": BuildNative, "sdist": SourceDistribution},
         options={"bdist_wheel": {"py_limited_api": OLDEST_PYTHON}} if modules else {},
     )

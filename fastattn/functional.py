@@ -7,10 +7,11 @@ has no objection (see `explain`).
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fastattn.ops._dropout import SECOND_STREAM
 from fastattn.ops._op import Explanation, explaining, recording_choices
@@ -39,10 +40,53 @@ __all__ = [
 ]
 
 Causal = Literal["top_left", "bottom_right"] | bool
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 
 
+class _Options(TypedDict, total=False):
+    """The keywords that attention shares with its packed form, for type checkers."""
+
+    causal: Causal
+    window: tuple[int, int] | None
+    scale: float | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    dropout_stream: int
+    backend: str | None
+
+
+class _Restrictions(_Options, total=False):
+    mask: Tensor | PreparedMask | None
+    key_lengths: Tensor | None
+    query_lengths: Tensor | None
+
+
+class _AddNormOptions(TypedDict, total=False):
+    x_bias: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    dropout_stream: int
+    backend: str | None
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Restrictions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Restrictions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Restrictions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -123,6 +167,45 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -239,12 +322,49 @@ def layer_norm(
     x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. Statistics in fp32 by two passes.
     Result in x's dtype.
     """
-    _check_backend(backend)
+    if backend is not None:
+        _check_backend(backend)
     _check_rows("x", x)
-    _check_parameters(x, weight=weight, bias=bias)
+    if weight is not None:
+        _check_parameter("weight", weight, x)
+    if bias is not None:
+        _check_parameter("bias", bias, x)
     return _layer_norm(x, weight, bias, _number("eps", eps), backend=backend)[0]
 
 
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_sum: Literal[False] = ...,
+    **options: Unpack[_AddNormOptions],
+) -> Tensor: ...
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_sum: Literal[True],
+    **options: Unpack[_AddNormOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    return_sum: bool,
+    **options: Unpack[_AddNormOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -274,10 +394,11 @@ def add_layer_norm(
     if residual.shape != x.shape:
         raise ValueError(f"residual must have x's shape {_shape(x)}, got {_shape(residual)}")
     _check_device("residual", residual, x.device)
-    _check_parameters(x, x_bias=x_bias)
-    _check_parameters(residual, weight=weight, bias=bias)
+    _check_parameter("x_bias", x_bias, x)
+    _check_parameter("weight", weight, residual)
+    _check_parameter("bias", bias, residual)
     seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
-    y, z, _, _ = _add_layer_norm(
+    y, z, *_ = _add_layer_norm(
         x,
         residual,
         x_bias,
@@ -306,7 +427,7 @@ def rms_norm(
     """
     _check_backend(backend)
     _check_rows("x", x)
-    _check_parameters(x, weight=weight)
+    _check_parameter("weight", weight, x)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     eps = _number("eps", eps)
@@ -435,7 +556,8 @@ def _check_tensor(name: str, x: Any) -> None:
 
 
 def _check_float(name: str, x: Any) -> None:
-    _check_tensor(name, x)
+    if not isinstance(x, Tensor):
+        _check_tensor(name, x)
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
 
@@ -577,6 +699,8 @@ def _check_lengths(
 
 
 def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
@@ -660,21 +784,21 @@ def _check_dropout(
 
 
 def _check_rows(name: str, x: Tensor) -> None:
-    _check_float(name, x)
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        _check_float(name, x)
     if x.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension, got a scalar")
 
 
-def _check_parameters(x: Tensor, **parameters: Tensor | None) -> None:
+def _check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
+    if parameter is None:
+        return
     N = x.shape[-1]
-    for name, parameter in parameters.items():
-        if parameter is None:
-            continue
+    if not isinstance(parameter, Tensor) or parameter.dtype not in _FLOATS:
         _check_float(name, parameter)
-        if parameter.shape != (N,):
-            raise ValueError(
-                f"{name} must be [{N}] like the last dimension, got {_shape(parameter)}"
-            )
+    if parameter.shape != (N,):
+        raise ValueError(f"{name} must be [{N}] like the last dimension, got {_shape(parameter)}")
+    if parameter.device != x.device:
         _check_device(name, parameter, x.device)
 
 

@@ -4,6 +4,8 @@ The drop-ins differ from `torch.nn`'s in `forward` alone. `fused_add_norm` is th
 a Transformer layer as one op, for modules of which `fuses` says that nothing would be skipped.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -127,12 +129,13 @@ def fused_add_norm_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """z = residual + dropout(x + x_bias) -> (norm(z), z): pre-norm, from a block to the next."""
     p = active_p(dropout)
+    module: Any = norm
     y, z = functional.add_layer_norm(
         x,
         _promoted(residual, x),
-        norm.weight,  # type: ignore[arg-type]
-        norm.bias,  # type: ignore[arg-type]
-        norm.eps,  # type: ignore[arg-type]
+        module.weight,
+        module.bias,
+        module.eps,
         x_bias=x_bias,
         dropout_p=p,
         return_sum=True,

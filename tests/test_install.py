@@ -1,0 +1,145 @@
+"""Wheel and source distribution: built, installed apart and used, with and without a compiler."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
+
+USE = """
+import sys, torch, fastattn
+assert fastattn.__file__.startswith(sys.argv[1]), fastattn.__file__
+x = torch.randn(2, 3, 8)
+y = fastattn.layer_norm(x)
+torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8,)))
+print(fastattn.explain("layer_norm", x).chosen)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files, without what was built in it."""
+    folder = tmp_path_factory.mktemp("source") / "fastattn"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "fastattn", folder / "fastattn", ignore=ignored)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def build(source: Path, folder: Path, **environment: str) -> tuple[Path, str]:
+    """The wheel that pip makes of `source`, and what was said meanwhile."""
+    pip = sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"
+    said = run(*pip, "-w", folder, source, cwd=folder, **environment)
+    (wheel,) = folder.glob("*.whl")
+    return wheel, said
+
+
+def use(wheel: Path, folder: Path) -> str:
+    """The backend of a layer norm by the package as `wheel` installs it."""
+    target = folder / "installed"
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, cwd=folder)
+    return run(sys.executable, "-c", USE, target, cwd=folder, PYTHONPATH=str(target)).split()[-1]
+
+
+def libraries(wheel: Path) -> list[str]:
+    return [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
+    wheel, _ = build(source, tmp_path, FASTATTN_NATIVE="cpu")
+    assert libraries(wheel) == ["_C_cpu.abi3.so"]
+    assert "-cp310-abi3-" in wheel.name
+    assert "fastattn/py.typed" in zipfile.ZipFile(wheel).namelist()
+    assert use(wheel, tmp_path) == "cpu"
+
+
+def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "python3").symlink_to(sys.executable)
+    wheel, said = build(source, tmp_path, PATH=str(tools), CXX="", CUDA_HOME="")
+    assert libraries(wheel) == []
+    assert "fastattn: installing without the native library cpu" in said
+    assert use(wheel, tmp_path) == "reference"
+
+
+def test_wheel_without_torch(source: Path, tmp_path: Path) -> None:
+    """What an isolated build sees: setuptools and nothing else."""
+    tools = tmp_path / "build-tools"
+    for pattern in ("setuptools*", "_distutils_hack"):
+        for found in Path(sysconfig.get_path("purelib")).glob(pattern):
+            shutil.copytree(found, tools / found.name)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from setuptools import build_meta\n"
+        "print(build_meta.build_wheel(sys.argv[2]))\n"
+    )
+    said = run(sys.executable, "-I", "-S", "-c", code, tools, tmp_path, cwd=source)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert libraries(wheel) == []
+    assert "needs torch, which the build does not see" in said
+    assert use(wheel, tmp_path) == "reference"
+
+
+def test_source_distribution(source: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+        packed.extractall(tmp_path / "unpacked", filter="data")
+    wanted = {str(p.relative_to(source)) for p in (source / "csrc").rglob("*") if p.is_file()}
+    assert wanted <= names
+    assert {"setup.py", "LICENSE", "fastattn/functional.py"} <= names
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    wheel, _ = build(unpacked, tmp_path, FASTATTN_NATIVE="0")
+    assert use(wheel, tmp_path) == "reference"
+
+
+def test_types_reach_a_users_file(tmp_path: Path) -> None:
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import torch\n"
+        "import fastattn\n"
+        "from fastattn import nn as fnn\n"
+        "\n"
+        "def attend(x: torch.Tensor) -> torch.Tensor:\n"
+        "    out = fastattn.attention(x, x, x, causal=True)\n"
+        "    out, lse = fastattn.attention(x, x, x, return_lse=True)\n"
+        "    y: torch.Tensor = fastattn.layer_norm(out)\n"
+        "    y, z = fastattn.add_layer_norm(y, x, return_sum=True)\n"
+        "    return y + z + fastattn.add_layer_norm(y, x)\n"
+        "\n"
+        "def model() -> fnn.Transformer:\n"
+        "    built = fnn.Transformer(16, 2, batch_first=True)\n"
+        "    fastattn.patch(built, quiet=True)\n"
+        "    return built\n"
+        "\n"
+        "with fastattn.patch(model()) as report:\n"
+        "    print(report.replaced, fastattn.explain('ffn', torch.zeros(1)).chosen)\n"
+    )
+    mypy = sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"
+    said = run(*mypy, user, cwd=tmp_path, MYPYPATH=str(ROOT))
+    assert "Success" in said

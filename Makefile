@@ -5,9 +5,15 @@ VENV ?= .venv
 # Where torch's wheels come from, if not from the package index.
 TORCH_INDEX_URL ?=
 GPU_OUT ?= gpu-results
+# What `make gpu` measures: another device walks the same road.
+GPU_DEVICE ?= cuda
 BENCH_OUT ?= build/benchmarks
+BENCH_SECONDS ?= $(if $(QUICK),40,270)
 QUICK ?=
 GPU_SECONDS ?= $(if $(QUICK),75,480)
+# Further options of `make gpu`'s two parts, such as CHECK_FLAGS="--op attention" GPU_FLAGS="--op attention --match s8192".
+CHECK_FLAGS ?= --backend triton --backend sm90
+GPU_FLAGS ?=
 DEMO_STEPS ?= 5
 
 # CUDA's torch where there is a GPU; elsewhere a CPU set whose versions are known to work together
@@ -34,7 +40,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # The demo's idle threads sleep (OMP_WAIT_POLICY): where cores are shared, spinning ones cost ten times the time.
 
-.PHONY: demo test test-all lint native bench gpu clean help
+.PHONY: demo test test-all lint native bench gpu docs clean help
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/installed  ## train a small translation model and compare it with torch.nn.Transformer
@@ -56,19 +62,28 @@ lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing
 native: $(VENV)/installed  ## rebuild the native libraries; fails where installing would only leave them out
 	FASTATTN_NATIVE=$(FASTATTN_NATIVE) $(BIN)/python setup.py -q build_ext --inplace
 
-bench: $(VENV)/installed  ## the benchmarks on this machine; results in BENCH_OUT
-	$(BIN)/python -m benchmarks.run --out $(BENCH_OUT) $(QUICK_FLAG)
+bench: $(VENV)/installed  ## the benchmarks on this machine, five minutes; results and report in BENCH_OUT
+	$(BIN)/python -m benchmarks.run --out $(BENCH_OUT) --seconds $(BENCH_SECONDS) $(QUICK_FLAG)
+	$(BIN)/python -m benchmarks.report $(BENCH_OUT)/results.jsonl
 
-# The check comes first and the benchmarks get the rest of the time; each runs whatever the other says.
-gpu:  ## on a GPU machine whose python3 has torch, no .venv: check and benchmark into GPU_OUT; QUICK=1 is short
-	@mkdir -p $(GPU_OUT); export PYTHONPATH=.; status=0; started=$$(date +%s); \
-	$(PYTHON) -m fastattn check --device cuda --json $(GPU_OUT)/check.json --seconds $$(($(GPU_SECONDS) / 2)) $(QUICK_FLAG) || status=$$?; \
+# The check comes first and takes at most two fifths of the time, the benchmarks get the rest; each runs whatever the
+# other says. Rows are written as they come: what an end of the machine leaves is whole.
+gpu:  ## on a GPU machine whose python3 has torch, no .venv: check, benchmark, report into GPU_OUT; QUICK=1 is short
+	@mkdir -p $(GPU_OUT); export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTHONUNBUFFERED=1; status=0; \
+	started=$$(date +%s); checking=$$(($(GPU_SECONDS) * 2 / 5)); \
+	timeout -k 10 $$((checking + 60)) $(PYTHON) -m fastattn check --device $(GPU_DEVICE) \
+		--json $(GPU_OUT)/check.jsonl --seconds $$checking $(QUICK_FLAG) $(CHECK_FLAGS) || status=$$?; \
 	left=$$(($(GPU_SECONDS) - $$(date +%s) + started)); [ $$left -ge 30 ] || left=30; \
-	$(PYTHON) -m benchmarks.run --device cuda --out $(GPU_OUT) --seconds $$left $(QUICK_FLAG) || status=$$?; \
+	timeout -k 10 $$((left + 90)) $(PYTHON) -m benchmarks.run --device $(GPU_DEVICE) --out $(GPU_OUT) \
+		--seconds $$left $(QUICK_FLAG) $(GPU_FLAGS) || status=$$?; \
+	$(PYTHON) -m benchmarks.report $(GPU_OUT)/results.jsonl --html $(GPU_OUT)/report.html || status=$$?; \
 	exit $$status
 
+docs: $(VENV)/installed  ## the documentation, into site; a warning is an error
+	cd docs && NO_MKDOCS_2_WARNING=1 ../$(BIN)/python -m mkdocs build
+
 clean:  ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info fastattn/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist site *.egg-info fastattn/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find fastattn tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f $(VENV)/installed
 

@@ -1,0 +1,274 @@
+"""MkDocs hook: what the pages show that is not typed: pictures of masks and of the Hopper kernel,
+tables of backends from the code, tables of results from `benchmarks/results`.
+
+A page asks for a text by `{{ name }}` and for a picture by `images/<name>.svg`; nothing of it is
+kept in the repository.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from mkdocs.structure.files import File, Files
+
+import fastattn
+from fastattn.ops._op import OPS, backend_table, family
+
+matplotlib.use("svg")
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLUE, ORANGE, GREEN, GREY = "#3f51b5", "#ef6c00", "#2e7d32", "#cfd8dc"
+
+# -- masks ----------------------------------------------------------------------------------------
+M, N = 8, 12
+MASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "key_lengths": ("key_lengths=[9]", {"key_lengths": torch.tensor([9])}),
+    "both_lengths": (
+        "key_lengths=[9], query_lengths=[5]",
+        {"key_lengths": torch.tensor([9]), "query_lengths": torch.tensor([5])},
+    ),
+    "top_left": ('causal="top_left"', {"causal": "top_left"}),
+    "bottom_right": ('causal="bottom_right"', {"causal": "bottom_right"}),
+    "window": ("window=(2, 1)", {"window": (2, 1)}),
+    "causal_window": (
+        'causal="bottom_right", window=(3, -1)',
+        {"causal": "bottom_right", "window": (3, -1)},
+    ),
+    "bool_mask": ("mask=chessboard of 2 x 2", {}),
+    "everything": (
+        'causal="bottom_right", key_lengths=[9], mask=...',
+        {"causal": "bottom_right", "key_lengths": torch.tensor([9])},
+    ),
+}
+
+
+def allowed_pairs(name: str) -> torch.Tensor:
+    """Which pairs `attention` itself allows: bool [M, N], read off its weights."""
+    options = dict(MASKS[name][1])
+    if name in ("bool_mask", "everything"):
+        i, j = torch.arange(M)[:, None] // 2, torch.arange(N)[None, :] // 2
+        options["mask"] = (i + j) % 2 == 0
+    q, k = torch.zeros(1, 1, M, 8), torch.zeros(1, 1, N, 8)
+    return fastattn.attention_weights(q, k, **options)[0, 0] > 0
+
+
+def draw_mask(name: str) -> str:
+    pairs = allowed_pairs(name)
+    figure, axes = plt.subplots(figsize=(3.4, 2.6))
+    for i in range(M):
+        live_row = bool(pairs[i].any())
+        for j in range(N):
+            color = BLUE if pairs[i, j] else GREY if live_row else "#ffccbc"
+            axes.add_patch(plt.Rectangle((j, i), 0.92, 0.92, color=color))
+    axes.set(xlim=(0, N), ylim=(M, 0), aspect="equal", xlabel="keys", ylabel="queries")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(MASKS[name][0], fontsize=9, family="monospace")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return _svg(figure)
+
+
+# -- kernels --------------------------------------------------------------------------------------
+def draw_hopper() -> str:
+    """A tile of the forward kernel in time: who works while who waits. Not to scale."""
+    figure, axes = plt.subplots(figsize=(9.5, 3.4))
+    names = ["load warp (TMA)", "warpgroup 0: tensor cores", "warpgroup 0: softmax"]
+    names += ["warpgroup 1: tensor cores", "warpgroup 1: softmax", "store warps (TMA)"]
+    rows = {name: len(names) - 1 - i for i, name in enumerate(names)}
+
+    def box(row: str, start: float, width: float, text: str, color: str) -> None:
+        axes.barh(rows[row], width, left=start, height=0.72, color=color, edgecolor="white")
+        axes.text(start + width / 2, rows[row], text, ha="center", va="center", fontsize=7.5,
+                  color="white")  # fmt: skip
+
+    for block, start in enumerate((0.0, 1.0, 2.0, 4.2, 7.2)):
+        label = "QK3" if block == 0 else f"K{3 - block}" if block < 4 else "QK"
+        box("load warp (TMA)", start, 0.5, label, GREEN)
+        box("load warp (TMA)", start + 0.5, 0.5, f"V{3 - block}" if block < 4 else "V", GREEN)
+    for group, shift in (("warpgroup 0", 1.2), ("warpgroup 1", 2.7)):
+        box(f"{group}: tensor cores", shift, 1.0, "S3", BLUE)
+        box(f"{group}: softmax", shift + 1.0, 1.5, "P3", ORANGE)
+        time = shift + 2.5
+        for n in (2, 1):
+            box(f"{group}: tensor cores", time, 1.0, f"S{n}", BLUE)
+            box(f"{group}: tensor cores", time + 1.0, 1.0, f"P{n + 1}V{n + 1}", "#7986cb")
+            box(f"{group}: softmax", time + 1.0, 1.7, f"P{n}", ORANGE)
+            time += 3.0
+        box(f"{group}: tensor cores", time, 1.0, "P1V1", "#7986cb")
+        box(f"{group}: softmax", time + 1.0, 0.5, "÷", ORANGE)
+        box("store warps (TMA)", time + 1.5, 0.75, "O", GREEN)
+    axes.set_yticks(list(rows.values()), list(rows), fontsize=8)
+    axes.set_xticks([])
+    axes.set_xlabel("time")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return _svg(figure)
+
+
+def draw_tiles() -> str:
+    """Query tiles against key blocks under a causal mask: skipped, full, edge."""
+    figure, axes = plt.subplots(figsize=(4.6, 3.4))
+    for i in range(6):
+        for j in range(6):
+            color, text = (GREY, "") if j > i else (BLUE, "full") if j < i else (ORANGE, "edge")
+            axes.add_patch(plt.Rectangle((j, i), 0.94, 0.94, color=color))
+            axes.text(j + 0.47, i + 0.5, text, ha="center", va="center", color="white", fontsize=8)
+    for i in range(6):
+        axes.annotate("", xy=(0.1, i + 0.85), xytext=(i + 0.85, i + 0.85),
+                      arrowprops={"arrowstyle": "->", "color": "white"})  # fmt: skip
+    _grid(axes, 6, "blocks of keys", "tiles of queries")
+    return _svg(figure)
+
+
+def draw_dropout() -> str:
+    """The 2 x 2 lattice of weights whose bytes share a word."""
+    figure, axes = plt.subplots(figsize=(4.4, 4.0))
+    for i in range(16):
+        for j in range(16):
+            unit = (i % 8) * 8 + j % 8
+            chosen = unit == 2 * 8 + 5
+            axes.add_patch(plt.Rectangle((j, i), 0.92, 0.92, color=ORANGE if chosen else GREY))
+            if chosen:
+                axes.text(j + 0.46, i + 0.5, f"b{2 * (i // 8) + j // 8}", ha="center", va="center",
+                          fontsize=7, color="white")  # fmt: skip
+    _grid(axes, 16, "key j", "query i")
+    return _svg(figure)
+
+
+def _grid(axes: Axes, size: int, x: str, y: str) -> None:
+    axes.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xlabel=x, ylabel=y)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _svg(figure: Any) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    return out.getvalue()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    **{f"mask_{name}": lambda name=name: draw_mask(name) for name in MASKS},  # type: ignore[misc]
+    "hopper": draw_hopper,
+    "tiles": draw_tiles,
+    "dropout": draw_dropout,
+}
+
+
+# -- tables ---------------------------------------------------------------------------------------
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def backend_orders() -> str:
+    """Every torch op with its backends in order of preference."""
+    rows = []
+    for op in OPS.values():
+        cells = [
+            f"{name}{'' if row.automatic else ' (when asked for)'}"
+            for name, row in op.backends.items()
+        ]
+        rows.append([f"`{op.name}`", " → ".join(cells)])
+    return table(["op", "tried in this order"], rows)
+
+
+def backends_here() -> str:
+    """What `fastattn info` says on a machine without a GPU."""
+    rows = [
+        [f"`{row.op}`", row.backend, "yes" if row.available else f"no: {row.reason}"]
+        for row in backend_table(torch.device("cpu"))
+    ]
+    return table(["op", "backend", "on a CPU"], rows)
+
+
+def support() -> str:
+    """Which samples of the attention's spec each backend takes, by what the sample is about."""
+    from fastattn.ops.attention import spec
+
+    op = OPS["attention_fwd"]
+    reasons: dict[str, dict[str, str]] = {}
+    for sample in spec.SAMPLES:
+        inputs = sample.make(torch.Generator().manual_seed(0), torch.float32)
+        tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+        if any(t.numel() > 2**22 for t in tensors.values()):
+            continue
+        reasons[sample.name] = {"reason": sample.reason}
+    rows = [[f"`{name}`", texts["reason"]] for name, texts in reasons.items()]
+    return f"{len(rows)} samples, run on {', '.join(op.backends)}.\n\n" + table(
+        ["sample", "why it is there"], rows
+    )
+
+
+def op_families() -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(family(name) for name in OPS))
+
+
+def results() -> str:
+    """The results of record: one table for each device, op, direction and dtype."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        rows += [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    timed = [row for row in rows if row.get("status") == "ok" and row.get("ms_median")]
+    if not timed:
+        return "No results of record have been committed yet."
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in timed:
+        device = row.get("gpu") or row.get("cpu") or "unknown device"
+        key = (device, row["op"], row["direction"], row["dtype"])
+        groups.setdefault(key, []).append(row)
+    parts = []
+    for (device, op, direction, dtype), group in sorted(groups.items()):
+        peers = list(dict.fromkeys(row["impl"] for row in group))
+        workloads = list(dict.fromkeys(row["workload"] for row in group))
+        times = {(row["workload"], row["impl"]): row["ms_median"] for row in group}
+        body = [
+            [f"`{workload}`", *(_ms(times.get((workload, peer))) for peer in peers)]
+            for workload in workloads
+        ]
+        date = max(str(row.get("date", "")) for row in group)[:10]
+        parts.append(f"### {op}, {direction}, {dtype}, {device}, {date}\n\nMedian ms.\n\n"
+                     + table(["workload", *peers], body))  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "backend_orders": backend_orders,
+    "backends_here": backends_here,
+    "support": support,
+    "op_families": op_families,
+    "results": results,
+    "version": lambda: fastattn.__version__,
+}
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+def on_files(files: Files, *, config: Any) -> Files:
+    for name, draw in PICTURES.items():
+        files.append(File.generated(config, f"images/{name}.svg", content=draw()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    def text(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in TEXTS:
+            raise KeyError(f"no generated text is called {name!r}")
+        return TEXTS[name]()
+
+    return re.sub(r"\{\{ (\w+) \}\}", text, markdown)

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from fastattn.ops._dropout import SECOND_STREAM
 from fastattn.ops._op import Explanation, explaining, recording_choices
-from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask, classify_mask
+from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask, classify_mask, jagged
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
@@ -112,7 +112,8 @@ def attention(
 
     Args:
         q: [B, H, M, D]; fp32, fp16, bf16 (fp64 by the reference). Any strides; a last dimension
-            that is not contiguous is copied.
+            that is not contiguous is copied. Or q, k and v all jagged nested tensors, M and N then
+            each sequence's own; causal=True means "top_left".
         k: [B, K, N, D], v: [B, K, N, E], in q's dtype. Query head h reads head h // (H // K).
         mask: broadcastable to [B, H, M, N]. bool: True = may attend. Floating: added to the scores;
             values at or below finfo(mask.dtype).min block. A floating mask that requires grad gets
@@ -137,6 +138,27 @@ def attention(
         out [B, H, M, E] in q's dtype and storage order, or (out, lse).
     """
     _check_backend(backend)
+    if isinstance(q, Tensor) and q.is_nested:
+        for name, given in (
+            ("mask", mask),
+            ("key_lengths", key_lengths),
+            ("query_lengths", query_lengths),
+        ):
+            if given is not None:
+                raise ValueError(f"{name} must be None with nested tensors, which have lengths")
+        return _attention_nested(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            dropout_stream=dropout_stream,
+            return_lse=return_lse,
+            backend=backend,
+        )
     q, k, v = _autocast(q, k, v)
     _check_attention_inputs(q, k, v)
     (B, H, M, D), N = q.shape, k.shape[2]
@@ -165,6 +187,28 @@ def attention(
         backend=backend,
     )
     return (out, lse) if return_lse else out
+
+
+def _attention_nested(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        jagged.check(name, x)
+    rows_q, offsets_q, longest_q = jagged.pack(q)
+    rows_k, offsets_k, longest_k = jagged.pack(k)
+    out, lse = attention_varlen(
+        rows_q,
+        rows_k,
+        jagged.pack(v)[0],
+        offsets_q,
+        offsets_k,
+        longest_q,
+        longest_k,
+        return_lse=True,
+        **options,
+    )
+    nested = jagged.unpack(out, q)
+    return (nested, jagged.unpack(lse.t(), q)) if return_lse else nested
 
 
 @overload
@@ -494,15 +538,15 @@ def ffn(
 def prepare_mask(mask: Tensor) -> PreparedMask:
     """Looks at a dense mask once, for the `mask` of many `attention` calls.
 
-    mask: as in `attention`, of one to four dimensions. Which of its tiles are empty, full or
-    partial, and which of their lines are dead, is computed here, by plain torch on the mask's
-    device, and not again in each call. Results are those of the mask itself, to the last bit, and
-    a floating mask that requires grad gets its gradient. Changing the mask in place afterwards is
-    an error that nobody sees: prepare it again.
+    mask: as in `attention`. Which of its tiles are empty, full or partial, and which of their lines
+    are dead, is computed here, by plain torch on the mask's device, and not again in each call.
+    Results are those of the mask itself, to the last bit, and a floating mask that requires grad
+    gets its gradient. Changing the mask in place afterwards is an error that nobody sees: prepare
+    it again.
     """
     _check_mask_dtype(mask)
-    if not 1 <= mask.dim() <= 4:
-        raise ValueError(f"mask must have 1 to 4 dimensions, got {_shape(mask)}")
+    if mask.dim() > 4:
+        raise ValueError(f"mask must have at most 4 dimensions, got {_shape(mask)}")
     return PreparedMask(mask, classify_mask(_in_four_dimensions(mask)))
 
 
@@ -535,8 +579,10 @@ def _shape(x: Tensor) -> list[int]:
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
-    device = next((t.device.type for t in tensors if isinstance(t, Tensor)), None)
-    if device in (None, "meta") or not torch.is_autocast_enabled(device):
+    if not isinstance(tensors[0], Tensor):
+        return tensors  # refused by the checks
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if _casts(t) else t for t in tensors)
@@ -570,10 +616,12 @@ def _check_device(name: str, x: Tensor, device: torch.device) -> None:
 def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     layouts = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_float(name, x)
+        if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+            _check_float(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions {layouts[name]}, got {_shape(x)}")
-        _check_device(name, x, q.device)
+        if x.device != q.device:
+            _check_device(name, x, q.device)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     B, H, _, D = q.shape
@@ -808,9 +856,11 @@ def _check_ffn_weights(
     for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
         if weight is None and name in ("b1", "b2"):
             continue
-        _check_float(name, weight)
+        if not isinstance(weight, Tensor) or weight.dtype not in _FLOATS:
+            _check_float(name, weight)
         assert weight is not None
-        _check_device(name, weight, x.device)
+        if weight.device != x.device:
+            _check_device(name, weight, x.device)
         if weight.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {x.dtype}, got {weight.dtype}")
     if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:

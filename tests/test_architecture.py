@@ -128,7 +128,12 @@ _LAYERS = (
     # The reference is also the derivative of the backward op; other backends are found by name.
     (
         "fastattn.ops.<op>.op",
-        ("fastattn.ops._op", "fastattn.ops.<op>.reference", "fastattn.ops.<op>.prepared"),
+        (
+            "fastattn.ops._op",
+            "fastattn.ops.<op>.reference",
+            "fastattn.ops.<op>.prepared",
+            "fastattn.ops.<op>.jagged",
+        ),
     ),
     ("fastattn.ops.<op>.spec", ("fastattn",)),
     (

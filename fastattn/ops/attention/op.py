@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._op import Backend, Op, differentiable, gradient_like
+from fastattn.ops.attention import jagged as jagged
 from fastattn.ops.attention import prepared, reference
 
 # Codes of the schema's `causal`.

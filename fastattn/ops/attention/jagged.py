@@ -1,0 +1,33 @@
+"""Jagged nested tensors `[B, H, j, D]` as the packed rows and offsets of `attention_varlen`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check(name: str, x: Any) -> None:
+    """Raises unless x is a jagged nested tensor `[B, H, j, D]`: `[B, j, H, D]`, transposed."""
+    if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
+        got = f"{x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a jagged nested tensor beside one, got {got}")
+    if x.dim() != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{name} must be [B, H, j, D], a jagged [B, j, H, D] transposed, got {list(x.shape)}"
+        )
+
+
+def pack(x: Any) -> tuple[Tensor, Tensor, int]:
+    """x -> its rows `[T, H, D]`, int32 offsets `[B + 1]`, and a bound of the lengths."""
+    return x.transpose(1, 2).values(), x.offsets().to(torch.int32), x._get_max_seqlen()
+
+
+def unpack(rows: Tensor, like: Any) -> Tensor:
+    """Rows `[T, H, ...]` -> `[B, H, j, ...]` with the sequences of `like`."""
+    nested = torch.nested.nested_tensor_from_jagged(
+        rows,
+        like.offsets(),
+        min_seqlen=like._get_min_seqlen(),
+        max_seqlen=like._get_max_seqlen(),
+    )
+    return nested.transpose(1, 2)

@@ -1,0 +1,183 @@
+"""What PyTorch does around ops: checkpointing, jagged tensors, determinism, ahead-of-time code."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fastattn
+from fastattn import nn as fnn
+
+OPS = torch.ops.fastattn
+
+
+class Counting(TorchDispatchMode):
+    """How often each of the package's ops ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name
+        if name.startswith("fastattn::"):
+            self.calls[name.removeprefix("fastattn::")] = 1 + self.calls.get(name[10:], 0)
+        return func(*args, **(kwargs or {}))
+
+
+# -- activation checkpointing ----------------------------------------------------------------------
+def layer(dropout: float = 0.2) -> nn.Module:
+    torch.manual_seed(0)
+    return fnn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True)
+
+
+def gradients(function: Callable[[Tensor], Tensor], module: nn.Module) -> list[Tensor]:
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    torch.manual_seed(2)
+    y = function(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_repeats_the_dropout(reentrant: bool) -> None:
+    module = layer()
+    expected = gradients(module, module)
+    if reentrant:  # its backward is called for parameters alone by .backward()
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        torch.manual_seed(2)
+        y = checkpoint(module, x, use_reentrant=True)
+        y.square().sum().backward()
+        got = [y, x.grad, *(p.grad for p in module.parameters())]
+    else:
+        got = gradients(lambda x: checkpoint(module, x, use_reentrant=False), module)
+    for ours, whole in zip(got, expected, strict=True):
+        assert torch.equal(ours, whole)
+
+
+@pytest.mark.parametrize(
+    ("saved", "runs"), [((), 2), ((OPS.attention_fwd.default, OPS.ffn_fwd.default), 1)]
+)
+def test_selective_checkpointing(saved: tuple[Any, ...], runs: int) -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op in saved
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    module = layer()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    with Counting() as counted:
+        got = gradients(
+            lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module
+        )
+    for ours, whole in zip(got, gradients(module, module), strict=True):
+        assert torch.equal(ours, whole)
+    assert counted.calls["attention_fwd"] == counted.calls["ffn_fwd"] == runs
+    assert counted.calls["attention_bwd"] == counted.calls["ffn_bwd"] == 1
+
+
+# -- jagged nested tensors -------------------------------------------------------------------------
+def jagged(*shape: int, lengths: tuple[int, ...] = (3, 6, 0, 4)) -> tuple[Tensor, Tensor]:
+    """Rows [T, *shape] that require grad, and the nested [B, H, j, D] made of them."""
+    rows = torch.randn(sum(lengths), *shape, requires_grad=True)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return rows, torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+def test_jagged_attention(causal: Any) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(13, 6, 8, requires_grad=True)
+    offsets = torch.tensor([0, 3, 9, 9, 13])
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(part, offsets).transpose(1, 2)
+        for part in rows.split([2, 2, 2], dim=1)
+    )
+    out, lse = fastattn.attention(q, k, v, causal=causal, return_lse=True)
+    assert out.shape == q.shape
+    weights = torch.randn(13, 2, 8)
+    (gradient,) = torch.autograd.grad((out.transpose(1, 2).values() * weights).sum(), rows)
+    expected = []
+    for start, end in itertools.pairwise(offsets.tolist()):
+        parts = (x.transpose(0, 1)[None] for x in rows[start:end].split([2, 2, 2], dim=1))
+        expected.append(fastattn.attention(*parts, causal=causal)[0].transpose(0, 1))
+    whole = torch.cat(expected)
+    torch.testing.assert_close(out.transpose(1, 2).values(), whole)
+    torch.testing.assert_close(gradient, torch.autograd.grad((whole * weights).sum(), rows)[0])
+    assert lse.transpose(1, 2).values().shape == (13, 2)
+
+
+def test_jagged_of_two_sides() -> None:
+    rows_q, q = jagged(4, 8, lengths=(3, 1))
+    rows_k, k = jagged(2, 8, lengths=(5, 2))
+    out = fastattn.attention(q, k, k)
+    first = fastattn.attention(
+        *(x.transpose(0, 1)[None] for x in (rows_q[:3], rows_k[:5], rows_k[:5]))
+    )
+    torch.testing.assert_close(out.transpose(1, 2).values()[:3], first[0].transpose(0, 1))
+
+
+def test_jagged_errors() -> None:
+    _, q = jagged(2, 8)
+    dense = torch.randn(4, 2, 6, 8)
+    with pytest.raises(TypeError, match="k must be a jagged nested tensor beside one, got torch"):
+        fastattn.attention(q, dense, dense)
+    with pytest.raises(ValueError, match="mask must be None with nested tensors"):
+        fastattn.attention(q, q, q, mask=torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"q must be \[B, H, j, D\]"):
+        untransposed = q.transpose(1, 2)
+        fastattn.attention(untransposed, untransposed, untransposed)
+
+
+# -- deterministic algorithms ----------------------------------------------------------------------
+def test_deterministic_mode_changes_nothing_and_refuses_nothing() -> None:
+    module = layer()
+    expected = gradients(module, module)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = gradients(module, module)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for ours, usual in zip(got, expected, strict=True):
+        assert torch.equal(ours, usual)
+
+
+# -- ahead of time ---------------------------------------------------------------------------------
+class Everything(nn.Module):
+    """Each op once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = fnn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.norm = fnn.RMSNorm(16)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        heads = self.norm(self.layer(x)).unflatten(-1, (2, 8)).transpose(1, 2)
+        out = fastattn.attention(heads, heads, heads, key_lengths=lengths, causal="top_left")
+        return fastattn.add_layer_norm(out.transpose(1, 2).flatten(-2), x)
+
+
+@pytest.mark.slow
+def test_aot_inductor_in_a_python_process(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Everything().eval()
+    x, lengths = torch.randn(3, 7, 16), torch.tensor([7, 2, 0])
+    dynamic = {"x": {1: torch.export.Dim("S", min=2, max=64)}, "lengths": None}
+    with torch.no_grad():
+        exported = torch.export.export(model, (x, lengths), dynamic_shapes=dynamic)
+        package = torch._inductor.aoti_compile_and_package(
+            exported, package_path=str(tmp_path / "model.pt2")
+        )
+        loaded = torch._inductor.aoti_load_package(package)
+        for S in (7, 12):
+            x = torch.randn(3, S, 16)
+            torch.testing.assert_close(loaded(x, lengths), model(x, lengths))

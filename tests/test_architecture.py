@@ -201,13 +201,17 @@ _QUESTIONS = re.compile(
 )
 
 
+# sdpa puts the package's ops in the place of torch's own.
+_REGISTRARS = ("fastattn.ops._op", "fastattn.integrations.sdpa")
+
+
 def questions_outside_env(package: Path) -> list[str]:
     """6. Only _op.py calls torch.library, only _env.py asks for versions and devices."""
     found = []
     for name, path in _modules(package).items():
         kernels = name.startswith(("fastattn.ops", "fastattn.functional", "fastattn.nn"))
         for chain in _attributes(path):
-            if re.match(r"torch\.library\b", chain) and name != "fastattn.ops._op":
+            if re.match(r"torch\.library\b", chain) and name not in _REGISTRARS:
                 found.append(f"{name} uses torch.library")
             if name == "fastattn.ops._env":
                 continue

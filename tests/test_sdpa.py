@@ -1,0 +1,80 @@
+"""fastattn in the place of SDPA's flash backend: the ops it replaces, and on a GPU SDPA itself."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastattn
+from fastattn.integrations import sdpa
+
+attention = pytest.importorskip("torch.nn.attention")
+if not hasattr(attention, "register_flash_attention_impl"):
+    pytest.skip("this torch has no list of implementations", allow_module_level=True)
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """The same functions under the CPU's key, where torch has none."""
+    handle = sdpa.take_over("CPU")
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> None:
+    ops = torch.ops.aten
+    q, k, v, weights = torch.randn(4, 2, 3, 9, 8).unbind()
+    out, lse, _, _, M, N, seed, offset, _ = ops._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, causal, scale=0.3
+    )
+    grads = ops._scaled_dot_product_flash_attention_backward(
+        weights, q, k, v, out, lse, None, None, M, N, dropout_p, causal, seed, offset, scale=0.3
+    )
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = fastattn.attention(
+        *inputs,
+        causal=causal,
+        scale=0.3,
+        dropout_p=dropout_p,
+        dropout_seed=seed if dropout_p else None,
+        return_lse=True,
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    for ours, theirs in zip(
+        grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_removal_gives_the_op_back() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    sdpa.take_over("CPU").remove()
+    with pytest.raises(NotImplementedError):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+
+
+def test_torch_knows_the_name() -> None:
+    sdpa.register()
+    sdpa.register()
+    assert sdpa.NAME in attention.list_flash_attention_impls()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_on_a_gpu(causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 4, 128, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    sdpa.register()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        attention.activate_flash_attention_impl(sdpa.NAME)
+        try:
+            ours = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        finally:
+            attention.restore_flash_attention_impl()
+    assert torch.equal(ours, fastattn.attention(q, k, v, causal=causal))
+    torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,211 @@
+"""Recurrent encoder-decoders beside the Transformer, on the same sentence pairs.
+
+Three forms of the recurrent one, each a GRU reading the source backwards and a GRU writing the
+target: "plain", which hands over one vector at the start (Sutskever et al. 2014); "context", which
+shows it that vector at every step (Cho et al. 2014); "attention", which at every step looks at all
+source states by additive scores (Bahdanau et al. 2015, section 3.1). All are about as large, and
+train for the same number of updates on the same batches.
+
+Data: the English-French message catalogues inside two published packages, as `fastattn demo` reads
+them (downloaded once). Results are the loss and BLEU on held-out sentences, beside copying the
+source.
+
+    python -m examples.rnn_translation
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from examples import common
+from fastattn import nn as fnn
+from fastattn.seq2seq.catalogues import load_catalogue_pairs
+from fastattn.seq2seq.data import BEGIN, END, PAD, Batch, Example, collate, training_batches
+from fastattn.seq2seq.generation import bleu
+from fastattn.seq2seq.runs import prepare_text
+
+WIDTH, LONGEST = 128, 24
+
+
+class Recurrent(nn.Module):
+    """GRU encoder-decoder. form: "plain", "context" or "attention"."""
+
+    def __init__(self, vocabulary: int, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=PAD)
+        self.encoder = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.decoder = nn.GRUCell(WIDTH if form == "plain" else 2 * WIDTH, WIDTH)
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.score = nn.Linear(WIDTH, 1, bias=False)
+        self.output = nn.Linear(WIDTH if form == "plain" else 2 * WIDTH, vocabulary)
+        self.weights: list[Tensor] = []  # of the last forward, [B, S] a step
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Teacher forcing: source `[B, S]`, target `[B, T]` with BEGIN first -> logits."""
+        lengths = (source != PAD).sum(1)
+        # Backwards, so that the first words are the last ones read.
+        turned = (lengths[:, None] - 1 - torch.arange(source.shape[1])) % source.shape[1]
+        x = self.embedding(source).gather(1, turned[..., None].expand(-1, -1, WIDTH))
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        states, last = self.encoder(packed)
+        states = nn.utils.rnn.pad_packed_sequence(states, True, total_length=source.shape[1])[0]
+        states = states.gather(1, turned[..., None].expand(-1, -1, WIDTH))
+        keys, blocked = self.key(states), source == PAD
+        state = summary = last[0]
+        self.weights, outputs = [], []
+        for x in self.embedding(target).unbind(1):
+            context = summary
+            if self.form == "attention":
+                scores = self.score(torch.tanh(self.query(state)[:, None] + keys))[..., 0]
+                weights = scores.masked_fill(blocked, -math.inf).softmax(-1)
+                context = (weights[:, None] @ states)[:, 0]
+                self.weights.append(weights.detach())
+            if self.form == "plain":
+                state = self.decoder(x, state)
+                outputs.append(state)
+            else:
+                state = self.decoder(torch.cat([x, context], -1), state)
+                outputs.append(torch.cat([state, context], -1))
+        return self.output(torch.stack(outputs, 1))
+
+
+class Attentive(nn.Module):
+    """A Transformer of about the same size."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=PAD)
+        self.positions = fnn.SinusoidalPositionalEncoding(WIDTH, max_length=256)
+        self.transformer = fnn.Transformer(WIDTH, 4, 1, 1, WIDTH, 0.0, batch_first=True)
+        self.output = nn.Linear(WIDTH, vocabulary)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        size, padding = target.shape[1], source == PAD
+        x, y = (
+            self.positions(self.embedding(tokens) * math.sqrt(WIDTH)) for tokens in (source, target)
+        )
+        y = self.transformer(
+            x,
+            y,
+            tgt_mask=torch.ones(size, size, dtype=torch.bool).triu(1),
+            tgt_is_causal=True,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        return self.output(y)
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "plain": lambda vocabulary: Recurrent(vocabulary, "plain"),
+    "context": lambda vocabulary: Recurrent(vocabulary, "context"),
+    "attention": lambda vocabulary: Recurrent(vocabulary, "attention"),
+    "transformer": Attentive,
+}
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch.source, batch.target_in)
+    return F.cross_entropy(logits.flatten(0, 1), batch.target_out.flatten(), ignore_index=PAD)
+
+
+@torch.no_grad()
+def translate(model: nn.Module, source: Tensor) -> list[list[int]]:
+    """Greedy: the whole prefix again for every token, which is simple and slow."""
+    target = torch.full((len(source), 1), BEGIN)
+    for _ in range(LONGEST):
+        following = model(source, target)[:, -1].argmax(-1)
+        target = torch.cat([target, following[:, None]], 1)
+        if bool((target == END).any(1).all()):
+            break
+    rows = target[:, 1:].tolist()
+    return [row[: row.index(END)] if END in row else row for row in rows]
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, examples: Sequence[Example]) -> float:
+    """Nats a token."""
+    total, tokens = 0.0, 0
+    for i in range(0, len(examples), 64):
+        batch = collate(examples[i : i + 64])
+        count = int((batch.target_out != PAD).sum())
+        total += loss_of(model, batch).item() * count
+        tokens += count
+    return total / tokens
+
+
+def unigram_loss(train: Sequence[Example], valid: Sequence[Example]) -> float:
+    """Nats a token of guessing by how common tokens are."""
+    seen = torch.tensor([token for example in train for token in example.target])
+    asked = torch.tensor([token for example in valid for token in example.target])
+    counts = seen.bincount(minlength=int(asked.max()) + 1) + 1.0
+    return -(counts / counts.sum()).log()[asked].mean().item()
+
+
+def draw(
+    losses: dict[str, list[float]], weights: Tensor, source: list[str], target: list[str]
+) -> Figure:
+    """Loss curves, and what the recurrent decoder with attention looked at."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (name, values), colour in zip(losses.items(), common.COLOURS, strict=False):
+        smooth = torch.tensor(values).unfold(0, min(20, len(values)), 1).mean(-1)
+        left.plot(smooth, color=colour, label=name)
+    left.set(xlabel="update", ylabel="loss (nats a token)")
+    left.legend(frameon=False)
+    right.imshow(weights, cmap="Blues", aspect="auto")
+    right.set_xticks(range(len(source)), source, rotation=60, ha="right")
+    right.set_yticks(range(len(target)), target)
+    right.set_title("attention of the recurrent decoder")
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
+    parser = common.options(__doc__, steps=500)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    settings = parser.parse_args(arguments)
+    pairs = load_catalogue_pairs().pairs
+    text = prepare_text(pairs, held_out=200, max_length=LONGEST, vocabulary=2000)
+    copied = bleu([p.source for p in text.test], [p.target for p in text.test]).score
+    results = {
+        "copying the source": {"bleu": copied},
+        "tokens by themselves": {"loss": unigram_loss(text.train, text.valid)},
+    }
+    losses: dict[str, list[float]] = {}
+    picture = None
+    encoded = text.tokenizer.encode_all([p.source for p in text.test])
+    sources = collate([Example([*ids, END], [END]) for ids in encoded]).source
+    for name in settings.models:
+        torch.manual_seed(settings.seed)
+        model = MODELS[name](text.tokenizer.vocabulary)
+        batches = training_batches(text.train, token_budget=1500, seed=settings.seed)
+
+        def loss(model: nn.Module = model, batches=batches) -> Tensor:  # type: ignore[no-untyped-def]
+            return loss_of(model, next(batches)[0])
+
+        losses[name] = common.train(model, loss, settings.steps, title=name, learning_rate=3e-3)
+        answers = translate(model, sources)
+        score = bleu([text.tokenizer.decode(ids) for ids in answers], [p.target for p in text.test])
+        results[name] = {"loss": held_out_loss(model, text.valid), "bleu": score.score}
+        if name == "attention":
+            model(sources[:1], torch.tensor([[BEGIN, *answers[0]]]))
+            real = sources[0][sources[0] != PAD].tolist()
+            weights = torch.cat(model.weights)[:, : len(real)]  # type: ignore[arg-type]
+            picture = (
+                weights,
+                text.tokenizer.tokens(real),
+                text.tokenizer.tokens([*answers[0], END][: len(weights)]),
+            )
+    for name, figures in results.items():
+        print(f"{name:20s}" + "".join(f"  {key} {value:6.2f}" for key, value in figures.items()))
+    if picture is not None:
+        common.save(draw(losses, *picture), settings.out, "rnn_translation.png")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Each example learns, in a fixed number of steps, more than the baseline that it states."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import (
+    linear_attention,
+    rnn_translation,
+    sequence_classification,
+    sequence_labelling,
+    set_prediction,
+    text_classifier,
+)
+from fastattn.seq2seq.catalogues import TextUnavailable
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
+
+
+def pictures(folder: Path) -> list[str]:
+    """Every picture is whole and more than a frame."""
+    found = sorted(folder.iterdir())
+    assert all(path.stat().st_size > 5000 for path in found)
+    return [path.name for path in found]
+
+
+def test_text_classifier(tmp_path: Path) -> None:
+    result = text_classifier.main(["--steps", "200", "--out", str(tmp_path)])
+    assert result["accuracy"] > result["baseline"] + 0.15
+    assert pictures(tmp_path) == ["text_classifier.png"]
+
+
+def test_sequence_labelling(tmp_path: Path) -> None:
+    result = sequence_labelling.main(["--steps", "100", "--out", str(tmp_path)])
+    assert result["accuracy"] > result["baseline"] + 0.2
+    assert pictures(tmp_path) == ["sequence_labelling.png"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "margin"), [("pixels", 200, 0.4), ("signal", 60, 0.1), ("graph", 150, 0.2)]
+)
+def test_sequence_classification(kind: str, steps: int, margin: float, tmp_path: Path) -> None:
+    result = sequence_classification.main(
+        ["--input", kind, "--steps", str(steps), "--out", str(tmp_path)]
+    )
+    assert result["accuracy"] > result["baseline"] + margin
+    assert pictures(tmp_path) == [f"sequence_classification_{kind}.png"]
+
+
+def test_linear_attention_is_its_definition() -> None:
+    """Position by position, equation 9 of the paper."""
+    import torch
+    from torch.nn import functional as F
+
+    q, k, v = torch.randn(3, 1, 2, 2 * linear_attention.CHUNK, 4).unbind()
+    weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).tril()
+    expected = weights @ v / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(linear_attention.linear_attention(q, k, v), expected)
+
+
+def test_linear_attention(tmp_path: Path) -> None:
+    arguments = ["--steps", "60", "--longest", "512", "--out", str(tmp_path)]
+    result = linear_attention.main(arguments)
+    assert max(result["softmax"], result["linear"]) < result["baseline"] - 0.3
+    assert pictures(tmp_path) == ["linear_attention.png"]
+
+
+def test_set_prediction(tmp_path: Path) -> None:
+    result = set_prediction.main(["--steps", "250", "--out", str(tmp_path)])
+    assert result["f1"] > result["baseline"] + 0.05
+    assert pictures(tmp_path) == ["set_prediction.png"]
+
+
+@pytest.mark.parametrize("name", ["attention", "plain"])
+def test_rnn_translation(name: str, tmp_path: Path) -> None:
+    try:
+        result = rnn_translation.main(["--steps", "60", "--models", name, "--out", str(tmp_path)])
+    except TextUnavailable as error:
+        pytest.skip(str(error))
+    assert result[name]["loss"] < result["tokens by themselves"]["loss"] - 0.2
+
+
+def test_ring_attention() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "-m", "examples.ring_attention"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    difference = done.stdout.rpartition("one process: ")[2]
+    assert float(difference) < 1e-4

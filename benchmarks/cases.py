@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.generation import DECODE_WORKLOADS, GENERATION, decode_implementations
 from benchmarks.implementations import Implementation, implementations
 from benchmarks.model import MODEL, MODEL_WORKLOADS, model_implementations
 from fastattn.testing.spec import OpSpec, Workload, all_specs
@@ -25,6 +26,7 @@ _MODEL_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32",)}
 _QUICK = re.compile(
     r"b8_h16_s2048_d128|b4_h16_s4096_d128_causal|b16_h16_s1024_d64_padded_both|32768x1024|16384x1024_relu"
     r"|b2_h8_s128_d64|b2_h8_s1024_d64_padded_both|2048x512|2048x512_relu|d512_h8_b64_s512|d128_h4_b4_s64"
+    r"|b16_h16_s1024_d64_packed|b2_h8_s512_d64_packed|d512_h8_b32_s64_new128|d256_h4_b8_s24_new24"
 )
 
 
@@ -61,15 +63,18 @@ def specs() -> dict[str, OpSpec]:
 
 def ops() -> list[str]:
     """Those that have workloads."""
-    return [*[name for name, spec in specs().items() if spec.workloads], MODEL]
+    return [*[name for name, spec in specs().items() if spec.workloads], MODEL, GENERATION]
 
 
-def directions(op: str) -> tuple[str, ...]:
-    return ("step",) if op == MODEL else ("fwd", "bwd")
+def directions(op: str, workload: Workload) -> tuple[str, ...]:
+    if op in (MODEL, GENERATION):
+        return ("step",) if op == MODEL else ("decode",)
+    return ("fwd", "bwd") if workload.gradients else ("fwd",)
 
 
 def workloads(op: str) -> tuple[Workload, ...]:
-    return MODEL_WORKLOADS if op == MODEL else specs()[op].workloads
+    models: dict[str, tuple[Workload, ...]] = {MODEL: MODEL_WORKLOADS, GENERATION: DECODE_WORKLOADS}
+    return models[op] if op in models else specs()[op].workloads
 
 
 def find_workload(op: str, name: str) -> Workload:
@@ -81,6 +86,8 @@ def implementations_of(
 ) -> list[Implementation]:
     if op == MODEL:
         return model_implementations(device_type, peer_files)
+    if op == GENERATION:
+        return decode_implementations(device_type, peer_files)
     return implementations(specs()[op], device_type, peer_files)
 
 
@@ -102,8 +109,10 @@ def groups(
     pattern = re.compile(match)
     by_op = []
     for op in only_ops or ops():
-        candidates = implementations_of(op, device_type, peer_files)
-        defaults = (_MODEL_DTYPES if op == MODEL else _DEFAULT_DTYPES)[device_type]
+        candidates = [
+            c for c in implementations_of(op, device_type, peer_files) if c.unavailable() is None
+        ]
+        defaults = (_MODEL_DTYPES if op in (MODEL, GENERATION) else _DEFAULT_DTYPES)[device_type]
         found = []
         for workload in workloads(op):
             if device_type not in workload.device_types:
@@ -115,13 +124,26 @@ def groups(
                     (c.name, direction)
                     for c in candidates
                     if every_implementation or c.name in match or _is_default(c, workload, quick)
-                    for direction in directions(op)
-                    if pattern.search(case_name(op, direction, workload.name, dtype, c.name))
+                    for direction in directions(op, workload)
+                    if direction in c.directions
+                    and pattern.search(case_name(op, direction, workload.name, dtype, c.name))
                 )
                 if wanted:
                     found.append(Group(op, workload.name, dtype, device_type, wanted))
         by_op.append(found)
     return [g for turn in itertools.zip_longest(*by_op) for g in turn if g is not None]
+
+
+def absent_peers(
+    device_type: str, only_ops: Sequence[str] = (), peer_files: Sequence[Path] = ()
+) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Peers that this machine cannot have: their ops and why."""
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    for op in only_ops or ops():
+        for c in implementations_of(op, device_type, peer_files):
+            if (why := c.unavailable()) is not None:
+                found[c.name] = ((*found.get(c.name, ((), ""))[0], op), why)
+    return found
 
 
 def _is_default(candidate: Implementation, workload: Workload, quick: bool) -> bool:

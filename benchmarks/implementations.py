@@ -6,6 +6,7 @@ function that builds its forward. Its backward is torch's autograd over that for
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ class Implementation:
     compiles: takes seconds to minutes before its first result (torch.compile).
     workloads: a regular expression of workload names to which it is limited unless all are asked
     for.
+    directions: those that it has.
     draws_dropout: drops by bits of its own, so it is compared with dropout off.
     ignores_query_lengths: rows beyond query_lengths hold anything, so they are not compared.
     """
@@ -61,6 +63,7 @@ class Implementation:
     ours: bool = False
     compiles: bool = False
     workloads: str = ""
+    directions: tuple[str, ...] = ("fwd", "bwd", "step", "decode")
     draws_dropout: bool = False
     ignores_query_lengths: bool = False
 
@@ -100,6 +103,41 @@ def weights_are_too_large(task: Task, copies: int) -> str | None:
     if task.device.type == "cuda":
         limit = torch.cuda.mem_get_info(task.device)[0] / 2**30 / 2
     return f"writes out {size:.0f} GiB of weights here" if size > limit else None
+
+
+def can_import(module: str) -> bool:
+    """Whether a module's file is there. Nothing is imported: some packages take seconds, or fail
+    where their GPU is absent.
+    """
+    top, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if spec is None:
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for name in inner[:-1]:
+        folders = [folder / name for folder in folders if (folder / name).is_dir()]
+    return not inner or any(
+        (folder / inner[-1]).is_dir() or any(folder.glob(f"{inner[-1]}.*")) for folder in folders
+    )
+
+
+def needs_package(package: str, module: str) -> Callable[[], str | None]:
+    """For `Implementation.unavailable`: the module that serves, and the package that brings it."""
+
+    def unavailable() -> str | None:
+        return None if can_import(module) else f"is not installed: no package {package}"
+
+    return unavailable
+
+
+def package_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @functools.cache

@@ -6,8 +6,9 @@ Steps run as a user runs them, eager launches included, not from a CUDA graph.
 """
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import fastattn
-from benchmarks.implementations import Implementation, Task, peers
+from benchmarks.implementations import ON_REQUEST, Implementation, Task, peers
 from benchmarks.subject import Verdict, draw_inputs
+from fastattn.ops._env import BACKEND_VARIABLE
+from fastattn.ops._op import OPS, family
+from fastattn.ops.attention.spec_workloads import sentence_lengths, spread_lengths
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, Workload
-from fastattn.testing.timing import Call
+from fastattn.testing.timing import Call, peak_memory
 
 MODEL = "transformer"
 # A stack takes a minute to compile, so the others are compiled only when asked for.
@@ -62,14 +66,32 @@ class ModelWorkload(Workload):
 
 
 class Model:
-    """A module and how to call it; `step` is what is timed, `module` has the parameters."""
+    """A module and how to call it; `step` is what is timed, `module` has the parameters.
 
-    def __init__(self, module: nn.Transformer, step: Any = None):
+    packed: lengths instead of masks say what is padding. backends: what FASTATTN_BACKEND asks for.
+    """
+
+    def __init__(
+        self, module: nn.Transformer, step: Any = None, *, packed: bool = False, backends: str = ""
+    ):
         self.module = module
         self.step = module if step is None else step  # a compiled module has no truth value
+        self.packed, self.backends = packed, backends
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        return call(self.step, inputs)
+        return self.run(self.step, inputs)
+
+    def run(self, module: Any, inputs: Inputs) -> Tensor:
+        if not self.packed:
+            return call(module, inputs)
+        return module(
+            inputs["src"],
+            inputs["tgt"],
+            tgt_mask=inputs["tgt_mask"],
+            tgt_is_causal=True,
+            src_lengths=inputs["lengths"],
+            tgt_lengths=inputs["lengths"],
+        )
 
 
 def call(module: Any, inputs: Inputs) -> Tensor:
@@ -85,11 +107,14 @@ def call(module: Any, inputs: Inputs) -> Tensor:
     )
 
 
-def _workload(size: Size, devices: tuple[str, ...], *, padded: bool) -> ModelWorkload:
-    """padded: lengths uniform in [S / 4, S], the same for source and target."""
+def _workload(size: Size, devices: tuple[str, ...], *, padded: str = "") -> ModelWorkload:
+    """padded: "" or "padded" (lengths uniform in [S / 4, S]) or "sentences" (those of sentences);
+    the same lengths for source and target.
+    """
     B, S, d = size.B, size.S, size.d
-    lengths = torch.randint(S // 4, S + 1, (B,), generator=torch.Generator().manual_seed(S))
-    lengths = lengths if padded else torch.full((B,), S)
+    lengths = torch.full((B,), S)
+    if padded:
+        lengths = sentence_lengths(B) if padded == "sentences" else spread_lengths(B, S)
     tokens, pairs = float(lengths.sum()), float((lengths.double() ** 2).sum())
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
@@ -99,7 +124,8 @@ def _workload(size: Size, devices: tuple[str, ...], *, padded: bool) -> ModelWor
         inputs: Inputs = {"src": data(), "tgt": data()}
         inputs["tgt_mask"] = torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
         if padded:
-            inputs["padding"] = (torch.arange(S) >= lengths[:, None]).to(device)
+            padding = torch.arange(S, device="cpu") >= lengths[:, None]
+            inputs |= {"padding": padding.to(device), "lengths": lengths.tolist()}
         return inputs
 
     # Projections and feed-forward: 2 FLOPs a weight and token; attention: 4 d a pair, causal pairs
@@ -108,52 +134,100 @@ def _workload(size: Size, devices: tuple[str, ...], *, padded: bool) -> ModelWor
     products = 2.0 * weights * tokens * size.layers
     attention = 4.0 * d * pairs * 2.5 * size.layers
     flops = 3.0 * products + 3.5 * attention
-    name = f"d{d}_h{size.heads}_b{B}_s{S}" + ("_padded" if padded else "")
-    features = ("padded",) if padded else ()
+    name = f"d{d}_h{size.heads}_b{B}_s{S}" + (f"_{padded}" if padded else "")
+    features = (padded,) if padded else ()
     return ModelWorkload(name, make, (), flops, 0.0, 0.0, 0.0, features, devices, size)
 
 
 MODEL_WORKLOADS = (
-    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",), padded=False),
-    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",), padded=True),
-    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",), padded=False),
-    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",), padded=True),
-    _workload(Size(128, 4, 512, 2, 4, 64), ("cpu",), padded=False),
-    _workload(Size(512, 8, 2048, 2, 4, 128), ("cpu",), padded=True),
+    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",)),
+    _workload(Size(512, 8, 2048, 6, 64, 512), ("cuda",), padded="padded"),
+    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",)),
+    _workload(Size(1024, 16, 4096, 6, 16, 2048), ("cuda",), padded="padded"),
+    _workload(Size(512, 8, 2048, 6, 256, 72), ("cuda",), padded="sentences"),
+    _workload(Size(128, 4, 512, 2, 4, 64), ("cpu",)),
+    _workload(Size(512, 8, 2048, 2, 4, 128), ("cpu",), padded="padded"),
+    _workload(Size(512, 8, 2048, 2, 16, 72), ("cpu",), padded="sentences"),
 )
 
 
 # -- implementations -------------------------------------------------------------------------------
-def build_module(task: Task, kind: type[nn.Transformer], *, compiled: bool) -> Model:
+def build_module(
+    task: Task,
+    kind: type[nn.Transformer],
+    *,
+    compiled: bool = False,
+    packed: bool = False,
+    backends: str = "",
+) -> Model:
     assert isinstance(task.workload, ModelWorkload)
     module = task.workload.size.module(kind, task.device, _DROPOUT).train()
-    return Model(module, torch.compile(module, dynamic=False) if compiled else None)
+    step = torch.compile(module, dynamic=False) if compiled else None
+    return Model(module, step, packed=packed, backends=backends)
 
 
-def _build_ours(compiled: bool, task: Task) -> Model:
-    from fastattn import nn as fast_nn
+def asked_backends(device_type: str) -> str:
+    """What a model asks for: nothing, or Triton for every op that has it on a GPU on which only
+    the reference is automatic.
+    """
+    if device_type != "cuda":
+        return ""
+    ops = {family(name): op.backends for name, op in OPS.items() if name.endswith("_fwd")}
+    if any(row.automatic and row.name in ("sm90", "triton") for row in ops["attention"].values()):
+        return ""
+    return ",".join(f"{name}=triton" for name, rows in ops.items() if "triton" in rows)
 
-    return build_module(task, fast_nn.Transformer, compiled=compiled)
+
+@contextlib.contextmanager
+def asking(backends: str) -> Iterator[None]:
+    """Inside, FASTATTN_BACKEND asks for them."""
+    if not backends:
+        yield
+        return
+    before = os.environ.get(BACKEND_VARIABLE)
+    os.environ[BACKEND_VARIABLE] = backends
+    try:
+        yield
+    finally:
+        os.environ.pop(BACKEND_VARIABLE)
+        if before is not None:
+            os.environ[BACKEND_VARIABLE] = before
+
+
+def _ours(name: str, backends: str, *, compiled: bool = False, packed: bool = False) -> Any:
+    def build(task: Task) -> Model:
+        from fastattn import nn as fast_nn
+
+        return build_module(
+            task, fast_nn.Transformer, compiled=compiled, packed=packed, backends=backends
+        )
+
+    return Implementation(
+        name,
+        (MODEL,),
+        build,
+        device_types=("cuda",) if compiled else ("cuda", "cpu"),
+        unsupported=_nothing_to_pack if packed else lambda task: None,
+        version=lambda: fastattn.__version__,
+        backend=backends or "automatic",
+        ours=True,
+        compiles=compiled,
+        workloads=ON_REQUEST if compiled else "padded|sentences" if packed else "",
+    )
+
+
+def _nothing_to_pack(task: Task) -> str | None:
+    return None if "lengths" in task.inputs else "packs padded batches, got a full one"
 
 
 def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
-    eager = Implementation(
-        "fastattn",
-        (MODEL,),
-        lambda task: _build_ours(False, task),
-        version=lambda: fastattn.__version__,
-        backend="automatic",
-        ours=True,
-    )
-    compiled = replace(
-        eager,
-        name="fastattn-compile",
-        build=lambda task: _build_ours(True, task),
-        device_types=("cuda",),
-        compiles=True,
-        workloads=COMPILED_WORKLOADS,
-    )
-    found = [eager, compiled, *[p for p in peers(tuple(files)) if MODEL in p.ops]]
+    backends = asked_backends(device_type)
+    found = [
+        _ours("fastattn", backends),
+        _ours("fastattn-packed", backends, packed=True),
+        _ours("fastattn-compile", backends, compiled=True),
+    ]
+    found += [p for p in peers(tuple(files)) if MODEL in p.ops]
     return [
         implementation for implementation in found if device_type in implementation.device_types
     ]
@@ -204,32 +278,35 @@ class ModelSubject:
     def prepare_oracle(self, candidate: Implementation) -> None:
         if self.exact:
             return
-        module = self.workload.size.module(nn.Transformer, self.device, 0.0).train()
+        model = Model(self.workload.size.module(nn.Transformer, self.device, 0.0).train())
         with self._autocast():
-            self.same = self._judged(module, self._few(torch.float32))
-        self.exact = self._judged(module.double(), self._few(torch.float64))
+            self.same = self._judged(model, self._few(torch.float32))
+        model.module.double()
+        self.exact = self._judged(model, self._few(torch.float64))
 
     def _few(self, dtype: torch.dtype) -> Inputs:
         """The first sequences."""
         few = {n: x if n == "tgt_mask" else x[:_JUDGED_SEQUENCES] for n, x in self.inputs.items()}
         return few | {n: few[n].to(dtype) for n in ("src", "tgt")}
 
-    def _judged(self, module: nn.Transformer, inputs: Inputs) -> list[Tensor]:
+    def _judged(self, model: Model, inputs: Inputs) -> list[Tensor]:
         """The output on real tokens and a part of every parameter's gradient, on the CPU."""
-        out = call(module, inputs)
-        dout = self._dout(self.inputs, _JUDGED_SEQUENCES).to(out.dtype)
-        gradients = torch.autograd.grad(out, list(module.parameters()), dout)
+        with asking(model.backends):
+            out = model.run(model.module, inputs)
+            dout = self._dout(self.inputs, _JUDGED_SEQUENCES).to(out.dtype)
+            gradients = torch.autograd.grad(out, list(model.module.parameters()), dout)
         if "padding" in inputs:
             out = torch.where(inputs["padding"][..., None], 0, out)
         generator = torch.Generator().manual_seed(0)
         return [_some(x.detach(), generator).cpu() for x in (out, *gradients)]
 
     def judge(self, candidate: Implementation, direction: str) -> Verdict:
-        module = self.models[candidate.name].module
+        model = self.models[candidate.name]
+        module = model.module
         p = _set_dropout(module, 0.0)
         try:
             with self._autocast():
-                found = self._judged(module, self._few(torch.float32))
+                found = self._judged(model, self._few(torch.float32))
         finally:
             _set_dropout(module, p)
         verdict = Verdict()
@@ -245,18 +322,13 @@ class ModelSubject:
         parameters = list(model.module.parameters())
 
         def step() -> None:
-            with self._autocast():
-                out = model(self.inputs)
-            torch.autograd.grad(out, parameters, self.dout.to(out.dtype))
+            with asking(model.backends):
+                with self._autocast():
+                    out = model(self.inputs)
+                torch.autograd.grad(out, parameters, self.dout.to(out.dtype))
 
-        if self.device.type == "cuda":
-            step()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated(self.device) - self._own(model)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            step()
-            torch.cuda.synchronize()
-            self.peaks[candidate.name] = torch.cuda.max_memory_allocated(self.device) - before
+        step()
+        self.peaks[candidate.name] = peak_memory(step, self.device) + self._own(model)
         return [step]
 
     def _own(self, model: Model) -> int:

@@ -26,17 +26,22 @@ FIELDS = (
     "ratio_cudnn", "ratio_best", "best_peer",
     # models
     "positions", "real_tokens", "tokens_per_s", "peak_bytes",
-    # ok, FAIL (wrong, crashed or hung), refused (with its reason) or skipped (could not be judged)
+    # ok, FAIL (wrong, crashed or hung), refused (with its reason), skipped (could not be judged) or
+    # absent (a peer that is not installed, one row an op)
     "error", "allowed_error", "status", "message",
 )  # fmt: skip
 
 Row = dict[str, Any]
 CUDNN = "sdpa-cudnn"
 _SOURCES_OF_ALL = ("fastattn/ops/*.py", "fastattn/functional.py", "csrc/common/*")
+_ATTENTION_SOURCES = ("fastattn/ops/attention/*.py", "csrc/attention/*", "csrc/sm90/**/*")
+_MODEL_SOURCES = ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*")
 _SOURCES = {
-    "attention": ("fastattn/ops/attention/*.py", "csrc/attention/*", "csrc/sm90/**/*"),
+    "attention": _ATTENTION_SOURCES,
+    "attention_varlen": _ATTENTION_SOURCES,
     "ffn": ("fastattn/ops/ffn/*.py", "csrc/ffn/*", "csrc/sm90/**/*"),
-    "transformer": ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*"),
+    "transformer": _MODEL_SOURCES,
+    "generation": (*_MODEL_SOURCES, "fastattn/seq2seq/*.py"),
 }
 _NORM_SOURCES = ("fastattn/ops/layer_norm/*.py", "csrc/layer_norm/*")
 
@@ -77,6 +82,19 @@ def complete(
             raise ValueError(f"a row has the fields of rows.FIELDS, got {sorted(unknown)} too")
         rows.append(row)
     return rows
+
+
+def absent(op: str, implementation: str, why: str) -> Row:
+    """The row of a peer that this machine cannot have."""
+    return {
+        "op": op,
+        "direction": "",
+        "workload": "",
+        "dtype": "",
+        "impl": implementation,
+        "status": "absent",
+        "message": why,
+    }
 
 
 def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:
@@ -121,7 +139,7 @@ def source_digest(op: str) -> str:
     files = sorted({path for p in patterns for path in ROOT.glob(p) if path.is_file()})
     digest = hashlib.sha256()
     for path in files:
-        if path.suffix in (".so", ".pyc") or path.name == "spec.py":
+        if path.suffix in (".so", ".pyc") or path.name.startswith("spec"):
             continue
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

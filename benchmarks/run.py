@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks import cases, rows
+from benchmarks.grids import UNITS, metric_of
 from benchmarks.rows import Row, is_ours
 from benchmarks.runner import STAGE_SECONDS, Runner, Settings
 from fastattn.ops import _env
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     plan = Plan(rounds=11, budget_ms=600.0) if options.quick else Plan()
+    if options.seconds is not None and not options.quick:  # more workloads rather than more rounds
+        plan = Plan(rounds=15, budget_ms=900.0)
     return Settings(
         options.device,
         threads=options.threads,
@@ -84,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Runner(settings_of(options), options.out / "worker.log") as runner:
         runner.start()
         print("  ".join(f"{k} {v}" for k, v in runner.environment.items() if v is not None))
+        missing = cases.absent_peers(options.device, options.op or (), options.peer or ())
+        for name, (served, why) in missing.items():
+            print(f"absent: {name} ({', '.join(served)}) {why}")
+            lost = [rows.absent(op, name, f"{name} {why}") for op in served]
+            rows.append(results, rows.complete(lost, runner.environment, None))
         for dtype in dict.fromkeys(group.dtype for group in groups):
             if (ceiling := runner.ceiling(dtype)) is not None:
                 flops, moved = ceiling["flops_per_s"] / 1e12, ceiling["bytes_per_s"] / 1e9
@@ -125,16 +133,15 @@ def line(row: Row) -> str:
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['message']}"
     parts = [f"{row['ms_median']:9.4g} ms"]
-    if row["tokens_per_s"]:
-        parts.append(f"{row['tokens_per_s']:9.4g} tokens/s")
-    elif row["op"] in ("attention", "ffn"):
-        parts.append(f"{row['tflops']:9.4g} TFLOP/s")
-    elif row["gbps"]:
-        parts.append(f"{row['gbps']:9.4g} GB/s")
+    metric = metric_of(row)
+    if row[metric]:
+        parts.append(f"{row[metric]:9.4g} {UNITS[metric]}")
     if row["roof"]:
-        parts.append(f"{100 * row['roof']:5.1f} % of roof")
+        parts.append(
+            f"{100 * row['roof']:5.1f} % of roof" + (" (in cache)" if _cached(row) else "")
+        )
     if row["peak_bytes"]:
-        parts.append(f"{row['peak_bytes'] / 2**30:.2f} GiB")
+        parts.append(f"{row['peak_bytes'] / 2**20:.4g} MiB")
     if row["ratio_best"] and row["impl"] != row["best_peer"]:
         parts.append(f"{row['ratio_best']:.2f} x {row['best_peer']}")
     spread = (row["ms_p90"] - row["ms_p10"]) / row["ms_median"]
@@ -144,6 +151,11 @@ def line(row: Row) -> str:
     if row["message"]:
         parts.append(f"({row['message']})")
     return f"{head} {'  '.join(parts)}"
+
+
+def _cached(row: Row) -> bool:
+    """Whether bytes come faster than from memory: they fit into the cache."""
+    return bool(row["gbps"] and row["gbps"] > 1.05 * row["ceiling_gbps"])
 
 
 def summary(collected: Sequence[Row]) -> str:

@@ -22,9 +22,13 @@ from benchmarks.cases import Group
 from benchmarks.rows import ROOT, Row, complete
 from fastattn.testing.timing import Plan
 
-# Silence that is taken for a hang. Compiling a whole model is the longest honest one; starting has
-# its own limit.
+# Silence that is taken for a hang. Compiling a whole model is the longest honest one; where nobody
+# compiles a model, an oracle or a kernel's compiler is. Starting has its own limit.
 STAGE_SECONDS = 240.0
+_SHORT_STAGE_SECONDS = 75.0
+# After so many crashes and hangs, each of which costs a worker, a candidate is skipped for the rest
+# of its op.
+_MOST_STRIKES = 2
 _START_SECONDS = 240.0
 _END_SECONDS = 30.0
 
@@ -58,6 +62,7 @@ class Runner:
         self.ceilings: dict[str, dict[str, float]] = {}
         self.process: subprocess.Popen[str] | None = None
         self.starts = 0
+        self.strikes: dict[tuple[str, str], int] = {}
 
     def __enter__(self) -> "Runner":
         return self
@@ -101,7 +106,12 @@ class Runner:
     def run(self, group: Group, until: float | None = None) -> Iterator[list[Row]]:
         """Batches of finished rows. until: when, by time.monotonic(), to skip what is left."""
         ceiling = self.ceiling(group.dtype)
-        open_cases = list(group.wanted)
+        out = [c for c in group.wanted if self._strikes(group, c[0]) >= _MOST_STRIKES]
+        if out:
+            why = f"ended {_MOST_STRIKES} workers before"
+            lost = [_lost(group, *case, "skipped", why) for case in out]
+            yield complete(lost, self.environment, ceiling)
+        open_cases = [case for case in group.wanted if case not in out]
         while open_cases:
             try:
                 self.start()
@@ -117,12 +127,18 @@ class Runner:
                 blamed = [
                     case for case in open_cases if out_of_time or ended.candidate in (None, case[0])
                 ]
+                if ended.candidate is not None and not out_of_time:
+                    key = (ended.candidate, group.op)
+                    self.strikes[key] = self._strikes(group, ended.candidate) + 1
                 status = "skipped" if out_of_time else "FAIL"
                 why = "the time budget ended" if out_of_time else f"{ended} in {ended.stage}"
                 open_cases = [case for case in open_cases if case not in blamed]
                 rows = [_lost(group, *case, status, why) for case in blamed]
                 if rows:
                     yield complete(rows, self.environment, ceiling)
+
+    def _strikes(self, group: Group, implementation: str) -> int:
+        return self.strikes.get((implementation, group.op), 0)
 
     def _measure(
         self, group: Group, wanted: Sequence[tuple[str, str]], until: float | None
@@ -137,10 +153,10 @@ class Runner:
             cold=self.settings.cold,
             peer_files=[str(path.resolve()) for path in self.settings.peer_files],
         )
-        candidate, stage = None, "start"
-        while (event := self._next(candidate, stage, until))["event"] != "done":
+        candidate, stage, compiles = None, "start", False
+        while (event := self._next(candidate, stage, until, compiles))["event"] != "done":
             if event["event"] == "stage":
-                candidate, stage = event["impl"], event["stage"]
+                candidate, stage, compiles = event["impl"], event["stage"], event["compiles"]
             elif event["rows"]:
                 yield event["rows"]
 
@@ -152,8 +168,12 @@ class Runner:
         except OSError:
             pass  # it has ended: the next read says how
 
-    def _next(self, candidate: str | None, stage: str, until: float | None) -> dict[str, Any]:
+    def _next(
+        self, candidate: str | None, stage: str, until: float | None, compiles: bool = False
+    ) -> dict[str, Any]:
         limit = _START_SECONDS if stage == "start" else self.settings.stage_seconds
+        if stage != "start" and not compiles:
+            limit = min(limit, _SHORT_STAGE_SECONDS)
         if until is not None:
             limit = min(limit, max(0.0, until - time.monotonic()))
         try:

@@ -8,6 +8,7 @@ some rows; that everything is finite is checked everywhere.
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from benchmarks.implementations import Forward, Implementation, Task
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.spec import Inputs, OpSpec, Workload
-from fastattn.testing.timing import Call, copies_beyond_cache
+from fastattn.testing.timing import Call, copies_beyond_cache, peak_memory
 
 # Weights of attention up to which the oracle takes all batches and heads at once.
-_WHOLE = 2**25
+_WHOLE = 2**20
 # Elements of a result that are judged, first and last rows among them.
 _JUDGED = 2**18
 _EDGE_ROWS = 32
@@ -87,10 +88,13 @@ class OpSubject:
         self.shape = {k: list(v.shape) for k, v in self.inputs.items() if isinstance(v, Tensor)}
         self.features = workload.features
         self.gradients = [n for n in workload.gradients if isinstance(self.inputs.get(n), Tensor)]
+        # What rotates: of workloads without gradients the vectors of attention.
+        self.moving = self.gradients or ["q", "k", "v"]
         self.task = Task(spec.name, workload, device, dtype, self.inputs)
         self.forwards: dict[str, Forward] = {}
         self.oracles: dict[bool, Oracle] = {}
         self.copies: list[Inputs] = []
+        self.peaks: dict[tuple[str, str], int | None] = {}
 
     def refusal(self, candidate: Implementation) -> str | None:
         return candidate.unavailable() or candidate.unsupported(self.task)
@@ -128,31 +132,44 @@ class OpSubject:
 
     def calls(self, candidate: Implementation, direction: str) -> list[Call]:
         forward = self.forwards[candidate.name]
-        return [self._call(forward, inputs, direction) for inputs in self._rotation()]
-
-    def _call(self, forward: Forward, inputs: Inputs, direction: str) -> Call:
+        self._measure_peak(candidate.name, forward, direction)
         if direction == "fwd":
-            return lambda: forward(inputs)
+            return [partial(forward, inputs) for inputs in self._rotation()]
+        dout = next(iter(self.oracles.values())).dout
+        return [
+            self._backward_call(forward, inputs, dout.clone() if i else dout)
+            for i, inputs in enumerate(self._rotation())
+        ]
+
+    def _backward_call(self, forward: Forward, inputs: Inputs, dout: Tensor) -> Call:
         leaves = self._leaves(inputs)
         value = _first(forward(leaves))
-        dout = next(iter(self.oracles.values())).dout
         wanted = [leaves[n] for n in self.gradients]
         return lambda: torch.autograd.grad(value, wanted, dout, retain_graph=True)
+
+    def _measure_peak(self, name: str, forward: Forward, direction: str) -> None:
+        """Of one call, or of forward and backward together: beyond the inputs, with the results."""
+
+        def both() -> None:
+            leaves = self._leaves(self.inputs)
+            dout = next(iter(self.oracles.values())).dout
+            torch.autograd.grad(_first(forward(leaves)), [leaves[n] for n in self.gradients], dout)
+
+        call = both if direction == "bwd" else partial(forward, self.inputs)
+        self.peaks[name, direction] = peak_memory(call, self.device)
 
     def _leaves(self, inputs: Inputs) -> Inputs:
         return inputs | {n: inputs[n].detach().requires_grad_() for n in self.gradients}
 
     def _rotation(self) -> list[Inputs]:
         if not self.copies:
-            moving = [self.inputs[n] for n in self.gradients]
+            moving = [self.inputs[n] for n in self.moving]
             footprint = sum(x.numel() * x.element_size() for x in moving)
             footprint += moving[0].numel() * moving[0].element_size()  # the result
             count = self._rotated_copies(footprint)
             self.copies = [self.inputs]
             for _ in range(count - 1):
-                self.copies.append(
-                    self.inputs | {n: self.inputs[n].clone() for n in self.gradients}
-                )
+                self.copies.append(self.inputs | {n: self.inputs[n].clone() for n in self.moving})
         return self.copies
 
     def _rotated_copies(self, footprint: int) -> int:
@@ -172,6 +189,7 @@ class OpSubject:
         return {
             "cache": "cold" if self.cold and self.device.type == "cuda" else "warm",
             "copies": len(self.copies),
+            "peak_bytes": self.peaks.get((candidate.name, direction)),
         }
 
 
@@ -179,11 +197,16 @@ def draw_inputs(workload: Workload, device: torch.device, dtype: torch.dtype) ->
     """The workload's inputs, drawn on the device if its `make` can, else on the CPU."""
     seed = zlib.crc32(workload.name.encode())
     if device.type != "cpu":
-        try:
-            return workload.make(device, dtype, torch.Generator(device).manual_seed(seed))
-        except RuntimeError as error:
-            if "generator" not in str(error):
+        # Where a workload names no device it draws on the default one; if that does not fit either,
+        # everything is drawn on the CPU and moved.
+        for default in (device, torch.device("cpu")):
+            try:
+                with default:
+                    return workload.make(device, dtype, torch.Generator(device).manual_seed(seed))
+            except torch.OutOfMemoryError:
                 raise
+            except RuntimeError:
+                continue
     return workload.make(device, dtype, torch.Generator().manual_seed(seed))
 
 
@@ -243,6 +266,8 @@ class Oracle:
 
     def _run(self, inputs: Inputs, dout: Tensor) -> dict[str, Tensor]:
         value = _first(self.spec.function(**inputs, backend="reference"))
+        if not self.gradients:
+            return {self.result: value}
         found = torch.autograd.grad(value, [inputs[n] for n in self.gradients], dout)
         gradients = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
         return {self.result: value, **gradients}

@@ -1,10 +1,10 @@
-"""Attention, forward and backward, on the workloads of its specification."""
+"""Attention, padded and packed, forward and backward, on the workloads of its specifications."""
 
 from collections.abc import Callable
 
 from benchmarks.conftest import Case
 
-OPS = ("attention",)
+OPS = ("attention", "attention_varlen")
 
 
 def test_attention(case: Case, measure: Callable[[Case], None]) -> None:

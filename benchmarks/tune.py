@@ -1,10 +1,11 @@
-"""`python -m benchmarks.tune`: times tilings of the Triton attention kernels and shows the best.
+"""`python -m benchmarks.tune`: times tilings of the Triton kernels and shows the best.
 
-A task is a direction, a feature and a head dim at one sequence length. Its candidates are compiled
-by several processes into Triton's cache while one process with the GPU takes those that are ready:
-it compares every result with the reference on single heads, then times it beside cuDNN's attention
-where that has the feature. A candidate that fails, crashes or hangs costs itself. One JSON object a
-line goes to the output folder as results come; the table of winners is printed last.
+A task of attention is a direction, a feature and a head dim at one sequence length; tasks of the
+norms and the feed-forward network are in tune_rows. Its candidates are compiled by several
+processes into Triton's cache while one process with the GPU takes those that are ready: it compares
+every result with the reference (of attention on single heads), then times it beside a peer where
+there is one. A candidate that fails, crashes or hangs costs itself. One JSON object a line goes to
+the output folder as results come; the table of winners is printed last.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.tune_rows import NORMS, FfnTask, NormTask, RowCase, RowTask, wrong
+
 FEATURES = (
     "plain", "causal", "window", "lengths", "both_lengths", "mask", "bias", "dropout",
 )  # fmt: skip
@@ -34,6 +37,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 _HANG_SECONDS = 90.0
 _SEED = 1234
+_NORM_SHAPES = ((32768, 512), (32768, 1024), (32768, 4096), (8192, 16384))
+_FFN_SHAPES = ((16384, 1024), (8192, 4096))
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Task:
     tokens: int
     width: int
     dtype: str
+
+    unit = "TFLOP/s"
 
     @property
     def name(self) -> str:
@@ -92,8 +99,10 @@ _SINGLE_PRECISION = (
 )  # fmt: skip
 
 
-def candidates(task: Task, arch: str) -> list[Any]:
+def candidates(task: Task | RowTask, arch: str) -> list[Any]:
     """Configs to try, the shipped one first."""
+    if not isinstance(task, Task):
+        return list(dict.fromkeys(task.candidates(arch)))
     found = _backward(task, arch) if task.direction == "bwd" else _forward(task, arch)
     return list(dict.fromkeys(found))
 
@@ -102,9 +111,10 @@ def _backward(task: Task, arch: str) -> list[Any]:
     from fastattn.ops.attention import config_bwd
 
     banded, dense = _features(task)
+    edges = banded or "lengths" in task.feature
     dtype, D = DTYPES[task.dtype], task.D
-    shipped = config_bwd.bwd_config(arch, dtype, D, D, banded, dense)
-    return [shipped, *config_bwd.candidates(arch, dtype, D, D, banded, dense)]
+    shipped = config_bwd.bwd_config(arch, dtype, D, D, edges, dense)
+    return [shipped, *config_bwd.candidates(arch, dtype, D, D, edges, dense)]
 
 
 def _forward(task: Task, arch: str) -> list[Any]:
@@ -138,6 +148,8 @@ def _features(task: Task) -> tuple[bool, bool]:
 
 def describe(config: Any) -> str:
     """What differs from the class's defaults, short."""
+    if not hasattr(config, "BLOCK_M") and not _has_tiles(config):
+        return " ".join(f"{f.name}={_short(getattr(config, f.name))}" for f in fields(config))
     if not hasattr(config, "BLOCK_M"):
         parts = []
         for field in fields(config):
@@ -161,19 +173,42 @@ def describe(config: Any) -> str:
     return text + (f" {config.precision}" if config.precision != "ieee" else "")
 
 
+def _has_tiles(config: Any) -> bool:
+    """Whether some field is a tile of attention's backward."""
+    return any(hasattr(getattr(config, field.name), "block_m") for field in fields(config))
+
+
+def _short(value: Any) -> str:
+    """A number as it is; a product of the feed-forward network by its tile."""
+    if not hasattr(value, "tile"):
+        return str(value)
+    if value.tile is None:
+        return "library"
+    tile = value.tile
+    options = [f"{f.name}={getattr(tile, f.name)}" for f in fields(tile)[3:]
+               if getattr(tile, f.name) != f.default]  # fmt: skip
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}[{' '.join(options)}]"
+
+
 # -- inputs ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Case:
-    """A task's tensors: arguments of attention_fwd, its results, and for backward what follows."""
+    """A task's tensors: arguments of attention_fwd, its results, and for backward what follows.
+
+    work: FLOPs. first: the first of the results that a launch writes.
+    """
 
     args: tuple[Any, ...]
     results: tuple[Tensor, ...]
-    flops: float
+    work: float
+    first: int = 0
 
 
-def make(task: Task, device: str) -> Case:
+def make(task: Task | RowTask, device: str) -> Case | RowCase:
+    if not isinstance(task, Task):
+        return task.make(device)
     B, H, S, D = task.shape
     dtype = DTYPES[task.dtype]
     generator = None if device == "meta" else torch.Generator(device).manual_seed(_SEED)
@@ -202,17 +237,22 @@ def make(task: Task, device: str) -> Case:
     elif task.feature == "dropout":
         p, seed = 0.1, torch.tensor([_SEED], device=device)
     args = (
-        q, k, v, mask, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
+        q, k, v, mask, None, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
     results: tuple[Tensor, ...] = (out, lse)
     if task.direction == "bwd":
         dout = normal(B, H, S, D)
         results = (out, lse, dout, *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
-    return Case(args, results, (4 if task.direction == "fwd" else 10) * H * D * pairs)
+    forward = task.direction == "fwd"
+    return Case(args, results, (4 if forward else 10) * H * D * pairs, 0 if forward else 3)
 
 
-def launch(task: Task, config: Any, case: Case) -> None:
+def launch(task: Task | RowTask, config: Any, case: Case | RowCase) -> None:
+    if not isinstance(task, Task):
+        assert isinstance(case, RowCase)
+        task.launch(config, case)
+        return
     if task.direction == "fwd":
         from fastattn.ops.attention.triton import attention_fwd_with_config
 
@@ -222,7 +262,10 @@ def launch(task: Task, config: Any, case: Case) -> None:
 
     out, lse, dout, *gradients = case.results
     a, needs = case.args, [True, True, True, False]
-    attention_bwd_with_config(config, dout, None, *a[:6], out, lse, *a[6:], needs, *gradients)
+    attention_bwd_with_config(config, dout, None, *a[:7], out, lse, *a[7:], needs, *gradients)
+
+
+Job = tuple[int, Task | RowTask, Any]
 
 
 # -- compiling ahead ------------------------------------------------------------------------------
@@ -248,7 +291,7 @@ def collect_kernels(compile_only: bool = False) -> Iterator[list[Any]]:
         JITFunction.run = run  # type: ignore[method-assign]
 
 
-def _compile_worker(pipe: Connection, jobs: Sequence[tuple[int, Task, Any]]) -> None:
+def _compile_worker(pipe: Connection, jobs: Sequence[Job]) -> None:
     """Tells (number, error or None, seconds) of each job."""
     for number, task, config in jobs:
         start = time.monotonic()
@@ -265,15 +308,15 @@ def _compile_worker(pipe: Connection, jobs: Sequence[tuple[int, Task, Any]]) -> 
 class Compiler:
     """Processes that compile jobs in order. A job that kills its process is blamed for it."""
 
-    def __init__(self, jobs: Sequence[tuple[int, Task, Any]], workers: int):
+    def __init__(self, jobs: Sequence[Job], workers: int):
         self.context = multiprocessing.get_context("spawn")
-        self.pending: dict[Connection, list[tuple[int, Task, Any]]] = {}
+        self.pending: dict[Connection, list[Job]] = {}
         self.processes: dict[Connection, Any] = {}
         self.done: dict[int, tuple[str | None, float]] = {}
         for i in range(workers):
             self._start(list(jobs[i::workers]))
 
-    def _start(self, jobs: list[tuple[int, Task, Any]]) -> None:
+    def _start(self, jobs: list[Job]) -> None:
         if not jobs:
             return
         ours, theirs = self.context.Pipe(duplex=False)
@@ -335,16 +378,19 @@ def _milliseconds(call: Any, budget_ms: float) -> float:
 
 def _head(args: tuple[Any, ...], b: int, h: int) -> tuple[Any, ...]:
     """The arguments of one head, in fp32."""
-    q, k, v, mask, key_lengths, query_lengths, *rest = args
+    q, k, v, mask, _, key_lengths, query_lengths, *rest = args
     data = [x[b : b + 1, h : h + 1].float() for x in (q, k, v)]
     if mask is not None:
         mask = mask[:, min(h, mask.shape[1] - 1)][:, None]
     lengths = [None if x is None else x[b : b + 1] for x in (key_lengths, query_lengths)]
-    return (*data, mask, *lengths, *rest)
+    return (*data, mask, None, *lengths, *rest)
 
 
-def _wrong(task: Task, case: Case) -> tuple[float, str | None]:
-    """(largest relative error, what is wrong) of the first head and the last."""
+def _wrong(task: Task | RowTask, case: Case | RowCase) -> tuple[float, str | None]:
+    """(largest relative error, what is wrong), of attention of the first head and the last."""
+    if not isinstance(task, Task):
+        assert isinstance(case, RowCase)
+        return wrong(case, task.expected(case), _TOLERANCE[DTYPES[task.dtype]])
     from fastattn.ops.attention import reference
 
     B, H, _, _ = task.shape
@@ -362,7 +408,7 @@ def _wrong(task: Task, case: Case) -> tuple[float, str | None]:
         else:
             out, lse, dout, *got = case.results
             backward: tuple[Any, ...] = (
-                dout[one].float(), None, *args[:6], out[one].float(), lse[one], *args[6:],
+                dout[one].float(), None, *args[:7], out[one].float(), lse[one], *args[7:],
                 [True, True, True, False],
             )  # fmt: skip
             expected = reference.attention_bwd(*backward)
@@ -380,14 +426,17 @@ def _wrong(task: Task, case: Case) -> tuple[float, str | None]:
     return worst, None
 
 
-def _peer(task: Task, case: Case) -> Any | None:
-    """A call of cuDNN's attention that computes the same, or None."""
+def _peer(task: Task | RowTask, case: Case | RowCase) -> Any | None:
+    """A call that computes the same by cuDNN's attention or torch's operator, or None."""
+    if not isinstance(task, Task):
+        assert isinstance(case, RowCase)
+        return task.peer(case)
     if task.feature not in ("plain", "causal", "dropout") or task.dtype == "fp32":
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (x.detach().requires_grad_(task.direction == "bwd") for x in case.args[:3])
-    options = {"dropout_p": case.args[10], "is_causal": task.feature == "causal"}
+    options = {"dropout_p": case.args[11], "is_causal": task.feature == "causal"}
 
     def forward() -> Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
@@ -400,7 +449,7 @@ def _peer(task: Task, case: Case) -> Any | None:
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-def _forward_results(case: Case) -> None:
+def _forward_results(case: Case | RowCase) -> None:
     """Backward starts from a forward, in the shipped tiling."""
     from fastattn.ops.attention import triton
 
@@ -413,7 +462,7 @@ def _forward_results(case: Case) -> None:
 
 def _gpu_worker(pipe: Connection) -> None:
     """Answers (task, config, budget_ms) with what it measured, until it is told None."""
-    current: Task | None = None
+    current: Task | RowTask | None = None
     case, peer = None, None
     pipe.send({"gpu": torch.cuda.get_device_name()})
     while (job := pipe.recv()) is not None:
@@ -424,7 +473,7 @@ def _gpu_worker(pipe: Connection) -> None:
                 case = peer = None
                 torch.cuda.empty_cache()
                 case = make(task, "cuda")
-                if task.direction == "bwd":
+                if isinstance(task, Task) and task.direction == "bwd":
                     _forward_results(case)
                 current = task
                 with contextlib.suppress(Exception):
@@ -438,10 +487,15 @@ def _gpu_worker(pipe: Connection) -> None:
 
 
 def measure(
-    task: Task, config: Any, case: Case, peer: Any, budget_ms: float, row: dict[str, Any]
+    task: Task | RowTask,
+    config: Any,
+    case: Case | RowCase,
+    peer: Any,
+    budget_ms: float,
+    row: dict[str, Any],
 ) -> None:
     """Fills the row of one candidate: correct first, then timed."""
-    for x in case.results if task.direction == "fwd" else case.results[3:]:
+    for x in case.results[case.first :]:
         x.fill_(float("nan"))
     start = time.monotonic()
     with collect_kernels() as kernels:
@@ -457,13 +511,14 @@ def measure(
         row |= {"status": "wrong", "message": wrong}
         return
     ms = _milliseconds(lambda: launch(task, config, case), budget_ms)
-    row |= {"status": "ok", "ms": ms, "tflops": case.flops / ms / 1e9}
+    scale = 1e9 if task.unit == "TFLOP/s" else 1e6
+    row |= {"status": "ok", "ms": ms, "rate": case.work / ms / scale, "unit": task.unit}
     if peer is not None:
         with contextlib.suppress(Exception):
-            row["cudnn_tflops"] = case.flops / _milliseconds(peer, budget_ms) / 1e9
+            row["peer_rate"] = case.work / _milliseconds(peer, budget_ms) / scale
 
 
-def _synchronize(case: Case) -> None:
+def _synchronize(case: Case | RowCase) -> None:
     if case.results[0].is_cuda:
         torch.cuda.synchronize()
 
@@ -494,7 +549,7 @@ class Gpu:
         self.process.join()
         return {"status": "failed", "message": message}
 
-    def measure(self, task: Task, config: Any, budget_ms: float) -> dict[str, Any]:
+    def measure(self, task: Task | RowTask, config: Any, budget_ms: float) -> dict[str, Any]:
         if not self.process.is_alive():
             self._start()
         try:
@@ -513,12 +568,15 @@ class Gpu:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     add = parser.add_argument
+    add("--op", nargs="+", choices=("attention", *NORMS, "ffn"), default=["attention"])
     add("--direction", nargs="+", choices=("fwd", "bwd"), default=["fwd"])
     add("--feature", nargs="+", choices=FEATURES, default=["plain", "causal"])
     add("--dim", nargs="+", type=int, default=[64, 128, 256], help="head dims")
     add("--length", nargs="+", type=int, default=[8192], help="queries and keys of a sequence")
     add("--tokens", type=int, default=16384, help="sequences * length")
     add("--width", type=int, default=2048, help="heads * head dim")
+    add("--shape", nargs="+", metavar="ROWSxN", help="of norms and ffn; default: the benchmarks'")
+    add("--activation", nargs="+", default=["relu", "gelu"], help="of ffn")
     add("--dtype", nargs="+", choices=DTYPES, default=["bf16"])
     add("--seconds", type=float, default=500.0, help="measure no further candidate after this time")
     add("--budget-ms", type=float, default=60.0, help="measuring time of a candidate")
@@ -534,13 +592,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     started = time.monotonic()
     arch = options.arch or _env.architecture("cuda" if torch.cuda.is_available() else "cpu", 0)
-    tasks = [
-        Task(direction, feature, D, S, max(options.tokens, S), options.width, dtype)
-        for direction, dtype, D, feature, S in itertools.product(
-            options.direction, options.dtype, options.dim, options.feature, options.length
-        )
-    ]
-    jobs: list[tuple[int, Task, Any]] = []
+    tasks = [task for op in options.op for task in _tasks(op, options)]
+    jobs: list[Job] = []
     for task in tasks:
         for i, config in enumerate(candidates(task, arch)[: options.most]):
             if options.only is None or i in options.only:
@@ -552,7 +605,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "tune.jsonl"
-    rows: list[tuple[Task, Any, dict[str, Any]]] = []
+    rows: list[tuple[Task | RowTask, Any, dict[str, Any]]] = []
     compiler, gpu = Compiler(jobs, options.jobs), Gpu()
     try:
         # Task by task, so that a task's tensors are made once, but never idle: what is compiled.
@@ -586,7 +639,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if any(row["status"] == "ok" for _, _, row in rows) else 1
 
 
-def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -> None:
+def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task | RowTask]:
+    product = itertools.product
+    if op == "attention":
+        for direction, dtype, D, feature, S in product(
+            options.direction, options.dtype, options.dim, options.feature, options.length
+        ):
+            yield Task(direction, feature, D, S, max(options.tokens, S), options.width, dtype)
+        return
+    shapes: Sequence[Sequence[int]] = _FFN_SHAPES if op == "ffn" else _NORM_SHAPES
+    if options.shape:
+        shapes = [[int(size) for size in shape.split("x")] for shape in options.shape]
+    for direction, dtype, (rows, N) in product(options.direction, options.dtype, shapes):
+        if op == "ffn":
+            for activation in options.activation:
+                yield FfnTask(direction, rows, N, activation, dtype)
+        else:
+            yield NormTask(direction, op, rows, N, dtype)
+
+
+def _record(log: Path, task: Task | RowTask, config: Any, row: dict[str, Any], gpu: str) -> None:
     what: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
@@ -597,16 +669,17 @@ def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -
         file.write(json.dumps(what | row) + "\n")
 
 
-def _line(task: Task, config: Any, row: dict[str, Any]) -> str:
+def _line(task: Task | RowTask, config: Any, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{task.name:34s} {describe(config):42s} {row['status']}: {row['message']}"
-    text = (
-        f"{task.name:34s} {describe(config):42s} {row['ms']:8.3f} ms {row['tflops']:6.1f} TFLOP/s"
-    )
-    return text + (f" (cudnn {row['cudnn_tflops']:.0f})" if "cudnn_tflops" in row else "")
+    text = f"{task.name:34s} {describe(config):42s} {row['ms']:8.3f} ms"
+    text += f" {row['rate']:6.1f} {row['unit']}"
+    return text + (f" (peer {row['peer_rate']:.0f})" if "peer_rate" in row else "")
 
 
-def _summary(tasks: Sequence[Task], rows: Sequence[tuple[Task, Any, dict[str, Any]]]) -> str:
+def _summary(
+    tasks: Sequence[Task | RowTask], rows: Sequence[tuple[Task | RowTask, Any, dict[str, Any]]]
+) -> str:
     """For each task its three best, then how many failed."""
     lines = []
     for task in tasks:
@@ -614,13 +687,13 @@ def _summary(tasks: Sequence[Task], rows: Sequence[tuple[Task, Any, dict[str, An
         good = sorted(
             ((c, r) for c, r in mine if r["status"] == "ok"), key=lambda pair: pair[1]["ms"]
         )
-        peers = [r["cudnn_tflops"] for _, r in good if "cudnn_tflops" in r]
-        peer = f", cudnn {median(peers):.0f}" if peers else ""
+        peers = [r["peer_rate"] for _, r in good if "peer_rate" in r]
+        peer = f", peer {median(peers):.0f}" if peers else ""
         bad = len(mine) - len(good)
         lines.append(f"{task.name}: {len(good)} timed, {bad} failed{peer}")
         for config, row in good[:3]:
             lines.append(
-                f"    {row['tflops']:6.1f} TFLOP/s {row['ms']:8.3f} ms  {describe(config)}"
+                f"    {row['rate']:6.1f} {row['unit']} {row['ms']:8.3f} ms  {describe(config)}"
             )
     return "\n".join(lines)
 

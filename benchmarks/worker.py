@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import cases
+from benchmarks.generation import GENERATION, DecodeWorkload, GenerationSubject
 from benchmarks.implementations import Implementation
 from benchmarks.model import MODEL, ModelSubject, ModelWorkload
 from benchmarks.subject import OpSubject, Subject, Verdict
@@ -78,6 +79,8 @@ def _start(request: dict[str, Any]) -> torch.device:
     import torch._functorch.config as functorch_config
 
     functorch_config.donated_buffer = False
+    gc.collect()
+    gc.freeze()  # what was imported is never garbage: collections between candidates are short
     return device
 
 
@@ -127,7 +130,8 @@ class _Run:
                 continue
             for direction, verdict in self._gate(candidate, directions):
                 passed.setdefault(direction, []).append((candidate, verdict))
-        for direction in cases.directions(self.op):
+        workload = cases.find_workload(self.op, self.workload)
+        for direction in cases.directions(self.op, workload):
             if direction in passed:
                 self._time(direction, passed[direction])
 
@@ -136,6 +140,9 @@ class _Run:
         if self.op == MODEL:
             assert isinstance(workload, ModelWorkload)
             return ModelSubject(workload, self.device, dtype)
+        if self.op == GENERATION:
+            assert isinstance(workload, DecodeWorkload)
+            return GenerationSubject(workload, self.device, dtype)
         return OpSubject(cases.specs()[self.op], workload, self.device, dtype, cold=self.cold)
 
     def _gate(self, candidate: Implementation, directions: list[str]) -> list[tuple[str, Verdict]]:
@@ -205,7 +212,8 @@ class _Run:
     def _gpu_state(self) -> GpuState | None:
         if self.device.type != "cuda":
             return None
-        return gpu_state(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        return gpu_state(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
     def _measured(self, timing: Timing) -> dict[str, Any]:
         measured: dict[str, Any] = {
@@ -266,7 +274,8 @@ class _Run:
         }
 
     def _stage(self, implementation: str | None, stage: str) -> None:
-        self.send("stage", impl=implementation, stage=stage)
+        compiles = implementation is not None and self.candidates[implementation].compiles
+        self.send("stage", impl=implementation, stage=stage, compiles=compiles)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fastattn import cli
 from fastattn.ops._op import OPS
-from fastattn.testing import all_specs, check
+from fastattn.testing import all_specs, check, isolation
 from fastattn.testing.properties import fill_positions
 
 SPECS = all_specs()
@@ -203,13 +204,97 @@ def test_time_limit_leaves_rows_of_what_was_not_reached(tmp_path: Path) -> None:
 def test_dying_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     case = check._Case("ffn", "relu", torch.float32, ("reference",), torch.device("cpu"))
     monkeypatch.setattr(check, "_check_case", _exit)
-    (rows,) = check._check_cases([case], jobs=2, seconds=None)
+    ((_, rows),) = check._check_cases([case], jobs=2, seconds=None)
     assert [row.status for row in rows] == ["FAIL"]
     assert "process died" in rows[0].message
 
 
 def _exit(case: Any) -> None:
     os._exit(3)
+
+
+def test_on_a_gpu_backends_have_processes_of_their_own() -> None:
+    """In the order asked for: one that breaks the GPU takes no other along."""
+    options = _options("--op=attention", "--sample=lengths", "--backend=triton", "--backend=sm90")
+    found = [case.backends for case in check._cases(options, torch.device("cuda"))]
+    half = len(found) // 2
+    assert half > 9 and found == [("triton",)] * half + [("sm90",)] * half
+    together = check._cases(_options("--op=ffn", "--sample=relu"), CPU)
+    assert all("reference" in case.backends and len(case.backends) > 1 for case in together)
+
+
+def _misbehave(case: str) -> str:
+    if case == "hangs":
+        time.sleep(1000)
+    if case == "dies":
+        os.kill(os.getpid(), 9)
+    if case == "raises":
+        raise ValueError("no good")
+    if case == "breaks the GPU":
+        isolation._gpu_works = lambda: False
+    return f"{case} {os.getpid()}"
+
+
+def test_cases_cost_only_themselves() -> None:
+    """Crashes, hangs and broken GPUs end their process; the others' results come as they are."""
+    cases = ["first", "dies", "second", "breaks the GPU", "third", "raises", "fourth", "hangs"]
+    found = dict(isolation.run_isolated(_misbehave, cases, jobs=1, limit_s=3.0))
+    assert found.keys() == set(range(len(cases)))
+    assert found[1] == isolation.Lost(True, "its process died: SIGKILL")
+    assert found[5] == isolation.Lost(True, "ValueError: no good")
+    assert found[7] == isolation.Lost(True, "was still running after 3 s")
+    results = [str(found[i]).rpartition(" ") for i in (0, 2, 3, 4, 6)]
+    assert [r[0] for r in results] == ["first", "second", "breaks the GPU", "third", "fourth"]
+    first, second, broken, third, fourth = (r[2] for r in results)
+    assert first != second == broken != third == fourth  # a raised error is no reason to go
+
+
+def test_time_limit_names_what_was_not_reached() -> None:
+    found = isolation.run_isolated(_misbehave, ["one"] * 3, jobs=1, seconds=0.0, limit_s=20.0)
+    assert [r for _, r in found] == [isolation.Lost(False, "was not reached in 0 s")] * 3
+
+
+def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> str:
+        return "has nothing for this"
+
+    [sample] = [s for s in SPECS["attention"].samples if s.name == "both_lengths"]
+    oracle = check.Oracle(SPECS["attention"], sample, torch.float32)
+    module = OPS["attention_fwd"]._module("reference")
+    monkeypatch.setattr(module, "attention_bwd_unsupported", refuse, raising=False)
+    rows = check.check_sample(oracle, "reference", CPU)
+    assert [(r.result, r.kind, r.status) for r in rows] == [
+        ("out", "value", "ok"), ("lse", "value", "ok"), ("all", "rerun", "ok"),
+        ("all", "batch", "ok"), ("all", "padding", "ok"), ("gradients", "value", "refused"),
+    ]  # fmt: skip
+    assert rows[-1].message == "backend reference has nothing for this"
+    monkeypatch.setattr(module, "attention_fwd_unsupported", refuse, raising=False)
+    (row,) = check.check_sample(oracle, "reference", CPU)
+    assert (row.result, row.status) == ("all", "refused")
+
+
+def test_rows_are_written_as_they_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FILE.jsonl keeps what came before an end that nobody planned."""
+    file = tmp_path / "rows.jsonl"
+    options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
+                       f"--json={file}")  # fmt: skip
+    assert check.run(options) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) > 6 and {r["status"] for r in rows} == {"ok"}
+
+    def ends(case: Any) -> list[check.Row]:
+        if case.dtype == torch.float16:
+            raise KeyboardInterrupt
+        return checked(case)
+
+    checked = check._check_case
+    monkeypatch.setattr(check, "_check_case", ends)
+    with pytest.raises(KeyboardInterrupt):
+        check.run(options)
+    again = file.read_text().splitlines()[len(rows) :]
+    assert {json.loads(line)["dtype"] for line in again} == {"fp32", "bf16"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from benchmarks.model import COMPILED_WORKLOADS, MODEL, build_module
 _EAGER = Implementation(
     "torch-eager",
     (MODEL,),
-    lambda task: build_module(task, nn.Transformer, compiled=False),
+    lambda task: build_module(task, nn.Transformer),
 )
 
 PEERS = (

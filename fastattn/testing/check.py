@@ -9,15 +9,11 @@ their properties (properties.py): rerun, batch, padding.
 import argparse
 import dataclasses
 import json
-import multiprocessing
 import os
 import tempfile
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor, TimeoutError, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.testing.compare import Comparison, compare
+from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.properties import PROPERTIES, Case, Results
 from fastattn.testing.spec import Index, Inputs, OpSpec, Sample, all_specs
@@ -93,6 +90,8 @@ def _with_gradients(
     wanted = [
         n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
     ]
+    if not wanted:
+        return named
     gradients = torch.autograd.grad(
         outputs,
         [inputs[n] for n in wanted],
@@ -141,12 +140,20 @@ class Oracle:
 
 
 def check_sample(
-    oracle: Oracle, backend: str, device: torch.device, torch_errors: dict[str, float] | None = None
+    oracle: Oracle,
+    backend: str,
+    device: torch.device,
+    torch_errors: dict[str, float] | None = None,
+    *,
+    gradients: bool = True,
 ) -> list[Row]:
     """Every result of one sample by one backend, then its properties in order up to one that fails:
-    of wrong results they say nothing.
+    of wrong results they say nothing. A backend that refuses the gradients alone is judged without
+    them.
     """
     spec, sample = oracle.spec, oracle.sample
+    if not gradients:
+        sample = dataclasses.replace(sample, gradients=())
 
     def row(result: str, status: str, **details: Any) -> Row:
         return Row(
@@ -173,7 +180,13 @@ def check_sample(
     try:
         results = run(make())
     except NotImplementedError as refusal:
-        return [row("all", "refused", message=str(refusal).partition(": ")[2])]
+        message = str(refusal).partition(": ")[2]
+        if not sample.gradients:
+            return [row("all", "refused", message=message)]
+        rows = check_sample(oracle, backend, device, torch_errors, gradients=False)
+        if rows[0].status == "refused":  # the outputs too
+            return rows
+        return [*rows, row("gradients", "refused", message=message)]
     except Exception as error:  # a crash of one sample is a row of the report, not its end
         return [crash(error, "value")]
     rows = []
@@ -222,7 +235,11 @@ def add_arguments(
     parser.add_argument(
         "--device", type=device, default=None, help="cpu or cuda (default: cuda if there is one)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write every row as a JSON array")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write every row as a JSON array; FILE.jsonl: a row a line, added as they come",
+    )
     parser.add_argument(
         "--quick", action="store_true", help="only the samples tagged for quick runs"
     )
@@ -243,17 +260,22 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _env.default_device()
     cases = _cases(options, device)
     jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
-    rows: list[Row] = []
+    found: dict[int, list[Row]] = {}
     results = _check_cases(cases, jobs, options.seconds)
-    for case_rows in _progress(results, f"checking on {device}", len(cases)):
-        rows += case_rows
+    for index, case_rows in _progress(results, f"checking on {device}", len(cases)):
+        found[index] = case_rows
+        if _in_lines(options.json):
+            append_lines(Path(options.json), case_rows)
+    rows = [row for index in sorted(found) for row in found[index]]
     _report(rows, device, options.verbose)
-    if options.json:
+    if options.json and not _in_lines(options.json):
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
     return 1 if any(row.status == "FAIL" for row in rows) or all(map(_refused, rows)) else 0
 
 
-def _progress(results: Iterator[list[Row]], label: str, total: int) -> Iterable[list[Row]]:
+def _progress(
+    results: Iterator[tuple[int, list[Row]]], label: str, total: int
+) -> Iterable[tuple[int, list[Row]]]:
     """With a bar where rich is installed and somebody watches."""
     try:
         from rich.console import Console
@@ -286,41 +308,26 @@ def _check_case(case: _Case) -> list[Row]:
     return rows
 
 
-# How long a sample that has begun may go on when the time is up.
-_GRACE_S = 30.0
+# A sample that takes longer is taken for a hang: compiling its kernels is the longest honest part.
+_CASE_SECONDS = 90.0
 
 
-def _check_cases(cases: Sequence[_Case], jobs: int, seconds: float | None) -> Iterator[list[Row]]:
-    """The rows of each case, in order, from processes with one torch thread each.
+def _check_cases(
+    cases: Sequence[_Case], jobs: int, seconds: float | None
+) -> Iterator[tuple[int, list[Row]]]:
+    """(number of the case, its rows) as they come, from processes with one torch thread each.
 
     A process that dies or hangs is a row too, and so is a case that `seconds` do not reach.
     """
-    if jobs <= 1 and seconds is None:
-        yield from map(_check_case, cases)
+    if jobs <= 1 and seconds is None and all(case.device.type == "cpu" for case in cases):
+        yield from enumerate(map(_check_case, cases))
         return
-    deadline = None if seconds is None else time.monotonic() + seconds
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(_check_case, case) for case in cases]
-        for case, future in zip(cases, futures, strict=True):
-            try:
-                wait([future], _time_left(deadline))
-                if not future.done():  # the time is up: nothing more begins
-                    for later in futures:
-                        later.cancel()
-                yield future.result(_GRACE_S)
-            except CancelledError:
-                yield [_row_of_case(case, "refused", f"was not reached in {seconds} s")]
-            except TimeoutError:
-                yield [_row_of_case(case, "FAIL", f"was still running after {seconds} s")]
-                for process in multiprocessing.active_children():
-                    process.kill()
-            except BrokenProcessPool:
-                yield [_row_of_case(case, "FAIL", "its process died, or that of another sample")]
-
-
-def _time_left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    results = run_isolated(_check_case, cases, jobs=jobs, seconds=seconds, limit_s=_CASE_SECONDS)
+    for index, rows in results:
+        if isinstance(rows, Lost):
+            status = "FAIL" if rows.reached else "refused"
+            rows = [_row_of_case(cases[index], status, rows.why)]
+        yield index, rows
 
 
 def _row_of_case(case: _Case, status: str, message: str) -> Row:
@@ -354,8 +361,12 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
             if options.sample and not any(part in sample.name for part in options.sample):
                 continue
             for dtype in dtypes:
+                # A backend that breaks the GPU for its process must not take the others along.
+                groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
-                    cases.append(_Case(spec.name, sample.name, dtype, backends, device))
+                    cases += [_Case(spec.name, sample.name, dtype, g, device) for g in groups]
+    if options.backend and device.type != "cpu":  # in the order asked for
+        cases.sort(key=lambda case: options.backend.index(case.backends[0]))
     if not cases:
         raise ValueError("the options must leave at least one sample to check, got none")
     return cases
@@ -410,6 +421,18 @@ def _counts(rows: list[Row]) -> tuple[str, ...]:
         str(sum(map(_refused, rows))),
         str(sum(r.status == "FAIL" for r in rows)),
     )
+
+
+def _in_lines(file: str | None) -> bool:
+    return file is not None and file.endswith(".jsonl")
+
+
+def append_lines(path: Path, rows: Iterable[Row]) -> None:
+    """What is written stays, whatever becomes of the run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,261 @@
+"""Greedy and beam search decoding of a fixed number of tokens: workloads, gate and calls.
+
+The judge is torch.nn.Transformer in fp64 with the same weights, run over whole prefixes: each token
+that a greedy candidate chose must be the most likely one there, within what the error budget allows
+a logit, and what beam search says of its hypothesis must be its log-probability. A model of other
+weights is judged by the number of its tokens alone. END is never likely, so that all run as long.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastattn
+from benchmarks.implementations import Implementation, Task, peers
+from benchmarks.model import asked_backends, asking
+from benchmarks.subject import Verdict, draw_inputs
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Inputs, Workload
+from fastattn.testing.timing import Call, peak_memory
+
+GENERATION = "generation"
+_JUDGED_SENTENCES = 2
+
+
+@dataclass(frozen=True)
+class DecodeSize:
+    """d_model, heads, feed-forward width, layers a side, vocabulary; batch, source tokens, new
+    tokens, beams.
+    """
+
+    d: int
+    heads: int
+    ff: int
+    layers: int
+    vocabulary: int
+    B: int
+    S: int
+    new: int
+    beams: int = 1
+
+
+@dataclass(frozen=True)
+class DecodeWorkload(Workload):
+    size: DecodeSize = DecodeSize(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """tokens [B, new] of the best hypotheses; log_probabilities [B] where the candidate says them.
+
+    own_weights: of a model that is not the judge's.
+    """
+
+    tokens: Tensor
+    log_probabilities: Tensor | None = None
+    own_weights: bool = False
+
+
+def _workload(size: DecodeSize, devices: tuple[str, ...]) -> DecodeWorkload:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
+        from fastattn.seq2seq.data import END
+
+        source = torch.randint(END + 1, size.vocabulary, (size.B, size.S), generator=generator,
+                               device=generator.device)  # fmt: skip
+        return {"source": source.to(device)}
+
+    name = f"d{size.d}_h{size.heads}_b{size.B}_s{size.S}_new{size.new}"
+    name += f"_beams{size.beams}" if size.beams > 1 else ""
+    features = ("beams",) if size.beams > 1 else ()
+    return DecodeWorkload(name, make, (), 0.0, 0.0, 0.0, 0.0, features, devices, size)
+
+
+DECODE_WORKLOADS = (
+    *[_workload(DecodeSize(512, 8, 2048, 6, 32000, B, 64, 128), ("cuda",)) for B in (1, 32, 256)],
+    _workload(DecodeSize(512, 8, 2048, 6, 32000, 32, 64, 128, beams=4), ("cuda",)),
+    _workload(DecodeSize(256, 4, 1024, 3, 8000, 8, 24, 24), ("cpu",)),
+    _workload(DecodeSize(256, 4, 1024, 3, 8000, 2, 24, 24, beams=4), ("cpu",)),
+)
+
+
+# -- implementations -------------------------------------------------------------------------------
+def build_model(task: Task, kind: type[nn.Transformer]) -> Any:
+    """The token model of the workload's size, in eval mode, the same weights for every `kind`."""
+    from fastattn.seq2seq.data import END
+    from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+
+    assert isinstance(task.workload, DecodeWorkload)
+    size = task.workload.size
+    torch.manual_seed(0)
+    config = ModelConfig(
+        size.vocabulary,
+        size.d,
+        size.heads,
+        size.layers,
+        size.layers,
+        size.ff,
+        max_length=max(size.S, size.new + 1),
+    )
+    model = Seq2SeqTransformer(config, kind)
+    with torch.no_grad():
+        model.embedding.weight[END] = 0  # its logit is 0, where the most likely ones are above 3
+    return model.to(task.device, task.dtype).eval()
+
+
+def decode(model: Any, task: Task, *, keep_programs: bool) -> Any:
+    """inputs -> Decoded, by fastattn's search over `model`."""
+    from fastattn.seq2seq.beam_search import BeamSearch
+    from fastattn.seq2seq.generation import GREEDY, Programs, generate
+
+    assert isinstance(task.workload, DecodeWorkload)
+    size = task.workload.size
+    strategy = BeamSearch(size.beams, length_penalty=0.0) if size.beams > 1 else GREEDY
+    programs = Programs() if keep_programs else None
+
+    def forward(inputs: Inputs) -> Decoded:
+        source = inputs["source"]
+        found = generate(
+            model,
+            source,
+            torch.zeros_like(source, dtype=torch.bool),
+            max_lengths=[size.new] * len(source),
+            strategy=strategy,
+            programs=programs,
+        )
+        best = [hypotheses[0] for hypotheses in found]
+        return Decoded(
+            torch.tensor([h.tokens for h in best], device=source.device),
+            torch.tensor([h.log_probability for h in best], dtype=torch.float64),
+        )
+
+    return forward
+
+
+def decode_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
+    backends = asked_backends(device_type)
+
+    def build(task: Task) -> Any:
+        from fastattn import nn as fast_nn
+
+        forward = decode(build_model(task, fast_nn.Transformer), task, keep_programs=True)
+
+        def asked(inputs: Inputs) -> Decoded:
+            with asking(backends):
+                return forward(inputs)
+
+        return asked
+
+    mine = Implementation(
+        "fastattn",
+        (GENERATION,),
+        build,
+        version=lambda: fastattn.__version__,
+        backend=backends or "automatic",
+        ours=True,
+    )
+    found = [mine, *[p for p in peers(tuple(files)) if GENERATION in p.ops]]
+    return [i for i in found if device_type in i.device_types]
+
+
+# -- the subject -----------------------------------------------------------------------------------
+class GenerationSubject:
+    """What the worker needs to know of a group (see `benchmarks.subject.Subject`)."""
+
+    uses_graphs = False
+
+    def __init__(self, workload: DecodeWorkload, device: torch.device, dtype: torch.dtype):
+        self.workload, self.device, self.dtype = workload, device, dtype
+        self.inputs = draw_inputs(workload, device, dtype)
+        size = workload.size
+        self.shape: dict[str, Any] = {"source": [size.B, size.S], "new": size.new}
+        self.shape |= {"d": size.d, "heads": size.heads, "ff": size.ff, "layers": 2 * size.layers}
+        self.shape |= {"vocabulary": size.vocabulary, "beams": size.beams}
+        self.features = workload.features
+        self.task = Task(GENERATION, workload, device, dtype, self.inputs)
+        self.forwards: dict[str, Any] = {}
+        self.peaks: dict[str, int] = {}
+        self.judges: tuple[Any, Any] | None = None
+
+    def refusal(self, candidate: Implementation) -> str | None:
+        return candidate.unavailable() or candidate.unsupported(self.task)
+
+    def build(self, candidate: Implementation) -> None:
+        self.forwards[candidate.name] = candidate.build(self.task)
+
+    def prepare_oracle(self, candidate: Implementation) -> None:
+        if self.judges is None:
+            same = build_model(self.task, nn.Transformer)
+            self.judges = build_model(self.task, nn.Transformer).double(), same
+
+    def judge(self, candidate: Implementation, direction: str) -> Verdict:
+        with torch.no_grad():
+            decoded = self.forwards[candidate.name](self.inputs)
+        verdict = Verdict()
+        size, tokens = self.workload.size, decoded.tokens
+        if tokens.shape != (size.B, size.new):
+            verdict.fail(f"tokens: shape {list(tokens.shape)}, wanted {[size.B, size.new]}")
+        elif decoded.own_weights:
+            verdict.message = "own weights: judged by the number of tokens"
+        else:
+            self._judge_tokens(decoded, verdict)
+        return verdict
+
+    @torch.no_grad()
+    def _judge_tokens(self, decoded: Decoded, verdict: Verdict) -> None:
+        assert self.judges is not None
+        from fastattn.seq2seq.data import BEGIN, PAD
+
+        tokens = decoded.tokens[:_JUDGED_SENTENCES]
+        source = self.inputs["source"][:_JUDGED_SENTENCES]
+        begin = torch.full_like(tokens[:, :1], BEGIN)
+        prefixes = torch.cat([begin, tokens[:, :-1]], 1)
+        padding = torch.zeros_like(source, dtype=torch.bool)
+        exact, same = (judge(source, prefixes, padding).cpu() for judge in self.judges)
+        budget = compare(same, exact, same, exact.abs(), 0)
+        chosen = tokens.cpu()[..., None]
+        if self.workload.size.beams == 1:
+            # Both logits may be off by what is allowed.
+            allowed_logits = exact.clone()
+            allowed_logits[..., [PAD, BEGIN]] = -torch.inf  # never chosen
+            gap = float(
+                (allowed_logits.amax(-1) - allowed_logits.gather(-1, chosen)[..., 0]).amax()
+            )
+            _limit(verdict, "tokens: a more likely one by", gap, 2 * budget.allowed)
+        if decoded.log_probabilities is not None and verdict.ok:
+            wanted = exact.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)
+            error = float((decoded.log_probabilities[:_JUDGED_SENTENCES] - wanted).abs().amax())
+            allowed = 2 * budget.allowed * self.workload.size.new
+            _limit(verdict, "log-probability: error", error, allowed)
+
+    def calls(self, candidate: Implementation, direction: str) -> list[Call]:
+        forward = self.forwards[candidate.name]
+
+        def call() -> None:
+            with torch.no_grad():
+                forward(self.inputs)
+
+        self.peaks[candidate.name] = peak_memory(call, self.device)
+        return [call]
+
+    def work(self, direction: str) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def details(self, candidate: Implementation, direction: str) -> dict[str, Any]:
+        positions = self.workload.size.B * self.workload.size.new
+        return {
+            "cache": "warm",
+            "copies": 1,
+            "positions": positions,
+            "real_tokens": positions,
+            "peak_bytes": self.peaks.get(candidate.name),
+        }
+
+
+def _limit(verdict: Verdict, what: str, error: float, allowed: float) -> None:
+    verdict.error, verdict.allowed = error, allowed
+    if not error <= allowed:
+        verdict.ok, verdict.message = False, f"{what} {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,108 @@
+"""Rows of result put in order: one grid per machine, op, direction and dtype, and what is read off
+it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.rows import Row, source_digest
+
+# What one reads off a figure, by op; all others are judged by the bytes they move.
+_METRICS = {
+    "attention": "tflops",
+    "attention_varlen": "tflops",
+    "ffn": "tflops",
+    "transformer": "tokens_per_s",
+    "generation": "tokens_per_s",
+}
+UNITS = {"tflops": "TFLOP/s", "gbps": "GB/s", "tokens_per_s": "tokens/s"}
+_CEILINGS = {"tflops": "ceiling_tflops", "gbps": "ceiling_gbps"}
+DIRECTIONS = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "step": "training step",
+    "decode": "decoding",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rows of one machine, op, direction and dtype. op: with "_decode" for one query a head,
+    which is judged by the bytes of the cache.
+    """
+
+    machine: str
+    op: str
+    direction: str
+    dtype: str
+    rows: tuple[Row, ...]
+
+    @property
+    def metric(self) -> str:
+        return metric_of(self.rows[0])
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.direction}_{self.dtype}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.op}, {DIRECTIONS[self.direction]}, {self.dtype}"
+
+    @property
+    def implementations(self) -> list[str]:
+        """Ours first, then peers in the order in which they appear."""
+        names = list(dict.fromkeys(r["impl"] for r in self.rows))
+        return sorted(names, key=lambda name: not name.startswith("fastattn"))
+
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(r["workload"] for r in self.rows))
+
+    def find(self, workload: str, implementation: str) -> Row | None:
+        cell = (workload, implementation)
+        return next((r for r in self.rows if (r["workload"], r["impl"]) == cell), None)
+
+    def ceiling(self) -> float | None:
+        key = _CEILINGS.get(self.metric)
+        return next((r[key] for r in self.rows if key and r.get(key)), None)
+
+
+def metric_of(row: Row) -> str:
+    if "decode" in (row["features"] or ()):
+        return "gbps"
+    return _METRICS.get(row["op"], "gbps")
+
+
+def machine_of(row: Row) -> str:
+    threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+    return str(row["gpu"] or f"{row['cpu']}, {threads}")
+
+
+def grids(results: Iterable[Row]) -> list[Grid]:
+    found: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in results:
+        if row["status"] == "absent":
+            continue
+        op = row["op"] + ("_decode" if "decode" in (row["features"] or ()) else "")
+        found.setdefault((machine_of(row), op, row["direction"], row["dtype"]), []).append(row)
+    return [Grid(*key, tuple(group)) for key, group in found.items()]
+
+
+def absent_peers(results: Iterable[Row]) -> dict[str, str]:
+    """Peers without a single measured row, and why."""
+    reasons: dict[str, str] = {}
+    there = set()
+    for row in results:
+        if row["status"] == "absent":
+            reasons[row["impl"]] = row["message"]
+        else:
+            there.add(row["impl"])
+    return {name: why for name, why in reasons.items() if name not in there}
+
+
+def is_stale(row: Row) -> bool:
+    """Whether a figure of ours was measured on other sources than those at hand."""
+    return row["status"] == "ok" and bool(row["source_digest"]) and (
+        row["source_digest"] != source_digest(row["op"])
+    )  # fmt: skip

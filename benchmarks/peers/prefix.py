@@ -1,0 +1,18 @@
+"""Decoding with torch.nn.Transformer, which has no cache: each step runs the whole prefix again."""
+
+from typing import Any
+
+from torch import nn
+
+from benchmarks.generation import GENERATION, build_model, decode
+from benchmarks.implementations import Implementation, Task
+
+
+def _build(task: Task) -> Any:
+    return decode(build_model(task, nn.Transformer), task, keep_programs=False)
+
+
+PEERS = (
+    # Seconds a call where batches are large or many tokens are wanted.
+    Implementation("torch-prefix", (GENERATION,), _build, workloads=r"_new24"),
+)

@@ -1,0 +1,366 @@
+"""The pictures of a report: each function draws one kind and returns the paths of SVG and PNG.
+
+Ours are thick and warm, peers thin and cool; the measured ceiling is a dashed line. Needs
+matplotlib, and draws nothing where rows leave nothing to see.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale
+from benchmarks.rows import Row, is_ours
+
+_PEER_COLOURS = {
+    "sdpa-cudnn": "#3b6fb6",
+    "sdpa": "#3b6fb6",
+    "sdpa-flash": "#7aa6d8",
+    "sdpa-efficient": "#9d7fc4",
+    "sdpa-math": "#b8b8b8",
+    "sdpa-loop": "#7aa6d8",
+    "flex": "#4f9d69",
+    "compile": "#4f9d69",
+    "torch-compile": "#4f9d69",
+    "eager": "#8c8c8c",
+    "torch-eager": "#8c8c8c",
+    "torch-prefix": "#8c8c8c",
+    "fa2": "#6fb7c9",
+    "fa3": "#14808a",
+    "fa4": "#0b4f57",
+    "xformers": "#5f6b1f",
+    "liger": "#a3458f",
+    "quack": "#6b4e16",
+    "transformer-engine": "#76a21e",
+    "marian": "#3b6fb6",
+}
+_OUR_COLOURS = {
+    "fastattn-sm90": "#c8322b",
+    "fastattn-triton": "#e8833a",
+    "fastattn-cpu": "#c8322b",
+    "fastattn": "#c8322b",
+    "fastattn-compile": "#e8833a",
+    "fastattn-packed": "#8e1b4a",
+    "fastattn-reference": "#e0b7a0",
+}
+_SPARE_COLOURS = ("#6b4e16", "#14808a", "#a3458f", "#5f6b1f")
+_MARKERS = {"fwd": "o", "bwd": "v", "step": "s", "decode": "D"}
+_MOST_WORKLOADS = 40  # of one picture
+
+
+def colour(name: str, spare: dict[str, str]) -> str:
+    known = _OUR_COLOURS | _PEER_COLOURS
+    next_spare = _SPARE_COLOURS[len(spare) % len(_SPARE_COLOURS)]
+    return known[name] if name in known else spare.setdefault(name, next_spare)
+
+
+# -- attention against sequence length -------------------------------------------------------------
+def _plain(row: Row) -> bool:
+    """Attention with nothing but causality."""
+    return row["op"] == "attention" and bool(row["shape"]) and set(row["features"]) <= {"causal"}
+
+
+def _cells(grid: Grid) -> list[Row]:
+    """The grid of sequence lengths: plain attention of the commonest heads x head dim."""
+    if grid.op != "attention":
+        return []
+    plain = [r for r in grid.rows if r["status"] == "ok" and _plain(r)]
+    widths = [r["shape"]["q"][1] * r["shape"]["q"][3] for r in plain]
+    commonest = max(widths, key=widths.count, default=0)
+    cells = [r for r, width in zip(plain, widths, strict=True) if width == commonest]
+    return cells if len({_cell_of(r)[2] for r in cells}) > 1 else []
+
+
+def _cell_of(row: Row) -> tuple[int, bool, int]:
+    """Head dim, causal, sequence length."""
+    return row["shape"]["q"][3], "causal" in row["features"], row["shape"]["q"][2]
+
+
+def plot_lengths(grid: Grid, folder: Path) -> list[Path]:
+    """A panel per head dim and causality, a line per implementation: throughput."""
+    return _against_length(grid, folder, "lengths", grid.metric, UNITS[grid.metric], 1.0)
+
+
+def plot_memory_lengths(grid: Grid, folder: Path) -> list[Path]:
+    """The same panels: the most memory in use beyond the inputs."""
+    return _against_length(grid, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20)
+
+
+def _against_length(
+    grid: Grid, folder: Path, kind: str, key: str, unit: str, scale: float
+) -> list[Path]:
+    cells = [r for r in _cells(grid) if r.get(key)]
+    panels = sorted({_cell_of(r)[:2] for r in cells})
+    lengths = sorted({_cell_of(r)[2] for r in cells})
+    if len(lengths) < 2:
+        return []
+    dims = sorted({d for d, _ in panels})
+    kinds = sorted({causal for _, causal in panels})
+    figure, axes = _figure(len(kinds), len(dims), width=4.2, height=3.4)
+    spare: dict[str, str] = {}
+    for i, causal in enumerate(kinds):
+        for j, D in enumerate(dims):
+            axis = axes[i][j]
+            for name in grid.implementations:
+                points = sorted(
+                    (_cell_of(r)[2], r[key] / scale)
+                    for r in cells
+                    if r["impl"] == name and _cell_of(r)[:2] == (D, causal)
+                )
+                if not points:
+                    continue
+                mine = name.startswith("fastattn")
+                axis.plot(
+                    [p[0] for p in points],
+                    [p[1] for p in points],
+                    color=colour(name, spare),
+                    linewidth=2.4 if mine else 1.4,
+                    marker="o" if mine else "s",
+                    markersize=5 if mine else 3.5,
+                    zorder=3 if mine else 2,
+                    label=name,
+                )
+            ceiling = grid.ceiling() if key == grid.metric else None
+            _finish(axis, f"head dim {D}" + (", causal" if causal else ""), unit, ceiling)
+            if key == grid.metric:
+                axis.set_ylim(bottom=0)
+            else:
+                axis.set_yscale("log", base=2)
+                axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(lengths, [_length(S) for S in lengths])
+            axis.set_xlabel("sequence length")
+    what = "attention against sequence length" if key == grid.metric else "memory of attention"
+    return _save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
+
+
+# -- bars ------------------------------------------------------------------------------------------
+def plot_bars(grid: Grid, folder: Path) -> list[Path]:
+    """Everything that is no grid of lengths: a group of bars per workload."""
+    drawn = _cells(grid)
+    cells = [r for r in grid.rows if r["status"] == "ok" and r not in drawn]
+    return _bars(grid, cells, folder, "bars", grid.metric, UNITS[grid.metric], 1.0, grid.ceiling())
+
+
+def plot_memory(grid: Grid, folder: Path) -> list[Path]:
+    """The most memory in use during a model's step, with its parameters."""
+    cells = [r for r in grid.rows if r["status"] == "ok" and r.get("peak_bytes")]
+    return _bars(grid, cells, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20, None)
+
+
+def _bars(
+    grid: Grid,
+    cells: Sequence[Row],
+    folder: Path,
+    kind: str,
+    key: str,
+    unit: str,
+    scale: float,
+    ceiling: float | None,
+) -> list[Path]:
+    if not cells:
+        return []
+    workloads = list(dict.fromkeys(r["workload"] for r in cells))[:_MOST_WORKLOADS]
+    names = [n for n in grid.implementations if any(r["impl"] == n for r in cells)]
+    width = max(5.0, 0.22 * len(workloads) * len(names) + 1.1 * len(workloads))
+    figure, axes = _figure(1, 1, width=min(width, 22.0), height=4.2)
+    axis = axes[0][0]
+    spare: dict[str, str] = {}
+    for n, name in enumerate(names):
+        step = 0.82 / len(names)
+        found = [(workloads.index(r["workload"]), r[key] / scale) for r in cells
+                 if r["impl"] == name and r["workload"] in workloads and r[key]]  # fmt: skip
+        axis.bar(
+            [i - 0.41 + (n + 0.5) * step for i, _ in found],
+            [value for _, value in found],
+            0.92 * step,
+            color=colour(name, spare),
+            label=name,
+            zorder=2,
+        )
+    axis.set_xticks(range(len(workloads)), [w.replace("_", "\n") for w in workloads], fontsize=7)
+    _finish(axis, "", unit, ceiling)
+    axis.set_ylim(bottom=0)
+    what = grid.op if key == grid.metric else f"memory of the {grid.op}"
+    return _save(figure, axes, f"{what}, {_subtitle(grid)}", folder / f"{grid.name}_{kind}")
+
+
+# -- ratios ----------------------------------------------------------------------------------------
+def plot_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
+    """Our best backend against the best peer: direction, head dim and causality by length."""
+    ratios: dict[tuple[tuple[str, int, bool], int], float] = {}
+    for grid in group:
+        for r in _cells(grid):
+            if is_ours(r) and r["ratio_best"]:
+                D, causal, S = _cell_of(r)
+                key = ((grid.direction, D, causal), S)
+                ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
+    kinds = sorted({kind for kind, _ in ratios}, key=lambda k: (k[0] != "fwd", *k[1:]))
+    lengths = sorted({S for _, S in ratios})
+    if len(kinds) * len(lengths) < 2:
+        return []
+    table = [[ratios.get((kind, S), float("nan")) for S in lengths] for kind in kinds]
+    labels = [f"{DIRECTIONS[d]} D{D}" + (" causal" if causal else "") for d, D, causal in kinds]
+    grid = group[0]
+    title = f"attention against the best peer\n{grid.machine}, {grid.dtype}"
+    path = folder / f"attention_{grid.dtype}_ratios"
+    return _heat_map(table, labels, [_length(S) for S in lengths], "sequence length", title, path)
+
+
+def plot_all_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
+    """The same for whatever is not in that map: workloads by direction."""
+    ratios: dict[tuple[str, str, str], float] = {}
+    for grid in group:
+        drawn = _cells(grid)
+        for r in grid.rows:
+            if is_ours(r) and r["ratio_best"] and r not in drawn:
+                key = (grid.op, r["workload"], grid.direction)
+                ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
+    workloads = list(dict.fromkeys((op, workload) for op, workload, _ in ratios))
+    workloads = sorted(workloads[:_MOST_WORKLOADS], key=lambda pair: pair[0])
+    directions = [d for d in DIRECTIONS if any(key[2] == d for key in ratios)]
+    if len(workloads) < 2:
+        return []
+    table = [[ratios.get((*w, d), float("nan")) for d in directions] for w in workloads]
+    labels = [f"{op}  {workload}" for op, workload in workloads]
+    grid = group[0]
+    title = f"our best against the best peer\n{grid.machine}, {grid.dtype}"
+    path = folder / f"{grid.dtype}_ratios"
+    return _heat_map(table, labels, [DIRECTIONS[d] for d in directions], "", title, path)
+
+
+def _heat_map(
+    table: Sequence[Sequence[float]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    what: str,
+    title: str,
+    path: Path,
+) -> list[Path]:
+    from matplotlib.colors import LogNorm
+
+    longest = max(map(len, rows))
+    width = 1.6 + 0.085 * longest + 0.95 * len(columns)
+    figure, axes = _figure(1, 1, width=width, height=1.5 + 0.3 * len(rows))
+    axis = axes[0][0]
+    image = axis.imshow(table, cmap="RdYlGn", norm=LogNorm(0.5, 2.0), aspect="auto")
+    for i, values in enumerate(table):
+        for j, value in enumerate(values):
+            if value == value:
+                ink = "white" if value > 1.6 or value < 0.62 else "black"
+                text = f"{value:.2f}"
+                axis.text(j, i, text, ha="center", va="center", fontsize=8, color=ink)
+    axis.set_xticks(range(len(columns)), columns, fontsize=8)
+    axis.set_yticks(range(len(rows)), rows, fontsize=8)
+    axis.set_xlabel(what)
+    bar = figure.colorbar(image, ax=axis, label="× best peer", ticks=[0.5, 0.7, 1.0, 1.4, 2.0])
+    bar.ax.minorticks_off()
+    bar.ax.set_yticklabels(["≤ 0.5", "0.7", "1", "1.4", "≥ 2"])
+    return _save(figure, axes, title, path, legend=False)
+
+
+# -- roofline --------------------------------------------------------------------------------------
+def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
+    """FLOP per byte against TFLOP/s under the measured ceilings: ours and the best peer of each
+    workload.
+    """
+    ceiling = next((r for g in group for r in g.rows if r.get("ceiling_tflops")), None)
+    points: list[tuple[str, str, float, float]] = []
+    for grid in group:
+        for r in grid.rows:
+            if r["status"] != "ok" or not (r["flops"] and r["bytes"]):
+                continue
+            if is_ours(r) or r["impl"] == r["best_peer"]:
+                points.append((r["impl"], grid.direction, r["flops"] / r["bytes"], r["tflops"]))
+    if ceiling is None or len(points) < 2:
+        return []
+    top, slope = ceiling["ceiling_tflops"], ceiling["ceiling_gbps"] / 1e3
+    figure, axes = _figure(1, 1, width=7.5, height=5.0)
+    axis = axes[0][0]
+    spare: dict[str, str] = {}
+    for name in sorted({p[0] for p in points}, key=lambda n: n.startswith("fastattn")):
+        mine = name.startswith("fastattn")
+        for direction in dict.fromkeys(p[1] for p in points if p[0] == name):
+            chosen = [p for p in points if p[:2] == (name, direction)]
+            axis.scatter(
+                [p[2] for p in chosen],
+                [p[3] for p in chosen],
+                s=34 if mine else 18,
+                marker=_MARKERS[direction],
+                color=colour(name, spare),
+                alpha=0.9 if mine else 0.6,
+                label=f"{name}, {DIRECTIONS[direction]}",
+                zorder=3 if mine else 2,
+            )
+    low, high = min(p[2] for p in points) / 2, max(p[2] for p in points) * 2
+    ridge = top / slope
+    high = max(high, 2 * ridge)
+    roof = [low, *([ridge] if low < ridge else []), high]
+    axis.plot(
+        roof,
+        [min(top, slope * x) for x in roof],
+        color="#444444",
+        linestyle="--",
+        linewidth=1.2,
+        label=f"measured: {top:.4g} TFLOP/s, {1e3 * slope:.4g} GB/s",
+    )
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte of inputs and results")
+    axis.set_ylabel("TFLOP/s")
+    axis.grid(color="#dddddd", zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    grid = group[0]
+    title = f"roofline\n{grid.machine}, {grid.dtype}"
+    return _save(figure, axes, title, folder / f"{grid.dtype}_roofline", columns=3)
+
+
+# -- shared ----------------------------------------------------------------------------------------
+def _figure(rows_: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows_), layout="constrained")
+    return figure, figure.subplots(rows_, columns, squeeze=False)
+
+
+def _finish(axis: Any, title: str, unit: str, ceiling: float | None) -> None:
+    if ceiling is not None:
+        axis.axhline(
+            ceiling, color="#444444", linestyle="--", linewidth=1, label="ceiling", zorder=1
+        )
+    axis.set_title(title, fontsize=10)
+    axis.set_ylabel(unit)
+    axis.grid(axis="y", color="#dddddd", zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _save(
+    figure: Any, axes: Any, title: str, path: Path, *, legend: bool = True, columns: int = 5
+) -> list[Path]:
+    if legend:
+        labels: dict[str, Any] = {}
+        for axis in axes.flat:
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                labels.setdefault(label, handle)
+        figure.legend(
+            labels.values(),
+            labels.keys(),
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+        )
+    figure.suptitle(title, fontsize=11)
+    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    for each in paths:
+        figure.savefig(each, dpi=130)
+    return paths
+
+
+def _subtitle(grid: Grid) -> str:
+    stale = any(is_stale(r) for r in grid.rows)
+    note = ", some of ours measured on other sources" if stale else ""
+    return f"{DIRECTIONS[grid.direction]}, {grid.dtype}\n{grid.machine}{note}"
+
+
+def _length(S: int) -> str:
+    return f"{S // 1024}k" if S >= 1024 and S % 1024 == 0 else str(S)

@@ -1,0 +1,11 @@
+"""Decoding from BEGIN for a fixed number of tokens, greedy and by beams, beside other libraries."""
+
+from collections.abc import Callable
+
+from benchmarks.conftest import Case
+
+OPS = ("generation",)
+
+
+def test_generation(case: Case, measure: Callable[[Case], None]) -> None:
+    measure(case)

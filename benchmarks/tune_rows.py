@@ -1,0 +1,256 @@
+"""Tasks of `benchmarks.tune` for the ops on rows: norms and the feed-forward network.
+
+What is worth timing is offered by the op itself in its config.py, the shipped row first. A task
+answers for itself: candidates, inputs, launch, what is wrong, and a peer's call.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.ops._op import OPS
+
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SEED = 1234
+_EPS = 1e-5
+
+
+@dataclass
+class RowCase:
+    """args: of the launch, without results. results: what it writes. work: bytes or FLOPs."""
+
+    args: tuple[Any, ...]
+    results: tuple[Tensor, ...]
+    work: float
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class NormTask:
+    direction: str
+    op: str
+    rows: int
+    N: int
+    dtype: str
+
+    unit = "GB/s"
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.direction} {self.rows}x{self.N} {self.dtype}"
+
+    @property
+    def parameters(self) -> int:
+        return 1 if self.op == "rms_norm" else 2
+
+    def candidates(self, arch: str) -> list[Any]:
+        from fastattn.ops.layer_norm import config
+
+        if self.direction == "fwd":
+            return config.forward_candidates(arch, self.N, self.op == "add_layer_norm")
+        itemsize = DTYPES[self.dtype].itemsize
+        return config.backward_candidates(arch, self.N, itemsize, 2, self.parameters)
+
+    def make(self, device: str) -> RowCase:
+        dtype, normal = DTYPES[self.dtype], _normal(device)
+        x = normal(self.rows, self.N).to(dtype)
+        weight = (1 + 0.1 * normal(self.N)).to(dtype)
+        bias = None if self.op == "rms_norm" else normal(self.N).to(dtype)
+        size = x.numel() * x.element_size()
+        if self.op == "add_layer_norm":
+            residual = normal(self.rows, self.N).to(dtype)
+            forward: tuple[Any, ...] = (x, residual, None, weight, bias, _EPS, 0.0, None, 0)
+        elif self.op == "layer_norm":
+            forward = (x, weight, bias, _EPS)
+        else:
+            forward = (x, weight, _EPS)
+        results = OPS[f"{self.op}_fwd"].outputs(*forward)
+        if self.direction == "fwd":
+            return RowCase(forward, results, size * (4 if self.op == "add_layer_norm" else 2))
+        dy = normal(self.rows, self.N).to(dtype)
+        z, mean, rstd = self._saved(forward, device)
+        needs = [True] * self.parameters
+        if self.op == "add_layer_norm":
+            args: tuple[Any, ...] = (dy, None, z, None, weight, bias, mean, rstd, _EPS, dtype)
+            args += (0.0, None, 0, [True, True, False, *needs])
+        elif self.op == "layer_norm":
+            args = (dy, z, weight, bias, mean, rstd, _EPS, [True, *needs])
+        else:
+            args = (dy, z, weight, rstd, _EPS, [True, *needs])
+        results = OPS[f"{self.op}_bwd"].outputs(*args)
+        return RowCase(args, results, size * (4 if self.op == "add_layer_norm" else 3))
+
+    def _saved(self, forward: tuple[Any, ...], device: str) -> tuple[Tensor, Any, Tensor]:
+        """What was normalised and its statistics."""
+        z = forward[0] + forward[1] if self.op == "add_layer_norm" else forward[0]
+        wide = z.float()
+        if self.op == "rms_norm":
+            return z, None, (wide.square().mean(-1) + _EPS).rsqrt()
+        mean = wide.mean(-1)
+        return z, mean, ((wide - mean[:, None]).square().mean(-1) + _EPS).rsqrt()
+
+    def launch(self, config: Any, case: RowCase) -> None:
+        from fastattn.ops.layer_norm import triton
+
+        a, r = case.args, case.results
+        mean: Tensor | None
+        if self.direction == "fwd":
+            if self.op == "add_layer_norm":
+                triton.norm_fwd(*a, *r, config=config)
+            elif self.op == "layer_norm":
+                x, weight, bias, eps = a
+                y, mean, rstd = r
+                none = (eps, 0.0, None, 0)
+                triton.norm_fwd(x, None, None, weight, bias, *none, y, None, mean, rstd,
+                                config=config)  # fmt: skip
+            else:
+                x, weight, eps = a
+                y, rstd = r
+                triton.norm_fwd(x, None, None, weight, None, eps, 0.0, None, 0, y, None, None, rstd,
+                                config=config)  # fmt: skip
+            return
+        if self.op == "add_layer_norm":
+            (dy, _, z, _, weight, _, mean, rstd, *_), (dx, dresidual, _, dweight, dbias) = a, r
+        elif self.op == "layer_norm":
+            (dy, z, weight, _, mean, rstd, *_), (dx, dweight, dbias), dresidual = a, r, None
+        else:
+            (dy, z, weight, rstd, *_), (dx, dweight) = a, r
+            mean = dresidual = dbias = None
+        spaces = [
+            torch.empty(shape, dtype=dtype, device=z.device)
+            for shape, dtype, _ in triton.norm_bwd_workspace(config, z, self.parameters)
+        ]
+        dropout = (0.0, None, 0)
+        triton.norm_bwd(dy, None, z, weight, mean, rstd, *dropout, dx, dresidual, dweight, dbias,
+                        None, *spaces, config=config)  # fmt: skip
+
+    def expected(self, case: RowCase) -> Sequence[Tensor | None]:
+        from fastattn.ops.layer_norm import reference
+
+        function = getattr(reference, f"{self.op}_{self.direction}")
+        return function(*_widened(case.args))
+
+    def peer(self, case: RowCase) -> Callable[[], Any] | None:
+        """torch's own, where it is one operator."""
+        if self.op == "add_layer_norm":
+            return None
+        x, weight, bias = (
+            case.args[:3] if self.direction == "fwd" else (case.args[1], case.args[2], case.args[3])
+        )
+        leaves = [p.detach().requires_grad_() for p in (x, weight)]
+        if self.op == "layer_norm":
+            leaves.append(bias.detach().requires_grad_())
+
+        def forward() -> Tensor:
+            if self.op == "rms_norm":
+                return F.rms_norm(leaves[0], (self.N,), leaves[1], _EPS)
+            return F.layer_norm(leaves[0], (self.N,), leaves[1], leaves[2], _EPS)
+
+        if self.direction == "fwd":
+            return torch.no_grad()(forward)
+        y = forward()
+        return lambda: torch.autograd.grad(y, leaves, case.args[0], retain_graph=True)
+
+
+@dataclass(frozen=True)
+class FfnTask:
+    direction: str
+    rows: int
+    D: int
+    activation: str
+    dtype: str
+
+    unit = "TFLOP/s"
+
+    @property
+    def name(self) -> str:
+        return f"ffn {self.direction} {self.rows}x{self.D} {self.activation} {self.dtype}"
+
+    @property
+    def hidden(self) -> int:
+        return 4 * self.D
+
+    def candidates(self, arch: str) -> list[Any]:
+        from fastattn.ops.ffn import config
+
+        sizes = (self.rows, self.D, self.hidden, self.D)
+        dtype = DTYPES[self.dtype]
+        return list(config.candidates(self.direction, arch, dtype, *sizes, self.activation))
+
+    def make(self, device: str) -> RowCase:
+        from fastattn.ops.ffn.op import GATED_ACTIVATIONS
+
+        dtype, normal = DTYPES[self.dtype], _normal(device)
+        gated = self.activation in GATED_ACTIVATIONS
+        inner = self.hidden * (2 if gated else 1)
+        x = normal(self.rows, self.D).to(dtype)
+        w1 = (normal(inner, self.D) * self.D**-0.5).to(dtype)
+        w2 = (normal(self.D, self.hidden) * self.hidden**-0.5).to(dtype)
+        b1, b2 = normal(inner).to(dtype), normal(self.D).to(dtype)
+        flops = 4.0 * self.rows * self.D * self.hidden * (1.5 if gated else 1.0)
+        none = (self.activation, 0.0, 0.0, None, 0)
+        forward = (x, w1, b1, w2, b2, None, *none)
+        if self.direction == "fwd":
+            return RowCase(forward, OPS["ffn_fwd"].outputs(*forward), flops)
+        dy = normal(self.rows, self.D).to(dtype)
+        hidden = F.linear(x, w1, b1)
+        hidden = hidden.relu() if self.activation == "relu" else hidden
+        args = (dy, x, w1, b1, w2, b2, hidden, *none, [True] * 5)
+        return RowCase(args, OPS["ffn_bwd"].outputs(*args), 2 * flops)
+
+    def launch(self, config: Any, case: RowCase) -> None:
+        from fastattn.ops.ffn import triton
+
+        run = triton.ffn_fwd_with_config if self.direction == "fwd" else triton.ffn_bwd_with_config
+        run(config, *case.args, *case.results)
+
+    def expected(self, case: RowCase) -> Sequence[Tensor | None]:
+        from fastattn.ops.ffn import reference
+
+        return getattr(reference, f"ffn_{self.direction}")(*_widened(case.args))
+
+    def peer(self, case: RowCase) -> Callable[[], Any] | None:
+        return None
+
+
+RowTask = NormTask | FfnTask
+
+
+def wrong(
+    case: RowCase, expected: Sequence[Tensor | None], limit: float
+) -> tuple[float, str | None]:
+    """(largest relative error, what is wrong)."""
+    worst = 0.0
+    for n, (got, right) in enumerate(zip(case.results, expected, strict=True)):
+        if right is None or got.shape != right.shape:
+            continue  # not wanted
+        right = right.float()
+        if not bool(got.isfinite().all()):
+            return float("inf"), f"result {n}: not finite"
+        error = float((got.float() - right).norm() / right.norm().clamp_min(1e-20))
+        worst = max(worst, error)
+        if not error <= limit:
+            return worst, f"result {n}: relative error {error:.2g}"
+    return worst, None
+
+
+def _normal(device: str) -> Callable[..., Tensor]:
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(_SEED)
+    return lambda *shape: torch.randn(shape, device=device, generator=generator)
+
+
+def _widened(args: Sequence[Any]) -> list[Any]:
+    """In fp32; dtypes among the arguments too."""
+    return [
+        a.float()
+        if isinstance(a, Tensor) and a.is_floating_point()
+        else torch.float32
+        if isinstance(a, torch.dtype)
+        else a
+        for a in args
+    ]

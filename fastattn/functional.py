@@ -614,22 +614,25 @@ def _check_device(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    layouts = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
             _check_float(name, x)
         if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions {layouts[name]}, got {_shape(x)}")
+            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
+            raise ValueError(f"{name} must have 4 dimensions {layout}, got {_shape(x)}")
+        if x is q:
+            continue
         if x.device != q.device:
             _check_device(name, x, q.device)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     B, H, _, D = q.shape
-    _, K, N, _ = k.shape
-    if k.shape[0] != B:
-        raise ValueError(f"k must have q's batch size {B}, got {k.shape[0]}")
-    _check_heads(H, K, D, k.shape[3])
-    if v.shape[:3] != k.shape[:3]:
+    key_B, K, N, key_D = k.shape
+    if key_B != B:
+        raise ValueError(f"k must have q's batch size {B}, got {key_B}")
+    _check_heads(H, K, D, key_D)
+    value_B, value_K, value_N, _ = v.shape
+    if value_B != B or value_K != K or value_N != N:
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {_shape(v)}")
 
 

@@ -304,20 +304,24 @@ def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
 
 
 @needs_library
-def test_library_checks_the_partial_sums() -> None:
-    x, none = torch.randn(9, 8), torch.empty(0)
-    rstd, dweight = torch.ones(9), torch.empty(8)
+@pytest.mark.parametrize(
+    "rows, partitions", [(0, 0), (1, 1), (32, 1), (33, 2), (2048, 64), (9000, 64)]
+)
+def test_library_checks_the_partial_sums(rows: int, partitions: int) -> None:
+    """Room for every partition of rows, or an error."""
+    x, rstd, none = torch.randn(rows, 8), torch.ones(rows), torch.empty(0)
+    dweight = torch.full((8,), torch.nan)
 
-    def backward(*shape: int) -> None:
+    def backward(floats: int) -> None:
         torch.ops.fastattn_cpu.rms_norm_bwd(
-            x, x, None, rstd, none, dweight, torch.empty(shape), None
+            x, x, None, rstd, none, dweight, torch.full((floats,), torch.nan)
         )
 
-    backward(2, 1, 8)
-    assert torch.isfinite(dweight).all()
-    for shape in ((0, 1, 8), (2, 1, 7), (2, 2, 8)):
-        with pytest.raises(RuntimeError, match="partials must"):
-            backward(*shape)
+    backward(partitions * 8)
+    torch.testing.assert_close(dweight, x.square().sum(0))
+    if partitions:
+        with pytest.raises(RuntimeError, match="scratch must have 1 more"):
+            backward(partitions * 8 - 1)
 
 
 # -- reasons --------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops import _env, _op, backend_table
@@ -525,3 +527,112 @@ def test_unverified_architecture_warns_once(
             assert op.select(_on_cuda(), None) == "triton"
             assert len(caplog.records) == warnings
     assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()
+
+
+# -- without torch's dispatcher -------------------------------------------------------------------
+# Plain eager calls run the implementation themselves; whoever watches torch's ops still sees them.
+class _Names(TorchDispatchMode):
+    """The ops that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(op.name())
+        return op(*args, **kwargs or {})
+
+
+def _differentiated(op: str, calls: dict[str, Any]) -> list[Tensor]:
+    """The first result and its gradients."""
+    leaves = {
+        name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in calls.items()
+    }
+    y = getattr(fastattn, op)(**leaves)
+    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), wanted)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_modes_see_the_ops(op: str) -> None:
+    """In the forward and in the backward, with the bits of a plain call."""
+    plain = _differentiated(op, _calls(op))
+    with _Names() as names:
+        watched = _differentiated(op, _calls(op))
+    seen = [name for name in names.seen if name.startswith("fastattn::")]
+    assert seen == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
+    for x, y in zip(plain, watched, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_modes_see_a_backward_alone() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    y = fastattn.layer_norm(x)
+    with _Names() as names:
+        y.sum().backward()
+    assert "fastattn::layer_norm_bwd" in names.seen
+
+
+def test_the_profiler_names_the_ops() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        fastattn.layer_norm(x).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"fastattn::layer_norm_fwd", "fastattn::layer_norm_bwd"} <= names
+
+
+class _Own(Tensor):
+    pass
+
+
+def test_results_keep_a_subclass() -> None:
+    x = torch.randn(2, 3)
+    y = fastattn.layer_norm(x.as_subclass(_Own))
+    assert type(y) is _Own and torch.equal(y, fastattn.layer_norm(x))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_lazily_negated_tensors(backend: str) -> None:
+    """Their memory holds the opposite of their values; so may that of gradients."""
+    if why := _op.OPS["layer_norm_fwd"].refusal(backend, (torch.ones(2, 3), None, None, 0.0)):
+        pytest.skip(f"backend {backend} {why}")
+    x = torch.randn(2, 3, dtype=torch.complex64).conj().imag
+    dy = torch.randn(2, 3, dtype=torch.complex64).conj().imag
+    assert x.is_neg() and dy.is_neg()
+
+    def results(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y = fastattn.layer_norm(x, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    for lazy, plain in zip(results(x, dy), results(x.clone(), dy.clone()), strict=True):
+        assert torch.equal(lazy, plain)
+
+
+def test_tensors_that_outlived_a_transform() -> None:
+    kept = []
+
+    def loss(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    x = torch.randn(2, 3)
+    torch.func.grad(loss)(x)
+    assert torch.equal(fastattn.layer_norm(kept[0]), fastattn.layer_norm(x))
+    weight = torch.ones(3, requires_grad=True)
+    fastattn.layer_norm(kept[0], weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    """Not dropped in silence. What carries none passes."""
+    x = torch.randn(2, 3)
+    with forward_ad.dual_level():
+        y = fastattn.layer_norm(x)
+        dual = forward_ad.make_dual(x, torch.ones(2, 3))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            fastattn.layer_norm(dual)
+        with pytest.raises(NotImplementedError, match="jvp"), torch.no_grad():
+            torch.ops.fastattn.layer_norm_fwd(dual, None, None, 1e-5)
+    assert torch.equal(y, fastattn.layer_norm(x))

@@ -12,6 +12,9 @@ namespace {
 constexpr int64_t kGrain = 16384;
 // Rows of a partition when no parameter gradient is wanted.
 constexpr int64_t kFreePartitionRows = 16;
+// Otherwise: what fastattn/ops/layer_norm/cpu.py gives room for.
+constexpr int64_t kPartitionRows = 32;
+constexpr int64_t kMaxPartitions = 64;
 
 // Merges the leading dimensions into at most two strides.
 Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t columns, DType type) {
@@ -112,7 +115,7 @@ struct Wanted {
   int* share;
 };
 
-void run(Backward& a, const Tensor& partials, std::initializer_list<Wanted> parameters) {
+void run(Backward& a, Scratch& scratch, std::initializer_list<Wanted> parameters) {
   const Kernels& isa = kernels();
   for (const Wanted& wanted : parameters) {
     if (wanted.gradient.numel() > 0) {
@@ -122,16 +125,14 @@ void run(Backward& a, const Tensor& partials, std::initializer_list<Wanted> para
   int64_t partitions = 0;
   a.partition_rows = kFreePartitionRows;
   if (a.shares > 0) {
-    partitions = partials.size(0);
-    a.partials =
-        data_of<float>(partials, "partials", partitions * a.shares * a.columns, ScalarType::Float);
+    partitions = std::min((a.rows + kPartitionRows - 1) / kPartitionRows, kMaxPartitions);
+    a.partials = scratch.take<float>(partitions * a.shares * a.columns);
     // Whole groups of rows: the kernels take up to four together.
     const int64_t even = (a.rows + partitions - 1) / std::max<int64_t>(partitions, 1);
     a.partition_rows = std::max<int64_t>((even + 3) / 4 * 4, 4);
   } else {
     partitions = (a.rows + a.partition_rows - 1) / a.partition_rows;
   }
-  STD_TORCH_CHECK(partitions * a.partition_rows >= a.rows, "partials must not be empty");
   const int64_t grain = std::max<int64_t>(1, kGrain / (a.partition_rows * a.columns + 1));
   torch::stable::parallel_for(0, partitions, grain,
                               [&](int64_t first, int64_t last) { isa.backward(a, first, last); });
@@ -234,32 +235,31 @@ Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
 }
 
 void layer_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor mean, Tensor rstd,
-                    Tensor dx, Tensor dweight, Tensor dbias, Tensor partials,
-                    std::optional<Tensor> workspace) {
+                    Tensor dx, Tensor dweight, Tensor dbias, std::optional<Tensor> workspace) {
   Scratch scratch(workspace);
   Backward a = backward_of(x, dy, weight, &mean, rstd, dx, scratch);
-  run(a, partials, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
+  run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
 }
 
 void rms_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor rstd, Tensor dx,
-                  Tensor dweight, Tensor partials, std::optional<Tensor> workspace) {
+                  Tensor dweight, std::optional<Tensor> workspace) {
   Scratch scratch(workspace);
   Backward a = backward_of(x, dy, weight, nullptr, rstd, dx, scratch);
-  run(a, partials, {{dweight, "dweight", &a.dweight_share}});
+  run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
 }
 
 void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z,
                         std::optional<Tensor> weight, Tensor mean, Tensor rstd, double dropout_p,
                         std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor dx,
                         Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias,
-                        Tensor partials, std::optional<Tensor> workspace) {
+                        std::optional<Tensor> workspace) {
   Scratch scratch(workspace);
   Backward a = backward_of(z, dy, weight, &mean, rstd, dresidual, scratch);
   a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
   a.x_type = dtype_of(dx, "dx");
   a.dx = rows_if(dx, "dx", a.rows, a.columns, a.x_type);
   a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns, scratch);
-  run(a, partials,
+  run(a, scratch,
       {{dx_bias, "dx_bias", &a.dx_bias_share},
        {dweight, "dweight", &a.dweight_share},
        {dbias, "dbias", &a.dbias_share}});
@@ -274,14 +274,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "Tensor(b!) mean, Tensor(c!) rstd, Tensor(d!)? scratch) -> ()");
   m.def(
       "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!) dbias, Tensor(d!) partials, "
-      "Tensor(e!)? scratch) -> ()");
+      "Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!) dbias, Tensor(d!)? scratch) -> ()");
   m.def(
       "rms_norm_fwd(Tensor x, Tensor? weight, float eps, Tensor(a!) y, Tensor(b!) rstd, "
       "Tensor(c!)? scratch) -> ()");
   m.def(
       "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor(a!) dx, "
-      "Tensor(b!) dweight, Tensor(c!) partials, Tensor(d!)? scratch) -> ()");
+      "Tensor(b!) dweight, Tensor(c!)? scratch) -> ()");
   m.def(
       "add_layer_norm_fwd(Tensor x, Tensor residual, Tensor? x_bias, Tensor? weight, "
       "Tensor? bias, float eps, float dropout_p, Tensor? dropout_seed, int dropout_stream, "
@@ -290,7 +289,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "add_layer_norm_bwd(Tensor? dy, Tensor? dz, Tensor z, Tensor? weight, Tensor mean, "
       "Tensor rstd, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) dx, "
       "Tensor(b!) dresidual, Tensor(c!) dx_bias, Tensor(d!) dweight, Tensor(e!) dbias, "
-      "Tensor(f!) partials, Tensor(g!)? scratch) -> ()");
+      "Tensor(f!)? scratch) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {

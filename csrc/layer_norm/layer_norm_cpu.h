@@ -22,11 +22,12 @@ using norm::Forward;
 // Sums are folded after so many columns: rounding grows with the length of a chain of additions.
 constexpr int kBlock = 1024;
 // Backward passes take wide rows together, so that the first cache sees a column's parameter
-// gradients once for all of them. Narrow rows one by one: their gradients stay in the cache anyhow,
-// and fewer streams prefetch better. (One Zen 5 thread, fp32, together against one by one:
-// 512 x 4096 0.72 and 0.93 ms, 2048 x 768 0.28 and 0.24 ms.)
+// gradients once for all of them. Narrow rows of floats one by one: their gradients stay in the
+// cache anyhow, and fewer streams prefetch better. (One Zen 5 thread, together against one by one:
+// fp32 512 x 4096 0.72 and 0.93 ms, 2048 x 768 0.28 and 0.24 ms; bf16 64 x 512 5.2 and 7.1 us.)
 constexpr int kRowsTogether = 4;
-constexpr int64_t kWide = 2048;
+template <class Z>
+constexpr int64_t kWide = sizeof(Z) == sizeof(float) ? 2048 : 0;
 
 // -- pieces --------------------------------------------------------------------------------------
 // The dropout of one block of one row.
@@ -302,7 +303,7 @@ void backward_partitions(const Backward& a, int64_t first_partition, int64_t las
     int64_t row = partition * a.partition_rows;
     const int64_t end = row + a.partition_rows < a.rows ? row + a.partition_rows : a.rows;
     RowDropout masks[kRowsTogether], mask[1];
-    for (; a.columns >= kWide && row + kRowsTogether <= end; row += kRowsTogether) {
+    for (; a.columns >= kWide<Z> && row + kRowsTogether <= end; row += kRowsTogether) {
       backward_rows<Z, X, kCentred, kDropout, kRowsTogether>(a, row, shares, masks);
     }
     for (; row < end; ++row) {

@@ -89,8 +89,9 @@ def covers(
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False
-    weights = (module.in_proj_weight, module.q_proj_weight, module.out_proj.weight)
-    for tensor in (query, key, value, *weights):
+    in_proj, out_weight = module.in_proj_weight, module.out_proj.weight
+    inputs = (query,) if query is key and key is value else (query, key, value)
+    for tensor in (*inputs, module.q_proj_weight if in_proj is None else in_proj, out_weight):
         if tensor is not None and (
             not is_plain_tensor(tensor)
             or tensor.dtype not in _DTYPES
@@ -98,16 +99,16 @@ def covers(
         ):
             return False
     bias = module.in_proj_bias
-    if bias is not None and bias.dtype != module.out_proj.weight.dtype:
+    if bias is not None and bias.dtype != out_weight.dtype:
         return False
     B, M = _batch_and_length(module, query)
-    N = _batch_and_length(module, key)[1]
+    batch, N = (B, M) if key is query else _batch_and_length(module, key)
     return (
         query.shape[-1] == module.embed_dim
         and key.shape[-1] == module.kdim
         and value.shape[-1] == module.vdim
-        and _batch_and_length(module, key) == (B, N)
-        and _batch_and_length(module, value) == (B, N)
+        and batch == B
+        and (value is key or _batch_and_length(module, value) == (B, N))
         and (module.bias_k is None) == (module.bias_v is None)
         and (key_padding_mask is None or _is_mask(key_padding_mask, (N,) if rank == 2 else (B, N)))
         and (
@@ -228,13 +229,18 @@ def project_parts(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
     """x `[..., E]` times parts of the packed weight (0 query, 1 key, 2 value): `[..., H, D]`."""
+    return project_stacked(module, x, first, count).unbind(-3)
+
+
+def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count: int) -> Tensor:
+    """The same as one tensor, `[..., count, H, D]`."""
     weight: Tensor = module.in_proj_weight
     bias: Tensor | None = module.in_proj_bias
     if count < 3:
         rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
         weight, bias = weight[rows], None if bias is None else bias[rows]
     packed = F.linear(x, weight, bias)  # [..., count * E]
-    return packed.unflatten(-1, (count, module.num_heads, module.head_dim)).unbind(-3)
+    return packed.unflatten(-1, (count, module.num_heads, module.head_dim))
 
 
 def extended_keys(

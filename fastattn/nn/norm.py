@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.nn.fusion import DropoutStreams, TorchScriptable, active_p, is_plain, is_plain_tensor
+from fastattn.nn.fusion import (
+    DropoutStreams,
+    TorchScriptable,
+    active_p,
+    is_plain,
+    is_plain_tensor,
+    weight_and_bias,
+)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -129,13 +136,14 @@ def fused_add_norm_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """z = residual + dropout(x + x_bias) -> (norm(z), z): pre-norm, from a block to the next."""
     p = active_p(dropout)
-    module: Any = norm
+    weight, bias = weight_and_bias(norm)
+    eps: Any = norm.eps
     y, z = functional.add_layer_norm(
         x,
         _promoted(residual, x),
-        module.weight,
-        module.bias,
-        module.eps,
+        weight,
+        bias,
+        eps,
         x_bias=x_bias,
         dropout_p=p,
         return_sum=True,

@@ -3,7 +3,7 @@
 The kernels read float parameters and rows with a contiguous last dimension. They convert parameters
 of other types into scratch memory; an input of another layout is copied here. Parameter gradients
 are summed in two stages: partitions of rows, which do not depend on the number of threads, then
-the partitions.
+the partitions, whose sums lie in scratch memory too.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ from torch import Tensor
 from fastattn.ops import _native
 
 _library = torch.ops.fastattn_cpu
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 # Rows that share a partial sum of the parameter gradients: enough to make the second stage cheap.
+# The same two numbers as in binding_cpu.cpp.
 _PARTITION_ROWS = 32
 _MAX_PARTITIONS = 64
 
@@ -30,8 +31,6 @@ def unavailable() -> str | None:
 # -- layout and memory ----------------------------------------------------------------------------
 def _rows(x: Tensor) -> Tensor:
     """x, or a copy where its rows need more than two strides or are not contiguous themselves."""
-    if x.is_contiguous():
-        return x
     sizes, strides = x.shape, x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:
         return x.contiguous()
@@ -42,35 +41,45 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _optional_rows(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _rows(x)
+    return x if x is None or x.is_contiguous() else _rows(x)
 
 
-def _scratch(columns: int, dropout_p: float, *parameters: Tensor | None) -> _Workspace:
-    """Room for parameters converted to fp32 and for the hashed columns of the dropout."""
-    size = columns * sum(p is not None and p.dtype != torch.float32 for p in parameters)
+def _scratch(
+    columns: int, dropout_p: float, partials: int, *parameters: Tensor | None
+) -> _Workspace:
+    """Room for partial sums, parameters converted to fp32, the hashed columns of the dropout."""
+    floats = partials
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype is not torch.float32:
+            floats += columns
     if dropout_p > 0.0:
-        size += (columns + 3) // 4
-    return [((size,), torch.float32, False)] if size else []
+        floats += (columns + 3) // 4
+    return [((floats,), torch.float32, False)] if floats else []
 
 
-def _partials(z: Tensor, wanted: int) -> _Workspace:
-    """Partial sums of the parameter gradients: [partitions, wanted, columns]."""
+def _partials(z: Tensor, wanted: int) -> int:
+    """Elements of the partial sums of the parameter gradients: [partitions, wanted, columns]."""
     columns = z.shape[-1]
-    rows = z.numel() // columns if columns else 0
-    partitions = min(-(-rows // _PARTITION_ROWS), _MAX_PARTITIONS)
-    return [((partitions if wanted else 0, wanted, columns), torch.float32, False)]
+    if not wanted or not columns:
+        return 0
+    rows = z.numel() // columns
+    return min(-(-rows // _PARTITION_ROWS), _MAX_PARTITIONS) * wanted * columns
 
 
 def _refusal(
     activations: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
 ) -> str | None:
-    for tensor in (*activations, *parameters):
+    for tensor in activations:
         if tensor is not None and tensor.dtype not in _DTYPES:
             return f"has kernels for fp32, bf16 and fp16, got {tensor.dtype}"
     for parameter in parameters:
-        if parameter is not None and not parameter.is_contiguous():
+        if parameter is None:
+            continue
+        if parameter.dtype not in _DTYPES:
+            return f"has kernels for fp32, bf16 and fp16, got {parameter.dtype}"
+        if not parameter.is_contiguous():
             return f"needs contiguous parameters, got strides {parameter.stride()}"
-    return unavailable()
+    return _native.unavailable("cpu")
 
 
 # -- layer_norm -----------------------------------------------------------------------------------
@@ -83,7 +92,7 @@ def layer_norm_fwd_unsupported(
 def layer_norm_fwd_workspace(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, weight, bias)
+    return _scratch(x.shape[-1], 0.0, 0, weight, bias)
 
 
 def layer_norm_fwd(
@@ -96,7 +105,9 @@ def layer_norm_fwd(
     rstd: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    _library.layer_norm_fwd.default(_rows(x), weight, bias, eps, y, mean, rstd, scratch)
+    _library.layer_norm_fwd.default(
+        x if x.is_contiguous() else _rows(x), weight, bias, eps, y, mean, rstd, scratch
+    )
 
 
 def layer_norm_bwd_unsupported(
@@ -122,7 +133,7 @@ def layer_norm_bwd_workspace(
     eps: float,
     needs: Sequence[bool],
 ) -> _Workspace:
-    return _partials(x, sum(needs[1:])) + _scratch(x.shape[-1], 0.0, weight)
+    return _scratch(x.shape[-1], 0.0, _partials(x, needs[1] + needs[2]), weight)
 
 
 def layer_norm_bwd(
@@ -137,19 +148,17 @@ def layer_norm_bwd(
     dx: Tensor,
     dweight: Tensor,
     dbias: Tensor,
-    partials: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
     _library.layer_norm_bwd.default(
-        _rows(dy),
-        _rows(x),
+        dy if dy.is_contiguous() else _rows(dy),
+        x if x.is_contiguous() else _rows(x),
         weight,
-        mean.contiguous(),
-        rstd.contiguous(),
+        mean if mean.is_contiguous() else mean.contiguous(),
+        rstd if rstd.is_contiguous() else rstd.contiguous(),
         dx,
         dweight,
         dbias,
-        partials,
         scratch,
     )
 
@@ -180,7 +189,7 @@ def add_layer_norm_fwd_workspace(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> _Workspace:
-    return _scratch(x.shape[-1], dropout_p, x_bias, weight, bias)
+    return _scratch(x.shape[-1], dropout_p, 0, x_bias, weight, bias)
 
 
 def add_layer_norm_fwd(
@@ -200,8 +209,8 @@ def add_layer_norm_fwd(
     scratch: Tensor | None = None,
 ) -> None:
     _library.add_layer_norm_fwd.default(
-        _rows(x),
-        _rows(residual),
+        x if x.is_contiguous() else _rows(x),
+        residual if residual.is_contiguous() else _rows(residual),
         x_bias,
         weight,
         bias,
@@ -254,7 +263,8 @@ def add_layer_norm_bwd_workspace(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> _Workspace:
-    return _partials(z, sum(needs[2:])) + _scratch(z.shape[-1], dropout_p, weight)
+    partials = _partials(z, needs[2] + needs[3] + needs[4])
+    return _scratch(z.shape[-1], dropout_p, partials, weight)
 
 
 def add_layer_norm_bwd(
@@ -277,16 +287,15 @@ def add_layer_norm_bwd(
     dx_bias: Tensor,
     dweight: Tensor,
     dbias: Tensor,
-    partials: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
     _library.add_layer_norm_bwd.default(
         _optional_rows(dy),
         _optional_rows(dz),
-        _rows(z),
+        z if z.is_contiguous() else _rows(z),
         weight,
-        mean.contiguous(),
-        rstd.contiguous(),
+        mean if mean.is_contiguous() else mean.contiguous(),
+        rstd if rstd.is_contiguous() else rstd.contiguous(),
         dropout_p,
         dropout_seed,
         dropout_stream,
@@ -295,7 +304,6 @@ def add_layer_norm_bwd(
         dx_bias,
         dweight,
         dbias,
-        partials,
         scratch,
     )
 
@@ -306,7 +314,7 @@ def rms_norm_fwd_unsupported(x: Tensor, weight: Tensor | None, eps: float) -> st
 
 
 def rms_norm_fwd_workspace(x: Tensor, weight: Tensor | None, eps: float) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, weight)
+    return _scratch(x.shape[-1], 0.0, 0, weight)
 
 
 def rms_norm_fwd(
@@ -317,7 +325,9 @@ def rms_norm_fwd(
     rstd: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    _library.rms_norm_fwd.default(_rows(x), weight, eps, y, rstd, scratch)
+    _library.rms_norm_fwd.default(
+        x if x.is_contiguous() else _rows(x), weight, eps, y, rstd, scratch
+    )
 
 
 def rms_norm_bwd_unsupported(
@@ -329,7 +339,7 @@ def rms_norm_bwd_unsupported(
 def rms_norm_bwd_workspace(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
 ) -> _Workspace:
-    return _partials(x, int(needs[1])) + _scratch(x.shape[-1], 0.0, weight)
+    return _scratch(x.shape[-1], 0.0, _partials(x, int(needs[1])), weight)
 
 
 def rms_norm_bwd(
@@ -341,9 +351,14 @@ def rms_norm_bwd(
     needs: Sequence[bool],
     dx: Tensor,
     dweight: Tensor,
-    partials: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
     _library.rms_norm_bwd.default(
-        _rows(dy), _rows(x), weight, rstd.contiguous(), dx, dweight, partials, scratch
+        dy if dy.is_contiguous() else _rows(dy),
+        x if x.is_contiguous() else _rows(x),
+        weight,
+        rstd if rstd.is_contiguous() else rstd.contiguous(),
+        dx,
+        dweight,
+        scratch,
     )

@@ -211,6 +211,7 @@ _WORKLOADS = tuple(
     [_workload(16384, 1024, a, ("cuda",)) for a in ("relu", "gelu", "swiglu")]
     + [_workload(8192, 4096, a, ("cuda",)) for a in ("relu", "gelu")]
     + [_workload(2048, 512, a, ("cpu",)) for a in ("relu", "gelu")]
+    + [_workload(rows, 128, "relu", ("cpu",)) for rows in (16, 256)]
 )
 
 

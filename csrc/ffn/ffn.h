@@ -1,0 +1,163 @@
+// The feed-forward network on CPU: what a binding hands to the kernels and how the work is cut.
+//
+//   y = dropout_out(dropout(act(x w1^T + b1)) w2^T + b2) [+ residual]
+//
+// Everything is a matrix product and what becomes of its sums while they are in the cache (Finish):
+// the forward is two products, the backward four. A product packs its right operand into panels and
+// cuts the result into blocks of rows and panels. Each block is computed by one worker, every
+// sum in one order, so the bits depend neither on the number of threads nor on the block.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+
+namespace fastattn::ffn {
+
+// A block of a result: a multiple of the micro-kernels' 12 and 6 rows. A panel and a strip of rows
+// of kBlockDepth 32-bit units stay in the first cache (one Zen 5 thread, 256 rows, D = 512, F =
+// 2048, forward in bf16 and fp32: 2.18 and 4.6 ms, at depth 256 2.24 and more than 5).
+constexpr int kBlockRows = 96;
+constexpr int kBlockDepth = 128;
+constexpr int kBlockPanels = 16;
+// The widest panel: two AVX-512 vectors.
+constexpr int kMaxPanel = 32;
+constexpr int kMaxLanes = 16;
+// The padding keeps a block's rows from falling into one set of the first cache.
+constexpr int kOperandPitch = kBlockDepth + 16;
+// What a worker needs: its block of the left operand, where strips of 12 rows are padded to 16
+// lanes and those of 6 to 8, and of the sums.
+constexpr int64_t kOperandFloats = kBlockRows * kBlockDepth / 3 * 4;
+static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
+constexpr int64_t kWorkerFloats =
+    kOperandFloats + kBlockRows * kBlockPanels * kMaxPanel + kBlockDepth * kMaxPanel;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+enum class Activation : int { kRelu = 0, kGelu = 1, kGeluTanh = 2, kSilu = 3 };
+
+// Strides count elements; one of them is 1.
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, columns = 0;
+  int64_t row_stride = 0, column_stride = 1;
+
+  Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
+};
+
+struct Dropout {
+  int threshold = 0;  // 0: no dropout
+  float scale = 1.0f;
+  int64_t seed = 0;
+  uint32_t stream = 0;
+  const uint32_t* column_keys = nullptr;  // [ceil(columns / 4)]
+};
+
+// What becomes of a block of sums. Data are of the product's type unless said otherwise.
+struct Finish {
+  enum Kind { kStore, kActivate, kDifferentiate };
+  Kind kind = kStore;
+  Dropout dropout;
+  const void* bias = nullptr;  // [columns], may be null
+
+  // kStore: out = dropout(sum + bias) + residual
+  DType out_type = DType::kFloat32;
+  Matrix out;                      // contiguous columns
+  const void* residual = nullptr;  // of out's type, contiguous rows; may be null
+
+  // kActivate: hidden = sum + bias, activated = dropout(act(hidden)); relu leaves the latter in
+  // hidden. kDifferentiate: the sums are the gradient of `activated`; reads hidden, writes dhidden,
+  // `activated` again unless it is null, and the column sums of dhidden of each block of rows.
+  Activation activation = Activation::kRelu;
+  void* hidden = nullptr;     // [rows, columns]
+  void* activated = nullptr;  // [rows, columns or gate]
+  void* dhidden = nullptr;    // [rows, columns]
+  float* partials = nullptr;  // [blocks of rows][columns]; may be null
+};
+
+// a [rows, depth] times b [depth, columns].
+struct Product {
+  explicit Product(DType type) : type(type) {}
+
+  DType type;
+  Matrix a, b;
+  // Gated: of the forward's hidden columns [0, gate) and [gate, 2 gate), those that belong together
+  // share a panel; the backward has `gate` sums a row. Otherwise 0.
+  int64_t gate = 0;
+  // b's panels; null where workers pack for themselves: a single block of rows reads a panel once.
+  float* packed = nullptr;
+  Finish finish;
+
+  int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }
+  bool shares_panels() const { return row_blocks() > 1; }
+  // Floats that `packed` holds, for any instruction set.
+  static int64_t packed_floats(int64_t rows, int64_t depth, int64_t columns, bool gated = false) {
+    const int64_t pitch = gated ? 2 * ceil_div(columns / 2, kMaxLanes) * kMaxLanes
+                                : ceil_div(columns, kMaxPanel) * kMaxPanel;
+    return rows > kBlockRows ? depth * pitch : 0;
+  }
+};
+
+// The gradient of the output as the products read it, and the sums of its columns by blocks of
+// rows.
+struct Output {
+  int64_t rows, columns;
+  DType dy_type;
+  Matrix dy;
+  Dropout dropout;
+  DType type;
+  void* dropped = nullptr;    // [rows, columns] in `type`; may be null
+  float* partials = nullptr;  // [blocks of rows][columns]; may be null
+};
+
+struct Kernels {
+  int panel;  // columns
+  void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
+  void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
+                   float* worker);
+  void (*drop_output)(const Output&, int64_t row_block);
+  // result[c] = sum of the partials' column c, for columns [first, last)
+  void (*reduce)(const float* partials, int64_t count, int64_t columns, void* result, DType type,
+                 int64_t first, int64_t last);
+};
+
+extern const Kernels kPortable;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+inline const Kernels& kernels() {
+#if defined(__x86_64__)
+  switch (active_isa()) {
+    case Isa::kAvx512:
+      return kAvx512;
+    case Isa::kAvx2:
+      return kAvx2;
+    case Isa::kPortable:
+      break;
+  }
+#endif
+  return kPortable;
+}
+
+// Tasks that workers draw one by one.
+class Queue {
+ public:
+  explicit Queue(int64_t tasks) : tasks_(tasks) {}
+
+  bool draw(int64_t* task) {
+    *task = next_.fetch_add(1, std::memory_order_relaxed);
+    return *task < tasks_;
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  int64_t tasks_;
+};
+
+}  // namespace fastattn::ffn

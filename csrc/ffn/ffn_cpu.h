@@ -1,0 +1,328 @@
+// The CPU kernels of the feed-forward network, written once and compiled for each instruction set
+// (ffn_cpu_*.cpp): blocks of the products and what becomes of their sums.
+#pragma once
+
+#include "common/dropout.h"
+#include "ffn/activation_cpu.h"
+#include "ffn/gemm_cpu.h"
+
+namespace fastattn::FASTATTN_ISA::ffn_kernels {
+
+// -- pieces --------------------------------------------------------------------------------------
+// The dropout of a block's columns in one row.
+class RowDropout {
+ public:
+  explicit RowDropout(const Dropout& dropout) : dropout_(dropout) {}
+  explicit operator bool() const { return dropout_.threshold > 0; }
+
+  void draw(int64_t row, int64_t first_column, int64_t columns) {
+    const uint32_t state = dropout::flat_row_state(dropout_.seed, dropout_.stream, row);
+    const uint32_t row_key = dropout::flat_row_key(state, row);
+    const uint32_t* keys = dropout_.column_keys + first_column / 4;
+    const int64_t words = (columns + 3) / 4;
+    int64_t i = 0;
+    for (; i + kLanes <= words; i += kLanes) {
+      store_bits(words_ + i, dropout::finalise(load_bits<Word>(keys + i) ^ row_key));
+    }
+    for (; i < words; ++i) {
+      words_[i] = dropout::word(row_key, keys[i]);
+    }
+  }
+
+  // v holds the drawn columns from c on. Dropped is 0 whatever v is, infinite or NaN too.
+  Float apply(Float v, int64_t c) const {
+    const char* bytes = reinterpret_cast<const char*>(words_) + c;  // byte i of a word: column i
+    const Word drawn = widen_bytes(load_bits<Byte>(bytes));
+    const Word threshold = splat_word(static_cast<uint32_t>(dropout_.threshold));
+    return drawn >= threshold ? v * dropout_.scale : Float{};
+  }
+
+ private:
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "byte i of a word must be its i-th");
+  static_assert(kLanes % 4 == 0, "blocks must start at whole words");
+  const Dropout dropout_;
+  uint32_t words_[kSumPitch / 4];
+};
+
+template <class T>
+inline Float rounded(Float v) {
+  return widen(narrow(v, T{}), T{});
+}
+
+// partials[c] (+)= v
+template <class Lanes>
+inline void add_to(Lanes lanes, float* partials, int64_t c, Float v, bool first) {
+  if (partials) {
+    lanes.store(partials + c, first ? v : lanes.load(partials + c) + v);
+  }
+}
+
+// Calls body(lanes, column, offset of its sum) for the columns of panels that stand in order.
+template <class Body>
+inline __attribute__((always_inline)) void for_columns(int64_t first_panel, int64_t last_panel,
+                                                       int64_t columns, const Body& body) {
+  const int64_t first = first_panel * kPanel;
+  const int64_t last = last_panel * kPanel < columns ? last_panel * kPanel : columns;
+  for_vectors(last - first, [&](auto lanes, int64_t i) { body(lanes, first + i, i); });
+}
+
+// The same for panels of a vector of the gate and one of what it multiplies.
+template <class Body>
+inline __attribute__((always_inline)) void for_gates(int64_t first_panel, int64_t last_panel,
+                                                     int64_t gates, const Body& body) {
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    const int64_t column = panel * kLanes, offset = (panel - first_panel) * kPanel;
+    if (column + kLanes <= gates) {
+      body(Whole{}, column, offset);
+    } else {
+      body(Part{static_cast<int>(gates - column)}, column, offset);
+    }
+  }
+}
+
+// A block's place in the result, and its sums.
+struct Block {
+  int64_t first_row;
+  int rows;
+  int64_t first_panel, last_panel;
+  const float* sums;
+};
+
+// -- finishing a block ---------------------------------------------------------------------------
+template <class T, class O>
+void store_block(const Product& p, const Block& block) {
+  const Finish& finish = p.finish;
+  const int64_t columns = p.b.columns;
+  const int64_t first = block.first_panel * kPanel;
+  const int64_t last = block.last_panel * kPanel < columns ? block.last_panel * kPanel : columns;
+  const T* bias = static_cast<const T*>(finish.bias);
+  RowDropout mask(finish.dropout);
+  for (int r = 0; r < block.rows; ++r) {
+    const int64_t row = block.first_row + r;
+    O* out = static_cast<O*>(finish.out.data) + row * finish.out.row_stride;
+    const O* residual =
+        finish.residual ? static_cast<const O*>(finish.residual) + row * columns : nullptr;
+    const float* sums = block.sums + r * kSumPitch;
+    if (mask) {
+      mask.draw(row, first, last - first);
+    }
+    for_vectors(last - first, [&](auto lanes, int64_t i) {
+      const int64_t c = first + i;
+      Float v = load(sums + i);
+      if (bias) {
+        v += lanes.load(bias + c);
+      }
+      if (mask) {
+        v = mask.apply(v, i);
+      }
+      if (residual) {
+        v += lanes.load(residual + c);
+      }
+      lanes.store(out + c, v);
+    });
+  }
+}
+
+template <class T, Activation kActivation, bool kGated>
+void activate_block(const Product& p, const Block& block) {
+  constexpr bool kKeepsActivated = kActivation == Activation::kRelu && !kGated;
+  const Finish& finish = p.finish;
+  const int64_t wide = p.b.columns, F = kGated ? p.gate : wide;
+  const T* bias = static_cast<const T*>(finish.bias);
+  RowDropout mask(finish.dropout);
+  constexpr int kColumns = kGated ? kLanes : kPanel;  // activated columns of a panel
+  const int64_t first = block.first_panel * kColumns;
+  const int64_t last = block.last_panel * kColumns < F ? block.last_panel * kColumns : F;
+  for (int r = 0; r < block.rows; ++r) {
+    const int64_t row = block.first_row + r;
+    T* hidden = static_cast<T*>(finish.hidden) + row * wide;
+    T* activated = static_cast<T*>(finish.activated) + row * F;
+    const float* sums = block.sums + r * kSumPitch;
+    if (mask) {
+      mask.draw(row, first, last - first);
+    }
+    const auto body = [&](auto lanes, int64_t c, int64_t offset) {
+      Float v = load(sums + offset);
+      if (bias) {
+        v += lanes.load(bias + c);
+      }
+      if constexpr (!kKeepsActivated) {
+        lanes.store(hidden + c, v);
+        v = rounded<T>(v);
+      }
+      v = activate<kActivation>(v).f;
+      if constexpr (kGated) {
+        Float up = load(sums + offset + kLanes);
+        if (bias) {
+          up += lanes.load(bias + F + c);
+        }
+        lanes.store(hidden + F + c, up);
+        v *= rounded<T>(up);
+      }
+      if (mask) {
+        v = mask.apply(v, c - first);
+      }
+      lanes.store((kKeepsActivated ? hidden : activated) + c, v);
+    };
+    if constexpr (kGated) {
+      for_gates(block.first_panel, block.last_panel, F, body);
+    } else {
+      for_columns(block.first_panel, block.last_panel, F, body);
+    }
+  }
+}
+
+template <class T, Activation kActivation, bool kGated>
+void differentiate_block(const Product& p, const Block& block) {
+  constexpr bool kKeptActivated = kActivation == Activation::kRelu && !kGated;
+  const Finish& finish = p.finish;
+  const int64_t F = p.b.columns, wide = kGated ? 2 * F : F;
+  float* partials =
+      finish.partials ? finish.partials + block.first_row / kBlockRows * wide : nullptr;
+  RowDropout mask(finish.dropout);
+  const int64_t first = block.first_panel * kPanel;
+  const int64_t last = block.last_panel * kPanel < F ? block.last_panel * kPanel : F;
+  for (int r = 0; r < block.rows; ++r) {
+    const int64_t row = block.first_row + r;
+    const T* hidden = static_cast<const T*>(finish.hidden) + row * wide;
+    T* dhidden = static_cast<T*>(finish.dhidden) + row * wide;
+    T* activated = finish.activated ? static_cast<T*>(finish.activated) + row * F : nullptr;
+    const float* sums = block.sums + r * kSumPitch;
+    // What relu dropped is 0 in hidden.
+    if (!kKeptActivated && mask) {
+      mask.draw(row, first, last - first);
+    }
+    for_columns(block.first_panel, block.last_panel, F, [&](auto lanes, int64_t c, int64_t offset) {
+      Float d = load(sums + offset);
+      const Float pre = lanes.load(hidden + c);
+      if constexpr (kKeptActivated) {
+        d = pre > 0.0f ? d * finish.dropout.scale : Float{};
+        lanes.store(dhidden + c, d);
+        add_to(lanes, partials, c, d, r == 0);
+        return;
+      }
+      if (mask) {
+        d = mask.apply(d, offset);
+      }
+      const Value value = activate<kActivation>(pre);
+      Float a = value.f;
+      Float dpre = d * value.derivative;
+      if constexpr (kGated) {
+        const Float up = lanes.load(hidden + F + c);
+        const Float dup = d * a;
+        lanes.store(dhidden + F + c, dup);
+        add_to(lanes, partials, F + c, dup, r == 0);
+        a *= up;
+        dpre = d * up * value.derivative;
+      }
+      lanes.store(dhidden + c, dpre);
+      add_to(lanes, partials, c, dpre, r == 0);
+      if (activated) {
+        lanes.store(activated + c, mask ? mask.apply(a, offset) : a);
+      }
+    });
+  }
+}
+
+template <class Visit>
+inline void with_activation(Activation activation, const Visit& visit) {
+  switch (activation) {
+    case Activation::kRelu:
+      return visit(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kGelu:
+      return visit(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kGeluTanh:
+      return visit(std::integral_constant<Activation, Activation::kGeluTanh>{});
+    case Activation::kSilu:
+      return visit(std::integral_constant<Activation, Activation::kSilu>{});
+  }
+}
+
+template <class T>
+void finish_block(const Product& p, const Block& block) {
+  const Finish& finish = p.finish;
+  if (finish.kind == Finish::kStore) {
+    return with_type(finish.out_type, [&](auto out) { store_block<T, decltype(out)>(p, block); });
+  }
+  with_activation(finish.activation, [&](auto kind) {
+    constexpr Activation kActivation = decltype(kind)::value;
+    if (finish.kind == Finish::kActivate) {
+      const auto run =
+          p.gate > 0 ? activate_block<T, kActivation, true> : activate_block<T, kActivation, false>;
+      return run(p, block);
+    }
+    const auto run = p.gate > 0 ? differentiate_block<T, kActivation, true>
+                                : differentiate_block<T, kActivation, false>;
+    run(p, block);
+  });
+}
+
+template <class D, class T>
+void drop_output_block(const Output& o, int64_t first_row, int rows) {
+  RowDropout mask(o.dropout);
+  float* partials = o.partials ? o.partials + first_row / kBlockRows * o.columns : nullptr;
+  for (int64_t first = 0; first < o.columns; first += kSumPitch) {
+    const int count = clamped(o.columns - first, kSumPitch);
+    for (int r = 0; r < rows; ++r) {
+      const int64_t row = first_row + r;
+      const D* dy = static_cast<const D*>(o.dy.data) + row * o.dy.row_stride;
+      T* dropped = o.dropped ? static_cast<T*>(o.dropped) + row * o.columns : nullptr;
+      if (mask) {
+        mask.draw(row, first, count);
+      }
+      for_vectors(count, [&](auto lanes, int64_t i) {
+        Float v = lanes.load(dy + first + i);
+        if (mask) {
+          v = mask.apply(v, i);
+        }
+        if (dropped) {
+          lanes.store(dropped + first + i, v);
+        }
+        add_to(lanes, partials, first + i, rounded<T>(v), r == 0);
+      });
+    }
+  }
+}
+
+// -- entries: from run-time to compile-time types ------------------------------------------------
+inline void pack(const Product& p, int64_t first_panel, int64_t last_panel) {
+  with_type(p.type, [&](auto x) { pack_panels<decltype(x)>(p, first_panel, last_panel); });
+}
+
+inline void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t last_panel,
+                     float* worker) {
+  const int64_t first_row = row_block * kBlockRows;
+  const int rows = clamped(p.a.rows - first_row, kBlockRows);
+  with_type(p.type, [&](auto x) {
+    using T = decltype(x);
+    multiply_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+    finish_block<T>(p, {first_row, rows, first_panel, last_panel, worker + kSumsAt});
+  });
+}
+
+inline void drop_output(const Output& o, int64_t row_block) {
+  const int64_t first_row = row_block * kBlockRows;
+  const int rows = clamped(o.rows - first_row, kBlockRows);
+  with_type(o.dy_type, [&](auto dy) {
+    with_type(o.type,
+              [&](auto x) { drop_output_block<decltype(dy), decltype(x)>(o, first_row, rows); });
+  });
+}
+
+inline void reduce(const float* partials, int64_t count, int64_t columns, void* result, DType type,
+                   int64_t first, int64_t last) {
+  with_type(type, [&](auto element) {
+    auto* out = static_cast<decltype(element)*>(result);
+    for_vectors(last - first, [&](auto lanes, int64_t i) {
+      Float total = {};
+      for (int64_t n = 0; n < count; ++n) {
+        total += lanes.load(partials + n * columns + first + i);
+      }
+      lanes.store(out + first + i, total);
+    });
+  });
+}
+
+constexpr Kernels kKernels = {kPanel, pack, multiply, drop_output, reduce};
+
+}  // namespace fastattn::FASTATTN_ISA::ffn_kernels

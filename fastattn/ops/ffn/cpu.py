@@ -1,0 +1,235 @@
+"""The feed-forward network on CPU in C++ (csrc/ffn): fp32, bf16 and fp16 on torch's threads.
+
+The products are our own: biases, activations, dropout, the residual and the sums for the biases'
+gradients happen to each block of sums before it leaves the cache, and one call of the library is
+the whole forward or backward. Weights may be stored either way; other layouts are copied here.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _native
+
+_library = torch.ops.fastattn_cpu
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Activation, gated: numbers and flags of csrc/ffn/ffn.h.
+_ACTIVATIONS = {
+    "relu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "silu": 3,
+    "reglu": 0,
+    "geglu": 1,
+    "swiglu": 3,
+}
+_Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+def unavailable() -> str | None:
+    return _native.unavailable("cpu")
+
+
+# -- layout and memory ----------------------------------------------------------------------------
+def _matrix(x: Tensor) -> Tensor:
+    """x, or rows of it, or a copy: contiguous, or two dimensions of which one is contiguous."""
+    if x.is_contiguous():
+        return x
+    x = x.reshape(-1, x.shape[-1])
+    return x if 1 in x.stride() else x.contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same with contiguous columns."""
+    if x.is_contiguous():
+        return x
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _rows_in(x: Tensor) -> int:
+    return x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
+
+
+# The last argument, torch's number of threads, is a key only: C++ asks for it.
+@functools.lru_cache(maxsize=256)
+def _fwd_floats(
+    rows: int, D: int, wide: int, F: int, out: int, size: int, relu: bool, threads: int
+) -> int:
+    return _library.ffn_fwd_scratch(rows, D, wide, F, out, size, relu)
+
+
+@functools.lru_cache(maxsize=256)
+def _bwd_floats(rows: int, D: int, wide: int, F: int, out: int, size: int, threads: int) -> int:
+    return _library.ffn_bwd_scratch(rows, D, wide, F, out, size)
+
+
+def _refusal(*tensors: Tensor | None) -> str | None:
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            return f"has kernels for fp32, bf16 and fp16, got {tensor.dtype}"
+    return unavailable()
+
+
+# -- forward --------------------------------------------------------------------------------------
+def ffn_fwd_unsupported(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> str | None:
+    return _refusal(x, residual)
+
+
+def ffn_fwd_workspace(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> _Workspace:
+    wide, D = w1.shape
+    out, F = w2.shape
+    floats = _fwd_floats(
+        _rows_in(x), D, wide, F, out, x.element_size(), activation == "relu",
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return [((floats,), torch.float32, False)]
+
+
+def ffn_fwd(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    y: Tensor,
+    hidden: Tensor,
+    scratch: Tensor,
+) -> None:
+    _library.ffn_fwd.default(
+        _matrix(x),
+        _matrix(w1),
+        None if b1 is None else b1.contiguous(),
+        _matrix(w2),
+        None if b2 is None else b2.contiguous(),
+        None if residual is None else residual.contiguous(),
+        _ACTIVATIONS[activation],
+        dropout_p,
+        output_dropout_p,
+        dropout_seed,
+        dropout_stream,
+        y,
+        hidden,
+        scratch,
+    )
+
+
+# -- backward -------------------------------------------------------------------------------------
+def ffn_bwd_unsupported(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    return _refusal(dy, x)
+
+
+def ffn_bwd_workspace(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> _Workspace:
+    wide, D = w1.shape
+    out, F = w2.shape
+    floats = _bwd_floats(_rows_in(x), D, wide, F, out, x.element_size(), torch.get_num_threads())
+    return [((floats,), torch.float32, False)]
+
+
+def ffn_bwd(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dw1: Tensor,
+    db1: Tensor,
+    dw2: Tensor,
+    db2: Tensor,
+    scratch: Tensor,
+) -> None:
+    # An input of more than two dimensions may have its rows in any order; so has its gradient.
+    dx_rows = (
+        dx
+        if dx.dim() <= 2 or dx.is_contiguous()
+        else torch.empty_like(dx, memory_format=torch.contiguous_format)
+    )
+    _library.ffn_bwd.default(
+        _rows(dy),
+        _matrix(x),
+        _matrix(w1),
+        _matrix(w2),
+        hidden.contiguous(),
+        _ACTIVATIONS[activation],
+        dropout_p,
+        output_dropout_p,
+        dropout_seed,
+        dropout_stream,
+        dx_rows,
+        dw1,
+        db1,
+        dw2,
+        db2,
+        scratch,
+    )
+    if dx_rows is not dx:
+        dx.copy_(dx_rows)

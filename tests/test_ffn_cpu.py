@@ -1,0 +1,182 @@
+"""The CPU feed-forward network beyond the samples that tests/test_ops.py runs: every instruction
+set, sizes around the edges of blocks, layouts, and bits that do not depend on the threads.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _native
+from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
+from fastattn.ops.ffn.spec import make_inputs
+from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.spec import Sample, all_specs
+
+SPEC = all_specs()["ffn"]
+NO_LIBRARY = _native.unavailable("cpu")
+pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    _native.use_cpu_isa(request.param)
+    yield request.param
+    _native.use_cpu_isa(ISAS[-1])
+
+
+def _sample(name: str, **options: object) -> Sample:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, object]:
+        return make_inputs(generator, dtype, **options)  # type: ignore[arg-type]
+
+    return Sample(name, "", make, GRADIENTS)
+
+
+# Rows: one block is 96, a strip 12 or 6. Columns: a panel is 8, 16 or 32. Depth: a block is 128 or
+# (bf16) 256.
+EDGES = (
+    _sample("strips", rows=(97,), D=31, hidden=33, residual="same", activation="gelu"),
+    _sample("blocks", rows=(193,), D=130, hidden=260, dropout_p=0.3, output_dropout_p=0.2,
+            residual="same"),
+    _sample("gates", rows=(109,), D=17, hidden=143, out=35, dropout_p=0.3, output_dropout_p=0.2,
+            activation="swiglu"),
+    _sample("deep", rows=(13,), D=523, hidden=7, out=3, activation="silu"),
+    _sample("one_row_deep", rows=(1,), D=300, hidden=517, activation="geglu", dropout_p=0.3),
+    _sample("two_rows", rows=(2,), D=129, hidden=35, residual="same"),
+    _sample("many_rows", rows=(700,), D=9, hidden=12, out=5, activation="geglu"),
+)  # fmt: skip
+TYPICAL = ("gelu_tanh", "reglu", "odd_sizes", "weights_transposed", "no_rows", "fp32_residual")
+
+
+def _check(sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"], rows
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", EDGES, ids=lambda sample: sample.name)
+def test_edges(isa: str, sample: Sample, dtype: torch.dtype) -> None:
+    _check(sample, dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@pytest.mark.parametrize(
+    "sample, dtype",
+    [(s, t) for s in SPEC.samples if s.name in TYPICAL for t in s.dtypes],
+    ids=lambda value: getattr(value, "name", str(value).removeprefix("torch.")),
+)
+def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
+    _check(sample, dtype)
+
+
+# -- bits -----------------------------------------------------------------------------------------
+def _everything(activation: str, dtype: torch.dtype) -> list[Tensor]:
+    """The output and all gradients of a call large enough for several threads."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(
+        generator, dtype, rows=(2, 205), D=72, hidden=300, activation=activation, residual="same",
+        dropout_p=0.1, output_dropout_p=0.1,
+    )  # fmt: skip
+    for name in GRADIENTS:
+        inputs[name].requires_grad_()
+    y = fastattn.ffn(**inputs, backend="cpu")
+    dy = torch.randn(y.shape, generator=generator).to(dtype)
+    return [y, *torch.autograd.grad(y, [inputs[name] for name in GRADIENTS], dy)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_threads_change_no_bit(activation: str, dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _everything(activation, dtype)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            for one, many in zip(alone, _everything(activation, dtype), strict=True):
+                assert torch.equal(one, many), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    """From three rows on; one or two are summed in another order."""
+    inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(150,), D=40, hidden=90)
+    x = inputs.pop("x")
+    together = fastattn.ffn(x, **inputs, backend="cpu")
+    for first, last in ((0, 3), (11, 24), (96, 150)):
+        alone = fastattn.ffn(x[first:last], **inputs, backend="cpu")
+        assert torch.equal(alone, together[first:last])
+
+
+# -- layouts --------------------------------------------------------------------------------------
+LAYOUTS = {
+    "leading dimensions swapped": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns apart": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "every second row": lambda x: torch.stack([x, x], 1).flatten(0, 1)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_x(layout: str) -> None:
+    """The same bits as from contiguous memory, and gradients laid out like the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(generator, torch.float32, rows=(4, 7), residual="same", activation="silu")
+    x, residual = LAYOUTS[layout](inputs.pop("x")), LAYOUTS[layout](inputs.pop("residual"))
+    dy = torch.randn(x.shape, generator=generator)
+
+    def results(*tensors: Tensor) -> list[Tensor]:
+        x, residual, dy = tensors
+        leaves = [x.detach().requires_grad_(), residual.detach().requires_grad_()]
+        y = fastattn.ffn(leaves[0], residual=leaves[1], **inputs, backend="cpu")
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    expected = results(x.contiguous(), residual.contiguous(), dy)
+    found = results(x, residual, LAYOUTS[layout](dy) if layout != "expanded" else dy)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+# -- values ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a not in GATED_ACTIVATIONS])
+def test_activation_everywhere(isa: str, activation: str) -> None:
+    """One input, one unit: the activation itself against fp64, from its flat to its linear part."""
+    x = torch.cat([torch.linspace(-200, 200, 4001), torch.linspace(-6, 6, 4001)])[:, None]
+    one = torch.ones(1, 1)
+
+    def value_and_slope(x: Tensor, one: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        y = fastattn.ffn(x, one, None, one, None, activation, backend=backend)
+        return y, torch.autograd.grad(y.sum(), x)[0]
+
+    ours = value_and_slope(x, one, "cpu")
+    exact = value_and_slope(x.double(), one.double(), "reference")
+    eps = torch.finfo(torch.float32).eps
+    # Cancellation aside, a few units in the last place of x and of 1.
+    assert ((ours[0] - exact[0]).abs() <= 3 * eps * (x.abs() + 1)).all()
+    assert ((ours[1] - exact[1]).abs() <= 8 * eps).all()
+
+
+def test_nan_stays_where_it_is() -> None:
+    inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(30,))
+    inputs["x"][7, 3] = float("nan")
+    y = fastattn.ffn(**inputs, backend="cpu")
+    assert y.isnan().all(1).tolist() == [row == 7 for row in range(30)]
+
+
+def test_refuses_double() -> None:
+    with pytest.raises(NotImplementedError, match="backend cpu has kernels for fp32, bf16 and"):
+        fastattn.ffn(torch.zeros(2, 3, dtype=torch.float64), *_double_weights(), backend="cpu")
+
+
+def _double_weights() -> tuple[Tensor, None, Tensor, None]:
+    return torch.zeros(4, 3, dtype=torch.float64), None, torch.zeros(3, 4).double(), None

@@ -112,6 +112,18 @@ def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: to
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
+    """More than scratch holds at a time decode from the same keys: the bits of fewer heads."""
+    q = _randn(1, 100, 1, 24, dtype=dtype, seed=1)
+    k, v = (_randn(1, 1, 1100, 24, dtype=dtype, seed=s) for s in (2, 3))
+    together = fastattn.attention(q, k, v, return_lse=True, backend="cpu")
+    for h in (0, 50, 95, 96, 99):
+        alone = fastattn.attention(q[:, h : h + 1], k, v, return_lse=True, backend="cpu")
+        for one, many in zip(alone, together, strict=True):
+            assert torch.equal(one, many[:, h : h + 1]), h
+
+
 # -- what may lie where nothing is read -----------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -16,9 +16,9 @@ namespace fastattn::FASTATTN_ISA {
 using attention::Backward;
 using attention::BackwardScratch;
 
-inline const float* statistics_of(const Problem& a, const float* values, int64_t b, int64_t h,
-                                  int row) {
-  return values + (b * a.heads + h) * a.queries + row;
+inline const float* statistics_of(const Problem& a, const float* values, const Sequence& s,
+                                  int64_t h, int row) {
+  return values + query_offset(a.statistics, s, h, row);
 }
 
 // -- one tile ------------------------------------------------------------------------------------
@@ -72,32 +72,34 @@ class Gradients {
 
   Gradients(const Backward& a, const BackwardScratch& memory) : a_(a), memory_(memory) {}
 
-  void pack_keys(int64_t b, int64_t kv_head, int tile, const DeadKeys& dead_keys) {
+  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead_keys) {
     first_key_ = tile * kTileKeys;
-    const int count = attention::smaller(kTileKeys, a_.keys - first_key_);
+    const int count = attention::smaller(kTileKeys, s.keys - first_key_);
     const int upto = round_up(count, 16);
     const auto dead = dead_keys.of_tile(first_key_);
     Unit* rows = units<C>(memory_.k_rows);
-    pack_rows<C>(a_.type, a_.v.data, offset_of(a_.v, b, kv_head, first_key_), a_.v.row_stride,
+    const Operand<C> v = {rows, padded(a_.value_dim) / C::kDepth};
+    const Operand<C> k = {rows, padded(a_.head_dim) / C::kDepth};
+    pack_rows<C>(a_.type, a_.v.data, key_offset(a_.v, s, kv_head, first_key_), a_.v.row_stride,
                  count, upto, a_.value_dim, rows, dead);
-    to_columns<C>(rows, upto, a_.value_dim, units<C>(memory_.v_columns));
-    pack_rows<C>(a_.type, a_.k.data, offset_of(a_.k, b, kv_head, first_key_), a_.k.row_stride,
+    to_columns<C>(v, upto, a_.value_dim, units<C>(memory_.v_columns));
+    pack_rows<C>(a_.type, a_.k.data, key_offset(a_.k, s, kv_head, first_key_), a_.k.row_stride,
                  count, upto, a_.head_dim, rows, dead);
-    to_columns<C>(rows, upto, a_.head_dim, units<C>(memory_.k_columns));
+    to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns));
     if constexpr (C::kDepth == 1) {
       k_pairs_ = rows;
     } else {
       k_pairs_ = units<C>(memory_.k_pairs);
-      to_pairs(C{}, rows, upto, a_.head_dim, k_pairs_);
+      to_pairs(k, upto, a_.head_dim, k_pairs_);
     }
   }
 
   // for_keys: dk and dv will be summed.
-  void pack_queries(int64_t b, int64_t h, int first, int count, bool for_keys) {
-    b_ = b;
+  void pack_queries(const Sequence& s, int64_t h, int first, int count, bool for_keys) {
+    sequence_ = s;
     h_ = h;
     first_row_ = first;
-    const float* lse = statistics_of(a_, a_.lse, b, h, first);
+    const float* lse = statistics_of(a_, a_.lse, s, h, first);
     const auto dead = dead_if([lse](int i) { return lse[i] == -kInfinity; });
     const int even = round_up(count, 2);
     pack_query_rows(a_.q, a_.head_dim, count, even, dead, memory_.q_rows, memory_.q_pairs,
@@ -113,7 +115,7 @@ class Gradients {
   bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
     columns_ = round_up(attention::smaller(rows.some.end - first_key_, kTileKeys), kLanes);
     live_ = rows.touching(first_key_, columns_);
-    const TileBias bias(a_, b_, h_, first_row_, live_, first_key_, memory_.bias);
+    const TileBias bias(a_, sequence_.b, h_, first_row_, live_, first_key_, memory_.bias);
     if (is_empty(live_) || bias.none) {
       return false;
     }
@@ -130,8 +132,8 @@ class Gradients {
     } else {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
-    const TileDropout dropout(a_, b_, h_, first_row_, first_key_);
-    const float* lse = statistics_of(a_, a_.lse, b_, h_, first_row_);
+    const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
+    const float* lse = statistics_of(a_, a_.lse, sequence_, h_, first_row_);
     const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
     with_flags(!rows.allows_all(first_key_, columns_), bias.rows != nullptr, bool(dropout),
                [&](auto range, auto biased, auto drop) {
@@ -181,13 +183,13 @@ class Gradients {
   template <class Dead>
   void pack_query_rows(const TensorView& x, int dim, int count, int even, const Dead& dead,
                        float* rows, float* pairs, const Unit** result, bool for_keys) {
-    pack_rows<C>(a_.type, x.data, offset_of(x, b_, h_, first_row_), x.row_stride, count, even, dim,
-                 units<C>(rows), dead);
+    pack_rows<C>(a_.type, x.data, query_offset(x, sequence_, h_, first_row_), x.row_stride, count,
+                 even, dim, units<C>(rows), dead);
     *result = units<C>(rows);
     if constexpr (C::kDepth != 1) {
       *result = units<C>(pairs);
       if (for_keys) {
-        to_pairs(C{}, units<C>(rows), even, dim, units<C>(pairs));
+        to_pairs(Operand<C>{units<C>(rows), padded(dim) / C::kDepth}, even, dim, units<C>(pairs));
       }
     }
   }
@@ -223,7 +225,8 @@ class Gradients {
 
   const Backward& a_;
   const BackwardScratch& memory_;
-  int64_t b_ = 0, h_ = 0;
+  Sequence sequence_ = {};
+  int64_t h_ = 0;
   int first_row_ = 0, first_key_ = 0, columns_ = 0;
   Range live_ = {0, 0};
   const Unit *q_pairs_ = nullptr, *dout_pairs_ = nullptr;
@@ -236,8 +239,10 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
                            const float* lse, float* delta) {
   with_type(a.type, [&](auto element) {
     using T = decltype(element);
-    const T* out = static_cast<const T*>(a.out.data) + offset_of(a.out, at.b, at.h, at.first);
-    const T* dout = static_cast<const T*>(a.dout.data) + offset_of(a.dout, at.b, at.h, at.first);
+    const auto row = [&](const TensorView& x) {
+      return static_cast<const T*>(x.data) + query_offset(x, at.sequence, at.h, at.first);
+    };
+    const T *out = row(a.out), *dout = row(a.dout);
     for (int i = 0; i < rows.count; ++i) {
       Float total = {};
       if (lse[i] != -kInfinity) {
@@ -255,12 +260,12 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
 inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
                                const BackwardScratch& memory, float* delta) {
   Gradients<Floats> tiles(a, memory);
-  tiles.pack_queries(at.b, at.h, at.first, rows.count, false);
-  const DeadKeys dead(a, at.b, at.kv_head);
+  tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
+  const DeadKeys dead(a, at.sequence, at.kv_head);
   const float zeros[kTileRows] = {};
   memset(delta, 0, sizeof(float) * rows.count);
   for (int n = rows.tiles().begin; n < rows.tiles().end; ++n) {
-    tiles.pack_keys(at.b, at.kv_head, n, dead);
+    tiles.pack_keys(at.sequence, at.kv_head, n, dead);
     if (!tiles.compute(rows, zeros, false, false)) {
       continue;
     }
@@ -280,8 +285,12 @@ void delta(const Backward& a, Queue& queue, float* scratch) {
   while (queue.draw(&task, &last)) {
     for (; task < last; ++task) {
       const QueryTile at(a, task);
-      const int64_t position = (at.b * a.heads + at.h) * a.queries + at.first;
-      const RowRanges rows(a, at.b, at.first, a.lse + position);
+      if (at.is_behind()) {
+        task = last_of_head(task, a.row_tiles());
+        continue;
+      }
+      const int64_t position = query_offset(a.statistics, at.sequence, at.h, at.first);
+      const RowRanges rows(a, at.sequence, at.first, a.lse + position);
       float* result = a.delta + position;
       if (!a.dout.data) {
         memset(result, 0, sizeof(float) * rows.count);
@@ -300,10 +309,11 @@ void delta(const Backward& a, Queue& queue, float* scratch) {
 }
 
 // -- dq, dk, dv ----------------------------------------------------------------------------------
-inline void store_gradient(const Backward& a, const TensorView& x, int64_t b, int64_t h, int first,
-                           int count, int dim, const float* sums, float factor) {
+inline void store_gradient(const Backward& a, const TensorView& x, int64_t offset, int count,
+                           int dim, const float* sums, float factor) {
   if (x.data) {
-    store_rows(a.type, x.data, offset_of(x, b, h, first), x.row_stride, count, dim, sums, factor);
+    store_rows(a.type, x.data, offset, x.row_stride, count, dim, sums,
+               [factor](int) { return factor; });
   }
 }
 
@@ -315,21 +325,26 @@ void dq(const Backward& a, Queue& queue, float* scratch) {
     while (queue.draw(&task, &last)) {
       for (; task < last; ++task) {
         const QueryTile at(a, task);
-        const RowRanges rows(a, at.b, at.first, statistics_of(a, a.lse, at.b, at.h, at.first));
+        if (at.is_behind()) {
+          task = last_of_head(task, a.row_tiles());
+          continue;
+        }
+        const Sequence& s = at.sequence;
+        const RowRanges rows(a, s, at.first, statistics_of(a, a.lse, s, at.h, at.first));
         memset(memory.dq, 0, sizeof(float) * kTileRows * padded(a.head_dim));
         const Range range = rows.tiles();
         if (!is_empty(range)) {
-          tiles.pack_queries(at.b, at.h, at.first, rows.count, false);
+          tiles.pack_queries(s, at.h, at.first, rows.count, false);
         }
-        const DeadKeys dead(a, at.b, at.kv_head);
+        const DeadKeys dead(a, s, at.kv_head);
         for (int n = range.begin; n < range.end; ++n) {
-          tiles.pack_keys(at.b, at.kv_head, n, dead);
-          if (tiles.compute(rows, statistics_of(a, a.delta, at.b, at.h, at.first), false, true)) {
+          tiles.pack_keys(s, at.kv_head, n, dead);
+          if (tiles.compute(rows, statistics_of(a, a.delta, s, at.h, at.first), false, true)) {
             tiles.add_dq(memory.dq);
           }
         }
-        const int count = attention::smaller(kTileRows, a.queries - at.first);
-        store_gradient(a, a.dq, at.b, at.h, at.first, count, a.head_dim, memory.dq, a.scale);
+        store_gradient(a, a.dq, query_offset(a.dq, s, at.h, at.first), at.end - at.first,
+                       a.head_dim, memory.dq, a.scale);
       }
     }
   });
@@ -338,26 +353,30 @@ void dq(const Backward& a, Queue& queue, float* scratch) {
 // dk and dv of a tile of keys; dq of all the queries that see it, if there is room for it
 // ([group][queries] rows).
 template <class C>
-void key_gradients(const Backward& a, int64_t b, int64_t kv_head, int n, const DeadKeys& dead,
-                   Gradients<C>& tiles, const BackwardScratch& memory, float* dq) {
+void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
+                   const DeadKeys& dead, Gradients<C>& tiles, const BackwardScratch& memory,
+                   float* dq) {
   const int64_t D = padded(a.head_dim), group = a.group();
-  memset(memory.dk, 0, sizeof(float) * kTileKeys * D);
-  memset(memory.dv, 0, sizeof(float) * kTileKeys * padded(a.value_dim));
+  const int first_key = n * kTileKeys;
+  const int count = attention::smaller(kTileKeys, s.keys - first_key);
+  // Sums are added to whole vectors of keys.
+  memset(memory.dk, 0, sizeof(float) * round_up(count, kLanes) * D);
+  memset(memory.dv, 0, sizeof(float) * round_up(count, kLanes) * padded(a.value_dim));
   bool packed = false;
   for (int64_t g = 0; g < group; ++g) {
     const int64_t h = kv_head * group + g;
-    for (int64_t i = 0; i < a.row_tiles(); ++i) {
+    for (int64_t i = 0; i * kTileRows < s.queries; ++i) {
       const int first = static_cast<int>(i) * kTileRows;
-      const RowRanges rows(a, b, first, statistics_of(a, a.lse, b, h, first));
+      const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
       if (!contains(rows.tiles(), n)) {
         continue;
       }
       if (!packed) {
-        tiles.pack_keys(b, kv_head, n, dead);
+        tiles.pack_keys(s, kv_head, n, dead);
         packed = true;
       }
-      tiles.pack_queries(b, h, first, rows.count, true);
-      if (!tiles.compute(rows, statistics_of(a, a.delta, b, h, first), true, dq != nullptr)) {
+      tiles.pack_queries(s, h, first, rows.count, true);
+      if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), true, dq != nullptr)) {
         continue;
       }
       if (a.dv.data) {
@@ -371,10 +390,10 @@ void key_gradients(const Backward& a, int64_t b, int64_t kv_head, int n, const D
       }
     }
   }
-  const int first = n * kTileKeys;
-  const int count = attention::smaller(kTileKeys, a.keys - first);
-  store_gradient(a, a.dk, b, kv_head, first, count, a.head_dim, memory.dk, a.scale);
-  store_gradient(a, a.dv, b, kv_head, first, count, a.value_dim, memory.dv, 1.0f);
+  store_gradient(a, a.dk, key_offset(a.dk, s, kv_head, first_key), count, a.head_dim, memory.dk,
+                 a.scale);
+  store_gradient(a, a.dv, key_offset(a.dv, s, kv_head, first_key), count, a.value_dim, memory.dv,
+                 1.0f);
 }
 
 void dkv(const Backward& a, Queue& queue, float* scratch) {
@@ -384,11 +403,15 @@ void dkv(const Backward& a, Queue& queue, float* scratch) {
     int64_t task, last;
     while (queue.draw(&task, &last)) {
       for (; task < last; ++task) {
-        const int64_t head = task / a.key_tiles();
-        const int64_t b = head / a.kv_heads, kv_head = head % a.kv_heads;
-        const DeadKeys dead(a, b, kv_head);
-        key_gradients(a, b, kv_head, static_cast<int>(task % a.key_tiles()), dead, tiles, memory,
-                      nullptr);
+        const int n = static_cast<int>(task % a.key_tiles());
+        const int64_t head = task / a.key_tiles(), kv_head = head % a.kv_heads;
+        const Sequence s = a.sequence(head / a.kv_heads);
+        if (n * kTileKeys >= s.keys) {
+          task = last_of_head(task, a.key_tiles());
+          continue;
+        }
+        const DeadKeys dead(a, s, kv_head);
+        key_gradients(a, s, kv_head, n, dead, tiles, memory, nullptr);
       }
     }
   });
@@ -398,18 +421,21 @@ void all_gradients(const Backward& a, Queue& queue, float* scratch) {
   with_units(a.type, [&](auto u) {
     const BackwardScratch memory(a, scratch);
     Gradients<decltype(u)> tiles(a, memory);
-    const int64_t head_size = a.row_tiles() * kTileRows * padded(a.head_dim);
+    const int64_t D = padded(a.head_dim), head_size = a.row_tiles() * kTileRows * D;
     int64_t task, last;
     while (queue.draw(&task, &last)) {
       for (; task < last; ++task) {
-        const int64_t b = task / a.kv_heads, kv_head = task % a.kv_heads;
-        const DeadKeys dead(a, b, kv_head);
-        memset(memory.dq, 0, sizeof(float) * a.group() * head_size);
-        for (int n = 0; n < a.key_tiles(); ++n) {
-          key_gradients(a, b, kv_head, n, dead, tiles, memory, memory.dq);
+        const Sequence s = a.sequence(task / a.kv_heads);
+        const int64_t kv_head = task % a.kv_heads, h = kv_head * a.group();
+        const DeadKeys dead(a, s, kv_head);
+        for (int64_t g = 0; g < a.group(); ++g) {
+          memset(memory.dq + g * head_size, 0, sizeof(float) * s.queries * D);
+        }
+        for (int n = 0; n * kTileKeys < s.keys; ++n) {
+          key_gradients(a, s, kv_head, n, dead, tiles, memory, memory.dq);
         }
         for (int64_t g = 0; g < a.group(); ++g) {
-          store_gradient(a, a.dq, b, kv_head * a.group() + g, 0, a.queries, a.head_dim,
+          store_gradient(a, a.dq, query_offset(a.dq, s, h + g, 0), s.queries, a.head_dim,
                          memory.dq + g * head_size, a.scale);
         }
       }
@@ -449,21 +475,22 @@ inline Range summed(int64_t mask_size, int64_t index, int64_t size) {
 inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_tiles, int n,
                        Gradients<Floats>& tiles, bool one_row, float* sums) {
   for (int b = batches.begin; b < batches.end; ++b) {
+    const Sequence s = a.sequence(b);
     int64_t packed = -1;
     for (int h = heads.begin; h < heads.end; ++h) {
       const int64_t kv_head = h / a.group();
       for (int i = row_tiles.begin; i < row_tiles.end; ++i) {
         const int first = i * kTileRows;
-        const RowRanges rows(a, b, first, statistics_of(a, a.lse, b, h, first));
+        const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
         if (!contains(rows.tiles(), n)) {
           continue;
         }
         if (packed != kv_head) {
-          tiles.pack_keys(b, kv_head, n, DeadKeys(a, b, kv_head));
+          tiles.pack_keys(s, kv_head, n, DeadKeys(a, s, kv_head));
           packed = kv_head;
         }
-        tiles.pack_queries(b, h, first, rows.count, false);
-        if (!tiles.compute(rows, statistics_of(a, a.delta, b, h, first), false, false)) {
+        tiles.pack_queries(s, h, first, rows.count, false);
+        if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), false, false)) {
           continue;
         }
         for (int r = tiles.rows().begin; r < tiles.rows().end; ++r) {
@@ -482,12 +509,13 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
 inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_tiles, bool one_row,
                      float* sums) {
   for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
+    const Sequence s = a.sequence(b);
     for (int h = heads.begin; h < heads.end; ++h) {
       const int end = attention::smaller(row_tiles.end * kTileRows, a.queries);
       const int first = row_tiles.begin * kTileRows;
       for (int i = first; i < end; ++i) {
-        if (*statistics_of(a, a.lse, b, h, i) != -kInfinity) {
-          sums[one_row ? 0 : (i - first) * kTileKeys] += *statistics_of(a, a.dlse, b, h, i);
+        if (*statistics_of(a, a.lse, s, h, i) != -kInfinity) {
+          sums[one_row ? 0 : (i - first) * kTileKeys] += *statistics_of(a, a.dlse, s, h, i);
         }
       }
     }

@@ -1,20 +1,16 @@
 // fastattn_cpu's attention: from tensors to the kernels' arguments, and the split over torch's
 // threads.
 #include <algorithm>
+#include <cstring>
+#include <limits>
 
-#include "attention/problem_cpu.h"
+#include "attention/launch_cpu.h"
 #include "common/dropout.h"
 #include "common/torch_binding.h"
 
 namespace fastattn::attention {
 namespace {
 
-// Multiply-adds below which another thread costs more than it brings; one query (decoding) is bound
-// by memory.
-constexpr int64_t kGrain = 1 << 20;
-constexpr int64_t kDecodeGrain = 1 << 17;
-// Pieces of work for a worker, where tasks differ in length.
-constexpr int64_t kPiecesPerWorker = 8;
 // Positions are added up in 32 bits.
 constexpr int64_t kMaxPositions = 1 << 28;
 
@@ -28,6 +24,18 @@ TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, in
   STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(3) == 1, name,
                   " must have a contiguous last dimension");
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// Sequences one behind the other: [rows, heads, columns].
+TensorView packed_view(const Tensor& x, const char* name, DType type, int64_t rows, int64_t heads,
+                       int64_t columns) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3 && dtype_of(x, name) == type && x.size(0) == rows &&
+                      x.size(1) == heads && x.size(2) == columns,
+                  name, " must be a CPU tensor of shape [", rows, ", ", heads, ", ", columns,
+                  "] and the type of q");
+  STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(2) == 1, name,
+                  " must have a contiguous last dimension");
+  return {x.data_ptr(), 0, x.stride(1), x.stride(0)};
 }
 
 MaskType mask_type(const Tensor& mask) {
@@ -93,6 +101,7 @@ Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, i
   a.keys = static_cast<int>(keys);
   a.head_dim = static_cast<int>(head_dim);
   a.value_dim = static_cast<int>(value_dim);
+  a.statistics = {nullptr, heads * queries, queries, 1};
   return a;
 }
 
@@ -102,6 +111,30 @@ struct Options {
   const std::optional<Tensor>& dropout_seed;
   int64_t dropout_stream;
 };
+
+// What shape() leaves open and is the same for padded and packed batches.
+void set_options(Problem& a, const Options& options) {
+  constexpr int64_t kBottomRight = 2;
+  const int64_t unlimited = int64_t{a.queries} + a.keys;
+  const auto side = [&](int64_t window) {
+    return static_cast<int>(window < 0 ? unlimited : std::min(window, unlimited));
+  };
+  a.window_left = side(options.window_left);
+  a.window_right = options.causal ? 0 : side(options.window_right);
+  a.bottom_right = options.causal == kBottomRight;
+  a.scale = static_cast<float>(options.scale);
+  a.dropout.threshold = dropout::threshold(options.dropout_p);
+  if (a.dropout.threshold > 0) {
+    STD_TORCH_CHECK(options.dropout_seed.has_value(),
+                    "dropout_seed must be given when dropout_p > 0");
+    const int64_t seed =
+        *data_of<const int64_t>(*options.dropout_seed, "dropout_seed", 1, ScalarType::Long);
+    const uint32_t stream = static_cast<uint32_t>(options.dropout_stream);
+    a.dropout.scale = dropout::keep_scale(a.dropout.threshold);
+    a.dropout.row_key = dropout::stream_key(dropout::kRowTag, seed, stream);
+    a.dropout.column_key = dropout::stream_key(dropout::kColumnTag, seed, stream);
+  }
+}
 
 Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
                 const std::optional<Tensor>& mask, const std::optional<Tensor>& key_lengths,
@@ -120,89 +153,82 @@ Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   }
   a.key_lengths = lengths(key_lengths, "key_lengths", batch, queries);
   a.query_lengths = lengths(query_lengths, "query_lengths", batch, queries);
-  constexpr int64_t kBottomRight = 2;
-  const int64_t unlimited = queries + keys;
-  const auto side = [&](int64_t window) {
-    return static_cast<int>(window < 0 ? unlimited : std::min(window, unlimited));
-  };
-  a.band = {side(options.window_left), options.causal ? 0 : side(options.window_right),
-            options.causal == kBottomRight ? a.keys - a.queries : 0};
-  a.scale = static_cast<float>(options.scale);
-  a.dropout.threshold = dropout::threshold(options.dropout_p);
-  if (a.dropout.threshold > 0) {
-    STD_TORCH_CHECK(options.dropout_seed.has_value(),
-                    "dropout_seed must be given when dropout_p > 0");
-    const int64_t seed =
-        *data_of<const int64_t>(*options.dropout_seed, "dropout_seed", 1, ScalarType::Long);
-    const uint32_t stream = static_cast<uint32_t>(options.dropout_stream);
-    a.dropout.scale = dropout::keep_scale(a.dropout.threshold);
-    a.dropout.row_key = dropout::stream_key(dropout::kRowTag, seed, stream);
-    a.dropout.column_key = dropout::stream_key(dropout::kColumnTag, seed, stream);
-  }
+  set_options(a, options);
   return a;
 }
 
-// -- the split over threads ----------------------------------------------------------------------
-// Workers worth starting for all the pairs of a shape.
-int64_t workers_for(const Problem& a, int64_t products) {
-  const double pairs = static_cast<double>(a.batch * a.heads) * a.queries * a.keys;
-  const double work = pairs * (a.head_dim + a.value_dim) * static_cast<double>(products);
-  const double grain = static_cast<double>(a.queries == 1 ? kDecodeGrain : kGrain);
-  const int64_t threads = torch::stable::get_num_threads();
-  return std::clamp<int64_t>(static_cast<int64_t>(std::min(work / grain, 1e6)), 1, threads);
+// The length of the longest sequence. Kernels go where offsets lead them.
+int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch, int64_t rows) {
+  const int32_t* at = data_of<const int32_t>(cu_seqlens, name, batch + 1, ScalarType::Int);
+  int64_t result = 0;
+  bool ascending = at[0] == 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    ascending = ascending && at[b] <= at[b + 1];
+    result = std::max<int64_t>(result, int64_t{at[b + 1]} - at[b]);
+  }
+  STD_TORCH_CHECK(ascending && at[batch] <= rows, name, " must ascend from 0 to at most ", rows,
+                  ", got ", at[0], " to ", at[batch], ascending ? "" : ", not ascending");
+  return result;
 }
 
-constexpr int64_t kForwardProducts = 1;
-constexpr int64_t kBackwardProducts = 3;
+// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...]. Without options.
+Problem packed_shape(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                     const Tensor& cu_seqlens_k) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
+                  "q, k and v must have 3 dimensions");
+  STD_TORCH_CHECK(cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
+                  "cu_seqlens_q must be [batch + 1]");
+  const int64_t batch = cu_seqlens_q.size(0) - 1, rows = q.size(0), heads = q.size(1);
+  const int64_t kv_heads = k.size(1), head_dim = q.size(2), value_dim = v.size(2);
+  Problem a = shape(batch, heads, kv_heads, longest(cu_seqlens_q, "cu_seqlens_q", batch, rows),
+                    longest(cu_seqlens_k, "cu_seqlens_k", batch, k.size(0)), head_dim, value_dim);
+  a.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.data_ptr());
+  a.cu_seqlens_k = static_cast<const int32_t*>(cu_seqlens_k.data_ptr());
+  a.type = dtype_of(q, "q");
+  a.q = packed_view(q, "q", a.type, rows, heads, head_dim);
+  a.k = packed_view(k, "k", a.type, k.size(0), kv_heads, head_dim);
+  a.v = packed_view(v, "v", a.type, k.size(0), kv_heads, value_dim);
+  a.statistics = {nullptr, 0, rows, 1};
+  return a;
+}
 
-// Each worker's piece of scratch memory.
-struct Team {
-  int64_t workers;
-  float* scratch;
-  int64_t floats;
-
-  template <class Work>
-  void run(int64_t tasks, int64_t piece, const Work& work) const {
-    Queue queue(tasks, piece);
-    const int64_t busy = std::clamp<int64_t>(tasks, 1, workers);
-    torch::stable::parallel_for(0, busy, 1, [&](int64_t first, int64_t last) {
-      for (int64_t worker = first; worker < last; ++worker) {
-        work(queue, scratch + worker * floats);
-      }
-    });
+// Rows [first, rows) of a packed result, which belong to no sequence.
+void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, int64_t rows,
+                int64_t columns) {
+  const int64_t bytes = type == DType::kFloat32 ? 4 : 2;
+  for (int64_t row = first; x.data && row < rows; ++row) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t offset = h * x.head_stride + row * x.row_stride;
+      memset(static_cast<char*>(x.data) + bytes * offset, 0, bytes * columns);
+    }
   }
+}
+
+// -- forward -------------------------------------------------------------------------------------
+int64_t threads() {
+  return torch::stable::get_num_threads();
+}
+
+// Torch's threads, as many as there are; one of them may serve several workers.
+constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker) {
+      body(worker);
+    }
+  });
 };
 
-Team team_of(int64_t workers, int64_t floats, Scratch& memory) {
-  return {workers, memory.take<float>(workers * floats), floats};
+void run_forward(Forward& a, const Tensor& scratch) {
+  const int64_t floats = scratch.numel();
+  const int64_t least = a.parts_floats() + ForwardScratch(a, nullptr).floats;
+  launch_forward(kernels(), a, Scratch(scratch).take<float>(std::max(floats, least)), floats,
+                 threads(), kOnThreads);
 }
 
-// Tasks that a worker draws at once: those of a (batch, kv head) where there are enough of them.
-int64_t piece_of(const Problem& a, int64_t tasks_of_kv_head, int64_t workers) {
-  const int64_t kv_heads = a.batch * a.kv_heads;
-  if (workers == 1 || kv_heads >= 4 * workers) {
-    return tasks_of_kv_head;
-  }
-  return kv_heads * tasks_of_kv_head / (kPiecesPerWorker * workers);
-}
-
-// -- ops -----------------------------------------------------------------------------------------
-int64_t forward_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
-                        int64_t keys, int64_t head_dim, int64_t value_dim) {
-  const Problem a = shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim);
-  return workers_for(a, kForwardProducts) * ForwardScratch(a, nullptr).floats;
-}
-
-int64_t backward_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
-                         int64_t keys, int64_t head_dim, int64_t value_dim) {
-  const Problem a = shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim);
-  return padded(batch * heads * queries) +
-         workers_for(a, kBackwardProducts) * BackwardScratch(a, nullptr).floats;
-}
-
-// Threads may have become more since the scratch memory was measured.
-int64_t workers_within(const Problem& a, int64_t products, int64_t available, int64_t floats) {
-  return std::clamp<int64_t>(available / floats, 1, workers_for(a, products));
+int64_t attention_fwd_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
+                              int64_t keys, int64_t head_dim, int64_t value_dim) {
+  return forward_floats(shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim),
+                        threads());
 }
 
 void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
@@ -212,20 +238,49 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
                    Tensor out, Tensor lse, Tensor scratch) {
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
-  Forward a = {problem(q, k, v, mask, key_lengths, query_lengths, options), {}, nullptr};
+  Forward a = {problem(q, k, v, mask, key_lengths, query_lengths, options), {}, nullptr, nullptr};
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
-  Scratch memory(scratch);
-  const int64_t floats = ForwardScratch(a, nullptr).floats;
-  const int64_t workers = workers_within(a, kForwardProducts, scratch.numel(), floats);
-  const Team team = team_of(workers, floats, memory);
-  const auto run = [&](Queue& queue, float* mine) { kernels().forward(a, queue, mine); };
-  if (a.queries == 1) {
-    team.run(a.batch * a.kv_heads, piece_of(a, 1, workers), run);
-  } else {
-    team.run(a.batch * a.heads * a.row_tiles(), piece_of(a, a.group() * a.row_tiles(), workers),
-             run);
+  run_forward(a, scratch);
+}
+
+int64_t attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
+                                     Tensor cu_seqlens_k) {
+  return forward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), threads());
+}
+
+void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                          int64_t causal, int64_t window_left, int64_t window_right, double scale,
+                          double dropout_p, std::optional<Tensor> dropout_seed,
+                          int64_t dropout_stream, Tensor out, Tensor lse, Tensor scratch) {
+  const Options options = {causal,    window_left,  window_right,  scale,
+                           dropout_p, dropout_seed, dropout_stream};
+  const int64_t rows = q.size(0);
+  Forward a = {packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), {}, nullptr, nullptr};
+  set_options(a, options);
+  a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
+  a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
+  run_forward(a, scratch);
+  const int64_t real = a.cu_seqlens_q[a.batch];
+  clear_rows(a.type, a.out, a.heads, real, rows, a.value_dim);
+  for (int64_t h = 0; h < a.heads; ++h) {
+    std::fill(a.lse + h * rows + real, a.lse + (h + 1) * rows,
+              -std::numeric_limits<float>::infinity());
   }
+}
+
+// -- backward ------------------------------------------------------------------------------------
+void run_backward(Backward& a, int64_t statistics, const Tensor& scratch) {
+  const int64_t floats = scratch.numel();
+  const int64_t least = padded(statistics) + BackwardScratch(a, nullptr).floats;
+  launch_backward(kernels(), a, statistics, Scratch(scratch).take<float>(std::max(floats, least)),
+                  floats, threads(), kOnThreads);
+}
+
+int64_t attention_bwd_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
+                              int64_t keys, int64_t head_dim, int64_t value_dim) {
+  return backward_floats(shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim),
+                         batch * heads * queries, threads());
 }
 
 void attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q, Tensor k,
@@ -255,40 +310,44 @@ void attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tenso
     a.dmask = mask_view(*dmask, "dmask", a);
   }
   a.exact_delta = dmask.has_value() && a.type != DType::kFloat32;
+  run_backward(a, statistics, scratch);
+}
 
-  Scratch memory(scratch);
-  a.delta = memory.take<float>(padded(statistics));
-  const int64_t floats = BackwardScratch(a, nullptr).floats;
-  const int64_t workers =
-      workers_within(a, kBackwardProducts, scratch.numel() - padded(statistics), floats);
-  const Team team = team_of(workers, floats, memory);
-  const auto run = [&](void (*kernel)(const Backward&, Queue&, float*), int64_t tasks,
-                       int64_t piece) {
-    team.run(tasks, piece, [&](Queue& queue, float* mine) { kernel(a, queue, mine); });
+int64_t attention_varlen_bwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
+                                     Tensor cu_seqlens_k) {
+  return backward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), q.size(0) * q.size(1),
+                         threads());
+}
+
+void attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
+                          Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out,
+                          Tensor lse, int64_t causal, int64_t window_left, int64_t window_right,
+                          double scale, double dropout_p, std::optional<Tensor> dropout_seed,
+                          int64_t dropout_stream, std::optional<Tensor> dq,
+                          std::optional<Tensor> dk, std::optional<Tensor> dv, Tensor scratch) {
+  const Options options = {causal,    window_left,  window_right,  scale,
+                           dropout_p, dropout_seed, dropout_stream};
+  const int64_t rows = q.size(0), key_rows = k.size(0);
+  Backward a = {};
+  static_cast<Problem&>(a) = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k);
+  set_options(a, options);
+  const int64_t statistics = a.heads * rows;
+  const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t count,
+                           int64_t heads, int64_t columns) {
+    return x ? packed_view(*x, name, a.type, count, heads, columns) : TensorView{};
   };
-  const Kernels& isa = kernels();
-  const int64_t kv_heads = a.batch * a.kv_heads;
-  const int64_t query_tiles = a.group() * a.row_tiles();
-  run(isa.delta, kv_heads * query_tiles, piece_of(a, query_tiles, workers));
-  if (dmask) {
-    run(isa.dmask,
-        a.dmask.sizes[0] * a.dmask.sizes[1] * (a.dmask.sizes[2] == 1 ? 1 : a.row_tiles()) *
-            (a.dmask.sizes[3] == 1 ? 1 : a.key_tiles()),
-        1);
-  }
-  const bool wants_keys = dk.has_value() || dv.has_value();
-  // Five products a tile in one pass, seven in two. One pass has fewer tasks, and the last round of
-  // them may leave workers idle.
-  const int64_t rounds = ceil_div(kv_heads, workers);
-  if (dq && wants_keys && 5 * rounds * workers <= 7 * kv_heads) {
-    return run(isa.all_gradients, kv_heads, 1);
-  }
-  if (dq) {
-    run(isa.dq, kv_heads * query_tiles, piece_of(a, query_tiles, workers));
-  }
-  if (wants_keys) {
-    run(isa.dkv, kv_heads * a.key_tiles(), piece_of(a, a.key_tiles(), workers));
-  }
+  a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
+  a.dout = view_if(dout, "dout", rows, a.heads, a.value_dim);
+  a.dq = view_if(dq, "dq", rows, a.heads, a.head_dim);
+  a.dk = view_if(dk, "dk", key_rows, a.kv_heads, a.head_dim);
+  a.dv = view_if(dv, "dv", key_rows, a.kv_heads, a.value_dim);
+  a.lse = data_of<const float>(lse, "lse", statistics, ScalarType::Float);
+  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", statistics, ScalarType::Float) : nullptr;
+  run_backward(a, statistics, scratch);
+  const int64_t real = a.cu_seqlens_q[a.batch], real_keys = a.cu_seqlens_k[a.batch];
+  clear_rows(a.type, a.dq, a.heads, real, rows, a.head_dim);
+  clear_rows(a.type, a.dk, a.kv_heads, real_keys, key_rows, a.head_dim);
+  clear_rows(a.type, a.dv, a.kv_heads, real_keys, key_rows, a.value_dim);
 }
 
 }  // namespace
@@ -312,14 +371,37 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "int window_left, int window_right, float scale, float dropout_p, Tensor? dropout_seed, "
       "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, "
       "Tensor(e!) scratch) -> ()");
+  m.def(
+      "attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k) -> int");
+  m.def(
+      "attention_varlen_bwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k) -> int");
+  m.def(
+      "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k, int causal, int window_left, int window_right, float scale, "
+      "float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, Tensor(b!) lse, "
+      "Tensor(c!) scratch) -> ()");
+  m.def(
+      "attention_varlen_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
+      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, int causal, "
+      "int window_left, int window_right, float scale, float dropout_p, Tensor? dropout_seed, "
+      "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!) scratch) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("attention_fwd_scratch", TORCH_BOX(&fastattn::attention::forward_scratch));
-  m.impl("attention_bwd_scratch", TORCH_BOX(&fastattn::attention::backward_scratch));
+  m.impl("attention_fwd_scratch", TORCH_BOX(&fastattn::attention::attention_fwd_scratch));
+  m.impl("attention_bwd_scratch", TORCH_BOX(&fastattn::attention::attention_bwd_scratch));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention_fwd", TORCH_BOX(&fastattn::attention::attention_fwd));
   m.impl("attention_bwd", TORCH_BOX(&fastattn::attention::attention_bwd));
+  m.impl("attention_varlen_fwd_scratch",
+         TORCH_BOX(&fastattn::attention::attention_varlen_fwd_scratch));
+  m.impl("attention_varlen_bwd_scratch",
+         TORCH_BOX(&fastattn::attention::attention_varlen_bwd_scratch));
+  m.impl("attention_varlen_fwd", TORCH_BOX(&fastattn::attention::attention_varlen_fwd));
+  m.impl("attention_varlen_bwd", TORCH_BOX(&fastattn::attention::attention_varlen_bwd));
 }

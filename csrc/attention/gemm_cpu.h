@@ -4,9 +4,9 @@
 //   C[rows, columns] (+)= A[rows, depth] B[depth, columns]          C is fp32
 //
 // A and B consist of 32-bit units: a float (Floats), or two bf16 of neighbouring depth (Pairs,
-// where there is an instruction for their products). The micro-kernel keeps kRows x kPanel sums in
-// registers; A's units are broadcast one by one, so A may be read transposed for free, B's rows are
-// contiguous. Forms of a matrix X [positions, dim]:
+// where there is an instruction for their products). The micro-kernel keeps kRows x kVectors
+// vectors of sums in registers; A's units are broadcast one by one, so A may be read transposed for
+// free, B's rows are contiguous. Forms of a matrix X [positions, dim]:
 //
 //   rows     [positions][dim]        A, summed over dim
 //   columns  [dim][kTileKeys]        B, summed over dim
@@ -312,6 +312,31 @@ inline bool pack_row(const T* source, int dim, int64_t width, uint32_t* result) 
 }
 #endif
 
+// A matrix in the rows form, packed or where it lies.
+template <class C>
+struct Operand {
+  const typename C::Unit* data;
+  int64_t stride;
+
+  const typename C::Unit* row(int64_t i) const { return data + i * stride; }
+};
+
+// The positions of a tensor from an offset on as an operand, if they consist of units already; null
+// data otherwise. `block`: what the units of a position must be a multiple of.
+template <class C>
+inline Operand<C> in_place(DType type, const TensorView& x, int64_t offset, int dim, int block) {
+  if (type != (C::kDepth == 1 ? DType::kFloat32 : DType::kBFloat16)) {
+    return {nullptr, 0};
+  }
+  constexpr int kBytes = sizeof(typename C::Unit) / C::kDepth;
+  const char* data = static_cast<const char*>(x.data) + kBytes * offset;
+  if (dim % (C::kDepth * block) || x.row_stride % C::kDepth ||
+      reinterpret_cast<uintptr_t>(data) % sizeof(typename C::Unit)) {
+    return {nullptr, 0};
+  }
+  return {reinterpret_cast<const typename C::Unit*>(data), x.row_stride / C::kDepth};
+}
+
 // X's positions [0, count) in the rows form; positions in [count, upto) and those for which
 // dead(i, finite) are 0.
 template <class C, class Dead>
@@ -406,18 +431,18 @@ inline void transpose_block(const void* source, int64_t source_stride, void* res
 
 // Rows form of a tile of keys to the columns form; `units` of the dim, `keys` rounded up to 16.
 template <class C>
-void to_columns(const typename C::Unit* rows, int keys, int dim, typename C::Unit* columns) {
-  const int64_t stride = padded(dim) / C::kDepth;
+void to_columns(const Operand<C>& rows, int keys, int dim, typename C::Unit* columns) {
+  const int64_t width = padded(dim) / C::kDepth;
   const int64_t units = (dim + C::kDepth - 1) / C::kDepth;
   for (int64_t d = 0; d < units; d += 16) {
-    if (d + 16 <= stride) {
+    if (d + 16 <= width) {
       for (int j = 0; j < keys; j += 16) {
-        transpose_block(rows + j * stride + d, stride, columns + d * kTileKeys + j, kTileKeys);
+        transpose_block(rows.row(j) + d, rows.stride, columns + d * kTileKeys + j, kTileKeys);
       }
     } else {
       for (int j = 0; j < keys; ++j) {
         for (int64_t u = d; u < units; ++u) {
-          columns[u * kTileKeys + j] = rows[j * stride + u];
+          columns[u * kTileKeys + j] = rows.row(j)[u];
         }
       }
     }
@@ -425,33 +450,35 @@ void to_columns(const typename C::Unit* rows, int keys, int dim, typename C::Uni
 }
 
 // Rows form to the pairs form; `count` positions, even.
-inline void to_pairs(Floats, const float* rows, int count, int dim, float* pairs) {
-  memcpy(pairs, rows, sizeof(float) * count * padded(dim));
+inline void to_pairs(const Operand<Floats>& rows, int count, int dim, float* pairs) {
+  for (int i = 0; i < count; ++i) {
+    memcpy(pairs + i * padded(dim), rows.row(i), sizeof(float) * padded(dim));
+  }
 }
 #if defined(__AVX512BF16__)
-inline void to_pairs(Pairs, const uint32_t* rows, int count, int dim, uint32_t* pairs) {
+inline void to_pairs(const Operand<Pairs>& rows, int count, int dim, uint32_t* pairs) {
   const int64_t width = padded(dim);
-  const auto* numbers = reinterpret_cast<const uint16_t*>(rows);
   for (int i = 0; i < count; i += 2) {
     for (int64_t d = 0; d < width; d += kLanes) {
-      store_bits(pairs + i / 2 * width + d,
-                 joined(load_bits<Short>(numbers + i * width + d),
-                        load_bits<Short>(numbers + (i + 1) * width + d)));
+      store_bits(pairs + i / 2 * width + d, joined(load_bits<Short>(rows.row(i) + d / 2),
+                                                   load_bits<Short>(rows.row(i + 1) + d / 2)));
     }
   }
 }
 #endif
 
-// Rows of sums to a tensor's rows, times a factor.
+// Rows of sums to a tensor's rows, times factor(row).
+template <class Factor>
 inline void store_rows(DType type, void* data, int64_t offset, int64_t stride, int count, int dim,
-                       const float* sums, float factor) {
+                       const float* sums, const Factor& factor) {
   with_type(type, [&](auto element) {
     using T = decltype(element);
     T* result = static_cast<T*>(data) + offset;
     for (int i = 0; i < count; ++i) {
       const float* row = sums + i * padded(dim);
+      const float by = factor(i);
       for_vectors(dim, [&](auto lanes, int64_t d) {
-        lanes.store(result + i * stride + d, lanes.load(row + d) * factor);
+        lanes.store(result + i * stride + d, lanes.load(row + d) * by);
       });
     }
   });

@@ -1,7 +1,8 @@
 // Attention on CPU: what a binding hands to the kernels, the scratch memory they need, and how the
 // work is cut. Shapes: q, out, dout, dq [batch, heads, queries, ...], k, v, dk, dv [batch,
 // kv_heads, keys, ...], statistics (lse, dlse, delta) [batch, heads, queries] contiguous. Columns
-// of q, k, v and their kin are contiguous, all other strides are free.
+// of q, k, v and their kin are contiguous, all other strides are free. Packed batches have the same
+// views with a batch stride of 0: their sequences lie one behind the other in the rows.
 //
 // Work is cut into tasks that do not depend on the number of threads; workers draw them from a
 // Queue. Each task computes its results alone and in one order, so the bits do not depend on who
@@ -23,6 +24,10 @@ namespace fastattn::attention {
 // 13.4). Both are multiples of 16, the period of the dropout lattice.
 constexpr int kTileRows = 96;
 constexpr int kTileKeys = 128;
+
+// One query (decoding): keys whose results are a task of their own. Wherever the work is not split
+// over workers the results are joined in the same way, so that the bits are the same.
+constexpr int kSplitKeys = 1024;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -58,16 +63,40 @@ struct Dropout {
   uint32_t row_key = 0, column_key = 0;  // hashed up to the stream
 };
 
+// One entry of the batch: where its rows begin, how many it has, and its band.
+struct Sequence {
+  int64_t b;
+  int64_t first_query, first_key;
+  int queries, keys;
+  Band band;
+};
+
 struct Problem {
   DType type;
   int64_t batch, heads, kv_heads;
-  int queries, keys, head_dim, value_dim;
+  int queries, keys, head_dim, value_dim;  // queries, keys: of the longest entry
   TensorView q, k, v;
+  TensorView statistics;  // strides only
+  // Packed: [batch + 1] rows at which sequences begin and end. Null: entries of the same size.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;
   MaskView mask;
   Lengths key_lengths, query_lengths;
-  Band band;
+  int window_left, window_right;  // not negative; unlimited: at least queries + keys
+  bool bottom_right;              // the last query faces the last key, not the first the first
   float scale;
   Dropout dropout;
+
+  Sequence sequence(int64_t b) const {
+    Sequence s = {b, 0, 0, queries, keys, {window_left, window_right, 0}};
+    if (cu_seqlens_q) {
+      s.first_query = cu_seqlens_q[b];
+      s.first_key = cu_seqlens_k[b];
+      s.queries = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
+      s.keys = cu_seqlens_k[b + 1] - cu_seqlens_k[b];
+    }
+    s.band.diagonal = bottom_right ? s.keys - s.queries : 0;
+    return s;
+  }
 
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
@@ -77,6 +106,14 @@ struct Problem {
 struct Forward : Problem {
   TensorView out;
   float* lse;
+  float* parts;  // one query and several splits: what each split gives, [batch, heads, splits()]
+
+  int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
+  // A part: sums weighted by 2^(exponent - m), then m and l.
+  int64_t part_floats() const { return padded(value_dim) + padded(2); }
+  int64_t parts_floats() const {
+    return queries == 1 && splits() > 1 ? batch * heads * splits() * part_floats() : 0;
+  }
 };
 
 struct Backward : Problem {
@@ -129,21 +166,22 @@ class Carver {
 // Sizes count floats, whatever a kernel keeps there. "rows" hold one position a row; "columns" one
 // position a column; "pairs" are rows joined two by two where products take pairs of bf16.
 struct ForwardScratch {
-  float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed;
+  float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed, *parts;
   int64_t floats;
 
-  ForwardScratch(const Problem& a, float* base) {
+  ForwardScratch(const Forward& a, float* base) {
     Carver carver(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
     q_rows = carver.take(kTileRows * D);
     s = carver.take(kTileRows * kTileKeys);
     p = carver.take(kTileRows * kTileKeys);
-    o = carver.take((kTileRows > a.group() ? kTileRows : a.group()) * E);
+    o = carver.take(kTileRows * E);
     bias = carver.take(kTileRows * kTileKeys);
     rows = carver.take(kTileKeys * (D > E ? D : E));
-    k_columns = carver.take(N * D);
-    v_pairs = carver.take(N * E);
+    k_columns = carver.take(a.queries == 1 ? 0 : N * D);
+    v_pairs = carver.take(a.queries == 1 ? 0 : N * E);
     packed = carver.take(a.key_tiles());
+    parts = carver.take(2 * kTileRows * a.part_floats());
     floats = carver.used();
   }
 };
@@ -184,11 +222,12 @@ struct BackwardScratch {
 
 // -- kernels -------------------------------------------------------------------------------------
 // Each draws tasks until there are none. Tasks: forward (batch, kv head, head of the group, tile of
-// queries), or (batch, kv head) for one query; delta and dq (batch, kv head, head, tile of
-// queries); dkv (batch, kv head, tile of keys); all_gradients (batch, kv head); dmask (batch or 1,
-// heads or 1, tile of queries or 1, tile of keys or 1).
+// queries), or (batch, kv head, split) for one query; join_splits (batch, kv head); delta and dq
+// (batch, kv head, head, tile of queries); dkv (batch, kv head, tile of keys); all_gradients
+// (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys or 1).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* scratch);
+  void (*join_splits)(const Forward&, Queue&, float* scratch);
   void (*delta)(const Backward&, Queue&, float* scratch);
   void (*dq)(const Backward&, Queue&, float* scratch);
   void (*dkv)(const Backward&, Queue&, float* scratch);

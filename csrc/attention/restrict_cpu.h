@@ -18,6 +18,7 @@ using attention::MaskType;
 using attention::MaskView;
 using attention::Problem;
 using attention::Range;
+using attention::Sequence;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -26,19 +27,19 @@ inline int clamped(int64_t length, int most) {
   return length < 0 ? 0 : length > most ? most : static_cast<int>(length);
 }
 
-// Rows of a batch entry that are computed at all.
-inline int live_queries(const Problem& a, int64_t b) {
-  return a.query_lengths.data ? clamped(a.query_lengths.at(b), a.queries) : a.queries;
+// Rows of a sequence that are computed at all.
+inline int live_queries(const Problem& a, const Sequence& s) {
+  return a.query_lengths.data ? clamped(a.query_lengths.at(s.b), s.queries) : s.queries;
 }
 
 // Keys that arithmetic allows a row.
-inline Range keys_of(const Problem& a, int64_t b, int row) {
-  int keys = a.keys;
+inline Range keys_of(const Problem& a, const Sequence& s, int row) {
+  int keys = s.keys;
   if (a.key_lengths.data) {
     const int64_t per_query = a.key_lengths.stride;
-    keys = clamped(a.key_lengths.at(per_query ? b * per_query + row : b), a.keys);
+    keys = clamped(a.key_lengths.at(per_query ? s.b * per_query + row : s.b), s.keys);
   }
-  return attention::keys_of_row(row, a.band, keys);
+  return attention::keys_of_row(row, s.band, keys);
 }
 
 // The ranges of a tile of queries, from its first row on.
@@ -49,10 +50,10 @@ struct RowRanges {
   Range all = {0, INT_MAX};   // keys that every row may attend
 
   // lse, where it is known, tells dead rows: their range is empty.
-  RowRanges(const Problem& a, int64_t b, int first, const float* lse) {
-    count = attention::smaller(live_queries(a, b) - first, kTileRows);
+  RowRanges(const Problem& a, const Sequence& s, int first, const float* lse) {
+    count = attention::smaller(live_queries(a, s) - first, kTileRows);
     for (int i = 0; i < count; ++i) {
-      Range keys = keys_of(a, b, first + i);
+      Range keys = keys_of(a, s, first + i);
       if (lse && lse[i] == -kInfinity) {
         keys = {0, 0};
       }
@@ -218,16 +219,16 @@ struct TileBias {
 // only a key that holds infinities or NaN is looked at, pair by pair.
 class DeadKeys {
  public:
-  DeadKeys(const Problem& a, int64_t b, int64_t kv_head) : a_(a), b_(b), kv_head_(kv_head) {
-    const int rows = live_queries(a, b);
+  DeadKeys(const Problem& a, const Sequence& s, int64_t kv_head) : a_(a), s_(s), kv_head_(kv_head) {
+    const int rows = live_queries(a, s);
     if (!a.key_lengths.data || a.key_lengths.stride == 0) {
-      const int keys = a.key_lengths.data ? clamped(a.key_lengths.at(b), a.keys) : a.keys;
-      live_ = attention::keys_of_some({0, rows}, a.band, keys);
+      const int keys = a.key_lengths.data ? clamped(a.key_lengths.at(s.b), s.keys) : s.keys;
+      live_ = attention::keys_of_some({0, rows}, s.band, keys);
       return;
     }
     live_ = {INT_MAX, 0};
     for (int i = 0; i < rows; ++i) {
-      const Range keys = keys_of(a, b, i);
+      const Range keys = keys_of(a, s, i);
       if (!is_empty(keys)) {
         live_ = {attention::smaller(live_.begin, keys.begin),
                  attention::larger(live_.end, keys.end)};
@@ -244,14 +245,21 @@ class DeadKeys {
   };
   OfTile of_tile(int first) const { return {*this, first}; }
 
+  // Whether none of these keys is dead, whatever they hold.
+  bool none(int first, int count) const {
+    return a_.mask.type == MaskType::kNone &&
+           (!a_.key_lengths.data || a_.key_lengths.stride == 0) && live_.begin <= first &&
+           first + count <= live_.end;
+  }
+
  private:
   bool nobody_attends(int key) const {
-    const int rows = live_queries(a_, b_);
+    const int rows = live_queries(a_, s_);
     const int64_t group = a_.group();
     for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h) {
       for (int i = 0; i < rows; ++i) {
-        if (contains(keys_of(a_, b_, i), key) &&
-            mask_value(a_.mask, mask_offset(a_.mask, b_, h, i, key)) != -kInfinity) {
+        if (contains(keys_of(a_, s_, i), key) &&
+            mask_value(a_.mask, mask_offset(a_.mask, s_.b, h, i, key)) != -kInfinity) {
           return false;
         }
       }
@@ -260,7 +268,8 @@ class DeadKeys {
   }
 
   const Problem& a_;
-  int64_t b_, kv_head_;
+  Sequence s_;
+  int64_t kv_head_;
   Range live_;
 };
 

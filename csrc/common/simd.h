@@ -119,7 +119,13 @@ inline Word widen_bytes(Byte bytes) {
 }
 
 inline Float widen(Short bits, BFloat16) {
+#if defined(__AVX512F__)
+  // GCC 12 converts in halves, and warns about the form without a mask.
+  return bit_cast<Float>(
+      bit_cast<Word>(_mm512_maskz_cvtepu16_epi32(0xFFFF, bit_cast<__m256i>(bits))) << 16);
+#else
   return bit_cast<Float>(__builtin_convertvector(bits, Word) << 16);
+#endif
 }
 
 inline Short narrow(Float v, BFloat16) {

@@ -6,6 +6,7 @@ Work is proportional to the tiles that hold an allowed pair, and the results do 
 number of threads.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +33,14 @@ def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
     return unavailable()
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
-    (B, H, M, D), (K, N) = q.shape, k.shape[1:3]
-    return B, H, K, M, N, D, v.shape[3]
+@functools.lru_cache(maxsize=4096)
+def _workspace(
+    measure: str, threads: int, q: torch.Size, k: torch.Size, v: torch.Size
+) -> _Workspace:
+    """Remembered: asking the library costs a good part of a small forward."""
+    (B, H, M, D), (K, N) = q, k[1:3]
+    floats = getattr(_library, measure).default(B, H, K, M, N, D, v[3])
+    return [((floats,), torch.float32, False)]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -92,8 +98,8 @@ def attention_fwd_workspace(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> _Workspace:
-    floats = _library.attention_fwd_scratch.default(*_sizes(q, k, v))
-    return [((floats,), torch.float32, False)]
+    threads = torch.get_num_threads()
+    return _workspace("attention_fwd_scratch", threads, q.shape, k.shape, v.shape)
 
 
 def attention_fwd(
@@ -181,8 +187,8 @@ def attention_bwd_workspace(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> _Workspace:
-    floats = _library.attention_bwd_scratch.default(*_sizes(q, k, v))
-    return [((floats,), torch.float32, False)]
+    threads = torch.get_num_threads()
+    return _workspace("attention_bwd_scratch", threads, q.shape, k.shape, v.shape)
 
 
 def attention_bwd(

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from fastattn.ops._op import Backend, Op, differentiable, gradient_like
 from fastattn.ops.attention import jagged as jagged
-from fastattn.ops.attention import prepared, reference
+from fastattn.ops.attention import reference
+from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
+from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
+from fastattn.ops.attention.prepared import classify as classify_mask  # noqa: F401
 
 # Codes of the schema's `causal`.
 CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
 _PACKAGE = "fastattn.ops.attention"
-# Not ops: a look at a few rows, a look at a mask, in plain torch on every device.
+# Not ops but, like the names of a prepared mask, plain torch for every device.
 attention_weights = reference.attention_weights
-classify_mask, MASK_TILE = prepared.classify, prepared.TILE
-PreparedMask = prepared.PreparedMask
 # sm90 is compiled and its protocol proved, triton passes in the interpreter; neither has run on a
 # GPU yet, so both wait to be asked for.
 _BACKENDS = (

@@ -227,6 +227,38 @@ def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     )
 
 
+# Kinds of restriction; the samples below hold every pair of values of every two kinds.
+COMBINED = {
+    "mask": (None, "bool BMN", "min HMN"),
+    "key_lengths": (None, [41, 17], "per query"),
+    "query_lengths": (None, [33, 20]),
+    "causal": (False, "top_left", "bottom_right"),
+    "window": (None, (9, 4), (12, -1)),
+}
+COMBINATIONS = (
+    (None, None, None, False, (12, -1)),
+    (None, [41, 17], [33, 20], "bottom_right", (9, 4)),
+    (None, "per query", None, "top_left", None),
+    ("bool BMN", None, [33, 20], False, None),
+    ("bool BMN", [41, 17], None, "top_left", (9, 4)),
+    ("bool BMN", "per query", [33, 20], "bottom_right", (12, -1)),
+    ("min HMN", None, None, "bottom_right", (9, 4)),
+    ("min HMN", [41, 17], [33, 20], "top_left", (12, -1)),
+    ("min HMN", "per query", None, False, (9, 4)),
+    ("min HMN", [41, 17], None, False, None),
+    ("bool BMN", None, [33, 20], "top_left", (12, -1)),
+    ("bool BMN", None, None, "bottom_right", None),
+)
+
+
+def _combinations() -> tuple[Sample, ...]:
+    reason = "with the others of its name: every pair of restrictions"
+    options = (dict(zip(COMBINED, values, strict=True)) for values in COMBINATIONS)
+    return tuple(
+        _s(f"combined_{i}", reason, M=33, N=41, D=16, **given) for i, given in enumerate(options)
+    )
+
+
 SAMPLES = (
     _s("plain", "no restriction at all", "interpreter", M=65, N=130, D=64),
     _s("one_by_one", "a single pair", "interpreter", M=1, N=1, D=8),
@@ -348,6 +380,7 @@ SAMPLES = (
     _s("all_restrictions", "intersection of everything", "interpreter", B=3, H=4, K=2, M=70, N=90,
        D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
        query_lengths=[70, 33, 20], dropout_p=0.2),
+    *_combinations(),
     _s("scale_zero", "mean of the allowed values", scale=0.0, M=33, causal=True),
     _s("scale_zero_lengths", "0 times what is dead", scale=0.0, M=33, key_lengths=[33, 5]),
     _s("scale_large", "one weight is 1", scale=50.0, M=63, N=65),

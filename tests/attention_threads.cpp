@@ -1,0 +1,153 @@
+// Attention's CPU kernels on std::thread, for ThreadSanitizer: OpenMP's runtime, on which torch
+// runs them, is not instrumented and would look like races. Each case runs on one thread and then
+// on several, and must give the same bits. Prints the cases; the exit status says whether all
+// agreed.
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "attention/launch_cpu.h"
+
+using namespace fastattn;
+using namespace fastattn::attention;
+
+namespace {
+
+constexpr int kThreads = 4;
+
+constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
+  std::vector<std::thread> threads;
+  for (int64_t worker = 0; worker < workers; ++worker) {
+    threads.emplace_back([&body, worker] { body(worker); });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+};
+
+using Floats = std::vector<float>;
+
+// Numbers in [-1, 1) without a pattern that tiles could share.
+Floats numbers(int64_t count, uint32_t seed) {
+  Floats result(count);
+  for (float& x : result) {
+    seed = seed * 1664525u + 1013904223u;
+    x = static_cast<float>(seed >> 8) * 0x1p-23f - 1.0f;
+  }
+  return result;
+}
+
+struct Case {
+  const char* name;
+  int64_t batch, heads, kv_heads;
+  int queries, keys;
+  std::vector<int32_t> cu_seqlens_q, cu_seqlens_k;  // empty: not packed
+  bool mask, dropout;
+};
+
+// What one run leaves behind: out, lse and the gradients.
+std::vector<Floats> results(const Case& c, int64_t threads) {
+  constexpr int kHeadDim = 24, kValueDim = 20;
+  const bool packed = !c.cu_seqlens_q.empty();
+  const int64_t rows = packed ? c.cu_seqlens_q.back() : c.batch * c.queries;
+  const int64_t key_rows = packed ? c.cu_seqlens_k.back() : c.batch * c.keys;
+  const int64_t statistics = rows * c.heads;
+  Floats q = numbers(statistics * kHeadDim, 1), dout = numbers(statistics * kValueDim, 2);
+  Floats k = numbers(key_rows * c.kv_heads * kHeadDim, 3);
+  Floats v = numbers(key_rows * c.kv_heads * kValueDim, 4);
+  Floats bias = numbers(c.heads * c.keys, 5);
+  Floats out(dout.size()), lse(statistics), dq(q.size()), dk(k.size()), dv(v.size()),
+      dbias(bias.size());
+
+  // Storage [batch, positions, heads, columns], which is [positions, heads, columns] when packed.
+  const auto view = [&](Floats& x, int64_t heads, int64_t positions, int64_t columns) {
+    return TensorView{x.data(), packed ? 0 : positions * heads * columns, columns, heads * columns};
+  };
+  Problem a = {};
+  a.type = DType::kFloat32;
+  a.batch = c.batch;
+  a.heads = c.heads;
+  a.kv_heads = c.kv_heads;
+  a.queries = c.queries;
+  a.keys = c.keys;
+  a.head_dim = kHeadDim;
+  a.value_dim = kValueDim;
+  a.q = view(q, c.heads, c.queries, kHeadDim);
+  a.k = view(k, c.kv_heads, c.keys, kHeadDim);
+  a.v = view(v, c.kv_heads, c.keys, kValueDim);
+  a.statistics = packed ? TensorView{nullptr, 0, rows, 1}
+                        : TensorView{nullptr, c.heads * c.queries, c.queries, 1};
+  if (packed) {
+    a.cu_seqlens_q = c.cu_seqlens_q.data();
+    a.cu_seqlens_k = c.cu_seqlens_k.data();
+  }
+  const auto mask_view = [&](Floats& x) {
+    MaskView mask = {MaskType::kFloat32, x.data(), {1, c.heads, 1, c.keys}, {0, c.keys, 0, 1}};
+    return mask;
+  };
+  if (c.mask) {
+    a.mask = mask_view(bias);
+  }
+  a.window_left = c.queries + c.keys;
+  a.bottom_right = true;
+  a.scale = 0.3f;
+  a.dropout = {c.dropout ? 40 : 0, c.dropout ? 256.0f / 216.0f : 1.0f, 17u, 23u};
+
+  Forward forward = {a, view(out, c.heads, c.queries, kValueDim), lse.data(), nullptr};
+  Floats scratch(forward_floats(a, threads));
+  const int64_t forward_size = static_cast<int64_t>(scratch.size());
+  launch_forward(kPortable, forward, scratch.data(), forward_size, threads, kOnThreads);
+
+  Backward backward = {};
+  static_cast<Problem&>(backward) = a;
+  backward.out = forward.out;
+  backward.dout = view(dout, c.heads, c.queries, kValueDim);
+  backward.lse = lse.data();
+  backward.dq = view(dq, c.heads, c.queries, kHeadDim);
+  backward.dk = view(dk, c.kv_heads, c.keys, kHeadDim);
+  backward.dv = view(dv, c.kv_heads, c.keys, kValueDim);
+  if (c.mask) {
+    backward.dmask = mask_view(dbias);
+  }
+  scratch.assign(backward_floats(a, statistics, threads), 0.0f);
+  const int64_t backward_size = static_cast<int64_t>(scratch.size());
+  launch_backward(kPortable, backward, statistics, scratch.data(), backward_size, threads,
+                  kOnThreads);
+  return {out, lse, dq, dk, dv, dbias};
+}
+
+}  // namespace
+
+int main() {
+  const Case cases[] = {
+      {"one pass over the gradients", 4, 4, 4, 200, 230, {}, {}, true, true},
+      {"queries and keys in passes of their own", 1, 2, 1, 330, 400, {}, {}, false, true},
+      {"one query, several splits", 1, 4, 2, 1, 2500, {}, {}, false, false},
+      {"packed", 4, 3, 3, 210, 300, {0, 210, 210, 211, 330}, {0, 300, 320, 450, 450}, false, true},
+      {"packed, one query each",
+       3,
+       4,
+       1,
+       1,
+       2100,
+       {0, 1, 1, 2},
+       {0, 2100, 2110, 3600},
+       false,
+       false},
+  };
+  bool all_agree = true;
+  for (const Case& c : cases) {
+    const std::vector<Floats> alone = results(c, 1), together = results(c, kThreads);
+    bool agrees = true;
+    for (size_t i = 0; i < alone.size(); ++i) {
+      agrees =
+          agrees && !memcmp(alone[i].data(), together[i].data(), alone[i].size() * sizeof(float));
+    }
+    std::printf("%s: %s\n", c.name, agrees ? "the same bits" : "OTHER BITS");
+    all_agree = all_agree && agrees;
+  }
+  return all_agree ? 0 : 1;
+}

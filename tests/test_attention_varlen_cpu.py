@@ -1,0 +1,157 @@
+"""Packed attention's CPU kernels beyond the samples that tests/test_ops.py runs: every instruction
+set, bits that depend neither on threads nor on the other sequences, layouts, memory.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _native
+from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.spec import Sample, all_specs
+
+SPEC = all_specs()["attention_varlen"]
+NO_LIBRARY = _native.unavailable("cpu")
+pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    _native.use_cpu_isa(request.param)
+    yield request.param
+    _native.use_cpu_isa(ISAS[-1])
+
+
+@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", SPEC.samples, ids=lambda sample: sample.name)
+def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"]
+
+
+def _offsets(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _everything(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any
+) -> list[Tensor]:
+    """Outputs and gradients."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    longest = (int(cu.diff().max()) if cu.numel() > 1 else 0 for cu in (cu_q, cu_k))
+    outputs = fastattn.attention_varlen(
+        *inputs, cu_q, cu_k, *longest, return_lse=True, backend="cpu", **options
+    )
+    gradients = [_randn(*x.shape, dtype=x.dtype, seed=9) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, gradients)]
+
+
+LENGTHS = {
+    "tiles": ((200, 0, 33, 1, 150), (200, 5, 33, 130, 0)),
+    "few heads": ((500,), (700,)),
+    "one query each": ((1, 1, 0, 1), (2500, 40, 7, 1024)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_threads_change_no_bit(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    cu_q, cu_k = (_offsets(*x) for x in lengths)
+    q = _randn(int(cu_q[-1]) + 3, 4, 40, dtype=dtype, seed=1)
+    k = _randn(int(cu_k[-1]) + 5, 2, 40, dtype=dtype, seed=2)
+    v = _randn(int(cu_k[-1]) + 5, 2, 24, dtype=dtype, seed=3)
+    options = {
+        "causal": "bottom_right",
+        "window": (600, -1),
+        "dropout_p": 0.1,
+        "dropout_seed": torch.tensor([5]),
+    }
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _everything(q, k, v, cu_q, cu_k, **options)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            for one, many in zip(alone, _everything(q, k, v, cu_q, cu_k, **options), strict=True):
+                assert torch.equal(one, many), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_is_a_call_of_attention(dtype: torch.dtype) -> None:
+    """The same bits, whatever its neighbours are; those of one query take the road of decoding."""
+    lengths, key_lengths = (130, 1, 64, 1), (130, 2100, 200, 3)
+    cu_q, cu_k = _offsets(*lengths), _offsets(*key_lengths)
+    q = _randn(sum(lengths), 4, 32, dtype=dtype, seed=1)
+    k, v = (_randn(sum(key_lengths), 2, 32, dtype=dtype, seed=s) for s in (2, 3))
+    packed = fastattn.attention_varlen(
+        q, k, v, cu_q, cu_k, 130, 2100, causal="bottom_right", return_lse=True, backend="cpu"
+    )
+    bounds = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+    for (q0, q1), (k0, k1) in bounds:
+        heads_first = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+        out, lse = fastattn.attention(
+            *heads_first, causal="bottom_right", return_lse=True, backend="cpu"
+        )
+        assert torch.equal(packed[0][q0:q1], out[0].transpose(0, 1))
+        assert torch.equal(packed[1][:, q0:q1], lse[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_projections_of_one_tensor_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    """q, k and v as views of [T, 3, H, D]: the bits of their copies."""
+    cu = _offsets(70, 33)
+    views = _randn(103, 3, 2, 24, dtype=dtype, seed=1).unbind(1)
+    assert not views[0].is_contiguous()
+    strided = _everything(*views, cu, cu, causal=True)
+    dense = _everything(*(x.contiguous() for x in views), cu, cu, causal=True)
+    for one, other in zip(strided, dense, strict=True):
+        assert torch.equal(one, other)
+
+
+def _forward(**changes: Any) -> None:
+    x = torch.zeros(9, 2, 8)
+    arguments: dict[str, Any] = {name: x for name in ("q", "k", "v")}
+    arguments |= {"cu_seqlens_q": _offsets(4, 5), "cu_seqlens_k": _offsets(4, 5)}
+    arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
+    arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
+    arguments |= {"out": torch.empty_like(x), "lse": torch.empty(2, 9)}
+    arguments["scratch"] = torch.empty(1 << 20)
+    torch.ops.fastattn_cpu.attention_varlen_fwd(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"cu_seqlens_q": torch.tensor([0, 4, 10]).int()}, "must ascend from 0 to at most 9"),
+        ({"cu_seqlens_q": torch.tensor([0, 7, 5]).int()}, "cu_seqlens_q must ascend"),
+        ({"cu_seqlens_k": torch.tensor([-1, 4, 9]).int()}, "cu_seqlens_k must ascend"),
+        ({"cu_seqlens_k": torch.tensor([0, 9]).int()}, "cu_seqlens_k must be a contiguous CPU"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, "cu_seqlens_q must be a contiguous CPU"),
+        ({"k": torch.zeros(9, 2, 7)}, r"k must be a CPU tensor of shape \[9, 2, 8\]"),
+        ({"v": torch.zeros(8, 2, 8)}, r"v must be a CPU tensor of shape \[9, 2, 8\]"),
+        ({"v": torch.zeros(9, 8, 2).mT}, "v must have a contiguous last dimension"),
+        ({"out": torch.zeros(9, 1, 8)}, "out must be a CPU tensor"),
+        ({"lse": torch.zeros(2, 8)}, "lse must be a contiguous CPU tensor of 18"),
+        ({"scratch": torch.zeros(8)}, "scratch must have"),
+    ],
+)
+def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
+    _forward()
+    with pytest.raises(RuntimeError, match=message):
+        _forward(**changes)

@@ -1,0 +1,521 @@
+"""The Triton kernels of the norms: layer norm, residual add + layer norm and RMS norm share them.
+
+A pointer that is None switches off what it stands for: without `mean_ptr` the norm is RMS norm,
+with `z_ptr` the forward first adds the branch to the residual. `norm_fwd_kernel` and
+`norm_bwd_kernel` hold whole rows in registers and read them once; the others walk along rows that
+are longer. Parameter gradients leave the backward as fp32 partial sums, one line per program, which
+`sum_partials_kernel` adds in a fixed order. All arithmetic is fp32; results are rounded once.
+"""
+
+# Kernels are in Triton's language: no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from fastattn.ops.layer_norm import config
+
+# Arguments that differ from call to call must not become part of what is compiled.
+_PER_CALL = ["M", "stream", "threshold", "keep_factor", "eps", "lines"]
+
+BEFORE = tl.constexpr(config.BEFORE)
+WITH_ROWS = tl.constexpr(config.WITH_ROWS)
+AFTER_STATISTICS = tl.constexpr(config.AFTER_STATISTICS)
+
+
+# -- dropout, as written in fastattn/ops/_dropout.py ----------------------------------------------
+
+
+@triton.jit
+def finalise(x):
+    """A bijection of uint32 with good avalanche."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def absorb(state, value):
+    return finalise((state ^ value) + 0x9E3779B9)
+
+
+@triton.jit
+def stream_key(TAG: tl.constexpr, seed_ptr, stream):
+    seed = tl.load(seed_ptr)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    tag = tl.full([], TAG, tl.uint32)
+    return absorb(absorb(absorb(tag, low), high), stream.to(tl.uint32))
+
+
+@triton.jit
+def row_keys(seed_ptr, stream, rows):
+    """rows: int64 of any shape, counted over the whole tensor."""
+    key = absorb(stream_key(0x243F6A88, seed_ptr, stream), (rows >> 32).to(tl.uint32))
+    key = absorb(key, tl.zeros_like(key))
+    return absorb(key, (rows & 0xFFFFFFFF).to(tl.uint32))
+
+
+@triton.jit
+def column_keys(seed_ptr, stream, start, local):
+    """Of the columns start + local: start a multiple of 4, local from arange (any shape)."""
+    unit = (start // 4 + (local >> 2)).to(tl.uint32)
+    return absorb(stream_key(0x85A308D3, seed_ptr, stream), unit)
+
+
+@triton.jit
+def drop(x, row_keys, column_keys, local, threshold, keep_factor):
+    """x with dropped elements 0 and kept ones scaled. Four columns share a word, which the compiler
+    sees: what tells them apart are constant bits of `local`.
+    """
+    word = finalise(row_keys ^ column_keys)
+    byte = (word >> (8 * (local & 3)).to(tl.uint32)) & 0xFF
+    return tl.where(byte >= threshold.to(tl.uint32), x * keep_factor, 0.0)
+
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_tile(ptrs, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """In fp32, 0 where the mask is false."""
+    if MASKED:
+        return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    else:
+        return tl.load(ptrs, eviction_policy=POLICY).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptrs, value, mask, MASKED: tl.constexpr):
+    """Rounded to the pointer's type."""
+    value = value.to(ptrs.dtype.element_ty)
+    if MASKED:
+        tl.store(ptrs, value, mask=mask)
+    else:
+        tl.store(ptrs, value)
+
+
+@triton.jit
+def load_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.constexpr):
+    """A parameter as [1, BLOCK], or `default` where it is None."""
+    if ptr is None:
+        return default
+    elif ROWS == 1:
+        # In the tile's own shape a parameter of another type gets the tile's layout.
+        return load_tile(ptr + cols[None, :], mask_n[None, :], not EXACT, "evict_last")
+    else:
+        return load_tile(ptr + cols, mask_n, not EXACT, "evict_last")[None, :]
+
+
+# -- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def norm_fwd_kernel(
+    x_ptr,  # [M, N], like residual_ptr with contiguous rows stride_x apart
+    residual_ptr,
+    x_bias_ptr,  # [N], like the other parameters
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,  # [M, N] contiguous
+    z_ptr,
+    mean_ptr,  # [M]
+    rstd_ptr,
+    M,
+    stream,
+    threshold,
+    keep_factor,
+    eps,
+    N,
+    stride_x,
+    stride_residual,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles of ROWS whole rows, BLOCK >= N columns (EXACT: BLOCK == N)."""
+    MASKED: tl.constexpr = ROWS > 1 or not EXACT
+    cols = tl.arange(0, BLOCK)
+    mask_n = cols < N
+    if PARAMETERS == BEFORE:
+        weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
+        bias = load_columns(bias_ptr, cols, mask_n, 0.0, ROWS, EXACT)
+    tiles = (M - 1) // ROWS + 1
+    first = tl.program_id(0).to(tl.int64)
+    for tile in tl.range(first, tiles, tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask_m = rows < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        if EXACT:
+            mask = tl.broadcast_to(mask_m[:, None], [ROWS, BLOCK])
+        z = load_tile(x_ptr + rows[:, None] * stride_x + cols, mask, MASKED, "evict_first")
+        offs = rows[:, None] * N + cols[None, :]
+        if z_ptr is not None:
+            residual_ptrs = residual_ptr + rows[:, None] * stride_residual + cols
+            residual = load_tile(residual_ptrs, mask, MASKED, "evict_first")
+        if PARAMETERS == WITH_ROWS:
+            weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
+            bias = load_columns(bias_ptr, cols, mask_n, 0.0, ROWS, EXACT)
+        if z_ptr is not None:
+            z += load_columns(x_bias_ptr, cols, mask_n, 0.0, ROWS, EXACT)
+            if DROPOUT:
+                r = row_keys(seed_ptr, stream, rows)[:, None]
+                c = column_keys(seed_ptr, stream, 0, cols)[None, :]
+                z = drop(z, r, c, cols[None, :], threshold, keep_factor)
+            # The norm is of what is stored.
+            z = (z + residual).to(z_ptr.dtype.element_ty)
+            store_tile(z_ptr + offs, z, mask, MASKED)
+            z = z.to(tl.float32)
+        if mean_ptr is not None:
+            mean = tl.sum(z, axis=1) / N
+            z -= mean[:, None]
+            if not EXACT:
+                z = tl.where(mask_n[None, :], z, 0.0)
+        rstd = tl.rsqrt(tl.sum(z * z, axis=1) / N + eps)
+        if PARAMETERS == AFTER_STATISTICS:
+            weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
+            bias = load_columns(bias_ptr, cols, mask_n, 0.0, ROWS, EXACT)
+        store_tile(y_ptr + offs, z * rstd[:, None] * weight + bias, mask, MASKED)
+        # Last, because with several rows they pass through shared memory.
+        tl.store(rstd_ptr + rows, rstd, mask=mask_m)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + rows, mean, mask=mask_m)
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def norm_fwd_long_kernel(
+    x_ptr,
+    residual_ptr,
+    x_bias_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    M,
+    stream,
+    threshold,
+    keep_factor,
+    eps,
+    N,
+    stride_x,
+    stride_residual,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,  # N is a multiple of BLOCK
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A row a program, BLOCK <= N columns at a time: once for the statistics, once for the result.
+
+    Every lane keeps the mean and the squared deviations of its own columns (Welford's recurrence);
+    the lanes are combined at the end of the row.
+    """
+    MASKED: tl.constexpr = not EXACT
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride_x
+    y_ptr += row * N
+    local = tl.arange(0, BLOCK)
+    lane_mean = tl.zeros([BLOCK], tl.float32)
+    lane_squares = tl.zeros([BLOCK], tl.float32)
+    if z_ptr is not None:
+        residual_ptr += row * stride_residual
+        z_ptr += row * N
+    if DROPOUT:
+        r = row_keys(seed_ptr, stream, row)
+    for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+        cols = start + local
+        mask = cols < N
+        z = load_tile(x_ptr + cols, mask, MASKED, "evict_last")
+        if z_ptr is not None:
+            residual = load_tile(residual_ptr + cols, mask, MASKED, "evict_first")
+            if x_bias_ptr is not None:
+                z += load_tile(x_bias_ptr + cols, mask, MASKED, "evict_last")
+            if DROPOUT:
+                c = column_keys(seed_ptr, stream, start, local)
+                z = drop(z, r, c, local, threshold, keep_factor)
+            z = (z + residual).to(z_ptr.dtype.element_ty)
+            store_tile(z_ptr + cols, z, mask, MASKED)
+            z = z.to(tl.float32)
+        if mean_ptr is not None:
+            delta = z - lane_mean
+            step = delta * (1.0 / (start // BLOCK + 1))
+            square = delta * (delta - step)
+            if MASKED:
+                step = tl.where(mask, step, 0.0)
+                square = tl.where(mask, square, 0.0)
+            lane_mean += step
+            lane_squares += square
+        else:
+            lane_squares += z * z
+    mean = 0.0
+    if mean_ptr is not None:
+        count = ((N - local + BLOCK - 1) // BLOCK).to(tl.float32)
+        mean = tl.sum(lane_mean * count, axis=0) / N
+        lane_squares += count * (lane_mean - mean) * (lane_mean - mean)
+        tl.store(mean_ptr + row, mean)
+    rstd = tl.rsqrt(tl.sum(lane_squares, axis=0) / N + eps)
+    tl.store(rstd_ptr + row, rstd)
+    stored_ptr = x_ptr
+    if z_ptr is not None:
+        stored_ptr = z_ptr
+        tl.debug_barrier()  # what other threads of this program have written is read below
+    for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+        cols = start + local
+        mask = cols < N
+        y = (load_tile(stored_ptr + cols, mask, MASKED, "evict_first") - mean) * rstd
+        if weight_ptr is not None:
+            y *= load_tile(weight_ptr + cols, mask, MASKED, "evict_last")
+        if bias_ptr is not None:
+            y += load_tile(bias_ptr + cols, mask, MASKED, "evict_last")
+        store_tile(y_ptr + cols, y, mask, MASKED)
+
+
+# -- backward -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def norm_row_sums_kernel(
+    dy_ptr,
+    z_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    sums_ptr,
+    M,
+    N,
+    stride_dy,
+    stride_z,
+    EXACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row a program, BLOCK columns at a time: [2, M], the sums of g and of g * xhat along rows,
+    where g = dy * weight.
+    """
+    MASKED: tl.constexpr = not EXACT
+    row = tl.program_id(0).to(tl.int64)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    along = tl.zeros([BLOCK], tl.float32)
+    across = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < N
+        g = load_tile(dy_ptr + row * stride_dy + cols, mask, MASKED, "")
+        if weight_ptr is not None:
+            g *= load_tile(weight_ptr + cols, mask, MASKED, "evict_last")
+        z = load_tile(z_ptr + row * stride_z + cols, mask, MASKED, "")
+        along += g
+        across += g * ((z - mean) * rstd)
+    tl.store(sums_ptr + row, tl.sum(along, axis=0))
+    tl.store(sums_ptr + M + row, tl.sum(across, axis=0))
+
+
+@triton.jit
+def store_partials(
+    partials_ptr,
+    dweight,
+    dbias,
+    dx_bias,
+    index,
+    lines,
+    cols,
+    mask_n,
+    N,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    DX_BIAS: tl.constexpr,
+):
+    """The sums over this program's rows, [ROWS, BLOCK], into line `index` of each of the tensors
+    [lines, N] that lie one behind the other in `partials_ptr`.
+    """
+    ptrs = partials_ptr + index * N + cols
+    step = lines.to(tl.int64) * N
+    if DWEIGHT:
+        tl.store(ptrs, tl.sum(dweight, axis=0), mask=mask_n)
+        ptrs += step
+    if DBIAS:
+        tl.store(ptrs, tl.sum(dbias, axis=0), mask=mask_n)
+        ptrs += step
+    if DX_BIAS:
+        tl.store(ptrs, tl.sum(dx_bias, axis=0), mask=mask_n)
+
+
+@triton.jit
+def loop_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.constexpr):
+    """load_columns inside a loop over rows. Behind a branch the load stays a plain one; otherwise
+    the compiler would stage it through shared memory for every row, as it does with the rows.
+    """
+    if ptr is None:
+        return default
+    else:
+        value = tl.zeros([1, cols.shape[0]], tl.float32)
+        if tl.num_programs(0) > 0:
+            value = load_columns(ptr, cols, mask_n, default, ROWS, EXACT)
+        return value
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def norm_bwd_kernel(
+    dy_ptr,  # gradients of the results: dy or dz may be None
+    dz_ptr,
+    z_ptr,  # what was normalised
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    sums_ptr,  # [2, M]: what norm_row_sums_kernel made, or None
+    seed_ptr,
+    dx_ptr,  # of the branch, after dropout; dresidual_ptr: before
+    dresidual_ptr,
+    partials_ptr,
+    M,
+    stream,
+    threshold,
+    keep_factor,
+    N,
+    stride_dy,
+    stride_dz,
+    stride_z,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
+    DX_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEEP_WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles of ROWS rows; sums of the parameter gradients stay in registers between tiles.
+
+    PARTS blocks of columns hold a row (EXACT: they are full), one program each. With PARTS = 2 both
+    programs read all of it for the sums along the row. With PARTS = 0 these are given, and there
+    are as many blocks as it takes.
+    """
+    MASKED: tl.constexpr = ROWS > 1 or not EXACT
+    parts = PARTS
+    if PARTS == 0:
+        parts = tl.cdiv(N, BLOCK)
+    part = tl.program_id(0) % parts
+    first = (tl.program_id(0) // parts).to(tl.int64)
+    lines = tl.num_programs(0) // parts
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask_n = cols < N
+    if KEEP_WEIGHT and dy_ptr is not None:
+        weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
+    dweight = tl.zeros([ROWS, BLOCK], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    dx_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in tl.range(first, (M - 1) // ROWS + 1, lines, num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        mask_m = rows < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        if EXACT:
+            mask = tl.broadcast_to(mask_m[:, None], [ROWS, BLOCK])
+        if dy_ptr is not None:
+            dy = load_tile(dy_ptr + rows[:, None] * stride_dy + cols, mask, MASKED, "")
+            xhat = load_tile(z_ptr + rows[:, None] * stride_z + cols, mask, MASKED, "")
+            rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
+            mean = 0.0
+            if mean_ptr is not None:
+                mean = tl.load(mean_ptr + rows, mask=mask_m, other=0.0)[:, None]
+            xhat = (xhat - mean) * rstd
+            if not KEEP_WEIGHT:
+                weight = loop_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
+            g = dy * weight
+            if PARTS == 0:
+                along = tl.load(sums_ptr + rows, mask=mask_m, other=0.0)
+                across = tl.load(sums_ptr + M + rows, mask=mask_m, other=0.0)
+            else:
+                along = g
+                across = g * xhat
+                if PARTS == 2:
+                    others = (1 - part) * BLOCK + tl.arange(0, BLOCK)
+                    mask_n_o = others < N
+                    mask_o = mask_m[:, None] & mask_n_o[None, :]
+                    dy_ptrs = dy_ptr + rows[:, None] * stride_dy + others
+                    z_ptrs = z_ptr + rows[:, None] * stride_z + others
+                    g_o = load_tile(dy_ptrs, mask_o, MASKED, "")
+                    g_o *= loop_columns(weight_ptr, others, mask_n_o, 1.0, ROWS, EXACT)
+                    along += g_o
+                    across += g_o * ((load_tile(z_ptrs, mask_o, MASKED, "") - mean) * rstd)
+                if mean_ptr is not None:
+                    # One reduction of both: three barriers fewer than two.
+                    along, across = tl.split(tl.sum(tl.join(along, across), axis=1))
+                else:
+                    across = tl.sum(across, axis=1)
+            dsum = g - xhat * (across / N)[:, None]
+            if mean_ptr is not None:
+                dsum -= (along / N)[:, None]
+            dsum *= rstd
+            if DWEIGHT:
+                dweight += dy * xhat
+            if DBIAS:
+                dbias += dy
+        else:
+            dsum = tl.zeros([ROWS, BLOCK], tl.float32)
+        if dz_ptr is not None:
+            dz_ptrs = dz_ptr + rows[:, None] * stride_dz + cols
+            dsum += load_tile(dz_ptrs, mask, MASKED, "")
+        offs = rows[:, None] * N + cols[None, :]
+        if dresidual_ptr is not None:
+            store_tile(dresidual_ptr + offs, dsum, mask, MASKED)
+        if DROPOUT:
+            r = row_keys(seed_ptr, stream, rows)[:, None]
+            c = column_keys(seed_ptr, stream, part * BLOCK, tl.arange(0, BLOCK))[None, :]
+            dsum = drop(dsum, r, c, tl.arange(0, BLOCK)[None, :], threshold, keep_factor)
+        if DX_BIAS:
+            dx_bias += tl.where(mask_m[:, None], dsum, 0.0)
+        if dx_ptr is not None:
+            store_tile(dx_ptr + offs, dsum, mask, MASKED)
+    if DWEIGHT or DBIAS or DX_BIAS:
+        store_partials(
+            partials_ptr, dweight, dbias, dx_bias, first, lines, cols, mask_n, N, DWEIGHT, DBIAS,
+            DX_BIAS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PER_CALL)
+def sum_partials_kernel(
+    partials_ptr,  # what store_partials wrote
+    dweight_ptr,
+    dbias_ptr,
+    dx_bias_ptr,
+    lines,
+    N,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The second stage of the parameter gradients: one block of columns of one of them a program,
+    its lines added in a fixed order.
+    """
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask_n = cols < N
+    partials_ptr += which.to(tl.int64) * lines * N
+    total = tl.zeros([LINES, BLOCK], tl.float32)
+    for start in tl.range(0, lines, LINES):
+        line = start + tl.arange(0, LINES)
+        mask = (line < lines)[:, None] & mask_n[None, :]
+        ptrs = partials_ptr + line.to(tl.int64)[:, None] * N + cols
+        total += load_tile(ptrs, mask, True, "evict_first")
+    total = tl.sum(total, axis=0)
+    index = 0
+    if dweight_ptr is not None:
+        store_tile(dweight_ptr + cols, total, mask_n & (which == index), True)
+        index += 1
+    if dbias_ptr is not None:
+        store_tile(dbias_ptr + cols, total, mask_n & (which == index), True)
+        index += 1
+    if dx_bias_ptr is not None:
+        store_tile(dx_bias_ptr + cols, total, mask_n & (which == index), True)

@@ -1,0 +1,563 @@
+"""The norms in Triton: values, tiles, launches, and what the compilers make of the kernels.
+
+On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
+interpreter, on samples that are small enough, and compiles what ships for GPUs that are not there:
+no spills, all programs on a core at once, shared memory within the limit.
+"""
+
+# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+
+triton = pytest.importorskip("triton")
+if _env.interpreting():
+    import bf16_interpreter
+
+    bf16_interpreter.install()
+
+from triton.backends.compiler import GPUTarget
+
+import fastattn
+from fastattn.ops.layer_norm import config, spec
+from fastattn.ops.layer_norm import triton as kernels
+from fastattn.ops.layer_norm.config import BackwardConfig, ForwardConfig
+from fastattn.ops.layer_norm.triton_launch import BoundLaunch, LaunchCache
+from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import OpSpec, Sample
+
+DEVICE = _env.default_device()
+NATIVE = DEVICE.type == "cuda"
+runs = pytest.mark.skipif(
+    not NATIVE and not _env.interpreting(),
+    reason="runs on a GPU, or in the interpreter's own process",
+)
+compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
+SPECS = {s.name: s for s in spec.SPECS}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def _check(op: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(op, sample, dtype), "triton", DEVICE)
+    assert not [row for row in rows if row.status != "ok"]
+
+
+def _samples() -> list[Any]:
+    cases = []
+    for op in spec.SPECS:
+        for sample in op.samples:
+            small = "interpreter" in sample.tags or sample.name == "no_rows"
+            if not NATIVE and not small:
+                continue
+            for dtype in sample.dtypes if NATIVE else (BF16,):
+                short = str(dtype).removeprefix("torch.")
+                cases.append(pytest.param(op, sample, dtype, id=f"{op.name}-{sample.name}-{short}"))
+    return cases
+
+
+@runs
+@pytest.mark.parametrize("op, sample, dtype", _samples())
+def test_sample(op: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    _check(op, sample, dtype)
+
+
+@runs
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
+def test_fp32_parameters(op: str) -> None:
+    sample = next(s for s in SPECS[op].samples if s.name == "fp32_parameters")
+    _check(SPECS[op], sample, FP16)
+
+
+def _sample(op: str, shape: tuple[int, ...], **options: Any) -> Sample:
+    make = partial(spec.make_inputs, op=op, shape=shape, **options)
+    return Sample("made", "made here", make, ("x", "residual", "weight", "bias", "x_bias"))
+
+
+def _ship(
+    monkeypatch: pytest.MonkeyPatch,
+    forward: ForwardConfig | None = None,
+    backward: BackwardConfig | None = None,
+) -> None:
+    """Every call takes these tilings; none is remembered from before, nor for later."""
+    if forward is not None:
+        monkeypatch.setattr(kernels, "forward_config", lambda *_: forward)
+    if backward is not None:
+        monkeypatch.setattr(kernels, "backward_config", lambda *_: backward)
+    monkeypatch.setattr(kernels, "_forward_plans", LaunchCache())
+    monkeypatch.setattr(kernels, "_backward_plans", LaunchCache())
+
+
+# Of rows of 70 columns: a block of 128, two of 64, three of 32.
+FORWARD_TILINGS = {
+    "tiles": ForwardConfig(4, 128, 4),
+    "parameters_late": ForwardConfig(1, 128, 4, parameters=config.AFTER_STATISTICS),
+    "persistent": ForwardConfig(2, 128, 4, 1, config.BEFORE, 2),
+    "blocks": ForwardConfig(1, 32, 4, stages=2),
+}
+BACKWARD_TILINGS = {
+    "whole": BackwardConfig(4, 128, 4, 1, 2),
+    "weight_again": BackwardConfig(1, 128, 4, 3, 1, keep_weight=False),
+    "halves": BackwardConfig(2, 64, 4, 2, 1, 2, keep_weight=False),
+    "blocks": BackwardConfig(4, 32, 4, 3, 1, 0),
+}
+
+
+@runs
+@pytest.mark.parametrize(
+    "forward, backward", list(zip(FORWARD_TILINGS, BACKWARD_TILINGS, strict=True))
+)
+@pytest.mark.parametrize("op", ["add_layer_norm", "rms_norm"])
+def test_results_do_not_depend_on_tiles(
+    op: str, forward: str, backward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of add_layer_norm, and what is not centred."""
+    _ship(monkeypatch, FORWARD_TILINGS[forward], BACKWARD_TILINGS[backward])
+    everything = {"x_bias": True, "dropout_p": 0.3} if op == "add_layer_norm" else {}
+    _check(SPECS[op], _sample(op, (1, 9, 70), offset=30.0, **everything), FP32)
+
+
+@runs
+def test_long_rows_keep_small_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block around 1000: a sum of squares would lose the variance."""
+    _ship(monkeypatch, ForwardConfig(1, 256, 4))
+    _check(SPECS["layer_norm"], _sample("layer_norm", (1, 2, 1100), offset=1000.0), FP32)
+
+
+@runs
+def test_a_row_of_a_million(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not NATIVE:  # the interpreter wants few, large blocks
+        block = 1 << 16
+        backward, total = BackwardConfig(1, block, 4, 2, 1, 0), config.SumConfig(2, block, 4)
+        _ship(monkeypatch, ForwardConfig(1, block, 4), backward)
+        monkeypatch.setattr(kernels, "sum_config", lambda *_: total)
+        monkeypatch.setattr(kernels, "row_sums_config", lambda *_: total)
+    _check(SPECS["layer_norm"], _sample("layer_norm", (1, 1 << 20), offset=5.0), FP16)
+
+
+@runs
+def test_offsets_have_64_bits() -> None:
+    """Two rows that lie 2^31 elements apart; what is between them is never touched."""
+    storage = torch.empty((1 << 31) + 64, dtype=FP16, device=DEVICE)
+    x = storage.as_strided((2, 64), (1 << 31, 1)).copy_(torch.randn(2, 64)).requires_grad_()
+    near = x.detach().contiguous().requires_grad_()
+    dy = torch.randn(2, 64, device=DEVICE).half()
+    results = []
+    for rows in (x, near):
+        y = fastattn.layer_norm(rows, backend="triton")
+        results.append((y, *torch.autograd.grad(y, rows, dy)))
+    for far_result, near_result in zip(*results, strict=True):
+        assert torch.equal(far_result, near_result)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_31_elements() -> None:
+    x = torch.empty((1 << 21) + 3, 1024, dtype=BF16, device=DEVICE).normal_().requires_grad_()
+    y = fastattn.layer_norm(x, backend="triton")
+    (dx,) = torch.autograd.grad(y, x, x.detach())
+    last = x.detach()[-3:].clone().requires_grad_()
+    y_last = fastattn.layer_norm(last, backend="triton")
+    (dx_last,) = torch.autograd.grad(y_last, last, last.detach())
+    assert torch.equal(y[-3:], y_last) and torch.equal(dx[-3:], dx_last)
+
+
+@runs
+def test_rows_without_columns() -> None:
+    ops = torch.ops.fastattn
+    x = torch.empty(3, 0, device=DEVICE)
+    y, mean, rstd = ops.layer_norm_fwd(x, None, None, 1e-5, backend="triton")
+    assert y.shape == x.shape and bool(mean.isnan().all()) and bool(rstd.isnan().all())
+    w = torch.empty(0, device=DEVICE)
+    needs = [True, True, True]
+    gradients = ops.layer_norm_bwd(x, x, w, w, mean, rstd, 1e-5, needs, backend="triton")
+    assert [list(g.shape) for g in gradients] == [[3, 0], [0], [0]]
+
+
+def _add_inputs(M: int, N: int) -> dict[str, Any]:
+    inputs = spec.make_inputs(
+        torch.Generator().manual_seed(M), FP32, op="add_layer_norm", shape=(M, N), x_bias=True,
+        dropout_p=0.3,
+    )  # fmt: skip
+    return {k: x.to(DEVICE) if isinstance(x, Tensor) else x for k, x in inputs.items()}
+
+
+@runs
+@pytest.mark.parametrize("N", [33, 600], ids=["short", "long"])
+def test_backward_of_the_sum_alone(N: int) -> None:
+    """No gradient of the normalised result: nothing is normalised, parameters get zeros."""
+    inputs = _add_inputs(5, N)
+    names = ("x", "residual", "x_bias", "weight", "bias")
+    tensors = [inputs[n].requires_grad_() for n in names]
+    dz = torch.randn(5, N, device=DEVICE)
+    grads = {}
+    for backend in ("triton", "reference"):
+        _, z = fastattn.add_layer_norm(**inputs, backend=backend)
+        grads[backend] = torch.autograd.grad(z, tensors, dz, materialize_grads=True)
+    for name, ours, theirs in zip(names, grads["triton"], grads["reference"], strict=True):
+        if name != "x_bias":
+            assert torch.equal(ours, theirs), name
+    ours, theirs = grads["triton"][2], grads["reference"][2]
+    exact = grads["reference"][0].double().sum(0)
+    size = grads["reference"][0].double().abs().sum(0)
+    result = compare(ours, exact, theirs, size, 0)
+    assert result.ok, result.message
+
+
+@runs
+@pytest.mark.skipif(NATIVE, reason="compilers contract products as they like")
+@pytest.mark.parametrize("N", [33, 257, 600], ids=["whole", "halves", "blocks"])
+def test_only_what_is_wanted_is_written(N: int) -> None:
+    """Each gradient alone has the bits it has among all."""
+    inputs = _add_inputs(6, N)
+    x, residual, x_bias, w, b = (inputs[n] for n in ("x", "residual", "x_bias", "weight", "bias"))
+    options = (0.3, inputs["dropout_seed"], 3)
+    fwd, bwd = torch.ops.fastattn.add_layer_norm_fwd, torch.ops.fastattn.add_layer_norm_bwd
+    _, z, mean, rstd = fwd(x, residual, x_bias, w, b, 1e-5, *options, backend="triton")
+    dy, dz = torch.randn(2, 6, N, device=DEVICE)
+
+    def run(needs: list[bool]) -> list[Tensor]:
+        args = (dy, dz, z, x_bias, w, b, mean, rstd, 1e-5, FP32, *options, needs)
+        return bwd(*args, backend="triton")
+
+    whole = run([True] * 5)
+    for i, expected in enumerate(whole):
+        alone = run([j == i for j in range(5)])
+        assert torch.equal(alone[i], expected)
+        assert all(x.shape == (0,) for j, x in enumerate(alone) if j != i)
+
+
+@runs
+def test_another_number_of_rows_binds_nothing_again() -> None:
+    """As packed batches bring it with every call."""
+    sizes = []
+    for M in (3, 4, 5, 64):
+        inputs = _add_inputs(M, 48)
+        inputs["weight"].requires_grad_()
+        y, _ = fastattn.add_layer_norm(**inputs, backend="triton")
+        y.sum().backward()
+        sizes.append((len(kernels._forward_plans), len(kernels._backward_plans)))
+    assert len(set(sizes)) == 1
+
+
+# -- on the host ----------------------------------------------------------------------------------
+
+
+def test_rows_are_copied_only_where_no_stride_fits() -> None:
+    x = torch.randn(4, 6, 8)
+    cases = {
+        "contiguous": (x, 8),
+        "wider rows": (torch.randn(4, 6, 16)[..., :8], 16),
+        "one of several": (x[:, 2], 48),
+        "repeated": (x[0, 0].expand(5, 8), 0),
+        "vector": (x[0, 0], 8),
+        "one row": (torch.randn(1, 3, 16)[:, 1:2, :8], 8),
+        "column": (torch.randn(6, 4)[:, 1:2], 4),
+    }
+    for name, (rows, stride) in cases.items():
+        found, found_stride = kernels._rows(rows)
+        assert found.data_ptr() == rows.data_ptr() and found_stride == stride, name
+    for rows in (x.mT, x[:, 1:4], x.transpose(0, 1)):
+        found, stride = kernels._rows(rows)
+        assert found.is_contiguous() and torch.equal(found, rows) and stride == rows.shape[-1]
+
+
+def test_refuses_what_it_cannot_run() -> None:
+    x, wide = torch.randn(3, 8), torch.randn(3, 8).double()
+    refusal = kernels.layer_norm_fwd_unsupported
+    assert refusal(x, None, None, 1e-5) is None
+    assert "got torch.float64" in str(refusal(wide, None, None, 1e-5))
+    assert "got torch.float64" in str(refusal(x, wide[0], None, 1e-5))
+    long = torch.empty(1, (1 << 30) + 1, dtype=FP16, device="meta")
+    assert "rows of up to" in str(refusal(long, None, None, 1e-5))
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_75")
+    refusal = kernels.rms_norm_fwd_unsupported(torch.randn(3, 8), None, 1e-5)
+    assert refusal == "needs compute capability 8.0 or newer, got sm_75"
+
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+LENGTHS = (1, 3, 64, 100, 512, 1000, 1024, 2048, 4096, 5000, 8192, 16384, 20000, 1 << 20)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_row_length_has_its_tiles(arch: str) -> None:
+    for N in LENGTHS:
+        aligned = N % 16 == 0
+        for add in (False, True):
+            c = config.forward_config(arch, N, add, aligned)
+            assert c.BLOCK >= N or (c.ROWS == 1 and N > 4096)
+            assert c.ROWS * c.BLOCK <= 32 * 32 * c.warps * (2 if arch == "gfx942" else 1)
+        for itemsize, tensors, sums in ((2, 2, 2), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
+            b = config.backward_config(arch, N, itemsize, tensors, sums, aligned)
+            assert N <= b.PARTS * b.BLOCK if b.PARTS else N > (8192 if aligned else 2048)
+            if arch != "gfx942":
+                registers = b.maxnreg or 255
+                assert b.programs * b.warps * 32 * registers <= 1 << 16
+            read = tensors + 2 * (b.PARTS == 2)
+            staged = (b.stages - 1) * b.ROWS * b.BLOCK * itemsize * read
+            assert b.programs * staged <= config._SHARED[config.family(arch)]
+
+
+def test_searches_start_from_what_ships() -> None:
+    for N in (64, 512, 4096, 16384):
+        for add in (False, True):
+            forward = config.forward_candidates("sm_90", N, add)
+            assert forward[0] == config.forward_config("sm_90", N, add)
+            assert len(set(forward)) == len(forward) > 10
+        backward = config.backward_candidates("sm_90", N, 2, 2, 2)
+        assert backward[0] == config.backward_config("sm_90", N, 2, 2, 2)
+        assert len(set(backward)) == len(backward) > 10
+
+
+class _FakeKernel:
+    """Notes how it is launched: by Triton, which binds arguments, or compiled."""
+
+    function = 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> "_FakeKernel":
+            self.calls.append("bound" if options else f"again {grid[0]} {args[1:]}")
+            return self
+
+        return launch
+
+
+def test_launches_are_bound_once() -> None:
+    kernel = _FakeKernel()
+    launch = BoundLaunch(kernel, (7,), {"BLOCK": 8}, num_warps=4)
+    x = torch.empty(64)
+    launch((1, 1, 1), x, 5)
+    launch((2, 1, 1), x, 6)
+    launch((3, 1, 1), x[1:], 6)  # not aligned
+    launch((4, 1, 1), x, 6)
+    assert kernel.calls == ["bound", "again 2 (6, 7, 8)", "bound", "again 4 (6, 7, 8)"]
+
+
+# -- the interpreter's own process ----------------------------------------------------------------
+
+
+@compiles
+@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
+def test_in_the_interpreter() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 40
+
+
+# -- compilers ------------------------------------------------------------------------------------
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Kernels launched inside are compiled for `arch`, collected and not run."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[Any] = []
+    run = JITFunction.run
+    used = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        used.add(self)
+        self.device_caches.clear()
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(_env, "architecture", lambda *device: arch)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
+        try:
+            yield found
+        finally:
+            for function in used:
+                function.device_caches.clear()
+
+
+def _empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launch(
+    direction: str,
+    N: int,
+    dtype: torch.dtype = BF16,
+    parameters: torch.dtype | None = None,
+    *,
+    add: bool = False,
+    dz: bool = False,
+    dropout_p: float = 0.0,
+) -> None:
+    """A norm as its op would launch it, on tensors without memory. add: with x_bias."""
+    x, w = _empty(4096, N, dtype=dtype), _empty(N, dtype=parameters or dtype)
+    row = _empty(4096)
+    dropout = (dropout_p, _empty(1, dtype=torch.int64), 3)
+    if direction == "fwd":
+        if add:
+            kernels.add_layer_norm_fwd(x, x, w, w, w, 1e-5, *dropout, x, x, row, row)
+        else:
+            kernels.layer_norm_fwd(x, w, w, 1e-5, x, row, row)
+        return
+    args: tuple[Any, ...]
+    if add:
+        args = (x, x if dz else None, x, w, w, w, row, row, 1e-5, dtype, *dropout, [True] * 5)
+        spaces = kernels.add_layer_norm_bwd_workspace(*args)
+        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
+        kernels.add_layer_norm_bwd(*args, x, x, w, w, w, *scratch)
+    else:
+        args = (x, x, w, w, row, row, 1e-5, [True] * 3)
+        spaces = kernels.layer_norm_bwd_workspace(*args)
+        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
+        kernels.layer_norm_bwd(*args, x, w, w, *scratch)
+
+
+CALLS: dict[str, Any] = {
+    "fwd": partial(_launch, "fwd"),
+    "fwd_fp32_parameters": partial(_launch, "fwd", parameters=FP32),
+    "add_fwd": partial(_launch, "fwd", add=True, dropout_p=0.1),
+    "bwd": partial(_launch, "bwd"),
+    "bwd_fp32": partial(_launch, "bwd", dtype=FP32),
+    "add_bwd": partial(_launch, "bwd", add=True, dz=True, dropout_p=0.1),
+}
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _spills_and_registers(kernel: Any, folder: Path) -> tuple[int, int]:
+    """Bytes (AMD: registers) a thread spills, and the registers it has."""
+    if "cubin" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        counts = [
+            max(int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", text))
+            for name in ("vgpr_spill_count", "vgpr_count")
+        ]
+        return counts[0], counts[1]
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    spilled, registers = (max(map(int, re.findall(rf"{n}:(\d+)", usage))) for n in ("STACK", "REG"))
+    return spilled, registers
+
+
+def _shipped() -> list[Any]:
+    """(arch, row length, call): all of them in the slow run, a cross-section always."""
+    always = {
+        ("sm_90", 512): ("fwd", "bwd", "add_bwd"),
+        ("sm_90", 4096): ("add_fwd", "bwd"),
+        ("sm_90", 16384): ("fwd", "bwd"),
+        ("sm_90", 65536): ("bwd",),
+        ("sm_80", 512): ("bwd",),
+        ("sm_100", 4096): ("fwd",),
+        ("gfx942", 512): ("fwd", "bwd"),
+    }
+    lengths = {"sm_90": (33, 64, 512, 1024, 4096, 4095, 8192, 16384, 65536)}
+    return [
+        pytest.param(
+            arch, N, call, id=f"{arch}-{N}-{call}",
+            marks=() if call in always.get((arch, N), ()) else (pytest.mark.slow,),
+        )
+        for arch in TARGETS
+        for N in lengths.get(arch, (33, 512, 4096, 16384, 65536))
+        for call in CALLS
+    ]  # fmt: skip
+
+
+@compiles
+@pytest.mark.parametrize("arch, N, call", _shipped())
+def test_compiles(
+    arch: str, N: int, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with _compiled(arch, monkeypatch) as found:
+        CALLS[call](N)
+    names = [kernel.metadata.name for kernel in found]
+    if "bwd" in call:
+        itemsize = 4 if call == "bwd_fp32" else 2
+        sums, tensors = (3, 3) if call == "add_bwd" else (2, 2)
+        c = config.backward_config(arch, N, itemsize, tensors, sums, N % 16 == 0)
+        first = [] if c.PARTS else ["norm_row_sums_kernel"]
+        assert names == [*first, "norm_bwd_kernel", "sum_partials_kernel"]
+    else:
+        whole = config.forward_config(arch, N, "add" in call, N % 16 == 0).BLOCK >= N
+        assert names == ["norm_fwd_kernel" if whole else "norm_fwd_long_kernel"]
+    for kernel in found:
+        spilled, registers = _spills_and_registers(kernel, tmp_path)
+        assert spilled <= (16 if N == 16384 and "add" in call else 0), kernel.metadata.name
+        if kernel.metadata.name == "norm_bwd_kernel" and arch != "gfx942":
+            assert c.programs * c.warps * 32 * registers <= 1 << 16
+            assert c.programs * kernel.metadata.shared <= SHARED_KB[arch] * 1024
+        assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
+
+
+@compiles
+def test_rows_move_in_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 bytes a thread, asynchronously in the backward; single elements where rows are odd."""
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch("fwd", 1024)
+        _launch("bwd", 1024)
+        _launch("fwd", 1023)
+    forward, backward, _, odd = (kernel.asm["ptx"] for kernel in found)
+    assert "ld.global.L1::evict_first" in forward and ".v4.b32" in forward
+    assert not re.search(r"(ld|st)\.global\S*\.b16", forward)
+    assert "cp.async.cg.shared.global" in backward
+    assert re.search(r"ld\.global\S*\.b16", odd)
+
+
+@compiles
+def test_the_weight_is_not_staged_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs a row at 16384: four pieces of 16 KB are, twice, and the rows' numbers."""
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch("bwd", 16384)
+    assert 128 << 10 <= found[0].metadata.shared < 132 << 10

@@ -15,7 +15,7 @@ from fastattn.ops.ffn import reference
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)
 GATED_ACTIVATIONS = tuple(reference.GATED)
 _PACKAGE = "fastattn.ops.ffn"
-_BACKENDS = (Backend("reference"),)
+_BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
 
 
 def _fwd_outputs(

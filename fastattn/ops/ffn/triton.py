@@ -1,0 +1,554 @@
+"""The feed-forward network in Triton, the portable GPU path: the launchers.
+
+config.py says for every matrix product whether the library computes it, with kernels of
+triton_elementwise.py around it, or a kernel of triton_gemm.py, which ends with that work;
+triton_steps.py binds kernels to everything that follows from widths, strides and options. What is
+bound is remembered by that combination, for any number of rows; a call then only passes pointers.
+
+fp32 products are IEEE or three TF32 products for one; the library's are what torch is told
+(torch.backends.cuda.matmul), which is IEEE unless somebody asked for TF32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+from fastattn.ops.ffn import triton_steps as steps
+from fastattn.ops.ffn.config import (
+    GATED,
+    BackwardConfig,
+    ForwardConfig,
+    GemmTile,
+    Product,
+    backward_config,
+    forward_config,
+)
+from fastattn.ops.ffn.triton_launch import LaunchCache, aligned, rows_signature, signature
+
+# Row indices are 32-bit where rows are counted; offsets are 64-bit.
+_MOST_ROWS = (1 << 31) - (1 << 16)
+
+Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+def _arch(x: Tensor) -> str:
+    return _env.architecture(x.device.type, x.device.index or 0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., N] -> [rows, N]."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _kernel_rows(x: Tensor) -> Tensor:
+    """[..., N] -> [rows, N] with the last dimension contiguous."""
+    x = _rows(x)
+    return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _tile(choice: Product, can_describe: bool, elements: int) -> GemmTile | None:
+    """Of our kernel for a result of that many elements; the library computes empty ones.
+    can_describe: descriptors can start at the operands' addresses.
+    """
+    if choice.tile is None or elements == 0:
+        return None
+    return choice.tile if can_describe else replace(choice.tile, tma=False)
+
+
+def _forward_config(x: Tensor, w2: Tensor, activation: str) -> ForwardConfig:
+    E, F = w2.shape
+    rows = x.shape[:-1].numel()
+    return forward_config(_arch(x), x.dtype, rows, x.shape[-1], F, E, activation)
+
+
+def _backward_config(x: Tensor, w2: Tensor, activation: str) -> BackwardConfig:
+    E, F = w2.shape
+    rows = x.shape[:-1].numel()
+    return backward_config(_arch(x), x.dtype, rows, x.shape[-1], F, E, activation)
+
+
+def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
+    for name, tensor in zip(("x", "residual or gradient"), (x, *others), strict=False):
+        if tensor is not None and tensor.dtype not in steps.DTYPES:
+            return f"has kernels for float16, bfloat16 and float32, got {tensor.dtype} {name}"
+    if x.shape[:-1].numel() > _MOST_ROWS:
+        return f"handles up to {_MOST_ROWS} rows, got {x.shape[:-1].numel()}"
+    arch = _arch(x)
+    if arch.startswith("sm_") and int(arch[3:]) < 80:
+        return f"needs compute capability 8.0 or newer, got {arch}"
+    return None
+
+
+# -- forward --------------------------------------------------------------------------------------
+
+
+def ffn_fwd_unsupported(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> str | None:
+    return _unsupported(x, residual)
+
+
+def ffn_fwd_workspace(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> Workspace:
+    return _forward_workspace(_forward_config(x, w2, activation), x, w2, residual, activation)
+
+
+def _forward_workspace(
+    config: ForwardConfig, x: Tensor, w2: Tensor, residual: Tensor | None, activation: str
+) -> Workspace:
+    """What the second product reads (for relu that is the hidden tensor), and the second product
+    where y has another dtype.
+    """
+    rows = x.shape[:-1].numel()
+    spaces: Workspace = []
+    if activation != "relu":
+        spaces.append(((rows, w2.shape[1]), x.dtype, False))
+    if config.down.tile is None and residual is not None and residual.dtype != x.dtype:
+        spaces.append(((rows, w2.shape[0]), x.dtype, False))
+    return spaces
+
+
+def ffn_fwd(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    y: Tensor,
+    hidden: Tensor,
+    *spaces: Tensor,
+) -> None:
+    _forward(
+        None, x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, dropout_seed,
+        dropout_stream, y, hidden, spaces,
+    )  # fmt: skip
+
+
+class _ForwardPlan(NamedTuple):
+    """Steps that are None are not needed; an absent product is the library's. relu_in_product: the
+    library applies it together with the bias.
+    """
+
+    up: steps.Multiplication | None
+    relu_in_product: bool
+    activate: steps.Mapping | None
+    down: steps.Multiplication | None
+    finish: steps.Mapping | None
+
+
+_plans = LaunchCache()
+
+
+def _forward(
+    config: ForwardConfig | None,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    y: Tensor,
+    hidden: Tensor,
+    spaces: Sequence[Tensor],
+) -> None:
+    x, y, hidden = _rows(x), _rows(y), _rows(hidden)
+    residual = None if residual is None else _kernel_rows(residual)
+    a = hidden if activation == "relu" else spaces[0]
+    seed = dropout_seed if dropout_p > 0.0 else None
+    output_seed = dropout_seed if output_dropout_p > 0.0 else None
+    rows = x.shape[0]
+    config = config or _forward_config(x, w2, activation)
+    key = (
+        config, x.device, rows == 0, rows_signature(x), signature(w1), b1 is None, signature(w2),
+        b2 is None, rows_signature(residual), y.dtype, activation, dropout_p, output_dropout_p,
+        aligned(x, w1, w2),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _bind_forward(
+            config, x, w1, b1, w2, residual, activation, dropout_p, output_dropout_p, a, key[-1]
+        )
+        _plans.remember(key, plan)
+
+    if plan.up is not None:
+        plan.up(x, w1, _dense(b1), hidden, a, seed, dropout_stream)
+    elif plan.relu_in_product:
+        torch.ops.aten._addmm_activation.out(b1, x, w1.t(), out=hidden)
+    else:
+        _library_product(x, w1.t(), b1, hidden)
+    if plan.activate is not None:
+        plan.activate(rows, hidden, a, seed, dropout_stream)
+    if y.numel() == 0:
+        return
+    if plan.down is not None:
+        plan.down(a, w2, _dense(b2), residual, y, output_seed, dropout_stream)
+        return
+    product = y if y.dtype == x.dtype else spaces[-1]
+    _library_product(a, w2.t(), b2, product)
+    if plan.finish is not None:
+        plan.finish(rows, product, residual, y, output_seed, dropout_stream)
+
+
+def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _bind_forward(
+    config: ForwardConfig,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    a: Tensor,
+    can_describe: bool,
+) -> _ForwardPlan:
+    rows, (E, F) = x.shape[0], w2.shape
+    relu_in_product = activation == "relu" and dropout_p == 0.0 and b1 is not None
+    up = activate = down = finish = None
+    if (tile := _tile(config.up, can_describe, rows * F)) is not None:
+        up = steps.up(tile, x, w1, activation, dropout_p)
+    elif not relu_in_product:
+        activate = steps.activate(F, x.dtype, activation, dropout_p)
+    if (tile := _tile(config.down, can_describe, rows * E)) is not None:
+        down = steps.down(tile, a, w2, residual, output_dropout_p)
+    elif residual is not None or output_dropout_p > 0.0:
+        finish = steps.finish(E, residual, output_dropout_p)
+    return _ForwardPlan(up, relu_in_product, activate, down, finish)
+
+
+# -- backward -------------------------------------------------------------------------------------
+
+
+def ffn_bwd_unsupported(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> str | None:
+    return _unsupported(x, dy)
+
+
+def ffn_bwd_workspace(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> Workspace:
+    config = _backward_config(x, w2, activation)
+    spaces = _backward_spaces(config, dy, x, w1, w2, activation, output_dropout_p, needs)
+    return [(shape, dtype, False) for shape, dtype in spaces.values()]
+
+
+def _backward_spaces(
+    config: BackwardConfig,
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    activation: str,
+    output_dropout_p: float,
+    needs: Sequence[bool],
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Scratch memory by name. dropped: dy after dropout, in x's dtype. dpre: gradient of the
+    pre-activation. a: the activation after dropout. sums: partial sums of groups of rows. pieces:
+    of products whose summed dimension is split.
+
+    The library's dy w2 lies where dpre or, if gated, a will be.
+    """
+    rows, (E, F) = x.shape[:-1].numel(), w2.shape
+    need_x, need_w1, need_b1, need_w2, need_b2 = needs
+    below = need_x or need_w1 or need_b1
+    tile = _tile(config.dhidden, True, rows * F)
+    spaces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if output_dropout_p > 0.0 or dy.dtype != x.dtype:
+        spaces["dropped"] = (rows, E), x.dtype
+    if need_b2:
+        spaces["dy_sums"] = (steps.group_count(rows, E), E), torch.float32
+    if below:
+        spaces["dpre"] = (rows, w1.shape[0]), x.dtype
+    if activation != "relu" and (need_w2 or (below and tile is None and activation in GATED)):
+        spaces["a"] = (rows, F), x.dtype
+    if need_b1:
+        count = steps.group_count(rows, F) if tile is None else steps.ceil_div(rows, tile.block_m)
+        spaces["dpre_sums"] = (count, w1.shape[0]), torch.float32
+    for name, choice, shape, needed in (
+        ("dx_pieces", config.dx, (rows, w1.shape[1]), need_x),
+        ("dw1_pieces", config.dw1, tuple(w1.shape), need_w1),
+        ("dw2_pieces", config.dw2, tuple(w2.shape), need_w2),
+    ):
+        if needed and choice.tile is not None and choice.tile.splits > 1:
+            spaces[name] = (choice.tile.splits, *shape), torch.float32
+    return spaces
+
+
+def ffn_bwd(
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dw1: Tensor,
+    db1: Tensor,
+    dw2: Tensor,
+    db2: Tensor,
+    *spaces: Tensor,
+) -> None:
+    _backward(
+        None, dy, x, w1, w2, hidden, activation, dropout_p, output_dropout_p, dropout_seed,
+        dropout_stream, needs, dx, dw1, db1, dw2, db2, spaces,
+    )  # fmt: skip
+
+
+class _BackwardPlan(NamedTuple):
+    """names: of the scratch memory, in order. Steps that are None are not needed; an absent product
+    is the library's.
+    """
+
+    names: tuple[str, ...]
+    drop: steps.GroupMapping | None
+    sum_dy: steps.SumOverGroups | None
+    dhidden: steps.Multiplication | None
+    differentiate: steps.GroupMapping | None
+    sum_dpre: steps.SumOverGroups | None
+    activate: steps.Mapping | None
+    dx: steps.PlainProduct | None
+    dw1: steps.PlainProduct | None
+    dw2: steps.PlainProduct | None
+
+
+def _backward(
+    config: BackwardConfig | None,
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    hidden: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+    dx: Tensor,
+    dw1: Tensor,
+    db1: Tensor,
+    dw2: Tensor,
+    db2: Tensor,
+    spaces: Sequence[Tensor],
+) -> None:
+    need_x, need_w1, _, need_w2, _ = needs
+    dy, x, hidden = _kernel_rows(dy), _rows(x), _rows(hidden).contiguous()
+    rows = x.shape[0]
+    config = config or _backward_config(x, w2, activation)
+    key = (
+        config, x.device, rows == 0, rows_signature(dy), rows_signature(x), signature(w1),
+        signature(w2), activation, dropout_p, output_dropout_p, *needs,
+        dx.is_contiguous(), dw1.is_contiguous(), dw2.is_contiguous(),
+        aligned(dy, x, w1, w2, hidden),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _bind_backward(
+            config, dy, x, w1, w2, activation, dropout_p, output_dropout_p, needs, hidden, dx, dw1,
+            dw2, spaces, key[-1],
+        )  # fmt: skip
+        _plans.remember(key, plan)
+    space = dict(zip(plan.names, spaces, strict=True))
+    dropped, dy_sums, dpre, dpre_sums = (
+        space.get(name) for name in ("dropped", "dy_sums", "dpre", "dpre_sums")
+    )
+    a = hidden if activation == "relu" else space.get("a")
+    kept = a if need_w2 and activation != "relu" else None  # what the derivative's kernel writes
+    seed = dropout_seed if dropout_p > 0.0 else None
+
+    if plan.drop is not None:
+        output_seed = dropout_seed if output_dropout_p > 0.0 else None
+        plan.drop(rows, dy, dropped, dy_sums, output_seed, dropout_stream)
+    if plan.sum_dy is not None and dy_sums is not None:
+        plan.sum_dy(dy_sums.shape[0], dy_sums, db2)
+    dy = dy if dropped is None else dropped
+    if plan.dhidden is not None:
+        plan.dhidden(dy, w2.t(), hidden, dpre, kept, dpre_sums, seed, dropout_stream)
+    elif plan.differentiate is not None:
+        da = a if activation in GATED else dpre
+        torch.mm(dy, w2, out=da)
+        plan.differentiate(rows, da, hidden, dpre, kept, dpre_sums, seed, dropout_stream)
+    elif plan.activate is not None:
+        plan.activate(rows, hidden, a, seed, dropout_stream)
+    if plan.sum_dpre is not None and dpre_sums is not None:
+        plan.sum_dpre(dpre_sums.shape[0], dpre_sums, db1)
+    if need_w2:
+        assert a is not None
+        _weight_gradient(plan.dw2, dy, a, dw2, space.get("dw2_pieces"))
+    if need_w1:
+        assert dpre is not None
+        _weight_gradient(plan.dw1, dpre, x, dw1, space.get("dw1_pieces"))
+    if need_x:
+        assert dpre is not None
+        if plan.dx is not None:
+            plan.dx(dpre, w1.t(), dx, space.get("dx_pieces"))
+        elif dx.is_contiguous():
+            torch.mm(dpre, w1, out=_rows(dx))
+        else:
+            dx.copy_(torch.mm(dpre, w1).view(dx.shape))
+
+
+def _weight_gradient(
+    ours: steps.PlainProduct | None, dout: Tensor, inputs: Tensor, dw: Tensor, pieces: Tensor | None
+) -> None:
+    """dw = doutᵀ inputs."""
+    if ours is None:
+        torch.mm(dout.t(), inputs, out=dw)
+    else:
+        ours(dout.t(), inputs.t(), dw, pieces)
+
+
+def _bind_backward(
+    config: BackwardConfig,
+    dy: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    needs: Sequence[bool],
+    hidden: Tensor,
+    dx: Tensor,
+    dw1: Tensor,
+    dw2: Tensor,
+    spaces: Sequence[Tensor],
+    can_describe: bool,
+) -> _BackwardPlan:
+    rows, (E, F), W = x.shape[0], w2.shape, w1.shape[0]
+    need_x, need_w1, _, need_w2, _ = needs
+    shapes = _backward_spaces(config, dy, x, w1, w2, activation, output_dropout_p, needs)
+    space = dict(zip(shapes, spaces, strict=True))
+    drop = dhidden = differentiate = activate = None
+    if "dropped" in shapes or "dy_sums" in shapes:
+        drop = steps.drop_gradient(dy, x.dtype, output_dropout_p)
+    dy = space.get("dropped", dy)
+    if "dpre" in shapes:
+        if (tile := _tile(config.dhidden, can_describe, rows * F)) is not None:
+            dhidden = steps.dhidden(tile, dy, w2, activation, dropout_p)
+        else:
+            differentiate = steps.differentiate(F, x.dtype, activation, dropout_p)
+    elif "a" in shapes:
+        activate = steps.activate(F, x.dtype, activation, dropout_p)
+
+    def product(
+        choice: Product, a: Tensor, b: Tensor, out: Tensor, over_rows: bool
+    ) -> steps.PlainProduct | None:
+        # Our kernel writes row-major results; into other layouts the library does.
+        tile = _tile(choice, can_describe, out.numel()) if out.is_contiguous() else None
+        return None if tile is None else steps.PlainProduct(tile, a, b, over_rows=over_rows)
+
+    a = hidden if activation == "relu" else space.get("a", hidden)
+    return _BackwardPlan(
+        tuple(shapes),
+        drop,
+        steps.SumOverGroups(E) if "dy_sums" in shapes else None,
+        dhidden,
+        differentiate,
+        steps.SumOverGroups(W) if "dpre_sums" in shapes else None,
+        activate,
+        product(config.dx, space["dpre"], w1.t(), dx, False) if need_x else None,
+        product(config.dw1, space["dpre"].t(), x.t(), dw1, True) if need_w1 else None,
+        product(config.dw2, dy.t(), a.t(), dw2, True) if need_w2 else None,
+    )
+
+
+# -- a given configuration, to tune and test ------------------------------------------------------
+
+
+def ffn_fwd_with_config(config: ForwardConfig, *args: Any) -> None:
+    """ffn_fwd (arguments and results, no workspace) with given products."""
+    x, _, _, w2, _, residual, activation, *_ = args
+    spaces = _forward_workspace(config, x, w2, residual, activation)
+    run: Callable[..., None] = _forward
+    run(config, *args, [x.new_empty(shape, dtype=dtype) for shape, dtype, _ in spaces])
+
+
+def ffn_bwd_with_config(config: BackwardConfig, *args: Any) -> None:
+    """ffn_bwd (arguments and results, no workspace) with given products."""
+    dy, x, w1, _, w2, _, hidden, activation, p, output_p, seed, stream, needs, *results = args
+    spaces = _backward_spaces(config, dy, x, w1, w2, activation, output_p, needs)
+    run: Callable[..., None] = _backward
+    run(
+        config, dy, x, w1, w2, hidden, activation, p, output_p, seed, stream, needs, *results,
+        [x.new_empty(shape, dtype=dtype) for shape, dtype in spaces.values()],
+    )  # fmt: skip

@@ -1,0 +1,364 @@
+"""What the Triton feed-forward network computes between its matrix products: activations, their
+derivatives, dropout and sums over rows, as functions that the products' kernels end with and as
+kernels of their own around the library's products.
+
+Tiles are in fp32; EXACT asks for fp32's accuracy, otherwise results are right for 16-bit data. Sums
+over rows are partial sums of groups of rows, then one sum of these in order: the same bits from run
+to run. Matrices are row-major, `width` columns apart unless a stride is given.
+"""
+
+# Kernels are in Triton's language: no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def normal_cdf(x, EXACT: tl.constexpr):
+    """The standard normal distribution function."""
+    if EXACT:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # log2 of the lower tail as a polynomial fitted to it: 7e-7 off, absolutely, at most.
+        a = tl.minimum(tl.abs(x), 16.0)
+        p = a * -0.0005002515390515327 + 0.007282324600964785
+        p = p * a - 0.05234311521053314
+        p = p * a - 0.45941418409347534
+        p = p * a - 1.1510519981384277
+        tail = tl.exp2(p * a - 1.0000019073486328)
+        return tl.where(x < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def twice_tanh_argument(x):
+    """gelu_tanh is x sigmoid(2 u) with u the argument of its tanh."""
+    return x * (1.5957691216057308 + 0.07135481627159471 * x * x)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    if ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)  # NaN stays
+    elif ACTIVATION == "gelu":
+        return x * normal_cdf(x, EXACT)
+    elif ACTIVATION == "gelu_tanh":
+        return x * sigmoid(twice_tanh_argument(x))
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        return x * sigmoid(x)
+
+
+@triton.jit
+def activate_and_derive(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(act(x), act'(x))."""
+    if ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)
+    elif ACTIVATION == "gelu":
+        cdf = normal_cdf(x, EXACT)
+        density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
+        return x * cdf, cdf + x * density
+    elif ACTIVATION == "gelu_tanh":
+        s = sigmoid(twice_tanh_argument(x))
+        slope = 1.5957691216057308 + 0.21406444881478413 * x * x
+        return x * s, s + x * s * (1.0 - s) * slope
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        s = sigmoid(x)
+        return x * s, s + x * s * (1.0 - s)
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def finalise(x):
+    """A bijection of uint32 with good avalanche; the definition is in fastattn/ops/_dropout.py."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def absorb(state, value):
+    return finalise((state ^ value) + 0x9E3779B9)
+
+
+@triton.jit
+def stream_key(seed_ptr, stream, TAG: tl.constexpr, SECOND: tl.constexpr):
+    """SECOND: of the dropout of the output."""
+    seed = tl.load(seed_ptr)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    stream = stream.to(tl.uint32)
+    if SECOND:
+        stream = stream ^ 0x80000000
+    return absorb(absorb(absorb(tl.full([], TAG, tl.uint32), low), high), stream)
+
+
+@triton.jit
+def keep_tile(seed_ptr, stream, rows, column_start, local, threshold, SECOND: tl.constexpr):
+    """Which elements are kept, of the columns column_start (a multiple of 4) + local, local from
+    arange. rows: int64.
+    """
+    row_base = stream_key(seed_ptr, stream, 0x243F6A88, SECOND)
+    column_base = stream_key(seed_ptr, stream, 0x85A308D3, SECOND)
+    row_base = absorb(
+        absorb(row_base, (rows >> 32).to(tl.uint32)), tl.zeros_like(rows).to(tl.uint32)
+    )
+    row_keys = absorb(row_base, (rows & 0xFFFFFFFF).to(tl.uint32))
+    # Four columns share a word. Constant bits of `local` tell them apart, so the compiler computes
+    # it once for those that a thread owns.
+    column_keys = absorb(column_base, (column_start // 4 + (local >> 2)).to(tl.uint32))
+    word = finalise(row_keys[:, None] ^ column_keys[None, :])
+    byte = (word >> ((local & 3) * 8).to(tl.uint32)[None, :]) & 0xFF
+    return byte.to(tl.int32) >= threshold
+
+
+@triton.jit
+def drop(x, keep, scale):
+    return tl.where(keep, x * scale, 0.0)
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["stream", "rows", "threshold"])
+def activate_kernel(
+    pre_ptr,
+    a_ptr,
+    seed_ptr,
+    stream,
+    rows,
+    width,
+    threshold,
+    scale,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """a [rows, width] = dropout(act(pre)); gated: pre [rows, 2 width] is gate and up. a may be
+    pre.
+    """
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tile = tl.program_id(0)
+    offs_m = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.arange(0, BLOCK_N)
+    start = tile % tiles_n * BLOCK_N
+    offs_n = start + local
+    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    offs = offs_m[:, None] * width + offs_n[None, :]
+    if GATED:
+        wide = 2 * offs_m[:, None] * width + offs_n[None, :]
+        gate = tl.load(pre_ptr + wide, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(pre_ptr + wide + width, mask=mask, other=0.0).to(tl.float32)
+        a = activate(gate, ACTIVATION, EXACT) * up
+    else:
+        pre = tl.load(pre_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        a = activate(pre, ACTIVATION, EXACT)
+    if DROPOUT:
+        a = drop(a, keep_tile(seed_ptr, stream, offs_m, start, local, threshold, False), scale)
+    tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["stream", "rows", "threshold"])
+def finish_kernel(
+    product_ptr,
+    residual_ptr,
+    y_ptr,
+    seed_ptr,
+    stream,
+    rows,
+    width,
+    residual_stride,
+    threshold,
+    scale,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y = dropout(product) + residual. y may be product; residual_ptr may be None."""
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    tile = tl.program_id(0)
+    offs_m = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.arange(0, BLOCK_N)
+    start = tile % tiles_n * BLOCK_N
+    offs_n = start + local
+    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    offs = offs_m[:, None] * width + offs_n[None, :]
+    y = tl.load(product_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if DROPOUT:
+        y = drop(y, keep_tile(seed_ptr, stream, offs_m, start, local, threshold, True), scale)
+    if residual_ptr is not None:
+        residual_offs = offs_m[:, None] * residual_stride + offs_n[None, :]
+        y += tl.load(residual_ptr + residual_offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["stream", "rows", "rows_per_group", "threshold"])
+def drop_gradient_kernel(
+    dy_ptr,
+    dropped_ptr,
+    sums_ptr,
+    seed_ptr,
+    stream,
+    rows,
+    rows_per_group,
+    width,
+    dy_stride,
+    threshold,
+    scale,
+    DROPOUT: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dropped = dropout(dy), rounded to ROUND_TO, and its sums over groups of rows
+    [groups, width] in fp32; None where not wanted.
+    """
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    group = tl.program_id(0) // tiles_n
+    local = tl.arange(0, BLOCK_N)
+    start = tl.program_id(0) % tiles_n * BLOCK_N
+    offs_n = start + local
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = group.to(tl.int64) * rows_per_group
+    for m in range(0, rows_per_group, BLOCK_M):
+        offs_m = first + m + tl.arange(0, BLOCK_M)
+        mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+        dy_offs = offs_m[:, None] * dy_stride + offs_n[None, :]
+        dy = tl.load(dy_ptr + dy_offs, mask=mask, other=0.0)
+        if DROPOUT:
+            keep = keep_tile(seed_ptr, stream, offs_m, start, local, threshold, True)
+            dy = drop(dy.to(tl.float32), keep, scale)
+        dy = dy.to(ROUND_TO)
+        if dropped_ptr is not None:
+            tl.store(dropped_ptr + offs_m[:, None] * width + offs_n[None, :], dy, mask=mask)
+        sums += dy.to(tl.float32)
+    if sums_ptr is not None:
+        sums_ptrs = sums_ptr + group.to(tl.int64) * width + offs_n
+        tl.store(sums_ptrs, tl.sum(sums, 0), mask=offs_n < width)
+
+
+@triton.jit(do_not_specialize=["stream", "rows", "rows_per_group", "threshold"])
+def differentiate_kernel(
+    da_ptr,
+    hidden_ptr,
+    dpre_ptr,
+    a_ptr,
+    sums_ptr,
+    seed_ptr,
+    stream,
+    rows,
+    rows_per_group,
+    width,
+    threshold,
+    scale,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dpre = da act'(hidden) with dropout, a = dropout(act(hidden)), and sums of dpre over groups
+    of rows (fp32, before rounding); a and sums None where not wanted.
+
+    hidden is what the forward saved. da may be dpre, gated (dpre has 2 width columns) it may be a.
+    """
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    group = tl.program_id(0) // tiles_n
+    local = tl.arange(0, BLOCK_N)
+    start = tl.program_id(0) % tiles_n * BLOCK_N
+    offs_n = start + local
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = group.to(tl.int64) * rows_per_group
+    for m in range(0, rows_per_group, BLOCK_M):
+        offs_m = first + m + tl.arange(0, BLOCK_M)
+        mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+        offs = offs_m[:, None] * width + offs_n[None, :]
+        wide = offs + offs_m[:, None] * width if GATED else offs
+        da = tl.load(da_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        hidden = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
+        up = hidden
+        if GATED:
+            up = tl.load(hidden_ptr + wide + width, mask=mask, other=0.0).to(tl.float32)
+        keep = mask
+        if DROPOUT and (GATED or ACTIVATION != "relu"):
+            keep = keep_tile(seed_ptr, stream, offs_m, start, local, threshold, False)
+        dpre, dup, a = hidden_gradient(
+            da, hidden, up, keep, scale, ACTIVATION, GATED, DROPOUT, EXACT
+        )
+        if a_ptr is not None:
+            tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+        tl.store(dpre_ptr + wide, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
+        sums += dpre
+        if GATED:
+            tl.store(dpre_ptr + wide + width, dup.to(dpre_ptr.dtype.element_ty), mask=mask)
+            up_sums += dup
+    if sums_ptr is not None:
+        wide_width = 2 * width if GATED else width
+        sums_ptrs = sums_ptr + group.to(tl.int64) * wide_width + offs_n
+        tl.store(sums_ptrs, tl.sum(sums, 0), mask=offs_n < width)
+        if GATED:
+            tl.store(sums_ptrs + width, tl.sum(up_sums, 0), mask=offs_n < width)
+
+
+@triton.jit
+def hidden_gradient(
+    da,
+    hidden,
+    up,
+    keep,
+    scale,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """(dpre or gated dgate, dup, a) from the gradient of the dropped activation and what the
+    forward saved; relu, which saved a itself, reads the dropout off it.
+    """
+    if ACTIVATION == "relu" and not GATED:
+        dpre = tl.where(hidden > 0, da * scale, 0.0)
+        return dpre, dpre, hidden
+    else:
+        a, slope = activate_and_derive(hidden, ACTIVATION, EXACT)
+        dup = da * a
+        if GATED:
+            a = a * up
+            slope = slope * up
+        dpre = da * slope
+        if DROPOUT:
+            a = drop(a, keep, scale)
+            dpre = drop(dpre, keep, scale)
+            dup = drop(dup, keep, scale)
+        return dpre, dup, a
+
+
+@triton.jit(do_not_specialize=["groups"])
+def sum_groups_kernel(
+    sums_ptr, out_ptr, groups, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """out [width] = the sums over the first dimension of sums [groups, width]."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for m in range(0, groups, BLOCK_M):
+        offs_m = m + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (offs_m < groups)[:, None] & (offs_n < width)[None, :]
+        offs = offs_m[:, None] * width + offs_n[None, :]
+        sums += tl.load(sums_ptr + offs, mask=mask, other=0.0)
+    tl.store(out_ptr + offs_n, tl.sum(sums, 0).to(out_ptr.dtype.element_ty), mask=offs_n < width)

@@ -1,0 +1,269 @@
+"""The steps of the Triton feed-forward network: kernels bound to everything that follows from
+shapes, strides and options. A step is called with tensors (None for what is not wanted) and, where
+there is dropout, seed and stream.
+"""
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops.ffn.config import (
+    GATED,
+    MAPPED,
+    SUMMED,
+    GemmTile,
+    elementwise_tile,
+    rows_per_group,
+)
+from fastattn.ops.ffn.triton_elementwise import (
+    activate_kernel,
+    differentiate_kernel,
+    drop_gradient_kernel,
+    finish_kernel,
+    sum_groups_kernel,
+)
+from fastattn.ops.ffn.triton_gemm import dhidden_kernel, down_kernel, product_kernel, up_kernel
+from fastattn.ops.ffn.triton_launch import BoundLaunch, rebased
+
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def ceil_div(a: int, b: int) -> int:
+    """triton.cdiv, which takes 4 µs on the host."""
+    return -(-a // b)
+
+
+class Mapping:
+    """A kernel over tiles of [rows, width]: called with the rows, then with what its maker says."""
+
+    def __init__(
+        self, kernel: Any, width: int, scalars: tuple[Any, ...], constants: dict[str, Any]
+    ):
+        self._tile = tile = elementwise_tile(width, MAPPED)
+        self._columns = ceil_div(width, tile.block_n)
+        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        self._launch = BoundLaunch(
+            kernel, (width, *scalars), constants | blocks, num_warps=tile.warps
+        )
+
+    def __call__(self, rows: int, *tensors: Any) -> None:
+        programs = ceil_div(rows, self._tile.block_m) * self._columns
+        self._launch(programs, *tensors, rows)
+
+
+class GroupMapping:
+    """A kernel over groups of rows of [rows, width], whose sums it leaves: called like Mapping."""
+
+    def __init__(
+        self, kernel: Any, width: int, scalars: tuple[Any, ...], constants: dict[str, Any]
+    ):
+        tile = elementwise_tile(width, SUMMED)
+        self._width, self._columns = width, ceil_div(width, tile.block_n)
+        blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        self._launch = BoundLaunch(
+            kernel, (width, *scalars), constants | blocks, num_warps=tile.warps
+        )
+
+    def __call__(self, rows: int, *tensors: Any) -> None:
+        each = rows_per_group(rows, self._width)
+        self._launch(ceil_div(rows, each) * self._columns, *tensors, rows, each)
+
+
+class SumOverGroups:
+    """Called with how many partial sums there are, these [count, width], and the sums."""
+
+    def __init__(self, width: int, few: bool = False):
+        """few: the count is a handful and the width large."""
+        rows, self._columns = (4, 1024) if few else (64, 32)
+        self.width = width
+        self._launch = BoundLaunch(
+            sum_groups_kernel, (width,), {"BLOCK_M": rows, "BLOCK_N": self._columns}, num_warps=4
+        )
+
+    def __call__(self, count: int, sums: Tensor | None, out: Tensor) -> None:
+        self._launch(ceil_div(self.width, self._columns), sums, out, count)
+
+
+def group_count(rows: int, width: int) -> int:
+    """Of groups of rows, each of which leaves one partial sum of its columns."""
+    return ceil_div(rows, rows_per_group(rows, width))
+
+
+def _dropout(p: float) -> tuple[int, float]:
+    return threshold(p), keep_scale(p)
+
+
+def _activation_constants(activation: str, dropout_p: float, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "ACTIVATION": GATED.get(activation, activation),
+        "GATED": activation in GATED,
+        "DROPOUT": dropout_p > 0.0,
+        "EXACT": dtype == torch.float32,
+    }
+
+
+def activate(width: int, dtype: torch.dtype, activation: str, dropout_p: float) -> Mapping:
+    """Called with (rows, pre, a, seed, stream)."""
+    constants = _activation_constants(activation, dropout_p, dtype)
+    return Mapping(activate_kernel, width, _dropout(dropout_p), constants)
+
+
+def finish(width: int, residual: Tensor | None, dropout_p: float) -> Mapping:
+    """Called with (rows, product, residual, y, seed, stream)."""
+    stride = 0 if residual is None else residual.stride(0)
+    scalars = (stride, *_dropout(dropout_p))
+    return Mapping(finish_kernel, width, scalars, {"DROPOUT": dropout_p > 0.0})
+
+
+def drop_gradient(dy: Tensor, dtype: torch.dtype, dropout_p: float) -> GroupMapping:
+    """Called with (rows, dy, dropped, sums, seed, stream). dy: [rows, width]; dtype: x's."""
+    constants = {"DROPOUT": dropout_p > 0.0, "ROUND_TO": DTYPES[dtype]}
+    scalars = (dy.stride(0), *_dropout(dropout_p))
+    return GroupMapping(drop_gradient_kernel, dy.shape[1], scalars, constants)
+
+
+def differentiate(
+    width: int, dtype: torch.dtype, activation: str, dropout_p: float
+) -> GroupMapping:
+    """Called with (rows, da, hidden, dpre, a, sums, seed, stream)."""
+    constants = _activation_constants(activation, dropout_p, dtype)
+    return GroupMapping(differentiate_kernel, width, _dropout(dropout_p), constants)
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+class Multiplication:
+    """A kernel that multiplies: called with its operands a [rows, K] and b [N, K], then with what
+    its maker says.
+
+    Operands have the layout of those it was made from. With tma descriptors are made once; a call
+    gives them its addresses and its rows.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        tile: GemmTile,
+        a: Tensor,
+        b: Tensor,
+        scalars: tuple[Any, ...],
+        constants: dict[str, Any],
+        *,
+        paired: bool = False,
+        over_rows: bool = False,
+    ):
+        """paired: two of b's rows, half of them apart, make one column. over_rows: the rows are
+        what is summed, a [M, rows] and b [N, rows].
+        """
+        self._tile, self._over_rows = tile, over_rows
+        self._covered = tile.block_n // 2 if paired else tile.block_n
+        self._columns = b.shape[0] // 2 if paired else b.shape[0]
+        self._features = a.shape[0] if over_rows else a.shape[1]
+        self._a = self._b = None
+        last = (a.stride(1) == 1, b.stride(1) == 1)
+        tma = tile.tma and _describable(a) and _describable(b) and (last[1] or not paired)
+        strides = (0, 0, 0, 0) if tma else (*a.stride(), *b.stride())
+        if tma:
+            self._a = _descriptor(a, tile.block_m, tile.block_k)
+            self._b = _descriptor(b, tile.block_n, tile.block_k, paired)
+        self._launch = BoundLaunch(
+            kernel, (self._columns, self._features, *strides, *scalars),
+            constants | {
+                "TMA": tma,
+                "A_LAST": last[0],
+                "B_LAST": last[1],
+                "PRECISION": tile.precision,
+                "GROUP": tile.group,
+                **({} if kernel is product_kernel else {"PARTS": tile.parts}),
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_K": tile.block_k,
+            },
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def __call__(self, a: Tensor, b: Tensor, *others: Any) -> None:
+        tile, rows = self._tile, a.shape[1] if self._over_rows else a.shape[0]
+        tiles = ceil_div(a.shape[0], tile.block_m) * ceil_div(self._columns, self._covered)
+        tiles *= tile.splits
+        programs = min(tiles, tile.programs) if tile.programs else tiles
+        if self._a is None or self._b is None:
+            self._launch(programs, a, b, *others, rows)
+        else:
+            a_desc = rebased(self._a, a, rows)
+            b_desc = rebased(self._b, b, rows if self._over_rows else None)
+            self._launch(programs, a_desc, b_desc, *others, rows)
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can cover x: one dimension contiguous, the other in steps of 16
+    bytes, nothing expanded. (Addresses are looked at in every call.)
+    """
+    if x.numel() == 0:
+        return False
+    steps = sorted(x.stride())
+    return steps[0] == 1 and steps[1] > 0 and steps[1] * x.element_size() % 16 == 0
+
+
+def _descriptor(x: Tensor, rows: int, block_k: int, paired: bool = False) -> TensorDescriptor:
+    """Of [rows, K] by its contiguous dimension, which comes last; paired as [2, rows / 2, K]."""
+    if paired:
+        half = x.shape[0] // 2
+        steps = [half * x.stride(0), x.stride(0), 1]
+        return TensorDescriptor(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
+    if x.stride(1) == 1:
+        return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, block_k])
+    return TensorDescriptor(x, [x.shape[1], x.shape[0]], [x.stride(1), 1], [block_k, rows])
+
+
+def up(tile: GemmTile, x: Tensor, w1: Tensor, activation: str, dropout_p: float) -> Multiplication:
+    """Called with (x, w1, bias, hidden, a, seed, stream)."""
+    constants = _activation_constants(activation, dropout_p, x.dtype)
+    return Multiplication(
+        up_kernel, tile, x, w1, _dropout(dropout_p), constants, paired=activation in GATED
+    )
+
+
+def down(
+    tile: GemmTile, a: Tensor, w2: Tensor, residual: Tensor | None, dropout_p: float
+) -> Multiplication:
+    """Called with (a, w2, bias, residual, y, seed, stream)."""
+    stride = 0 if residual is None else residual.stride(0)
+    scalars = (stride, *_dropout(dropout_p))
+    return Multiplication(down_kernel, tile, a, w2, scalars, {"DROPOUT": dropout_p > 0.0})
+
+
+def dhidden(
+    tile: GemmTile, dy: Tensor, w2: Tensor, activation: str, dropout_p: float
+) -> Multiplication:
+    """Called with (dy, w2ᵀ, hidden, dpre, a, sums, seed, stream)."""
+    constants = _activation_constants(activation, dropout_p, dy.dtype)
+    return Multiplication(dhidden_kernel, tile, dy, w2.t(), _dropout(dropout_p), constants)
+
+
+class PlainProduct:
+    """Called with (a, b, out [, pieces]): out = a bᵀ, by way of pieces [splits, *out] in fp32 where
+    the summed dimension is split. over_rows: that is the number of rows.
+    """
+
+    def __init__(self, tile: GemmTile, a: Tensor, b: Tensor, *, over_rows: bool):
+        constants = {"OVER_ROWS": over_rows, "SPLITS": tile.splits}
+        self._splits = tile.splits
+        self._add: SumOverGroups | None = None
+        self._multiply = Multiplication(
+            product_kernel, tile, a, b, (), constants, over_rows=over_rows
+        )
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, pieces: Tensor | None = None) -> None:
+        if pieces is None:
+            self._multiply(a, b, out)
+            return
+        self._multiply(a, b, pieces)
+        if self._add is None or self._add.width != out.numel():
+            self._add = SumOverGroups(out.numel(), few=True)
+        self._add(self._splits, pieces, out)

@@ -1,0 +1,575 @@
+"""The feed-forward network in Triton: values, who computes which product, and what the compilers
+make of the kernels.
+
+On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
+interpreter, on the samples that are small enough, and compiles what ships for GPUs that are not
+there: no spills, tensor cores in use, shared memory within the limit.
+"""
+
+# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env
+from fastattn.ops._dropout import SECOND_STREAM, drop_rows, keep_scale
+
+triton = pytest.importorskip("triton")
+if _env.interpreting():
+    import bf16_interpreter
+
+    bf16_interpreter.install()
+
+from triton.backends.compiler import GPUTarget
+
+from fastattn.ops.ffn import reference
+from fastattn.ops.ffn import triton as launchers
+from fastattn.ops.ffn.config import (
+    GATED,
+    SUMMED,
+    BackwardConfig,
+    ForwardConfig,
+    GemmTile,
+    Product,
+    backward_config,
+    candidates,
+    elementwise_tile,
+    forward_config,
+    rows_per_group,
+    split,
+    tiles,
+)
+from fastattn.ops.ffn.op import ACTIVATIONS
+from fastattn.ops.ffn.spec import SAMPLES, SPECS, make_inputs
+from fastattn.ops.ffn.triton_steps import group_count
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Sample
+
+DEVICE = _env.default_device()
+NATIVE = DEVICE.type == "cuda"
+runs = pytest.mark.skipif(
+    not NATIVE and not _env.interpreting(),
+    reason="runs on a GPU, or in the interpreter's own process",
+)
+slow = pytest.mark.slow
+compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
+[SPEC] = SPECS
+NAN = float("nan")
+TENSORS = ("x", "w1", "b1", "w2", "b2", "residual")
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+class Call:
+    """One call on a sample's data, forward and backward: what the launchers write, and what should
+    come of it.
+    """
+
+    def __init__(self, sample: Sample, dtype: torch.dtype):
+        self.inputs = inputs = sample.inputs("cpu", dtype)
+        get = inputs.get
+        self.tensors = [None if (t := get(name)) is None else t.detach() for name in TENSORS]
+        self.options = (
+            inputs["activation"], get("dropout_p", 0.0), get("output_dropout_p", 0.0),
+            get("dropout_seed"), get("dropout_stream", 0),
+        )  # fmt: skip
+        self.same = reference.ffn_fwd(*self.tensors, *self.options)
+        generator = torch.Generator().manual_seed(1)
+        y = self.same[0]
+        # Values that every dtype has.
+        self.dy = torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype)
+
+    def _move(self, x: Any) -> Any:
+        return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+    def forward(self, config: ForwardConfig | None = None) -> tuple[Tensor, Tensor]:
+        """(y, hidden), by the launcher."""
+        tensors = [self._move(t) for t in self.tensors]
+        options = [self._move(o) for o in self.options]
+        args = (*tensors, *options)
+        assert launchers.ffn_fwd_unsupported(*args) is None
+        y, hidden = (torch.full_like(r, NAN, device=DEVICE) for r in self.same)
+        if config is not None:
+            launchers.ffn_fwd_with_config(config, *args, y, hidden)
+        else:
+            spaces = [_space(*s) for s in launchers.ffn_fwd_workspace(*args)]
+            launchers.ffn_fwd(*args, y, hidden, *spaces)
+        return y, hidden
+
+    def backward(
+        self, config: BackwardConfig | None = None, needs: Sequence[bool] = (True,) * 5
+    ) -> list[Tensor]:
+        """dx, dw1, db1, dw2, db2 by the launcher, on the reference's hidden tensor."""
+        tensors = [self._move(t) for t in self.tensors[:5]]
+        options = [self._move(o) for o in self.options]
+        needs = [n and t is not None for n, t in zip(needs, tensors, strict=True)]
+        args = (self._move(self.dy), *tensors, self._move(self.same[1]), *options, needs)
+        assert launchers.ffn_bwd_unsupported(*args) is None
+        results = [
+            torch.full_like(t, NAN) if n else torch.empty(0, device=DEVICE)
+            for n, t in zip(needs, tensors, strict=True)
+        ]
+        if config is not None:
+            launchers.ffn_bwd_with_config(config, *args, *results)
+        else:
+            spaces = [_space(*s) for s in launchers.ffn_bwd_workspace(*args)]
+            launchers.ffn_bwd(*args, *results, *spaces)
+        return results
+
+    def wide(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...], dict[str, Tensor]]:
+        """In fp64: the forward, the backward, and the size of what every result sums."""
+        tensors = [None if t is None else t.double() for t in self.tensors]
+        forward = reference.ffn_fwd(*tensors, *self.options)
+        needs = [t is not None for t in tensors[:5]]
+        backward = reference.ffn_bwd(
+            self.dy.double(), *tensors[:5], forward[1], *self.options, needs
+        )
+        mags = SPEC.magnitudes(SPEC.widen(self.inputs), (self.dy.double(),))
+        return forward, backward, {name: mag.detach() for name, mag in mags.items()}
+
+    def check(self, tile: GemmTile | None = None) -> None:
+        """Everything within the one error budget; with every product in our tile, if given."""
+        forward, backward, mags = self.wide()
+        ours = None if tile is None else Product(tile, "tested")
+        y, hidden = self.forward(None if ours is None else ForwardConfig(ours, ours))
+        x, w1, b1 = (None if t is None else t.double().abs() for t in self.tensors[:3])
+        pre = torch.nn.functional.linear(x, w1, b1)
+        if self.inputs["activation"] == "relu":
+            pre = pre * keep_scale(self.options[1])
+        _compare("hidden", hidden, forward[1], self.same[1], pre)
+        _compare("y", y, forward[0], self.same[0], mags["y"])
+        needs = [t is not None for t in self.tensors[:5]]
+        same = reference.ffn_bwd(self.dy, *self.tensors[:5], self.same[1], *self.options, needs)
+        got = self.backward(None if ours is None else BackwardConfig(ours, ours, ours, ours))
+        for name, g, w, s in zip(TENSORS[:5], got, backward, same, strict=True):
+            if w is not None:
+                _compare(f"d{name}", g, w, s, mags[f"d{name}"])
+
+
+def _space(shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool) -> Tensor:
+    return torch.full(shape, 0.0 if zeroed else NAN, dtype=dtype, device=DEVICE)
+
+
+def _compare(name: str, got: Tensor, wide: Tensor, same: Tensor, mag: Tensor) -> None:
+    result = compare(got.cpu(), wide, same, mag, slice_dims=0)
+    assert result.ok, f"{name}: {result.message}, allowed {result.allowed:.3g}"
+
+
+def _sample(name: str) -> Sample:
+    return next(s for s in SAMPLES if s.name == name)
+
+
+def _samples() -> list[Any]:
+    cases = []
+    for sample in SAMPLES:
+        dtypes = sample.dtypes if NATIVE else sample.dtypes[:2]
+        for dtype in dtypes:
+            short = str(dtype).removeprefix("torch.")
+            cases.append(pytest.param(sample, dtype, id=f"{sample.name}-{short}"))
+    return cases
+
+
+@runs
+@pytest.mark.parametrize("sample, dtype", _samples())
+def test_sample(sample: Sample, dtype: torch.dtype) -> None:
+    Call(sample, dtype).check()
+
+
+# Small tiles, so that small tensors have several. split: the summed dimension in pieces.
+TILES = {
+    "pointers": GemmTile(32, 32, 16, 4, 1, group=2),
+    "persistent": GemmTile(32, 64, 32, 4, 1, group=2, programs=2, parts=2, splits=2),
+    "descriptors": GemmTile(64, 32, 32, 4, 1, parts=4, tma=True, splits=3),
+}
+
+
+def _fused() -> list[Any]:
+    cases = [(a, "descriptors", torch.bfloat16) for a in ACTIVATIONS]
+    cases += [(a, "pointers", torch.float32) for a in ("relu", "gelu", "swiglu")]
+    names = ("odd_sizes", "weights_transposed", "one_hidden", "row_stride")
+    cases += [(name, "descriptors", torch.bfloat16) for name in names]
+    names = ("odd_sizes", "no_bias", "three_dimensions", "no_rows", "fp32_residual")
+    cases += [(name, "persistent", torch.bfloat16) for name in names]
+    return cases
+
+
+@runs
+@pytest.mark.parametrize("name, tiling, dtype", _fused(), ids=str)
+def test_our_products(name: str, tiling: str, dtype: torch.dtype) -> None:
+    Call(_sample(name), dtype).check(TILES[tiling])
+
+
+@runs
+@pytest.mark.parametrize(
+    "activation, tiling",
+    [
+        ("relu", None),
+        ("gelu", None),
+        ("swiglu", None),
+        ("relu", "pointers"),
+        ("swiglu", "pointers"),
+    ],
+)
+def test_wanted_gradients_alone(activation: str, tiling: str | None) -> None:
+    """Each gradient is the same, bit for bit, whichever others are computed with it."""
+    call = Call(_sample(activation), torch.float32)
+    ours = None if tiling is None else Product(TILES[tiling], "tested")
+    config = None if ours is None else BackwardConfig(ours, ours, ours, ours)
+    together = call.backward(config)
+    for i in range(5):
+        alone = call.backward(config, [i == j for j in range(5)])
+        for j, (got, expected) in enumerate(zip(alone, together, strict=True)):
+            assert torch.equal(got, expected) if i == j else got.numel() == 0
+
+
+@runs
+@pytest.mark.parametrize("tiling", [None, "descriptors"])
+def test_one_plan_serves_any_number_of_rows(tiling: str | None) -> None:
+    """But not other widths."""
+    plans = []
+    for rows, out in ((0, 24), (70, 24), (13, 24), (70, 32)):
+        make = partial(make_inputs, rows=(rows,), hidden=40, out=out, output_dropout_p=0.1)
+        call = Call(Sample("rows", "", make, ("x",)), torch.bfloat16)
+        call.check(None if tiling is None else TILES[tiling])
+        plans.append(len(launchers._plans))
+    assert plans[0] < plans[1] == plans[2] < plans[3]
+
+
+@runs
+def test_activations_of_extreme_values() -> None:
+    """Far from zero the activations are flat or linear, infinity included, and NaN stays NaN."""
+    values = torch.tensor([0.0, -0.0, 1e-4, -1e-4, 0.3, -0.3, 3.0, -3.0, 9.0, -9.0, 40.0, -40.0,
+                           1e4, -1e4, torch.inf, torch.nan])  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pre = values.to(dtype)[None].to(DEVICE)
+        for name in ("relu", "gelu", "gelu_tanh", "silu"):
+            got = torch.empty_like(pre)
+            launchers.steps.activate(len(values), dtype, name, 0.0)(1, pre, got, None, 0)
+            wide = reference._ACTIVATIONS[name][0](pre.double().cpu())
+            same = reference._ACTIVATIONS[name][0](pre.float().cpu()).to(dtype)
+            for g, w, r, size in zip(got.cpu()[0], wide[0], same[0], pre.cpu()[0], strict=True):
+                _compare(f"{name} of {size}", g, w, r, size.double().abs())
+
+
+@runs
+def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of very many rows: dropped gradients and their column sums, of a strided matrix."""
+    rows, width, p, stream = 150, 37, 0.3, 2
+    monkeypatch.setattr(
+        launchers.steps, "rows_per_group", lambda *_: 2 * elementwise_tile(width, SUMMED).block_m
+    )
+    groups = group_count(rows, width)
+    assert groups == 3
+    dy = torch.randn(rows, 2 * width)[:, :width].to(DEVICE)
+    seed = torch.tensor([1 << 40 | 7], device=DEVICE)
+    dropped, sums = (torch.full((n, width), NAN, device=DEVICE) for n in (rows, groups))
+    out = torch.empty(width, device=DEVICE)
+    step = launchers.steps.drop_gradient(dy, torch.float32, p)
+    step(rows, dy, dropped, sums, seed, stream)
+    launchers.steps.SumOverGroups(width)(groups, sums, out)
+    expected = drop_rows(dy, p, seed, stream + SECOND_STREAM)
+    assert torch.equal(dropped, expected)
+    wide = expected.double().cpu()
+    _compare("sums", out, wide.sum(0), expected.sum(0).cpu(), wide.abs().sum(0))
+
+
+# -- the interpreter's own process ----------------------------------------------------------------
+
+
+@compiles
+@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
+def test_in_the_interpreter() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 80
+
+
+# -- who computes what ----------------------------------------------------------------------------
+
+
+@compiles
+def test_every_product_has_a_reason() -> None:
+    for arch in TARGETS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ((16384, 1024, 4096, 1024), (1, 1, 1, 1), (0, 8, 8, 8)):
+                forward = forward_config(arch, dtype, *shape, "gelu")
+                backward = backward_config(arch, dtype, *shape, "gelu")
+                for config in (forward, backward):
+                    for field in fields(config):
+                        product = getattr(config, field.name)
+                        assert len(product.reason) > 10
+                        # Until measured, the library: it cannot be slower than eager PyTorch.
+                        assert product.tile is None
+
+
+@compiles
+def test_tuning_starts_from_what_ships() -> None:
+    shape = (16384, 1024, 4096, 1024)
+    for arch in TARGETS:
+        for activation in ("relu", "swiglu"):
+            for direction, rule in (("fwd", forward_config), ("bwd", backward_config)):
+                found = candidates(direction, arch, torch.bfloat16, *shape, activation)
+                assert found[0] == rule(arch, torch.bfloat16, *shape, activation)
+                assert len(set(found)) == len(found) > 2
+
+
+@compiles
+def test_few_tiles_split_the_sum() -> None:
+    """A weight gradient of a small model has few tiles and many tokens."""
+    tile = GemmTile(128, 256, 64, 8, 4, programs=132)
+    assert split(tile, 2048, 512, 32768).splits == 4
+    assert split(tile, 4096, 1024, 16384).splits == 1
+    assert split(tile, 128, 256, 1 << 20).splits == 8
+    assert split(tile, 128, 256, 64).splits == 1
+    assert split(tile, 0, 256, 1 << 20).splits == 8
+
+
+@compiles
+def test_groups_of_rows_cover_all_and_stay_few() -> None:
+    for rows in (0, 1, 8, 63, 700, 16384, 1 << 20):
+        for width in (1, 37, 512, 4096, 16384):
+            each, groups = rows_per_group(rows, width), group_count(rows, width)
+            assert groups * each >= rows > (groups - 1) * each
+            assert groups <= 256
+
+
+# -- compilers ------------------------------------------------------------------------------------
+
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# sm_80's rows serve every GPU from there on, of which the smallest have 99 KB.
+SHARED_KB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Kernels launched inside are compiled for `arch`, collected by name and not run."""
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+    run = JITFunction.run
+    used = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        used.add(self)
+        self.device_caches.clear()
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found[kernel.metadata.name] = kernel
+        return kernel
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(_env, "architecture", lambda *device: arch)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
+        try:
+            yield found
+        finally:
+            for function in used:
+                function.device_caches.clear()
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launch_forward(
+    config: ForwardConfig,
+    activation: str,
+    dtype: torch.dtype = torch.bfloat16,
+    p: float = 0.0,
+    residual: bool = True,
+    sizes: tuple[int, int, int] = (8192, 1024, 4096),
+) -> None:
+    rows, D, F = sizes
+    W = 2 * F if activation in GATED else F
+    e = partial(_empty, dtype=dtype)
+    launchers.ffn_fwd_with_config(
+        config, e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, D) if residual else None,
+        activation, p, p, _empty(1, dtype=torch.int64), 3, e(rows, D), e(rows, W),
+    )  # fmt: skip
+
+
+def _launch_backward(
+    config: BackwardConfig,
+    activation: str,
+    dtype: torch.dtype = torch.bfloat16,
+    p: float = 0.0,
+    sizes: tuple[int, int, int] = (8192, 1024, 4096),
+) -> None:
+    rows, D, F = sizes
+    W = 2 * F if activation in GATED else F
+    e = partial(_empty, dtype=dtype)
+    launchers.ffn_bwd_with_config(
+        config, e(rows, D), e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, W), activation, p, p,
+        _empty(1, dtype=torch.int64), 3, [True] * 5, e(rows, D), e(W, D), e(W), e(D, F), e(D),
+    )  # fmt: skip
+
+
+LIBRARY = Product(None, "the library's")
+LIBRARY_FORWARD = ForwardConfig(LIBRARY, LIBRARY)
+LIBRARY_BACKWARD = BackwardConfig(LIBRARY, LIBRARY, LIBRARY, LIBRARY)
+OURS = ("up_kernel", "down_kernel", "dhidden_kernel", "product_kernel")
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton.backends.nvidia
+
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
+    """Bytes of local memory, tensor-core instructions, loads of 16 bytes a thread."""
+    if "cubin" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        spilled = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
+        wide = text.count("global_load_dwordx4") + text.count("buffer_load_dwordx4")
+        return {"spilled": spilled, "tensor": len(re.findall(r"\bv_mfma", text)), "wide": wide}
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    code = _tool("nvdisasm", "-c", str(cubin))
+    arch = kernel.metadata.target.arch
+    if arch == 90 and "HGMMA" in code:
+        # Three waits at most: in the loop, after it, before the end of a tile. More are ptxas's way
+        # to serialise products (C7510 to C7515).
+        assert code.count("WARPGROUP.DEPBAR") <= 3
+    tensor = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(arch, r"\bHMMA")
+    return {
+        "spilled": max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
+        "tensor": len(re.findall(tensor, code)),
+        "wide": len(re.findall(r"LDG\.E\.128", code)),
+    }
+
+
+@compiles
+@pytest.mark.parametrize(
+    "arch, activation, p",
+    [
+        pytest.param(
+            arch,
+            activation,
+            p,
+            marks=() if (arch, activation, p) == ("sm_90", "swiglu", 0.1) else slow,
+        )
+        for arch in TARGETS
+        for activation in ("relu", "gelu", "swiglu")
+        for p in (0.0, 0.1)
+    ],
+)
+def test_elementwise_kernels_compile(
+    arch: str, activation: str, p: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without spills, and reading 16 bytes at a time."""
+    with _compiled(arch, monkeypatch) as found:
+        _launch_forward(LIBRARY_FORWARD, activation, p=p)
+        _launch_backward(LIBRARY_BACKWARD, activation, p=p)
+    names = {"finish_kernel", "drop_gradient_kernel", "differentiate_kernel", "sum_groups_kernel"}
+    assert set(found) == names | (set() if activation == "relu" and not p else {"activate_kernel"})
+    for kernel in found.values():
+        seen = _inspect(kernel, tmp_path)
+        assert seen["spilled"] == 0 and seen["wide"] > 0
+
+
+def _ours() -> list[Any]:
+    """(arch, dtype, product, tile, activation): all in the slow run, a few always."""
+    cases = []
+    for arch in TARGETS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for product in ("up", "down", "dhidden", "dx", "dw1"):
+                for activation in ("relu", "gelu", "swiglu"):
+                    if product in ("down", "dx", "dw1") and activation != "relu":
+                        continue
+                    for tile in tiles(arch, dtype, product, activation):
+                        first = tile is tiles(arch, dtype, product, activation)[0]
+                        always = arch == "sm_90" and dtype == torch.bfloat16 and first
+                        always = always and (activation == "gelu" or product in ("down", "dw1"))
+                        short = str(dtype).removeprefix("torch.")
+                        size = f"{tile.block_m}x{tile.block_n}x{tile.warps}x{tile.stages}"
+                        name = f"{arch}-{short}-{product}-{activation}-{size}-{tile.programs}"
+                        marks = () if always else slow
+                        case = (arch, dtype, product, tile, activation)
+                        cases.append(pytest.param(*case, marks=marks, id=name))
+    return cases
+
+
+@compiles
+@pytest.mark.parametrize("arch, dtype, product, tile, activation", _ours())
+def test_our_products_compile(
+    arch: str,
+    dtype: torch.dtype,
+    product: str,
+    tile: GemmTile,
+    activation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """With dropout at every place: tensor cores in use, no spills, shared memory in bounds."""
+    if product == "dw1":
+        tile = replace(tile, splits=4)
+    ours = {product: Product(tile, "tested")}
+    with _compiled(arch, monkeypatch) as found:
+        if product in ("up", "down"):
+            _launch_forward(replace(LIBRARY_FORWARD, **ours), activation, dtype, 0.1)
+        else:
+            _launch_backward(replace(LIBRARY_BACKWARD, **ours), activation, dtype, 0.1)
+    [kernel] = [k for name, k in found.items() if name in OURS]
+    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
+    if dtype == torch.float32 and arch != "gfx942":
+        # Three TF32 products, never one.
+        assert "inputPrecision = tf32x3" in kernel.asm["ttir"]
+    seen = _inspect(kernel, tmp_path)
+    assert seen["tensor"] > 0 and seen["spilled"] == 0
+    if arch == "sm_90":
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == tile.tma
+        # Products run on while the next tiles come; three of them for one do not.
+        assert dtype == torch.float32 or "pendings = 1" in kernel.asm["ttgir"]
+
+
+@compiles
+def test_descriptors_only_where_layouts_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 1001 elements are no multiple of 16 bytes apart: pointers."""
+    tile = Product(GemmTile(64, 64, 64, 4, 2, tma=True), "tested")
+    config = ForwardConfig(tile, LIBRARY)
+    for sizes, tma in (((256, 1024, 128), True), ((256, 1001, 128), False)):
+        with _compiled("sm_90", monkeypatch) as found:
+            _launch_forward(config, "relu", sizes=sizes)
+        assert ("cp.async.bulk.tensor" in found["up_kernel"].asm["ptx"]) == tma

@@ -113,8 +113,8 @@ def run_isolated(
                     del busy[pipe]
                     _stop(worker)
                     out_of_time = end is not None and time.monotonic() >= end
-                    limit = f"{seconds:g}" if out_of_time else f"{limit_s:g}"
-                    yield worker.index, Lost(True, f"was still running after {limit} s")
+                    shown = f"{seconds:g}" if out_of_time else f"{limit_s:g}"
+                    yield worker.index, Lost(True, f"was still running after {shown} s")
     finally:
         for worker in [*busy.values(), *idle]:
             _stop(worker)

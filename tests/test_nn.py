@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from module_equivalence import assert_equivalent, assert_same, label, pairwise
+from module_equivalence import assert_equivalent, assert_same, label, pairwise, random_mask
 from torch import Tensor, nn
 
 import fastattn.nn as fnn
@@ -28,81 +28,6 @@ def twins(name: str, *args, dtype=None, **kwargs) -> tuple[nn.Module, nn.Module]
         nn.init.normal_(parameter, std=0.3)
     ours.load_state_dict(theirs.state_dict())
     return theirs.to(dtype), ours.to(dtype)
-
-
-def random_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """nn's kind, True = blocked, or -inf; the first key is never blocked."""
-    blocked = torch.rand(shape) < 0.4
-    blocked[..., 0] = False
-    if dtype is torch.bool:
-        return blocked
-    return torch.randn(shape).masked_fill(blocked, float("-inf"))
-
-
-ATTENTION_CASES = pairwise(
-    inputs=("self", "cross", "query is key", "all different", "kdim and vdim"),
-    attn_mask=("none", "bool 2-D", "float 2-D", "bool 3-D", "float 3-D", "causal hint"),
-    padding=("none", "bool", "float"),
-    weights=("none", "average", "heads"),
-    extra=("none", "bias_kv", "zero_attn", "both"),
-    layout=("batch first", "sequence first", "unbatched"),
-    bias=(True, False),
-    training=(True, False),
-    dtype=(torch.float32, torch.float32, torch.bfloat16, torch.float64),
-)
-
-
-@pytest.mark.filterwarnings("ignore:.*mask:UserWarning")
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=label)
-def test_multihead_attention_equals_torch(case):
-    torch.manual_seed(0)
-    sizes = {"kdim": 6, "vdim": 10} if case["inputs"] == "kdim and vdim" else {}
-    theirs, ours = twins(
-        "MultiheadAttention",
-        E,
-        H,
-        bias=case["bias"],
-        add_bias_kv=case["extra"] in ("bias_kv", "both"),
-        add_zero_attn=case["extra"] in ("zero_attn", "both"),
-        batch_first=case["layout"] == "batch first",
-        dtype=case["dtype"],
-        **sizes,
-    )
-    theirs.train(case["training"]), ours.train(case["training"])
-    batch = 1 if case["layout"] == "unbatched" else B
-    keys = M if case["inputs"] in ("self", "query is key") else N
-
-    def sequence(length: int, size: int) -> Tensor:
-        shape = {"batch first": (B, length, size), "sequence first": (length, B, size)}
-        return torch.randn(shape.get(case["layout"], (length, size)), dtype=case["dtype"])
-
-    query = sequence(M, E)
-    if case["inputs"] == "self":
-        args = query, query, query
-    elif case["inputs"] == "cross":
-        memory = sequence(keys, E)
-        args = query, memory, memory
-    elif case["inputs"] == "query is key":
-        args = query, query, sequence(keys, E)
-    else:
-        kdim, vdim = sizes.get("kdim", E), sizes.get("vdim", E)
-        args = query, sequence(keys, kdim), sequence(keys, vdim)
-
-    kwargs = {"need_weights": case["weights"] != "none"}
-    kwargs["average_attn_weights"] = case["weights"] == "average"
-    mask, padding = case["attn_mask"], case["padding"]
-    if mask == "causal hint":
-        causal = torch.ones(M, keys, dtype=torch.bool).triu(1)
-        kwargs |= {"attn_mask": causal, "is_causal": True}
-    elif mask != "none":
-        shape = (M, keys) if "2-D" in mask else (batch * H, M, keys)
-        dtype = torch.bool if "bool" in mask else case["dtype"]
-        kwargs["attn_mask"] = random_mask(*shape, dtype=dtype).to(dtype)
-    if padding != "none":
-        shape = (keys,) if case["layout"] == "unbatched" else (B, keys)
-        dtype = torch.bool if padding == "bool" else case["dtype"]
-        kwargs["key_padding_mask"] = random_mask(*shape, dtype=dtype).to(dtype)
-    assert_equivalent(theirs, ours, *args, **kwargs)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

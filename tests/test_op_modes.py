@@ -300,6 +300,35 @@ def test_vmap_of_grad(op: str) -> None:
         _assert_same([x[i] for x in _tuple(values)], [x.detach() for x in one])
 
 
+@each_op
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batched_gradients(op: str, dtype: torch.dtype) -> None:
+    """torch.autograd.grad with several gradients of the outputs at once, as `jacobian` asks; of the
+    second derivative too.
+    """
+    inputs = _example(op, 5, dtype)
+    varied = [inputs[n] for n in _varied(inputs)]
+    outputs = _tuple(SPECS[op].function(**inputs))
+    generator = torch.Generator().manual_seed(0)
+    douts = [
+        torch.where(x.isinf(), 0, torch.randn(3, *x.shape, generator=generator, dtype=x.dtype))
+        for x in outputs
+    ]
+    options: Any = {"retain_graph": True, "materialize_grads": True}
+    together = torch.autograd.grad(outputs, varied, douts, is_grads_batched=True, **options)
+    for i in range(3):
+        one = torch.autograd.grad(outputs, varied, [d[i] for d in douts], **options)
+        _assert_same([g[i] for g in together], list(one))
+    if dtype == torch.float64:
+        first = torch.autograd.grad(_loss(outputs), varied, create_graph=True)
+        ddouts = [torch.randn(3, *g.shape, generator=generator, dtype=dtype) for g in first]
+        second = torch.autograd.grad(first, varied, ddouts, is_grads_batched=True, **options)
+        for i in range(3):
+            one = torch.autograd.grad(first, varied, [d[i] for d in ddouts], **options)
+            torch.testing.assert_close([g[i] for g in second], list(one))
+
+
 # -- autocast -------------------------------------------------------------------------------------
 def _autocast() -> Any:
     return torch.autocast(DEVICE.type, torch.bfloat16)

@@ -1,5 +1,6 @@
 """Every op x backend x dtype x sample, every error, and derivatives by finite differences."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.ops import _env
 from fastattn.ops._op import recording_choices
+from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing import all_specs
 from fastattn.testing.check import Oracle, check_sample, output_gradients
@@ -99,6 +101,14 @@ def test_reference_is_what_torch_computes(spec: OpSpec, sample: Sample) -> None:
         torch.testing.assert_close(
             value, theirs[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_samples_combine_every_two_restrictions() -> None:
+    kinds = list(spec_of_attention.COMBINED.items())
+    for (a, (_, values)), (b, (_, others)) in itertools.combinations(enumerate(kinds), 2):
+        pairs = [(row[a], row[b]) for row in spec_of_attention.COMBINATIONS]
+        missing = [pair for pair in itertools.product(values, others) if pair not in pairs]
+        assert not missing, (kinds[a][0], kinds[b][0], missing)
 
 
 # -- errors ---------------------------------------------------------------------------------------

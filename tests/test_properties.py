@@ -109,6 +109,7 @@ def attention_options(draw: st.DrawFn) -> Options:
         options["mask"] = f"{draw(st.sampled_from(MASKS))} {letters}"
         layouts = ["", "transposed", "slice", "few dimensions"]
         options["mask_layout"] = draw(st.sampled_from(layouts))
+        options["prepared"] = draw(st.booleans())
     a_length = st.integers(-2, N + 3)
     lengths = st.lists(a_length, min_size=B, max_size=B)
     options["key_lengths"] = draw(st.none() | st.just("per query") | lengths)
@@ -141,7 +142,8 @@ def test_attention_within_the_budget(options: Options, dtype: torch.dtype) -> No
 def test_weights_are_those_of_attention(options: Options, data: st.DataObject) -> None:
     options |= {"dropout_p": 0.0, "E": options["D"]}
     inputs = _attention(options).inputs(CPU, torch.float64)
-    restrictions = {k: x for k, x in inputs.items() if k not in ("q", "k", "v", "return_lse")}
+    others = ("q", "k", "v", "return_lse", "prepared")
+    restrictions = {k: x for k, x in inputs.items() if k not in others}
     v = torch.randn(inputs["v"].shape, dtype=torch.float64)
     out = fastattn.attention(inputs["q"], inputs["k"], v, **restrictions)
     rows = torch.tensor(

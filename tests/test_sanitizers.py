@@ -1,7 +1,7 @@
 """The C++ CPU code under AddressSanitizer and UndefinedBehaviorSanitizer, over its ops' samples.
 
-A copy of the package with an instrumented library runs `fastattn check` in a process that preloads
-the sanitizers' runtime; torch's allocations get red zones there too, so a kernel that reads one
+A copy of the package with an instrumented library runs them in a process that preloads the
+sanitizers' runtime; torch's allocations get red zones there too, so a kernel that reads one
 element too far ends the process. Every instruction set that this processor has is checked.
 """
 
@@ -15,24 +15,36 @@ from pathlib import Path
 import pytest
 
 from fastattn.ops import _native
-from fastattn.testing import all_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 CXX = os.environ.get("CXX") or shutil.which("g++")
 NO_LIBRARY = _native.unavailable("cpu")
 ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
 
-CHECK = """
+# Values are judged in test_ops; the references that it takes would run here for minutes.
+RUN = """
 import sys
-from fastattn import cli
+import torch
 from fastattn.ops import _native
+from fastattn.testing import all_specs, poisoned_results
 _native.use_cpu_isa(sys.argv[1])
-sys.exit(cli.main(["check", *sys.argv[2:]]))
+ran = 0
+for spec in all_specs().values():
+    for sample in spec.samples if "cpu" in spec.backends else ():
+        for dtype in {torch.float32, torch.bfloat16} & set(sample.dtypes):
+            inputs = sample.inputs("cpu", dtype)
+            wanted = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+            try:
+                with poisoned_results():
+                    outputs = spec.function(**inputs, backend="cpu")
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    douts = [torch.where(x.isfinite(), x.detach(), 0) for x in outputs]
+                    torch.autograd.grad(outputs, wanted, douts, allow_unused=True)
+            except NotImplementedError:
+                continue
+            ran += 1
+print(ran, "ran")
 """
-OPTIONS = [
-    *(f"--op={spec.name}" for spec in all_specs().values() if "cpu" in spec.backends),
-    *("--backend=cpu", "--device=cpu", "--dtype=fp32", "--dtype=bf16", "--jobs=1"),
-]
 
 
 def _runtime(name: str) -> Path | None:
@@ -76,10 +88,10 @@ def test_samples_under_sanitizers(package: Path, isa: str) -> None:
         "OMP_NUM_THREADS": "2",
         "PYTHONPATH": "",
     }
-    command = [sys.executable, "-c", CHECK, isa, *OPTIONS]
+    command = [sys.executable, "-c", RUN, isa]
     result = subprocess.run(
         command, cwd=package, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
-    [passed] = re.findall(r"^(\d+) passed, \d+ refused, 0 failed$", result.stdout, re.M)
-    assert int(passed) > 500  # and not everything refused
+    [ran] = re.findall(r"^(\d+) ran$", result.stdout, re.M)
+    assert int(ran) > 300  # and not everything refused

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from module_equivalence import assert_equivalent, assert_same, label, pairwise
+from module_equivalence import assert_equivalent, assert_same, random_mask
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -52,12 +52,10 @@ def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
     return theirs, ours
 
 
-def inputs(name: str, *, batch_first: bool = True, batched: bool = True) -> tuple[Tensor, ...]:
+def inputs(name: str, *, batch_first: bool = True) -> tuple[Tensor, ...]:
     """src, tgt, or both, as the class takes them."""
 
     def sequence(length: int) -> Tensor:
-        if not batched:
-            return torch.randn(length, E)
         return torch.randn(B, length, E) if batch_first else torch.randn(length, B, E)
 
     if name == "Transformer":
@@ -65,46 +63,8 @@ def inputs(name: str, *, batch_first: bool = True, batched: bool = True) -> tupl
     return (sequence(T), sequence(S)) if "Decoder" in name else (sequence(S),)
 
 
-def random_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """nn's kind, True = blocked, or -inf; the first key is never blocked."""
-    blocked = torch.rand(shape) < 0.4
-    blocked[..., 0] = False
-    if dtype is torch.bool:
-        return blocked
-    return torch.randn(shape).masked_fill(blocked, float("-inf"))
-
-
 def causal_mask(size: int) -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(size)
-
-
-def masks(name: str, kind: str, padding: str, batched: bool = True) -> dict[str, object]:
-    """Every mask that the class takes, of one kind. Causal kinds are for its self-attention."""
-    rows = {"src": (S, S), "tgt": (T, T), "memory": (T, S)}
-    if name == "Transformer":
-        own, names = "tgt", {key: f"{key}_mask" for key in rows}
-    elif "Decoder" in name:
-        own, names = "tgt", {"tgt": "tgt_mask", "memory": "memory_mask"}
-    else:
-        own, names = "src", {"src": "src_mask" if name.endswith("Layer") else "mask"}
-    result: dict[str, object] = {}
-    if kind == "causal":
-        result[names[own]] = causal_mask(rows[own][0])
-    elif kind == "causal hint":
-        result[names[own]] = causal_mask(rows[own][0])
-        plain = own == "src"
-        result["is_causal" if plain else "tgt_is_causal"] = True
-    elif kind != "none":
-        dtype = torch.bool if "bool" in kind else torch.float32
-        heads = ((B if batched else 1) * H,) if "3-D" in kind else ()
-        for key, argument in names.items():
-            result[argument] = random_mask(*heads, *rows[key], dtype=dtype)
-    if padding != "none":
-        dtype = torch.bool if padding == "bool" else torch.float32
-        for key in names:
-            shape = (B, rows[key][1]) if batched else (rows[key][1],)
-            result[f"{key}_key_padding_mask"] = random_mask(*shape, dtype=dtype)
-    return result
 
 
 def tanh_gelu() -> nn.Module:
@@ -113,38 +73,6 @@ def tanh_gelu() -> nn.Module:
 
 def label_of_activation(value: object) -> str:
     return repr(value) if isinstance(value, nn.Module) else getattr(value, "__name__", str(value))
-
-
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "module": tanh_gelu(), "function": torch.tanh}
-CASES = pairwise(
-    name=CLASSES,
-    batch_first=(True, False),
-    norm_first=(True, False),
-    bias=(True, False),
-    activation=tuple(ACTIVATIONS),
-    mask=("none", "bool", "float", "bool 3-D", "causal", "causal hint"),
-    padding=("none", "bool", "float"),
-    training=(True, False),
-    batched=(True, True, False),
-)
-
-
-@pytest.mark.filterwarnings("ignore:.*mask:UserWarning")
-@pytest.mark.parametrize("case", CASES, ids=label)
-def test_equal_to_torch(case):
-    torch.manual_seed(0)
-    name = case["name"]
-    theirs, ours = twins(
-        name,
-        batch_first=case["batch_first"],
-        norm_first=case["norm_first"],
-        bias=case["bias"],
-        activation=ACTIVATIONS[case["activation"]],
-    )
-    theirs.train(case["training"]), ours.train(case["training"])
-    args = inputs(name, batch_first=case["batch_first"], batched=case["batched"])
-    kwargs = masks(name, case["mask"], case["padding"], case["batched"])
-    assert_equivalent(theirs, ours, *args, **kwargs)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -374,7 +302,7 @@ def test_replaced_children_and_overridden_blocks():
         return WithWeights(E, H, FFN, dropout=0.0, batch_first=True)
 
     theirs, ours = with_weights(nn), with_weights(fnn)
-    kwargs = masks("TransformerEncoderLayer", "bool", "bool")
+    kwargs = {"src_mask": random_mask(S, S), "src_key_padding_mask": random_mask(B, S)}
     assert_equivalent(theirs, ours, *inputs("TransformerEncoderLayer"), **kwargs)
     assert_same("weights", ours.weights, theirs.weights, theirs.weights.double())
 
@@ -644,7 +572,7 @@ def test_torch_compile_in_one_graph_for_all_sizes():
     torch.manual_seed(0)
     name = "TransformerEncoderLayer"
     theirs, ours = twins(name, batch_first=True)
-    kwargs = masks(name, "causal", "bool")
+    kwargs = {"src_mask": causal_mask(S), "src_key_padding_mask": random_mask(B, S)}
     eager = copy.deepcopy(ours)
     ours.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     (x,) = inputs(name)

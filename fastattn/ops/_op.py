@@ -377,15 +377,22 @@ def _warn_once(message: str) -> None:
 
 
 def _are_ops_watched() -> bool:
-    """Whether a mode, a transform, a tracer or the profiler looks at each of torch's ops."""
+    """Whether a mode, a transform, a tracer or the profiler looks at each of torch's ops. A mode
+    with `sees_launches` wants to see what an op launches in place of the op.
+    """
     return (
-        torch._C._len_torch_dispatch_stack() > 0
+        (torch._C._len_torch_dispatch_stack() > 0 and not _do_modes_see_launches())
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     )
+
+
+def _do_modes_see_launches() -> bool:
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return all(getattr(mode, "sees_launches", False) for mode in modes)
 
 
 # -- derivative ------------------------------------------------------------------------------------

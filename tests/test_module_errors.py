@@ -1,0 +1,123 @@
+"""Calls of the drop-ins with drawn shapes and types: they raise exactly where torch raises.
+
+What is wrong with one call is drawn from what people get wrong: ranks, batch sizes, lengths,
+features, masks of another shape or type. Where both accept a call they give the same.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastattn.nn as fnn
+
+E, H = 8, 2
+DRAWS = 100
+CLASSES = (
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+)
+MASKS = {
+    "MultiheadAttention": ("attn_mask",),
+    "TransformerEncoderLayer": ("src_mask",),
+    "TransformerDecoderLayer": ("tgt_mask", "memory_mask"),
+    "TransformerEncoder": ("mask",),
+    "TransformerDecoder": ("tgt_mask", "memory_mask"),
+    "Transformer": ("src_mask", "tgt_mask", "memory_mask"),
+}
+PADDINGS = {
+    "MultiheadAttention": ("key_padding_mask",),
+    "Transformer": ("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"),
+}
+# Shapes around the right ones, which come first: 3 sequences of 3, two heads.
+INPUTS = ((3, 3), (3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3, 3), ())
+MASK_SHAPES = ((3, 3), (3, 3), (6, 3, 3), (3, 4), (4, 3), (3, 3, 3), (3,), (1, 3, 3))
+PADDING_SHAPES = ((3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3))
+MASK_TYPES = (torch.bool, torch.float32) * 4 + (torch.uint8, torch.int64)
+
+
+def build(package: Any, name: str, batch_first: bool, **kwargs: Any) -> nn.Module:
+    kwargs["batch_first"] = batch_first
+    if name == "MultiheadAttention":
+        return package.MultiheadAttention(E, H, **kwargs)
+    if name.endswith("Layer"):
+        return getattr(package, name)(E, H, 16, 0.0, **kwargs)
+    if name == "Transformer":
+        return package.Transformer(E, H, 1, 1, 16, 0.0, **kwargs)
+    return getattr(package, name)(getattr(package, f"{name}Layer")(E, H, 16, 0.0, **kwargs), 1)
+
+
+def draw(chooser: random.Random, name: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of one call; most have one fault, some none."""
+
+    def tensor(shapes: tuple[tuple[int, ...], ...], types: tuple[torch.dtype, ...]) -> Tensor:
+        faulty = chooser.random() < 0.15
+        shape = chooser.choice(shapes) if faulty else shapes[chooser.randrange(2)]
+        x = torch.randn(shape)
+        return (x > 0.7 if types[0] is torch.bool else x).to(chooser.choice(types))
+
+    def data() -> Tensor:
+        x = tensor(INPUTS, (torch.float32,))
+        size = E if chooser.random() < 0.97 else E + 1
+        return torch.randn(*x.shape, size)
+
+    count = {"MultiheadAttention": 3, "Transformer": 2}.get(name, 2 if "Decoder" in name else 1)
+    args = [data() for _ in range(count)]
+    if name == "MultiheadAttention" and chooser.random() < 0.4:
+        args[1] = args[0]
+    kwargs: dict[str, Any] = {}
+    for argument in MASKS[name]:
+        if chooser.random() < 0.3:
+            kwargs[argument] = tensor(MASK_SHAPES, MASK_TYPES)
+    plain = tuple(m.replace("mask", "key_padding_mask") for m in MASKS[name])
+    plain = ("src_key_padding_mask",) if name == "TransformerEncoder" else plain
+    for argument in PADDINGS.get(name, plain):
+        if chooser.random() < 0.3:
+            kwargs[argument] = tensor(PADDING_SHAPES, MASK_TYPES)
+    if name == "MultiheadAttention":
+        kwargs["need_weights"] = chooser.random() < 0.5
+        kwargs["is_causal"] = chooser.random() < 0.05
+    return args, kwargs
+
+
+def answer(module: nn.Module, args: list[Tensor], kwargs: dict[str, Any]) -> Any:
+    try:
+        result = module(*args, **kwargs)
+    except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+        return error
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", CLASSES)
+def test_raises_exactly_where_torch_raises(name: str, batch_first: bool) -> None:
+    torch.manual_seed(0)
+    chooser = random.Random(f"{name} {batch_first}")
+    theirs, ours = build(nn, name, batch_first), build(fnn, name, batch_first)
+    ours.load_state_dict(theirs.state_dict())
+    accepted = refused = 0
+    for _ in range(DRAWS):
+        args, kwargs = draw(chooser, name)
+        training = chooser.random() < 0.5
+        theirs.train(training), ours.train(training)
+        expected, got = answer(theirs, args, kwargs), answer(ours, args, kwargs)
+        call = (
+            [x.shape for x in args],
+            {n: (x.dtype, x.shape) if isinstance(x, Tensor) else x for n, x in kwargs.items()},
+        )
+        assert isinstance(got, Exception) == isinstance(expected, Exception), (call, expected, got)
+        if isinstance(got, Exception):
+            refused += 1
+            assert str(got), call
+        else:
+            accepted += 1
+            living = expected.isfinite()  # rows without a key differ on purpose
+            torch.testing.assert_close(got[living], expected[living], rtol=1e-4, atol=1e-4)
+    assert min(accepted, refused) > DRAWS / 10

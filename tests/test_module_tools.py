@@ -1,0 +1,379 @@
+"""What PyTorch offers for any module, on the drop-ins: utilities, conversions, copies, loading.
+
+Every test does the same to torch's module and to ours and compares what they compute then.
+"""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from module_equivalence import assert_equivalent, random_mask
+from torch import Tensor, nn
+from torch.nn import utils
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import fastattn.nn as fnn
+
+E, H, FFN = 16, 4, 24
+B, S, T = 3, 7, 5
+CLASSES = (
+    "MultiheadAttention",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
+]
+each_class = pytest.mark.parametrize("name", CLASSES)
+
+
+def build(package: Any, name: str, dropout: float = 0.0, **kwargs: Any) -> nn.Module:
+    kwargs = {"dropout": dropout, "batch_first": True, **kwargs}
+    if name == "MultiheadAttention":
+        return package.MultiheadAttention(E, H, **kwargs)
+    if name.endswith("Layer"):
+        return getattr(package, name)(E, H, FFN, **kwargs)
+    if name == "Transformer":
+        return package.Transformer(E, H, 1, 2, FFN, **kwargs)
+    return getattr(package, name)(getattr(package, name + "Layer")(E, H, FFN, **kwargs), 2)
+
+
+def twins(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    theirs, ours = build(nn, name, **kwargs), build(fnn, name, **kwargs)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs(name: str) -> tuple[Tensor, ...]:
+    src, tgt = torch.randn(B, S, E), torch.randn(B, T, E)
+    if name == "MultiheadAttention":
+        return tgt, src, src
+    if name == "Transformer":
+        return src, tgt
+    return (tgt, src) if "Decoder" in name else (src,)
+
+
+def first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+# -- torch.nn.utils -------------------------------------------------------------------------------
+@each_class
+def test_parameters_as_a_vector(name: str) -> None:
+    theirs, ours = twins(name)
+    vector = utils.parameters_to_vector(ours.parameters())
+    assert torch.equal(vector, utils.parameters_to_vector(theirs.parameters()))
+    for module in (theirs, ours):
+        utils.vector_to_parameters(vector.detach() / 2 + 0.1, module.parameters())
+    assert_equivalent(theirs, ours, *inputs(name))
+
+
+@each_class
+def test_clipping_gradients(name: str) -> None:
+    theirs, ours = (module.double() for module in twins(name))
+    args = [x.double() for x in inputs(name)]
+    for clip, limit in ((utils.clip_grad_norm_, 0.5), (utils.clip_grad_value_, 0.01)):
+        norms = []
+        for module in (theirs, ours):
+            module.zero_grad()
+            first(module(*args)).square().sum().backward()
+            norms.append(clip(module.parameters(), limit))
+        if norms[0] is not None:
+            torch.testing.assert_close(*norms)
+        for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad)
+
+
+def _target(module: nn.Module, path: str) -> nn.Module:
+    """A submodule that every class but the attention has; of it the first."""
+    found = [m for n, m in module.named_modules() if n.split(".")[-1] == path]
+    return found[0]
+
+
+def _weight_norm(module: nn.Module) -> None:
+    parametrizations.weight_norm(_target(module, "linear1"))
+
+
+def _weight_norm_by_hook(module: nn.Module) -> None:
+    utils.weight_norm(_target(module, "linear2"))
+
+
+def _spectral_norm(module: nn.Module) -> None:
+    parametrizations.spectral_norm(_target(module, "linear1"), n_power_iterations=2)
+
+
+def _spectral_norm_by_hook(module: nn.Module) -> None:
+    utils.spectral_norm(_target(module, "linear2"))
+
+
+def _orthogonal(module: nn.Module) -> None:
+    parametrizations.orthogonal(_target(module, "out_proj"))
+
+
+def _prune_linear(module: nn.Module) -> None:
+    prune.l1_unstructured(_target(module, "linear1"), "weight", 0.4)
+    prune.ln_structured(_target(module, "linear2"), "weight", 0.3, n=2, dim=0)
+
+
+def _prune_attention(module: nn.Module) -> None:
+    prune.random_unstructured(_target(module, "self_attn"), "in_proj_weight", 0.5)
+
+
+def _prune_norm(module: nn.Module) -> None:
+    prune.custom_from_mask(_target(module, "norm1"), "weight", torch.arange(E) % 3 > 0)
+
+
+def _prune_and_make_permanent(module: nn.Module) -> None:
+    _prune_linear(module)
+    prune.remove(_target(module, "linear1"), "weight")
+    prune.remove(_target(module, "linear2"), "weight")
+
+
+def _parametrize_and_remove(module: nn.Module) -> None:
+    _weight_norm(module)
+    parametrize.remove_parametrizations(_target(module, "linear1"), "weight")
+
+
+CHANGES: tuple[Callable[[nn.Module], None], ...] = (
+    _weight_norm,
+    _weight_norm_by_hook,
+    _spectral_norm,
+    _spectral_norm_by_hook,
+    _orthogonal,
+    _prune_linear,
+    _prune_attention,
+    _prune_norm,
+    _prune_and_make_permanent,
+    _parametrize_and_remove,
+)
+
+
+def assert_same_steps(theirs: nn.Module, ours: nn.Module, args: list[Tensor]) -> None:
+    """Results and gradients in fp64; nothing is copied, because pruned modules cannot be."""
+    values = []
+    for module in (theirs, ours):
+        module.zero_grad()
+        leaves = [x.double().requires_grad_() for x in args]
+        out = first(module(*leaves))
+        out.sin().sum().backward()
+        gradients = {n: p.grad for n, p in module.named_parameters()}
+        assert all(g is not None for g in gradients.values())
+        values.append([out, *(x.grad for x in leaves), gradients])
+    torch.testing.assert_close(values[1], values[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__[1:])
+def test_changed_parameters(change: Callable[[nn.Module], None], training: bool) -> None:
+    """Norms of weights, pruning and other parametrizations keep their effect and gradients."""
+    name = "TransformerEncoderLayer"
+    theirs, ours = (module.double() for module in twins(name))
+    args = list(inputs(name))
+    before = ours(args[0].double())
+    for module in (theirs, ours):
+        torch.manual_seed(1)
+        change(module)
+        module.train(training)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert_same_steps(theirs, ours, args)
+    same = change in (_weight_norm, _weight_norm_by_hook, _parametrize_and_remove)
+    after, _ = (module(args[0].double()) for module in (ours, theirs))  # spectral norms iterate
+    assert torch.allclose(after, before) is same
+    assert_same_steps(theirs, ours, args)
+
+
+def test_cached_parametrizations() -> None:
+    theirs, ours = (module.double() for module in twins("TransformerDecoderLayer"))
+    for module in (theirs, ours):
+        _weight_norm(module)
+    with parametrize.cached():
+        assert_same_steps(theirs, ours, list(inputs("TransformerDecoderLayer")))
+
+
+@each_class
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_functional_call(name: str) -> None:
+    """Parameters from outside, tied or not, without touching those inside."""
+    theirs, ours = twins(name)
+    args = inputs(name)
+    others = {n: torch.randn_like(p) for n, p in ours.named_parameters()}
+    inside = copy.deepcopy(ours.state_dict())
+    expected, got = (first(torch.func.functional_call(m, others, args)) for m in (theirs, ours))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for n, value in ours.state_dict().items():
+        assert torch.equal(value, inside[n])
+    # Ensembles: one module, stacked parameters.
+    stacked, buffers = torch.func.stack_module_state([ours, copy.deepcopy(ours)])  # type: ignore[arg-type]
+    each = torch.func.vmap(
+        lambda p, b: first(torch.func.functional_call(ours, (p, b), args)), randomness="different"
+    )(stacked, buffers)
+    torch.testing.assert_close(each[0], first(ours(*args)))
+
+
+@each_class
+def test_skip_init_meta_and_to_empty(name: str) -> None:
+    theirs, ours = twins(name)
+    if name == "MultiheadAttention":
+        empty = utils.skip_init(fnn.MultiheadAttention, E, H, batch_first=True)
+    else:
+        with torch.device("meta"):
+            empty = build(fnn, name)
+        assert all(p.is_meta for p in empty.parameters())
+        shapes = first(empty(*(x.to("meta") for x in inputs(name)))).shape
+        assert shapes == first(ours(*inputs(name))).shape
+        empty.to_empty(device="cpu")
+    assert type(empty) is type(ours)
+    empty.load_state_dict(theirs.state_dict())
+    assert_equivalent(theirs, empty, *inputs(name))
+
+
+# -- conversions and copies -----------------------------------------------------------------------
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("how", [contextlib.nullcontext, _swapping], ids=["in place", "swapped"])
+@each_class
+def test_dtypes(name: str, how: Callable[[], Any]) -> None:
+    theirs, ours = twins(name)
+    args = inputs(name)
+    with how():
+        for dtype in (torch.float64, torch.bfloat16, torch.float32):
+            theirs.to(dtype), ours.to(dtype)
+            assert {p.dtype for p in ours.parameters()} == {dtype}
+            assert_equivalent(theirs, ours, *(x.to(dtype) for x in args))
+
+
+@each_class
+def test_copies_and_files(name: str) -> None:
+    """deepcopy, pickle, torch.save whole and by state_dict, shared memory: ours in, ours out."""
+    theirs, ours = twins(name)
+    args = inputs(name)
+    expected = first(ours(*args))
+    file, state = io.BytesIO(), io.BytesIO()
+    torch.save(ours, file)
+    torch.save(ours.state_dict(), state)
+    file.seek(0), state.seek(0)
+    loaded = build(fnn, name)
+    loaded.load_state_dict(torch.load(state, weights_only=True), assign=True)
+    copies = [
+        copy.deepcopy(ours),
+        copy.copy(ours),
+        pickle.loads(pickle.dumps(ours)),
+        torch.load(file, weights_only=False),
+        loaded,
+        copy.deepcopy(ours).share_memory(),
+    ]
+    for other in copies:
+        assert [type(m) for m in other.modules()] == [type(m) for m in ours.modules()]
+        assert torch.equal(first(other(*args)), expected)
+    # A file of torch's whole module becomes ours by `adopt`.
+    adopted = fnn.adopt(pickle.loads(pickle.dumps(theirs)))
+    assert torch.equal(first(adopted(*args)), expected)
+
+
+@each_class
+def test_loading_says_what_torch_says(name: str) -> None:
+    theirs, ours = twins(name)
+    state = ours.state_dict()
+    some = next(iter(state))
+    wrong = {
+        "missing": {n: x for n, x in state.items() if n != some},
+        "unexpected": state | {"more": torch.zeros(1)},
+        "size": state | {some: torch.zeros(3)},
+    }
+    for values in wrong.values():
+        messages = []
+        for module in (theirs, ours):
+            with pytest.raises(RuntimeError) as error:
+                module.load_state_dict(values)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1]
+    loose = [m.load_state_dict(wrong["missing"], strict=False) for m in (theirs, ours)]
+    assert loose[0] == loose[1] and loose[1].missing_keys == [some]
+
+
+def test_state_dict_hooks_run() -> None:
+    ours = build(fnn, "TransformerEncoderLayer")
+    seen = []
+    ours.linear1.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    ours.self_attn.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
+    ours.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    ours.load_state_dict(ours.state_dict())
+    assert seen == ["saved", "loading", "loaded"]
+
+
+@each_class
+def test_training_both_gives_the_same_model(name: str) -> None:
+    """A few steps of an optimiser, a part of the parameters frozen and a part tied."""
+    theirs, ours = (module.double() for module in twins(name))
+    args = [x.double() for x in inputs(name)]
+    losses = []
+    for module in (theirs, ours):
+        parameters = list(module.parameters())
+        parameters[-1].requires_grad_(False)
+        if name != "MultiheadAttention":
+            layers = [m for n, m in module.named_modules() if n.endswith("linear1")]
+            layers[-1].weight = layers[0].weight
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], 0.01)
+        values = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = first(module(*args)).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        losses.append(values)
+        assert parameters[-1].grad is None
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9) and losses[0][-1] < losses[0][0]
+
+
+# -- empty inputs ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@each_class
+def test_empty_batches(name: str, batch_first: bool, training: bool) -> None:
+    """Results without elements; gradients of parameters are zeros, not None."""
+    theirs, ours = twins(name, batch_first=batch_first)
+    args = [x[:0] if batch_first else x[:0].transpose(0, 1) for x in inputs(name)]
+    for module in (theirs, ours):
+        leaves = [x.clone().requires_grad_() for x in args]
+        module.zero_grad()
+        out = first(module.train(training)(*leaves))
+        assert out.numel() == 0 and out.shape[-1] == E
+        out.backward(torch.rand_like(out))
+        for x in (*leaves, *module.parameters()):
+            assert x.grad is not None and torch.equal(x.grad, torch.zeros_like(x))
+    assert first(ours(*args)).shape == first(theirs(*args)).shape
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_no_queries(need_weights: bool) -> None:
+    theirs, ours = twins("MultiheadAttention")
+    keys = torch.randn(B, S, E)
+    query = torch.randn(B, 0, E)
+    padding = random_mask(B, S)
+    for module in (theirs, ours):
+        out, weights = module(
+            query, keys, keys, key_padding_mask=padding, need_weights=need_weights
+        )
+        assert out.shape == (B, 0, E)
+        assert not need_weights or weights.shape == (B, 0, S)

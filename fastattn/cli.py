@@ -1,4 +1,4 @@
-"""The command `fastattn`: train, translate, demo, info, check.
+"""The command `fastattn`: train, translate, evaluate, demo, info, check.
 
 Results go to standard output, progress and remarks to standard error; `--json` prints one JSON
 document instead of text. Heavy modules are imported by the command that needs them.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.demo import DemoReport
-    from fastattn.seq2seq.generation import Translator
+    from fastattn.seq2seq.generation import Strategy, Translator
     from fastattn.seq2seq.runs import PreparedText, RunFiles
 
 DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -88,6 +88,7 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_train(commands)
     _add_translate(commands)
+    _add_evaluate(commands)
     _add_info(commands)
     check = _add_command(
         commands, "check", "compare every op and backend with an fp64 reference", _run_check
@@ -166,6 +167,23 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0.0 <= value < 1.0:
         raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if value > 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
     return value
 
 
@@ -341,6 +359,10 @@ def _add_train(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument(
+        "--bleu-sentences", type=_natural, default=0, metavar="N",
+        help="translate N sentences at every validation, for a BLEU curve (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_device(parser)
 
@@ -367,12 +389,39 @@ def _add_train(commands: Any) -> None:
     model("--post-norm", action="store_true", help="norms after the residual sums")
     model("--untied", action="store_true", help="separate embeddings and output head")
     model("--positions", choices=("sinusoidal", "learned"), default="sinusoidal", help="encoding")
+    model(
+        "--norm", choices=("layer", "power", "batch"), default="layer",
+        help="what the norms normalise by; power and batch for comparison",
+    )  # fmt: skip
+    model(
+        "--scoring", choices=("dot", "additive", "cosine"), default="dot",
+        help="how attention compares queries with keys",
+    )  # fmt: skip
+    model(
+        "--memory-layers", default="last", metavar="LAYERS",
+        help="encoder layer that each decoder layer reads: last, same, reversed, or numbers from "
+        "1 such as 1,2,2",
+    )  # fmt: skip
+    model("--copy", action="store_true", help="a head that may copy source tokens")
+    model(
+        "--decoder", choices=("autoregressive", "non-autoregressive"), default="autoregressive",
+        help="one token after the other, or all at once",
+    )  # fmt: skip
+    model(
+        "--length", choices=("predictor", "end"), default="predictor",
+        help="what ends a non-autoregressive translation: its predicted length, or its first END",
+    )  # fmt: skip
 
     training = choices_of("training")
     training("--steps", type=_positive_int, default=10_000, help="updates in all")
     training(
         "--batch-tokens", type=_positive_int, default=8192, help="source and target tokens a batch"
     )
+    training("--accumulate", type=_positive_int, default=1, help="batches of an update")
+    training(
+        "--patience", type=_natural, default=0,
+        help="stop after so many validations without a lower loss; 0: never",
+    )  # fmt: skip
     training("--learning-rate", type=_positive_float, default=1e-3, help="peak, after the warm-up")
     training("--warmup-steps", type=_natural, default=400, help="updates of warm-up")
     training("--smoothing", type=_fraction, default=0.1, help="label smoothing")
@@ -391,6 +440,29 @@ def _add_train(commands: Any) -> None:
     training(
         "--checkpoint-every", type=_positive_int, default=500, help="updates between checkpoints"
     )
+
+    objective = choices_of("what training minimises")
+    objective(
+        "--scheduled-sampling", choices=("none", "sequential", "parallel"), default="none",
+        help="feed the decoder some of its own tokens, drawn one by one or all at once",
+    )  # fmt: skip
+    objective(
+        "--sampling-decay", choices=("linear", "exponential", "inverse-sigmoid"), default="linear",
+        help="how the share of true tokens falls from 1",
+    )  # fmt: skip
+    objective("--truth-floor", type=_share, default=0.5, help="and to which share")
+    objective(
+        "--guided-attention", type=_number, default=0.0, metavar="WEIGHT",
+        help="of a loss that keeps attention near the diagonal",
+    )  # fmt: skip
+    objective("--guided-width", type=_positive_float, default=0.2, help="how near")
+    objective(
+        "--sequence-steps", type=_natural, default=0,
+        help="last updates that reward sampled translations by their BLEU",
+    )  # fmt: skip
+    objective(
+        "--sequence-weight", type=_share, default=0.9, help="share of that loss in these updates"
+    )
     parser.set_defaults(fixed_choices={action.dest: action for action in fixed})
 
 
@@ -398,17 +470,19 @@ def _run_train(options: argparse.Namespace) -> int:
     import torch
 
     device = _chosen_device(options)
-    from fastattn.seq2seq.model import Seq2SeqTransformer
-    from fastattn.seq2seq.runs import load_translator, start_run
-    from fastattn.seq2seq.training import train
+    from fastattn.seq2seq.model import make_model
+    from fastattn.seq2seq.plots import Curve, save_curves
+    from fastattn.seq2seq.runs import load_translator, start_run, validation_bleu
+    from fastattn.seq2seq.training import read_metrics, require_trainable, train
 
     run: Path = options.out
     with _input_errors():
         prepared, files = _continue_run(options) if options.resume else _new_run(options, device)
+        torch.manual_seed(files.training.seed)
+        model = make_model(files.model)
+        require_trainable(model, files.training)
     if not options.resume:
         start_run(run, files)
-    torch.manual_seed(files.training.seed)
-    model = Seq2SeqTransformer(files.model)
     parameters = sum(p.numel() for p in model.parameters())
     _say(
         f"{len(prepared.train):,} training pairs ({prepared.left_out} too long left out), "
@@ -418,10 +492,20 @@ def _run_train(options: argparse.Namespace) -> int:
     result = train(
         model, prepared.train, prepared.valid, files.training,
         device=device, run=run, resume=options.resume,
+        score=validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None,
     )  # fmt: skip
+    rows = read_metrics(run / "metrics.jsonl")
+    points = {
+        name: [(row["step"], row[name]) for row in rows if name in row]
+        for name in ("loss", "valid_loss", "valid_bleu")
+    }
+    losses = [loss for _, loss in points["loss"]]
+    curve = Curve(losses, points["valid_loss"], points["valid_bleu"])
+    save_curves(run / "curves.png", {run.name: curve})
     outcome = {
         "run": str(run),
-        "updates": files.training.steps,
+        "updates": result.first_step + len(result.losses) - 1,
+        "stopped_early": result.stopped_early,
         "tokens_per_second": round(result.tokens_per_second),
         **_score(load_translator(run, device=device), prepared.test),
     }
@@ -460,6 +544,12 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
         tied=not options.untied,
         positions=options.positions,
         max_length=options.max_length,
+        memory_layers=options.memory_layers,
+        norm=options.norm,
+        scoring=options.scoring,
+        copy=options.copy,
+        decoder=options.decoder,
+        length=options.length,
     )
     training = TrainingConfig(
         steps=options.steps,
@@ -473,6 +563,15 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
         seed=options.seed,
         valid_every=options.valid_every,
         checkpoint_every=options.checkpoint_every,
+        accumulate=options.accumulate,
+        patience=options.patience,
+        scheduled_sampling=options.scheduled_sampling,
+        sampling_decay=options.sampling_decay,
+        truth_floor=options.truth_floor,
+        guided_attention=options.guided_attention,
+        guided_width=options.guided_width,
+        sequence_steps=options.sequence_steps,
+        sequence_weight=options.sequence_weight,
     )
     pairs = _load_pairs(getattr(options, "data", None))
     held_out = getattr(options, "held_out", default_held_out(len(pairs)))
@@ -570,8 +669,68 @@ def _add_translate(commands: Any) -> None:
         "--attention", type=Path, metavar="PNG", default=argparse.SUPPRESS,
         help="draw the cross-attention of the first sentence",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print a JSON array of both texts")
+    parser.add_argument(
+        "--alignment", type=Path, metavar="PNG", default=argparse.SUPPRESS,
+        help="draw the first sentence and its translation with lines between their tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefix", default=argparse.SUPPRESS, metavar="WORDS",
+        help="words that every translation begins with",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scores", action="store_true", help="print each translation's score and a tab before it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON array of both texts and the scores"
+    )
+    _add_strategy(parser)
     _add_device(parser)
+
+
+def _add_strategy(parser: argparse.ArgumentParser) -> None:
+    """The ways of choosing tokens; options that belong to another way are errors."""
+    group = parser.add_argument_group("search (greedy without --beams and --sample)")
+
+    def add(*names: str, **about: Any) -> None:
+        group.add_argument(*names, default=argparse.SUPPRESS, **about)
+
+    add("--beams", type=_positive_int, help="keep so many translations side by side")
+    add("--length-penalty", type=_number, help="of beams: larger favours length (default: 0.6)")
+    add(
+        "--early-stopping", action="store_true",
+        help="of beams: stop at as many ends as beams, though another could still win",
+    )  # fmt: skip
+    add("--sample", action="store_true", help="draw each token")
+    add("--temperature", type=_positive_float, help="of samples: divides the logits (default: 1)")
+    add("--top-k", type=_positive_int, help="of samples: the k likeliest tokens (default: all)")
+    add(
+        "--top-p", type=_share,
+        help="of samples: the likeliest tokens that reach this probability (default: 1)",
+    )  # fmt: skip
+    add("--seed", type=_natural, help="of samples (default: 0)")
+
+
+def _strategy(options: argparse.Namespace) -> Strategy:
+    from fastattn.seq2seq.beam_search import BeamSearch
+    from fastattn.seq2seq.generation import GREEDY
+    from fastattn.seq2seq.sampling import Sampling
+
+    given = vars(options)
+    ways = {
+        "beams": ("beams", "length_penalty", "early_stopping"),
+        "sample": ("temperature", "top_k", "top_p", "seed"),
+    }
+    for way, names in ways.items():
+        for name in names:
+            if name in given and way not in given:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} must come with --{way}, got {given[name]} without it")
+    if "beams" in given and "sample" in given:
+        raise UsageError("--sample must come without --beams, got both")
+    way = next((way for way in ways if way in given), "")
+    chosen = {name: given[name] for name in ways.get(way, ()) if name in given}
+    with _input_errors():
+        return {"beams": BeamSearch, "sample": Sampling}[way](**chosen) if way else GREEDY
 
 
 def _run_translate(options: argparse.Namespace) -> int:
@@ -579,24 +738,91 @@ def _run_translate(options: argparse.Namespace) -> int:
     from fastattn.seq2seq.progress import Progress
     from fastattn.seq2seq.runs import load_translator
 
+    strategy = _strategy(options)
     translator = load_translator(options.run_folder, device=device)
     if not options.text and sys.stdin.isatty():
         _say("reading lines from the keyboard; end with Ctrl-D")
     texts = options.text or [line.rstrip("\n") for line in sys.stdin]
     with Progress("translating", len(texts), show=len(texts) > 64, unit="lines") as progress:
         with _input_errors():
-            translations = translator.translate(
-                texts, max_length=getattr(options, "max_length", None), notify=progress.update
+            results = translator.search(
+                texts,
+                prefixes=[options.prefix] * len(texts) if hasattr(options, "prefix") else None,
+                max_length=getattr(options, "max_length", None),
+                strategy=strategy,
+                notify=progress.update,
             )
+    translations = [result.text for result in results]
+    scores = [result.hypothesis.score if result.hypothesis else 0.0 for result in results]
     if hasattr(options, "attention") and texts:
         from fastattn.seq2seq.demo import draw_attention
 
         draw_attention(options.attention, translator, texts[0], translations[0])
+    if hasattr(options, "alignment") and texts:
+        from fastattn.seq2seq.demo import draw_alignment
+
+        draw_alignment(options.alignment, translator, texts[0], translations[0])
     if options.json:
-        rows = [{"source": s, "translation": t} for s, t in zip(texts, translations, strict=True)]
+        rows = [
+            {"source": source, "translation": translation, "score": score}
+            for source, translation, score in zip(texts, translations, scores, strict=True)
+        ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
+    elif options.scores:
+        for score, translation in zip(scores, translations, strict=True):
+            print(f"{score:.4f}\t{translation}")
     else:
         print("\n".join(translations))
+    return DONE
+
+
+# evaluate
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "evaluate",
+        "compare runs on their test part: BLEU and speed",
+        _run_evaluate,
+        description=(
+            "Translate the test part with each RUN and print BLEU and sentences per second side by "
+            "side: greedy and by beams, autoregressive and not. All runs must come from one text."
+        ),
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "--data", type=_existing_file, default=argparse.SUPPRESS,
+        help="the text that the runs were trained on (default: downloaded messages)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    _add_strategy(parser)
+    _add_device(parser)
+
+
+def _run_evaluate(options: argparse.Namespace) -> int:
+    device = _chosen_device(options)
+    from fastattn.seq2seq.evaluation import evaluate_run
+
+    strategy = _strategy(options)
+    pairs = _load_pairs(getattr(options, "data", None))
+    rows = []
+    for run in options.runs:
+        with _input_errors():
+            rows.append(evaluate_run(run, pairs, strategy=strategy, device=device))
+    if options.json:
+        figures = [asdict(r) | {"sentences_per_second": r.sentences_per_second} for r in rows]
+        print(json.dumps(figures, indent=2))
+        return DONE
+    table: list[tuple[str, ...]] = [("run", "decoder", "search", "BLEU", "source", "sentences/s")]
+    for row in rows:
+        numbers = row.bleu, row.bleu_of_source, row.sentences_per_second
+        table.append((row.run, row.decoder, row.search, *(f"{n:.1f}" for n in numbers)))
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
     return DONE
 
 

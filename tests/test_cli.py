@@ -60,13 +60,14 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_help_names_every_command_and_exit_code(capsys):
     code, out, _ = call(capsys, "--help")
     assert code == 0
-    for word in ("demo", "train", "translate", "info", "check", "exit codes", "130 interrupted"):
+    words = "demo", "train", "translate", "evaluate", "info", "check"
+    for word in (*words, "exit codes", "130 interrupted"):
         assert word in out
     code, out, _ = call(capsys)
     assert code == 2 and "commands" in out
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "translate", "info", "check"])
+@pytest.mark.parametrize("command", ["demo", "train", "translate", "evaluate", "info", "check"])
 def test_every_option_of_a_command_has_help(capsys, command):
     code, out, _ = call(capsys, command, "--help")
     assert code == 0 and "==SUPPRESS==" not in out
@@ -116,6 +117,15 @@ def test_help_imports_nothing_that_only_commands_need():
         (["demo", "--steps=many"], "--steps: must be a positive integer, got 'many'"),
         (["info", "--device=abacus"], "--device: must be a device that torch can use here"),
         (["train", "--out=x", "--precision=fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["train", "--out=x", "--norm=group"], "argument --norm: invalid choice: 'group'"),
+        (["train", "--out=x", "--accumulate=0"], "--accumulate: must be a positive integer"),
+        (["train", "--out=x", "--truth-floor=2"], "must be a number in [0, 1], got '2'"),
+        (["train", "--out=x", "--guided-attention=-1"], "must be a number of at least 0, got '-1'"),
+        (["translate", "--run=x", "--top-k=0"], "--top-k: must be a positive integer, got '0'"),
+        (["translate", "--run=x", "--top-k=3"], "--top-k must come with --sample, got 3"),
+        (["translate", "--run=x", "--length-penalty=1"], "--length-penalty must come with --beams"),
+        (["evaluate", "x", "--beams=2", "--sample"], "--sample must come without --beams"),
+        (["translate", "--run=x", "--sample", "--top-p=0"], "top_p must lie in (0, 1], got 0.0"),
         (["paint"], "invalid choice: 'paint'"),
     ],
 )
@@ -131,6 +141,10 @@ def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, 
         ("--vocabulary=100",): "vocabulary must be at least 259",
         ("--held-out=40",): "needs at least 120 different source sentences, got 60",
         ("--max-length=1",): "max_length must leave some training pairs, got 1",
+        ("--memory-layers=2",): "memory_layers must be one of",
+        ("--decoder=non-autoregressive", "--scheduled-sampling=parallel"): (
+            "scheduled_sampling must be 'none' for a non-autoregressive decoder"
+        ),
     }
     for extra, message in cases.items():
         code, out, err = call(
@@ -267,10 +281,86 @@ def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatc
     monkeypatch.setattr("sys.stdin", io.StringIO("karin six\nlotal one\n"))
     assert call(capsys, *base) == (0, out, "")
     code, out, _ = call(capsys, *base, "--json", "karin six")
-    assert json.loads(out) == [{"source": "karin six", "translation": lines[0]}]
+    ((score, translation),) = [(row["score"], row["translation"]) for row in json.loads(out)]
+    assert translation == lines[0] and score < 0
+    code, out, _ = call(capsys, *base, "--scores", "karin six", "lotal one")
+    assert out.splitlines()[0] == f"{score:.4f}\t{lines[0]}" and len(out.splitlines()) == 2
     picture = tmp_path / "attention.png"
     code, _, _ = call(capsys, *base, "--attention", str(picture), "karin six")
     assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    lines = tmp_path / "alignment.png"
+    code, _, _ = call(capsys, *base, "--alignment", str(lines), "karin six")
+    assert code == 0 and lines.read_bytes().startswith(b"\x89PNG")
+    assert lines.read_bytes() != picture.read_bytes()
+
+
+def test_translating_by_beams_by_samples_and_from_a_prefix(capsys, run_folder):
+    base = ["translate", "--run", str(run_folder), "--device=cpu", "--scores"]
+    texts = ["karin six", "lotal one", "mivek two"]
+
+    def search(*options: str) -> list[tuple[float, str]]:
+        code, out, err = call(capsys, *base, *options, *texts)
+        assert code == 0, err
+        rows = [line.split("\t") for line in out.splitlines()]
+        return [(float(score), text) for score, text in rows]
+
+    greedy = search()
+    assert search("--sample", "--top-k=1") == greedy
+    assert search("--beams=1", "--length-penalty=0") == greedy
+    beams = search("--beams=4", "--length-penalty=0")
+    assert sum(score for score, _ in beams) > sum(score for score, _ in greedy)
+    assert search("--beams=4", "--length-penalty=0", "--early-stopping") != greedy
+    drawn = search("--sample", "--seed=3", "--temperature=1.5", "--top-p=0.99")
+    assert drawn == search("--sample", "--seed=3", "--temperature=1.5", "--top-p=0.99") != greedy
+    assert all(text.startswith("LOTAL") for _, text in search("--prefix=LOTAL"))
+
+
+def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
+    capsys, pairs_file, tmp_path
+):
+    model = {
+        "norm": "power", "scoring": "cosine", "memory_layers": "1", "copy": True,
+        "decoder": "autoregressive", "length": "end",
+    }  # fmt: skip
+    training = {
+        "accumulate": 2, "patience": 7, "scheduled_sampling": "parallel",
+        "sampling_decay": "exponential", "truth_floor": 0.25, "guided_attention": 0.5,
+        "guided_width": 0.3, "sequence_steps": 1, "sequence_weight": 0.75,
+    }  # fmt: skip
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in (model | training).items()
+    ]
+    base = ["train", "--data", str(pairs_file), "--steps=3", "--valid-every=1", *TINY]
+    first, second = tmp_path / "first", tmp_path / "second"
+    code, _, err = call(capsys, *base, "--out", str(first), "--bleu-sentences=3", *flags)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    scores = [row["valid_bleu"] for row in rows if "valid_loss" in row]
+    assert len(scores) == 3 and all(0.0 <= score <= 100.0 for score in scores)
+    assert (first / "curves.png").read_bytes().startswith(b"\x89PNG")
+    written = json.loads((first / "model.json").read_text())
+    assert {name: written[name] for name in model} == model
+    written = json.loads((first / "training.json").read_text())
+    assert {name: written[name] for name in training} == training
+    code, out, err = call(
+        capsys, *base, "--out", str(second), "--decoder=non-autoregressive", "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["stopped_early"] is False
+
+    compare = ["evaluate", str(first), str(second), "--data", str(pairs_file), "--device=cpu"]
+    code, out, err = call(capsys, *compare, "--beams=2", "--json")
+    assert code == 0, err
+    rows = json.loads(out)
+    assert [row["search"] for row in rows] == ["2 beams", "at once"]
+    assert all(row["sentences"] == 5 and row["sentences_per_second"] > 0 for row in rows)
+    code, out, _ = call(capsys, *compare)
+    header, *lines = out.splitlines()
+    assert code == 0 and len(lines) == 2 and header.split() == [
+        "run", "decoder", "search", "BLEU", "source", "sentences/s"
+    ]  # fmt: skip
+    assert f"{second}  non-autoregressive (predictor)  at once" in lines[1]
 
 
 def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):

@@ -21,12 +21,13 @@ BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
 GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 96, 128)  # head dims whose output leaves through shared memory
+VARIANTS = ("full", "band", "dropout")
 
 
 @dataclass(frozen=True)
 class Compiled:
     head_dim: int
-    banded: bool
+    variant: str
     log: str
     sass: list[str]
 
@@ -64,7 +65,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
         text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True).stdout
         sass = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", text, re.M)
         head_dim = source.stem.split("_d")[1].split("_")[0]
-        return Compiled(int(head_dim), source.stem.endswith("_band"), result.stderr, sass)
+        variant = source.stem.rpartition("_")[2]
+        return Compiled(int(head_dim), variant, result.stderr, sass)
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip((s.stem for s in INSTANCES), pool.map(build, INSTANCES), strict=True))
@@ -73,10 +75,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
 def test_every_instance_is_there() -> None:
     names = {s.stem.removeprefix("attention_fwd_sm90_") for s in INSTANCES}
     assert names == {
-        f"{dtype}_d{d}_{mask}"
+        f"{dtype}_d{d}_{variant}"
         for dtype in ("bf16", "fp16")
         for d in BLOCKS
-        for mask in ("full", "band")
+        for variant in VARIANTS
     }
 
 
@@ -90,7 +92,7 @@ def test_instance(compiled: dict[str, Compiled], name: str) -> None:
 
     # Q K^T of the first block, both products in each copy of the loop, P V of the last block.
     scores, output = c.head_dim // 16, BLOCKS[c.head_dim] // 16
-    loops = 2 if c.banded else 1
+    loops = 1 if c.variant == "full" else 2
     assert c.count("HGMMA") == (1 + loops) * (scores + output)
     kind = r"\.F32 " if "fp16" in name else r"\.F32\.BF16 "
     transposed = rf"HGMMA\.64x{c.head_dim}x16{kind}.*tnspB"  # V lies with its columns contiguous
@@ -106,6 +108,7 @@ def test_instance(compiled: dict[str, Compiled], name: str) -> None:
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED
     assert c.count("UTMALDG.4D") == 3
+    assert c.count("UBLKCP") == (c.variant == "dropout")  # the keys of a block's columns
     assert c.count("UTMASTG.4D") == staged
     assert c.count("STSM") == (c.head_dim // 16 if staged else 0)
 

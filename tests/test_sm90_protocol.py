@@ -22,6 +22,7 @@ import pytest
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 SHIM = """
 #include "attention/key_range.h"
+#include "attention/short_queries.h"
 #include "sm90/tile/descriptor.h"
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
@@ -37,6 +38,38 @@ extern "C" void place(int row_tiles, int heads, int section, int tile, int* resu
   const auto p = sm90::tile_place({row_tiles, heads, section}, tile);
   result[0] = p.row_tile;
   result[1] = p.head;
+}
+extern "C" void walk(int* state, const int* offsets, int sequences, int heads, int tile_rows,
+                     int tile) {
+  sm90::PackedWalk at = {state[0], state[1], state[2]};
+  sm90::walk_to(at, offsets, sequences, heads, tile_rows, tile);
+  state[0] = at.sequence;
+  state[1] = at.first;
+  state[2] = at.row_tiles;
+}
+extern "C" void shorten(long long* n) {
+  attention::ForwardProblem p = {};
+  p.q = {nullptr, 0, n[0], n[1]};
+  p.out = {nullptr, 0, n[2], n[3]};
+  p.k = p.v = {nullptr, 0, 0, n[4]};
+  p.heads = n[5];
+  p.kv_heads = n[6];
+  p.queries = n[7];
+  p.keys = n[8];
+  p.band = {static_cast<int>(n[9]), static_cast<int>(n[10]), static_cast<int>(n[11])};
+  p.key_lengths.data = n[12] ? n : nullptr;
+  p.query_lengths.data = n[13] ? n : nullptr;
+  attention::cut_keys_of_one_query(p);
+  attention::merge_groups(p);
+  n[0] = p.q.head_stride;
+  n[1] = p.q.row_stride;
+  n[2] = p.out.head_stride;
+  n[3] = p.out.row_stride;
+  n[4] = reinterpret_cast<long long>(p.k.data);
+  n[5] = p.heads;
+  n[7] = p.queries;
+  n[8] = p.keys;
+  n[9] = attention::band_restricts(p);
 }
 extern "C" unsigned swizzled(unsigned row, unsigned piece) {
   return sm90::swizzled_offset(row, piece);
@@ -82,6 +115,7 @@ class Config:
     takes_turns: bool
     banded: bool
     stages: int = 2
+    dropout: bool = False
 
     @property
     def skips(self) -> bool:
@@ -105,11 +139,19 @@ class Problem:
     blocks: int = 2  # thread blocks of the grid
     counted: bool = True
     negate: bool = False
+    # The batch entries are packed sequences; ends_meet: their diagonals begin at their ends.
+    packed: bool = False
+    ends_meet: bool = False
+
+    def diagonal_of(self, batch: int) -> int:
+        queries, keys = self.lengths[batch]
+        return keys - queries if self.ends_meet else self.diagonal
 
     def allowed(self, batch: int, i: int, j: int) -> bool:
         queries, keys = self.lengths[batch]
         inside = 0 <= i < min(queries, self.M) and 0 <= j < min(keys, self.N)
-        return inside and i + self.diagonal - self.left <= j <= i + self.diagonal + self.right
+        middle = i + self.diagonal_of(batch)
+        return inside and middle - self.left <= j <= middle + self.right
 
 
 @dataclass(frozen=True)
@@ -136,11 +178,24 @@ class Arithmetic:
         self.native, self.config, self.problem = native, config, problem
         self.row_tiles = -(-problem.M // config.tile_rows)
         self.tiles = self.row_tiles * problem.heads * len(problem.lengths)
+        if problem.packed:
+            rows = [queries for queries, _ in problem.lengths]
+            self.tiles = problem.heads * sum(-(-n // config.tile_rows) for n in rows)
+            ends = itertools.accumulate(rows, initial=0)
+            self.offsets = (ctypes.c_int * (len(rows) + 1))(*ends)
 
     def tile(self, number: int) -> Tile | None:
+        p, result = self.problem, (ctypes.c_int * 2)()
+        if p.packed:
+            state, count = (ctypes.c_int * 3)(), len(p.lengths)
+            self.native.walk(state, self.offsets, count, p.heads, self.config.tile_rows, number)
+            if state[0] == count:
+                return None
+            self.native.place(state[2], p.heads, p.section, number - state[1], result)
+            row = result[0] * self.config.tile_rows
+            return Tile(number, row, state[0], result[1], *p.lengths[state[0]])
         if number >= self.tiles:
             return None
-        p, result = self.problem, (ctypes.c_int * 2)()
         self.native.place(self.row_tiles, p.heads * len(p.lengths), p.section, number, result)
         batch, head = divmod(result[1], p.heads)
         queries, keys = p.lengths[batch]
@@ -152,10 +207,17 @@ class Arithmetic:
         row = tile.row + group * ROWS
         rows = pair(tile.row, min(tile.row + c.tile_rows, tile.queries))
         own = pair(row, min(row + ROWS, tile.queries))
+        diagonal = p.diagonal_of(tile.batch)
         self.native.plan(
-            rows, own, p.left, p.right, p.diagonal, tile.keys, c.block, int(c.skips), out
+            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), out
         )
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
+
+    def is_staged(self, tile: Tile, group: int) -> bool:
+        """Whether a warpgroup's rows leave through shared memory."""
+        if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:
+            return False
+        return self.config.stages_output
 
 
 # -- hardware -------------------------------------------------------------------------------------
@@ -238,6 +300,11 @@ class Position:
 
     def advance(self) -> None:
         self.passed += 1
+
+    def next(self) -> "Position":
+        following = Position(self.slots)
+        following.passed = self.passed + 1
+        return following
 
 
 Role = Iterator[Callable[[], bool] | None]
@@ -322,19 +389,29 @@ class ThreadBlock:
                 self.copy(self.v[stage.index], ("v", tile, n), slot.full)
                 stage.advance()
 
-    def take(self, position: Position) -> Role:
-        slot = self.queue[position.index]
-        yield position.full(slot)
+    def look(self, position: Position) -> Role:
+        yield position.full(self.queue[position.index])
         message = self.messages[position.index]
         assert message is not None and message[0] == position.passed
         yield None
-        slot.empty.arrive()
-        position.advance()
         return message[1]
+
+    def release(self, position: Position) -> None:
+        message = self.messages[position.index]
+        assert message is not None and message[0] == position.passed, "overwritten too early"
+        self.queue[position.index].empty.arrive()
+        position.advance()
+
+    def take(self, position: Position) -> Role:
+        tile = yield from self.look(position)
+        self.release(position)
+        return tile
 
     def store(self, group: int) -> Role:
         position, output, slot = Position(QUEUE_SLOTS), Position(1), self.out_slots[group]
         while (tile := (yield from self.take(position))) is not None:
+            if not self.arithmetic.is_staged(tile, group):
+                continue
             yield output.full(slot)
             buffer = self.out[group]
             assert buffer.holds == ("out", tile, group)
@@ -362,14 +439,15 @@ class Consumer:
         b, position, output = self.block, Position(QUEUE_SLOTS), Position(1)
         if self.config.takes_turns and self.group == self.config.groups - 1:
             self.pass_turn()
-        while (tile := (yield from b.take(position))) is not None:
+        while (tile := (yield from b.look(position))) is not None:
             plan = b.arithmetic.plan(tile, self.group)
             b.world.computed.setdefault((tile, self.group), plan)
             if plan.loaded[0] < plan.loaded[1]:
                 yield from self.attend(tile, plan)
-            if not self.config.stages_output:
+            if not b.arithmetic.is_staged(tile, self.group):
                 if self.warp == 0:
                     b.world.write(tile, self.group)
+                b.release(position)
                 continue
             slot, buffer = b.out_slots[self.group], b.out[self.group]
             yield output.empty(slot)
@@ -378,6 +456,7 @@ class Consumer:
             yield None
             slot.full.arrive()
             output.advance()
+            b.release(position)
 
     def attend(self, tile: Tile, plan: Plan) -> Role:
         yield from self.skip(plan.loaded[1] - plan.own[1])
@@ -400,6 +479,7 @@ class Consumer:
         self.issue_scores(tile, n)
         yield from self.finish(0)
         self.release_key(n == plan.own[0])
+        yield from self.drop_weights(tile, n, self.value)
         yield from self.touch_values(tile, n)
 
     def next_block(self, tile: Tile, plan: Plan, n: int) -> Role:
@@ -411,6 +491,7 @@ class Consumer:
         yield from self.finish(1)
         self.release_key(n == plan.own[0])
         yield None
+        yield from self.drop_weights(tile, n, self.value.next())
         yield from self.finish(0)
         self.release_value()
 
@@ -441,6 +522,15 @@ class Consumer:
     def issue_output(self, tile: Tile, n: int) -> Role:
         yield self.value.full(self.block.v_slots[self.value.index])
         self.issue([(self.block.v[self.value.index], ("v", tile, n))])
+
+    def drop_weights(self, tile: Tile, n: int, at: Position) -> Role:
+        """Every warp reads the hashes that have come with the block's values."""
+        if self.config.dropout:
+            yield at.full(self.block.v_slots[at.index])
+            assert self.block.v[at.index].holds == ("v", tile, n)
+            self.block.v[at.index].readers += 1
+            yield None
+            self.block.v[at.index].readers -= 1
 
     def touch_values(self, tile: Tile, n: int) -> Role:
         """Zeroes dead rows in every outer block, more often than the kernel, which looks first."""
@@ -540,6 +630,9 @@ CONFIGS = {
     "192 band": Config(2, 112, 1, False, False, True),
     "256": Config(2, 80, 1, False, False, False),
     "256 band": Config(2, 80, 1, False, False, True),
+    "64 dropout": Config(3, 128, 2, True, False, True, dropout=True),
+    "128 dropout": Config(2, 128, 2, True, True, True, dropout=True),
+    "256 dropout": Config(2, 80, 1, False, False, True, dropout=True),
 }
 PLAIN = {
     "no keys": Problem(200, 100, lengths=((200, 0),)),
@@ -550,7 +643,14 @@ PLAIN = {
     "negative scale": Problem(300, 300, negate=True),
     "lengths": Problem(450, 450, lengths=((450, 130), (0, 450), (1, 450), (300, 0), (129, 257))),
 }
+_PACKED = {"packed": True, "lengths": ((200, 130), (0, 60), (64, 0), (1, 300), (330, 330), (0, 0))}
+PLAIN |= {
+    "packed": Problem(1 << 20, 1 << 20, blocks=3, **_PACKED),
+    "packed, nothing": Problem(1 << 20, 1 << 20, packed=True, lengths=((0, 0), (0, 9))),
+}
 BANDS = {
+    "packed causal": Problem(1 << 20, 1 << 20, right=0, section=2, **_PACKED),
+    "packed bottom right": Problem(1 << 20, 1 << 20, right=0, left=90, ends_meet=True, **_PACKED),
     "causal": Problem(600, 600, right=0, heads=3, section=2, blocks=3),
     "bottom right, fewer keys": Problem(500, 130, right=0, diagonal=-370),
     "bottom right, more keys": Problem(130, 500, right=0, diagonal=370),
@@ -562,11 +662,14 @@ BANDS = {
         450, 450, right=0, section=4, lengths=((450, 130), (0, 450), (70, 450), (300, 0))
     ),
 }
+# Dropout only adds a reader of what comes with the values.
+DROPPED = ("lengths", "causal", "packed bottom right", "window past the end")
 
 
 def _runs() -> Iterator[tuple[str, str]]:
     for name, config in CONFIGS.items():
-        for problem in {**PLAIN, **BANDS} if config.banded else PLAIN:
+        problems = {**PLAIN, **BANDS} if config.banded else PLAIN
+        for problem in DROPPED if config.dropout else problems:
             yield name, problem
 
 
@@ -593,6 +696,71 @@ def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> No
     with pytest.raises(AssertionError):
         for seed in range(40):
             World(Arithmetic(native, tall, problem), seed).play()
+
+
+def test_packed_walk(native: ctypes.CDLL) -> None:
+    """Growing numbers, some left out, each find their sequence; every tile has one place."""
+    rows, heads, tile_rows = [0, 130, 0, 0, 1, 128, 400, 0], 3, 128
+    offsets = (ctypes.c_int * 9)(*itertools.accumulate(rows, initial=0))
+    wanted = [b for b, n in enumerate(rows) for _ in range(heads * -(-n // tile_rows))]
+    for step in (1, 2, 5, 50):
+        state = (ctypes.c_int * 3)()
+        for number in range(0, len(wanted) + step, step):
+            native.walk(state, offsets, len(rows), heads, tile_rows, number)
+            if number >= len(wanted):
+                assert state[0] == len(rows)
+                continue
+            assert state[0] == wanted[number]
+            assert state[1] == wanted.index(wanted[number])
+            assert state[2] == -(-rows[state[0]] // tile_rows)
+
+
+UNLIMITED = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads_inside", "band", "key_lengths", "merged", "keys", "banded"),
+    [
+        (1, True, (UNLIMITED, UNLIMITED, 0), True, True, (0, 100), False),
+        (1, False, (UNLIMITED, 0, 99), True, True, (0, 100), False),  # decoding, the last row
+        (1, False, (UNLIMITED, 0, 0), True, True, (0, 1), False),  # the first row
+        (1, False, (9, 0, 99), False, True, (90, 100), False),  # a window
+        (1, False, (9, 0, 99), True, False, (0, 100), True),  # key lengths count from key 0
+        (1, False, (9, 0, -5), False, False, (0, 100), True),  # no key at all
+        (7, False, (UNLIMITED, UNLIMITED, 0), False, True, (0, 100), False),
+        (7, True, (UNLIMITED, UNLIMITED, 0), False, False, (0, 100), False),  # no single stride
+        (7, False, (UNLIMITED, 0, 93), False, False, (0, 100), True),  # rows differ
+        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the band allows all
+    ],
+)
+def test_few_queries(
+    native: ctypes.CDLL,
+    queries: int,
+    heads_inside: bool,
+    band: tuple[int, int, int],
+    key_lengths: bool,
+    merged: bool,
+    keys: tuple[int, int],
+    banded: bool,
+) -> None:
+    """Grouped heads become rows only where that addresses the same memory and the same keys."""
+    D, H, K, N = 64, 8, 2, 100
+    head, row = (D, H * D) if heads_inside else (queries * D, D)
+    numbers = [head, row, head, row, K * D, H, K, queries, N, *band, key_lengths, False]
+    n = (ctypes.c_longlong * 14)(*numbers)
+    native.shorten(n)
+    assert n[4] == keys[0] * K * D * 2
+    assert (n[8], bool(n[9])) == (keys[1] - keys[0], banded)
+    if not merged:
+        assert (n[0], n[1], n[5], n[7]) == (head, row, H, queries)
+        return
+    group = H // K
+    assert (n[5], n[7]) == (K, group * queries)
+    for h, i in itertools.product(range(H), range(queries)):
+        kv_head, member = divmod(h, group)
+        for merged_head, merged_row in ((n[0], n[1]), (n[2], n[3])):
+            place = kv_head * merged_head + (member * queries + i) * merged_row
+            assert place == h * head + i * row
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if "band" in c])

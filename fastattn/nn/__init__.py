@@ -10,6 +10,8 @@ from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import PositionWiseFFN
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
+from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm
+from fastattn.nn.scoring import AdditiveAttention, ScoredMultiheadAttention
 from fastattn.nn.transformer import (
     Transformer,
     TransformerDecoder,
@@ -21,14 +23,18 @@ from fastattn.nn.transformer import (
 
 __all__ = [
     "AddNorm",
+    "AdditiveAttention",
     "DecoderCache",
     "LayerNorm",
     "LearnedPositionalEncoding",
     "LengthMaskedMultiheadAttention",
     "MultiheadAttention",
     "PositionWiseFFN",
+    "PowerNorm",
     "RMSNorm",
+    "ScoredMultiheadAttention",
     "SinusoidalPositionalEncoding",
+    "TokenBatchNorm",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",

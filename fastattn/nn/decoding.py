@@ -1,10 +1,18 @@
 """What a decoder remembers between two tokens: the projected keys and values of every layer.
 
-`TransformerDecoder.init_cache` makes a `DecoderCache`, `TransformerDecoder.step` fills it. Buffers
-for the target are allocated once, `[B, H, max_length, D]`; the memory is projected once.
+`TransformerDecoder.init_cache` makes a `DecoderCache`, `TransformerDecoder.step` fills it. Nothing
+in it changes its shape or its place: a step writes the rows that a counter on the device points at
+and moves the counter, so that one step can be captured as a CUDA graph and replayed.
+
+Beams of one sequence share its cache. Position t of beam j is row `t * beams + j`, all beams are
+queries of one attention over all rows, and `ancestry` says which rows are a beam's own history.
+Reordering beams changes that mask; no key or value moves. The attention's products grow by the
+number of beams, the memory it reads, which decides its time, does not.
+
+Shapes: B batch, K beams, N rows of the memory, T positions, H heads, D head dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,19 +20,18 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys and values of one decoder layer, all `[B, H, ..., D]`."""
+    """Keys and values of one decoder layer, together: `[B, rows, 2, H, D]`."""
 
-    keys: Tensor
-    values: Tensor
-    memory_keys: Tensor
-    memory_values: Tensor
+    target: Tensor  # T * K rows
+    memory: Tensor  # N rows
 
-    def append(self, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Writes positions from `start` on; returns all keys and values so far, as views."""
-        end = start + k.shape[2]
-        self.keys[:, :, start:end] = k
-        self.values[:, :, start:end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def target_heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, T * K, D]`, as views."""
+        return _heads(self.target)
+
+    def memory_heads(self) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, H, N, D]`, as views."""
+        return _heads(self.memory)
 
 
 @dataclass
@@ -32,31 +39,109 @@ class DecoderCache:
     """The state of incremental decoding. `length` counts the positions decoded so far.
 
     memory_mask: allowed keys of the memory, bool `[B, 1, 1, N]`, or None. memory_lengths: `[B]` or
-    None.
+    None. On the device: `position` `[1]`, the next position; `rows` `[K]`, where it is written;
+    `key_lengths` `[B]`, the rows that its queries read. ancestry: bool `[B, 1, K, T * K]`, None for
+    one beam.
     """
 
     layers: list[LayerCache]
     max_length: int
+    beams: int = 1
     memory_mask: Tensor | None = None
     memory_lengths: Tensor | None = None
     length: int = 0
+    ancestry: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._allocate()
+
+    def _allocate(self) -> None:
+        like = self.layers[0].target
+        B, K, device = like.shape[0], self.beams, like.device
+        # One tensor, so that one addition moves all three counters.
+        start = [0, *range(K), *[K] * B]
+        self._start = torch.tensor(start, dtype=torch.int64, device=device)
+        self._increment = torch.full_like(self._start, K)
+        self._increment[0] = 1
+        self._counters = self._start.clone()
+        self.position, self.rows, self.key_lengths = self._counters.split([1, K, B])
+        if K > 1:
+            self._columns = torch.arange(self.max_length * K, device=device)
+            # Rows to come: each beam reads those that it will write itself.
+            own = self._columns % K == self._start[1 : 1 + K, None]  # [K, T * K]
+            self._own = own.expand(B, 1, K, self.max_length * K)
+            self.ancestry = self._own.clone()
 
     @property
     def batch_size(self) -> int:
-        return self.layers[0].keys.shape[0]
+        return self.layers[0].target.shape[0]
+
+    def slots(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Rows to write for the next positions, and how many rows each query reads."""
+        if positions == 1:
+            return self.rows, self.key_lengths
+        rows = self.rows + torch.arange(positions, device=self.rows.device)
+        return rows, (rows + 1).expand(self.batch_size, positions)
+
+    def advance(self, positions: int) -> None:
+        """Moves the counters behind what was just written."""
+        self._counters.add_(self._increment, alpha=positions)
+        self.length += positions
+
+    def follow(self, parents: Tensor) -> None:
+        """Beam j of sequence b goes on from beam `parents[b, j]`; int64 `[B, K]`."""
+        B, K = self.batch_size, self.beams
+        if parents.shape != (B, K) or parents.dtype is not torch.int64:
+            raise ValueError(
+                f"parents must be int64 [{B}, {K}], got {parents.dtype} {list(parents.shape)}"
+            )
+        if self.ancestry is None:
+            return
+        inherited = self.ancestry.gather(2, parents[:, None, :, None].expand_as(self.ancestry))
+        past = self._columns < self.rows[:1]
+        torch.where(past, inherited, self._own, out=self.ancestry)
+
+    def rewind(self) -> None:
+        """Back to before the first position; what was written is not read any more."""
+        self._counters.copy_(self._start)
+        self.length = 0
+        if self.ancestry is not None:
+            self.ancestry.copy_(self._own)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i goes on from row `rows[i]`; rows may repeat or be left out, as in beam search."""
+        """Sequence i goes on from `rows[i]`: a batch without those that have ended, say.
+
+        Copies the cache. Beams of one sequence are reordered by `follow`, which does not.
+        """
         if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"rows must be int32 or int64 [new batch], got {rows.dtype} {list(rows.shape)}"
             )
         for layer in self.layers:
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
-            layer.memory_keys = layer.memory_keys.index_select(0, rows)
-            layer.memory_values = layer.memory_values.index_select(0, rows)
+            layer.target = layer.target.index_select(0, rows)
+            layer.memory = layer.memory.index_select(0, rows)
         if self.memory_mask is not None:
             self.memory_mask = self.memory_mask.index_select(0, rows)
         if self.memory_lengths is not None:
             self.memory_lengths = self.memory_lengths.index_select(0, rows)
+        ancestry, length, self.length = self.ancestry, self.length, 0
+        self._allocate()
+        self.advance(length)
+        if ancestry is not None:
+            self.ancestry = ancestry.index_select(0, rows)
+
+
+def _heads(rows: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = rows.unbind(2)
+    return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def check_memory_lengths(memory_lengths: Tensor | None, B: int) -> None:
+    """Raises where `memory_lengths` are not integers `[B]`."""
+    if memory_lengths is not None and (
+        memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,)
+    ):
+        raise ValueError(
+            f"memory_lengths must be int32 or int64 [{B}], "
+            f"got {memory_lengths.dtype} {list(memory_lengths.shape)}"
+        )

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.nn.attention import MultiheadAttention, project_parts
-from fastattn.nn.fusion import DropoutStreams, is_plain
+from fastattn.nn.fusion import DropoutStreams, inherits, is_plain
 from fastattn.nn.norm import LayerNorm, RMSNorm
 
 Lengths: TypeAlias = Sequence[int] | Tensor
+# Modules that look at each number by itself.
+_ACTIVATIONS = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Softplus,
+    nn.Tanh, nn.Sigmoid,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,13 +100,21 @@ def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
             raise ValueError(f"{name} must be None with {lengths}, which says the same: give one")
 
 
+def packs_norm(norm: nn.Module | None) -> bool:
+    """Whether the norm of a stack, if there is one, does the same to packed rows."""
+    return norm is None or is_plain(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
+
+
 def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether `layer` does the same to packed rows: torch's or our class, its modules plain."""
+    """Whether `layer` does the same to packed rows: torch's or our class, its modules plain.
+
+    The linear layers may have other weights (parametrizations) but must be linear layers: whatever
+    else stands in their place may look at a row's neighbours.
+    """
     if not is_plain(layer, *classes) or "_sa_block" in layer.__dict__:
         return False
     if "_ff_block" in layer.__dict__ or "_mha_block" in layer.__dict__:
         return False
-    norms = (nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
     for name, child in layer.named_children():
         if name in ("self_attn", "multihead_attn"):
             if not is_plain(child, nn.MultiheadAttention, MultiheadAttention):
@@ -111,7 +124,16 @@ def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
                 return False
             if attention.bias_k is not None:
                 return False
-        elif name.startswith("norm") and not is_plain(child, *norms):
+        elif name.startswith("norm"):
+            if not packs_norm(child):
+                return False
+        elif name.startswith("dropout"):
+            if not is_plain(child, nn.Dropout):
+                return False
+        elif name.startswith("linear"):
+            if not isinstance(child, nn.Linear) or not inherits(child, nn.Linear, "forward"):
+                return False
+        elif name == "activation" and not is_plain(child, *_ACTIVATIONS):
             return False
     return True
 
@@ -159,6 +181,8 @@ def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:
                 f"{name} must be int32 or int64 [{B}], got {lengths.dtype} {list(lengths.shape)}"
             )
         numbers = lengths.tolist()
+    elif not isinstance(lengths, Sequence):
+        raise TypeError(f"{name} must be a list or a CPU tensor, got {type(lengths).__name__}")
     else:
         numbers = list(lengths)
         for number in numbers:

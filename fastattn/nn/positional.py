@@ -1,7 +1,8 @@
 """Positions added to embeddings: fixed sinusoids, and learned vectors.
 
 Both take `[B, S, E]` (or any `[..., S, E]`) and add row `offset + s` of a table to position s, then
-apply dropout. `offset` is the number of positions already decoded.
+apply dropout. `offset` is the number of positions already decoded; as a tensor, int64 `[1]`, it is
+read on the device alone and trusted, so that a decoding step can be captured as a CUDA graph.
 """
 
 import math
@@ -23,9 +24,13 @@ class _PositionalEncoding(nn.Module):
         self.max_length = max_length
         self.dropout = nn.Dropout(dropout)
 
-    def _add(self, x: Tensor, table: Tensor, offset: int) -> Tensor:
+    def _add(self, x: Tensor, table: Tensor, offset: int | Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must be [..., S, {self.d_model}], got {list(x.shape)}")
+        if isinstance(offset, Tensor):
+            if x.shape[-2] > 1:
+                offset = offset + torch.arange(x.shape[-2], device=offset.device)
+            return self.dropout(x + table.index_select(0, offset).to(x.dtype))
         end = offset + x.shape[-2]
         if offset < 0 or end > self.max_length:
             raise ValueError(
@@ -51,7 +56,7 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
         super().__init__(d_model, max_length, dropout)
         self.register_buffer("table", sinusoids(max_length, d_model), persistent=False)
 
-    def forward(self, x: Tensor, *, offset: int = 0) -> Tensor:
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         return self._add(x, self.table, offset)
 
 
@@ -67,7 +72,7 @@ class LearnedPositionalEncoding(_PositionalEncoding):
         # 0.02: small beside embeddings of unit variance, as usual for learned positions.
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor, *, offset: int = 0) -> Tensor:
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         return self._add(x, self.weight, offset)
 
 

@@ -13,7 +13,7 @@ result. A hint is believed.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -32,16 +32,25 @@ from fastattn.nn.attention import (
     matching_masks,
     merge_heads,
     project_packed,
+    project_stacked,
 )
-from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
 from fastattn.nn.feed_forward import fused_activation
-from fastattn.nn.fusion import DropoutStreams, TorchScriptable, active_p, inherits, is_plain
+from fastattn.nn.fusion import (
+    DropoutStreams,
+    TorchScriptable,
+    active_p,
+    inherits,
+    is_plain,
+    weight_and_bias,
+)
 from fastattn.nn.norm import LayerNorm, RMSNorm, fused_add_norm, fused_add_norm_and_sum, fuses
 from fastattn.nn.packing import (
     Lengths,
     Packing,
     packed_context,
     packs,
+    packs_norm,
     refuse_padding_masks,
 )
 
@@ -211,7 +220,11 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
     def _packs(self, mask: Tensor | None, causal: bool) -> bool:
         check_causal_hint(causal, mask)
         classes = nn.TransformerEncoderLayer, TransformerEncoderLayer
-        return (mask is None or causal) and all(packs(layer, classes) for layer in self.layers)
+        return (
+            (mask is None or causal)
+            and packs_norm(self.norm)
+            and all(packs(layer, classes) for layer in self.layers)
+        )
 
     def _forward_packed(self, rows: Tensor, real: Packing, causal: bool) -> Tensor:
         for layer in self.layers:
@@ -302,6 +315,7 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
         return (
             (mask is None or causal)
             and memory_mask is None
+            and packs_norm(self.norm)
             and all(packs(layer, classes) for layer in self.layers)
         )
 
@@ -315,67 +329,126 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
     @torch.no_grad()
     def init_cache(
         self,
-        memory: Tensor,
+        memory: Tensor | Sequence[Tensor],
         *,
         memory_key_padding_mask: Tensor | None = None,
         memory_lengths: Tensor | None = None,
         max_length: int,
+        beams: int = 1,
+        memory_size: int | None = None,
     ) -> DecoderCache:
         """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
 
-        memory_key_padding_mask: bool `[B, N]`, True = padding. memory_lengths: int32 or int64
-        `[B]`. max_length: the most positions that will be decoded, allocated now.
+        memory: one for all layers, or one for each. memory_key_padding_mask: bool `[B, N]`, True =
+        padding. memory_lengths: int32 or int64 `[B]`. max_length: the most positions that will be
+        decoded, allocated now. beams: continuations of each sequence side by side (see
+        `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later `restart`.
         """
         for i, layer in enumerate(self.layers):
             if why := _cannot_decode(layer):
                 raise NotImplementedError(f"incremental decoding: layers[{i}] {why}")
-        if memory.dim() != 3:
-            raise ValueError(f"memory must have 3 dimensions, got {list(memory.shape)}")
+        memories = self._memories(memory)
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
-        B, N = memory.shape[batch_dim], memory.shape[1 - batch_dim]
-        if max_length < 1:
-            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
+        for name, value in (("max_length", max_length), ("beams", beams)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         padding = memory_key_padding_mask
         if padding is not None and (padding.dtype is not torch.bool or padding.shape != (B, N)):
             raise ValueError(
                 f"memory_key_padding_mask must be bool [{B}, {N}], "
                 f"got {padding.dtype} {list(padding.shape)}"
             )
-        if memory_lengths is not None and (
-            memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,)
-        ):
-            raise ValueError(
-                f"memory_lengths must be int32 or int64 [{B}], "
-                f"got {memory_lengths.dtype} {list(memory_lengths.shape)}"
-            )
+        check_memory_lengths(memory_lengths, B)
+        if memory_size is not None:
+            if memory_size < N or memory_lengths is None:
+                raise ValueError(
+                    f"memory_size must be at least the memory's {N} and needs memory_lengths, "
+                    f"got {memory_size} and memory_lengths={memory_lengths}"
+                )
+            memory_lengths = memory_lengths.clone()  # `restart` writes here
 
         layers = []
-        for layer in self.layers:
-            k, v = project_packed(layer.multihead_attn, memory, 1, 2)  # [B, H, N, D]
-            size = B, layer.self_attn.num_heads, max_length, layer.self_attn.head_dim
-            layers.append(LayerCache(k.new_zeros(size), v.new_zeros(size), k, v))
-        return DecoderCache(layers, max_length, allowed_mask(None, padding, B, 1), memory_lengths)
+        for layer, layer_memory in zip(self.layers, memories, strict=True):
+            projected = _project_memory(layer, layer_memory)  # [B, N, 2, H, D]
+            heads = projected.shape[2:]
+            if memory_size is not None:
+                rows = projected.new_zeros(B, memory_size, *heads)
+                rows[:, :N] = projected
+                projected = rows
+            layers.append(LayerCache(projected.new_zeros(B, max_length * beams, *heads), projected))
+        return DecoderCache(
+            layers, max_length, beams, allowed_mask(None, padding, B, 1), memory_lengths
+        )
+
+    @torch.no_grad()
+    def restart(
+        self, cache: DecoderCache, memory: Tensor | Sequence[Tensor], memory_lengths: Tensor
+    ) -> None:
+        """Starts again in the same tensors over a memory of the same batch that is not longer."""
+        memories = self._memories(memory)
+        batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
+        B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
+        size = cache.layers[0].memory.shape[1]
+        if cache.batch_size != B or size < N:
+            raise ValueError(
+                f"memory must have {cache.batch_size} sequences of at most {size} rows, "
+                f"got {B} of {N}"
+            )
+        if cache.memory_lengths is None or cache.memory_mask is not None:
+            raise ValueError("cache must be one with memory_lengths and no mask of the memory")
+        check_memory_lengths(memory_lengths, B)
+        cache.memory_lengths.copy_(memory_lengths)
+        for layer, rows, layer_memory in zip(self.layers, cache.layers, memories, strict=True):
+            rows.memory[:, :N] = _project_memory(layer, layer_memory)
+        cache.rewind()
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
         """The next position, `[B, 1, E]` (or `[1, B, E]`), after all that `cache` has seen.
 
         Equal to the last row of `forward` over the whole prefix with a causal mask. Several
-        positions at once, as a prompt, are causal among themselves. No gradients are recorded.
+        positions at once, as a prompt, are causal among themselves. With beams x holds the next
+        position of each, `[B, beams, E]`. No gradients are recorded.
         """
         time_dim = 1 if self.layers[0].self_attn.batch_first else 0
-        if x.dim() != 3 or x.shape[1 - time_dim] != cache.batch_size:
-            wanted = "[B, 1, E]" if time_dim else "[1, B, E]"
+        count = x.shape[time_dim] if x.dim() == 3 else 0
+        if (
+            x.dim() != 3
+            or x.shape[1 - time_dim] != cache.batch_size
+            or (cache.beams > 1 and count != cache.beams)
+        ):
+            wanted = f"[B, {cache.beams}, E]" if time_dim else f"[{cache.beams}, B, E]"
             raise ValueError(f"x must be {wanted} with B={cache.batch_size}, got {list(x.shape)}")
-        end = cache.length + x.shape[time_dim]
+        positions = 1 if cache.beams > 1 else count
+        end = cache.length + positions
         if end > cache.max_length:
             raise ValueError(
                 f"the cache holds max_length={cache.max_length} positions, got position {end - 1}"
             )
+        slots = cache.slots(positions)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = _decoder_layer_step(layer, x, layer_cache, cache)
-        cache.length = end
+            x = _decoder_layer_step(layer, x, layer_cache, cache, slots)
+        cache.advance(positions)
         return x if self.norm is None else self.norm(x)
+
+    def _memories(self, memory: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """One memory for each layer, all of one shape."""
+        memories = [memory] * len(self.layers) if isinstance(memory, Tensor) else memory
+        if len(memories) != len(self.layers):
+            raise ValueError(
+                f"memory must be one tensor or one for each of {len(self.layers)} layers, "
+                f"got {len(memories)}"
+            )
+        for tensor in memories:
+            if tensor.dim() != 3:
+                raise ValueError(f"memory must have 3 dimensions, got {list(tensor.shape)}")
+            if tensor.shape != memories[0].shape:
+                raise ValueError(
+                    f"memory must have one shape for all layers, {list(memories[0].shape)}, "
+                    f"got {list(tensor.shape)}"
+                )
+        return memories
 
 
 class Transformer(TorchScriptable, nn.Transformer):
@@ -465,7 +538,7 @@ class Transformer(TorchScriptable, nn.Transformer):
         return real.zero_padding(output)
 
 
-_DROP_INS: dict[type[nn.Module], type[nn.Module]] = {
+DROP_INS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
     nn.RMSNorm: RMSNorm,
     nn.MultiheadAttention: MultiheadAttention,
@@ -483,7 +556,7 @@ def adopt(module: AnyModule) -> AnyModule:
     Parameters, buffers, hooks and names stay the same objects; subclasses are left alone.
     """
     for child in module.modules():
-        drop_in = _DROP_INS.get(type(child))
+        drop_in = DROP_INS.get(type(child))
         if drop_in is not None:
             child.__class__ = drop_in  # type: ignore[assignment]
         if isinstance(child, TransformerEncoder):
@@ -570,12 +643,12 @@ def _attention_block(
         x = x + block(y)
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
-    out = attention.out_proj
-    product = F.linear(heads, out.weight)  # its bias is added with the residual
+    weight, bias = weight_and_bias(attention.out_proj)
+    product = F.linear(heads, weight)  # its bias is added with the residual
     if layer.norm_first:
-        y, x = fused_add_norm_and_sum(product, out.bias, x, dropout, norm, streams)
+        y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
         return x, y
-    x = fused_add_norm(product, out.bias, x, dropout, norm, streams)
+    x = fused_add_norm(product, bias, x, dropout, norm, streams)
     return x, x
 
 
@@ -588,7 +661,7 @@ def _feed_forward_block(
     streams: DropoutStreams,
 ) -> Tensor:
     """x + dropout(ffn(y)), under `norm` where there is one (post-norm)."""
-    linear1, linear2 = layer.linear1, layer.linear2
+    linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
     base = (
         nn.TransformerEncoderLayer
         if isinstance(layer, nn.TransformerEncoderLayer)
@@ -598,17 +671,18 @@ def _feed_forward_block(
     if inherits(layer, base, "_ff_block") and (
         is_plain(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
     ):
-        activation = fused_activation(linear1, layer.activation, layer.dropout, linear2)
+        activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:
         x = x + layer._ff_block(y)
         return x if norm is None else norm(x)
-    p, output_p = active_p(layer.dropout), active_p(dropout) if norm is None else 0.0
+    p, output_p = active_p(inner), active_p(dropout) if norm is None else 0.0
+    (weight1, bias1), (weight2, bias2) = weight_and_bias(linear1), weight_and_bias(linear2)
     result = functional.ffn(
         y,
-        linear1.weight,
-        linear1.bias,
-        linear2.weight,
-        linear2.bias if norm is None else None,  # else added with the residual
+        weight1,
+        bias1,
+        weight2,
+        bias2 if norm is None else None,  # else added with the residual
         activation,
         dropout_p=p,
         output_dropout_p=output_p,
@@ -617,7 +691,7 @@ def _feed_forward_block(
     )
     if norm is None:
         return result
-    return fused_add_norm(result, linear2.bias, x, dropout, norm, streams)
+    return fused_add_norm(result, bias2, x, dropout, norm, streams)
 
 
 def _encoder_layer(
@@ -699,29 +773,31 @@ def _decoder_layer(
 
 
 def _decoder_layer_step(
-    layer: nn.TransformerDecoderLayer, x: Tensor, past: LayerCache, cache: DecoderCache
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    past: LayerCache,
+    cache: DecoderCache,
+    slots: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """`layer` on the positions behind `cache.length`, whose keys and values join the cache."""
+    """`layer` on the next positions, whose keys and values are written to the cache's `slots`."""
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
     streams = DropoutStreams(x.device)
+    rows, key_lengths = slots
 
     def attend_self(y: Tensor) -> Tensor:
-        q, k, v = project_packed(self_attn, y, 0, 3)
-        keys, values = past.append(k, v, cache.length)
-        causal = "bottom_right" if q.shape[2] > 1 else False
-        return merge_heads(self_attn, attend(self_attn, q, keys, values, streams, causal=causal), 3)
+        packed = project_stacked(self_attn, y, 0, 3)
+        packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
+        past.target.index_copy_(1, rows, packed[:, :, 1:])
+        q = packed[:, :, 0].transpose(1, 2)
+        k, v = past.target_heads()
+        heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)
+        return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:
         (q,) = project_packed(cross_attn, y, 0, 1)
-        heads = attend(
-            cross_attn,
-            q,
-            past.memory_keys,
-            past.memory_values,
-            streams,
-            mask=cache.memory_mask,
-            key_lengths=cache.memory_lengths,
-        )
+        k, v = past.memory_heads()
+        mask, lengths = cache.memory_mask, cache.memory_lengths
+        heads = attend(cross_attn, q, k, v, streams, mask=mask, key_lengths=lengths)
         return merge_heads(cross_attn, heads, 3)
 
     return _decoder_layer(
@@ -731,6 +807,12 @@ def _decoder_layer_step(
         (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
         streams,
     )
+
+
+def _project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
+    """The keys and values of the cross-attention, `[B, N, 2, H, D]`."""
+    packed = project_stacked(layer.multihead_attn, memory, 1, 2)
+    return packed if layer.multihead_attn.batch_first else packed.transpose(0, 1)
 
 
 def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:

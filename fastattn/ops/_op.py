@@ -403,6 +403,18 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
     return lambda items: tuple(items[i] for i in indices)
 
 
+def _traceable_picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The same in a backward pass, which compiled autograd traces: it knows no itemgetter."""
+    pick = _picker(indices)
+
+    def pick_or_trace(items: Sequence[Any]) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            return tuple(items[i] for i in indices)
+        return pick(items)
+
+    return pick_or_trace
+
+
 class _Wiring:
     """How a backward op is fed, read off the names in the two schemas.
 
@@ -435,10 +447,10 @@ class _Wiring:
         assert all(name in backward.arguments for name in gradients[: self.with_gradient])
         # In backward every argument is taken from these, in this order.
         sources = [*saved_inputs, *saved_results, *constants, *typed, "needs", *gradients]
-        self._arguments = _picker([sources.index(name) for name in backward.arguments])
+        self._arguments = _traceable_picker([sources.index(name) for name in backward.arguments])
         # Positions among the arguments of a Function, of which the first is the backend's name.
         self.wanted = [1 + inputs.index(name.removeprefix("d")) for name in backward.results]
-        self.needs = _picker(self.wanted)
+        self.needs = _traceable_picker(self.wanted)
         self.passed = [(1 + inputs.index(x), results.index(y)) for x, y in passes_through.items()]
         self.positions = 1 + len(inputs)
         # The same among the backward's results: (spared, computed, when).

@@ -1,30 +1,69 @@
 """Translation end to end: text, subwords, model, training, decoding.
 
-`model` joins embeddings, positions, a Transformer and an output head; `data` turns sentence pairs
-into batches, `catalogues` fetches the default text; `training` and `checkpoint` make a run,
-`runs` reads it, `generation` translates with it; `demo` shows all of it on real text.
+`model` joins embeddings, positions, a Transformer and an output head, `pointer_generator` lets it
+copy, `non_autoregressive` writes all tokens at once; `data` turns sentence pairs into batches,
+`catalogues` fetches the default text. `training` and `checkpoint` make a run out of `losses`,
+`schedules`, `scheduled_sampling` and `sequence_training`; `runs` reads it, `evaluation` compares
+runs. `generation` decodes, by the searches of `search`, `sampling` and `beam_search`, each step of
+which is one of `continuations` and may be a `step_graph`. `demo` shows all of it on real text.
 """
 
-from .generation import Bleu, Translator, bleu, greedy_decode
-from .losses import label_smoothed_cross_entropy
-from .model import ModelConfig, Seq2SeqTransformer, record_attention
+from .beam_search import BeamSearch
+from .evaluation import Evaluation, evaluate_run
+from .generation import (
+    Bleu,
+    Greedy,
+    Programs,
+    Translation,
+    Translator,
+    bleu,
+    generate,
+    greedy_decode,
+)
+from .losses import guided_attention_loss, label_smoothed_cross_entropy
+from .model import Memory, ModelConfig, Seq2SeqTransformer, make_model, record_attention
+from .non_autoregressive import NonAutoregressiveTransformer
+from .pointer_generator import PointerGenerator
 from .runs import load_translator, prepare_text
-from .schedules import warmup_cosine
+from .sampling import Sampling
+from .scheduled_sampling import parallel_inputs, sequential_inputs
+from .schedules import truth_share, warmup_cosine
+from .search import Hypothesis
+from .sequence_training import self_critical_loss, token_bleu
 from .training import TrainingConfig, TrainingResult, train
 
 __all__ = [
+    "BeamSearch",
     "Bleu",
+    "Evaluation",
+    "Greedy",
+    "Hypothesis",
+    "Memory",
     "ModelConfig",
+    "NonAutoregressiveTransformer",
+    "PointerGenerator",
+    "Programs",
+    "Sampling",
     "Seq2SeqTransformer",
     "TrainingConfig",
     "TrainingResult",
+    "Translation",
     "Translator",
     "bleu",
+    "evaluate_run",
+    "generate",
     "greedy_decode",
+    "guided_attention_loss",
     "label_smoothed_cross_entropy",
     "load_translator",
+    "make_model",
+    "parallel_inputs",
     "prepare_text",
     "record_attention",
+    "self_critical_loss",
+    "sequential_inputs",
+    "token_bleu",
     "train",
+    "truth_share",
     "warmup_cosine",
 ]

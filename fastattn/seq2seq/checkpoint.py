@@ -47,6 +47,7 @@ class TrainingState:
     position: Position = field(default_factory=Position)  # the next batch
     tokens: int = 0  # real tokens seen
     best: Best | None = None
+    stale: int = 0  # validations since the best
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -125,6 +126,7 @@ def load_checkpoint(
         position=Position(*values["position"]),
         tokens=values["tokens"],
         best=None if values["best"] is None else Best(**values["best"]),
+        stale=values.get("stale", 0),
     )
 
 

@@ -30,7 +30,7 @@ from .checkpoint import read_best, write_atomically
 from .data import BEGIN, END, Pair, read_pairs
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
-from .plots import Curve, relative_differences, save_curves, save_heat_map
+from .plots import Curve, relative_differences, save_alignment, save_curves, save_heat_map
 from .progress import Progress
 from .runs import (
     PreparedText,
@@ -412,6 +412,20 @@ def _draw(
 
 def draw_attention(path: Path, translator: Translator, source: str, target: str) -> None:
     """Save the cross-attention of every layer while the model reads `target` as its own output."""
+    save_heat_map(path, *_cross_attention(translator, source, target))
+
+
+def draw_alignment(path: Path, translator: Translator, source: str, target: str) -> None:
+    """Save lines between the tokens of both sentences, by the mean of all layers and heads."""
+    layers, source_tokens, target_tokens = _cross_attention(translator, source, target)
+    mean = torch.stack(layers).mean(dim=(0, 1))  # [M, N]
+    save_alignment(path, mean, source_tokens, target_tokens)
+
+
+def _cross_attention(
+    translator: Translator, source: str, target: str
+) -> tuple[list[torch.Tensor], list[str], list[str]]:
+    """The weights [H, M, N] of each decoder layer, and the tokens of both sentences."""
     model, tokenizer = translator.model, translator.tokenizer
     device = model.embedding.weight.device
     source_ids = [*tokenizer.encode(source), END]
@@ -421,10 +435,10 @@ def draw_attention(path: Path, translator: Translator, source: str, target: str)
     with torch.no_grad(), record_attention(model) as weights:
         model(tokens, shifted, torch.zeros_like(tokens, dtype=torch.bool))
     layers = [
-        weights[f"decoder.layers.{index}.multihead_attn"][0].float()  # [H, M, N]
+        weights[f"decoder.layers.{index}.multihead_attn"][0, :, : len(target_ids)].float()
         for index in range(model.config.decoder_layers)
     ]
-    save_heat_map(path, layers, tokenizer.tokens(source_ids), tokenizer.tokens(target_ids))
+    return layers, tokenizer.tokens(source_ids), tokenizer.tokens(target_ids)
 
 
 def _figures(result: TrainingResult) -> dict[str, Any]:

@@ -1,25 +1,123 @@
-"""Greedy decoding from BEGIN to END, translation of text with a trained run, and BLEU.
+"""From BEGIN to END: greedy search, sampling, beam search; translation of text, and BLEU.
 
-With a fastattn decoder each step feeds one token through a key/value cache; any other decoder
-runs the whole prefix again at every step, which gives the same tokens more slowly.
+`generate` decodes a batch of token ids, `Translator` texts. Where the decoder has a key/value cache
+each step feeds one token a beam through it, on a GPU as one CUDA graph; any other decoder runs the
+whole prefix again, which gives the same tokens more slowly. A sentence's result does not depend on
+its neighbours or on padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from .beam_search import BeamSearch, BeamState
+from .continuations import CachedContinuations, Continuations, make_continuations
 from .data import BEGIN, END, PAD, SubwordTokenizer, pad
-from .model import Seq2SeqTransformer
+from .model import Memory, Seq2SeqTransformer, record_attention
+from .non_autoregressive import NonAutoregressiveTransformer, decode_at_once
+from .sampling import Sampling, SamplingSearch
+from .search import Hypothesis, Request, Search, SingleSearch, most_likely, run
+from .step_graph import recorded
 
-# Asking whether all sentences have ended makes a GPU wait, so it is asked every few steps.
-STEPS_BETWEEN_END_CHECKS = 8
+
+@dataclass(frozen=True)
+class Greedy:
+    """The most likely token, over and over."""
+
+
+Strategy: TypeAlias = Greedy | Sampling | BeamSearch
+GREEDY = Greedy()
+
+# Sizes are rounded up to these multiples, so that one recorded step serves batches of similar size.
+MEMORY_SIZES = 16
+STEPS = 32
+
+
+@dataclass
+class _Program:
+    """A search in its tensors and how to advance it by one step."""
+
+    continuations: CachedContinuations
+    search: Search
+    advance: Callable[[], None]
+
+
+@dataclass
+class Programs:
+    """Decoding programs kept for further batches of the same sizes: a GPU records its step once.
+
+    Belongs to one model; the newest `keep` stay in memory.
+    """
+
+    keep: int = 4
+    _kept: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
+
+    def take(self, key: Hashable) -> _Program | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: Hashable, program: _Program) -> None:
+        self._kept[key] = program
+        while len(self._kept) > self.keep:
+            self._kept.popitem(last=False)
 
 
 @torch.no_grad()
+def generate(
+    model: Seq2SeqTransformer,
+    source: Tensor,
+    source_padding: Tensor,
+    *,
+    max_lengths: Sequence[int],
+    strategy: Strategy = GREEDY,
+    prefixes: Sequence[Sequence[int]] | None = None,
+    numbers: Sequence[int] | None = None,
+    return_attention: bool = False,
+    use_cache: bool | None = None,
+    programs: Programs | None = None,
+) -> list[list[Hypothesis]]:
+    """Return the hypotheses for each source of a batch, best first; only beam search has several.
+
+    Args:
+        source, source_padding: [B, S]; padding stands on the right.
+        max_lengths: for each source the most tokens of its result, END and prefix included.
+        strategy: `Greedy()`, `Sampling(...)` or `BeamSearch(...)`.
+        prefixes: for each source the tokens that its result begins with; they count in scores.
+        numbers: which draws of `Sampling` each source gets, by default 0, 1, 2, ...
+        return_attention: the decoder's attention over the source, for the best hypothesis, by one
+            more run of the model.
+        use_cache: None means where the decoder has one.
+        programs: keeps what was set up for this batch's sizes, see `Programs`.
+
+    The model must be in eval mode.
+    """
+    request = Request(max_lengths, prefixes)
+    if not len(source) and not max_lengths:
+        return []
+    _check(model, source, source_padding, request)
+    if isinstance(model, NonAutoregressiveTransformer):
+        if strategy != GREEDY or prefixes is not None or return_attention:
+            raise ValueError(
+                "strategy must be Greedy(), without prefixes or attention, for a model that writes "
+                f"all tokens at once, got {strategy}"
+            )
+        return decode_at_once(model, source, source_padding, max_lengths)
+    memory = model.encode(source, source_padding)
+    search, advance = _search(model, memory, strategy, request, use_cache, programs)
+    if isinstance(search, SamplingSearch):
+        search.draw_numbers(range(len(source)) if numbers is None else numbers)
+    run(search, advance, request.limit)
+    results = search.hypotheses()
+    return _with_attention(model, source, source_padding, results) if return_attention else results
+
+
 def greedy_decode(
     model: Seq2SeqTransformer,
     source: Tensor,
@@ -28,79 +126,138 @@ def greedy_decode(
     max_lengths: Sequence[int],
     use_cache: bool | None = None,
 ) -> list[list[int]]:
-    """Return the most likely next token, over and over, for a batch of sources [B, S].
+    """Return the tokens of greedy search alone, without END; see `generate`."""
+    results = generate(model, source, source_padding, max_lengths=max_lengths, use_cache=use_cache)
+    return [hypotheses[0].tokens for hypotheses in results]
 
-    A sentence stops at END, which is not returned, or at its own entry of `max_lengths`, so its
-    result does not depend on its neighbours. `use_cache` None means: where the decoder has one.
-    The model must be in eval mode.
-    """
+
+def _check(
+    model: Seq2SeqTransformer, source: Tensor, source_padding: Tensor, request: Request
+) -> None:
     if model.training:
-        raise ValueError("greedy_decode wants a model in eval mode, got one in training mode")
-    if len(max_lengths) != len(source):
+        raise ValueError("model must be in eval mode, got one in training mode")
+    B, limits = len(source), request.max_lengths
+    if len(limits) != B:
         raise ValueError(
-            f"max_lengths must hold one length for each of {len(source)} sources, "
-            f"got {len(max_lengths)}"
+            f"max_lengths must hold one length for each of {B} sources, got {len(limits)}"
         )
-    limit = max(max_lengths)
-    if limit > model.config.max_length:
+    if request.limit > model.config.max_length:
         raise ValueError(
             f"max_lengths must not exceed the model's max_length {model.config.max_length}, "
-            f"got {limit}"
+            f"got {request.limit}"
         )
-    decoder = model.transformer.decoder
-    has_cache = hasattr(decoder, "init_cache")
-    if use_cache and not has_cache:
+    if bool((source_padding[:, :-1] & ~source_padding[:, 1:]).any()):
+        raise ValueError("source_padding must stand on the right, got a token behind padding")
+    if request.prefixes is None:
+        return
+    if len(request.prefixes) != B:
         raise ValueError(
-            f"use_cache=True wants a fastattn.nn decoder, got {type(decoder).__module__}."
-            f"{type(decoder).__name__}"
+            f"prefixes must hold one prefix for each of {B} sources, got {len(request.prefixes)}"
         )
-    use_cache = has_cache if use_cache is None else use_cache
-    memory = model.encode(source, source_padding)
-    next_hidden = (_cached_steps if use_cache else _prefix_steps)(
-        model, memory, source_padding, limit
+    for prefix, limit in zip(request.prefixes, limits, strict=True):
+        if len(prefix) > limit:
+            raise ValueError(
+                f"prefixes must not be longer than their max_lengths, got {len(prefix)} tokens "
+                f"for {limit}"
+            )
+        if not all(END < token < model.config.vocabulary for token in prefix):
+            raise ValueError(f"prefixes must hold ordinary tokens, got {list(prefix)}")
+
+
+def _search(
+    model: Seq2SeqTransformer,
+    memory: Memory,
+    strategy: Strategy,
+    request: Request,
+    use_cache: bool | None,
+    programs: Programs | None,
+) -> tuple[Search, Callable[[], None]]:
+    """A search for this request, new or kept, and what advances it."""
+    # Hooks are Python, which a recorded step does not run.
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    programs = None if hooked or use_cache is False else programs
+    B, S = memory.source.shape
+    size, steps = _round_up(S, MEMORY_SIZES), _round_up(request.limit, STEPS)
+    # The draws of a sampling strategy are inputs, not part of the program.
+    fixed = replace(strategy, seed=0) if isinstance(strategy, Sampling) else strategy
+    key = (fixed, B, size, steps, request.prefixes is not None, *_fingerprint(model))
+    program = None if programs is None else programs.take(key)
+    if program is not None:
+        program.continuations.restart(memory)
+        if isinstance(program.search, SamplingSearch):
+            program.search.seed = strategy.seed  # type: ignore[union-attr]
+        program.search.start(request)
+        return program.search, program.advance
+    continuations = make_continuations(
+        model,
+        memory,
+        beams=strategy.beams if isinstance(strategy, BeamSearch) else 1,
+        max_length=steps,
+        memory_size=size,
+        use_cache=use_cache,
     )
-    B = len(source)
-    tokens = torch.full((B, limit + 1), PAD, dtype=torch.long, device=source.device)
-    tokens[:, 0] = BEGIN
-    limits = torch.tensor(max_lengths, device=source.device)
-    ended = limits <= 0
-    for t in range(limit):
-        choice = model.logits(next_hidden(tokens[:, : t + 1])).argmax(dim=-1)  # [B]
-        tokens[:, t + 1] = choice.where(~ended, PAD)
-        ended = ended | (choice == END) | (limits <= t + 1)
-        if (t + 1) % STEPS_BETWEEN_END_CHECKS == 0 and bool(ended.all()):
-            break
-    return [_cut(row) for row in tokens[:, 1:].tolist()]
+    search = _make_search(continuations, strategy, request, steps)
+    if not isinstance(continuations, CachedContinuations) or hooked:
+        return search, search.step
+    device = memory.source.device
+    if programs is None and device.type != "cpu":
+        # Recording a graph takes longer than a few dozen steps: it pays where others use it again.
+        return search, search.step
+    advance = recorded(search.step, search.rewind, device)
+    if programs is not None:
+        programs.put(key, _Program(continuations, search, advance))
+    return search, advance
 
 
-NextHidden = Callable[[Tensor], Tensor]
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
-def _cached_steps(
-    model: Seq2SeqTransformer, memory: Tensor, source_padding: Tensor, limit: int
-) -> NextHidden:
-    decoder = model.transformer.decoder
-    cache = decoder.init_cache(memory, memory_key_padding_mask=source_padding, max_length=limit)
-
-    def next_hidden(prefix: Tensor) -> Tensor:
-        x = model.embed_target(prefix[:, -1:], start=prefix.shape[1] - 1)
-        return decoder.step(x, cache)[:, -1]  # [B, width]
-
-    return next_hidden
+def _fingerprint(model: Seq2SeqTransformer) -> tuple[Hashable, ...]:
+    """What a recorded step takes for granted: where the parameters are, and autocast."""
+    device = model.embedding.weight.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return (autocast, *(p.data_ptr() for p in model.parameters()))
 
 
-def _prefix_steps(
-    model: Seq2SeqTransformer, memory: Tensor, source_padding: Tensor, limit: int
-) -> NextHidden:
-    return lambda prefix: model.decode(prefix, memory, source_padding)[:, -1]
+def _make_search(
+    continuations: Continuations, strategy: Strategy, request: Request, steps: int
+) -> Search:
+    if isinstance(strategy, BeamSearch):
+        return BeamState(continuations, strategy, request, steps=steps)
+    if isinstance(strategy, Sampling):
+        return SamplingSearch(continuations, strategy, request, steps=steps)
+    return SingleSearch(continuations, most_likely, request, steps=steps)
 
 
-def _cut(row: list[int]) -> list[int]:
-    """Return the tokens before END, or before the padding of a sentence cut at its limit."""
-    for index, token in enumerate(row):
-        if token in (END, PAD):
-            return row[:index]
-    return row
+def _with_attention(
+    model: Seq2SeqTransformer,
+    source: Tensor,
+    source_padding: Tensor,
+    results: list[list[Hypothesis]],
+) -> list[list[Hypothesis]]:
+    """The best hypotheses with what each layer read while it produced them."""
+    targets = [best.tokens + [END] * best.ended for best, *_ in results]
+    shifted = pad([[BEGIN, *tokens[:-1]] for tokens in targets]).to(source.device)
+    with record_attention(model) as weights:
+        model(source, shifted, source_padding)
+    layers = [
+        weights[f"decoder.layers.{i}.multihead_attn"] for i in range(model.config.decoder_layers)
+    ]
+    stacked = torch.stack(layers, dim=1).float()  # [B, layers, H, T, S]
+    sizes = (~source_padding).sum(dim=1).tolist()
+    return [
+        [replace(found[0], attention=stacked[b, :, :, : len(targets[b]), :size]), *found[1:]]
+        for b, (found, size) in enumerate(zip(results, sizes, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A text's translation; `hypothesis` is None where the text is empty."""
+
+    text: str
+    hypothesis: Hypothesis | None
 
 
 @dataclass(frozen=True)
@@ -109,6 +266,7 @@ class Translator:
 
     model: Seq2SeqTransformer
     tokenizer: SubwordTokenizer
+    programs: Programs = field(default_factory=Programs, repr=False, compare=False)
 
     def translate(
         self,
@@ -116,6 +274,7 @@ class Translator:
         *,
         max_length: int | None = None,
         batch_size: int = 64,
+        strategy: Strategy = GREEDY,
         use_cache: bool | None = None,
         notify: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
@@ -124,28 +283,68 @@ class Translator:
         A translation has at most `max_length` tokens, by default twice those of its source and
         ten more. A source longer than the model allows raises ValueError; an empty one stays so.
         """
+        results = self.search(
+            texts,
+            max_length=max_length,
+            batch_size=batch_size,
+            strategy=strategy,
+            use_cache=use_cache,
+            notify=notify,
+        )
+        return [result.text for result in results]
+
+    def search(
+        self,
+        texts: Sequence[str],
+        *,
+        prefixes: Sequence[str] | None = None,
+        max_length: int | None = None,
+        batch_size: int = 64,
+        strategy: Strategy = GREEDY,
+        return_attention: bool = False,
+        use_cache: bool | None = None,
+        notify: Callable[[int], None] = lambda _: None,
+    ) -> list[Translation]:
+        """Translate as `translate` does and return tokens, scores and, on request, attention.
+
+        prefixes: for each text the words that its translation begins with, or "".
+        """
+        if prefixes is not None and len(prefixes) != len(texts):
+            raise ValueError(
+                f"prefixes must hold one for each of {len(texts)} texts, got {len(prefixes)}"
+            )
         allowed = self.model.config.max_length
         sources = self.tokenizer.encode_all(texts)
+        begins = None if prefixes is None else self.tokenizer.encode_all(prefixes)
         for number, ids in enumerate(sources, start=1):
             if len(ids) + 1 > allowed:
                 raise ValueError(
                     f"text {number} must have at most {allowed - 1} tokens, got {len(ids)}: "
                     f"{texts[number - 1][:60]!r}"
                 )
+        limits = [min(allowed, max_length or 2 * len(ids) + 10) for ids in sources]
         device = self.model.embedding.weight.device
-        results = [""] * len(texts)
+        results = [Translation("", None)] * len(texts)
         order = sorted((i for i in range(len(texts)) if sources[i]), key=lambda i: len(sources[i]))
         was_training = self.model.training
         self.model.eval()
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
             source = pad([[*sources[i], END] for i in chosen]).to(device)
-            limits = [min(allowed, max_length or 2 * len(sources[i]) + 10) for i in chosen]
-            decoded = greedy_decode(
-                self.model, source, source == PAD, max_lengths=limits, use_cache=use_cache
+            found = generate(
+                self.model,
+                source,
+                source == PAD,
+                max_lengths=[limits[i] for i in chosen],
+                strategy=strategy,
+                prefixes=None if begins is None else [begins[i] for i in chosen],
+                numbers=chosen,
+                return_attention=return_attention,
+                use_cache=use_cache,
+                programs=self.programs,
             )
-            for i, ids in zip(chosen, decoded, strict=True):
-                results[i] = self.tokenizer.decode(ids)
+            for i, (best, *_) in zip(chosen, found, strict=True):
+                results[i] = Translation(self.tokenizer.decode(best.tokens), best)
             notify(start + len(chosen))
         self.model.train(was_training)
         return results

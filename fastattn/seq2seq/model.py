@@ -2,7 +2,8 @@
 
 `Seq2SeqTransformer(config)` takes the Transformer's class as a second argument:
 `fastattn.nn.Transformer` or `torch.nn.Transformer`. Parameter names, shapes and initial values
-are the same for both, so a checkpoint of one loads into the other.
+are the same for both, so a checkpoint of one loads into the other. `make_model` returns the kind
+of model that a configuration asks for.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -20,16 +21,37 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
+from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
+from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
+
+from .data import PAD
+from .pointer_generator import PointerGenerator
 
 POSITIONS = ("sinusoidal", "learned")
+NORMS = ("layer", "power", "batch")
+MEMORY_LAYERS = ("last", "same", "reversed")
+DECODERS = ("autoregressive", "non-autoregressive")
+LENGTHS = ("predictor", "end")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices of a `Seq2SeqTransformer`.
+    """Sizes and choices of a model.
 
-    One vocabulary serves both languages. `tied` uses one matrix as source embedding, target
-    embedding and output head. `max_length` bounds the tokens of a sentence, END included.
+    One vocabulary serves both languages. `max_length` bounds the tokens of a sentence, END
+    included.
+
+    Attributes:
+        tied: one matrix is source embedding, target embedding and output head.
+        memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
+            usual; "same": the one at its own height (He et al. 2018); "reversed": from the last
+            down; or numbers from 1, one for each decoder layer, such as "1,2,2".
+        norm: "layer"; "power" and "batch" normalise over tokens, for comparison.
+        scoring: how queries and keys are compared: "dot", "additive" or "cosine".
+        copy: a pointer-generator head may copy source tokens.
+        decoder: "non-autoregressive" predicts all target tokens at once.
+        length: how such a decoder knows its target's length: by a "predictor", or by cutting a
+            result of the maximum length at its first "end".
     """
 
     vocabulary: int
@@ -44,6 +66,12 @@ class ModelConfig:
     tied: bool = True
     positions: str = "sinusoidal"
     max_length: int = 128
+    memory_layers: str = "last"
+    norm: str = "layer"
+    scoring: str = "dot"
+    copy: bool = False
+    decoder: str = "autoregressive"
+    length: str = "predictor"
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "heads", "ffn_width", "max_length"):
@@ -56,8 +84,33 @@ class ModelConfig:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}")
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
+        for name, known in (
+            ("positions", POSITIONS),
+            ("norm", NORMS),
+            ("scoring", SCORES),
+            ("decoder", DECODERS),
+            ("length", LENGTHS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        self.memory_numbers()
+
+    def memory_numbers(self) -> list[int]:
+        """For each decoder layer the encoder layer that it reads, counted from 1."""
+        wanted, last, count = self.memory_layers, self.encoder_layers, self.decoder_layers
+        if wanted == "last":
+            return [last] * count
+        if wanted == "same":
+            return [min(number, last) for number in range(1, count + 1)]
+        if wanted == "reversed":
+            return [max(last - number, 1) for number in range(count)]
+        numbers = [int(part) if part.strip().isdigit() else 0 for part in wanted.split(",")]
+        if len(numbers) != count or not all(1 <= number <= last for number in numbers):
+            raise ValueError(
+                f"memory_layers must be one of {MEMORY_LAYERS}, or {count} numbers from 1 to "
+                f"{last} with commas, got {wanted!r}"
+            )
+        return numbers
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -71,6 +124,63 @@ class ModelConfig:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """An encoded batch: what each decoder layer reads, and the ids it came from."""
+
+    layers: list[Tensor]  # one [B, S, width] for each decoder layer
+    source: Tensor  # [B, S] int64
+    padding: Tensor  # [B, S] bool, True = padding
+    output: Tensor  # [B, S, width], of the last encoder layer
+    copy_keys: Tensor | None = None  # [B, S, width], what the copying head compares with
+
+    def lengths(self) -> Tensor:
+        """The real tokens of each source, int64 [B]; padding stands on the right."""
+        return (~self.padding).sum(dim=1)
+
+    def repeat(self, times: int) -> Memory:
+        """Each sentence `times` times, one behind the other."""
+        if times == 1:
+            return self
+        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+
+    def padded(self, size: int) -> Memory:
+        """The same for at most `size` source tokens, in tensors of its own."""
+        extra = size - self.source.shape[1]
+
+        def longer(tensor: Tensor) -> Tensor:
+            filling = {torch.int64: PAD, torch.bool: True}.get(tensor.dtype, 0.0)
+            sides = (0, extra) if tensor.dim() == 2 else (0, 0, 0, extra)
+            return F.pad(tensor, sides, value=filling) if extra else tensor.clone()
+
+        return self._map(longer)
+
+    def replace_by(self, other: Memory) -> None:
+        """Take the values of another memory of the same sizes."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            mine.copy_(theirs)
+
+    def _tensors(self) -> list[Tensor]:
+        keys = [] if self.copy_keys is None else [self.copy_keys]
+        return [*self.layers, self.source, self.padding, self.output, *keys]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Memory:
+        done: dict[int, Tensor] = {}  # most layers read one and the same tensor
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in done:
+                done[id(tensor)] = function(tensor)
+            return done[id(tensor)]
+
+        return Memory(
+            [once(layer) for layer in self.layers],
+            once(self.source),
+            once(self.padding),
+            once(self.output),
+            None if self.copy_keys is None else once(self.copy_keys),
+        )
+
+
 class Seq2SeqTransformer(nn.Module):
     """Encoder-decoder over token ids; forward returns the logits of the next target token."""
 
@@ -78,6 +188,7 @@ class Seq2SeqTransformer(nn.Module):
         self, config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
     ) -> None:
         super().__init__()
+        _require_ours(config, transformer_class)
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         if not config.tied:
@@ -105,6 +216,10 @@ class Seq2SeqTransformer(nn.Module):
                 batch_first=True,
                 norm_first=config.norm_first,
             )
+        _use_norm(self.transformer, config.norm)
+        _use_scoring(self.transformer, config.scoring)
+        self.copying = PointerGenerator(config.width) if config.copy else None
+        self._memory_numbers = config.memory_numbers()
         # Scaled by sqrt(width), embeddings start with variance 1; as a head, logits do.
         for module in self.children():
             if isinstance(module, nn.Embedding):
@@ -116,48 +231,143 @@ class Seq2SeqTransformer(nn.Module):
         Targets need no padding mask: padding stands on the right, where the causal mask hides it
         from every real token, and the loss ignores its rows.
         """
-        hidden = self.transformer(
-            self.embed_source(source),
-            self.embed_target(target_in),
-            tgt_mask=_causal_mask(target_in),
-            tgt_is_causal=True,
-            src_key_padding_mask=source_padding,
-            memory_key_padding_mask=source_padding,
-        )
-        return self.logits(hidden)
+        real = target_in != PAD
+        if set(self._memory_numbers) <= {self.config.encoder_layers} and self.copying is None:
+            with self._counting(source_padding, real):
+                hidden = self.transformer(
+                    self.embed_source(source),
+                    self.embed_target(target_in),
+                    tgt_mask=_causal_mask(target_in),
+                    tgt_is_causal=True,
+                    src_key_padding_mask=source_padding,
+                    memory_key_padding_mask=source_padding,
+                )
+            return self.logits(hidden)
+        memory = self.encode(source, source_padding)
+        return self.logits(self.decode(target_in, memory), memory)
 
-    def encode(self, source: Tensor, source_padding: Tensor) -> Tensor:
-        """Return the encoder's output [B, S, width]."""
-        return self.transformer.encoder(
-            self.embed_source(source), src_key_padding_mask=source_padding
-        )
+    def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
+        """Return what the decoder's layers read."""
+        encoder, x = self.transformer.encoder, self.embed_source(source)
+        wanted, last = self._memory_numbers, self.config.encoder_layers
+        with self._counting(source_padding):
+            if set(wanted) <= {last}:
+                output = encoder(x, src_key_padding_mask=source_padding)
+                layers = [output] * len(wanted)
+            else:
+                outputs = {}
+                for number, layer in enumerate(encoder.layers, start=1):
+                    x = layer(x, src_key_padding_mask=source_padding)
+                    if number in wanted or number == last:
+                        outputs[number] = x if encoder.norm is None else encoder.norm(x)
+                output, layers = outputs[last], [outputs[number] for number in wanted]
+        keys = None if self.copying is None else self.copying.keys(output)
+        return Memory(layers, source, source_padding, output, keys)
 
-    def decode(self, target_in: Tensor, memory: Tensor, source_padding: Tensor) -> Tensor:
+    def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
         """Return the decoder's output [B, T, width] for every prefix of `target_in`."""
-        return self.transformer.decoder(
-            self.embed_target(target_in),
-            memory,
-            tgt_mask=_causal_mask(target_in),
-            tgt_is_causal=True,
-            memory_key_padding_mask=source_padding,
-        )
+        masks = {"tgt_mask": _causal_mask(target_in), "tgt_is_causal": True}
+        return self._run_decoder(self.embed_target(target_in), memory, target_in != PAD, masks)
+
+    def _run_decoder(
+        self, x: Tensor, memory: Memory, real: Tensor, masks: dict[str, Any]
+    ) -> Tensor:
+        """The decoder's layers, each over its own memory."""
+        decoder = self.transformer.decoder
+        masks = {**masks, "memory_key_padding_mask": memory.padding}
+        with self._counting(memory.padding, real):
+            if all(layer is memory.output for layer in memory.layers):
+                return decoder(x, memory.output, **masks)
+            for layer, read in zip(decoder.layers, memory.layers, strict=True):
+                x = layer(x, read, **masks)
+            return x if decoder.norm is None else decoder.norm(x)
 
     def embed_source(self, source: Tensor) -> Tensor:
         return self._embed(self.embedding, source)
 
-    def embed_target(self, target: Tensor, *, start: int = 0) -> Tensor:
-        """Embed target ids [B, T] that stand at positions `start`, `start + 1`, ..."""
+    def embed_target(self, target: Tensor, *, start: int | Tensor = 0) -> Tensor:
+        """Embed target ids [B, T] that stand at positions `start`, `start + 1`, ...
+
+        start: as the `offset` of a positional encoding, an int or a tensor on the device.
+        """
         return self._embed(
             self.embedding if self.config.tied else self.target_embedding, target, start=start
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, memory: Memory | None = None) -> Tensor:
+        """Return logits [B, T, vocabulary]; a copying head needs the memory, and its logits are
+        log-probabilities, their own softmax.
+        """
         weight = self.embedding.weight if self.config.tied else self.head.weight
-        return F.linear(hidden, weight)
+        logits = F.linear(hidden, weight)
+        if self.copying is None:
+            return logits
+        if memory is None or memory.copy_keys is None:
+            raise ValueError("memory must be what encode returned, for a model that copies")
+        return self.copying(
+            hidden, logits, memory.output, memory.copy_keys, memory.source, memory.padding
+        )
 
-    def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int = 0) -> Tensor:
+    @contextmanager
+    def _counting(
+        self, source_padding: Tensor, real_target: Tensor | None = None
+    ) -> Iterator[None]:
+        """Inside, norms over tokens leave padding out."""
+        if self.config.norm == "layer":
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(real_tokens(self.transformer.encoder, ~source_padding))
+            if real_target is not None:
+                stack.enter_context(real_tokens(self.transformer.decoder, real_target))
+            yield
+
+    def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int | Tensor = 0) -> Tensor:
         x = embedding(tokens) * math.sqrt(self.config.width)
         return self.positions(x, offset=start)
+
+
+def make_model(
+    config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
+) -> Seq2SeqTransformer:
+    """Return the model that a configuration describes."""
+    from .non_autoregressive import NonAutoregressiveTransformer
+
+    if config.decoder == "non-autoregressive":
+        return NonAutoregressiveTransformer(config, transformer_class)
+    return Seq2SeqTransformer(config, transformer_class)
+
+
+def _require_ours(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
+    for name, usual in (("norm", "layer"), ("scoring", "dot")):
+        if getattr(config, name) != usual and not issubclass(transformer_class, Transformer):
+            # torch's layers look inside their children and would compute something else.
+            raise ValueError(
+                f"{name} must be {usual!r} with {transformer_class.__module__}."
+                f"{transformer_class.__name__}, got {getattr(config, name)!r}"
+            )
+
+
+def _use_norm(transformer: nn.Transformer, norm: str) -> None:
+    if norm == "layer":
+        return
+    kind = {"power": PowerNorm, "batch": TokenBatchNorm}[norm]
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.LayerNorm):
+                setattr(parent, name, kind(transformer.d_model))
+
+
+def _use_scoring(transformer: nn.Transformer, scoring: str) -> None:
+    if scoring == "dot":
+        return
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.MultiheadAttention):
+                scored = ScoredMultiheadAttention(
+                    child.embed_dim, child.num_heads, child.dropout, scoring=scoring
+                )
+                setattr(parent, name, scored)
 
 
 def _causal_mask(target_in: Tensor) -> Tensor:
@@ -167,12 +377,15 @@ def _causal_mask(target_in: Tensor) -> Tensor:
 
 
 @contextmanager
-def record_attention(model: Seq2SeqTransformer) -> Iterator[dict[str, Tensor]]:
+def record_attention(
+    model: Seq2SeqTransformer, *, only: str = "", differentiable: bool = False
+) -> Iterator[dict[str, Tensor]]:
     """Collect the attention weights of every layer while the block runs the model.
 
     Yields a dict from module name, such as `decoder.layers.0.multihead_attn`, to the weights of
     its last call, [B, H, M, N] with the heads apart. Works by hooks that ask each attention module
-    for its weights, so the fused paths are off inside the block.
+    for its weights, so the fused paths are off inside the block. `only` chooses modules whose name
+    ends so; `differentiable` keeps the weights' graph.
     """
     weights: dict[str, Tensor] = {}
 
@@ -181,13 +394,13 @@ def record_attention(model: Seq2SeqTransformer) -> Iterator[dict[str, Tensor]]:
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            weights[name] = output[1].detach()
+            weights[name] = output[1] if differentiable else output[1].detach()
 
         return hook
 
     handles = []
     for name, module in model.transformer.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention) and name.endswith(only):
             handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
             handles.append(module.register_forward_hook(keep(name)))
     try:

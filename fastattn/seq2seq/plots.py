@@ -1,4 +1,5 @@
-"""Pictures of a run: loss curves, and heat maps of which source token each target token reads.
+"""Pictures of a run: curves of loss and BLEU, and which source token each target token reads, as
+heat maps and as lines between the sentences.
 
 Figures are made without pyplot, so nothing depends on a display or changes a global backend.
 """
@@ -19,15 +20,19 @@ COLOURS = ("#0b6e99", "#d9730d")
 class Curve:
     losses: Sequence[float]  # of update 1, 2, ...
     validations: Sequence[tuple[int, float]]  # (update, loss)
+    bleus: Sequence[tuple[int, float]] = ()  # (update, BLEU of validation sentences)
 
 
 def save_curves(
     path: Path, curves: Mapping[str, Curve], *, difference_limit: float | None = None
 ) -> None:
-    """Draw the curves in one panel and, given two, their relative difference in a second one."""
+    """Draw the curves in one panel; given two, their relative difference in another; and BLEU in
+    one more, where it was measured.
+    """
     from matplotlib.figure import Figure
 
-    panels = 2 if len(curves) == 2 else 1
+    compared, scored = len(curves) == 2, any(curve.bleus for curve in curves.values())
+    panels = 1 + compared + scored
     figure = Figure(figsize=(5.5 * panels, 4.0), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for (name, curve), colour, width in zip(curves.items(), COLOURS, (4.0, 1.5), strict=False):
@@ -44,7 +49,13 @@ def save_curves(
             )  # fmt: skip
     axes[0].set(xlabel="update", ylabel="loss (nats a token)")
     axes[0].legend(frameon=False)
-    if panels == 2:
+    if scored:
+        for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
+            if curve.bleus:
+                axes[-1].plot(*zip(*curve.bleus, strict=True), color=colour, marker="o", label=name)
+        axes[-1].set(xlabel="update", ylabel="BLEU (validation)", ylim=(0.0, None))
+        axes[-1].legend(frameon=False)
+    if compared:
         (_, first), (_, second) = curves.items()
         differences = relative_differences(first.losses, second.losses)
         # A difference of exactly 0 has no place on a logarithmic axis.
@@ -82,6 +93,37 @@ def save_heat_map(
         axis.set_xticks(range(len(source_tokens)), source_tokens, rotation=90, fontsize=8)
         axis.set_yticks(range(len(target_tokens)), target_tokens, fontsize=8)
         axis.tick_params(length=0)
+    figure.savefig(path, dpi=120)
+
+
+def save_alignment(
+    path: Path, weights: Tensor, source_tokens: Sequence[str], target_tokens: Sequence[str]
+) -> None:
+    """Draw both sentences and lines between them, the darker the more a target token reads.
+
+    weights: [M, N], averaged over heads and layers, say.
+    """
+    from matplotlib.figure import Figure
+
+    longest = max(len(source_tokens), len(target_tokens))
+    figure = Figure(figsize=(1.0 + 0.75 * longest, 2.6), layout="constrained")
+    axis = figure.subplots()
+    rows = ((1.0, source_tokens, "bottom"), (0.0, target_tokens, "top"))
+    places = []
+    for height, tokens, side in rows:
+        # Both sentences over the whole width.
+        across = [(i + 0.5) / len(tokens) for i in range(len(tokens))]
+        places.append(across)
+        for x, token in zip(across, tokens, strict=True):
+            axis.text(x, height, token, ha="center", va=side, fontsize=9)
+    for target, row in enumerate(weights.tolist()):
+        for source, weight in enumerate(row):
+            axis.plot(
+                (places[1][target], places[0][source]), (0.02, 0.98), color=COLOURS[0],
+                linewidth=2.0 * weight, alpha=min(1.0, weight), solid_capstyle="round",
+            )  # fmt: skip
+    axis.set(xlim=(0.0, 1.0), ylim=(-0.2, 1.2))
+    axis.set_axis_off()
     figure.savefig(path, dpi=120)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from .checkpoint import (
     write_atomically,
 )
 from .data import Example, Pair, Splits, SubwordTokenizer, encode_pairs, split_pairs
-from .generation import Translator
-from .model import ModelConfig, Seq2SeqTransformer
+from .generation import Translator, bleu
+from .model import ModelConfig, Seq2SeqTransformer, make_model
 from .progress import waiting
 from .training import TrainingConfig
 
@@ -86,6 +86,20 @@ def prepare_text(
     return PreparedText(splits, tokenizer, train, valid, test, len(splits.train) - len(train))
 
 
+def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTransformer], float]:
+    """Return what scores a model by the BLEU of its greedy translations of `count` sentences."""
+    tokenizer = prepared.tokenizer
+    examples = prepared.valid[:count]
+    sources, references = (
+        [tokenizer.decode(example[side]) for example in examples] for side in (0, 1)
+    )
+
+    def score(model: Seq2SeqTransformer) -> float:
+        return bleu(Translator(model, tokenizer).translate(sources), references).score
+
+    return score
+
+
 def default_held_out(pairs: int) -> int:
     """Return how many sentences validation and test get each: 5 %, at most 500."""
     return min(500, max(1, pairs // 20))
@@ -146,6 +160,6 @@ def load_translator(run: Path, *, device: torch.device | str = "cpu") -> Transla
         raise FileNotFoundError(
             f"the run folder must hold a checkpoint, got {run}, where training has not saved one"
         )
-    model = Seq2SeqTransformer(files.model)
+    model = make_model(files.model)
     load_parameters(checkpoint_folder(run, best.step if best else steps[-1]), model)
     return Translator(model.to(device).eval(), files.tokenizer)

@@ -1,9 +1,10 @@
-"""Training with teacher forcing: AdamW, clipping, warm-up then cosine, checkpoints, metrics.
+"""Training: AdamW, accumulation, clipping, warm-up then cosine, checkpoints, metrics.
 
-`train` runs a fixed number of updates and returns the loss of each. With a run folder it writes
-`metrics.jsonl` and checkpoints and can resume: the data order is a function of seed and epoch,
-and a checkpoint holds the generators' state, so on a CPU a resumed run repeats the losses of an
-uninterrupted one bit for bit.
+`train` runs a fixed number of updates, or fewer with `patience`, and returns the loss of each. What
+an update minimises is `batch_loss`: cross-entropy under teacher forcing, and what the configuration
+puts in its place or beside it. With a run folder it writes `metrics.jsonl` and checkpoints and can
+resume: the data order is a function of seed and epoch, and a checkpoint holds the generators'
+state, so on a CPU a run repeats bit for bit, and so does a resumed one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +33,16 @@ from .checkpoint import (
     write_best,
 )
 from .data import PAD, Batch, Example, collate, plan_batches, training_batches
-from .losses import label_smoothed_cross_entropy
-from .model import Seq2SeqTransformer
+from .losses import guided_attention_loss, label_smoothed_cross_entropy
+from .model import Seq2SeqTransformer, record_attention
+from .non_autoregressive import NonAutoregressiveTransformer, at_once_loss
 from .progress import Progress
-from .schedules import warmup_cosine
+from .scheduled_sampling import parallel_inputs, sequential_inputs
+from .schedules import DECAYS, truth_share, warmup_cosine
+from .sequence_training import self_critical_loss
 
 PRECISIONS = ("fp32", "bf16")
+SCHEDULED_SAMPLING = ("none", "sequential", "parallel")
 
 
 class TrainingDiverged(ArithmeticError):
@@ -45,7 +51,20 @@ class TrainingDiverged(ArithmeticError):
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How to train; `batch_tokens` counts padded source and target tokens of a batch."""
+    """How to train.
+
+    Attributes:
+        batch_tokens: padded source and target tokens of a batch.
+        accumulate: batches of an update; their gradient is that of one batch of all of them.
+        patience: stop after this many validations without a lower loss; 0 never does.
+        scheduled_sampling: "sequential" or "parallel": some decoder inputs are the model's own
+            tokens, see `scheduled_sampling`.
+        sampling_decay, truth_floor: how the share of true inputs falls from 1, and to what.
+        guided_attention: weight of the loss that keeps cross-attention near the diagonal.
+        guided_width: how near.
+        sequence_steps: the last updates reward sampled translations by their BLEU.
+        sequence_weight: share of that loss in these updates; cross-entropy has the rest.
+    """
 
     steps: int = 10_000
     batch_tokens: int = 8192
@@ -62,13 +81,35 @@ class TrainingConfig:
     valid_every: int = 500
     checkpoint_every: int = 500
     keep: int = 2
+    accumulate: int = 1
+    patience: int = 0
+    scheduled_sampling: str = "none"
+    sampling_decay: str = "linear"
+    truth_floor: float = 0.5
+    guided_attention: float = 0.0
+    guided_width: float = 0.2
+    sequence_steps: int = 0
+    sequence_weight: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"):
+        at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
+        for name in (*at_least_one, "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        for name in ("warmup_steps", "patience", "sequence_steps", "guided_attention"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name, known in (
+            ("scheduled_sampling", SCHEDULED_SAMPLING),
+            ("sampling_decay", DECAYS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        for name in ("truth_floor", "sequence_weight"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if not self.guided_width > 0.0:
+            raise ValueError(f"guided_width must be above 0, got {self.guided_width}")
         if not self.learning_rate > 0.0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
         if self.precision not in PRECISIONS:
@@ -100,6 +141,8 @@ class TrainingResult:
     tokens: int  # real source and target tokens of these updates
     seconds: float  # spent in updates: no validation, no checkpoint
     tokens_per_second: float  # without the first `log_every` updates, which may compile kernels
+    stopped_early: bool = False  # by `patience`
+    bleus: tuple[tuple[int, float], ...] = ()  # (step, what `score` returned)
 
 
 def train(
@@ -112,6 +155,7 @@ def train(
     run: Path | None = None,
     resume: bool = False,
     stop_after: int | None = None,
+    score: Callable[[Seq2SeqTransformer], float] | None = None,
     description: str = "training",
     show: bool = True,
 ) -> TrainingResult:
@@ -119,8 +163,10 @@ def train(
 
     With `run`, write metrics and checkpoints there; `resume` continues from the newest one, if
     any. `stop_after` ends the call early, after that many updates in all, without changing the
-    schedule; the run can be resumed to the rest.
+    schedule; the run can be resumed to the rest. `score` is asked at every validation, for a BLEU
+    curve say, and must draw no random numbers.
     """
+    require_trainable(model, config)
     model.to(device).train()
     optimizer = make_optimizer(model, config, device)
     state = TrainingState()
@@ -142,16 +188,21 @@ def train(
     with Progress(description, last_step, show=show, unit="steps") as progress:
         progress.update(state.step)
         for step in range(state.step + 1, last_step + 1):
-            batch, position = next(stream)
+            if _out_of_patience(state, config):
+                break
+            batches = [next(stream) for _ in range(config.accumulate)]
+            position = batches[-1][1]
             learning_rate = config.learning_rate * warmup_cosine(
                 step - 1,
                 warmup_steps=config.warmup_steps,
                 total_steps=config.steps,
                 cycles=config.cycles,
             )
-            loss, norm = update(model, optimizer, batch.to(device), learning_rate, config)
-            state = replace(state, step=step, position=position, tokens=state.tokens + batch.tokens)
-            curve.add(step, loss, norm, learning_rate, batch.tokens)
+            moved = [batch.to(device) for batch, _ in batches]
+            loss, norm = update(model, optimizer, moved, learning_rate, config, step)
+            tokens = sum(batch.tokens for batch in moved)
+            state = replace(state, step=step, position=position, tokens=state.tokens + tokens)
+            curve.add(step, loss, norm, learning_rate, tokens)
             validate = bool(valid_examples) and (
                 step % config.valid_every == 0 or step == config.steps
             )
@@ -162,9 +213,12 @@ def train(
             curve.read()
             if validate:
                 valid_loss = validation_loss(model, valid_examples, config, device=device)
-                curve.add_validation(step, valid_loss)
+                curve.add_validation(step, valid_loss, None if score is None else score(model))
                 if state.best is None or valid_loss < state.best.valid_loss:
-                    state = replace(state, best=Best(step, valid_loss))
+                    state = replace(state, best=Best(step, valid_loss), stale=0)
+                else:
+                    state = replace(state, stale=state.stale + 1)
+                if state.stale == 0 or _out_of_patience(state, config):
                     save = run is not None
             progress.update(step, curve.note())
             if save and run is not None:
@@ -173,7 +227,27 @@ def train(
                     write_best(run, state.best)
                 prune_checkpoints(run, keep=config.keep)
             curve.restart_clock()
-    return curve.result()
+    return replace(curve.result(), stopped_early=_out_of_patience(state, config))
+
+
+def _out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
+    return 0 < config.patience <= state.stale
+
+
+def require_trainable(model: Seq2SeqTransformer, config: TrainingConfig) -> None:
+    """Refuse what does not go together, by the name of the choice."""
+    if not isinstance(model, NonAutoregressiveTransformer):
+        return
+    for name, usual in (
+        ("scheduled_sampling", "none"),
+        ("guided_attention", 0.0),
+        ("sequence_steps", 0),
+    ):
+        if getattr(config, name) != usual:
+            raise ValueError(
+                f"{name} must be {usual!r} for a non-autoregressive decoder, which reads no target "
+                f"tokens, got {getattr(config, name)!r}"
+            )
 
 
 class _Curve:
@@ -189,6 +263,7 @@ class _Curve:
         self._waiting: list[dict[str, Any]] = []
         self._losses: list[float] = []
         self._validations: list[tuple[int, float]] = []
+        self._bleus: list[tuple[int, float]] = []
         self._tokens = 0
         self._seconds = 0.0
         self._start_up: tuple[int, float] | None = None
@@ -219,15 +294,18 @@ class _Curve:
                 )
         self._waiting = []
 
-    def add_validation(self, step: int, loss: float) -> None:
+    def add_validation(self, step: int, loss: float, bleu: float | None) -> None:
         self._validations.append((step, loss))
+        row: dict[str, Any] = {"step": step, "valid_loss": loss}
+        if bleu is not None:
+            self._bleus.append((step, bleu))
+            row["valid_bleu"] = bleu
         if self._metrics is not None:
-            self._metrics.write(
-                [{"step": step, "valid_loss": loss, "tokens_per_second": round(self.rate())}]
-            )
+            self._metrics.write([{**row, "tokens_per_second": round(self.rate())}])
 
     def note(self) -> str:
         valid = f"  valid {self._validations[-1][1]:.3f}" if self._validations else ""
+        valid += f"  BLEU {self._bleus[-1][1]:.1f}" if self._bleus else ""
         return f"loss {self._losses[-1]:.3f}{valid}  {self.rate():,.0f} tokens/s"
 
     def rate(self) -> float:
@@ -244,6 +322,7 @@ class _Curve:
             tokens=self._tokens,
             seconds=self._seconds,
             tokens_per_second=self.rate(),
+            bleus=tuple(self._bleus),
         )
 
 
@@ -267,28 +346,89 @@ def make_optimizer(
 def update(
     model: Seq2SeqTransformer,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    batches: Sequence[Batch],
     learning_rate: float,
     config: TrainingConfig,
+    step: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Do one optimizer step and return the loss before it and the gradient's norm."""
+    """Do one optimizer step and return the loss before it and the gradient's norm.
+
+    The batches count by their target tokens, so that the loss is the one of all of them together.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    loss = batch_loss(model, batch, config)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    counts = [(batch.target_out != PAD).sum() for batch in batches]
+    whole = torch.stack(counts).sum()
+    total = torch.zeros((), device=whole.device)
+    for batch, count in zip(batches, counts, strict=True):
+        loss = batch_loss(model, batch, config, step)
+        if len(batches) > 1:
+            loss = loss * (count / whole)
+        loss.backward()
+        total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()
-    return loss.detach(), norm.detach()
+    return total, norm.detach()
 
 
-def batch_loss(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig) -> Tensor:
+def batch_loss(
+    model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
+) -> Tensor:
+    """Return what update `step`, counted from 1, minimises."""
+    weight = config.sequence_weight if step > config.steps - config.sequence_steps else 0.0
+    inputs = decoder_inputs(model, batch, config, step)
+    loss = cross_entropy(model, replace(batch, target_in=inputs), config)
+    if weight == 0.0:
+        return loss
+    with torch.autocast(
+        batch.source.device.type, torch.bfloat16, enabled=config.precision == "bf16"
+    ):
+        rewarded = self_critical_loss(model, batch)
+    return torch.lerp(loss, rewarded, weight)
+
+
+def decoder_inputs(
+    model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
+) -> Tensor:
+    """What the decoder reads at update `step`: the truth, or some of its own tokens."""
+    if config.scheduled_sampling == "none":
+        return batch.target_in
+    share = truth_share(
+        step - 1, total_steps=config.steps, decay=config.sampling_decay, floor=config.truth_floor
+    )
+    mix = sequential_inputs if config.scheduled_sampling == "sequential" else parallel_inputs
     device_type = batch.source.device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=config.precision == "bf16"):
+        return mix(model, batch, share)
+
+
+def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig) -> Tensor:
+    """Return the loss of the batch's targets given its inputs, and of strayed attention."""
+    guided = config.guided_attention > 0.0 and model.training
+    device_type = batch.source.device.type
+    with ExitStack() as stack:
+        stack.enter_context(
+            torch.autocast(device_type, torch.bfloat16, enabled=config.precision == "bf16")
+        )
+        if isinstance(model, NonAutoregressiveTransformer):
+            return at_once_loss(model, batch, smoothing=config.smoothing)
+        if guided:
+            weights = stack.enter_context(
+                record_attention(model, only="multihead_attn", differentiable=True)
+            )
         logits = model(batch.source, batch.target_in, batch.source_padding)
-    return label_smoothed_cross_entropy(
+    loss = label_smoothed_cross_entropy(
         logits, batch.target_out, smoothing=config.smoothing, ignore_index=PAD
     )
+    if not guided:
+        return loss
+    lengths = (batch.target_out != PAD).sum(dim=1), (~batch.source_padding).sum(dim=1)
+    strayed = [
+        guided_attention_loss(layer, *lengths, width=config.guided_width)
+        for layer in weights.values()
+    ]
+    return loss + config.guided_attention * torch.stack(strayed).mean()
 
 
 @torch.no_grad()
@@ -299,14 +439,17 @@ def validation_loss(
     *,
     device: torch.device,
 ) -> float:
-    """Return the mean loss per target token in eval mode, with the smoothing of training."""
+    """Return the mean loss per target token in eval mode, with the smoothing of training.
+
+    Always under teacher forcing, so that it compares whatever is trained.
+    """
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
     for indices in plan_batches(examples, token_budget=config.batch_tokens):
         batch = collate([examples[i] for i in indices])
         tokens = int((batch.target_out != PAD).sum())
-        total += float(batch_loss(model, batch.to(device), config)) * tokens
+        total += float(cross_entropy(model, batch.to(device), config)) * tokens
         count += tokens
     model.train(was_training)
     return total / count

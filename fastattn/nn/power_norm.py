@@ -1,0 +1,187 @@
+"""Norms whose statistics run over tokens instead of features: `PowerNorm` and `TokenBatchNorm`.
+
+They stand beside `LayerNorm` for comparison. Both normalise each feature by what they have seen of
+it in training, and in evaluation by that alone, so a token's result then depends on nothing else.
+In training they are told which tokens are real by `real_tokens`; padding does not count.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _TokenNorm(nn.Module):
+    """Weight and bias for `[..., E]`, and the tokens that count."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+        self.real: Tensor | None = None  # bool [...], set by `real_tokens`
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.size:
+            raise ValueError(f"x must be [..., {self.size}], got {list(x.shape)}")
+        if self.real is not None and self.real.shape != x.shape[:-1]:
+            raise ValueError(f"real must be {list(x.shape[:-1])}, got {list(self.real.shape)}")
+
+    def _affine(self, x: Tensor, like: Tensor) -> Tensor:
+        return (x * self.weight + self.bias).to(like.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps}"
+
+
+class PowerNorm(_TokenNorm):
+    """x / psi * weight + bias, psi² the running mean of x² (Shen et al. 2020, algorithm 2).
+
+    Forward uses the psi of before the batch. Backward replaces the term that the batch's statistics
+    would have by a running estimate, nu: dx = (dz - nu z) / psi for z = x / psi. Both move by
+    1 - alpha a batch. In the first `warmup` training batches psi is that of the batch itself, with
+    its exact gradient ("PN-V", equation 4), while the running mean settles.
+    """
+
+    psi2: Tensor
+    nu: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        alpha: float = 0.9,
+        eps: float = 1e-5,
+        warmup: int = 100,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, device, dtype)
+        if not 0.0 <= alpha < 1.0:
+            raise ValueError(f"alpha must lie in [0, 1), got {alpha}")
+        if warmup < 0:
+            raise ValueError(f"warmup must be at least 0, got {warmup}")
+        self.alpha, self.warmup = alpha, warmup
+        self.register_buffer("psi2", torch.ones(size, device=device))
+        self.register_buffer("nu", torch.zeros(size, device=device))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        if not self.training:
+            return self._affine(_wide(x) * (self.psi2 + self.eps).rsqrt(), x)
+        power = _mean(_wide(x).square(), self.real)
+        warming = self.batches < self.warmup
+        batch = _wide(x) * (power + self.eps).rsqrt()
+        running = _PowerNormFunction.apply(
+            _wide(x), (self.psi2 + self.eps).rsqrt(), self.nu, self.alpha, self.real, warming
+        )
+        with torch.no_grad():
+            self.psi2.lerp_(power.detach().to(self.psi2.dtype), 1.0 - self.alpha)
+            self.batches.add_(1)
+        return self._affine(torch.where(warming, batch, running), x)
+
+
+class _PowerNormFunction(torch.autograd.Function):
+    """z = x * inverse_psi; the backward of algorithm 2, which moves `nu` unless `frozen`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        inverse_psi: Tensor,
+        nu: Tensor,
+        alpha: float,
+        real: Tensor | None,
+        frozen: Tensor,
+    ) -> Tensor:
+        z = x * inverse_psi
+        ctx.save_for_backward(z, inverse_psi, frozen)
+        ctx.nu, ctx.alpha, ctx.real = nu, alpha, real
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        z, inverse_psi, frozen = ctx.saved_tensors
+        rest = 1.0 - ctx.alpha
+        # The paper's nu_t = nu_{t-1} (1 - rest * Gamma) + rest * Lambda, both means over tokens.
+        gamma, inner = _mean(z.square(), ctx.real), _mean(dz * z, ctx.real)
+        moved = ctx.nu * (1.0 - rest * gamma) + rest * inner
+        dx = (dz - ctx.nu * z) * inverse_psi
+        ctx.nu.copy_(torch.where(frozen, ctx.nu, moved))
+        return dx, None, None, None, None, None
+
+
+class TokenBatchNorm(_TokenNorm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over tokens (Ioffe and Szegedy 2015).
+
+    Training uses the batch's statistics (algorithm 1), evaluation the running ones, which move by
+    `momentum` a batch. In a decoder the batch's statistics see later tokens: training there is not
+    strictly causal, one reason why layer norm replaced it.
+    """
+
+    running_mean: Tensor
+    running_variance: Tensor
+
+    def __init__(
+        self,
+        size: int,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(size, eps, device, dtype)
+        if not 0.0 < momentum <= 1.0:
+            raise ValueError(f"momentum must lie in (0, 1], got {momentum}")
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(size, device=device))
+        self.register_buffer("running_variance", torch.ones(size, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        mean, variance = self.running_mean, self.running_variance
+        if self.training:
+            mean = _mean(_wide(x), self.real)
+            variance = _mean((_wide(x) - mean).square(), self.real)
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_variance.lerp_(variance, self.momentum)
+        return self._affine((_wide(x) - mean) * (variance + self.eps).rsqrt(), x)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics are taken in fp32, or in fp64 of such data."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _mean(x: Tensor, real: Tensor | None) -> Tensor:
+    """The mean over all dimensions but the last, of the real tokens, [E]."""
+    rows = x.flatten(0, -2)
+    if real is None:
+        return rows.mean(dim=0)
+    weights = real.flatten().to(rows.dtype)
+    return (weights @ rows.masked_fill(~real.flatten()[:, None], 0.0)) / weights.sum().clamp(min=1)
+
+
+@contextmanager
+def real_tokens(stack: nn.Module, real: Tensor) -> Iterator[None]:
+    """Inside, the norms of `stack` that count tokens count those where `real` is true, [B, S]."""
+    norms = [module for module in stack.modules() if isinstance(module, _TokenNorm)]
+    for norm in norms:
+        norm.real = real
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.real = None

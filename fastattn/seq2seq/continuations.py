@@ -1,0 +1,137 @@
+"""What may follow: the logits of the next token for every beam of every sentence.
+
+`CachedContinuations` feeds one token a beam through a decoder with a key/value cache and is
+static: same tensors, same operations at every step. `PrefixContinuations` runs the whole prefix
+again, for decoders without a cache: the same logits, more slowly. Searches see no difference.
+
+Shapes: B sentences, K beams, S source tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .data import PAD
+from .model import Memory, Seq2SeqTransformer
+
+
+class Continuations(Protocol):
+    beams: int
+    device: torch.device
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [B, K] to the beams and return what may follow, fp32 [B, K, V]."""
+
+    def follow(self, parents: Tensor) -> None:
+        """Beam j of sentence b goes on from beam `parents[b, j]`."""
+
+    def rewind(self) -> None:
+        """Forget all tokens."""
+
+
+class CachedContinuations:
+    """One decoder step; `memory_size` leaves room for longer sources in `restart`."""
+
+    def __init__(
+        self,
+        model: Seq2SeqTransformer,
+        memory: Memory,
+        *,
+        beams: int,
+        max_length: int,
+        memory_size: int,
+    ) -> None:
+        self.beams, self.device = beams, memory.source.device
+        self._model = model
+        # Only a copying head reads the memory again; it gets tensors that stay where they are.
+        self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
+        self._cache = model.transformer.decoder.init_cache(
+            memory.layers,
+            memory_lengths=memory.lengths(),
+            max_length=max_length,
+            beams=beams,
+            memory_size=memory_size,
+        )
+
+    def restart(self, memory: Memory) -> None:
+        """Take other sentences, no more and no longer than there is room for."""
+        self._model.transformer.decoder.restart(self._cache, memory.layers, memory.lengths())
+        if self._memory is not None:
+            self._memory.replace_by(memory.padded(self._memory.source.shape[1]))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        # Beams stand where positions do, but are all at one position: embedded one by one.
+        x = self._model.embed_target(tokens.view(-1, 1), start=self._cache.position)
+        x = x.view(*tokens.shape, -1)  # [B, K, width]
+        hidden = self._model.transformer.decoder.step(x, self._cache)
+        return self._model.logits(hidden, self._memory).float()
+
+    def follow(self, parents: Tensor) -> None:
+        self._cache.follow(parents)
+
+    def rewind(self) -> None:
+        self._cache.rewind()
+
+
+class PrefixContinuations:
+    """The whole decoder over the whole prefix at every step."""
+
+    def __init__(self, model: Seq2SeqTransformer, memory: Memory, *, beams: int) -> None:
+        self.beams, self.device = beams, memory.source.device
+        self._model = model
+        self._memory = memory.repeat(beams)
+        self._prefix: Tensor
+        self.rewind()
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        self._prefix = torch.cat([self._prefix, tokens.view(-1, 1)], dim=1)  # [B * K, t]
+        hidden = self._model.decode(self._prefix, self._memory)[:, -1:]
+        return self._model.logits(hidden, self._memory).float().view(*tokens.shape, -1)
+
+    def follow(self, parents: Tensor) -> None:
+        first = torch.arange(len(parents), device=parents.device)[:, None] * self.beams
+        self._prefix = self._prefix[(first + parents).flatten()]
+
+    def rewind(self) -> None:
+        source = self._memory.source
+        self._prefix = torch.full((len(source), 0), PAD, dtype=torch.long, device=source.device)
+
+
+def make_continuations(
+    model: Seq2SeqTransformer,
+    memory: Memory,
+    *,
+    beams: int,
+    max_length: int,
+    memory_size: int | None = None,
+    use_cache: bool | None = None,
+) -> Continuations:
+    """Return cached continuations where the decoder has a cache for them, else the others.
+
+    use_cache: True insists on it, False does without it.
+    """
+    decoder = model.transformer.decoder
+    if use_cache is False:
+        return PrefixContinuations(model, memory, beams=beams)
+    if not hasattr(decoder, "init_cache"):
+        if use_cache:
+            raise ValueError(
+                f"use_cache=True wants a fastattn.nn decoder, got {type(decoder).__module__}."
+                f"{type(decoder).__name__}"
+            )
+        return PrefixContinuations(model, memory, beams=beams)
+    try:
+        return CachedContinuations(
+            model,
+            memory,
+            beams=beams,
+            max_length=max_length,
+            memory_size=memory.source.shape[1] if memory_size is None else memory_size,
+        )
+    except NotImplementedError:
+        if use_cache:
+            raise
+        return PrefixContinuations(model, memory, beams=beams)

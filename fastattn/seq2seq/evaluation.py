@@ -1,0 +1,81 @@
+"""Quality and speed of trained runs, side by side: `fastattn evaluate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .beam_search import BeamSearch
+from .data import Pair
+from .generation import GREEDY, Strategy, bleu
+from .progress import Progress
+from .runs import load_translator, open_run, prepare_text
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A run's figures on its test part; `bleu_of_source` is what handing the source back gets."""
+
+    run: str
+    decoder: str
+    search: str
+    bleu: float
+    bleu_of_source: float
+    bleu_signature: str
+    sentences: int
+    seconds: float
+
+    @property
+    def sentences_per_second(self) -> float:
+        return self.sentences / self.seconds
+
+
+def evaluate_run(
+    run: Path,
+    pairs: Sequence[Pair],
+    *,
+    strategy: Strategy = GREEDY,
+    device: torch.device | str = "cpu",
+    show: bool = True,
+) -> Evaluation:
+    """Translate the test part of the text that `run` was trained on and score it.
+
+    A decoder that writes all tokens at once does so whatever `strategy` says. What is set up once
+    does not count as time: a few sentences are translated before the clock starts.
+    """
+    files = open_run(run)
+    prepared = prepare_text(
+        pairs,
+        held_out=files.held_out,
+        seed=files.training.seed,
+        max_length=files.model.max_length,
+        vocabulary=files.tokenizer,
+        show=show,
+    )
+    if prepared.digest != files.data_digest:
+        raise ValueError(f"pairs must be the text that {run} was trained on, got another one")
+    at_once = files.model.decoder == "non-autoregressive"
+    strategy = GREEDY if at_once else strategy
+    translator = load_translator(run, device=device)
+    sources, references = zip(*prepared.test, strict=True)
+    translator.translate(sources[:64], strategy=strategy)
+    started = time.perf_counter()
+    with Progress(f"translating with {run}", len(sources), show=show) as progress:
+        translations = translator.translate(sources, strategy=strategy, notify=progress.update)
+    seconds = time.perf_counter() - started
+    score = bleu(translations, references)
+    beams = f"{strategy.beams} beams" if isinstance(strategy, BeamSearch) else ""
+    return Evaluation(
+        run=str(run),
+        decoder=f"{files.model.decoder} ({files.model.length})" if at_once else files.model.decoder,
+        search="at once" if at_once else beams or type(strategy).__name__.lower(),
+        bleu=score.score,
+        bleu_of_source=bleu(sources, references).score,
+        bleu_signature=score.signature,
+        sentences=len(sources),
+        seconds=seconds,
+    )

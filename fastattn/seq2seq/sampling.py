@@ -1,0 +1,99 @@
+"""Sampling the next token: temperature, the k likeliest, the nucleus.
+
+Each sentence has a stream of uniform numbers of its own, drawn beforehand from its seed; a step
+turns one of them into a token through the inverse of the distribution function. So a sample depends
+on the sentence, the options and the seed alone: neither on the batch nor on the device's generator.
+
+Top-k: Fan, Lewis, Dauphin 2018, section 5. Top-p: Holtzman et al. 2020, equations 2 and 3;
+temperature, equation 4.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .continuations import Continuations
+from .search import Request, SingleSearch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draw each token; `top_k` None and `top_p` 1 leave the whole vocabulary.
+
+    temperature: divides the logits, above 0. top_k: only the k likeliest tokens. top_p: of those,
+    only the likeliest that together reach this probability. seed: together with a sentence's number
+    it decides its draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a positive number, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+def uniform_numbers(seed: int, sentences: Sequence[int], steps: int) -> Tensor:
+    """Return numbers in [0, 1) for every step and sentence, fp32 [T, B]; row t does not depend on
+    the number of steps, nor a column on the other sentences.
+    """
+    rows = []
+    for sentence in sentences:
+        draw = random.Random(f"{seed} {sentence}")
+        rows.append([draw.random() for _ in range(steps)])
+    return torch.tensor(rows, dtype=torch.float64).T.float().contiguous()
+
+
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+    """Return a token for each row of logits [B, V] from its number in [0, 1), [B]."""
+    x, tokens = logits / sampling.temperature, None
+    if sampling.top_k is not None:
+        x, tokens = x.topk(min(sampling.top_k, x.shape[-1]), dim=-1)
+    elif sampling.top_p < 1.0:
+        x, tokens = x.sort(dim=-1, descending=True)
+    p = x.softmax(dim=-1)
+    reached = p.cumsum(dim=-1)
+    if sampling.top_p < 1.0:
+        # Kept while what stands before a token is less than top_p: the first one always is.
+        last = ((reached - p) < sampling.top_p).sum(dim=-1, keepdim=True) - 1
+    else:
+        last = torch.full_like(uniforms, x.shape[-1] - 1, dtype=torch.long)[:, None]
+    threshold = uniforms[:, None] * reached.gather(-1, last)
+    # The first token whose cumulated probability exceeds the threshold; rounding may miss the last.
+    index = (reached <= threshold).sum(dim=-1, keepdim=True).minimum(last)
+    return (index if tokens is None else tokens.gather(-1, index))[:, 0]
+
+
+class SamplingSearch(SingleSearch):
+    """A single search whose rule draws; the numbers lie ready on the device."""
+
+    def __init__(
+        self, continuations: Continuations, sampling: Sampling, request: Request, *, steps: int
+    ) -> None:
+        self.seed = sampling.seed
+        size = steps, len(request.max_lengths)
+        self._uniforms = torch.zeros(size, device=continuations.device)
+
+        def choose(logits: Tensor, step: Tensor) -> Tensor:
+            return draw(logits, self._uniforms.index_select(0, step)[0], sampling)
+
+        super().__init__(continuations, choose, request, steps=steps)
+
+    def draw_numbers(self, sentences: Sequence[int]) -> None:
+        steps, B = self._uniforms.shape
+        if len(sentences) != B:
+            raise ValueError(
+                f"numbers must hold one number for each of {B} sources, got {len(sentences)}"
+            )
+        self._uniforms.copy_(uniform_numbers(self.seed, sentences, steps))

@@ -1,0 +1,150 @@
+"""What all ways of searching for a translation share: the request, the result, the loop.
+
+A search keeps its whole state in tensors that never move. `step` advances every sentence of the
+batch by one token on the device, ended ones idly, so that it can be recorded as a CUDA graph; the
+host only asks now and then whether all have ended. A sentence's result depends on nothing but
+itself. `SingleSearch` keeps one continuation (greedy, sampling); `beam_search` has several.
+
+Shapes: B sentences, K beams, T steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .continuations import Continuations
+from .data import BEGIN, END, PAD
+
+# Asking whether all sentences have ended makes a GPU wait.
+STEPS_BETWEEN_END_CHECKS = {"cpu": 1, "cuda": 8}
+FREE = -1  # where no token is forced
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A translation. Without END, which `log_probability` counts where the hypothesis reached it.
+
+    score: what ranked it, the log-probability under the length penalty, if any. ended: False if it
+    was cut at its maximum length. attention: of each decoder layer over the source,
+    [layers, H, tokens (and END), S], where it was asked for.
+    """
+
+    tokens: list[int]
+    log_probability: float
+    score: float
+    ended: bool
+    attention: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is fixed for each sentence: its longest result and the tokens that it begins with."""
+
+    max_lengths: Sequence[int]
+    prefixes: Sequence[Sequence[int]] | None = None
+
+    @property
+    def limit(self) -> int:
+        return max(self.max_lengths)
+
+    def forced(self, steps: int) -> Tensor:
+        """Token ids [T, B], FREE where the search may choose."""
+        prefixes = self.prefixes or [()] * len(self.max_lengths)
+        rows = [[*prefix, *[FREE] * (steps - len(prefix))] for prefix in prefixes]
+        return torch.tensor(rows, dtype=torch.long).T.contiguous()
+
+
+class Search(Protocol):
+    ended: Tensor  # bool [B]
+
+    def start(self, request: Request) -> None:
+        """Take a request of the same batch size and at most as many steps, and rewind."""
+
+    def rewind(self) -> None:
+        """Back to BEGIN."""
+
+    def step(self) -> None:
+        """One more token for every sentence."""
+
+    def hypotheses(self) -> list[list[Hypothesis]]:
+        """For each sentence its results, best first."""
+
+
+def run(search: Search, advance: Callable[[], None], limit: int) -> None:
+    """Advance until all sentences have ended, at most `limit` times."""
+    between = STEPS_BETWEEN_END_CHECKS.get(search.ended.device.type, 8)
+    for step in range(1, limit + 1):
+        advance()
+        if step % between == 0 and bool(search.ended.all()):
+            return
+
+
+# The logits [B, V] of one step, with -inf where nothing may be chosen, and the step [1] -> [B].
+Choose = Callable[[Tensor, Tensor], Tensor]
+
+
+class SingleSearch:
+    """One token after the other by the rule `choose`; PAD and BEGIN are never chosen."""
+
+    def __init__(
+        self, continuations: Continuations, choose: Choose, request: Request, *, steps: int
+    ) -> None:
+        self._continuations = continuations
+        self._choose = choose
+        B, device = len(request.max_lengths), continuations.device
+        self._forces = request.prefixes is not None
+        self._forced = torch.empty(steps, B, dtype=torch.long, device=device)
+        self._limits = torch.empty(B, dtype=torch.long, device=device)
+        self._step = torch.zeros(1, dtype=torch.long, device=device)
+        self._last = torch.empty(B, 1, dtype=torch.long, device=device)
+        self._tokens = torch.empty(steps, B, dtype=torch.long, device=device)
+        self._log_p = torch.empty(B, device=device)
+        self.ended = torch.empty(B, dtype=torch.bool, device=device)
+        self.start(request)
+
+    def start(self, request: Request) -> None:
+        self._forced.copy_(request.forced(len(self._forced)))
+        self._limits.copy_(torch.tensor(request.max_lengths))
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._continuations.rewind()
+        self._step.zero_()
+        self._last.fill_(BEGIN)
+        self._tokens.fill_(PAD)
+        self._log_p.zero_()
+        torch.le(self._limits, 0, out=self.ended)
+
+    def step(self) -> None:
+        logits = self._continuations.logits(self._last)[:, 0]  # [B, V]
+        log_z = logits.logsumexp(dim=-1)
+        logits[:, :END].fill_(float("-inf"))  # PAD and BEGIN come before END
+        token = self._choose(logits, self._step)  # [B]
+        if self._forces:
+            forced = self._forced.index_select(0, self._step)[0]
+            token = torch.where(forced == FREE, token, forced)
+        log_p = logits.gather(1, token[:, None])[:, 0] - log_z
+        self._log_p.add_(log_p.masked_fill(self.ended, 0.0))
+        token = token.masked_fill(self.ended, PAD)
+        self._tokens.index_copy_(0, self._step, token[None])
+        self._last.copy_(token[:, None])
+        self._step.add_(1)
+        self.ended.logical_or_((token == END) | (self._limits <= self._step))
+
+    def hypotheses(self) -> list[list[Hypothesis]]:
+        results = []
+        for row, log_p in zip(self._tokens.T.tolist(), self._log_p.tolist(), strict=True):
+            stop = next((i for i, token in enumerate(row) if token in (END, PAD)), len(row))
+            ended = stop < len(row) and row[stop] == END
+            results.append([Hypothesis(row[:stop], log_p, log_p, ended)])
+        return results
+
+
+def most_likely(logits: Tensor, step: Tensor) -> Tensor:
+    """Greedy search's rule."""
+    return logits.argmax(dim=-1)

@@ -1,0 +1,540 @@
+"""Attention on a GPU beyond the values of small samples: more than 2^31 elements, offsets beyond
+2^32, CUDA graphs, streams, threads, devices, no waiting, the same bits again, memory errors.
+
+`fastattn check` judges values. What is judged here is mostly that a call gives the bits of the same
+call made alone. Without a GPU every body runs as a rehearsal: on a CPU, on small tensors, without
+what only a GPU has.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn.ops import _native
+from fastattn.ops.attention import spec
+
+ROOT = Path(__file__).resolve().parent.parent
+Inputs = dict[str, Any]
+
+
+# -- where ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and the backend that is tested there."""
+
+    device: torch.device
+    backend: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.is_gpu else torch.float32
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def normal(self, *shape: int, grad: bool = True) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device, requires_grad=grad)
+
+    def wants_memory(self, gib: float) -> None:
+        if not self.is_gpu:
+            return
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(self.device)[0] / 2**30
+        if free < gib:
+            pytest.skip(f"needs {gib:.0f} GiB of GPU memory, {free:.0f} are free")
+
+
+_ON_CPU = "reference" if _native.unavailable("cpu") else "cpu"
+_PLACES = (
+    pytest.param("cuda triton", marks=pytest.mark.gpu, id="triton"),
+    pytest.param("cuda sm90", marks=pytest.mark.gpu, id="sm90"),
+    pytest.param(f"cpu {_ON_CPU}", id="rehearsal"),
+)
+
+
+@pytest.fixture(params=_PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    kind, backend = request.param.split()
+    return Place(torch.device(kind, 0 if kind == "cuda" else None), backend)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def results(place: Place, inputs: Inputs, dout: Tensor | None = None) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of all that wants one; ones stand for a missing dout and for dlse.
+
+    A backend that refuses the call skips the test with its reason.
+    """
+    wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+    try:
+        out, lse = spec.attention(**{"return_lse": True} | inputs, backend=place.backend)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    gradients = (torch.ones_like(out) if dout is None else dout, torch.ones_like(lse))
+    try:
+        found = torch.autograd.grad((out, lse), wanted, gradients)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    return out.detach(), lse.detach(), *found
+
+
+def assert_same(place: Place, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """The same bits on a GPU; CPUs may cut a call of another size into other shares."""
+    for n, (x, y) in enumerate(zip(got, expected, strict=True)):
+        if place.is_gpu:
+            assert torch.equal(x, y), f"result {n}: {(x != y).sum().item()} elements differ"
+        else:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def sample(place: Place, name: str, seed: int = 0) -> Inputs:
+    """A sample of the suite with seeded data, its NaN and inf where they are."""
+    found = next(s for s in spec.SAMPLES if s.name == name)
+    inputs = found.inputs(place.device, place.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for x in inputs.values():
+        if isinstance(x, Tensor) and x.requires_grad:
+            noise = torch.randn(x.shape, generator=generator).to(x)
+            with torch.no_grad():
+                x.copy_(noise.where(x.isfinite(), x))
+    return inputs
+
+
+# What a call may ask for, by sample. Each has other kernels, launches or scratch memory.
+FEATURES = (
+    "plain", "causal", "window", "gqa", "key_lengths", "key_lengths_rows", "both_lengths",
+    "bool_mask_keys", "bool_mask_rows", "bias_row", "bias_fp32", "prepared_mask_restricted",
+    "prepared_bias_column", "dropout", "no_keys",
+)  # fmt: skip
+
+
+# -- large tensors --------------------------------------------------------------------------------
+
+
+def _large(place: Place, gpu: int, rehearsal: int) -> int:
+    return gpu if place.is_gpu else rehearsal
+
+
+def _part(inputs: Mapping[str, Any], **slices: tuple[slice, ...]) -> Inputs:
+    """Fresh leaves of parts of some tensors, the others as they are."""
+    part = dict(inputs)
+    for name, where in slices.items():
+        x = inputs[name]
+        part[name] = x.detach()[where].clone().requires_grad_(x.requires_grad)
+    return part
+
+
+def test_queries_beyond_2_31_elements(place: Place) -> None:
+    rows, tail = _large(place, (1 << 31) // 64, 1 << 10) + 512, 512
+    place.wants_memory(28)
+    inputs = {
+        "q": place.normal(1, 1, rows, 64),
+        "k": place.normal(1, 1, 200, 64),
+        "v": place.normal(1, 1, 200, 64),
+        "return_lse": False,
+    }
+    last = (..., slice(rows - tail, None), slice(None))
+    # Only the last rows have a gradient: what they give dk and dv is all there is.
+    dout = torch.zeros_like(inputs["q"])
+    dout[last] = torch.randn_like(dout[last])
+
+    def run(inputs: Inputs, dout: Tensor) -> tuple[Tensor, ...]:
+        wanted = [inputs[name] for name in "qkv"]
+        try:
+            out = fastattn.attention(**inputs, backend=place.backend)
+            return out.detach(), *torch.autograd.grad(out, wanted, dout)
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+
+    out, dq, dk, dv = run(inputs, dout)
+    alone = run(_part(inputs, q=last), dout[last].clone())
+    assert_same(place, (out[last], dq[last], dk, dv), alone)
+    assert not dq[..., : rows - tail, :].any()
+
+
+def test_keys_beyond_2_31_elements(place: Place) -> None:
+    """The last queries see the last keys alone, through a window."""
+    N, M, reach = _large(place, (1 << 31) // 64, 1 << 11) + 1024, 256, 512
+    place.wants_memory(28)
+    inputs = {
+        "q": place.normal(1, 1, M, 64),
+        "k": place.normal(1, 1, N, 64),
+        "v": place.normal(1, 1, N, 64),
+        "causal": "bottom_right",
+        "window": (reach, 0),
+    }
+    last = (..., slice(N - 1024, None), slice(None))
+    out, lse, dq, dk, dv = results(place, inputs)
+    alone = results(place, _part(inputs, k=last, v=last))
+    assert_same(place, (out, lse, dq, dk[last], dv[last]), alone)
+    assert not dk[..., : N - 1024, :].any() and not dv[..., : N - 1024, :].any()
+
+
+@pytest.mark.parametrize("rows_in_heads", [False, True])
+def test_batches_beyond_2_31_elements(place: Place, rows_in_heads: bool) -> None:
+    """And more heads in all than the second dimension of a grid has room for."""
+    B, H, S, D = _large(place, 4097, 3), 16, _large(place, 512, 64), 64
+    place.wants_memory(44)
+    shape = (B, S, H, D) if rows_in_heads else (B, H, S, D)
+    inputs: Inputs = {}
+    for name in "qkv":
+        x = place.normal(*shape, grad=False)
+        inputs[name] = (x.transpose(1, 2) if rows_in_heads else x).requires_grad_()
+    inputs["key_lengths"] = torch.arange(B, device=place.device, dtype=torch.int32) % S + 1
+    inputs["causal"] = "top_left"
+    found = results(place, inputs)
+    for at in (slice(B - 1, B), slice(B // 2, B // 2 + 1)):
+        part = _part(inputs, **{name: (at,) for name in ("q", "k", "v", "key_lengths")})
+        assert_same(place, [x[at] for x in found], results(place, part))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_mask_offsets_beyond_2_32(place: Place, bias: bool) -> None:
+    B, S = _large(place, 17, 2), _large(place, 1 << 14, 128)
+    place.wants_memory(32)
+    inputs: Inputs = {name: place.normal(B, 1, S, 64) for name in "qkv"}
+    mask = torch.empty(B, 1, S, S, dtype=place.dtype if bias else torch.bool, device=place.device)
+    for entry in mask:
+        noise = torch.rand(entry.shape, device=place.device)
+        entry.copy_(noise.where(noise < 0.9, -math.inf) if bias else noise < 0.9)
+        del noise
+    inputs["mask"] = mask.requires_grad_(bias)
+    found = results(place, inputs)
+    for at in (slice(B - 1, B), slice(B - 2, B - 1)):
+        part = _part(inputs, **{name: (at,) for name in ("q", "k", "v", "mask")})
+        assert_same(place, [x[at] for x in found], results(place, part))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_masks_of_more_heads_than_a_grid_is_high(place: Place, prepared: bool) -> None:
+    B, H = _large(place, 4097, 5), 16
+    inputs: Inputs = {name: place.normal(B, H, 32, 16) for name in "qkv"}
+    inputs["mask"] = torch.rand(B, H, 32, 32, device=place.device) < 0.8
+    inputs["prepared"] = prepared
+    found = results(place, inputs)
+    part = _part(inputs, **{name: (slice(B - 1, B),) for name in ("q", "k", "v", "mask")})
+    assert_same(place, [x[-1:] for x in found], results(place, part))
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------
+
+
+def _recorded(
+    place: Place, call: Callable[[], tuple[Tensor, ...]]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Captures a call into a graph; what is returned replays it. A rehearsal runs it once more."""
+    if not place.is_gpu:
+        static = tuple(x.clone() for x in call())
+
+        def repeat() -> tuple[Tensor, ...]:
+            for x, y in zip(static, call(), strict=True):
+                x.copy_(y)
+            return static
+
+        return repeat
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    host_memory = getattr(torch.cuda, "host_memory_stats", dict)
+    before = host_memory().get("num_host_alloc")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # waiting for the device is an error in here
+        captured = call()
+    assert host_memory().get("num_host_alloc") == before, "capture took host memory"
+
+    def replay() -> tuple[Tensor, ...]:
+        graph.replay()
+        return captured
+
+    return replay
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_graph_sees_new_data(place: Place, name: str) -> None:
+    """New values, lengths, masks and seeds in the tensors of a captured forward and backward."""
+    inputs = sample(place, name)
+    replay = _recorded(place, lambda: results(place, inputs))
+    for seed in (1, 2):
+        fresh = sample(place, name, seed)
+        with torch.no_grad():
+            for key, x in inputs.items():
+                if not isinstance(x, Tensor):
+                    continue
+                new = fresh[key]
+                if "lengths" in key:
+                    new = (new - seed).clamp_min(0)
+                elif x.dtype == torch.bool:
+                    new = new.roll(seed, -1)
+                elif key == "dropout_seed":
+                    new = new + seed
+                elif key in ("q", "k", "v"):
+                    new = new.where(new.isfinite(), 0)  # what was dead may live now
+                x.copy_(new)
+        got = [x.clone() for x in replay()]
+        assert_same(place, got, results(place, inputs))
+
+
+# -- streams, threads, devices --------------------------------------------------------------------
+
+
+_BUSY = ("causal", "bool_mask_rows", "bias_fp32", "dropout", "key_lengths_rows")
+
+
+def _expected(place: Place, cases: Sequence[Inputs]) -> list[tuple[Tensor, ...]]:
+    expected = [results(place, inputs) for inputs in cases]
+    place.synchronize()
+    return expected
+
+
+@pytest.mark.parametrize("name", _BUSY)
+def test_two_streams_at_once(place: Place, name: str) -> None:
+    cases = [sample(place, name, seed) for seed in (1, 2)]
+    expected = _expected(place, cases)
+    streams = [torch.cuda.Stream() if place.is_gpu else contextlib.nullcontext() for _ in cases]
+    found: list[list[tuple[Tensor, ...]]] = [[], []]
+    for _ in range(20 if place.is_gpu else 2):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream) if place.is_gpu else stream:
+                found[n].append(results(place, cases[n]))
+    place.synchronize()
+    for right, several in zip(expected, found, strict=True):
+        for got in several:
+            assert_same(place, got, right)
+
+
+def test_two_threads_at_once(place: Place) -> None:
+    """Each on its own stream, over shapes that the other binds at the same moment."""
+    rounds = 24 if place.is_gpu else 3
+    lengths = [40 + 8 * n for n in range(rounds)]
+    made: list[list[Inputs]] = [[], []]
+    for cases in made:
+        for S in lengths:
+            inputs: Inputs = {name: place.normal(2, 2, S, 32) for name in "qkv"}
+            inputs["mask"] = torch.rand(1, 1, S, S, device=place.device) < 0.8
+            cases.append(inputs)
+    results(place, made[0][0])  # a backend that refuses skips here
+    place.synchronize()
+    found: list[list[tuple[Tensor, ...]]] = [[], []]
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def work(n: int) -> None:
+        try:
+            stream = torch.cuda.Stream() if place.is_gpu else None
+            barrier.wait()
+            with torch.cuda.stream(stream):
+                for inputs in made[n]:
+                    found[n].append(results(place, inputs))
+            if stream is not None:
+                stream.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for cases, several in zip(made, found, strict=True):
+        for right, got in zip(_expected(place, cases), several, strict=True):
+            assert_same(place, got, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "sm90"])
+@pytest.mark.parametrize("name", _BUSY)
+def test_another_device_than_the_current(backend: str, name: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    places = [Place(torch.device("cuda", n), backend) for n in (0, 1)]
+    with torch.cuda.device(0):
+        here, there = (results(place, sample(place, name)) for place in places)
+        again = results(places[0], sample(places[0], name))
+        assert torch.cuda.current_device() == 0
+    same_kind = torch.cuda.get_device_capability(0) == torch.cuda.get_device_capability(1)
+    for x, y, z in zip(here, there, again, strict=True):
+        assert y.device == places[1].device and torch.equal(x, z)
+        if same_kind:
+            assert torch.equal(x, y.to(x.device))
+
+
+# -- waiting, repeating ---------------------------------------------------------------------------
+
+
+class _Asking(TorchDispatchMode):
+    """Refuses torch ops whose result the host has to wait for."""
+
+    asks = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+    # Let ops launch as they do without a mode.
+    sees_launches = True
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.name().removeprefix("aten::").split(".")[0]
+        assert not name.startswith(self.asks), f"{name} waits for the device"
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def _without_waiting(place: Place) -> Iterator[None]:
+    if not place.is_gpu:
+        # The CPU's own backends may look at their memory; what comes before them may not.
+        with _Asking():
+            yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_nothing_waits_for_the_device(place: Place, name: str) -> None:
+    inputs = sample(place, name)
+    expected = results(place, inputs)  # kernels are compiled and loaded here
+    with _without_waiting(place):
+        got = results(place, inputs)
+    assert_same(place, got, expected)
+
+
+def test_waiting_is_seen(place: Place) -> None:
+    x = torch.ones(3, device=place.device)
+    with pytest.raises((RuntimeError, AssertionError)), _without_waiting(place):
+        x.sum().item()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_run_gives_the_same_bits(place: Place, name: str) -> None:
+    inputs = sample(place, name)
+    first = results(place, inputs)
+    for _ in range(20 if place.is_gpu else 2):
+        for n, (x, y) in enumerate(zip(results(place, inputs), first, strict=True)):
+            assert torch.equal(x, y), f"result {n}"
+
+
+def test_every_run_gives_the_same_bits_on_a_full_device(place: Place) -> None:
+    """More programs than a device holds, of different lengths, and shares of a bias's gradient."""
+    B, H, S = _large(place, 4, 2), _large(place, 16, 2), _large(place, 2000, 50)
+    inputs: Inputs = {name: place.normal(B, H, S, 64) for name in "qkv"}
+    inputs["mask"] = place.normal(1, H, 1, S)
+    inputs["causal"] = "top_left"
+    first = results(place, inputs)
+    for _ in range(20 if place.is_gpu else 2):
+        assert all(map(torch.equal, results(place, inputs), first))
+
+
+# -- torch's modes --------------------------------------------------------------------------------
+
+
+def test_compiles_whole_and_for_every_size(place: Place) -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        out = fastattn.attention(
+            q, k, v, key_lengths=lengths, causal="top_left", backend=place.backend
+        )
+        return out.float().square().sum()
+
+    compiler = "inductor" if place.is_gpu else "aot_eager"
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=compiler)
+    for S in (64, 96, 130):
+        q, k, v = (place.normal(2, 2, S, 64) for _ in range(3))
+        lengths = torch.tensor([S, S // 2], device=place.device)
+        found = []
+        for function in (step, compiled):
+            try:
+                loss = function(q, k, v, lengths)
+            except NotImplementedError as refusal:
+                pytest.skip(str(refusal))
+            found.append((loss.detach(), *torch.autograd.grad(loss, (q, k, v))))
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_autocast_casts_once(place: Place) -> None:
+    inputs: Inputs = {}
+    for name in "qkv":
+        inputs[name] = torch.randn(2, 2, 70, 64, device=place.device, requires_grad=True)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        out, lse, *gradients = results(place, inputs)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    narrow = {name: x.detach().bfloat16().requires_grad_() for name, x in inputs.items()}
+    expected = results(place, narrow)
+    assert_same(place, (out, lse), expected[:2])
+    for gradient, right in zip(gradients, expected[2:], strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, right.float())
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+# Sizes that no tile divides, every feature; each tensor is an allocation of its own.
+_SMALL_CALLS = """
+import sys
+import torch
+from fastattn.ops.attention import spec
+device, backend = sys.argv[1:3]
+ran = refused = 0
+for sample in spec.SAMPLES:
+    if sample.name not in sys.argv[3:]:
+        continue
+    inputs = sample.inputs(device, torch.bfloat16)
+    wanted = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    try:
+        outputs = spec.attention(**inputs, backend=backend)
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(x) for x in outputs])
+    except NotImplementedError:
+        refused += 1
+        continue
+    ran += 1
+if device == "cuda":
+    torch.cuda.synchronize()
+print(ran, "ran,", refused, "refused")
+"""
+_TOOLS = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+_MEMCHECK = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=_TOOLS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_no_memory_errors(place: Place) -> None:
+    command = [sys.executable, "-c", _SMALL_CALLS, place.device.type, place.backend, *FEATURES]
+    if place.is_gpu:
+        if _MEMCHECK is None:
+            pytest.skip("needs compute-sanitizer")
+        command = [_MEMCHECK, "--tool", "memcheck", "--error-exitcode", "99", *command]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1400
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-3000:]
+    ran, refused = (int(word) for word in result.stdout.replace(",", "").split() if word.isdigit())
+    assert ran + refused == len(FEATURES) and ran > 0

@@ -1,0 +1,616 @@
+"""Decoding against naive implementations that take one sentence at a time and share nothing.
+
+Greedy, sampled, by beams; ragged sources, limits and prefixes; a step that can be recorded.
+"""
+
+import math
+import random
+
+import pytest
+import torch
+from seq2seq_samples import CLASSES, random_examples, small_model, toy_pairs
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn.nn
+from fastattn.seq2seq import generation
+from fastattn.seq2seq.beam_search import BeamSearch
+from fastattn.seq2seq.data import BEGIN, END, PAD, Example, SubwordTokenizer, collate
+from fastattn.seq2seq.generation import (
+    Greedy,
+    Hypothesis,
+    Programs,
+    Translator,
+    bleu,
+    generate,
+    greedy_decode,
+)
+from fastattn.seq2seq.model import Seq2SeqTransformer, record_attention
+from fastattn.seq2seq.sampling import Sampling, draw, uniform_numbers
+
+LIMITS = [3, 20, 12, 1, 20, 7, 20, 15]
+
+
+def sharp_model(*, norm_first: bool = True) -> Seq2SeqTransformer:
+    """A model whose continuations differ, some of which end, so that searches have work to do."""
+    seed = 7 if norm_first else 6
+    model = small_model(tied=False, seed=seed, norm_first=norm_first).eval()
+    with torch.no_grad():
+        model.head.weight.mul_(3.0)
+        model.head.weight[END].mul_(4.0)
+    return model
+
+
+def sources(count: int = len(LIMITS), *, seed: int = 1) -> list[list[int]]:
+    return [example.source for example in random_examples(count, seed=seed)]
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    batch = collate([Example(row, [END]) for row in rows])
+    return batch.source, batch.source_padding
+
+
+# One sentence at a time, the whole model again for every token
+
+
+@torch.no_grad()
+def next_log_p(model: Seq2SeqTransformer, source: list[int], target: list[int]) -> Tensor:
+    whole = torch.zeros(1, len(source), dtype=torch.bool)
+    logits = model(torch.tensor([source]), torch.tensor([[BEGIN, *target]]), whole)
+    return logits[0, -1].log_softmax(dim=-1)
+
+
+def search_naively(model, source, limit, prefix=()) -> Hypothesis:
+    target, total = [], 0.0
+    while len(target) < limit:
+        log_p = next_log_p(model, source, target)
+        # PAD and BEGIN, the two tokens before END, may not be chosen.
+        token = END + int(log_p[END:].argmax())
+        if len(target) < len(prefix):
+            token = prefix[len(target)]
+        total += float(log_p[token])
+        if token == END:
+            return Hypothesis(target, total, total, True)
+        target.append(token)
+    return Hypothesis(target, total, total, False)
+
+
+def search_beams_naively(model, source, limit, options, prefix=()) -> list[Hypothesis]:
+    K = options.beams
+    alive: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[Hypothesis] = []
+
+    def factor(length: int) -> float:
+        return ((5 + length) / 6) ** options.length_penalty
+
+    for step in range(limit):
+        candidates = []
+        for score, target in alive:
+            log_p = next_log_p(model, source, target).tolist()
+            tokens = [prefix[step]] if step < len(prefix) else range(END, len(log_p))
+            candidates += [(score + log_p[token], target, token) for token in tokens]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        for score, target, token in candidates[:K]:
+            if token == END:
+                finished.append(Hypothesis(target, score, score / factor(step + 1), True))
+        going_on = [candidate for candidate in candidates[: 2 * K] if candidate[2] != END]
+        alive = [(score, [*target, token]) for score, target, token in going_on[:K]]
+        if step + 1 == limit:
+            finished += [Hypothesis(t, score, score / factor(limit), False) for score, t in alive]
+        finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:K]
+        if len(finished) == K and (
+            options.early_stopping or alive[0][0] / factor(limit) <= finished[-1].score
+        ):
+            break
+    return finished
+
+
+def assert_same_hypotheses(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    """Tokens and ends exactly; scores as far as fp32 sums of logarithms agree."""
+    assert [(h.tokens, h.ended) for h in found] == [(h.tokens, h.ended) for h in expected]
+    for h, wanted in zip(found, expected, strict=True):
+        assert h.score == pytest.approx(wanted.score, rel=1e-4, abs=1e-5)
+        assert h.log_probability == pytest.approx(wanted.log_probability, rel=1e-4, abs=1e-5)
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_greedy_equals_argmax_over_the_whole_model(norm_first):
+    model = sharp_model(norm_first=norm_first)
+    expected = [search_naively(model, *row) for row in zip(sources(), LIMITS, strict=True)]
+    assert len({tuple(h.tokens) for h in expected}) > 4
+    assert {h.ended for h in expected} == {True, False}
+    for use_cache in (True, False, None):
+        found = generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=use_cache)
+        assert_same_hypotheses([h for (h,) in found], expected)
+    tokens = greedy_decode(model, *padded(sources()), max_lengths=LIMITS)
+    assert tokens == [h.tokens for h in expected]
+
+
+def test_torchs_transformer_decodes_without_a_cache():
+    found = [
+        generate(small_model(name).eval(), *padded(sources()), max_lengths=LIMITS)
+        for name in CLASSES
+    ]
+    assert [h.tokens for (h,) in found[0]] == [h.tokens for (h,) in found[1]]
+
+
+def test_a_decoder_that_cannot_step_runs_whole_prefixes():
+    class Mine(fastattn.nn.TransformerDecoderLayer):
+        pass
+
+    model = sharp_model()
+    expected = generate(model, *padded(sources()), max_lengths=LIMITS)
+    model.transformer.decoder.layers[1].__class__ = Mine
+    found = generate(model, *padded(sources()), max_lengths=LIMITS)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert_same_hypotheses(ours, wanted)
+    with pytest.raises(NotImplementedError, match=r"layers\[1\] is not exactly"):
+        generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=True)
+
+
+# Beams
+
+
+@pytest.mark.parametrize("early_stopping", [True, False])
+@pytest.mark.parametrize(("beams", "length_penalty"), [(1, 0.0), (2, 1.0), (4, 0.6), (5, 0.0)])
+def test_beam_search_equals_the_naive_one(beams, length_penalty, early_stopping):
+    options = BeamSearch(beams, length_penalty, early_stopping)
+    model = sharp_model(norm_first=early_stopping)
+    expected = [
+        search_beams_naively(model, source, limit, options)
+        for source, limit in zip(sources(), LIMITS, strict=True)
+    ]
+    assert {h.ended for found in expected for h in found} == {True, False}
+    for use_cache in (True, False):
+        found = generate(
+            model, *padded(sources()), max_lengths=LIMITS, strategy=options, use_cache=use_cache
+        )
+        for ours, naive in zip(found, expected, strict=True):
+            assert_same_hypotheses(ours, naive)
+
+
+def test_beams_find_what_greedy_misses():
+    model = sharp_model()
+    greedy = generate(model, *padded(sources()), max_lengths=LIMITS)
+    beams = generate(
+        model, *padded(sources()), max_lengths=LIMITS, strategy=BeamSearch(5, length_penalty=0.0)
+    )
+    gains = [found[0].score - h.score for found, (h,) in zip(beams, greedy, strict=True)]
+    assert max(gains) > 0.5
+    one = generate(
+        model, *padded(sources()), max_lengths=LIMITS, strategy=BeamSearch(1, length_penalty=0.0)
+    )
+    assert [h.tokens for (h,) in one] == [h.tokens for (h,) in greedy]
+
+
+def test_a_larger_length_penalty_gives_longer_results():
+    model = sharp_model()
+    lengths = []
+    for penalty in (0.0, 3.0):
+        found = generate(
+            model, *padded(sources()), max_lengths=[20] * 8, strategy=BeamSearch(4, penalty)
+        )
+        lengths.append(sum(len(best.tokens) for best, *_ in found))
+    assert lengths[0] < lengths[1]
+
+
+def test_more_beams_than_tokens():
+    # At the first step one beam has 28 continuations at most; 20 beams want 40.
+    model = sharp_model()
+    options = BeamSearch(20)
+    found = generate(model, *padded(sources(3)), max_lengths=[1, 2, 4], strategy=options)
+    for source, limit, hypotheses in zip(sources(3), [1, 2, 4], found, strict=True):
+        assert_same_hypotheses(hypotheses, search_beams_naively(model, source, limit, options))
+
+
+# Every kind of model
+
+KINDS = [
+    {"copy": True},
+    {"memory_layers": "2,1"},
+    {"norm": "power"},
+    {"norm": "batch", "copy": True, "memory_layers": "same"},
+    {"scoring": "additive"},
+    {"scoring": "cosine"},
+    {"positions": "learned"},
+]
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=str)
+def test_every_kind_of_model_decodes(changes):
+    """Through the cache where there is one, and with kept programs, as whole prefixes do."""
+    model = small_model(tied=False, seed=7, **changes).eval()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(("psi2", "running_variance")):
+                buffer.uniform_(0.5, 2.0)
+        model.head.weight.mul_(3.0)
+        model.head.weight[END].mul_(4.0)
+    programs = Programs()
+    generate(model, *padded(sources(seed=5)), max_lengths=LIMITS, programs=programs)
+    found = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
+    assert len(programs._kept) == ("scoring" not in changes)
+    beams = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=BeamSearch(2))
+    for i in range(0, 8, 3):
+        naive = search_naively(model, sources()[i], LIMITS[i])
+        assert_same_hypotheses(found[i], [naive])
+        naive_beams = search_beams_naively(model, sources()[i], LIMITS[i], BeamSearch(2))
+        assert_same_hypotheses(beams[i], naive_beams)
+
+
+# Sampling
+
+
+def test_a_number_becomes_a_token_by_the_distribution():
+    p = torch.tensor([[0.0, 0.1, 0.4, 0.3, 0.2]])
+    rows = torch.linspace(0, 1, 1001)[:-1]
+    logits = p.log().expand(1000, -1)
+
+    def shares(sampling: Sampling) -> list[float]:
+        return [(draw(logits, rows, sampling) == token).float().mean().item() for token in range(5)]
+
+    assert shares(Sampling()) == pytest.approx([0, 0.1, 0.4, 0.3, 0.2], abs=2e-3)
+    assert shares(Sampling(top_k=2)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    # 0.4 + 0.3 < 0.75: the nucleus takes a third token to reach it.
+    assert shares(Sampling(top_p=0.75)) == pytest.approx([0, 0, 4 / 9, 3 / 9, 2 / 9], abs=2e-3)
+    assert shares(Sampling(top_p=0.7 - 1e-3)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    assert shares(Sampling(top_k=3, top_p=0.5)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
+    squares = p.square() / p.square().sum()
+    assert shares(Sampling(0.5)) == pytest.approx(squares[0].tolist(), abs=2e-3)
+    # The largest number that fp32 has below 1, or 1 itself by rounding: still a token with p > 0.
+    last = torch.tensor([1.0 - 2**-24, 1.0])
+    assert draw(p.log().expand(2, -1), last, Sampling(top_p=0.6)).tolist() == [3, 3]
+    assert draw(p.log().flip(1).expand(2, -1), last, Sampling()).tolist()[0] == 3
+
+
+def test_samples_follow_the_models_probabilities():
+    model = sharp_model()
+    source = sources()[1]
+    p = next_log_p(model, source, []).exp()
+    count = 4000
+    found = generate(
+        model, *padded([source] * count), max_lengths=[1] * count, strategy=Sampling(seed=3)
+    )
+    first = torch.tensor([h.tokens[0] if h.tokens else END for (h,) in found])
+    shares = first.bincount(minlength=len(p)) / count
+    allowed = p.clone()
+    allowed[:END] = 0.0
+    allowed /= allowed.sum()
+    deviation = (allowed * (1 - allowed) / count).sqrt()
+    assert ((shares - allowed).abs() <= 4.5 * deviation + 1e-9).all()
+    # The score is the model's own probability, whatever the draw was made from.
+    for (h,) in found[:20]:
+        token = h.tokens[0] if h.tokens else END
+        assert h.score == pytest.approx(p[token].log().item(), abs=1e-5)
+
+
+def test_narrow_sampling_is_greedy_and_seeds_decide():
+    model = sharp_model()
+
+    def tokens(strategy) -> list[list[int]]:
+        found = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
+        return [h.tokens for (h,) in found]
+
+    greedy = tokens(Greedy())
+    assert tokens(Sampling(top_k=1)) == greedy
+    assert tokens(Sampling(top_p=1e-6)) == greedy
+    assert tokens(Sampling(temperature=1e-4)) == greedy
+    first = tokens(Sampling(seed=1))
+    assert first != greedy and first == tokens(Sampling(seed=1)) != tokens(Sampling(seed=2))
+
+
+def test_uniform_numbers_depend_on_seed_and_sentence_alone():
+    all_of_them = uniform_numbers(5, [0, 1, 2], 9)
+    assert torch.equal(all_of_them[:4, 1:2], uniform_numbers(5, [1], 4))
+    assert len(all_of_them.unique()) == 27
+    assert not torch.equal(uniform_numbers(6, [0], 4), uniform_numbers(5, [0], 4))
+
+
+# What holds for every way of searching
+
+STRATEGIES = [
+    pytest.param(Greedy(), id="greedy"),
+    pytest.param(Sampling(0.8, top_k=20, top_p=0.9, seed=2), id="sampling"),
+    pytest.param(BeamSearch(3), id="beams"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_neither_batch_nor_padding_changes_a_result(strategy):
+    model = sharp_model()
+    rows = sources()
+    together = generate(model, *padded(rows), max_lengths=LIMITS, strategy=strategy)
+    alone = [
+        generate(model, *padded([row]), max_lengths=[limit], strategy=strategy, numbers=[i])[0]
+        for i, (row, limit) in enumerate(zip(rows, LIMITS, strict=True))
+    ]
+    order = random.Random(0).sample(range(8), 8)
+    long = [5] * 23 + [END]
+    shuffled = generate(
+        model,
+        *padded([rows[i] for i in order] + [long]),
+        max_lengths=[LIMITS[i] for i in order] + [24],
+        strategy=strategy,
+        numbers=[*order, 8],
+    )
+    for i in range(8):
+        assert_same_hypotheses(together[i], alone[i])
+        assert_same_hypotheses(shuffled[order.index(i)], alone[i])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_results_begin_with_their_prefixes(strategy):
+    model = sharp_model()
+    prefixes = [[7, 8], [], [9] * 5, [4], [11, 12, 13], [], [6] * 20, [5]]
+    limits = [6, 20, 12, 1, 20, 7, 20, 15]
+    batch = padded(sources())
+    found = generate(model, *batch, max_lengths=limits, strategy=strategy, prefixes=prefixes)
+    cases = zip(sources(), limits, prefixes, found, strict=True)
+    for i, (source, limit, prefix, hypotheses) in enumerate(cases):
+        assert all(h.tokens[: len(prefix)] == prefix for h in hypotheses)
+        if isinstance(strategy, Greedy):
+            assert_same_hypotheses(hypotheses, [search_naively(model, source, limit, prefix)])
+        elif isinstance(strategy, BeamSearch):
+            naive = search_beams_naively(model, source, limit, strategy, prefix)
+            assert_same_hypotheses(hypotheses, naive)
+        elif not prefix:
+            free = generate(
+                model, *padded([source]), max_lengths=[limit], strategy=strategy, numbers=[i]
+            )
+            assert_same_hypotheses(hypotheses, free[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_scores_are_those_of_the_whole_model(strategy):
+    model = sharp_model()
+    found = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
+    for source, hypotheses in zip(sources(), found, strict=True):
+        for h in hypotheses:
+            target = h.tokens + [END] * h.ended
+            total = sum(
+                float(next_log_p(model, source, target[:t])[token])
+                for t, token in enumerate(target)
+            )
+            assert h.log_probability == pytest.approx(total, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_attention_is_what_the_model_reads(strategy):
+    model = sharp_model()
+    found = generate(
+        model, *padded(sources()), max_lengths=LIMITS, strategy=strategy, return_attention=True
+    )
+    for source, (best, *others) in zip(sources(), found, strict=True):
+        target = best.tokens + [END] * best.ended
+        assert best.attention.shape == (2, 2, len(target), len(source))
+        assert all(h.attention is None for h in others)
+        whole = torch.zeros(1, len(source), dtype=torch.bool)
+        with torch.no_grad(), record_attention(model) as weights:
+            model(torch.tensor([source]), torch.tensor([[BEGIN, *target[:-1]]]), whole)
+        for layer in range(2):
+            expected = weights[f"decoder.layers.{layer}.multihead_attn"][0]
+            torch.testing.assert_close(best.attention[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_limit_of_zero_gives_nothing():
+    model = sharp_model()
+    for strategy in (Greedy(), BeamSearch(2)):
+        found = generate(model, *padded(sources(2)), max_lengths=[0, 4], strategy=strategy)
+        assert found[0] == [Hypothesis([], 0.0, 0.0, False)] and found[1][0].tokens
+    nothing = torch.zeros(0, 5, dtype=torch.long)
+    assert generate(model, nothing, nothing == PAD, max_lengths=[]) == []
+
+
+# The step as something to record
+
+
+class Recorder(TorchDispatchMode):
+    """The operations of a step: names, sizes, and every argument that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def show(value):
+            if isinstance(value, Tensor):
+                return f"{value.dtype}{list(value.shape)}{value.stride()}"
+            return [show(v) for v in value] if isinstance(value, list | tuple) else repr(value)
+
+        self.operations.append(f"{func} {show(args)} {show(list((kwargs or {}).items()))}")
+        return func(*args, **(kwargs or {}))
+
+
+def tensors_of(thing, seen: dict[int, Tensor]) -> dict[int, Tensor]:
+    for value in vars(thing).values():
+        if isinstance(value, Tensor):
+            seen[id(value)] = value
+        elif type(value).__module__.startswith("fastattn") and hasattr(value, "__dict__"):
+            if not isinstance(value, torch.nn.Module):
+                tensors_of(value, seen)
+        elif isinstance(value, list):
+            for item in value:
+                if type(item).__module__.startswith("fastattn"):
+                    tensors_of(item, seen)
+    return seen
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@torch.no_grad()
+def test_steps_repeat_the_same_operations_on_the_same_tensors(strategy, prefixed):
+    model = sharp_model()
+    programs = Programs()
+    prefixes = [[5]] * 8 if prefixed else None
+    arguments = {"max_lengths": LIMITS, "strategy": strategy, "prefixes": prefixes}
+    generate(model, *padded(sources()), **arguments, programs=programs)
+    ((_, program),) = programs._kept.items()
+    program.search.rewind()
+    places = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
+    assert len(places) > 10
+    steps = []
+    for _ in range(6):
+        with Recorder() as recorder:
+            program.search.step()
+        steps.append(recorder.operations)
+    assert len(steps[0]) > 50
+    for operations in steps[1:]:
+        assert operations == steps[0]
+    # Nothing waits for the device, nothing has a size that depends on data.
+    for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh"):
+        assert not any(word in operation for operation in steps[0]), word
+    after = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
+    assert after == places
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_programs_serve_other_batches_of_their_size(strategy):
+    model = sharp_model()
+    programs = Programs(keep=2)
+    for seed, limit in ((1, 20), (2, 9), (3, 20), (1, 20)):
+        rows = sources(5, seed=seed)
+        arguments = {"max_lengths": [limit] * 5, "strategy": strategy}
+        kept = generate(model, *padded(rows), **arguments, programs=programs)
+        assert kept == generate(model, *padded(rows), **arguments)
+        assert len(programs._kept) == 1
+    # Another batch size is another program, as are moved parameters; the oldest is dropped.
+    generate(model, *padded(sources(4)), max_lengths=[5] * 4, programs=programs)
+    assert len(programs._kept) == 2
+    first = next(iter(programs._kept))
+    model.head.weight = torch.nn.Parameter(model.head.weight * -1)
+    moved = generate(model, *padded(sources(4)), max_lengths=[5] * 4, programs=programs)
+    assert moved == generate(model, *padded(sources(4)), max_lengths=[5] * 4)
+    assert len(programs._kept) == 2 and first not in programs._kept
+
+
+def test_hooks_run_at_every_step():
+    model, programs = sharp_model(), Programs()
+    plain = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
+    seen = []
+    layer = model.transformer.decoder.layers[0]
+    hook = layer.linear1.register_forward_hook(lambda *_: seen.append(1))
+    found = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
+    for ours, wanted in zip(found, plain, strict=True):
+        assert_same_hypotheses(ours, wanted)
+    assert len(seen) == max(len(h.tokens) + h.ended for (h,) in plain)
+    hook.remove()
+    assert generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs) == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_recorded_steps_repeat_on_a_gpu(strategy):
+    model = sharp_model()
+    expected = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
+    model.cuda()
+    programs = Programs()
+    for rows in (sources(seed=4), sources(), sources()):
+        source, padding = padded(rows)
+        found = generate(
+            model, source.cuda(), padding.cuda(), max_lengths=LIMITS, strategy=strategy,
+            programs=programs,
+        )  # fmt: skip
+    assert len(programs._kept) == 1
+    for ours, wanted in zip(found, expected, strict=True):
+        assert_same_hypotheses(ours, wanted)
+
+
+# Errors
+
+
+def test_decoding_names_what_is_wrong():
+    model = small_model()
+    source = torch.tensor([[5, END]])
+    padding = source == PAD
+    with pytest.raises(ValueError, match="model must be in eval mode, got one in training mode"):
+        generate(model, source, padding, max_lengths=[3])
+    model.eval()
+    for message, arguments in (
+        ("one length for each of 1 sources, got 2", {"max_lengths": [3, 3]}),
+        ("must not exceed the model's max_length 24, got 25", {"max_lengths": [25]}),
+        ("one prefix for each of 1 sources, got 0", {"prefixes": []}),
+        ("must not be longer than their max_lengths, got 4 tokens for 3", {"prefixes": [[5] * 4]}),
+        (r"prefixes must hold ordinary tokens, got \[5, 2\]", {"prefixes": [[5, END]]}),
+        (r"prefixes must hold ordinary tokens, got \[30\]", {"prefixes": [[30]]}),
+        ("one number for each of 1", {"strategy": Sampling(), "numbers": [0, 1]}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, source, padding, **{"max_lengths": [3], **arguments})
+    with pytest.raises(ValueError, match="source_padding must stand on the right, got a token"):
+        generate(model, source, torch.tensor([[True, False]]), max_lengths=[3])
+    with pytest.raises(ValueError, match=r"wants a fastattn\.nn decoder, got torch\.nn"):
+        torchs = small_model("torch").eval()
+        generate(torchs, source, padding, max_lengths=[3], use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "wanted"),
+    [
+        (BeamSearch, {"beams": 0}, "at least 1, got 0"),
+        (BeamSearch, {"length_penalty": -0.1}, r"at least 0, got -0\.1"),
+        (Sampling, {"temperature": 0.0}, r"a positive number, got 0\.0"),
+        (Sampling, {"temperature": math.nan}, "a positive number, got nan"),
+        (Sampling, {"top_k": 0}, "at least 1, got 0"),
+        (Sampling, {"top_p": 0.0}, r"in \(0, 1\], got 0\.0"),
+        (Sampling, {"top_p": 1.5}, r"in \(0, 1\], got 1\.5"),
+    ],
+)
+def test_options_name_what_is_wrong(options, changes, wanted):
+    with pytest.raises(ValueError, match=f"^{next(iter(changes))} must (be|lie) {wanted}"):
+        options(**changes)
+
+
+# Text
+
+
+def test_translator_keeps_the_order_and_refuses_long_texts():
+    pairs = toy_pairs(60)
+    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
+    model = small_model(vocabulary=tokenizer.vocabulary)
+    translator = Translator(model, tokenizer)
+    texts = [pair.source for pair in pairs[:9]] + [""]
+    counts: list[int] = []
+    together = translator.translate(texts, batch_size=4, notify=counts.append)
+    assert together == [translator.translate([text])[0] for text in texts]
+    assert together[-1] == "" and any(together)
+    assert counts == [4, 8, 9]
+    assert model.training  # as it was
+    with pytest.raises(ValueError, match="text 2 must have at most 23 tokens, got"):
+        translator.translate(["ka", "ka lo " * 30])
+
+
+def test_translator_hands_strategies_and_prefixes_on():
+    pairs = toy_pairs(60)
+    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
+    translator = Translator(small_model(vocabulary=tokenizer.vocabulary).eval(), tokenizer)
+    texts = [pair.source for pair in pairs[:5]] + [""]
+    prefixes = ["Ka", "", "Lo Mi", "", "Ka", "Ka"]
+    found = translator.search(
+        texts, prefixes=prefixes, strategy=BeamSearch(3), return_attention=True, max_length=9
+    )
+    for text, prefix, result in zip(texts[:5], prefixes, found, strict=False):
+        assert result.text.startswith(prefix)
+        source = tokenizer.encode(text)
+        target = result.hypothesis.tokens + [END] * result.hypothesis.ended
+        assert result.hypothesis.attention.shape[2:] == (len(target), len(source) + 1)
+    assert found[-1] == generation.Translation("", None)
+    # A text's draws are its own, wherever it lands in the batches.
+    sampling = Sampling(seed=1)
+    drawn = translator.translate(texts, strategy=sampling, batch_size=2)
+    assert drawn == translator.translate(texts, strategy=sampling)
+    assert drawn != translator.translate(texts)
+    with pytest.raises(ValueError, match="prefixes must hold one for each of 6 texts, got 1"):
+        translator.search(texts, prefixes=["Ka"])
+
+
+def test_bleu():
+    references = ["the cat sat on the mat", "a dog barked at the moon"]
+    perfect = bleu(references, references)
+    assert perfect.score == pytest.approx(100.0)
+    assert perfect.details.startswith("BLEU = 100.00") and "tok:13a" in perfect.signature
+    assert bleu(["x y z u", "v w"], references).score < 5.0
+    with pytest.raises(ValueError, match="as many as the 1 hypotheses, got 2"):
+        bleu(["a"], references)

@@ -1,0 +1,119 @@
+"""PowerNorm and batch norm over tokens: their formulas, padding, running statistics, gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
+
+E = 6
+
+
+def batches(count: int = 5) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(3, 4, E) * torch.arange(1, E + 1) + 0.5 for _ in range(count)]
+
+
+def test_power_norm_follows_its_algorithm():
+    """Algorithm 2 of Shen et al. 2020, written out: forward, backward, both running estimates."""
+    alpha, eps = 0.8, 1e-5
+    norm = PowerNorm(E, alpha=alpha, eps=eps, warmup=0)
+    norm.weight.data.uniform_(0.5, 1.5)
+    norm.bias.data.uniform_(-1, 1)
+    psi2, nu = torch.ones(E), torch.zeros(E)
+    for x in batches():
+        x.requires_grad_()
+        dy = torch.randn(3, 4, E)
+        y = norm(x)
+        y.backward(dy)
+
+        z = x.detach() / (psi2 + eps).sqrt()
+        torch.testing.assert_close(y.detach(), norm.weight.data * z + norm.bias.data)
+        dz = norm.weight.data * dy
+        torch.testing.assert_close(x.grad, (dz - nu * z) / (psi2 + eps).sqrt())
+        psi2 = alpha * psi2 + (1 - alpha) * x.detach().square().mean((0, 1))
+        gamma, inner = (z * z).mean((0, 1)), (dz * z).mean((0, 1))
+        nu = nu * (1 - (1 - alpha) * gamma) + (1 - alpha) * inner
+        torch.testing.assert_close(norm.psi2, psi2)
+        torch.testing.assert_close(norm.nu, nu)
+    norm.eval()
+    x = batches()[0]
+    torch.testing.assert_close(norm(x), norm.weight * x / (psi2 + eps).sqrt() + norm.bias)
+
+
+def test_warming_up_power_norm_uses_the_batch_and_its_gradient():
+    norm = PowerNorm(E, warmup=4).double()
+    x = batches()[0].double().requires_grad_()
+
+    def normed(x):
+        return x / (x.square().mean((0, 1)) + norm.eps).sqrt()
+
+    for _ in range(2):
+        torch.testing.assert_close(norm(x), normed(x))
+        weights = torch.randn(3, 4, E, dtype=torch.float64)
+        (ours,) = torch.autograd.grad((norm(x) * weights).sum(), x)
+        (theirs,) = torch.autograd.grad((normed(x) * weights).sum(), x)
+        torch.testing.assert_close(ours, theirs)
+        assert norm.nu.abs().max() == 0
+    # The fifth batch is the first to be divided by what the others left.
+    assert not torch.allclose(norm(x), normed(x), rtol=1e-2)
+
+
+def test_batch_norm_equals_torchs():
+    ours, theirs = TokenBatchNorm(E), nn.BatchNorm1d(E)
+    for x in batches():
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, z = ours(a), theirs(b.flatten(0, 1)).view(3, 4, E)
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+        dy = torch.randn(3, 4, E)
+        y.backward(dy), z.backward(dy)
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    # torch keeps the unbiased variance, 12/11 of the batch's.
+    kept = 0.9 ** len(batches())
+    unbiased = (theirs.running_var - kept) * 11 / 12 + kept
+    torch.testing.assert_close(ours.running_variance, unbiased)
+    ours.eval(), theirs.eval()
+    theirs.running_var.copy_(ours.running_variance)
+    x = batches()[0]
+    torch.testing.assert_close(ours(x), theirs(x.flatten(0, 1)).view(3, 4, E))
+
+
+@pytest.mark.parametrize("warmup", [0, 100])
+@pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
+def test_padding_does_not_count(kind, warmup):
+    real = torch.tensor([[True] * 4, [True, False, False, False], [True, True, False, False]])
+    padded = kind(E, warmup=warmup) if kind is PowerNorm else kind(E)
+    alone = copy.deepcopy(padded)
+    stack = nn.Sequential(padded)
+    for x in batches(3):
+        x[~real] = 1e6
+        a, rows = x.clone().requires_grad_(), x[real].clone().requires_grad_()
+        with real_tokens(stack, real):
+            y = stack(a)
+        z = alone(rows)
+        torch.testing.assert_close(y[real], z, rtol=1e-4, atol=1e-5)
+        y[real].sin().sum().backward(), z.sin().sum().backward()
+        torch.testing.assert_close(a.grad[real], rows.grad, rtol=1e-3, atol=1e-5)
+    for (name, ours), theirs in zip(padded.named_buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
+    assert padded.real is None
+
+
+@pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
+def test_norms_name_what_is_wrong(kind):
+    norm = kind(E)
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., 6\], got \[2, 5\]"):
+        norm(torch.zeros(2, 5))
+    with (
+        pytest.raises(ValueError, match=r"real must be \[2, 3\], got \[2\]"),
+        real_tokens(norm, torch.ones(2).bool()),
+    ):
+        norm(torch.zeros(2, 3, E))
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        kind(0)
+    wrong = {"alpha": 1.0} if kind is PowerNorm else {"momentum": 0.0}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        kind(E, **wrong)

@@ -1,0 +1,177 @@
+"""From a file of sentence pairs to batches: reading, splitting, subwords, order, padding."""
+
+import random
+
+import pytest
+import torch
+from seq2seq_samples import random_examples, toy_pairs
+
+from fastattn.seq2seq import runs
+from fastattn.seq2seq.data import (
+    BEGIN,
+    END,
+    PAD,
+    Example,
+    Pair,
+    Position,
+    SubwordTokenizer,
+    collate,
+    encode_pairs,
+    plan_batches,
+    read_pairs,
+    sentence_key,
+    split_pairs,
+    training_batches,
+)
+
+
+def test_pair_files_report_each_malformed_line(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(
+        b"\xef\xbb\xbfGo.\tVa !\tCC-BY 2.0 (France) Attribution\r\n"
+        b"\n"
+        b"no tab here\n"
+        b"Hi.\t  \n"
+        b"\tSalut.\n"
+        b"bad \xff byte\tx\n"
+        b"Caf\x65\xcc\x81  au\xc2\xa0lait\tUn\xe2\x80\xafcaf\xc3\xa9\n"
+    )
+    file = read_pairs(path)
+    assert file.pairs == [Pair("Go.", "Va !"), Pair("Café au lait", "Un café")]
+    assert file.problems == [
+        f"{path}:3: wants source<TAB>target, got 'no tab here'",
+        f"{path}:4: wants source<TAB>target, got an empty target",
+        f"{path}:5: wants source<TAB>target, got an empty source",
+        f"{path}:6: must be UTF-8, got byte 0xff",
+    ]
+
+
+def test_no_source_sentence_stands_in_two_parts():
+    pairs = toy_pairs(200)
+    variants = [Pair(p.source.upper() + "!", p.target + " bis") for p in pairs]
+    splits = split_pairs([*pairs, *variants, *pairs], held_out=20)
+    keys = [{sentence_key(p.source) for p in part} for part in (splits.train, splits.valid)]
+    keys.append({sentence_key(p.source) for p in splits.test})
+    assert [len(k) for k in keys] == [160, 20, 20]
+    assert len(keys[0] | keys[1] | keys[2]) == 200
+    # Two different translations each stay in training, exact repetitions do not.
+    assert len(splits.train) == 320
+    # A held-out sentence keeps the first.
+    assert len(splits.test) == 20 and all(not p.target.endswith("bis") for p in splits.test)
+
+
+def test_split_depends_on_sentences_and_seed_alone():
+    pairs = toy_pairs(100)
+    shuffled = random.Random(1).sample(pairs, len(pairs))
+    first, second = split_pairs(pairs, held_out=10), split_pairs(shuffled, held_out=10)
+    assert set(first.test) == set(second.test) and set(first.valid) == set(second.valid)
+    assert set(first.test) != set(split_pairs(pairs, held_out=10, seed=1).test)
+    # Ten more sentences push at most ten out of the held-out parts.
+    grown = split_pairs(toy_pairs(110), held_out=10)
+    held_out = {*first.test, *first.valid}
+    assert len(held_out & {*grown.test, *grown.valid}) >= 10
+
+
+def test_split_wants_enough_sentences():
+    with pytest.raises(ValueError, match=r"holding out 2 x 10 .* at least 30 .* got 29"):
+        split_pairs(toy_pairs(29), held_out=10)
+
+
+def test_subwords_are_learnt_from_the_training_part_alone():
+    pairs = toy_pairs(300)
+    prepared = runs.prepare_text(pairs, held_out=30, max_length=40, vocabulary=320, show=False)
+    texts = [text for pair in prepared.splits.train for text in pair]
+    assert prepared.tokenizer.to_json() == SubwordTokenizer.train(texts, vocabulary=320).to_json()
+    assert prepared.tokenizer.vocabulary == 320
+
+
+def test_subwords_round_trip_any_text(tmp_path):
+    tokenizer = SubwordTokenizer.train(["ka lo mi"] * 5, vocabulary=270)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    again = SubwordTokenizer.load(tmp_path / "tokenizer.json")
+    for text in ("ka lo mi", "L'été, où ?", "日本語 🙂", "<end> <pad>"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert again.encode(text) == ids
+        assert min(ids) > END
+    assert tokenizer.decode([BEGIN, *tokenizer.encode("ka"), END, PAD]) == "ka"
+    assert tokenizer.tokens([*tokenizer.encode("ka"), END]) == ["▁ka", "<end>"]
+    with pytest.raises(ValueError, match=r"vocabulary must be at least 259 .* got 258"):
+        SubwordTokenizer.train(["ka"], vocabulary=258)
+
+
+def test_encoding_ends_both_sides_and_leaves_long_pairs_out():
+    tokenizer = SubwordTokenizer.train(["ka lo"] * 9, vocabulary=265)
+    ka, lo = tokenizer.encode("ka"), tokenizer.encode("lo")
+    assert len(ka) == 1
+    pairs = [Pair("ka", "lo"), Pair("ka ka ka", "lo")]
+    assert encode_pairs(pairs, tokenizer, max_length=3) == [Example([*ka, END], [*lo, END])]
+    assert len(encode_pairs(pairs, tokenizer)) == 2
+
+
+def test_sentences_too_long_for_the_model_are_left_out():
+    long = [Pair("ka lo " * n, "Lo Ka") for n in range(30, 130)]
+    pairs = [*toy_pairs(100), *long, *(Pair(f"x{p.source}", p.source) for p in long)]
+    prepared = runs.prepare_text(pairs, held_out=30, max_length=20, vocabulary=300, show=False)
+    longest = max(len(prepared.tokenizer.encode(pair.source)) for pair in prepared.test)
+    assert 0 < len(prepared.test) < 30 and longest < 20
+    assert max(len(side) for example in prepared.valid for side in example) <= 20
+    assert prepared.left_out == len(prepared.splits.train) - len(prepared.train) > 0
+    with pytest.raises(ValueError, match="must leave some training pairs, got 1, and all"):
+        runs.prepare_text(pairs, held_out=30, max_length=1, vocabulary=300, show=False)
+
+
+def test_default_held_out_is_five_percent_up_to_500():
+    assert [runs.default_held_out(n) for n in (3, 1000, 10**6)] == [1, 50, 500]
+
+
+# Batches
+
+
+def test_batches_cover_the_epoch_within_the_budget():
+    examples = random_examples(500)
+    plan = plan_batches(examples, token_budget=100, seed=3, epoch=2)
+    assert sorted(i for batch in plan for i in batch) == list(range(500))
+    for indices in plan:
+        batch = collate([examples[i] for i in indices])
+        assert batch.source.numel() + batch.target_in.numel() <= 100
+    assert plan == plan_batches(examples, token_budget=100, seed=3, epoch=2)
+    assert plan != plan_batches(examples, token_budget=100, seed=3, epoch=3)
+    assert plan != plan_batches(examples, token_budget=100, seed=4, epoch=2)
+    # Length-sorted batches waste little: real tokens fill most of the padded size.
+    batches = [collate([examples[i] for i in indices]) for indices in plan]
+    padded = sum(batch.source.numel() + batch.target_in.numel() for batch in batches)
+    assert sum(batch.tokens for batch in batches) > 0.75 * padded
+
+
+def test_an_example_beyond_the_budget_is_a_batch_of_its_own():
+    examples = [Example([5] * 30, [6] * 30), Example([5, END], [6, END])]
+    assert sorted(plan_batches(examples, token_budget=20)) == [[0], [1]]
+
+
+def test_collating_pads_on_the_right_and_shifts_the_target():
+    batch = collate([Example([7, 8, END], [9, END]), Example([5, END], [6, 4, END])])
+    assert batch.source.tolist() == [[7, 8, END], [5, END, PAD]]
+    assert batch.source_padding.tolist() == [[False] * 3, [False, False, True]]
+    assert batch.target_in.tolist() == [[BEGIN, 9, PAD], [BEGIN, 6, 4]]
+    assert batch.target_out.tolist() == [[9, END, PAD], [6, 4, END]]
+    assert batch.tokens == 10
+
+
+def test_batches_continue_from_any_position():
+    examples = random_examples(60)
+    plan = plan_batches(examples, token_budget=120, seed=0)
+    count = 2 * len(plan) + 3  # into the third epoch
+    stream = training_batches(examples, token_budget=120, seed=0)
+    whole = [next(stream) for _ in range(count)]
+    assert whole[len(plan) - 1][1] == Position(1, 0)
+    for stop in (1, len(plan), len(plan) + 2):
+        rest = training_batches(examples, token_budget=120, seed=0, start=whole[stop - 1][1])
+        for batch, position in whole[stop:]:
+            again, again_position = next(rest)
+            assert torch.equal(batch.source, again.source) and position == again_position
+
+
+def test_no_examples_give_no_batches() -> None:
+    with pytest.raises(ValueError, match="examples must hold at least one"):
+        next(training_batches([], token_budget=100, seed=0))

@@ -1,0 +1,408 @@
+"""Training: schedules, losses, runs that repeat and resume, checkpoints."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from seq2seq_samples import (
+    CLASSES,
+    CPU,
+    SMALL,
+    random_examples,
+    small_model,
+    toy_pairs,
+    toy_training,
+)
+from torch.nn import functional as F
+
+from fastattn.seq2seq import checkpoint, runs, training
+from fastattn.seq2seq.data import (
+    PAD,
+    Position,
+    SubwordTokenizer,
+    collate,
+    training_batches,
+)
+from fastattn.seq2seq.generation import Translator, greedy_decode
+from fastattn.seq2seq.losses import label_smoothed_cross_entropy
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+from fastattn.seq2seq.schedules import warmup_cosine
+from fastattn.seq2seq.training import TrainingConfig, train
+
+# Schedule and loss
+
+
+@pytest.mark.parametrize("cycles", [0.5, 1.0, 0.75])
+def test_schedule_rises_linearly_then_follows_the_cosine(cycles):
+    def factor(step: int) -> float:
+        return warmup_cosine(step, warmup_steps=10, total_steps=110, cycles=cycles)
+
+    assert [factor(step) for step in (0, 1, 5, 10)] == [0.0, 0.1, 0.5, 1.0]
+    for step in (10, 35, 60, 110):
+        expected = 0.5 * (1 + math.cos(2 * math.pi * cycles * (step - 10) / 100))
+        assert factor(step) == pytest.approx(expected, abs=1e-12)
+    end = {0.5: 0.0, 1.0: 1.0, 0.75: 0.5}[cycles]
+    assert factor(110) == pytest.approx(end, abs=1e-12)
+    assert min(factor(step) for step in range(111)) >= 0.0
+
+
+def test_schedule_without_warm_up_starts_at_the_peak():
+    assert warmup_cosine(0, warmup_steps=0, total_steps=10) == 1.0
+
+
+def test_training_uses_the_schedule_as_torch_would(tmp_path):
+    config = TrainingConfig(
+        steps=8, batch_tokens=80, learning_rate=0.01, warmup_steps=3, valid_every=100
+    )
+    train(small_model(), random_examples(30), [], config, device=CPU, run=tmp_path, show=False)
+    rates = [row["lr"] for row in training.read_metrics(tmp_path / "metrics.jsonl")]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_cosine(step, warmup_steps=3, total_steps=8)
+    )
+    expected = []
+    for _ in range(8):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_label_smoothing_equals_torchs(smoothing, dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(4, 7, 50)).to(dtype).requires_grad_()
+    targets = torch.randint(1, 50, (4, 7))
+    targets[0, 3:] = PAD
+    targets[2] = PAD
+    loss = label_smoothed_cross_entropy(logits, targets, smoothing=smoothing, ignore_index=PAD)
+    (ours,) = torch.autograd.grad(loss, logits)
+    reference = F.cross_entropy(
+        logits.double().flatten(0, 1), targets.flatten(), ignore_index=PAD,
+        label_smoothing=smoothing,
+    )  # fmt: skip
+    (theirs,) = torch.autograd.grad(reference, logits)
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-8
+    )
+    assert ours[2].abs().max() == 0
+
+
+# Training
+
+
+def test_resuming_repeats_the_uninterrupted_run_bit_for_bit(tmp_path):
+    # 40 examples are about 4 batches, so the interruption lies in the second epoch.
+    examples, valid = random_examples(40), random_examples(10, seed=5)
+    config = toy_training()
+    whole_model = small_model(dropout=0.2)
+    whole = train(
+        whole_model, examples, valid, config, device=CPU, run=tmp_path / "whole", show=False
+    )
+
+    run = tmp_path / "parts"
+    first = train(
+        small_model(dropout=0.2), examples, valid, config,
+        device=CPU, run=run, stop_after=6, show=False,
+    )  # fmt: skip
+    # A crash after the checkpoint: one more row, and half a line.
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 7, "loss": 99.0}\n{"step": 8, "lo')
+    torch.manual_seed(1234)
+    resumed_model = small_model(dropout=0.2, seed=77)
+    second = train(
+        resumed_model, examples, valid, config, device=CPU, run=run, resume=True, show=False
+    )
+
+    assert first.losses + second.losses == whole.losses
+    assert second.first_step == 7
+    assert first.validations + second.validations == whole.validations
+    for name, value in whole_model.state_dict().items():
+        assert torch.equal(value, resumed_model.state_dict()[name]), name
+    curves = [
+        [(row["step"], row.get("loss"), row.get("valid_loss"), row.get("lr")) for row in rows]
+        for rows in (
+            training.read_metrics(tmp_path / "whole" / "metrics.jsonl"),
+            training.read_metrics(metrics),
+        )
+    ]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == 12 + 3
+    # Without the generators' state the curve would differ: dropout is on.
+    assert len(set(whole.losses)) == 12
+
+
+def test_both_transformers_train_alike():
+    losses = []
+    for name in CLASSES:
+        result = train(
+            small_model(name), random_examples(60), [], toy_training(), device=CPU, show=False
+        )
+        losses.append(result.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_training_learns_the_toy_language():
+    prepared = runs.prepare_text(
+        toy_pairs(900, longest=3), held_out=40, max_length=16, vocabulary=400
+    )
+    config = ModelConfig(
+        vocabulary=prepared.tokenizer.vocabulary, width=64, heads=4, encoder_layers=1,
+        decoder_layers=1, ffn_width=128, dropout=0.0, max_length=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Seq2SeqTransformer(config)
+    schedule = TrainingConfig(
+        steps=250, batch_tokens=1000, learning_rate=5e-3, warmup_steps=30, valid_every=50
+    )
+    result = train(model, prepared.train, prepared.valid, schedule, device=CPU, show=False)
+    translator = Translator(model, prepared.tokenizer)
+    sources, references = zip(*prepared.splits.test, strict=True)
+    translations = translator.translate(sources)
+    right = sum(a == b for a, b in zip(translations, references, strict=True))
+    # Handing back the source gets none right: every word changes its first letter.
+    assert right >= 30, (right, result.validations)
+    assert result.validations[-1][1] < 0.5 * result.losses[0]
+
+
+def test_bf16_autocast_stays_near_fp32():
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        config = toy_training(steps=6, precision=precision)
+        losses[precision] = train(
+            small_model(), random_examples(40), [], config, device=CPU, show=False
+        ).losses
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["bf16"] != losses["fp32"]
+
+
+def test_the_rate_leaves_out_start_up_validation_and_checkpoints(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now)
+    real = training.update
+
+    def update(*arguments):
+        nonlocal now
+        now += 100.0 if now == 0 else 2.0  # the first one compiles
+        return real(*arguments)
+
+    def validation_loss(*_, **__):
+        nonlocal now
+        now += 1000.0
+        return 1.0
+
+    monkeypatch.setattr(training, "update", update)
+    monkeypatch.setattr(training, "validation_loss", validation_loss)
+    examples = random_examples(40)
+    config = toy_training(steps=9, log_every=3, valid_every=4, checkpoint_every=4)
+    result = train(
+        small_model(), examples, examples[:3], config, device=CPU, run=tmp_path, show=False
+    )
+    tokens = [row["tokens"] for row in training.read_metrics(tmp_path / "metrics.jsonl")
+              if "tokens" in row]  # fmt: skip
+    assert result.tokens == sum(tokens) and result.seconds == 100.0 + 8 * 2.0
+    assert result.tokens_per_second == pytest.approx(sum(tokens[3:]) / (6 * 2.0))
+
+
+@pytest.mark.gpu
+def test_training_resuming_and_decoding_on_a_gpu(tmp_path):
+    cuda = torch.device("cuda")
+    examples, config = random_examples(40), toy_training(steps=8)
+    on_cpu = train(small_model(), examples, [], config, device=CPU, show=False)
+    model = small_model()
+    whole = train(model, examples, [], config, device=cuda, show=False)
+    assert whole.losses == pytest.approx(on_cpu.losses, rel=1e-3)
+
+    dropped = dataclasses.replace(SMALL, dropout=0.3)
+    straight = train(Seq2SeqTransformer(dropped), examples, [], config, device=cuda, show=False)
+    assert straight.losses != pytest.approx(whole.losses, rel=1e-3)
+    torch.manual_seed(0)
+    start = Seq2SeqTransformer(dropped).state_dict()
+    curves = []
+    for stops in ((8,), (4, 8)):
+        run, curve = tmp_path / str(len(stops)), []
+        for stop in stops:
+            resumed = Seq2SeqTransformer(dropped)
+            resumed.load_state_dict(start)
+            curve += train(
+                resumed, examples, [], config,
+                device=cuda, run=run, resume=True, stop_after=stop, show=False,
+            ).losses  # fmt: skip
+        curves.append(curve)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+    model.eval()
+    batch = collate(examples[:9])
+    moved = batch.to(cuda)
+    with torch.no_grad():
+        reference = greedy_decode(
+            model.cpu(), batch.source, batch.source_padding, max_lengths=[12] * 9, use_cache=False
+        )
+        decoded = greedy_decode(
+            model.to(cuda), moved.source, moved.source_padding, max_lengths=[12] * 9
+        )
+    assert decoded == reference
+
+
+def test_validation_loss_is_the_mean_over_tokens():
+    model, examples = small_model(dropout=0.5), random_examples(30)
+    config = toy_training(batch_tokens=60, smoothing=0.1)
+    batched = training.validation_loss(model, examples, config, device=CPU)
+    assert model.training
+    model.eval()
+    total = count = 0.0
+    with torch.no_grad():
+        for example in examples:
+            batch = collate([example])
+            logits = model(batch.source, batch.target_in, batch.source_padding)[0]
+            total += F.cross_entropy(
+                logits, batch.target_out[0], label_smoothing=0.1, reduction="sum"
+            ).item()
+            count += len(example.target)
+    assert batched == pytest.approx(total / count, rel=1e-5)
+
+
+def test_gradients_are_clipped_and_only_matrices_decay():
+    model = small_model()
+    config = toy_training(clip=0.01, weight_decay=0.3, learning_rate=1.0)
+    optimizer = training.make_optimizer(model, config, CPU)
+    decays = {
+        parameter: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert decays[parameter] == (0.3 if parameter.ndim >= 2 else 0.0), name
+    batch = collate(random_examples(5))
+    _, norm = training.update(model, optimizer, [batch], 0.0, config)
+    assert norm > 0.01
+    clipped = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert clipped.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path, monkeypatch):
+    prepared = runs.prepare_text(
+        toy_pairs(200), held_out=20, max_length=20, vocabulary=300, show=False
+    )
+    config = dataclasses.replace(SMALL, vocabulary=prepared.tokenizer.vocabulary)
+    schedule = toy_training(steps=8, valid_every=2, checkpoint_every=2, keep=1)
+    run = tmp_path / "run"
+    files = runs.RunFiles(config, schedule, prepared.tokenizer, prepared.digest, 20)
+    runs.start_run(run, files)
+    validations = iter([3.0, 2.0, 5.0, 4.0])
+    monkeypatch.setattr(training, "validation_loss", lambda *_, **__: next(validations))
+    model = Seq2SeqTransformer(config)
+    result = train(model, prepared.train, prepared.valid, schedule, device=CPU, run=run, show=False)
+    assert result.validations == [(2, 3.0), (4, 2.0), (6, 5.0), (8, 4.0)]
+    assert checkpoint.read_best(run) == checkpoint.Best(4, 2.0)
+    assert checkpoint.checkpoint_steps(run) == [4, 8]
+    loaded = runs.load_translator(run).model
+    fourth, last = Seq2SeqTransformer(config), Seq2SeqTransformer(config)
+    checkpoint.load_parameters(checkpoint.checkpoint_folder(run, 4), fourth)
+    checkpoint.load_parameters(checkpoint.checkpoint_folder(run, 8), last)
+    assert torch.equal(loaded.embedding.weight, fourth.embedding.weight)
+    assert torch.equal(model.embedding.weight, last.embedding.weight)
+    assert not torch.equal(fourth.embedding.weight, last.embedding.weight)
+
+    opened = runs.open_run(run)
+    assert (opened.model, opened.training) == (config, schedule)
+    assert (opened.data_digest, opened.held_out) == (prepared.digest, 20)
+    assert opened.tokenizer.to_json() == prepared.tokenizer.to_json()
+    with pytest.raises(FileExistsError, match=r"must be new or empty, got .*, which holds a run"):
+        runs.start_run(run, files)
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"which has no tokenizer\.json"):
+        runs.open_run(run)
+
+
+def test_a_run_without_checkpoint_is_named(tmp_path):
+    tokenizer = SubwordTokenizer.train(["ka"], vocabulary=260)
+    runs.start_run(tmp_path, runs.RunFiles(SMALL, toy_training(), tokenizer, "", 1))
+    with pytest.raises(FileNotFoundError, match="must hold a checkpoint, got"):
+        runs.load_translator(tmp_path)
+
+
+# Checkpoints
+
+
+def a_checkpoint(run: Path, step: int, *, seed: int = 0) -> Seq2SeqTransformer:
+    model = small_model(seed=seed)
+    optimizer = training.make_optimizer(model, toy_training(), CPU)
+    state = checkpoint.TrainingState(step, Position(1, 2), 300)
+    checkpoint.save_checkpoint(run, state, model, optimizer, CPU)
+    return model
+
+
+def test_a_failed_save_leaves_no_checkpoint(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    saved = a_checkpoint(tmp_path, 5)
+    real = safetensors.torch.save_file
+
+    def full_disk(tensors, path):
+        real(tensors, path)
+        if Path(path).name == "state.safetensors":
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    for step in (5, 6):
+        with pytest.raises(OSError, match="no space left"):
+            a_checkpoint(tmp_path, step, seed=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    loaded = small_model(seed=2)
+    checkpoint.load_parameters(checkpoint.checkpoint_folder(tmp_path, 5), loaded)
+    assert torch.equal(loaded.embedding.weight, saved.embedding.weight)
+
+
+def test_unfinished_folders_are_no_checkpoints(tmp_path):
+    for step in (5, 30, 200):
+        a_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / ".step-00000300-abc").mkdir()
+    assert checkpoint.checkpoint_steps(tmp_path) == [5, 30, 200]
+    checkpoint.write_best(tmp_path, checkpoint.Best(5, 1.5))
+    checkpoint.prune_checkpoints(tmp_path, keep=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000005",
+        "step-00000200",
+    ]
+    assert checkpoint.checkpoint_steps(tmp_path / "nowhere") == []
+
+
+def test_checkpoints_hold_the_whole_state(tmp_path):
+    model = small_model(dropout=0.3)
+    optimizer = training.make_optimizer(model, toy_training(), CPU)
+    batches = training_batches(random_examples(30), token_budget=100, seed=0)
+    for _ in range(3):
+        training.update(model, optimizer, [next(batches)[0]], 1e-3, toy_training())
+    state = checkpoint.TrainingState(3, Position(0, 3), 111, checkpoint.Best(2, 1.25))
+    folder = checkpoint.save_checkpoint(tmp_path, state, model, optimizer, CPU)
+    expected_noise = torch.rand(4)
+    torch.manual_seed(9)
+
+    other = small_model(dropout=0.3, seed=5)
+    other_optimizer = training.make_optimizer(other, toy_training(), CPU)
+    assert checkpoint.load_checkpoint(folder, other, other_optimizer, CPU) == state
+    assert torch.equal(torch.rand(4), expected_noise)
+    ours, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert ours.keys() == theirs.keys() and len(ours) == len(list(model.parameters()))
+    for index, values in ours.items():
+        for key, value in values.items():
+            assert torch.equal(value, theirs[index][key]), (index, key)
+
+
+def test_files_are_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "best.json"
+    checkpoint.write_atomically(path, "old")
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

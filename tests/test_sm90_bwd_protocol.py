@@ -1,0 +1,655 @@
+"""The barriers of the Hopper attention backward, played through without a GPU.
+
+As test_sm90_protocol.py does for the forward: every warp of attention_bwd_sm90.cuh is a coroutine,
+copies and additions finish whenever chance has it, and only as many thread blocks run at once as
+the GPU has room for. Checked besides: the blocks of keys add to a block of rows in their order,
+each once, and none waits for one that has not begun. What a thread block visits comes from the
+kernel's own headers, which are checked against the definition.
+"""
+
+import ctypes
+import itertools
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from test_sm90_protocol import Barrier, Buffer, NamedBarrier, Position, Role, Slot
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+SHIM = """
+#include "attention/backward_layout.h"
+#include "attention/row_range.h"
+#include "sm90/tile/scheduler.h"
+using namespace fastattn;
+extern "C" void plan(int first_key, int block_keys, int left, int right, int diagonal, int queries,
+                     int keys, int rows, int block_rows, int* result) {
+  const auto p = attention::plan_rows(first_key, block_keys, {left, right, diagonal}, queries, keys,
+                                      rows, block_rows);
+  const int values[] = {p.visited.begin, p.visited.end, p.full.begin, p.full.end,
+                        p.clean.begin,   p.clean.end,   p.keys.begin, p.keys.end};
+  for (int i = 0; i < 8; ++i) result[i] = values[i];
+}
+extern "C" void visitors(int row_block, int block_rows, int left, int right, int diagonal,
+                         int queries, int keys, int block_keys, int* result) {
+  const auto r = attention::visitors(row_block, block_rows, {left, right, diagonal}, queries, keys,
+                                     block_keys);
+  result[0] = r.begin;
+  result[1] = r.end;
+}
+extern "C" void next(int head, int row_block, int begin, int end, int* result) {
+  const auto step = head < 0 ? attention::first_step({begin, end})
+                             : attention::next_step({head, row_block}, {begin, end});
+  result[0] = step.head;
+  result[1] = step.row_block;
+}
+extern "C" void place(int blocks, int heads, int section, int number, int* result) {
+  const auto p = sm90::tile_place({blocks, heads, section}, number);
+  result[0] = blocks - 1 - p.row_tile;
+  result[1] = p.head;
+}
+extern "C" unsigned scores_offset(int warp, int lane) {
+  return attention::scores_offset(warp, lane);
+}
+extern "C" void sum_element(int number, int* result) {
+  const auto e = attention::sum_element(number);
+  result[0] = e.row;
+  result[1] = e.column;
+}
+extern "C" unsigned swizzled(unsigned row, unsigned piece) {
+  return sm90::swizzled_offset(row, piece);
+}
+"""
+WARPS = 4
+Range = tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("shim")
+    source, library = folder / "shim.cpp", folder / "shim.so"
+    source.write_text(SHIM)
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "-o", library, source]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+# -- the problem ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """A row of backward_config. keys: of a block. splits_keys: weights stay in registers."""
+
+    groups: int
+    rows: int
+    stages: int
+    keys: int
+    splits_keys: bool
+
+
+CONFIGS = {
+    64: Config(2, 128, 2, 128, True),
+    128: Config(2, 80, 2, 128, True),
+    192: Config(3, 96, 1, 64, False),
+    256: Config(2, 64, 1, 64, False),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    M: int
+    N: int
+    left: int = 1 << 20
+    right: int = 1 << 20
+    diagonal: int = 0
+    lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
+    kv_heads: int = 1
+    group: int = 1  # query heads of a key/value head
+    section: int = 1
+    resident: int = 2  # thread blocks that run at once
+    ordered: bool = True
+    head_dim: int = 128
+
+    def sizes(self, batch: int) -> tuple[int, int]:
+        queries, keys = self.lengths[batch]
+        return min(queries, self.M), min(keys, self.N)
+
+    def allowed(self, batch: int, i: int, j: int) -> bool:
+        queries, keys = self.sizes(batch)
+        inside = 0 <= i < queries and 0 <= j < keys
+        return inside and i + self.diagonal - self.left <= j <= i + self.diagonal + self.right
+
+    @property
+    def config(self) -> Config:
+        return CONFIGS[self.head_dim]
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.M // self.config.rows)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.N // self.config.keys)
+
+
+@dataclass(frozen=True)
+class Plan:
+    visited: Range
+    full: Range
+    clean: Range
+    keys: Range
+
+
+@dataclass(frozen=True)
+class Work:
+    key_block: int
+    batch: int
+    kv_head: int
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Step:
+    """head: query head among those of all batches."""
+
+    head: int
+    row_block: int
+
+
+class Arithmetic:
+    """The kernel's own, behind the shim."""
+
+    def __init__(self, native: ctypes.CDLL, problem: Problem):
+        self.native, self.problem = native, problem
+        self.blocks = problem.key_blocks * problem.kv_heads * len(problem.lengths)
+
+    def work(self, number: int) -> Work:
+        p, result = self.problem, (ctypes.c_int * 2)()
+        heads = p.kv_heads * len(p.lengths)
+        self.native.place(p.key_blocks, heads, p.section, number, result)
+        batch, kv_head = divmod(result[1], p.kv_heads)
+        return Work(result[0], batch, kv_head, self.plan(result[0], batch))
+
+    def plan(self, key_block: int, batch: int) -> Plan:
+        p, out = self.problem, (ctypes.c_int * 8)()
+        band = (p.left, p.right, p.diagonal)
+        c = p.config
+        self.native.plan(key_block * c.keys, c.keys, *band, *p.sizes(batch), p.M, c.rows, out)
+        return Plan(*((out[i], out[i + 1]) for i in range(0, 8, 2)))
+
+    def visitors(self, row_block: int, batch: int) -> Range:
+        p, out = self.problem, (ctypes.c_int * 2)()
+        band = (p.left, p.right, p.diagonal)
+        c = p.config
+        self.native.visitors(row_block, c.rows, *band, *p.sizes(batch), c.keys, out)
+        return out[0], out[1]
+
+    def steps(self, work: Work) -> Iterator[Step]:
+        p, out, at = self.problem, (ctypes.c_int * 2)(), (-1, 0)
+        begin, end = work.plan.visited
+        for _ in range(p.group * max(end - begin, 0)):
+            self.native.next(*at, begin, end, out)
+            at = out[0], out[1]
+            head = (work.batch * p.kv_heads + work.kv_head) * p.group + at[0]
+            yield Step(head, at[1])
+
+
+# -- roles ----------------------------------------------------------------------------------------
+class ThreadBlock:
+    def __init__(self, world: "World", index: int):
+        self.world, self.arithmetic = world, world.arithmetic
+        c = self.config = world.problem.config
+        self.work = self.arithmetic.work(world.draw(index))
+        self.k, self.v = Buffer(), Buffer()
+        self.kv_full = Barrier(2, "kv.full")
+        stages, groups = range(c.stages), range(c.groups)
+        self.q, self.dout = [Buffer() for _ in stages], [Buffer() for _ in stages]
+        self.lse2, self.delta = [Buffer() for _ in stages], [Buffer() for _ in stages]
+        # What each warp of each warpgroup has written of dS and P.
+        self.ds = [[[Buffer() for _ in range(WARPS)] for _ in groups] for _ in stages]
+        self.p = [[Buffer() for _ in range(WARPS)] for _ in groups]
+        self.dq = [Buffer() for _ in groups]
+        self.q_slots = [Slot(f"q{i}", 2, c.groups) for i in stages]
+        self.dout_slots = [Slot(f"dout{i}", 2, c.groups) for i in stages]
+        self.dq_slots = [Slot(f"dq{g}", WARPS, 1) for g in groups]
+        self.scores, self.read = (NamedBarrier(c.groups * WARPS) for _ in range(2))
+        self.meetings = [NamedBarrier(WARPS) for _ in groups]
+        self.issued = [[0] * WARPS for _ in groups]
+
+    def roles(self) -> Iterator[Role]:
+        if any(True for _ in self.arithmetic.steps(self.work)):
+            yield self.load()
+            for g in range(self.config.groups):
+                yield self.add_dq(g)
+        for g, w in itertools.product(range(self.config.groups), range(WARPS)):
+            yield Consumer(self, g, w).run()
+
+    def copy(self, buffer: Buffer, content: object, full: Barrier) -> None:
+        assert buffer.readers == 0 and not buffer.writing, (
+            f"{buffer.holds} overwritten by {content}"
+        )
+        buffer.writing, buffer.holds = True, None
+        full.arrive(1)
+
+        def land() -> None:
+            buffer.writing, buffer.holds = False, content
+            full.deliver(1)
+
+        self.world.events.append(land)
+
+    def load(self) -> Role:
+        self.copy(self.k, "k", self.kv_full)
+        self.copy(self.v, "v", self.kv_full)
+        stage = Position(self.config.stages)
+        for step in self.arithmetic.steps(self.work):
+            s = stage.index
+            yield stage.empty(self.q_slots[s])
+            self.copy(self.q[s], ("q", step), self.q_slots[s].full)
+            self.copy(self.lse2[s], ("lse2", step), self.q_slots[s].full)
+            yield stage.empty(self.dout_slots[s])
+            self.copy(self.dout[s], ("dout", step), self.dout_slots[s].full)
+            self.copy(self.delta[s], ("delta", step), self.dout_slots[s].full)
+            stage.advance()
+
+    def add_dq(self, group: int) -> Role:
+        position, slot, buffer = Position(1), self.dq_slots[group], self.dq[group]
+        for step in self.arithmetic.steps(self.work):
+            yield position.full(slot)
+            chunk = (step.head, step.row_block, group)
+            rank = self.work.key_block - self.world.visitors(self.work.batch, step)[0]
+            if self.world.problem.ordered:
+                yield lambda chunk=chunk, rank=rank: self.world.turns.get(chunk, 0) == rank
+            assert buffer.holds == step
+            buffer.readers += 1
+            added = self.world.add(chunk, self.work.key_block)
+            yield added.has_read
+            buffer.readers -= 1
+            slot.empty.arrive()
+            if self.world.problem.ordered:
+                yield added.is_complete
+                self.world.turns[chunk] = rank + 1
+            position.advance()
+
+
+class Consumer:
+    """One warp of a consumer warpgroup. Warp 0, the leader, stands for what the warpgroup reads."""
+
+    def __init__(self, block: ThreadBlock, group: int, warp: int):
+        self.block, self.group, self.warp, self.config = block, group, warp, block.config
+        self.stage, self.dq_position = Position(self.config.stages), Position(1)
+        self.flying: list[tuple[int, list[Buffer]]] = []
+        self.count = 0
+
+    def run(self) -> Role:
+        b = self.block
+        steps = list(b.arithmetic.steps(b.work))
+        if steps:
+            yield partial(b.kv_full.passed, 0, 0)
+            if b.work.plan.keys != (0, self.config.keys):
+                yield from self.meet(b.meetings[self.group])
+        for step in steps:
+            yield from self.take_rows(step)
+        if self.warp == 0:
+            b.world.write(b.work, self.group)
+
+    def take_rows(self, step: Step) -> Role:
+        b, s = self.block, self.stage.index
+        if not b.work.plan.clean[0] <= step.row_block < b.work.plan.clean[1]:
+            yield self.stage.full(b.q_slots[s])
+            yield self.stage.full(b.dout_slots[s])
+            assert b.q[s].holds == ("q", step) and b.dout[s].holds == ("dout", step)
+            yield from self.meet(b.meetings[self.group])
+        yield self.stage.full(b.q_slots[s])
+        self.issue([(b.k, "k"), (b.q[s], ("q", step))])
+        yield self.stage.full(b.dout_slots[s])
+        self.issue([(b.v, "v"), (b.dout[s], ("dout", step))])
+        yield from self.finish(1)
+        assert b.lse2[s].holds == ("lse2", step)
+        yield from self.finish(0)
+        assert b.delta[s].holds == ("delta", step)
+        if self.config.splits_keys:
+            self.store(b.ds[s], step)
+            yield None
+            self.issue([(b.dout[s], ("dout", step))])
+            yield from self.show_scores()
+        else:
+            yield from self.await_readers()
+            self.store(b.p, step)
+            self.store(b.ds[s], step)
+            yield None
+            yield from self.show_scores()
+            self.issue([(b.dout[s], ("dout", step)), *self.all_of(b.p, step)])
+        self.issue([(b.k, "k"), *self.all_of(b.ds[s], step)])
+        yield from self.finish(1)
+        self.release(b.dout_slots[s])
+        scores = [] if self.config.splits_keys else self.all_of(b.ds[s], step)
+        self.issue([(b.q[s], ("q", step)), *scores])
+        yield from self.finish(1)
+        yield self.dq_position.empty(b.dq_slots[self.group])
+        assert b.dq[self.group].readers == 0, "dQ overwritten while it is added"
+        b.dq[self.group].holds = step
+        yield None
+        b.dq_slots[self.group].full.arrive()
+        self.dq_position.advance()
+        yield from self.finish(0)
+        self.release(b.q_slots[s])
+        self.stage.advance()
+
+    def store(self, pieces: list[list[Buffer]], step: Step) -> None:
+        own = pieces[self.group][self.warp]
+        assert own.readers == 0, "scores overwritten while products read them"
+        own.holds = step
+
+    @staticmethod
+    def all_of(pieces: list[list[Buffer]], step: Step) -> list[tuple[Buffer, object]]:
+        return [(piece, step) for group in pieces for piece in group]
+
+    def await_readers(self) -> Role:
+        yield from self.meet(self.block.read)
+
+    def show_scores(self) -> Role:
+        yield from self.meet(self.block.scores)
+
+    @staticmethod
+    def meet(barrier: NamedBarrier) -> Role:
+        generation = barrier.arrive()
+        yield partial(barrier.passed, generation)
+
+    def issue(self, reads: list[tuple[Buffer, object]]) -> None:
+        if self.warp == 0:
+            for buffer, content in reads:
+                assert buffer.holds == content, f"{buffer.holds} read, {content} wanted"
+                buffer.readers += 1
+        self.count += 1
+        self.block.issued[self.group][self.warp] = self.count
+        self.flying.append((self.count, [buffer for buffer, _ in reads]))
+
+    def finish(self, pending: int) -> Role:
+        """wgmma.wait_group: products are complete once all four warps have issued them."""
+        while len(self.flying) > pending:
+            number, buffers = self.flying[0]
+            yield lambda number=number: min(self.block.issued[self.group]) >= number
+            if self.warp == 0:
+                for buffer in buffers:
+                    buffer.readers -= 1
+            self.flying.pop(0)
+
+    def release(self, slot: Slot) -> None:
+        if self.warp == 0:
+            slot.empty.arrive()
+
+
+class Addition:
+    """A bulk addition: first it has read its shared memory, then it is complete."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+
+    def has_read(self) -> bool:
+        return self.progress > 0
+
+    def is_complete(self) -> bool:
+        return self.progress > 1
+
+
+class World:
+    """Global memory, time and chance."""
+
+    def __init__(self, arithmetic: Arithmetic, seed: int):
+        self.arithmetic, self.problem = arithmetic, arithmetic.problem
+        self.chance = random.Random(seed)
+        self.events: list[Callable[[], None]] = []
+        self.turns: dict[tuple[int, int, int], int] = {}
+        self.added: dict[tuple[int, int, int], list[int]] = {}
+        self.running: dict[tuple[int, int, int], Addition] = {}
+        self.written: set[tuple[Work, int]] = set()
+        self.counter = 0
+
+    def draw(self, index: int) -> int:
+        del index  # thread blocks may begin in any order: the counter numbers them
+        self.counter += 1
+        return self.counter - 1
+
+    def visitors(self, batch: int, step: Step) -> Range:
+        return self.arithmetic.visitors(step.row_block, batch)
+
+    def add(self, chunk: tuple[int, int, int], key_block: int) -> Addition:
+        before = self.running.get(chunk)
+        if self.problem.ordered:
+            assert before is None or before.is_complete(), "added before the last one was complete"
+        self.added.setdefault(chunk, []).append(key_block)
+        addition = self.running[chunk] = Addition()
+
+        def advance() -> None:
+            addition.progress += 1
+            if addition.progress == 1:
+                self.events.append(advance)
+
+        self.events.append(advance)
+        return addition
+
+    def write(self, work: Work, group: int) -> None:
+        assert (work, group) not in self.written
+        self.written.add((work, group))
+
+    def play(self) -> None:
+        waiting = list(range(self.arithmetic.blocks))
+        resident: list[list[list]] = []
+        patience: dict[int, int] = {}
+        while waiting or resident:
+            while waiting and len(resident) < self.problem.resident:
+                block = ThreadBlock(self, waiting.pop(0))
+                # Some warps are slow in this run.
+                resident.append([[role, None] for role in block.roles()])
+                for entry in resident[-1]:
+                    patience[id(entry)] = self.chance.choice((1, 1, 1, 8, 60))
+            live = [(roles, entry) for roles in resident for entry in roles]
+            ready = [(roles, e) for roles, e in live if e[1] is None or e[1]()]
+            if self.events and (not ready or self.chance.random() < 0.2):
+                self.events.pop(self.chance.randrange(len(self.events)))()
+                continue
+            assert ready, "waiting for ever"
+            roles, entry = self.chance.choice(ready)
+            if self.chance.randrange(patience[id(entry)]) and len(ready) > 1:
+                continue
+            try:
+                entry[1] = next(entry[0])
+            except StopIteration:
+                roles.remove(entry)
+                if not roles:
+                    resident.remove(roles)
+        self.check()
+
+    def check(self) -> None:
+        p = self.problem
+        c = p.config
+        assert len(self.written) == self.arithmetic.blocks * c.groups
+        for batch, head, row_block in itertools.product(
+            range(len(p.lengths)), range(p.kv_heads * p.group), range(p.row_blocks)
+        ):
+            expected = [
+                n
+                for n in range(p.key_blocks)
+                if any(
+                    p.allowed(batch, i, j)
+                    for i in range(row_block * c.rows, (row_block + 1) * c.rows)
+                    for j in range(n * c.keys, (n + 1) * c.keys)
+                )
+            ]
+            for g in range(c.groups):
+                chunk = (batch * p.kv_heads * p.group + head, row_block, g)
+                found = self.added.get(chunk, [])
+                assert (found if p.ordered else sorted(found)) == expected
+
+
+# -- tests ----------------------------------------------------------------------------------------
+PROBLEMS = {
+    "one block": Problem(65, 70),
+    "several": Problem(300, 400, kv_heads=2, resident=3),
+    "one at a time": Problem(170, 400, resident=1),
+    "head dim 64": Problem(300, 300, head_dim=64, kv_heads=2),
+    "head dim 192": Problem(300, 200, head_dim=192, kv_heads=2),
+    "head dim 256": Problem(200, 200, head_dim=256, kv_heads=2),
+    "head dim 192, causal": Problem(200, 200, right=0, head_dim=192, group=2, resident=3),
+    "head dim 256, lengths": Problem(130, 130, head_dim=256, lengths=((130, 65), (70, 130))),
+    "in any order": Problem(200, 400, ordered=False, resident=3),
+    "grouped queries": Problem(170, 260, group=3, kv_heads=2, section=2),
+    "no keys": Problem(100, 140, lengths=((100, 0), (0, 140))),
+    "lengths": Problem(170, 300, lengths=((170, 130), (0, 300), (1, 300), (90, 0), (129, 257))),
+    "causal": Problem(400, 400, right=0, kv_heads=3, section=3, resident=4),
+    "causal, all at once": Problem(300, 600, right=0, diagonal=300, resident=5),
+    "bottom right, fewer keys": Problem(400, 130, right=0, diagonal=-270),
+    "window": Problem(300, 300, left=60, right=0, group=2),
+    "window to both sides": Problem(300, 300, left=130, right=70, head_dim=64),
+    "only the diagonal": Problem(200, 300, left=0, right=0),
+    "window past the end": Problem(400, 100, left=20, right=5),
+    "causal lengths": Problem(
+        300, 300, right=0, section=4, lengths=((300, 130), (0, 300), (70, 300), (200, 0))
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_protocol(native: ctypes.CDLL, problem: str) -> None:
+    for seed in range(2):
+        World(Arithmetic(native, PROBLEMS[problem]), seed).play()
+
+
+def _notices(native: ctypes.CDLL, problem: Problem) -> None:
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            World(Arithmetic(native, problem), seed).play()
+
+
+def test_model_notices_a_missing_barrier(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dQ reads what the other warpgroup has not written yet."""
+
+    def careless(self: Consumer) -> Role:
+        yield None
+
+    monkeypatch.setattr(Consumer, "show_scores", careless)
+    _notices(native, PROBLEMS["several"])
+
+
+def test_model_notices_a_single_buffer_of_scores(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One barrier a step is enough only for two buffers of dS."""
+    make = ThreadBlock.__init__
+
+    def shared(self: ThreadBlock, world: World, index: int) -> None:
+        make(self, world, index)
+        self.ds[1] = self.ds[0]
+
+    monkeypatch.setattr(ThreadBlock, "__init__", shared)
+    _notices(native, PROBLEMS["several"])
+
+
+def test_model_notices_scores_written_too_early(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where warpgroups share weights, nobody may write the next ones while another reads."""
+
+    def careless(self: Consumer) -> Role:
+        yield None
+
+    monkeypatch.setattr(Consumer, "await_readers", careless)
+    _notices(native, PROBLEMS["head dim 192"])
+
+
+def test_model_notices_an_order_against_the_turns(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last keys first: the only running thread block waits for one that has not begun."""
+    forwards = Arithmetic.work
+
+    def backwards(self: Arithmetic, number: int) -> Work:
+        return forwards(self, self.blocks - 1 - number)
+
+    monkeypatch.setattr(Arithmetic, "work", backwards)
+    _notices(native, PROBLEMS["one at a time"])
+
+
+def test_plans_against_the_definition(native: ctypes.CDLL) -> None:
+    sizes, limits = (1, 63, 200, 390), (0, 1, 50, 200, 1 << 20)
+    chance = random.Random(0)
+    cases = list(itertools.product(sizes, sizes, limits, limits, (False, True), CONFIGS))
+    for M, N, left, right, bottom, head_dim in chance.sample(cases, 60):
+        lengths = ((M, N), (chance.randint(0, M), chance.randint(0, N)))
+        p = Problem(M, N, left, right, N - M if bottom else 0, lengths, head_dim=head_dim)
+        arithmetic = Arithmetic(native, p)
+        for batch in range(len(lengths)):
+            pairs = [[p.allowed(batch, i, j) for j in range(N)] for i in range(M)]
+            for n in range(p.key_blocks):
+                _check_plan(p, batch, pairs, n, arithmetic)
+
+
+def _check_plan(
+    p: Problem, batch: int, pairs: list[list[bool]], n: int, arithmetic: Arithmetic
+) -> None:
+    """pairs: [M][N], what is allowed by definition."""
+    plan, queries = arithmetic.plan(n, batch), p.sizes(batch)[0]
+    c = p.config
+    own = range(n * c.keys, min((n + 1) * c.keys, p.N))
+    live_keys = {j - n * c.keys for j in own if any(row[j] for row in pairs)}
+    visited = set()
+    for m in range(p.row_blocks):
+        rows = range(m * c.rows, min((m + 1) * c.rows, p.M))
+        if not any(pairs[i][j] for i in rows for j in own):
+            continue
+        visited.add(m)
+        begin, end = arithmetic.visitors(m, batch)
+        assert begin <= n < end
+        computed = [i for i in rows if i < queries]
+        whole = len(own) == c.keys and all(pairs[i][j] for i in computed for j in own)
+        assert (plan.full[0] <= m < plan.full[1]) == whole
+        alive = all(any(pairs[i]) for i in rows)
+        assert (plan.clean[0] <= m < plan.clean[1]) == alive
+    assert set(range(*plan.visited)) == visited
+    if visited:  # no keys are read otherwise
+        assert set(range(*plan.keys)) == live_keys
+
+
+@pytest.mark.parametrize(("blocks", "heads", "section"), [(1, 1, 1), (5, 7, 1), (5, 7, 4)])
+def test_first_keys_come_first(native: ctypes.CDLL, blocks: int, heads: int, section: int) -> None:
+    """What a block of keys waits for in its turn has a smaller number."""
+    result, places = (ctypes.c_int * 2)(), []
+    for number in range(blocks * heads):
+        native.place(blocks, heads, section, number, result)
+        places.append((result[0], result[1]))
+    assert sorted(places) == sorted(itertools.product(range(blocks), range(heads)))
+    for head in range(heads):
+        assert [n for n, h in places if h == head] == list(range(blocks))
+
+
+def test_scores_reach_the_layout_that_wgmma_reads(native: ctypes.CDLL) -> None:
+    """stmatrix.trans of a warp's 16 x 16 piece of dS^T: rows are queries, keys contiguous."""
+    for warp in range(WARPS):
+        for matrix in range(4):
+            # Registers of the accumulator: keys 0 to 7 or 8 to 15, queries 0 to 7 or 8 to 15.
+            first_key, first_query = 16 * warp + matrix % 2 * 8, matrix // 2 * 8
+            for row in range(8):
+                expected = native.swizzled(first_query + row, first_key // 8)
+                assert native.scores_offset(warp, 8 * matrix + row) == expected
+
+
+def test_sums_of_dq_keep_every_element(native: ctypes.CDLL) -> None:
+    """The finishing kernel finds each element where a thread of the accumulator's layout put it."""
+    columns, result = 80, (ctypes.c_int * 2)()
+    elements = {}
+    for thread, register in itertools.product(range(128), range(columns // 2)):
+        lane = thread % 32
+        row = thread // 32 * 16 + lane // 4 + register % 4 // 2 * 8
+        column = register // 4 * 8 + lane % 4 * 2 + register % 2
+        elements[(register // 4 * 128 + thread) * 4 + register % 4] = (row, column)
+    assert sorted(elements) == list(range(64 * columns))
+    for number, element in elements.items():
+        native.sum_element(number, result)
+        assert (result[0], result[1]) == element

@@ -1,0 +1,105 @@
+"""A recorded step on a CPU: replays do what the step would have done, in the same memory."""
+
+import torch
+from torch import nn
+
+import fastattn
+from fastattn.seq2seq.step_graph import Tape, recorded
+
+
+class Counter:
+    """A step of many kinds of operations; its state is what it keeps between calls."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.weight = torch.randn(8, 8)
+        self.state = torch.randn(3, 8)
+        self.position = torch.zeros(1, dtype=torch.long)
+        self.history = torch.zeros(9, 3, dtype=torch.long)
+        self.norm = nn.LayerNorm(8)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.calls += 1
+        x = self.norm(self.state @ self.weight).view(3, 2, 4).transpose(0, 1)  # views of results
+        q = x[None]  # [1, H, M, D]
+        attended = fastattn.attention(q, q, q, key_lengths=(self.position + 1).clamp(max=3))
+        rows = fastattn.layer_norm(attended[0].transpose(0, 1).flatten(1))
+        best, index = rows.topk(2, dim=-1)  # two results
+        low, high = rows.split(4, dim=-1)
+        mixed = torch.cat([high, low], dim=-1) * best.sum(dim=-1, keepdim=True)
+        scratch = torch.empty(3, 8)
+        torch.sub(mixed, mixed.mean(), out=scratch)
+        scratch[:, :2].fill_(0.5)
+        kept = torch.where(scratch > 0, scratch, torch.zeros_like(scratch))
+        self.state.copy_(torch.nn.functional.pad(kept[:, 1:], (1, 0), value=0.25))
+        self.history.index_copy_(0, self.position, index[None, :, 0])
+        self.position.add_(1)
+
+
+def test_a_tape_plays_what_was_recorded():
+    direct, taped = Counter(), Counter()
+    advance = recorded(taped.step, lambda: None, torch.device("cpu"))
+    assert isinstance(advance, Tape)
+    for step in range(1, 8):
+        direct.step()
+        advance()
+        assert taped.calls == 1
+        torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
+        assert torch.equal(taped.history, direct.history)
+        assert taped.position.item() == direct.position.item() == step
+    assert len({tuple(row) for row in direct.history[:7].tolist()}) > 1
+    # Changed in place, parameters and state are what the next step reads.
+    for counter in (direct, taped):
+        counter.weight.mul_(-2.0)
+        counter.position.zero_()
+    direct.step()
+    advance()
+    torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
+
+
+def test_operations_without_an_out_form_are_copied():
+    x, seen = torch.arange(4.0), torch.zeros(4)
+
+    def step() -> None:
+        # A view of what a nameless operation made.
+        seen.copy_(torch.ops.aten._to_copy(x.double(), dtype=torch.float32).view(2, 2).flatten())
+        x.add_(1)
+
+    advance = Tape(step)
+    for expected in (0.0, 1.0, 2.0):
+        advance()
+        assert seen.tolist() == [expected + i for i in range(4)]
+
+
+def test_a_tape_plays_the_reference_too(monkeypatch):
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")
+    direct, taped = Counter(), Counter()
+    advance = Tape(taped.step)
+    for _ in range(4):
+        direct.step()
+        advance()
+    torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
+
+
+def test_a_step_that_asks_for_values_is_not_played():
+    x, seen = torch.zeros(1), []
+
+    def step() -> None:
+        seen.append(float(x))
+        x.add_(1.0 if float(x) < 2 else 10.0)
+
+    advance = Tape(step)
+    for _ in range(4):
+        advance()
+    assert seen == [0.0, 1.0, 2.0, 12.0]
+
+
+def test_elsewhere_the_step_is_called_as_it_is(monkeypatch):
+    def step() -> None:
+        pass
+
+    assert recorded(step, step, torch.device("meta")) is step
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert recorded(step, step, torch.device("cpu")) is step

@@ -418,6 +418,7 @@ def _add_train(commands: Any) -> None:
         "--batch-tokens", type=_positive_int, default=8192, help="source and target tokens a batch"
     )
     training("--accumulate", type=_positive_int, default=1, help="batches of an update")
+    training("--packed", action="store_true", help="run on real tokens alone, without padding")
     training(
         "--patience", type=_natural, default=0,
         help="stop after so many validations without a lower loss; 0: never",
@@ -564,6 +565,7 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
         valid_every=options.valid_every,
         checkpoint_every=options.checkpoint_every,
         accumulate=options.accumulate,
+        packed=options.packed,
         patience=options.patience,
         scheduled_sampling=options.scheduled_sampling,
         sampling_decay=options.sampling_decay,

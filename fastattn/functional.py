@@ -194,6 +194,9 @@ def _attention_nested(
 ) -> Tensor | tuple[Tensor, Tensor]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         jagged.check(name, x)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's {q.shape[0]} sequences, got {k.shape[0]}")
+    jagged.check_sequences(k, v)
     rows_q, offsets_q, longest_q = jagged.pack(q)
     rows_k, offsets_k, longest_k = jagged.pack(k)
     out, lse = attention_varlen(
@@ -620,6 +623,8 @@ def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dim() != 4:
             layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
             raise ValueError(f"{name} must have 4 dimensions {layout}, got {_shape(x)}")
+        if x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor here, got a nested one")
         if x is q:
             continue
         if x.device != q.device:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastattn import functional
+
 _FULL, _TOP_LEFT = 0, 1  # codes of the op's `causal`
 _WHOLE, _FIRST, _SECOND = slice(None), 0, 1
 
@@ -28,7 +30,7 @@ def shard_sequence(
 
     Raises ValueError where the size does not divide evenly.
     """
-    P, rank = dist.get_world_size(group), dist.get_rank(group)
+    P, rank = _place(group)
     pieces = 2 * P if causal else P
     if x.shape[dim] % pieces:
         raise ValueError(
@@ -44,7 +46,7 @@ def unshard_sequence(
     part: Tensor, dim: int, *, causal: bool, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """The whole of which `part` is this process's; on every process. Records no gradient."""
-    P = dist.get_world_size(group)
+    P, _ = _place(group)
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(P)]
     dist.all_gather(parts, part.detach().contiguous(), group)
     if not causal:
@@ -73,21 +75,27 @@ def ring_attention(
         scale: default D ** -0.5. group: default all processes.
 
     Returns:
-        out [B, H, S / P, E] in q's dtype, or (out, lse), lse fp32 [B, H, S / P]. Differentiable,
-        lse too.
+        out [B, H, S / P, E] in q's dtype, or (out, lse), lse fp32 [B, H, S / P]. Differentiable
+        once, lse too.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got {list(x.shape)}")
-    if k.shape[2] != v.shape[2] or q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"k and v must have q's {q.shape[2]} positions, got {k.shape[2]} and {v.shape[2]}"
-        )
+    q, k, v = functional._autocast(q, k, v)
+    functional._check_attention_inputs(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k must have q's {q.shape[2]} positions, got {k.shape[2]}")
     if causal and q.shape[2] % 2:
         raise ValueError(f"q must hold two chunks of equal length, got {q.shape[2]} positions")
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scale = functional._check_scale(scale, q.shape[3])
+    q = functional._contiguous_rows(q)
     out, lse = _Ring.apply(q, k, v, causal, scale, _Neighbours.of(group))
     return (out, lse) if return_lse else out
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The number of processes, and which of them this is."""
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"group must contain the calling process, global rank {dist.get_rank()}")
+    return dist.get_world_size(group), rank
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class _Neighbours:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "_Neighbours":
-        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+        return cls(group, *_place(group))
 
     def start_pass(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
         """Begins to send contiguous tensors on: where others arrive, and what to wait for."""

@@ -6,6 +6,7 @@ gathered first, as everywhere in DTensor. With dropout nothing may stay sharded:
 element follow from its place in the whole tensor.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
     q, k, mask = given["q"], given["k"], given["mask"]
     ways = []
     for dim in (0, 1):
-        if dim == 1 and any(k.shape[1] % size for size in q.mesh.shape):
+        if dim == 1 and k.shape[1] % _most_shards_of_heads(given):
             continue
         shard = Shard(dim)
         way: dict[str, Placement] = dict.fromkeys(
@@ -96,6 +97,19 @@ def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
             way |= {"mask": shard, "mask_tiles": shard, "dmask": shard}
         ways.append(way)
     return ways
+
+
+def _most_shards_of_heads(given: Mapping[str, Any]) -> int:
+    """Into how many parts the heads may come to be sharded: over every mesh dimension together on
+    which an argument is something other than replicated or sharded over the batch.
+    """
+    sharded = {
+        i
+        for x in given.values()
+        for i, placement in enumerate(getattr(x, "placements", None) or ())
+        if placement not in (Replicate(), Shard(0))
+    }
+    return math.prod(given["q"].mesh.shape[i] for i in sharded)
 
 
 def _by_rows(given: Mapping[str, Any]) -> Sequence[_Placements]:

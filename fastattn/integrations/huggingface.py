@@ -9,6 +9,7 @@ Shapes, theirs: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, 
 `[B, M, H, E]`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,21 @@ from torch import Tensor, nn
 from fastattn import functional
 
 NAME = "fastattn"
-_OLDEST = (4, 57)
+_OLDEST = (5, 4)  # the first that describes masks by `q_length` and `q_offset`
+# What some models hand to the kernels of their own, and `attention` would ignore.
+_REFUSED = {
+    "softcap": "no softcap",
+    "cache": "no paged cache",
+    "indices": "no sparse attention by indices",
+    "block_indices": "no sparse attention by block_indices",
+    "sinks": "no sinks of each query",
+}
 
 
 def register() -> None:
     """Makes `attn_implementation="fastattn"` known to `transformers`; may be called again.
 
-    Raises ImportError without `transformers` 4.57 or newer.
+    Raises ImportError without `transformers` 5.4 or newer.
     """
     try:
         import transformers
@@ -50,8 +59,6 @@ def attention_forward(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool = False,
-    softcap: float | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of `transformers`, on the `attention` op.
@@ -61,23 +68,24 @@ def attention_forward(
     that takes its share of the softmax and has no value (attention sinks). With output_attentions
     the weights `[B, H, M, N]` come second, before dropout; with s_aux they are refused.
 
-    Raises NotImplementedError for softcap and for paged caches.
+    Raises NotImplementedError for softcap, paged caches, and the sparse attentions that select keys
+    outside of the mask.
     """
-    if softcap is not None:
-        raise NotImplementedError(f"attn_implementation={NAME!r} has no softcap, got {softcap}")
-    if cache is not None:
-        raise NotImplementedError(
-            f"attn_implementation={NAME!r} reads no paged cache, got {type(cache).__name__}"
-        )
+    for name, what in _REFUSED.items():
+        if (given := kwargs.get(name)) is not None:
+            got = given if isinstance(given, float) else type(given).__name__
+            raise NotImplementedError(f"attn_implementation={NAME!r} has {what}, got {name}={got}")
     if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and is_causal and query.shape[2] > 1
+    M, N = query.shape[2], key.shape[2]
+    if causal and M != N:
+        # Nobody says whether these are the first positions of a cache or the last of a sequence.
+        raise ValueError(f"attention_mask must be given for causal {M} queries and {N} keys")
     mask = _with_bias(attention_mask, position_bias)
-    # Causal with more keys than queries is the first step with a static cache: keys behind are
-    # empty.
-    restrictions: dict[str, Any] = {"mask": mask, "causal": "top_left" if causal else False}
+    restrictions: dict[str, Any] = {"mask": mask, "causal": causal}
     out, lse = functional.attention(
         query,
         key,
@@ -107,6 +115,7 @@ def attention_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask function of `transformers`: bool, True = may attend, None where nothing is blocked
@@ -114,9 +123,14 @@ def attention_mask(
 
     attention_mask: `[B, N]`, False = padding. The rest is what `transformers` passes to
     `masking_utils.sdpa_mask`.
+
+    Raises NotImplementedError for a model whose attention `transformers` cannot exchange: its own
+    would read this mask as one to be added.
     """
     from transformers import masking_utils
 
+    if not torch.compiler.is_compiling():
+        _check_exchangeable(config)
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     skips = {
@@ -161,6 +175,21 @@ def attention_mask(
 def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if bias is None or mask is None:
         return mask if bias is None else bias
+    lowest = torch.finfo(bias.dtype).min
     if mask.dtype is torch.bool:
-        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
-    return bias + mask
+        return torch.where(mask, bias, lowest)
+    # A positive bias must not lift what the mask blocks.
+    return torch.where(mask <= torch.finfo(mask.dtype).min, lowest, bias + mask)
+
+
+def _check_exchangeable(config: Any) -> None:
+    kind = type(config)
+    modeling = sys.modules.get(kind.__module__.replace("configuration_", "modeling_"))
+    for model in vars(modeling).values() if modeling is not None else ():
+        if not isinstance(model, type) or model.__module__ != modeling.__name__:  # type: ignore[union-attr]
+            continue
+        if not getattr(model, "_can_set_attn_implementation", lambda: True)():
+            raise NotImplementedError(
+                f"attn_implementation={NAME!r} needs a model whose attention transformers can "
+                f"exchange, got one of {kind.__name__}"
+            )

@@ -21,7 +21,7 @@ _BEFORE = "_fastattn_before"  # what patch changed in a module, in its __dict__
 
 @dataclass
 class PatchReport:
-    """What `patch` did to a model; as a context manager, takes it back at the end.
+    """What `patch` did to a model; as a context manager, takes that back at the end.
 
     replaced: name of the module -> its class before. attention: name of a model of `transformers`
     -> its class and its attention before. kept: name -> why it stayed.
@@ -57,7 +57,14 @@ class PatchReport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        unpatch(self.model)
+        # What was patched before stays so.
+        _take_back(
+            {
+                name: module
+                for name, module in self.model.named_modules()
+                if name in self.replaced or name in self.attention
+            }
+        )
 
 
 def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
@@ -97,9 +104,24 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Takes back what `patch` did to `model`, also in copies of it and after pickling."""
+    """Takes back what `patch` did to `model`, also in copies of it and after pickling.
+
+    Raises RuntimeError, and changes nothing, where something else has changed a module's class
+    since: parametrizations or `fully_shard`, say.
+    """
     _check(model)
-    for module in model.modules():
+    _take_back(dict(model.named_modules()))
+
+
+def _take_back(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        kind = module.__dict__.get(_BEFORE, {}).get("class")
+        if kind is not None and type(module) is not DROP_INS[kind]:
+            raise RuntimeError(
+                f"{name or 'the model'} must be a {DROP_INS[kind].__name__} of fastattn.nn, as "
+                f"patch left it, got {type(module).__name__}: take back what came after patch first"
+            )
+    for module in modules.values():
         before = module.__dict__.pop(_BEFORE, {})
         module.__class__ = before.get("class", type(module))
         if "use_nested_tensor" in before:
@@ -135,13 +157,28 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if any(config.output_attentions for config in configs.values()):
         report.kept[name] = "has config.output_attentions, which wants eager attention"
         return
+    if (why := _why_not_ours(model, configs)) is not None:
+        report.kept[name] = why
+        return
     before = [(config, config._attn_implementation) for config in configs.values()]
     if all(implementation == huggingface.NAME for _, implementation in before):
         return
     huggingface.register()
     model.set_attn_implementation(huggingface.NAME)
-    model.__dict__.setdefault(_BEFORE, {})["attention"] = before
+    model.__dict__.setdefault(_BEFORE, {}).setdefault("attention", before)
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
+
+
+def _why_not_ours(model: nn.Module, configs: dict[int, Any]) -> str | None:
+    """What the attention of a model does that `attention_forward` would refuse."""
+    if any(getattr(c, "attn_logit_softcapping", None) is not None for c in configs.values()):
+        return "has an attention with softcap"
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            return "has a sparse attention, whose keys an indexer selects"
+        if hasattr(module, "sink_proj"):
+            return "has an attention with sinks of each query"
+    return None
 
 
 def _collect_configs(config: Any, configs: dict[int, Any]) -> None:

@@ -30,8 +30,6 @@ OPS: dict[str, "Op"] = {}
 _log = logging.getLogger("fastattn")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-# Gradients batched by torch.autograd.grad have none, and nothing else tells them apart.
-_has_storage = torch._C._has_storage
 
 
 @dataclass(frozen=True)
@@ -483,6 +481,13 @@ def gradient_like(
     return anchor.new_empty(0)
 
 
+def _has_memory(gradient: Tensor) -> bool:
+    """Not so gradients batched by torch.autograd.grad (nothing else tells them apart) and the zeros
+    that torch does not write down.
+    """
+    return torch._C._has_storage(gradient) and not gradient._is_zerotensor()
+
+
 def _dense_rows(gradient: Tensor) -> Tensor:
     """Kernels read rows: an expanded gradient (of a sum, say) is written out."""
     if gradient.dim() == 0 or gradient.stride(-1) == 1:
@@ -565,7 +570,7 @@ def differentiable(
                 results = Backward.apply(ctx.backend, *args)
             elif (
                 not torch.compiler.is_compiling()
-                and all(row is None or _has_storage(row) for row in rows)
+                and all(row is None or _has_memory(row) for row in rows)
                 and backward.is_plain(args)
             ):
                 results = backward.run(args, ctx.backend)

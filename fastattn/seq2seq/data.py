@@ -221,6 +221,8 @@ class Batch:
     target_in: Tensor  # [B, T] int64
     target_out: Tensor  # [B, T] int64
     tokens: int  # real tokens of source and target_out
+    source_lengths: tuple[int, ...] = ()  # real tokens of each row, for packed execution
+    target_lengths: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         if torch.device(device).type == "cpu":
@@ -235,6 +237,8 @@ class Batch:
             target_in=move(self.target_in),
             target_out=move(self.target_out),
             tokens=self.tokens,
+            source_lengths=self.source_lengths,
+            target_lengths=self.target_lengths,
         )
 
 
@@ -246,6 +250,8 @@ def collate(examples: Sequence[Example]) -> Batch:
         target_in=pad([[BEGIN, *e.target[:-1]] for e in examples]),
         target_out=pad([e.target for e in examples]),
         tokens=sum(len(e.source) + len(e.target) for e in examples),
+        source_lengths=tuple(len(e.source) for e in examples),
+        target_lengths=tuple(len(e.target) for e in examples),
     )
 
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
+from fastattn.nn.packing import Packing
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
 
-from .data import PAD
+from .data import PAD, Batch
 from .pointer_generator import PointerGenerator
 
 POSITIONS = ("sinusoidal", "learned")
@@ -245,6 +246,36 @@ class Seq2SeqTransformer(nn.Module):
             return self.logits(hidden)
         memory = self.encode(source, source_padding)
         return self.logits(self.decode(target_in, memory), memory)
+
+    def forward_packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits [T, vocabulary] and targets [T] of the T real target tokens of a batch.
+
+        Layers and head run on real tokens alone: `cannot_pack` says for which models that is so.
+        """
+        if why := self.cannot_pack():
+            raise ValueError(f"packed execution is not for a model that {why}")
+        hidden = self.transformer(
+            self.embed_source(batch.source),
+            self.embed_target(batch.target_in),
+            tgt_mask=_causal_mask(batch.target_in),
+            tgt_is_causal=True,
+            src_lengths=batch.source_lengths,
+            tgt_lengths=batch.target_lengths,
+        )
+        real = Packing.of(hidden, batch.target_lengths, True, "target_in", "target_lengths")
+        return self.logits(real.pack(hidden)), real.pack(batch.target_out[..., None])[:, 0]
+
+    def cannot_pack(self) -> str | None:
+        """Why `forward_packed` does not serve this model, phrased to follow "a model that"."""
+        if not isinstance(self.transformer, Transformer):
+            return f"has a {type(self.transformer).__module__}.Transformer"
+        if self.copying is not None:
+            return "copies"
+        if set(self._memory_numbers) != {self.config.encoder_layers}:
+            return f"reads the encoder's layers {self._memory_numbers}"
+        if self.config.norm != "layer":
+            return f"has {self.config.norm} norms"
+        return None
 
     def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
         """Return what the decoder's layers read."""

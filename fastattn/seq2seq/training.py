@@ -64,6 +64,7 @@ class TrainingConfig:
         guided_width: how near.
         sequence_steps: the last updates reward sampled translations by their BLEU.
         sequence_weight: share of that loss in these updates; cross-entropy has the rest.
+        packed: run layers and head on real tokens alone; the same losses, sooner.
     """
 
     steps: int = 10_000
@@ -90,6 +91,7 @@ class TrainingConfig:
     guided_width: float = 0.2
     sequence_steps: int = 0
     sequence_weight: float = 0.9
+    packed: bool = False
 
     def __post_init__(self) -> None:
         at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
@@ -108,6 +110,8 @@ class TrainingConfig:
         for name in ("truth_floor", "sequence_weight"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.packed and self.guided_attention > 0.0:
+            raise ValueError("packed must be False with guided_attention, which wants weights")
         if not self.guided_width > 0.0:
             raise ValueError(f"guided_width must be above 0, got {self.guided_width}")
         if not self.learning_rate > 0.0:
@@ -237,11 +241,14 @@ def _out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
 def require_trainable(model: Seq2SeqTransformer, config: TrainingConfig) -> None:
     """Refuse what does not go together, by the name of the choice."""
     if not isinstance(model, NonAutoregressiveTransformer):
+        if config.packed and (why := model.cannot_pack()):
+            raise ValueError(f"packed must be False for a model that {why}")
         return
     for name, usual in (
         ("scheduled_sampling", "none"),
         ("guided_attention", 0.0),
         ("sequence_steps", 0),
+        ("packed", False),
     ):
         if getattr(config, name) != usual:
             raise ValueError(
@@ -417,9 +424,13 @@ def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfi
             weights = stack.enter_context(
                 record_attention(model, only="multihead_attn", differentiable=True)
             )
-        logits = model(batch.source, batch.target_in, batch.source_padding)
+        if config.packed:
+            logits, targets = model.forward_packed(batch)
+        else:
+            logits = model(batch.source, batch.target_in, batch.source_padding)
+            targets = batch.target_out
     loss = label_smoothed_cross_entropy(
-        logits, batch.target_out, smoothing=config.smoothing, ignore_index=PAD
+        logits, targets, smoothing=config.smoothing, ignore_index=PAD
     )
     if not guided:
         return loss

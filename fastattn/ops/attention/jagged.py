@@ -15,6 +15,14 @@ def check(name: str, x: Any) -> None:
         raise ValueError(
             f"{name} must be [B, H, j, D], a jagged [B, j, H, D] transposed, got {list(x.shape)}"
         )
+    if x.lengths() is not None:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must have no gaps between its sequences, as narrow leaves them")
+
+
+def check_sequences(k: Any, v: Any) -> None:
+    """Raises unless the sequences of v are those of k; compares values only of other offsets."""
+    if k.shape[2] != v.shape[2] and not torch.equal(k.offsets(), v.offsets()):
+        raise ValueError("v must have the sequence lengths of k, got others")
 
 
 def pack(x: Any) -> tuple[Tensor, Tensor, int]:

@@ -164,7 +164,12 @@ def _varlen_bwd_outputs(
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
-_VARLEN_BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
+_VARLEN_BACKENDS = (
+    Backend("sm90", automatic=False),
+    Backend("triton", automatic=False),
+    Backend("cpu"),
+    Backend("reference"),
+)
 
 attention_varlen = differentiable(
     Op(

@@ -156,6 +156,14 @@ _ADD_SAMPLES = (
     ),
     _sample(
         "add_layer_norm",
+        "dropout_wide",
+        "the written bits beyond a kernel's block of columns",
+        shape=(6, 2100),
+        x_bias=True,
+        dropout_p=0.3,
+    ),
+    _sample(
+        "add_layer_norm",
         "dropout_small",
         "p below 1/256 drops 1/256",
         shape=(31, 130),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matplotlib
 import torch
@@ -19,7 +20,8 @@ from matplotlib.axes import Axes
 from mkdocs.structure.files import File, Files
 
 import fastattn
-from fastattn.ops._op import OPS, backend_table, family
+from fastattn.ops import _env
+from fastattn.ops._op import OPS, backend_table, family, recording_choices
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,20 +196,29 @@ def backends_here() -> str:
 
 
 def support() -> str:
-    """Which samples of the attention's spec each backend takes, by what the sample is about."""
+    """Which samples of the attention's spec each backend takes, wherever it can run at all."""
     from fastattn.ops.attention import spec
 
-    op = OPS["attention_fwd"]
-    reasons: dict[str, dict[str, str]] = {}
+    backends, attention = OPS["attention_fwd"].backends, spec.SPECS[0].function
+    rows = []
     for sample in spec.SAMPLES:
-        inputs = sample.make(torch.Generator().manual_seed(0), torch.float32)
-        tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-        if any(t.numel() > 2**22 for t in tensors.values()):
-            continue
-        reasons[sample.name] = {"reason": sample.reason}
-    rows = [[f"`{name}`", texts["reason"]] for name, texts in reasons.items()]
-    return f"{len(rows)} samples, run on {', '.join(op.backends)}.\n\n" + table(
-        ["sample", "why it is there"], rows
+        dtype = torch.bfloat16 if torch.bfloat16 in sample.dtypes else sample.dtypes[0]
+        # Asked as if this machine had every device; nothing is computed.
+        with (
+            mock.patch.object(_env, "refuses_device", lambda *_: None),
+            torch.no_grad(),
+            recording_choices() as explanations,
+        ):
+            attention(**sample.inputs("cpu", dtype))
+        reasons = explanations[0].refusals
+        refusals = [
+            f"`{name}` {reasons[name]}"
+            for name, row in backends.items()
+            if name in reasons and (row.automatic or "only when asked" not in reasons[name])
+        ]
+        rows.append([f"`{sample.name}`", sample.reason, "; ".join(refusals)])
+    return f"{len(rows)} samples of {', '.join(backends)}.\n\n" + table(
+        ["sample", "why it is there", "what does not take it forward, in bf16"], rows
     )
 
 

@@ -4,7 +4,7 @@ As DETR (Carion et al. 2020, sections 3.1 and 3.2): a fixed number of queries ea
 class, "nothing" among them, and a place; training pairs answers with objects by the cheapest
 matching (scipy's linear_sum_assignment), so no order is asked for and no answer is given twice.
 
-Data: the handwritten digits of scikit-learn, one to four of them pasted on an empty canvas without
+Data: the handwritten digits of scikit-learn, one to three of them pasted on an empty canvas without
 overlap; digits that are pasted for the test were never seen in training. The result stands beside
 guessing the commonest digit at a random place.
 

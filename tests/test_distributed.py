@@ -84,10 +84,28 @@ def ring_says_what_is_wrong() -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match="q must hold two chunks of equal length, got 5"):
         ring_attention(q, q, q, causal=True)
-    with pytest.raises(ValueError, match="k and v must have q's 5 positions, got 4 and 4"):
+    with pytest.raises(ValueError, match="k must have q's 5 positions, got 4"):
         ring_attention(q, q[:, :, 1:], q[:, :, 1:])
-    with pytest.raises(ValueError, match="k must have 4 dimensions, got"):
+    with pytest.raises(ValueError, match=r"k must have 4 dimensions \[B, K, N, D\], got"):
         ring_attention(q, q[0], q)
+    with pytest.raises(ValueError, match="v must be"):
+        ring_attention(q, q, q[:, :1])
+    with pytest.raises(TypeError, match=r"q must be fp16, bf16, fp32 or fp64, got torch\.int64"):
+        ring_attention(*3 * [q.long()])
+    with pytest.raises(ValueError, match="scale must be finite, got nan"):
+        ring_attention(q, q, q, scale=float("nan"))
+    others = dist.new_group([0])
+    if dist.get_rank() > 0:
+        with pytest.raises(ValueError, match="group must contain the calling process"):
+            ring_attention(q, q, q, group=others)
+
+
+def ring_follows_autocast() -> None:
+    from fastattn.distributed import ring_attention
+
+    q = torch.randn(1, 2, 6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ring_attention(q, q, q).dtype is torch.bfloat16  # type: ignore[union-attr]
 
 
 # -- DTensor ---------------------------------------------------------------------------------------
@@ -124,6 +142,30 @@ def dtensors_stay_sharded() -> None:
         weights_ = distribute_tensor(weights, mesh, place)
         for x, y in zip(gradients([out], [weights_], sharded), expected_gradients, strict=True):
             torch.testing.assert_close(x.full_tensor(), y)  # type: ignore[attr-defined]
+
+
+def heads_on_two_mesh_dimensions() -> None:
+    """Groups of heads stay whole: six key heads on 2 x 2 processes would leave 2, 1, 2 and 1."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    cases: list[tuple[tuple[int, int], int, tuple[Placement, ...], bool]] = [
+        ((2, 2), 6, (Shard(1), Shard(1)), False),
+        ((2, 2), 4, (Shard(1), Shard(1)), True),
+        ((2, 2), 2, (Shard(0), Shard(1)), True),
+        ((4, 1), 1, (Shard(0), Shard(1)), True),
+        ((2, 2), 6, (Shard(1), Replicate()), True),
+    ]
+    for sizes, K, placements, stays in cases:
+        mesh = init_device_mesh("cpu", sizes)
+        q, k, v = (torch.randn(4, heads, 6, 8) for heads in (4 * K, K, K))
+        sharded = [distribute_tensor(x, mesh, placements) for x in (q, k, v)]
+        out: Any = fastattn.attention(*sharded)
+        assert (out.placements == placements) is stays
+        torch.testing.assert_close(out.full_tensor(), fastattn.attention(q, k, v))
 
 
 def dtensor_rows() -> None:
@@ -216,7 +258,9 @@ def fully_sharded_training() -> None:
 
 
 def test_ring_attention() -> None:
-    in_processes(layouts_are_inverse, ring_is_attention, ring_says_what_is_wrong)
+    in_processes(
+        layouts_are_inverse, ring_is_attention, ring_says_what_is_wrong, ring_follows_autocast
+    )
 
 
 @pytest.mark.slow
@@ -227,6 +271,11 @@ def test_ring_attention_of_three() -> None:
 @pytest.mark.slow
 def test_dtensor() -> None:
     in_processes(dtensors_stay_sharded, dtensor_rows, dropout_bits_do_not_depend_on_sharding)
+
+
+@pytest.mark.slow
+def test_dtensor_on_two_mesh_dimensions() -> None:
+    in_processes(heads_on_two_mesh_dimensions, size=4)
 
 
 @pytest.mark.slow

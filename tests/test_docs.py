@@ -51,3 +51,5 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert "{{" not in backends
     assert (tmp_path / "images" / "hopper.svg").read_text().startswith("<?xml")
     assert "add_layer_norm" in (tmp_path / "api.html").read_text()
+    support = (tmp_path / "equivalence.html").read_text()
+    assert "sm90</code> takes key_lengths per sequence" in support

@@ -85,5 +85,6 @@ def test_import_order_does_not_matter() -> None:
     )
     ours, theirs = "import fastattn", "from torch.utils.flop_counter import FlopCounterMode"
     late = f"{ours}\nassert 'triton' not in sys.modules\n{theirs}"
-    for imports in (late, f"{theirs}\n{ours}"):
+    look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
+    for imports in (late, f"{theirs}\n{ours}", f"{ours}\n{look}\n{theirs}"):
         subprocess.run([sys.executable, "-c", code.format(imports=imports)], check=True)

@@ -271,15 +271,69 @@ def test_no_mask_where_none_is_needed() -> None:
 
 def test_what_is_not_offered() -> None:
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match="has no softcap, got 30"):
-        huggingface.attention_forward(nn.Identity(), q, q, q, None, softcap=30.0)
-    with pytest.raises(NotImplementedError, match="reads no paged cache, got object"):
-        huggingface.attention_forward(nn.Identity(), q, q, q, None, cache=object())
+    for name, given, got in (
+        ("softcap", 30.0, r"no softcap, got softcap=30\.0"),
+        ("cache", object(), "no paged cache, got cache=object"),
+        ("indices", q, "no sparse attention by indices, got indices=Tensor"),
+        ("block_indices", q, "no sparse attention by block_indices"),
+        ("sinks", q, "no sinks of each query"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"'fastattn' has {got}"):
+            huggingface.attention_forward(nn.Identity(), q, q, q, None, **{name: given})
+    with pytest.raises(ValueError, match="must be given for causal 2 queries and 3 keys"):
+        huggingface.attention_forward(nn.Identity(), q[:, :, 1:], q, q, None, is_causal=True)
+
+
+def test_a_model_whose_attention_cannot_be_exchanged() -> None:
+    """Its own attention would add our boolean mask to the scores."""
+    config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, **SMALL)
+    huggingface.register()
+    model = transformers.BloomModel._from_config(config, attn_implementation="fastattn")
+    ids, mask = tokens("left")
+    with pytest.raises(NotImplementedError, match="transformers can exchange, got one of Bloom"):
+        model(ids, attention_mask=mask)
+
+
+def _gemma2() -> Any:
+    return transformers.Gemma2ForCausalLM, transformers.Gemma2Config(
+        head_dim=8, **LLAMA_SIZES, **SMALL
+    )
+
+
+def _deepseek() -> Any:
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("these transformers have no DeepSeek-V3.2")
+    sizes = {**LLAMA_SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    return transformers.DeepseekV32ForCausalLM, transformers.DeepseekV32Config(
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, index_topk=2, index_n_heads=2, index_head_dim=16,
+        **sizes, **SMALL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "why"), [(_gemma2, "softcap"), (_deepseek, "indexer")])
+def test_patch_leaves_attention_that_would_be_refused(make: Any, why: str) -> None:
+    inputs, real = arguments("llama")
+    model = build(make, "eager")
+    expected = model(**inputs)[0][real]
+    with fastattn.patch(model, quiet=True) as report:
+        assert why in report.kept[""]
+        assert torch.equal(model(**inputs)[0][real], expected)
+
+
+def test_a_bias_does_not_lift_what_a_mask_blocks() -> None:
+    q = torch.randn(1, 2, 3, 8).half()
+    mask = torch.zeros(1, 1, 3, 3).half()
+    mask[..., 1, :] = torch.finfo(torch.float16).min
+    bias = torch.full((1, 2, 3, 3), 40.0).half()
+    out, _ = huggingface.attention_forward(nn.Identity(), q, q, q, mask, position_bias=bias)
+    assert torch.equal(out[:, 1], torch.zeros_like(out[:, 1]))
+    assert out[:, 0].abs().min() > 0
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.40.1")
-    with pytest.raises(ImportError, match=r"needs transformers >= 4\.57, got 4\.40\.1"):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.0")
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.4, got 5\.3\.0"):
         huggingface.register()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="register needs the package transformers"):

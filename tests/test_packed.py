@@ -139,7 +139,33 @@ def kdim(model: Any) -> None:
     model.layers[0].self_attn = fnn.MultiheadAttention(E, H, add_zero_attn=True, batch_first=True)
 
 
-@pytest.mark.parametrize("change", [hooked, subclassed, kdim])
+class Smoothing(nn.Module):
+    """A stand-in for any module, which here looks at the rows beside a row."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y + y.roll(1, dims=-2)
+
+
+def smoothed(*path: str) -> Any:
+    def change(model: Any) -> None:
+        parent = model.layers[0] if path[0] == "layers" else model
+        inner = getattr(parent, path[-1])
+        setattr(parent, path[-1], Smoothing(inner if isinstance(inner, nn.Module) else nn.ReLU()))
+
+    return change
+
+
+SMOOTHED = [("layers", n) for n in ("linear1", "linear2", "dropout1", "norm1", "activation")]
+
+
+@pytest.mark.parametrize(
+    "change", [hooked, subclassed, kdim, smoothed("norm"), *(smoothed(*p) for p in SMOOTHED)]
+)
 def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     model = make(fnn.TransformerEncoder, True, False)
     change(model)
@@ -218,6 +244,7 @@ def test_compiled() -> None:
         ([1, 2, 3, 8], ValueError, "src_lengths must be between 0 and 7, got 8"),
         ([1, 2, 3, -1], ValueError, "src_lengths must be between 0 and 7, got -1"),
         ([1, 2, 3, 1.5], TypeError, "src_lengths must hold integers, got 1.5"),
+        (4, TypeError, "src_lengths must be a list or a CPU tensor, got int"),
         (torch.ones(4), ValueError, "src_lengths must be int32 or int64 .4., got torch.float32"),
         (torch.ones(4, dtype=torch.int64, device="meta"), ValueError, "must be on the CPU"),
     ],

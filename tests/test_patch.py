@@ -82,6 +82,30 @@ def test_context_manager_also_after_an_error(model: Block) -> None:
     assert kinds(model) == names
 
 
+def test_a_context_takes_back_its_own_alone(model: Block) -> None:
+    fastattn.patch(model.encoder, quiet=True)
+    with fastattn.patch(model, quiet=True) as report:
+        assert isinstance(model.norm, fnn.LayerNorm)
+        assert "encoder" not in report.replaced
+    assert type(model.norm) is nn.LayerNorm
+    assert type(model.encoder.layers[0].norm1) is fnn.LayerNorm
+    fastattn.unpatch(model)
+    assert type(model.encoder) is nn.TransformerEncoder
+
+
+def test_what_came_after_patch_is_not_undone_with_it(model: Block, x: Tensor) -> None:
+    fastattn.patch(model, quiet=True)
+    parametrizations.weight_norm(model.norm)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"norm must be a LayerNorm of fastattn\.nn, .* Param"):
+        fastattn.unpatch(model)
+    assert isinstance(model.attention, fnn.MultiheadAttention)
+    assert torch.equal(model(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model.norm, "weight")
+    fastattn.unpatch(model)
+    assert type(model.norm) is nn.LayerNorm
+
+
 def test_twice_and_back(model: Block) -> None:
     names = kinds(model)
     fastattn.patch(model, quiet=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
@@ -40,7 +41,7 @@ def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> No
         causal=causal,
         scale=0.3,
         dropout_p=dropout_p,
-        dropout_seed=seed if dropout_p else None,
+        dropout_seed=seed.view(torch.int64)[:1] if dropout_p else None,
         return_lse=True,
     )
     assert torch.equal(out, expected)
@@ -49,6 +50,20 @@ def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> No
         grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
+    """Sizes, types and strides that compiled code relies on."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    for q in (torch.randn(2, 3, 9, 8), torch.randn(2, 9, 3, 8).transpose(1, 2)):
+        with FakeTensorMode() as mode:
+            described = op(*3 * [mode.from_tensor(q)], 0.3, True)
+        for ours, theirs in zip(op(q, q, q, 0.3, True), described, strict=True):
+            if isinstance(ours, torch.Tensor):
+                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+                assert ours.stride() == theirs.stride()
+            else:
+                assert ours == theirs
 
 
 def test_removal_gives_the_op_back() -> None:

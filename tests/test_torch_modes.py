@@ -136,6 +136,23 @@ def test_jagged_errors() -> None:
     with pytest.raises(ValueError, match=r"q must be \[B, H, j, D\]"):
         untransposed = q.transpose(1, 2)
         fastattn.attention(untransposed, untransposed, untransposed)
+    with pytest.raises(TypeError, match="k must be a dense tensor here, got a nested one"):
+        fastattn.attention(dense, q, q)
+    with pytest.raises(TypeError, match="q must be a dense tensor here, got a nested one"):
+        fastattn.attention_weights(q, q)
+    _, same = jagged(2, 8)
+    assert fastattn.attention(q, q, same).shape == q.shape
+    _, others = jagged(2, 8, lengths=(3, 5, 1, 4))
+    with pytest.raises(ValueError, match="v must have the sequence lengths of k, got others"):
+        fastattn.attention(q, q, others)
+    _, fewer = jagged(2, 8, lengths=(3, 10))
+    with pytest.raises(ValueError, match="k must have q's 4 sequences, got 2"):
+        fastattn.attention(q, fewer, fewer)
+    narrow = torch.nested.narrow(
+        torch.randn(2, 6, 2, 8), 1, torch.tensor([1, 0]), torch.tensor([3, 4]), layout=torch.jagged
+    ).transpose(1, 2)
+    with pytest.raises(ValueError, match="q must have no gaps between its sequences"):
+        fastattn.attention(narrow, narrow, narrow)
 
 
 # -- deterministic algorithms ----------------------------------------------------------------------

@@ -81,7 +81,7 @@ def _unwanted(given: Mapping[str, Any], results: Sequence[str]) -> set[str]:
 
 def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
     """Over the batch, and over heads where each process gets whole groups of them."""
-    q, k, mask = given["q"], given["k"], given["mask"]
+    k, mask = given["k"], given["mask"]
     ways = []
     for dim in (0, 1):
         if dim == 1 and k.shape[1] % _most_shards_of_heads(given):

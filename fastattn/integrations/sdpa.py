@@ -69,11 +69,13 @@ def _forward(
         query, key, value, None, None, None, None, _TOP_LEFT if is_causal else 0, -1, -1,
         query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed, 0,
     )  # fmt: skip
-    # The seed travels where torch keeps the state of its generator.
-    empty = torch.empty(0, dtype=torch.int64, device=query.device)
-    state = empty if seed is None else seed
-    debug_mask = query.new_empty(0)
-    return out, lse, None, None, query.shape[2], key.shape[2], state, empty, debug_mask
+    # The seed travels where torch keeps the state of its generator, in the shape that it has there.
+    state = (
+        torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed.repeat(2)
+    )
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
+    state, debug_mask = state.view(torch.uint64), query.new_empty(0)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, unused, debug_mask
 
 
 def _backward(
@@ -98,6 +100,7 @@ def _backward(
         grad_out.contiguous(), None, query, key, value, None, None, None, None, out, logsumexp,
         _TOP_LEFT if is_causal else 0, -1, -1,
         query.shape[-1] ** -0.5 if scale is None else scale, dropout_p,
-        philox_seed if dropout_p > 0.0 else None, 0, [True, True, True, False],
+        philox_seed.view(torch.int64)[:1] if dropout_p > 0.0 else None, 0,
+        [True, True, True, False],
     )  # fmt: skip
     return grads[0], grads[1], grads[2]

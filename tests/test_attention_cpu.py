@@ -169,6 +169,25 @@ def test_live_values_are_not_silenced(dtype: torch.dtype) -> None:
     assert out[..., 300:, :].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("through", ["mask", "lengths"])
+def test_a_value_with_one_reader_is_alive(dtype: torch.dtype, through: str) -> None:
+    """What the last query of a group's last head alone may attend reaches it, NaN too."""
+    q = _randn(1, 4, 20, 16, dtype=dtype, seed=1)
+    k, v = (_randn(1, 2, 30, 16, dtype=dtype, seed=s) for s in (2, 3))
+    v[0, 0, 25] = float("nan")
+    restrictions: dict[str, Tensor] = {}
+    if through == "mask":
+        restrictions["mask"] = torch.ones(1, 4, 20, 30, dtype=torch.bool)
+        restrictions["mask"][..., 25] = False
+        restrictions["mask"][0, 1, 19, 25] = True
+    else:
+        restrictions["key_lengths"] = torch.tensor([[25] * 19 + [26]])
+    out = fastattn.attention(q, k, v, **restrictions, backend="cpu")
+    assert out[0, 1, 19].isnan().all()
+    assert out[0, 2:].isfinite().all()
+
+
 # -- gradients that are asked for -----------------------------------------------------------------
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "mask", "qv", "kmask"])
 @pytest.mark.parametrize("through", ["out", "lse"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
+from fastattn.ops._op import OPS
 
 
 class _Needs(TorchDispatchMode):
@@ -52,6 +53,8 @@ def test_one_gradient_for_both(
     options = {"dropout_p": dropout_p, "dropout_seed": torch.tensor([5]), "return_sum": True}
 
     def gradients(wanted: list[Tensor]) -> tuple[Tensor, ...]:
+        for leaf in (x, residual):
+            leaf.requires_grad_(any(leaf is w for w in wanted))
         y, z = fastattn.add_layer_norm(x, residual, **options)  # type: ignore[arg-type]
         return torch.autograd.grad(y.float().sin().sum() + z.float().cos().sum(), wanted)
 
@@ -94,6 +97,19 @@ def test_a_hook_on_one_leaves_the_other() -> None:
     ours = gradient_of_residual(fastattn.add_layer_norm)
     torchs = gradient_of_residual(lambda a, b: F.layer_norm(a + b, (40,)))
     torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_rounded_sum_is_normalised(backend: str) -> None:
+    """Backward passes see the sum as it was returned: the statistics must be its own."""
+    if why := OPS["layer_norm_fwd"].refusal(backend, (torch.ones(2, 3), None, None, 0.0)):
+        pytest.skip(f"backend {backend} {why}")
+    x, residual = (100 * torch.randn(5, 70).bfloat16() for _ in range(2))
+    arguments = (x, residual, None, None, None, 1e-5, 0.0, None, 0)
+    y, z, *statistics = torch.ops.fastattn.add_layer_norm_fwd(*arguments, backend=backend)
+    normalised = torch.ops.fastattn.layer_norm_fwd(z, None, None, 1e-5, backend=backend)
+    for one, other in zip((y, *statistics), normalised, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_second_derivatives() -> None:

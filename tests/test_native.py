@@ -304,6 +304,33 @@ def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("op, name", [
+    (op, name)
+    for op, names in {
+        "attention": ("q", "v", "mask"),
+        "layer_norm": ("x", "weight"),
+        "ffn": ("x", "w1", "b1"),
+    }.items()
+    for name in names
+])  # fmt: skip
+def test_a_tensor_without_memory_is_refused(op: str, name: str) -> None:
+    """Its storage was given up, as offloading and sharding do; views begin behind its start."""
+    samples = {"attention": "gqa_bias", "ffn": "gelu_plain"}
+    spec = all_specs()[op]
+    sample = next(s for s in spec.samples if s.name == samples.get(op, "model"))
+    inputs = {
+        n: x.detach() if isinstance(x, Tensor) else x
+        for n, x in sample.inputs("cpu", torch.float32).items()
+    }
+    spec.function(**inputs, backend="cpu")
+    for view in (False, True):
+        gone = torch.stack([inputs[name]] * 2)[1] if view else inputs[name].clone()
+        gone.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"{name} must have memory"):
+            spec.function(**inputs | {name: gone}, backend="cpu")
+
+
+@needs_library
 @pytest.mark.parametrize(
     "rows, partitions", [(0, 0), (1, 1), (32, 1), (33, 2), (2048, 64), (9000, 64)]
 )

@@ -18,6 +18,7 @@ import fastattn
 from fastattn.ops import _env
 from fastattn.ops._op import recording_choices
 from fastattn.testing import all_specs, check
+from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 SPECS = all_specs()
@@ -189,6 +190,16 @@ def test_compile_without_gradients(op: str) -> None:
             for length in (2, 33):
                 inputs = _example(op, length)
                 _assert_same(compiled(**inputs), eager(**inputs))
+
+
+@pytest.mark.parametrize("op", ["attention", "add_layer_norm", "ffn"])
+def test_compiled_autograd(op: str) -> None:
+    """The backward pass of an eager call, traced in one graph."""
+    inputs = _example(op, 7)
+    expected = _gradients(SPECS[op].function, inputs)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        _assert_same(_gradients(SPECS[op].function, inputs), expected)
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn"])
@@ -523,7 +534,7 @@ def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
             n: x.detach().requires_grad_(n in wanted) if isinstance(x, Tensor) else x
             for n, x in inputs.items()
         }
-        with _Recorder() as recorder:
+        with _Recorder() as recorder, poisoned_results():
             _loss(function(**some)).backward()
         for name in names:
             _assert_same(some[name].grad, every[name] if name in wanted else None)

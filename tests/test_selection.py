@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
@@ -580,6 +581,74 @@ def test_the_profiler_names_the_ops() -> None:
         fastattn.layer_norm(x).sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert {"fastattn::layer_norm_fwd", "fastattn::layer_norm_bwd"} <= names
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_function_modes_and_subclasses_see_the_ops(op: str) -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(f))
+            return f(*args, **kwargs or {})
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(f))
+            return super().__torch_function__(f, types, args, kwargs or {})
+
+    plain = _differentiated(op, _calls(op))
+    with Mode():
+        watched = _differentiated(op, _calls(op))
+    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+    for x, y in zip(plain, watched, strict=True):
+        assert torch.equal(x, y)
+    seen.clear()
+    calls = _calls(op)
+    last = [name for name, x in calls.items() if isinstance(x, Tensor)][-1]
+    getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Watched)})
+    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traces_hold_the_ops(op: str, requires_grad: bool) -> None:
+    calls = _calls(op)
+    names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def function(*tensors: Tensor) -> Tensor:
+        return getattr(fastattn, op)(**calls | dict(zip(names, tensors, strict=True)))
+
+    examples = [calls[n].detach().requires_grad_(requires_grad) for n in names]
+    trace = torch.jit.trace(function, tuple(examples), check_trace=False)
+    others = [torch.randn_like(x) for x in examples]
+    assert torch.equal(trace(*others), function(*others))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_changed_inputs_are_noticed(op: str) -> None:
+    """What is changed in place before the backward pass is refused where it matters."""
+    calls = _calls(op)
+    names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [torch.randn_like(calls[n]).requires_grad_() for n in names]
+    refused = []
+    for name in names:
+        given = {n: leaf * 1 for n, leaf in zip(names, leaves, strict=True)}
+        y = getattr(fastattn, op)(**calls | given)
+        expected = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
+        with torch.no_grad():
+            given[name].add_(1)
+        try:
+            found = torch.autograd.grad(y.sin().sum(), leaves)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            refused.append(name)
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
+    assert refused or op == "add_layer_norm"  # which keeps the sum alone
 
 
 class _Own(Tensor):

@@ -23,7 +23,7 @@ TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, in
                   columns, "] and the type of q");
   STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(3) == 1, name,
                   " must have a contiguous last dimension");
-  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+  return {memory_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
 }
 
 // Sequences one behind the other: [rows, heads, columns].
@@ -35,7 +35,7 @@ TensorView packed_view(const Tensor& x, const char* name, DType type, int64_t ro
                   "] and the type of q");
   STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(2) == 1, name,
                   " must have a contiguous last dimension");
-  return {x.data_ptr(), 0, x.stride(1), x.stride(0)};
+  return {memory_of(x, name), 0, x.stride(1), x.stride(0)};
 }
 
 MaskType mask_type(const Tensor& mask) {
@@ -60,7 +60,7 @@ MaskView mask_view(const Tensor& mask, const char* name, const Problem& a) {
   STD_TORCH_CHECK(mask.is_cpu() && mask.dim() == 4, name, " must be a CPU tensor of 4 dimensions");
   MaskView result;
   result.type = mask_type(mask);
-  result.data = mask.data_ptr();
+  result.data = memory_of(mask, name);
   for (int d = 0; d < 4; ++d) {
     STD_TORCH_CHECK(mask.size(d) == wanted[d] || mask.size(d) == 1, name, " must have size 1 or ",
                     wanted[d], " in dimension ", d, ", got ", mask.size(d));

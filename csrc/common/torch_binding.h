@@ -32,6 +32,15 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
+// Where a tensor's elements lie; a storage that was given up (resized to nothing) has none.
+inline void* memory_of(const Tensor& tensor, const char* name) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  STD_TORCH_CHECK(bytes > 0 || tensor.numel() == 0, name, " must have memory, got a tensor of ",
+                  tensor.numel(), " elements whose storage is empty");
+  return tensor.data_ptr();
+}
+
 // The data of a contiguous CPU tensor of `count` elements of type T.
 template <class T>
 inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarType type) {
@@ -39,7 +48,7 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
                       tensor.numel() == count,
                   name, " must be a contiguous CPU tensor of ", count,
                   " elements of the expected type, got ", tensor.numel(), " elements");
-  return static_cast<T*>(tensor.data_ptr());
+  return static_cast<T*>(memory_of(tensor, name));
 }
 
 // Consecutive pieces of a float32 workspace.

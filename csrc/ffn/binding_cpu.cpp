@@ -32,7 +32,7 @@ Matrix matrix(const Tensor& x, const char* name, int64_t rows, int64_t columns, 
                       x.size(-1) == columns,
                   name, " must be a CPU tensor of ", rows, " rows of ", columns,
                   " elements of the expected type");
-  Matrix result = {x.data_ptr(), rows, columns, columns, 1};
+  Matrix result = {memory_of(x, name), rows, columns, columns, 1};
   if (x.is_contiguous()) {
     return result;
   }

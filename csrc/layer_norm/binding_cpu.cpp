@@ -22,7 +22,7 @@ Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t colum
                       tensor.numel() == rows * columns && tensor.size(-1) == columns,
                   name, " must be a CPU tensor of ", rows, " rows of ", columns,
                   " elements of the expected type");
-  Rows result = {tensor.data_ptr(), std::max<int64_t>(rows, 1), columns, 0};
+  Rows result = {memory_of(tensor, name), std::max<int64_t>(rows, 1), columns, 0};
   if (tensor.numel() == 0 || tensor.is_contiguous()) {
     return result;
   }

@@ -30,6 +30,8 @@ OPS: dict[str, "Op"] = {}
 _log = logging.getLogger("fastattn")
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+# Gradients batched by torch.autograd.grad have none, and nothing else tells them apart.
+_has_storage = torch._C._has_storage
 
 
 @dataclass(frozen=True)
@@ -401,14 +403,12 @@ def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
     return lambda items: tuple(items[i] for i in indices)
 
 
-def _traceable_picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _traceable_picker(indices: Sequence[int]) -> Callable[[Sequence[Any], bool], tuple[Any, ...]]:
     """The same in a backward pass, which compiled autograd traces: it knows no itemgetter."""
     pick = _picker(indices)
 
-    def pick_or_trace(items: Sequence[Any]) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling():
-            return tuple(items[i] for i in indices)
-        return pick(items)
+    def pick_or_trace(items: Sequence[Any], traced: bool) -> tuple[Any, ...]:
+        return tuple(items[i] for i in indices) if traced else pick(items)
 
     return pick_or_trace
 
@@ -465,9 +465,9 @@ class _Wiring:
         ctx.set_materialize_grads(False)
 
     def backward_arguments(
-        self, ctx: Any, gradients: Sequence[Tensor | None], needs: Sequence[bool]
+        self, ctx: Any, gradients: Sequence[Tensor | None], needs: Sequence[bool], traced: bool
     ) -> tuple[Any, ...]:
-        return self._arguments((*ctx.saved_tensors, *ctx.constants, needs, *gradients))
+        return self._arguments((*ctx.saved_tensors, *ctx.constants, needs, *gradients), traced)
 
 
 def gradient_like(
@@ -479,13 +479,6 @@ def gradient_like(
     if needed and like is not None:
         return torch.empty_like(like, dtype=dtype or like.dtype)
     return anchor.new_empty(0)
-
-
-def _has_memory(gradient: Tensor) -> bool:
-    """Not so gradients batched by torch.autograd.grad (nothing else tells them apart) and the zeros
-    that torch does not write down.
-    """
-    return torch._C._has_storage(gradient) and not gradient._is_zerotensor()
 
 
 def _dense_rows(gradient: Tensor) -> Tensor:
@@ -558,19 +551,20 @@ def differentiable(
     def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * wiring.positions
         needed = ctx.needs_input_grad
-        wants = wiring.needs(needed)
+        traced = torch.compiler.is_compiling()
+        wants = wiring.needs(needed, traced)
         rows = [None if gradient is None else _dense_rows(gradient) for gradient in gradients]
         if True in wants and any(gradient is not None for gradient in rows):
             needs = list(wants)  # what the op is asked for
-            args = wiring.backward_arguments(ctx, rows, needs)
+            args = wiring.backward_arguments(ctx, rows, needs, traced)
             for x, y, when in wiring.equal:
                 if wants[x] and wants[y] and when(*args):
                     needs[x] = False
             if torch.is_grad_enabled():
                 results = Backward.apply(ctx.backend, *args)
             elif (
-                not torch.compiler.is_compiling()
-                and all(row is None or _has_memory(row) for row in rows)
+                not traced
+                and all(row is None or _has_storage(row) for row in rows)
                 and backward.is_plain(args)
             ):
                 results = backward.run(args, ctx.backend)

@@ -92,6 +92,8 @@ SAMPLES = (
     _s("gqa", "grouped queries", queries=[33, 65], H=6, K=2),
     _s("gqa_ragged", "short sequences between long ones", queries=[20, 130, 5, 97], H=4, K=2, D=16,
        keys=[130, 20, 140, 5]),
+    _s("one_query_long", "decoding over several splits, beside a longer sequence", queries=[1, 20],
+       keys=[2049, 30], H=2, K=1, D=16),
     _s("e_differs", "E > D", queries=[33, 17], D=16, E=40),
     _s("slack", "rows behind the last sequence hold NaN", "interpreter", queries=[33, 17], slack=9),
     _s("loose_bounds", "upper bounds need not be tight", queries=[33, 65], longer=70),

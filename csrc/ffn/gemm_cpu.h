@@ -183,7 +183,7 @@ inline void store_transposed(Vector (&v)[kLanes], Unit* result, int64_t pitch) {
   }
 #else
   for (int i = 0; i < kLanes; ++i) {
-    Vector column;
+    Vector column{};
     for (int j = 0; j < kLanes; ++j) {
       column[j] = v[j][i];
     }

@@ -18,10 +18,11 @@ INSTANCES = sorted((CSRC / "attention").glob("attention_fwd_sm90_*.cu"))
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
 # Keys of a block, consumer warpgroups, and registers of (movers, consumers), by head dim.
 BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
-GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}
+GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 96, 128)  # head dims whose output leaves through shared memory
-VARIANTS = ("full", "band", "dropout")
+VARIANTS = ("full", "band", "dropout", "mask", "bias")
+MAX_BIAS_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,32 @@ def _cuobjdump() -> str | None:
     return str(bundled) if bundled.is_file() else shutil.which("cuobjdump")
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+def _compile(source: Path, folder: Path) -> tuple[str, dict[str, list[str]]]:
+    """The compiler's remarks and the instructions of each kernel by its mangled name."""
     nvcc, cuobjdump = _nvcc(), _cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
+    cubin = folder / f"{source.stem}.cubin"
+    command = [nvcc, *FLAGS, f"-I{CSRC}", "-o", str(cubin), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[:2000]
+    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True).stdout
+    _, *functions = re.split(r"Function : (\S+)", text)
+    instructions = (
+        re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", body, re.M) for body in functions[1::2]
+    )
+    return result.stderr, dict(zip(functions[::2], instructions, strict=True))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     folder = tmp_path_factory.mktemp("cubin")
 
     def build(source: Path) -> Compiled:
-        cubin = folder / f"{source.stem}.cubin"
-        command = [nvcc, *FLAGS, f"-I{CSRC}", "-o", str(cubin), str(source)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr[:2000]
-        text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True).stdout
-        sass = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", text, re.M)
+        log, kernels = _compile(source, folder)
         head_dim = source.stem.split("_d")[1].split("_")[0]
         variant = source.stem.rpartition("_")[2]
-        return Compiled(int(head_dim), variant, result.stderr, sass)
+        return Compiled(int(head_dim), variant, log, [i for k in kernels.values() for i in k])
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip((s.stem for s in INSTANCES), pool.map(build, INSTANCES), strict=True))
@@ -79,6 +89,7 @@ def test_every_instance_is_there() -> None:
         for dtype in ("bf16", "fp16")
         for d in BLOCKS
         for variant in VARIANTS
+        if variant != "bias" or d <= MAX_BIAS_HEAD_DIM
     }
 
 
@@ -103,7 +114,7 @@ def test_instance(compiled: dict[str, Compiled], name: str) -> None:
     first, step, last = f"m{{{scores}}}0", f"m{{{scores + output}}}1e*0", f"m{{{output}}}0"
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
 
-    movers, consumers = BUDGETS[GROUPS[c.head_dim]]
+    movers, consumers = BUDGETS[2 if c.variant == "bias" else GROUPS[c.head_dim]]
     assert c.count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED
@@ -124,3 +135,72 @@ def _events(sass: list[str]) -> list[str]:
         elif "MUFU.EX2" in line:
             events.append("e")
     return events
+
+
+# -- backward -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Backward:
+    """A row of backward_config."""
+
+    groups: int
+    rows: int
+    keys: int
+    budget: tuple[int, int]  # registers of movers and consumers
+    splits_keys: bool = True
+    transposes_dq: bool = True
+
+
+BACKWARD_INSTANCES = sorted((CSRC / "attention").glob("attention_bwd_sm90_*.cu"))
+BACKWARD = {
+    64: Backward(2, 128, 128, (40, 232), transposes_dq=False),
+    96: Backward(2, 80, 128, (24, 240)),
+    128: Backward(2, 80, 128, (24, 240)),
+    192: Backward(3, 96, 64, (32, 160), splits_keys=False),
+    256: Backward(2, 64, 64, (40, 232), splits_keys=False),
+}
+
+
+def test_every_backward_instance_is_there() -> None:
+    names = {s.stem.removeprefix("attention_bwd_sm90_") for s in BACKWARD_INSTANCES}
+    assert names == {f"{dtype}_d{d}" for dtype in ("bf16", "fp16") for d in BACKWARD}
+
+
+@pytest.mark.slow  # compiles everything: half a minute on two cores
+@pytest.mark.parametrize("source", BACKWARD_INSTANCES, ids=lambda source: source.stem)
+def test_backward_instance(source: Path, tmp_path: Path) -> None:
+    head_dim = int(source.stem.rpartition("_d")[2])
+    b = BACKWARD[head_dim]
+    log, kernels = _compile(source, tmp_path)
+    assert not re.findall(r"C75\d\d", log), log
+    assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == 3, log
+    (sass,) = (code for name, code in kernels.items() if "attention_bwd_kernel" in name)
+
+    def count(pattern: str) -> int:
+        return sum(bool(re.search(pattern, line)) for line in sass)
+
+    # K Q^T and V dO^T, dV, dQ and dK. What lies in shared memory the other way round is "tnsp".
+    products, gradients = head_dim // 16, b.rows // 16
+    columns = -(-head_dim // 64) * 64 // b.groups  # of dQ, where columns are shared out
+    parts = 1 if b.splits_keys else columns // 64
+    dq = parts * b.keys // 16
+    assert count("HGMMA") == 2 * products + 2 * gradients + dq
+    assert count(r"HGMMA.*tnspA") == (dq if b.transposes_dq else 0) + (
+        0 if b.splits_keys else 2 * gradients
+    )
+    assert count(r"HGMMA.*tnspB") == 2 * gradients + (0 if b.transposes_dq else dq)
+    kind = r"\.F32 " if "fp16" in source.stem else r"\.F32\.BF16 "
+    score_rows = b.rows if b.splits_keys else b.rows // b.groups
+    assert count(rf"HGMMA\.64x{score_rows}x16{kind}") >= 2 * products
+
+    # The exponentials run while dP is computed; dV, dQ and dK overlap.
+    events = "".join(_events(sass))
+    order = f"m{{{2 * products}}}1e{{{score_rows // 2}}}0m{{{gradients + dq}}}1m{{{gradients}}}10"
+    assert re.fullmatch(order, events), events
+
+    movers, consumers = b.budget
+    assert count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
+    assert count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
+    assert count("UTMALDG.4D") == 4  # K, V, Q, dO
+    assert count("UBLKCP") == 3  # lse, delta, the first of a sum of dQ
+    assert count("UBLKRED") == 2  # the others, in their order and in any
+    assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from test_sm90_protocol import Barrier, Buffer, NamedBarrier, Position, Role, Slot
+
+from fastattn.ops.attention import sm90
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 SHIM = """
@@ -40,6 +44,16 @@ extern "C" void visitors(int row_block, int block_rows, int left, int right, int
                                      block_keys);
   result[0] = r.begin;
   result[1] = r.end;
+}
+extern "C" void live_rows(int left, int right, int diagonal, int queries, int keys, int* result) {
+  const auto r = attention::rows_of_some({0, keys}, {left, right, diagonal}, queries);
+  result[0] = r.begin;
+  result[1] = r.end;
+}
+extern "C" void row_mask(int key, int origin, int left, int right, int diagonal, int queries,
+                         int keys, int count, int* result) {
+  const auto mask = attention::row_mask(key, origin, {left, right, diagonal}, queries, keys);
+  for (int i = 0; i < count; ++i) result[i] = attention::allows(mask, i);
 }
 extern "C" void next(int head, int row_block, int begin, int end, int* result) {
   const auto step = head < 0 ? attention::first_step({begin, end})
@@ -189,6 +203,21 @@ class Arithmetic:
         self.native.visitors(row_block, c.rows, *band, *p.sizes(batch), c.keys, out)
         return out[0], out[1]
 
+    def live_rows(self, batch: int) -> Range:
+        p, out = self.problem, (ctypes.c_int * 2)()
+        self.native.live_rows(p.left, p.right, p.diagonal, *p.sizes(batch), out)
+        return out[0], out[1]
+
+    def mask(self, key_block: int, row_block: int, batch: int) -> np.ndarray:
+        """[keys, rows] of a block, as the consumers' registers are masked."""
+        p, c = self.problem, self.problem.config
+        out, rows = (ctypes.c_int * c.rows)(), []
+        for key in range(key_block * c.keys, (key_block + 1) * c.keys):
+            band = (p.left, p.right, p.diagonal)
+            self.native.row_mask(key, row_block * c.rows, *band, *p.sizes(batch), c.rows, out)
+            rows.append(list(out))
+        return np.array(rows, dtype=bool)
+
     def steps(self, work: Work) -> Iterator[Step]:
         p, out, at = self.problem, (ctypes.c_int * 2)(), (-1, 0)
         begin, end = work.plan.visited
@@ -217,7 +246,7 @@ class ThreadBlock:
         self.q_slots = [Slot(f"q{i}", 2, c.groups) for i in stages]
         self.dout_slots = [Slot(f"dout{i}", 2, c.groups) for i in stages]
         self.dq_slots = [Slot(f"dq{g}", WARPS, 1) for g in groups]
-        self.scores, self.read = (NamedBarrier(c.groups * WARPS) for _ in range(2))
+        self.scores = NamedBarrier(c.groups * WARPS)
         self.meetings = [NamedBarrier(WARPS) for _ in groups]
         self.issued = [[0] * WARPS for _ in groups]
 
@@ -318,7 +347,6 @@ class Consumer:
             self.issue([(b.dout[s], ("dout", step))])
             yield from self.show_scores()
         else:
-            yield from self.await_readers()
             self.store(b.p, step)
             self.store(b.ds[s], step)
             yield None
@@ -348,9 +376,6 @@ class Consumer:
     @staticmethod
     def all_of(pieces: list[list[Buffer]], step: Step) -> list[tuple[Buffer, object]]:
         return [(piece, step) for group in pieces for piece in group]
-
-    def await_readers(self) -> Role:
-        yield from self.meet(self.block.read)
 
     def show_scores(self) -> Role:
         yield from self.meet(self.block.scores)
@@ -552,15 +577,11 @@ def test_model_notices_a_single_buffer_of_scores(
     _notices(native, PROBLEMS["several"])
 
 
-def test_model_notices_scores_written_too_early(
+def test_model_notices_shared_weights_beside_two_stages(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where warpgroups share weights, nobody may write the next ones while another reads."""
-
-    def careless(self: Consumer) -> Role:
-        yield None
-
-    monkeypatch.setattr(Consumer, "await_readers", careless)
+    """One buffer of P is enough only where one buffer of Q says that it has been read."""
+    monkeypatch.setitem(CONFIGS, 192, Config(3, 96, 2, 64, False))
     _notices(native, PROBLEMS["head dim 192"])
 
 
@@ -617,6 +638,101 @@ def _check_plan(
         assert set(range(*plan.keys)) == live_keys
 
 
+def _block(x: np.ndarray, index: int, size: int, live: Range) -> np.ndarray:
+    """Rows of a block as products see them: 0 past the end and where nothing may be read."""
+    block = np.zeros((size, x.shape[1]))
+    rows = x[index * size : (index + 1) * size]
+    block[: len(rows)] = rows
+    block[: live[0]], block[live[1] :] = 0, 0
+    return block
+
+
+def _walk(arithmetic: Arithmetic, x: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
+    """The gradients by the kernel's steps; x: q, k, v, dout, lse, delta, [B, heads, rows, ...]."""
+    p, c = arithmetic.problem, arithmetic.problem.config
+    # Nothing is there before the first block of keys has stored it.
+    dq = np.full((*x["q"].shape[:2], p.row_blocks * c.rows, x["q"].shape[3]), np.nan)
+    dk, dv = np.full_like(x["k"], np.nan), np.full_like(x["v"], np.nan)
+    every = (0, 1 << 30)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for number in range(arithmetic.blocks):
+            w = arithmetic.work(number)
+            live = arithmetic.live_rows(w.batch)
+            k, v = (
+                _block(x[n][w.batch, w.kv_head], w.key_block, c.keys, w.plan.keys) for n in "kv"
+            )
+            sum_k, sum_v = np.zeros_like(k), np.zeros_like(v)
+            for step in arithmetic.steps(w):
+                m, head = step.row_block, step.head - w.batch * x["q"].shape[1]
+                clean = w.plan.clean[0] <= m < w.plan.clean[1]
+                own = every if clean else (max(live[0] - m * c.rows, 0), live[1] - m * c.rows)
+                q, dout = (_block(x[n][w.batch, head], m, c.rows, own) for n in ("q", "dout"))
+                rows = np.arange(m * c.rows, (m + 1) * c.rows)
+                dead = (rows < live[0]) | (rows >= live[1])
+                at = np.minimum(rows, p.M - 1)
+                lse = np.where(dead, np.inf, x["lse"][w.batch, head, at])
+                delta = np.where(dead, 0, x["delta"][w.batch, head, at])
+                weights = np.exp(k @ q.T * scale - lse)
+                ds = weights * (v @ dout.T - delta)
+                if not w.plan.full[0] <= m < w.plan.full[1]:
+                    allowed = arithmetic.mask(w.key_block, m, w.batch)
+                    weights, ds = np.where(allowed, weights, 0), np.where(allowed, ds, 0)
+                sum_v += weights @ dout
+                sum_k += ds @ q
+                first = arithmetic.visitors(m, w.batch)[0] == w.key_block
+                part = dq[w.batch, head, m * c.rows : (m + 1) * c.rows]
+                part[:] = ds.T @ k + (0 if first else part)
+            keys = slice(w.key_block * c.keys, min((w.key_block + 1) * c.keys, p.N))
+            dk[w.batch, w.kv_head, keys] = sum_k[: keys.stop - keys.start] * scale
+            dv[w.batch, w.kv_head, keys] = sum_v[: keys.stop - keys.start]
+    for batch, m in itertools.product(range(len(p.lengths)), range(p.row_blocks)):
+        begin, end = arithmetic.visitors(m, batch)
+        if begin >= end:
+            dq[batch, :, m * c.rows : (m + 1) * c.rows] = 0
+    return {"dq": dq[:, :, : p.M] * scale, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_walk_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
+    """Plans, masks and zeroing together, with NaN wherever nothing may be read."""
+    p, chance, D = PROBLEMS[problem], np.random.default_rng(0), 4
+    B, H, K, scale = len(p.lengths), p.kv_heads * p.group, p.kv_heads, -0.7
+    q, dout = (chance.standard_normal((B, H, p.M, D)) for _ in range(2))
+    k, v = (chance.standard_normal((B, K, p.N, D)) for _ in range(2))
+    allowed = np.array(
+        [[[p.allowed(b, i, j) for j in range(p.N)] for i in range(p.M)] for b in range(B)]
+    )[:, None]
+    dead_rows, dead_keys = ~allowed.any(3)[..., None], ~allowed.any(2)[..., None]
+    keys, values = (x.repeat(p.group, 1) for x in (k, v))
+    scores = np.where(allowed, q @ keys.swapaxes(2, 3) * scale, -np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.log(np.exp(scores).sum(3))
+        weights = np.where(allowed, np.exp(scores - lse[..., None]), 0)
+    dlse = chance.standard_normal(lse.shape)
+    delta = ((weights @ values) * dout).sum(3) - dlse
+    ds = weights * (dout @ values.swapaxes(2, 3) - delta[..., None])
+    expected = {"dq": ds @ keys * scale}
+    for name, pairs in (
+        ("dk", ds.swapaxes(2, 3) @ q * scale),
+        ("dv", weights.swapaxes(2, 3) @ dout),
+    ):
+        expected[name] = pairs.reshape(B, K, p.group, p.N, D).sum(2)
+    x = {"lse": lse, "delta": delta}
+    for name, value, dead in (
+        ("q", q, dead_rows),
+        ("dout", dout, dead_rows),
+        ("k", k, dead_keys),
+        ("v", v, dead_keys),
+    ):
+        x[name] = np.where(dead, np.nan, value)
+    x["lse"] = np.where(dead_rows[..., 0], -np.inf, lse)
+    found = _walk(Arithmetic(native, p), x, scale)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+        nothing = np.broadcast_to(dead_rows if name == "dq" else dead_keys, value.shape)
+        assert (found[name][nothing] == 0).all()
+
+
 @pytest.mark.parametrize(("blocks", "heads", "section"), [(1, 1, 1), (5, 7, 1), (5, 7, 4)])
 def test_first_keys_come_first(native: ctypes.CDLL, blocks: int, heads: int, section: int) -> None:
     """What a block of keys waits for in its turn has a smaller number."""
@@ -653,3 +769,38 @@ def test_sums_of_dq_keep_every_element(native: ctypes.CDLL) -> None:
     for number, element in elements.items():
         native.sum_element(number, result)
         assert (result[0], result[1]) == element
+
+
+def _arguments(M: int, D: int, E: int | None = None, **given: object) -> list[object]:
+    """The arguments of attention_bwd, in the schema's order."""
+    q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, 70))
+    v = k.new_empty(2, 3, 70, D if E is None else E)
+    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": v, "mask": None, "mask_tiles": None,
+             "key_lengths": None, "query_lengths": None, "out": None, "lse": None, "causal": 0,
+             "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
+             "dropout_seed": None, "dropout_stream": 0,
+             "needs": (True, True, True, False)}  # fmt: skip
+    return list((names | given).values())
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    refuses = sm90.attention_bwd_unsupported
+    assert refuses(*_arguments(65, 64)) is None
+    assert refuses(*_arguments(65, 256, 8, key_lengths=torch.ones(2))) is None
+    assert "dense mask" in refuses(*_arguments(65, 64, mask=torch.ones(65, 70)))
+    assert "dropout" in refuses(*_arguments(65, 64, dropout_p=0.1))
+    assert "[2, 65]" in refuses(*_arguments(65, 64, key_lengths=torch.ones(2, 65)))
+    assert "got 264" in refuses(*_arguments(65, 264))
+
+
+@pytest.mark.parametrize("M", [1, 63, 64, 65, 80, 96, 128, 129, 1000, 4097])
+def test_workspace_holds_every_block(M: int) -> None:
+    for head_dim, c in CONFIGS.items():
+        statistics, dq_sum, turns = (
+            shape for shape, _, _ in sm90.attention_bwd_workspace(*_arguments(M, head_dim))
+        )
+        blocks, heads = -(-M // c.rows), 2 * 3
+        assert statistics[0] * statistics[1] >= 2 * heads * blocks * c.rows
+        assert dq_sum[0] * dq_sum[1] >= heads * blocks * c.rows * head_dim
+        assert turns[0] >= 1 + heads * blocks * c.groups

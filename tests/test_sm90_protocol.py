@@ -116,10 +116,11 @@ class Config:
     banded: bool
     stages: int = 2
     dropout: bool = False
+    dense: bool = False
 
     @property
     def skips(self) -> bool:
-        return self.banded and not self.takes_turns
+        return self.banded and not self.takes_turns and not self.dense
 
     @property
     def tile_rows(self) -> int:
@@ -212,6 +213,17 @@ class Arithmetic:
             rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), out
         )
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
+
+    def blocks(self, tile: Tile) -> list[int]:
+        """Those that come for the tile, in their order; under a dense mask chance leaves some out,
+        or all of them.
+        """
+        loaded = range(*self.plan(tile, 0).loaded)[::-1]
+        if not self.config.dense:
+            return list(loaded)
+        chance = random.Random(tile.number)
+        wanted = chance.choice((0.0, 0.3, 0.8, 1.0))
+        return [n for n in loaded if chance.random() < wanted]
 
     def is_staged(self, tile: Tile, group: int) -> bool:
         """Whether a warpgroup's rows leave through shared memory."""
@@ -358,6 +370,7 @@ class ThreadBlock:
         number = self.index
         while True:
             tile = self.arithmetic.tile(number)
+            blocks = [] if tile is None else self.arithmetic.blocks(tile)
             slot = self.queue[position.index]
             yield position.empty(slot)
             self.messages[position.index] = (position.passed, tile)
@@ -365,7 +378,6 @@ class ThreadBlock:
             position.advance()
             if tile is None:
                 return
-            first, last = self.arithmetic.plan(tile, 0).loaded
             number = self.world.draw(number)
 
             def load_query(tile: Tile) -> Role:
@@ -376,13 +388,13 @@ class ThreadBlock:
                 query.advance()
 
             key_first = c.query_buffers == 1
-            if not key_first and first < last:
+            if not key_first and blocks:
                 yield from load_query(tile)
-            for n in range(last - 1, first - 1, -1):
+            for n in blocks:
                 slot = self.k_slots[stage.index]
                 yield stage.empty(slot)
                 self.copy(self.k[stage.index], ("k", tile, n), slot.full)
-                if key_first and n == last - 1:
+                if key_first and n == blocks[0]:
                     yield from load_query(tile)
                 slot = self.v_slots[stage.index]
                 yield stage.empty(slot)
@@ -442,7 +454,9 @@ class Consumer:
         while (tile := (yield from b.look(position))) is not None:
             plan = b.arithmetic.plan(tile, self.group)
             b.world.computed.setdefault((tile, self.group), plan)
-            if plan.loaded[0] < plan.loaded[1]:
+            if self.config.dense and (blocks := b.arithmetic.blocks(tile)):
+                yield from self.attend_dense(tile, blocks)
+            elif not self.config.dense and plan.loaded[0] < plan.loaded[1]:
                 yield from self.attend(tile, plan)
             if not b.arithmetic.is_staged(tile, self.group):
                 if self.warp == 0:
@@ -469,6 +483,35 @@ class Consumer:
         self.release_value()
         self.query.advance()
         yield from self.skip(plan.own[0] - plan.loaded[0])
+
+    def attend_dense(self, tile: Tile, blocks: list[int]) -> Role:
+        """Notes come with the values; any block may have dead ones."""
+        for before, n in zip([None, *blocks], blocks, strict=False):
+            if before is None:
+                yield self.query.full(self.block.q_slots[self.query.index][self.group])
+                if self.block.arithmetic.problem.negate:
+                    yield from self.meet()
+            yield self.key.full(self.block.k_slots[self.key.index])
+            if before is not None:
+                yield from self.await_turn()
+            self.issue_scores(tile, n)
+            if before is not None:
+                yield from self.issue_output(tile, before)
+                self.pass_turn()
+            at = self.value if before is None else self.value.next()
+            yield from self.read_with_values(tile, n, at)
+            yield from self.finish(0 if before is None else 1)
+            self.release_key(n == blocks[-1])
+            yield None
+            if before is not None:
+                yield from self.finish(0)
+                self.release_value()
+            assert self.block.v[self.value.index].holds == ("v", tile, n)
+            yield from self.meet()
+        yield from self.issue_output(tile, blocks[-1])
+        yield from self.finish(0)
+        self.release_value()
+        self.query.advance()
 
     def first_block(self, tile: Tile, plan: Plan) -> Role:
         b, n = self.block, plan.own[1] - 1
@@ -524,13 +567,16 @@ class Consumer:
         self.issue([(self.block.v[self.value.index], ("v", tile, n))])
 
     def drop_weights(self, tile: Tile, n: int, at: Position) -> Role:
-        """Every warp reads the hashes that have come with the block's values."""
         if self.config.dropout:
-            yield at.full(self.block.v_slots[at.index])
-            assert self.block.v[at.index].holds == ("v", tile, n)
-            self.block.v[at.index].readers += 1
-            yield None
-            self.block.v[at.index].readers -= 1
+            yield from self.read_with_values(tile, n, at)
+
+    def read_with_values(self, tile: Tile, n: int, at: Position) -> Role:
+        """Every warp reads what has come with the block's values."""
+        yield at.full(self.block.v_slots[at.index])
+        assert self.block.v[at.index].holds == ("v", tile, n)
+        self.block.v[at.index].readers += 1
+        yield None
+        self.block.v[at.index].readers -= 1
 
     def touch_values(self, tile: Tile, n: int) -> Role:
         """Zeroes dead rows in every outer block, more often than the kernel, which looks first."""
@@ -633,6 +679,9 @@ CONFIGS = {
     "64 dropout": Config(3, 128, 2, True, False, True, dropout=True),
     "128 dropout": Config(2, 128, 2, True, True, True, dropout=True),
     "256 dropout": Config(2, 80, 1, False, False, True, dropout=True),
+    "64 dense": Config(3, 128, 2, True, False, True, dense=True),
+    "128 dense": Config(2, 128, 2, True, True, True, dense=True),
+    "256 dense": Config(2, 80, 1, False, False, True, dense=True),
 }
 PLAIN = {
     "no keys": Problem(200, 100, lengths=((200, 0),)),
@@ -664,12 +713,17 @@ BANDS = {
 }
 # Dropout only adds a reader of what comes with the values.
 DROPPED = ("lengths", "causal", "packed bottom right", "window past the end")
+DENSE = ("no keys", "several tiles", "negative scale", "lengths", "causal lengths")
 
 
 def _runs() -> Iterator[tuple[str, str]]:
     for name, config in CONFIGS.items():
         problems = {**PLAIN, **BANDS} if config.banded else PLAIN
-        for problem in DROPPED if config.dropout else problems:
+        if config.dropout:
+            problems = DROPPED
+        if config.dense:
+            problems = DENSE
+        for problem in problems:
             yield name, problem
 
 

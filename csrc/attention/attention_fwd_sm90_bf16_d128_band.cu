@@ -1,5 +1,7 @@
 // One instance, see attention_fwd_sm90.cuh.
 #include "attention/attention_fwd_sm90.cuh"
 
-template const char* fastattn::attention::attention_fwd_sm90<fastattn::DType::kBFloat16, 128, true>(
+namespace fastattn::attention {
+template const char* attention_fwd_sm90<DType::kBFloat16, 128, Variant::kBand>(
     const ForwardProblem&, cudaStream_t);
+}  // namespace fastattn::attention

@@ -1,5 +1,7 @@
 // One instance, see attention_fwd_sm90.cuh.
 #include "attention/attention_fwd_sm90.cuh"
 
-template const char* fastattn::attention::attention_fwd_sm90<fastattn::DType::kFloat16, 64, false>(
-    const ForwardProblem&, cudaStream_t);
+namespace fastattn::attention {
+template const char* attention_fwd_sm90<DType::kFloat16, 64, Variant::kFull>(const ForwardProblem&,
+                                                                             cudaStream_t);
+}  // namespace fastattn::attention

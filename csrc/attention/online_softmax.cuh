@@ -6,6 +6,7 @@
 // row sums; the four parts are added once, at the end.
 #pragma once
 
+#include "attention/launch_sm90.cuh"
 #include "attention/mask.cuh"
 #include "sm90/ptx/warp.cuh"
 
@@ -85,8 +86,51 @@ struct OnlineSoftmax {
   // Natural logarithm of the sum of exp(scaled scores), after finish(); -inf for a row without
   // keys. Built from the same rounded product as the weights, so that its error cancels.
   __device__ __forceinline__ float lse(int half, float scale_log2) const {
-    constexpr float kLn2 = 0.693147180559945309f;
     return (m[half] * scale_log2 + ptx::lg2(l[half])) * kLn2;
+  }
+};
+
+// The same where an additive mask counts in natural units and may be as large as floats are: maxima
+// are those of scaled scores.
+struct BiasedSoftmax : OnlineSoftmax {
+  // kEdge: the scores are scaled already.
+  template <bool kEdge, int kCount>
+  __device__ __forceinline__ void update(float (&s)[kCount], float (&alpha)[2], float scale_log2) {
+    const float before[2] = {m[0], m[1]};
+    float highest[2] = {kMinusInfinity, kMinusInfinity};
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      float& row = highest[i / 2 % 2];
+      row = fmaxf(row, fmaxf(s[i], s[i + 1]));
+    }
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scaled = row_max(highest[half]) * (kEdge ? 1.0f : scale_log2 * kLn2);
+      m[half] = fmaxf(m[half], scaled);
+      const float finite = kEdge && m[half] == kMinusInfinity ? 0.0f : m[half];
+      alpha[half] = ptx::ex2((before[half] - finite) * kLog2e);
+      shift[half] = finite;
+    }
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float shifted = kEdge ? (s[i] - shift[i / 2 % 2]) * kLog2e
+                                  : fmaf(s[i], scale_log2, -shift[i / 2 % 2] * kLog2e);
+      s[i] = ptx::ex2(shifted);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      sum[i / 2 % 2] += s[i] + s[i + 1];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      l[half] = l[half] * alpha[half] + sum[half];
+    }
+  }
+
+  __device__ __forceinline__ float lse(int half, float) const {
+    return m[half] + ptx::lg2(l[half]) * kLn2;
   }
 };
 

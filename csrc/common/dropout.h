@@ -77,6 +77,10 @@ FASTATTN_PURE uint32_t byte_of(uint32_t word, int index) {
 FASTATTN_PURE uint32_t lattice_unit(uint32_t position) {
   return position / 16 * 8 + position % 8;
 }
+// Units of so many positions, a multiple of 16.
+FASTATTN_PURE int units(int positions) {
+  return positions / 2;
+}
 FASTATTN_PURE int lattice_bit(uint32_t position) {
   return static_cast<int>(position / 8 % 2);
 }

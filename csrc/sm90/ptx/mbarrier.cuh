@@ -34,6 +34,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
+// Announces bytes without arriving.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-expect-tx
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Returns once the phase of this parity is complete.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-try-wait
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

@@ -51,7 +51,8 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
 // How the 16 x N tile of B lies in shared memory: with k or with n contiguous.
 constexpr int kMajorK = 0, kMajorN = 1;
 
-// Wgmma<N>::ss and ::rs: D[64, N] = A B or D += A B; A from shared memory or from registers.
+// Wgmma<N>::ss and ::rs: D[64, N] = A B or D += A B; A from shared memory or from registers. kMajor
+// is B's; A in shared memory has k contiguous unless kMajorOfA says that its rows are.
 template <int kN>
 struct Wgmma;
 
@@ -101,10 +102,10 @@ struct Wgmma;
 
 // I1 to I6 are the numbers of the operands after the R = N / 2 accumulators and the first input.
 // PTX ISA: .../#asynchronous-multiply-and-accumulate-instructions-wgmma-mma-async
-#define FASTATTN_WGMMA_SS(N, TYPE, R, I1, I2, I3)                                                 \
-  asm volatile(FASTATTN_WGMMA(N, TYPE, R, "%" #R ", %" #I1, I2, "0, %" #I3)                       \
+#define FASTATTN_WGMMA_SS(N, TYPE, R, I1, I2, I3, I4)                                             \
+  asm volatile(FASTATTN_WGMMA(N, TYPE, R, "%" #R ", %" #I1, I2, "%" #I3 ", %" #I4)                \
                : FASTATTN_OUT##R(d, 0)                                                            \
-               : "l"(a), "l"(b), "r"(accumulate), "n"(kMajor))
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorOfA), "n"(kMajor))
 #define FASTATTN_WGMMA_RS(N, TYPE, R, I1, I2, I3, I4, I5, I6)                                     \
   asm volatile(FASTATTN_WGMMA(N, TYPE, R, "{%" #R ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4, I5,   \
                               "%" #I6)                                                            \
@@ -113,13 +114,13 @@ struct Wgmma;
 #define FASTATTN_WGMMA_SHAPE(N, R, I1, I2, I3, I4, I5, I6)                                        \
   template <>                                                                                     \
   struct Wgmma<N> {                                                                               \
-    template <class Element, int kMajor>                                                          \
+    template <class Element, int kMajor, int kMajorOfA = kMajorK>                                 \
     static __device__ __forceinline__ void ss(float (&d)[R], uint64_t a, uint64_t b,              \
                                               int accumulate) {                                   \
       if constexpr (std::is_same_v<Element, __half>) {                                            \
-        FASTATTN_WGMMA_SS(N, "f16", R, I1, I2, I3);                                               \
+        FASTATTN_WGMMA_SS(N, "f16", R, I1, I2, I3, I4);                                           \
       } else {                                                                                    \
-        FASTATTN_WGMMA_SS(N, "bf16", R, I1, I2, I3);                                              \
+        FASTATTN_WGMMA_SS(N, "bf16", R, I1, I2, I3, I4);                                          \
       }                                                                                           \
     }                                                                                             \
     template <class Element, int kMajor>                                                          \
@@ -134,6 +135,7 @@ struct Wgmma;
     }                                                                                             \
   };
 
+FASTATTN_WGMMA_SHAPE(32, 16, 17, 18, 19, 20, 21, 22)
 FASTATTN_WGMMA_SHAPE(64, 32, 33, 34, 35, 36, 37, 38)
 FASTATTN_WGMMA_SHAPE(80, 40, 41, 42, 43, 44, 45, 46)
 FASTATTN_WGMMA_SHAPE(96, 48, 49, 50, 51, 52, 53, 54)

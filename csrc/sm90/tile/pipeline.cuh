@@ -21,6 +21,10 @@ struct Barrier {
   __device__ __forceinline__ void arrive_expect_bytes(uint32_t bytes) {
     ptx::mbarrier_arrive_expect_tx(address(), bytes);
   }
+  // Announces further bytes before the arrival.
+  __device__ __forceinline__ void expect_bytes(uint32_t bytes) {
+    ptx::mbarrier_expect_tx(address(), bytes);
+  }
   __device__ __forceinline__ void wait(uint32_t parity) { ptx::mbarrier_wait(address(), parity); }
 };
 
@@ -41,6 +45,7 @@ struct RingPosition {
   __device__ __forceinline__ int index() const { return passed % kSlots; }
   __device__ __forceinline__ uint32_t phase() const { return passed / kSlots % 2; }
   __device__ __forceinline__ void advance() { ++passed; }
+  __device__ __forceinline__ RingPosition next() const { return {passed + 1}; }
 };
 
 }  // namespace fastattn::sm90

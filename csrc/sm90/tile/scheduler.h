@@ -6,6 +6,8 @@
 // end fill the gaps that long ones leave.
 #pragma once
 
+#include <cstdint>
+
 #include "common/pure.h"
 
 namespace fastattn::sm90 {
@@ -30,6 +32,28 @@ FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
   const int width = order.section < left ? order.section : left;
   const int rank = within / width;
   return {order.row_tiles - 1 - rank, first_head + within - rank * width};
+}
+
+// Packed sequences: their tiles are numbered one sequence after the other, `tile_rows` rows each
+// and none for a sequence without rows. Whoever asks for growing numbers walks along.
+struct PackedWalk {
+  int sequence;   // where the walk is
+  int first;      // number of this sequence's first tile
+  int row_tiles;  // tiles of one head of it
+};
+
+// Walks on to the sequence of tile number `tile`, or to `sequences` if there is no such tile.
+// Sequence b has rows offsets[b] to offsets[b + 1].
+FASTATTN_PURE void walk_to(PackedWalk& walk, const int32_t* offsets, int sequences, int heads,
+                           int tile_rows, int tile) {
+  for (; walk.sequence < sequences; ++walk.sequence) {
+    const int rows = offsets[walk.sequence + 1] - offsets[walk.sequence];
+    walk.row_tiles = (rows + tile_rows - 1) / tile_rows;
+    if (tile < walk.first + walk.row_tiles * heads) {
+      return;
+    }
+    walk.first += walk.row_tiles * heads;
+  }
 }
 
 }  // namespace fastattn::sm90

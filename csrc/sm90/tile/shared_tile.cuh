@@ -56,6 +56,19 @@ struct alignas(kTileAlignment) SharedTile {
     }
   }
 
+  // The same threads: zeroes the rows whose bit is not set.
+  __device__ __forceinline__ void clear_unmarked_rows(const uint32_t* marks, int thread,
+                                                      int threads) {
+    constexpr int kRowPieces = kRowBytes / kPieceBytes, kWordRows = 32;
+#pragma unroll 1
+    for (int i = thread; i < kRows * kRowPieces * kChunks; i += threads) {
+      const int row = i / kRowPieces % kRows;
+      if (!(marks[row / kWordRows] >> row % kWordRows & 1)) {
+        reinterpret_cast<uint4*>(data)[i] = {};
+      }
+    }
+  }
+
   // The same threads: flips the sign of every element.
   __device__ __forceinline__ void negate(int thread, int threads) {
     constexpr uint32_t kSigns = 0x80008000;

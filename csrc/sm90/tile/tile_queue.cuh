@@ -21,10 +21,11 @@ struct TileSource {
 
 // What is handed over; `row` < 0: there are no more tiles.
 struct TileMessage {
-  int row;  // first query of the tile
+  int row;  // first query of the tile, counted inside its sequence
   int batch, head;
   int queries;  // rows of this sequence that are computed
   int keys;     // keys of this sequence that may be attended
+  int origin;   // the tensor's row that is the sequence's row 0; not 0 only if sequences are packed
 };
 
 struct TileQueue {
@@ -58,16 +59,18 @@ struct TileQueue {
     return message;
   }
 
-  // A reader that is a whole warp.
-  __device__ __forceinline__ TileMessage take_warp(Position& at, int lane) {
+  // A reader that is a whole warp and leaves the message where it is until it is done with the
+  // tile: registers are scarcer than slots.
+  __device__ __forceinline__ const TileMessage& look(const Position& at) {
     slots[at.index()].full.wait(at.phase());
-    const TileMessage message = messages[at.index()];
+    return messages[at.index()];
+  }
+  __device__ __forceinline__ void release_warp(Position& at, int lane) {
     __syncwarp();
     if (lane == 0) {
       slots[at.index()].empty.arrive();
     }
     at.advance();
-    return message;
   }
 };
 

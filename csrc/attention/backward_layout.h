@@ -1,0 +1,35 @@
+// Where the backward's registers go: dS through shared memory, dQ through global memory in the
+// order of the registers that held it. What the kernels compute and the tests check.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/tile/descriptor.h"
+
+namespace fastattn::attention {
+
+// A warp's accumulators hold 16 keys of dS^T in rows of keys. Four transposed 8 x 8 matrices, the
+// upper and the lower 8 keys of 8 queries, then of the next 8, become 16 rows of queries: where
+// `lane` has its row of them, in the 64 columns of the warpgroup's keys.
+FASTATTN_PURE uint32_t scores_offset(int warp, int lane) {
+  constexpr int kMatrix = 8, kPiecesPerWarp = 2;
+  const int row = lane % kMatrix + lane / (2 * kMatrix) * kMatrix;
+  const int piece = warp * kPiecesPerWarp + lane / kMatrix % 2;
+  return sm90::swizzled_offset(row, piece);
+}
+
+// The element of a 64 x N accumulator that number `number` of a sum is: four registers of every
+// thread of the warpgroup side by side, then the next four.
+struct SumElement {
+  int row, column;
+};
+FASTATTN_PURE SumElement sum_element(int number) {
+  constexpr int kThreads = 128, kWarp = 32, kWarpRows = 16, kColumns = 8, kRowStep = 8, kFour = 4;
+  const int register_ = number % kFour;
+  const int thread = number / kFour % kThreads;
+  const int lane = thread % kWarp;
+  return {thread / kWarp * kWarpRows + lane / kFour + register_ / 2 * kRowStep,
+          number / (kFour * kThreads) * kColumns + lane % kFour * 2 + register_ % 2};
+}
+
+}  // namespace fastattn::attention

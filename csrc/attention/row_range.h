@@ -1,0 +1,103 @@
+// The same arithmetic as key_range.h, seen from the keys: which rows, and which blocks of rows, may
+// attend a block of keys. The backward owns keys and walks over rows.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/key_range.h"
+
+namespace fastattn::attention {
+
+// Rows that may attend a key.
+FASTATTN_PURE Range rows_of_key(int key, const Band& band, int queries) {
+  return {larger(0, key - band.diagonal - band.right),
+          smaller(queries, key - band.diagonal + band.left + 1)};
+}
+
+// Rows that may attend some key of a range. No gaps: the band moves by one row a key.
+FASTATTN_PURE Range rows_of_some(Range keys, const Band& band, int queries) {
+  if (is_empty(keys)) {
+    return {0, 0};
+  }
+  return {rows_of_key(keys.begin, band, queries).begin,
+          rows_of_key(keys.end - 1, band, queries).end};
+}
+
+// Rows that may attend every key of a range.
+FASTATTN_PURE Range rows_of_all(Range keys, const Band& band, int queries) {
+  if (is_empty(keys)) {
+    return {0, 0};
+  }
+  return {rows_of_key(keys.end - 1, band, queries).begin,
+          rows_of_key(keys.begin, band, queries).end};
+}
+
+// Which rows from `origin` on may attend a key, by one comparison a row: what lies before the first
+// one wraps around.
+struct RowMask {
+  uint32_t offset, count;
+};
+FASTATTN_PURE RowMask row_mask(int key, int origin, const Band& band, int queries, int keys) {
+  const Range rows = rows_of_key(key, band, queries);
+  const int count = key < keys ? larger(rows.end - rows.begin, 0) : 0;
+  return {static_cast<uint32_t>(origin - rows.begin), static_cast<uint32_t>(count)};
+}
+FASTATTN_PURE bool allows(const RowMask& mask, uint32_t i) {
+  return mask.offset + i < mask.count;
+}
+
+// Blocks of `size` rows whose rows before `count` all lie inside a range.
+FASTATTN_PURE Range blocks_covered(Range rows, int count, int size) {
+  const Range blocks = blocks_inside(rows, size);
+  return rows.end < count ? blocks : Range{blocks.begin, (count + size - 1) / size};
+}
+
+// What a thread block does for one block of keys. Ranges are in blocks of rows.
+struct RowPlan {
+  Range visited;  // those with a pair that is allowed
+  Range full;     // those whose computed rows may attend all of these keys: no mask
+  Range clean;    // those without a row that nothing may read: no zeroing
+  Range keys;     // of these keys those that some row may attend, counted from the first
+};
+
+// queries, keys: of the sequence; rows: of the tensor.
+FASTATTN_PURE RowPlan plan_rows(int first_key, int block_keys, const Band& band, int queries,
+                                int keys, int rows, int block_rows) {
+  const Range block = {first_key, first_key + block_keys};
+  const Range own = overlap(block, {0, keys});
+  const Range none = {0, 0};
+  const Range live_rows = rows_of_some({0, keys}, band, queries);
+  const Range live_keys = overlap(block, keys_of_some({0, queries}, band, keys));
+  return {
+      blocks_touching(rows_of_some(own, band, queries), block_rows),
+      block.end > keys ? none
+                       : blocks_covered(rows_of_all(block, band, queries), queries, block_rows),
+      blocks_covered(live_rows, rows, block_rows),
+      is_empty(live_keys) ? none : Range{live_keys.begin - first_key, live_keys.end - first_key}};
+}
+
+// The blocks of keys that visit a block of rows.
+FASTATTN_PURE Range visitors(int row_block, int block_rows, const Band& band, int queries, int keys,
+                             int block_keys) {
+  const int row = row_block * block_rows;
+  return blocks_touching(keys_of_some({row, smaller(row + block_rows, queries)}, band, keys),
+                         block_keys);
+}
+
+// The steps of a block of keys: the query heads that share it, in each the visited blocks of rows,
+// last one first. Under a causal mask all blocks of keys begin with the same rows, and follow each
+// other at a distance of one step where they add to them in order.
+struct Step {
+  int head, row_block;
+};
+FASTATTN_PURE Step first_step(Range visited) {
+  return {0, visited.end - 1};
+}
+FASTATTN_PURE Step next_step(Step step, Range visited) {
+  if (step.row_block > visited.begin) {
+    return {step.head, step.row_block - 1};
+  }
+  return {step.head + 1, visited.end - 1};
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,37 @@
+// Between thread blocks and between launches: words that carry an order through global memory, and
+// launches that begin before the one they depend on has ended.
+#pragma once
+
+namespace fastattn::sm90::ptx {
+
+// PTX ISA:
+// docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+__device__ __forceinline__ int load_acquire(const int* word) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// PTX ISA: .../#data-movement-and-conversion-instructions-st
+__device__ __forceinline__ void store_release(int* word, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Orders this thread's accesses to any memory with those of its asynchronous copies.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-membar-fence
+__device__ __forceinline__ void fence_proxy_async_all() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Waits until the launches before this one have ended and their writes are visible.
+// PTX ISA: .../#parallel-synchronization-and-communication-instructions-griddepcontrol
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next launch may begin once every thread block has come here.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace fastattn::sm90::ptx

@@ -1,0 +1,4 @@
+// See machine.h.
+#pragma once
+
+#include "machine.h"

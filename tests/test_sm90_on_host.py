@@ -1,0 +1,269 @@
+"""The Hopper attention forward, computed without a GPU.
+
+The kernels themselves, every thread of them, run over a stand-in for the hardware (sm90_on_host):
+barriers, TMA, wgmma and the rest do what the PTX manual says, at once instead of asynchronously.
+What the results are is checked here; that nothing overtakes anything, in test_sm90_protocol.py.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops._dropout import threshold
+from fastattn.ops.attention import reference
+from fastattn.testing.compare import compare
+
+TESTS = Path(__file__).resolve().parent
+CSRC = TESTS.parent / "csrc"
+CUDA = Path("/usr/local/cuda/include")
+TYPES = {torch.bfloat16: (1, "kBFloat16"), torch.float16: (2, "kFloat16")}
+MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+VARIANTS = ("kFull", "kBand", "kDropout", "kMask", "kBias")
+# What g++ does not read, and what stands for it.
+REWRITTEN = {
+    "kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);": (
+        "launch_on_host(kernel, blocks, Traits::kThreads, sizeof(Shared), args);"
+    ),
+    "extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];": (
+        "char* shared_memory = on_host::shared;"
+    ),
+}
+_i64, _p = ctypes.c_int64, ctypes.c_void_p
+
+
+class View(ctypes.Structure):
+    _fields_ = (("data", _p), ("strides", _i64 * 3))
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in ("q", "k", "v", "out")),
+        ("lse", _p),
+        *((name, _i64) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
+        *((name, _i64) for name in ("head_dim", "value_dim")),
+        *((name, _p) for name in ("query_lengths", "key_lengths")),
+        *((name, _p) for name in ("query_offsets", "key_offsets")),
+        *((name, _i64) for name in ("sequences", "max_keys", "ends_meet")),
+        *((name, _i64) for name in ("left", "right", "diagonal", "type", "variant")),
+        ("seed", _p),
+        *((name, _i64) for name in ("stream", "threshold")),
+        ("mask", _p),
+        ("mask_type", _i64),
+        ("mask_sizes", _i64 * 4),
+        ("mask_strides", _i64 * 4),
+        ("scale", ctypes.c_double),
+        ("counted", _i64),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """packed: lengths of (queries, keys) of packed sequences, instead of B, M and N. Dead keys and
+    values, and queries that are not computed, hold NaN.
+    """
+
+    D: int
+    variant: str
+    dtype: torch.dtype = torch.bfloat16
+    B: int = 1
+    H: int = 2
+    K: int = 2
+    M: int = 200
+    N: int = 300
+    E: int | None = None
+    scale: float | None = None
+    causal: int = 0
+    window: tuple[int, int] = (-1, -1)
+    query_lengths: list[int] | None = None
+    key_lengths: list[int] | None = None
+    packed: tuple[tuple[int, int], ...] = ()
+    slack: int = 0
+    dropout_p: float = 0.0
+    mask: torch.dtype | None = None
+    mask_dims: tuple[int, ...] = (0, 2, 3)  # which of B, H, M, N the mask has
+    heads_inside: bool = True  # [B, M, H, D] storage
+    counted: bool = True
+    seed: Tensor = field(default_factory=lambda: torch.tensor([0x1234_5678_9ABC]), compare=False)
+
+
+_SEQUENCES = ((65, 40), (0, 30), (130, 200), (1, 0), (64, 129))
+CASES = {
+    "64": Case(64, "kFull", B=2, query_lengths=[130, 200], key_lengths=[300, 129]),
+    "64 fixed strides": Case(64, "kFull", H=3, K=3, counted=False, heads_inside=False),
+    "64 causal": Case(64, "kBand", M=400, N=400, causal=1),
+    "64 packed": Case(64, "kFull", packed=_SEQUENCES, slack=70),
+    "64 packed bottom right": Case(64, "kBand", packed=_SEQUENCES, causal=2, window=(50, -1)),
+    "64 dropout": Case(64, "kDropout", B=2, dropout_p=0.3, causal=1),
+    "64 mask": Case(64, "kMask", B=2, mask=torch.bool, key_lengths=[300, 100]),
+    "64 bias": Case(64, "kBias", mask=torch.float32, mask_dims=(1, 2, 3), causal=2, K=1),
+    "40 to 24": Case(40, "kBand", E=24, dtype=torch.float16, causal=2, window=(100, 30)),
+    "96 negative scale": Case(96, "kFull", dtype=torch.float16, scale=-0.2, K=1),
+    "128": Case(128, "kFull", M=130, key_lengths=[257]),
+    "128 window": Case(128, "kBand", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
+    "128 packed window": Case(128, "kBand", packed=_SEQUENCES, slack=3, window=(30, 10)),
+    "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5),
+    "128 dropout, everything": Case(128, "kDropout", M=70, dropout_p=1.0),
+    "128 mask": Case(128, "kMask", mask=torch.bool, causal=1, M=300, scale=-0.1),
+    "128 key padding": Case(128, "kMask", B=2, mask=torch.bool, mask_dims=(0, 3)),
+    "128 bias": Case(128, "kBias", mask=torch.bfloat16, B=2, query_lengths=[77, 200]),
+    "192 packed": Case(192, "kBand", packed=_SEQUENCES, causal=2, dtype=torch.float16),
+    "192 mask": Case(192, "kMask", mask=torch.bool, mask_dims=(1, 2, 3)),
+    "256": Case(256, "kFull", E=200, M=70, N=170),
+    "256 causal": Case(256, "kBand", causal=2, M=140, N=170, heads_inside=False),
+    "256 dropout": Case(256, "kDropout", dropout_p=0.1, M=70, N=170, window=(90, 9)),
+}
+# The others are for test-all: each instance compiles for some seconds.
+QUICK = ("128 packed window", "64 mask")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory):
+    if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
+        pytest.skip("needs g++ and CUDA's headers")
+    folder = tmp_path_factory.mktemp("sm90")
+    source = (CSRC / "attention" / "attention_fwd_sm90.cuh").read_text()
+    for cuda, host in REWRITTEN.items():
+        assert source.count(cuda) == 1, cuda
+        source = source.replace(cuda, host)
+    (folder / "attention_fwd_on_host.cuh").write_text(source)
+    built: dict[str, ctypes.CDLL] = {}
+
+    def load(case: Case) -> ctypes.CDLL:
+        widest = max(case.D, case.E or case.D)
+        dim = next(d for d in (64, 96, 128, 192, 256) if widest <= d)
+        instance = f"INSTANCE({TYPES[case.dtype][1]}, {dim}, {case.variant})"
+        if instance not in built:
+            path = folder / f"{len(built)}.so"
+            paths = [folder, TESTS / "sm90_on_host", TESTS, CSRC]
+            command = ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
+            command += [f"-I{p}" for p in paths] + ["-isystem", str(CUDA)]
+            command += [
+                f"-DINSTANCES={instance}",
+                "-o",
+                str(path),
+                str(TESTS / "sm90_attention.cpp"),
+            ]
+            subprocess.run(command, check=True, stderr=subprocess.PIPE)
+            built[instance] = ctypes.CDLL(str(path))
+            built[instance].run.restype = ctypes.c_char_p
+        return built[instance]
+
+    return load
+
+
+def _view(x: Tensor) -> View:
+    strides = [x.stride(0), x.stride(1), x.stride(2)]
+    return View(x.data_ptr(), (_i64 * 3)(*strides))
+
+
+def _data(c: Case, heads: int, rows: int, dim: int, generator: torch.Generator) -> Tensor:
+    """[B, heads, rows, dim]; packed: one batch entry."""
+    x = torch.randn(c.B, rows, heads, dim, generator=generator).to(c.dtype)
+    return x.transpose(1, 2) if c.heads_inside else x.transpose(1, 2).contiguous()
+
+
+def _mask(c: Case, generator: torch.Generator) -> Tensor | None:
+    if c.mask is None:
+        return None
+    whole = (c.B, c.H, c.M, c.N)
+    shape = [n if d in c.mask_dims else 1 for d, n in enumerate(whole)]
+    allowed = torch.rand(shape, generator=generator) < 0.7
+    allowed[..., 128:256] = True  # full blocks
+    allowed[..., 290:] = False  # dead keys
+    if shape[2] > 1:
+        allowed[:, :, 64:128, :128] = False  # blocks that one warpgroup does not need
+        allowed[:, :, 128:, :128] = False  # a block that a whole tile may pass over
+    if c.mask == torch.bool:
+        return allowed
+    values = torch.randn(shape, generator=generator) * ~allowed.all(-2, keepdim=True)
+    return torch.where(allowed, values.to(c.mask), torch.finfo(c.mask).min)
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _lengths(values: list[int] | None) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_forward(library, name: str) -> None:
+    c = CASES[name]
+    generator = torch.Generator().manual_seed(3)
+    E = c.D if c.E is None else c.E
+    queries, keys = ([pair[i] for pair in c.packed] for i in range(2))
+    M, N = (sum(queries) + c.slack, sum(keys) + c.slack) if c.packed else (c.M, c.N)
+    q = _data(c, c.H, M, c.D, generator)
+    k, v = _data(c, c.K, N, c.D, generator), _data(c, c.K, N, E, generator)
+    mask = _mask(c, generator)
+    scale = c.D**-0.5 if c.scale is None else c.scale
+    lengths = _lengths(c.key_lengths), _lengths(c.query_lengths)
+    offsets = (_offsets(queries), _offsets(keys)) if c.packed else (None, None)
+    options = (c.causal, *c.window, scale, c.dropout_p, c.seed, 5)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not c.packed:
+            return reference.attention_fwd(q, k, v, mask, None, *lengths, *options)
+        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+        out, lse = reference.attention_varlen_fwd(
+            *rows, *offsets, max(queries), max(keys), *options
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    if c.packed:
+        q[:, :, sum(queries) :] = k[:, :, sum(keys) :] = v[:, :, sum(keys) :] = torch.nan
+        for b, (rows, columns) in enumerate(c.packed):
+            if rows == 0:
+                k[:, :, offsets[1][b] : offsets[1][b + 1]] = torch.nan
+                v[:, :, offsets[1][b] : offsets[1][b + 1]] = torch.nan
+            if columns == 0:
+                q[:, :, offsets[0][b] : offsets[0][b + 1]] = torch.nan
+    else:
+        allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window)
+        allowed = allowed.expand(c.B, c.H, M, N)
+        live = allowed.any(2).view(c.B, c.K, -1, N).any(2)[..., None]
+        k.masked_fill_(~live, torch.nan)
+        v.masked_fill_(~live, torch.nan)
+        q.masked_fill_(~allowed.any(3)[..., None], torch.nan)
+    out = torch.full((c.B, M, c.H, E), torch.nan, dtype=c.dtype).transpose(1, 2)
+    lse = torch.full((c.B, c.H, M), torch.nan)
+
+    def pointer(x: Tensor | None) -> int | None:
+        return None if x is None else x.data_ptr()
+
+    everything = M + N
+    left, right = (everything if n < 0 else n for n in c.window)
+    call = Call(
+        q=_view(q), k=_view(k), v=_view(v), out=_view(out), lse=lse.data_ptr(), batch=c.B,
+        heads=c.H, kv_heads=c.K, queries=M, keys=N, head_dim=c.D, value_dim=E,
+        query_lengths=pointer(lengths[1]), key_lengths=pointer(lengths[0]),
+        query_offsets=pointer(offsets[0]), key_offsets=pointer(offsets[1]),
+        sequences=len(c.packed), max_keys=max(keys, default=0),
+        ends_meet=bool(c.packed) and c.causal == 2, left=left, right=0 if c.causal else right,
+        diagonal=N - M if c.causal == 2 and not c.packed else 0, type=TYPES[c.dtype][0],
+        variant=VARIANTS.index(c.variant), seed=c.seed.data_ptr(), stream=5,
+        threshold=threshold(c.dropout_p), mask=pointer(mask), scale=scale, counted=c.counted,
+    )  # fmt: skip
+    if mask is not None:
+        call.mask_type = MASK_TYPES[mask.dtype]
+        call.mask_sizes = (_i64 * 4)(*mask.shape)
+        strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
+        call.mask_strides = (_i64 * 4)(*strides)
+    failure = library(c).run(ctypes.byref(call))
+    assert failure is None, failure
+
+    wide = [x.double() for x in (q, k, v)]
+    ref64, same = expected(*wide), expected(q, k, v)
+    magnitude = expected(*wide[:2], wide[2].abs())[0], ref64[1].abs().nan_to_num(0.0, 0.0, 0.0)
+    for actual, exact, like, mag in zip((out, lse), ref64, same, magnitude, strict=True):
+        result = compare(actual, exact, like, mag, 2 if actual is out else 1)
+        assert result.ok, result

@@ -138,6 +138,8 @@ def _forward(task: Task, arch: str) -> list[Any]:
     rows = [replace(row, stages=row.stages + 1) for row in rows] if dense else rows
     if shipped.tma:
         rows.insert(6, replace(rows[2], tma=False))
+    if shipped.widths(task.D)[1] > 0:  # two tiles a head dim: or one, padded
+        rows[1:1] = [replace(row, whole=True) for row in rows[:4]]
     return [shipped, *rows]
 
 
@@ -169,6 +171,7 @@ def describe(config: Any) -> str:
     text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.warps} s{config.stages}"
     text += f" e{config.edge_stages}" + (" tma" if config.tma else "")
     text += f" o{config.overlap}" if config.overlap else ""
+    text += " whole" if config.whole else ""
     text += f" r{config.maxnreg}" if config.maxnreg else ""
     return text + (f" {config.precision}" if config.precision != "ieee" else "")
 

@@ -188,6 +188,14 @@ def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
         assert torch.equal(prepared_result, result)
 
 
+@runs
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_head_dim_in_one_padded_tile(tma: bool) -> None:
+    config = ForwardConfig(32, 32, 4, 1, tma=tma, whole=True)
+    assert config.widths(80) == (128, 0)
+    _check(_arguments(_sample("d80"), torch.float16), config)
+
+
 TILINGS = {
     "wide": ForwardConfig(16, 64, 4, 1),
     "tall": ForwardConfig(64, 16, 4, 2),
@@ -414,13 +422,16 @@ def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.Monke
 
 
 def test_tuning_starts_from_what_ships() -> None:
-    for D, feature, dtype in ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32")):
+    cases = ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32"))
+    for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
         task = tune.Task("fwd", feature, D, 8192, 16384, 2048, dtype)
         found = tune.candidates(task, "sm_90")
-        features = Features(dense=feature != "plain")
+        features = Features(band=feature == "causal", dense=feature in ("mask", "bias"))
         assert found[0] == forward_config("sm_90", tune.DTYPES[dtype], D, D, 8192, features)
         assert len(set(found)) == len(found) > 5
         assert len({tune.describe(config) for config in found}) == len(found)
+        # Where head dims are cut in two, one padded tile is tried too.
+        assert any(config.whole for config in found) == (D in (80, 96, 192))
 
 
 # -- the interpreter's own process ----------------------------------------------------------------

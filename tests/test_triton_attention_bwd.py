@@ -237,6 +237,24 @@ def test_only_what_is_wanted_is_written() -> None:
                 assert results[name].numel() == 0
 
 
+# With their draws.
+_FEW: dict[str, dict[str, Any]] = {
+    "two keys 2": {"M": 1, "N": 2, "D": 16},
+    "a window of them 5": {"M": 40, "N": 2, "D": 24, "window": (0, -1)},
+    "the first rows 2": {
+        "M": 17, "D": 24, "dropout_p": 0.25, "causal": "bottom_right", "query_lengths": [1, 10],
+    },
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("name", _FEW)
+def test_rows_of_few_keys(name: str) -> None:
+    """Their gradients nearly vanish, and out's rounding does not."""
+    call = Call(_small(name, **_FEW[name]), torch.bfloat16)
+    call.check(call.run())
+
+
 @runs
 def test_scores_far_below_zero() -> None:
     """Rows whose lse is below log of the smallest float, in tiles that are not whole."""
@@ -397,7 +415,11 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
                 assert config.precision in ("ieee", "tf32x3")
                 found = config_bwd.candidates(arch, dtype, D, D, banded, dense)
                 assert found[0] == config and len(set(found)) == len(found)
-    assert len(config_bwd.candidates("sm_90", torch.bfloat16, 128, 128)) > 5
+    for dtype in (torch.bfloat16, torch.float32):
+        assert len(config_bwd.candidates("sm_90", dtype, 128, 128)) > 5
+    for D in (96, 192):
+        found = config_bwd.candidates("sm_90", torch.bfloat16, D, D)
+        assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
 
 
 def test_refuses_what_it_cannot_run() -> None:

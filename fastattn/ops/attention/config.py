@@ -19,6 +19,7 @@ class ForwardConfig:
     overlap: of a tile's exponentials with products, within a program: 0 none (other programs on the
     same core must), 1 with the next scores, 2 with the last values.
     tma: K and V through tensor descriptors. precision: of fp32 products, never plain TF32.
+    whole: head dims are one tile, padded, even where two would pad less.
     """
 
     BLOCK_M: int
@@ -30,6 +31,11 @@ class ForwardConfig:
     maxnreg: int | None = None
     overlap: int = 0
     precision: str = "ieee"
+    whole: bool = False
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """The two tiles of a head dim; the second may be 0."""
+        return (max(16, 1 << (width - 1).bit_length()), 0) if self.whole else split_width(width)
 
     def options(self) -> dict[str, int]:
         """Launch options of the kernel."""

@@ -181,9 +181,18 @@ def _sm90(D: int, E: int, edges: bool, dense: bool) -> BwdConfig:
     return config
 
 
-# By architecture and widest head dim: tiles for dq, tiles for dkdv. All compile without spills in
-# their loops over full tiles.
+# By architecture (fp32: any NVIDIA) and widest head dim: tiles for dq, tiles for dkdv. Those of
+# half precision compile without spills in their loops over full tiles.
 _CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...]]] = {
+    ("fp32", 64): (
+        (_T(64, 32, 4, 1), _T(32, 64, 4, 1), _T(32, 32, 8, 1), _T(64, 32, 8, 1)),
+        (_T(32, 64, 8, 1), _T(32, 32, 4, 1), _T(64, 32, 8, 1)),
+    ),
+    ("fp32", 128): (
+        (_T(32, 64, 8, 1), _T(64, 32, 8, 1), _T(16, 32, 4, 1)),
+        (_T(32, 64, 8, 1), _T(64, 32, 8, 1), _T(32, 16, 8, 1)),
+    ),
+    ("fp32", 256): ((_T(32, 32, 8, 1), _T(16, 16, 4, 1)), (_T(32, 32, 8, 1), _T(16, 16, 8, 1))),
     ("sm_90", 64): (
         (
             _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True), _T(64, 64, 4, 3, tma=True),
@@ -240,13 +249,12 @@ def candidates(
     """
     base = bwd_config(arch, dtype, D, E, edges, dense)
     width = max(D, E)
-    dqs: tuple[BwdTile, ...] = ()
-    dkdvs: tuple[BwdTile, ...] = ()
-    if dtype != torch.float32 and width <= 128:
-        dqs, dkdvs = _CANDIDATES.get((arch, 64 if width <= 64 else 128), ((), ()))
-    elif dtype != torch.float32:
-        dqs, dkdvs = _CANDIDATES.get((arch, 256), ((), ()))
+    limit = 64 if width <= 64 else 128 if width <= 128 else 256
+    single = dtype == torch.float32 and arch.startswith("sm_")
+    dqs, dkdvs = _CANDIDATES.get(("fp32" if single else arch, limit), ((), ()))
     rows = [base]
+    if sum(base.widths(width)) < limit:
+        rows.append(replace(base, halves=limit))  # one tile, padded
     rows += [replace(base, dq=tile) for tile in dqs]
     rows += [replace(base, dkdv=tile) for tile in dkdvs]
     return list(dict.fromkeys(rows))

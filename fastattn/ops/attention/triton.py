@@ -23,7 +23,7 @@ from fastattn.ops.attention.triton_bwd import (  # noqa: F401  (the other half o
     attention_varlen_bwd_workspace,
 )
 from fastattn.ops.attention.triton_fwd_kernel import attention_fwd_kernel
-from fastattn.ops.attention.triton_launch import BoundLaunch, LaunchCache, signature, with_base
+from fastattn.ops.attention.triton_launch import BoundLaunch, LaunchCache, signature, unsupported
 from fastattn.ops.attention.triton_tiles import (
     Band,
     band,
@@ -31,14 +31,11 @@ from fastattn.ops.attention.triton_tiles import (
     mask_classifier,
     mask_shape,
     prepared_lister,
-    split_width,
     tile_lists,
 )
 
 # Keys and values of the heads that run at the same time should stay in the L2 cache.
 _SECTION_BYTES = 32 << 20
-# Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
-_LARGEST_ROW_STRIDE = 1 << 22
 
 
 def _config(
@@ -71,21 +68,34 @@ def _describable(c: ForwardConfig, x: Tensor) -> bool:
     """Whether tensor descriptors are wanted and can cover x: one tile a row, steps of 16 bytes,
     nothing expanded.
     """
-    if not c.tma or x.numel() == 0 or split_width(x.shape[-1])[1] > 0:
+    if not c.tma or x.numel() == 0 or c.widths(x.shape[-1])[1] > 0:
         return False
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     steps = [stride * x.element_size() for size, stride in pairs if size > 1]
     return all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """[B, K, N, D], or packed [S, K, D], in blocks of one head's rows; 0 in columns beyond D."""
-    width = split_width(x.shape[-1])[0]
+def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A template over tensors like x, [B, K, N, D] or packed [S, K, D]: blocks of one head's rows,
+    0 in columns beyond D.
+    """
     block = [1, 1, rows, width] if x.dim() == 4 else [rows, 1, width]
     # Torch leaves strides of size-1 dimensions undefined, the hardware wants multiples of 16 bytes.
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     steps = [16 if size == 1 else stride for size, stride in pairs]
-    return TensorDescriptor(x, list(x.shape), [*steps, 1], block)
+    template = TensorDescriptor(x, list(x.shape), [*steps, 1], block)
+    template.base = None  # what is remembered must not keep memory alive
+    return template
+
+
+def _descriptors(
+    c: ForwardConfig, k: Tensor, v: Tensor, tma: bool
+) -> dict[int, TensorDescriptor | None]:
+    """By the position of the kernel's argument."""
+    return {
+        n: _descriptor(x, c.BLOCK_N, c.widths(x.shape[-1])[0]) if tma else None
+        for n, x in ((3, k), (4, v))
+    }
 
 
 def _dead_keys(
@@ -123,27 +133,7 @@ def attention_fwd_unsupported(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> str | None:
-    return unsupported(q, k, v, mask)
-
-
-def unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """What neither the forward nor the backward kernels can do."""
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
-    D, E = q.shape[3], v.shape[3]
-    if not (1 <= D <= 256 and 1 <= E <= 256):
-        return f"handles head dims up to 256, got {D} and {E}"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
-        if x.shape[2] > 1 and x.stride(2) > _LARGEST_ROW_STRIDE:
-            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {x.stride(2)} in {name}"
-    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
-        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
-    arch = _env.architecture(q.device.type, q.device.index or 0)
-    if arch.startswith("sm_") and int(arch[3:]) < 80:
-        return f"needs compute capability 8.0 or newer, got {arch}"
-    return None
+    return unsupported(mask, q, k, v)
 
 
 def attention_fwd_workspace(
@@ -209,14 +199,10 @@ def attention_fwd_with_config(config: ForwardConfig, *args: Any) -> None:
 
 
 class _Plan(NamedTuple):
-    """All that follows from shapes, strides and options. classify: for dense masks. k, v: templates
-    of descriptors, or None.
-    """
+    """All that follows from shapes, strides and options. classify: for dense masks."""
 
     attend: BoundLaunch
     classify: BoundLaunch | None
-    k: TensorDescriptor | None
-    v: TensorDescriptor | None
 
 
 _plans = LaunchCache()
@@ -267,8 +253,8 @@ def _run(
         q,
         k,
         v,
-        None if plan.k is None else with_base(plan.k, k),
-        None if plan.v is None else with_base(plan.v, v),
+        k,
+        v,
         mask,
         lists,
         key_lengths,
@@ -329,12 +315,9 @@ def _bind(
         RAGGED=N % c.BLOCK_N != 0,
     )  # fmt: skip
     grid = (triton.cdiv(M, c.BLOCK_M) * B * H,)
-    return _Plan(
-        BoundLaunch(attention_fwd_kernel, grid, scalars, constants, **c.options()),
-        classify,
-        _descriptor(k, c.BLOCK_N) if tma else None,
-        _descriptor(v, c.BLOCK_N) if tma else None,
-    )
+    described = _descriptors(c, k, v, tma)
+    attend = BoundLaunch(attention_fwd_kernel, grid, scalars, constants, described, **c.options())
+    return _Plan(attend, classify)
 
 
 def _scalars(
@@ -376,7 +359,7 @@ def _constants(
     RAGGED: bool = True,
 ) -> dict[str, Any]:
     """The kernel's compile-time parameters in order."""
-    (D0, D1), (E0, E1) = split_width(D), split_width(E)
+    (D0, D1), (E0, E1) = c.widths(D), c.widths(E)
     return {
         "STRIDE_UNIT": _stride_unit(strides),
         "HAS_LOW": limits.has_low,
@@ -428,7 +411,7 @@ def attention_varlen_fwd_unsupported(
 ) -> str | None:
     # As [1, heads, tokens, dim].
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return unsupported(q, k, v, None)
+    return unsupported(None, q, k, v)
 
 
 def attention_varlen_fwd(
@@ -475,8 +458,8 @@ def attention_varlen_fwd(
         q,
         k,
         v,
-        None if plan.k is None else with_base(plan.k, k),
-        None if plan.v is None else with_base(plan.v, v),
+        k,
+        v,
         None,
         None,
         cu_seqlens_k,
@@ -521,9 +504,6 @@ def _bind_varlen(
         c, strides, limits, D, E, scale, dropout_p, tma, KEY_LENGTHS=3, FROM_END=causal == 2
     )
     grid = (triton.cdiv(M, c.BLOCK_M) * entries * H,)
-    return _Plan(
-        BoundLaunch(attention_fwd_kernel, grid, scalars, constants, **c.options()),
-        None,
-        _descriptor(k, c.BLOCK_N) if tma else None,
-        _descriptor(v, c.BLOCK_N) if tma else None,
-    )
+    described = _descriptors(c, k, v, tma)
+    attend = BoundLaunch(attention_fwd_kernel, grid, scalars, constants, described, **c.options())
+    return _Plan(attend, None)

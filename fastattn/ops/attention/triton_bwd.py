@@ -1,9 +1,10 @@
 """The backward of attention in Triton: what is launched for which call. triton.py is the forward.
 
-Kernels are in triton_bwd_kernels.py, the lists of tiles in triton_bwd_tiles.py, tilings in
-config_bwd.py. A call launches dq (with the rows' statistics, which the others need), then dk and
-dv, then the gradient of an additive mask, each only if somebody wants it. What follows from shapes,
-strides and options is worked out once per combination and remembered.
+Formulas are in triton_bwd_parts.py, a kernel each in triton_bwd_{dq,dkdv,dmask}_kernel.py, the
+lists of tiles in triton_bwd_tiles.py, tilings in config_bwd.py. A call launches dq (with the rows'
+statistics, which the others need), then dk and dv, then the gradient of an additive mask, each only
+if somebody wants it. What follows from shapes, strides and options is worked out once per
+combination and remembered.
 """
 
 import functools
@@ -18,10 +19,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.ops import _env
-from fastattn.ops.attention import triton_bwd_kernels as kernels
 from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile, bwd_config
-from fastattn.ops.attention.triton_launch import BoundLaunch, LaunchCache, signature, with_base
+from fastattn.ops.attention.triton_bwd_dkdv_kernel import attention_bwd_dkdv_kernel
+from fastattn.ops.attention.triton_bwd_dmask_kernel import (
+    attention_bwd_dmask_kernel,
+    sum_splits_kernel,
+)
+from fastattn.ops.attention.triton_bwd_dq_kernel import attention_bwd_dq_kernel
+from fastattn.ops.attention.triton_launch import (
+    BoundLaunch,
+    LaunchCache,
+    signature,
+    unsupported,
+)
 from fastattn.ops.attention.triton_tiles import (
     Band,
     MaskShape,
@@ -34,10 +45,8 @@ from fastattn.ops.attention.triton_tiles import (
 _STATISTICS_ROWS = 128
 # What the heads that run together read again and again should stay in the L2 cache.
 _SECTION_BYTES = 32 << 20
-# Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
-_LARGEST_ROW_STRIDE = 1 << 22
-# Summing delta over so many keys costs next to nothing.
-_FEW_KEYS = 16
+# One tile of keys, and a band of few: summing delta over them once more costs next to nothing.
+_ONE_TILE, _FEW_KEYS = 64, 16
 # Programs that keep a GPU busy; where fewer own the tiles of a mask they share their sums.
 _DMASK_PROGRAMS = 512
 
@@ -188,8 +197,6 @@ class _Plan:
     dkdv: tuple[tuple[BoundLaunch, bool, bool], ...]  # with what it computes: dk, dv
     dmask: BoundLaunch | None
     sum_splits: BoundLaunch | None
-    kv_descriptors: tuple[TensorDescriptor | None, ...]
-    qdo_descriptors: tuple[TensorDescriptor | None, ...]
 
 
 _plans = LaunchCache()
@@ -226,6 +233,16 @@ def _descriptors(
             template.base = None  # what is remembered must not keep memory alive
         templates.append(template)
     return templates[0], templates[1]
+
+
+def _described(
+    first: int, x: Tensor, y: Tensor | None, rows: int, widths: Sequence[tuple[int, int]], tma: bool
+) -> dict[int, TensorDescriptor | None]:
+    """Two descriptors of x and two of y, by the position of the kernel's argument."""
+    if not tma:
+        return dict.fromkeys(range(first, first + 4))
+    found = (*_descriptors(x, rows, widths[0]), *_descriptors(y, rows, widths[1]))
+    return {first + n: template for n, template in enumerate(found)}
 
 
 def _section(x: Tensor, y: Tensor, group: int, most: int) -> int:
@@ -299,12 +316,12 @@ def _bind(
     dead_keys |= limits.has_low and limits.low > 0
     bias = mask is not None and mask.dtype != torch.bool
     # delta carries out's rounding. That shows where gradients are more precise than out, or vanish
-    # in theory: in a mask's column of all keys, and in rows that drop out of very few keys.
-    few_keys = N <= _FEW_KEYS or (
+    # in theory: in a mask's column of all keys, and in rows of very few keys.
+    few_keys = N <= _ONE_TILE or (
         limits.has_low and limits.has_high and limits.high - limits.low < _FEW_KEYS
     )
     exact_delta = dout is not None and out.dtype.itemsize < 4
-    exact_delta &= (dropout_p > 0.0 and few_keys) or (
+    exact_delta &= few_keys or (
         need_dmask and (dmask.dtype.itemsize > out.dtype.itemsize or dmask.shape[3] == 1)
     )
     restrictions = {
@@ -341,7 +358,7 @@ def _bind(
     read_v = None if dout is None else v
     dq_tma = t.tma and aligned and need_dq and _describable(k) and _describable(read_v)
     launch_dq = BoundLaunch(
-        kernels.attention_bwd_dq_kernel,
+        attention_bwd_dq_kernel,
         (triton.cdiv(M, t.block_m) * B * H,),
         (
             *inputs, *strides["out"], *strides["dout"], *strides["dq"], *mask_strides, *of_classes,
@@ -365,19 +382,21 @@ def _bind(
             "TMA": dq_tma,
             **sizes(t),
         },
+        _described(5, k, read_v, t.block_n, widths, dq_tma),
         **t.options(),
     )  # fmt: skip
 
     # -- dk and dv
     t = config.dkdv
     dkdv_tma = t.tma and aligned and _describable(q) and _describable(dout)
+    described = _described(4, q, dout, t.block_m, widths, dkdv_tma)
     passes = [(need_dk, need_dv)]
     if config.separate and need_dk and need_dv:
         passes = [(True, False), (False, True)]
     launches_dkdv = tuple(
         (
             BoundLaunch(
-                kernels.attention_bwd_dkdv_kernel,
+                attention_bwd_dkdv_kernel,
                 (triton.cdiv(N, t.block_n) * B * K,),
                 (
                     *inputs, *strides["dout"], *strides["dk"], *strides["dv"], *mask_strides,
@@ -402,6 +421,7 @@ def _bind(
                     "TMA": dkdv_tma,
                     **sizes(t),
                 },
+                described,
                 **t.options(),
             ),
             pass_dk,
@@ -429,13 +449,13 @@ def _bind(
         if sums.splits > 1:
             target = (prod(sums.sizes), sh * sm * sn, sm * sn, sn, 1)
             sum_splits = BoundLaunch(
-                kernels.sum_splits_kernel,
+                sum_splits_kernel,
                 (triton.cdiv(prod(sums.sizes), 1024),),
                 (*dmask.stride(), sh, sm, sn, prod(sums.sizes), sums.splits),
                 {"BLOCK": 1024},
             )
         launch_dmask = BoundLaunch(
-            kernels.attention_bwd_dmask_kernel,
+            attention_bwd_dmask_kernel,
             (prod(sums.owned) * sums.splits,),
             (
                 *inputs, *strides["dout"], *mask_strides, *target, c.stride_b, c.stride_h,
@@ -460,8 +480,6 @@ def _bind(
             num_stages=1,
         )  # fmt: skip
 
-    nothing: tuple[None, None] = (None, None)
-    rows_n, rows_m = config.dq.block_n, config.dkdv.block_m
     return _Plan(
         classify,
         list_dq,
@@ -470,14 +488,6 @@ def _bind(
         launches_dkdv,
         launch_dmask,
         sum_splits,
-        (
-            *(_descriptors(k, rows_n, widths[0]) if dq_tma else nothing),
-            *(_descriptors(read_v, rows_n, widths[1]) if dq_tma else nothing),
-        ),
-        (
-            *(_descriptors(q, rows_m, widths[0]) if dkdv_tma else nothing),
-            *(_descriptors(dout, rows_m, widths[1]) if dkdv_tma else nothing),
-        ),
     )
 
 
@@ -571,7 +581,10 @@ def _run(
         v,
         out,
         dout,
-        *_over(plan.kv_descriptors, k, v),
+        k,
+        k,
+        v,
+        v,
         lse,
         dlse,
         statistics,
@@ -592,7 +605,10 @@ def _run(
             k,
             v,
             dout,
-            *_over(plan.qdo_descriptors, q, dout),
+            q,
+            q,
+            dout,
+            dout,
             statistics,
             dk if writes_dk else None,
             dv if writes_dv else None,
@@ -624,42 +640,7 @@ def _run(
             plan.sum_splits(target, dmask)
 
 
-def _over(
-    templates: tuple[TensorDescriptor | None, ...], x: Tensor, y: Tensor | None
-) -> tuple[TensorDescriptor | None, ...]:
-    """Two descriptors over x and two over y, where there are templates."""
-    if templates[0] is None:
-        return templates
-    return tuple(
-        None if template is None or base is None else with_base(template, base)
-        for template, base in zip(templates, (x, x, y, y), strict=True)
-    )
-
-
 # -- launchers ------------------------------------------------------------------------------------
-
-
-def _unsupported(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor | None, mask: Tensor | None = None
-) -> str | None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
-    D, E = q.shape[3], v.shape[3]
-    if not (1 <= D <= 256 and 1 <= E <= 256):
-        return f"handles head dims up to 256, got {D} and {E}"
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out), ("dout", dout)):
-        if x is None:
-            continue
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
-        if x.shape[2] > 1 and x.stride(2) > _LARGEST_ROW_STRIDE:
-            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {x.stride(2)} in {name}"
-    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
-        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
-    arch = _env.architecture(q.device.type, q.device.index or 0)
-    if arch.startswith("sm_") and int(arch[3:]) < 80:
-        return f"needs compute capability 8.0 or newer, got {arch}"
-    return None
 
 
 def attention_bwd_unsupported(
@@ -683,7 +664,7 @@ def attention_bwd_unsupported(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> str | None:
-    return _unsupported(q, k, v, out, dout, mask)
+    return unsupported(mask, q, k, v, out=out, dout=dout)
 
 
 def attention_bwd_workspace(
@@ -818,7 +799,8 @@ def attention_varlen_bwd_unsupported(
     needs: Sequence[bool],
 ) -> str | None:
     dout = None if dout is None else _heads_first(dout)
-    return _unsupported(_heads_first(q), _heads_first(k), _heads_first(v), _heads_first(out), dout)
+    q, k, v, out = (_heads_first(x) for x in (q, k, v, out))
+    return unsupported(None, q, k, v, out=out, dout=dout)
 
 
 def attention_varlen_bwd_workspace(

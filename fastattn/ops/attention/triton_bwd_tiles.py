@@ -173,7 +173,7 @@ def classify_prepared(
     tl.store(alive_ptr + j - n_start, keys.to(tl.uint8))
 
 
-@triton.jit(do_not_specialize=["low", "high"])
+@triton.jit(do_not_specialize=["heads", "tiles_m", "tiles_n", "M", "low", "high"])
 def classify_tiles_kernel(
     mask_ptr,
     words_ptr,
@@ -311,7 +311,7 @@ def kinds_of_tiles(
     return full, some & easy & (1 - full), some & (1 - easy)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outers", "inners", "base_outer", "base_inner"])
 def list_tiles_kernel(
     kinds_ptr,
     lists_ptr,

@@ -23,14 +23,15 @@ from fastattn.ops.attention.triton_tiles import (
     PARTIAL,
     clamped_length,
     dropout_bases,
-    dropout_keep,
+    dropout_kept,
     key_bounds,
-    lattice_keys,
     listed_below,
     load_mask,
     load_tile,
+    program_tile,
     store_tile,
     tile_range,
+    unit_keys,
 )
 
 
@@ -105,12 +106,10 @@ def online_softmax(
     alpha = tl.exp2((m - m_finite) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     if DROPOUT:
-        local_i = tl.arange(0, BLOCK_M)[:, None]
-        local_j = tl.arange(0, BLOCK_N)
-        column_keys = lattice_keys(column_base, n_start, local_j)
-        keep = dropout_keep(
-            row_keys[:, None], column_keys[None, :], local_i, local_j[None, :], threshold
-        )
+        column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+        rows = tl.arange(0, BLOCK_M)[:, None]
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
         # A zero the compiler cannot see keeps it from selecting on packed 16-bit halves.
         p = tl.where(keep, p, scale * 0.0)
     return p, alpha, m_new, l
@@ -306,9 +305,13 @@ def listed_spans(list_ptr, count, first, full_first, full_last, last):
     )
 
 
+# Not specialised: what changes from batch to batch and buys no wider load.
 @triton.jit(
-    do_not_specialize=["low", "high", "batch_heads", "section", "threshold", "dropout_stream"]
-)
+    do_not_specialize=[
+        "dropout_stream", "stride_tb", "stride_th", "stride_tm", "inner", "stride_lb", "stride_ub",
+        "M", "batch_heads", "section", "low", "high", "threshold",
+    ]
+)  # fmt: skip
 def attention_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -399,15 +402,7 @@ def attention_fwd_kernel(
     ARITHMETIC: tl.constexpr = BAND or KEY_LENGTHS > 0 or QUERY_LENGTHS
     HOLES: tl.constexpr = DENSE or (ROW_LENGTHS and BAND)
 
-    # -- which tile: sections of heads that share the L2 cache, in each the last rows first, because
-    #    they are the longest where causality makes a difference
-    pid = tl.program_id(0)
-    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
-    section_index = pid // (section * tiles_m)
-    heads_here = tl.minimum(section, batch_heads - section_index * section)
-    in_section = pid - section_index * section * tiles_m
-    tile_m = tiles_m - 1 - in_section // heads_here
-    batch_head = section_index * section + in_section % heads_here
+    tile_m, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
     kv_head = h // GROUP
@@ -430,7 +425,7 @@ def attention_fwd_kernel(
         if b == batch_heads // H - 1:
             clear_rows(
                 out_ptr + h64 * stride_oh * STRIDE_UNIT, om, lse_ptr + h64 * total, q_start + m64,
-                total, tiles_m, BLOCK_M, E0, E1, E,
+                total, (M + BLOCK_M - 1) // BLOCK_M, BLOCK_M, E0, E1, E,
             )  # fmt: skip
             return
         M = (tl.load(query_lengths_ptr + b + 1).to(tl.int64) - q_start).to(tl.int32)
@@ -534,7 +529,7 @@ def attention_fwd_kernel(
     column_base = b
     if DROPOUT:
         row_base, column_base = dropout_bases(seed_ptr, dropout_stream, b, h)
-        row_keys = lattice_keys(row_base, m_start, local_i)
+        row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
     # -- the three loops; each in an if, because where a loop of no trips joins accumulators with
     #    products in flight, ptxas gives up overlapping any products (C7515)

@@ -9,7 +9,7 @@ j (key) already expanded to two dimensions: one function serves [BLOCK_M, BLOCK_
 transpose. Scores are in natural units: scaled, bias added. Also here: dropout decisions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -77,6 +77,24 @@ def dropout_numbers(p: float) -> tuple[int, float]:
 
 
 # -- geometry, in kernels -------------------------------------------------------------------------
+
+
+@triton.jit
+def program_tile(lines, batch_heads, section, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch and head) of this program, which owns BLOCK of a head's lines.
+
+    Programs run in sections of heads that share the L2 cache, in each the tiles in one order for
+    all heads: LAST_FIRST where causality makes the last the longest, so that short ones fill up.
+    """
+    pid = tl.program_id(0)
+    tiles = (lines + BLOCK - 1) // BLOCK
+    section_index = pid // (section * tiles)
+    heads_here = tl.minimum(section, batch_heads - section_index * section)
+    in_section = pid - section_index * section * tiles
+    tile = in_section // heads_here
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, section_index * section + in_section % heads_here
 
 
 @triton.jit
@@ -279,7 +297,7 @@ def tile_lists(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "M", "outers", "inner"])
 def classify_mask_kernel(
     mask_ptr,
     lists_ptr,
@@ -290,6 +308,7 @@ def classify_mask_kernel(
     heads,
     M,
     N,
+    outers,
     inner,
     BY_KEY: tl.constexpr,
     ROWS_SHARED: tl.constexpr,
@@ -297,10 +316,11 @@ def classify_mask_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    outer = tl.program_id(0)
-    batch_head = tl.program_id(1).to(tl.int64)
+    pid = tl.program_id(0)
+    outer = pid % outers
+    batch_head = (pid // outers).to(tl.int64)
     mask_ptr += batch_head // heads * stride_mb + batch_head % heads * stride_mh
-    lists_ptr += (batch_head * tl.num_programs(0) + outer) * (LIST_HEADER + 3 * inner)
+    lists_ptr += pid.to(tl.int64) * (LIST_HEADER + 3 * inner)
     # A broadcast dimension is read as one line that stands for all.
     ROWS: tl.constexpr = 1 if ROWS_SHARED else BLOCK_M
     COLUMNS: tl.constexpr = 1 if COLUMNS_SHARED else BLOCK_N
@@ -359,8 +379,9 @@ def mask_classifier(
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
     }
-    grid = (outer, batches * heads)
-    return BoundLaunch(classify_mask_kernel, grid, (*mask.strides, heads, M, N, inner), constants)
+    scalars = (*mask.strides, heads, M, N, outer, inner)
+    # One dimension: a grid's others end at 65535.
+    return BoundLaunch(classify_mask_kernel, (outer * batches * heads,), scalars, constants)
 
 
 def word_strides(words: torch.Tensor) -> tuple[int, ...]:
@@ -370,7 +391,7 @@ def word_strides(words: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "words_m", "words_n", "N", "outers", "inner"])
 def list_prepared_kernel(
     words_ptr,
     lists_ptr,
@@ -382,6 +403,7 @@ def list_prepared_kernel(
     words_m,
     words_n,
     N,
+    outers,
     inner,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -389,10 +411,11 @@ def list_prepared_kernel(
 ):
     FACTOR_M: tl.constexpr = BLOCK_M // TILE
     FACTOR_N: tl.constexpr = BLOCK_N // TILE
-    outer = tl.program_id(0)
-    batch_head = tl.program_id(1).to(tl.int64)
+    pid = tl.program_id(0)
+    outer = pid % outers
+    batch_head = (pid // outers).to(tl.int64)
     words_ptr += batch_head // heads * stride_wb + batch_head % heads * stride_wh
-    lists_ptr += (batch_head * tl.num_programs(0) + outer) * (LIST_HEADER + 3 * inner)
+    lists_ptr += pid.to(tl.int64) * (LIST_HEADER + 3 * inner)
     n_full = 0
     n_partial = 0
     n_edge = 0
@@ -439,11 +462,11 @@ def prepared_lister(
 ) -> BoundLaunch:
     """Called with (words of a prepared mask, lists): what `mask_classifier` by queries notes."""
     (batches, heads, outer, _), inner, *_ = tile_lists(mask, M, N, BLOCK_M, BLOCK_N, by_key=False)
-    sizes = (heads, triton.cdiv(M, prepared.TILE), triton.cdiv(N, prepared.TILE), N, inner)
+    sizes = (heads, triton.cdiv(M, prepared.TILE), triton.cdiv(N, prepared.TILE), N, outer, inner)
     chunk = min(256, max(16, triton.next_power_of_2(inner)))
     constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "CHUNK": chunk}
-    options = {"num_warps": 4 if chunk > 64 else 1}
-    grid = (outer, batches * heads)
+    options: dict[str, Any] = {"num_warps": 4 if chunk > 64 else 1}
+    grid = (outer * batches * heads,)
     return BoundLaunch(
         list_prepared_kernel, grid, (*word_strides(words), *sizes), constants, **options
     )
@@ -480,7 +503,7 @@ def absorb(state, value):
 
 @triton.jit
 def dropout_bases(seed_ptr, stream, b, h):
-    """(row base, column base): what `lattice_keys` turns into keys of rows and columns."""
+    """(row base, column base): what `unit_keys` turns into keys of rows and columns."""
     seed = tl.load(seed_ptr)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -493,20 +516,20 @@ def dropout_bases(seed_ptr, stream, b, h):
 
 
 @triton.jit
-def lattice_keys(base, start, local):
-    """Keys of the lines start + local: start a multiple of 16, local from arange (any shape)."""
-    unit = (start // 16 * 8).to(tl.uint32) + (((local >> 4) << 3) | (local & 7)).to(tl.uint32)
-    return absorb(base, unit)
+def unit_keys(base, start, UNITS: tl.constexpr):
+    """Keys of the lattice units of 2 UNITS lines from start, a multiple of 16, on."""
+    return absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32))
 
 
 @triton.jit
-def dropout_keep(row_keys, column_keys, local_i, local_j, threshold):
-    """Which weights are kept. Arguments expanded to two dimensions, local as in lattice_keys.
+def dropout_kept(keys0, keys1, rows, columns, threshold, SIZE0: tl.constexpr, SIZE1: tl.constexpr):
+    """Which weights of a tile [SIZE0, SIZE1] are kept, from the keys of the units of both sides.
 
-    Rows r, r + 8 and columns c, c + 8 share a word. The compiler sees that, because what tells them
-    apart are constant bits of the local indices, and computes it once.
+    rows and columns are local indices, expanded to two dimensions. One word decides 2 x 2 weights.
     """
-    word = finalise(row_keys ^ column_keys)
-    byte = ((local_i >> 3) & 1) * 2 + ((local_j >> 3) & 1)
+    word = finalise(keys0[:, None] ^ keys1[None, :])  # [SIZE0 / 2, SIZE1 / 2]
+    word = word.reshape([SIZE0 // 16, 1, 8, SIZE1 // 16, 1, 8])
+    word = tl.broadcast_to(word, [SIZE0 // 16, 2, 8, SIZE1 // 16, 2, 8]).reshape([SIZE0, SIZE1])
+    byte = ((rows >> 3) & 1) * 2 + ((columns >> 3) & 1)
     # The byte moves to the top; what lies below it cannot change the comparison.
     return (word << (24 - 8 * byte).to(tl.uint32)) >= (threshold.to(tl.uint32) << 24)

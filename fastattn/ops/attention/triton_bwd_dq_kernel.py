@@ -1,0 +1,481 @@
+"""The Triton attention backward: dq, and what the other kernels need to know of the rows.
+
+`attention_bwd_dq_kernel` owns a tile of queries and walks over the keys; it computes delta on the
+way and leaves its rows' statistics for the kernels that follow. The formulas are in
+triton_bwd_parts.py.
+"""
+
+import triton
+import triton.language as tl
+
+from fastattn.ops.attention.triton_bwd_parts import (
+    load_part,
+    load_partial,
+    pack_statistics,
+    packed_sequence,
+    product,
+    weights,
+)
+from fastattn.ops.attention.triton_tiles import (
+    EDGE,
+    FULL,
+    LIST_HEADER,
+    LOG2E,
+    NEG_INF,
+    PARTIAL,
+    clamped_length,
+    dropout_bases,
+    dropout_kept,
+    key_bounds,
+    load_mask,
+    load_tile,
+    program_tile,
+    store_tile,
+    tile_range,
+    unit_keys,
+)
+
+
+@triton.jit
+def dq_tile(
+    dq0,
+    dq1,
+    q0,
+    q1,
+    do0,
+    do1,
+    lse,
+    delta,
+    tile,
+    k_ptr,
+    v_ptr,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    desc_b,
+    kv_head,
+    key0,
+    stride_kn,
+    stride_vn,
+    mask_ptr,
+    stride_mm,
+    stride_mn,
+    alive_ptr,
+    stride_alive,
+    base_tiles_m,
+    m_start,
+    M,
+    N,
+    row_begin,
+    row_end,
+    touched_begin,
+    touched_end,
+    row_keys,
+    column_base,
+    threshold,
+    scale,
+    KIND: tl.constexpr,
+    LISTS: tl.constexpr,
+    FACTOR_M: tl.constexpr,
+    DENSE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BY_VALUE: tl.constexpr,
+    ROWS_SHARED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HAS_DOUT: tl.constexpr,
+    NATURAL: tl.constexpr,
+    DEAD_KEYS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    E: tl.constexpr,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Adds key tile `tile` to dq; with SUM the rows of p dp to dq0 [BLOCK_M], without a delta."""
+    n_start = tile * BLOCK_N
+    local_i = tl.arange(0, BLOCK_M)
+    local_j = tl.arange(0, BLOCK_N)
+    j = n_start + local_j
+    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would reach every row.
+    if KIND == EDGE and LISTS:
+        seen = tl.zeros([BLOCK_N], tl.int32)
+        for f in tl.static_range(FACTOR_M):
+            base_row = m_start // (BLOCK_M // FACTOR_M) + f
+            keys_ptr = alive_ptr + base_row.to(tl.int64) * stride_alive + j
+            flags = tl.load(keys_ptr, mask=(j < N) & (base_row < base_tiles_m), other=0)
+            seen = seen | flags.to(tl.int32)
+        touched = seen > 0
+    else:
+        touched = (j >= touched_begin) & (j < touched_end)
+    MASKED: tl.constexpr = KIND == EDGE
+    BY_TMA: tl.constexpr = TMA and not (MASKED and DEAD_KEYS)
+
+    k0 = load_part(k_ptr, stride_kn, k0_desc, desc_b, kv_head, key0, n_start, touched,
+                   BLOCK_N, 0, D0, D, MASKED, BY_TMA)  # fmt: skip
+    k1 = k0
+    if D1 > 0:
+        k1 = load_part(k_ptr, stride_kn, k1_desc, desc_b, kv_head, key0, n_start, touched,
+                       BLOCK_N, D0, D1, D, MASKED, BY_TMA)  # fmt: skip
+    s = product(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
+    if HAS_DOUT:
+        v0 = load_part(v_ptr, stride_vn, v0_desc, desc_b, kv_head, key0, n_start, touched,
+                       BLOCK_N, 0, E0, E, MASKED, BY_TMA)  # fmt: skip
+        v1 = v0
+        if E1 > 0:
+            v1 = load_part(v_ptr, stride_vn, v1_desc, desc_b, kv_head, key0, n_start, touched,
+                           BLOCK_N, E0, E1, E, MASKED, BY_TMA)  # fmt: skip
+        dp = product(do0, do1, v0, v1, E1, PRECISION)
+
+    bias = 0.0
+    rows = local_i[:, None]
+    columns = local_j[None, :]
+    if DENSE:  # of (b, h) and these rows
+        mask_ptr += n_start.to(tl.int64) * stride_mn
+    if KIND == EDGE:
+        allowed = j[None, :] < row_end[:, None]
+        if HAS_LOW:
+            allowed = allowed & (j[None, :] >= row_begin[:, None])
+        if DENSE:
+            dense, bias = load_mask(
+                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start, ROWS_SHARED
+            )
+            allowed = allowed & dense
+    elif KIND == PARTIAL:
+        inside = columns < N - n_start if ROWS_SHARED else rows < M - m_start
+        allowed, bias = load_partial(
+            mask_ptr, rows, columns, inside, stride_mm, stride_mn, ROWS_SHARED
+        )
+    p = weights(s, lse[:, None], bias, scale, BIAS and KIND != FULL, NATURAL)
+    if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
+        p = tl.where(allowed, p, 0.0)
+    if HAS_DOUT and DROPOUT:
+        column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+        keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
+        dp = tl.where(keep, dp, 0.0)
+    if SUM:
+        dq0 += tl.sum(p * dp, 1)
+    else:
+        if HAS_DOUT:
+            ds = p * (dp - delta[:, None])
+        else:
+            ds = -p * delta[:, None]
+        ds = ds.to(k0.dtype)
+        dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
+        if D1 > 0:
+            dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+    return dq0, dq1
+
+
+# Not specialised: what changes from batch to batch and buys no wider load.
+@triton.jit(
+    do_not_specialize=[
+        "stream", "stride_cb", "stride_ch", "base_tiles_m", "stride_tb", "stride_th", "inner",
+        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "section", "low",
+        "high", "threshold",
+    ]
+)  # fmt: skip
+def attention_bwd_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    dout_ptr,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    lse_ptr,
+    dlse_ptr,
+    statistics_ptr,
+    dq_ptr,
+    mask_ptr,
+    lists_ptr,
+    alive_ptr,
+    key_lengths_ptr,
+    query_lengths_ptr,
+    seed_ptr,
+    stream,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    stride_dqb,
+    stride_dqh,
+    stride_dqm,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_cb,
+    stride_ch,
+    base_tiles_m,
+    stride_alive,
+    stride_tb,
+    stride_th,
+    inner,
+    stride_lb,
+    stride_lm,
+    stride_ub,
+    H,
+    GROUP,
+    M,
+    N,
+    padded_m,
+    rows,
+    batch_heads,
+    section,
+    low,
+    high,
+    scale,
+    threshold,
+    keep_factor,
+    STRIDE_UNIT: tl.constexpr,
+    NEED_DQ: tl.constexpr,
+    HAS_DOUT: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    EXACT_DELTA: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+    HAS_HIGH: tl.constexpr,
+    KEY_LENGTHS: tl.constexpr,
+    QUERY_LENGTHS: tl.constexpr,
+    PACKED: tl.constexpr,
+    FROM_END: tl.constexpr,
+    LISTS: tl.constexpr,
+    FACTOR_M: tl.constexpr,
+    FACTOR_N: tl.constexpr,
+    DENSE: tl.constexpr,
+    BIAS: tl.constexpr,
+    BY_VALUE: tl.constexpr,
+    ROWS_SHARED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    NATURAL: tl.constexpr,
+    EDGES: tl.constexpr,
+    DEAD_KEYS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    E: tl.constexpr,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+):
+    """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. EDGES: edge tiles may occur without LISTS.
+
+    EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much.
+    PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
+    M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
+    Strides of the tensors come divided by STRIDE_UNIT, so that the compiler sees their alignment.
+    """
+    m_tile, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
+    b = batch_head // H
+    h = batch_head % H
+    kv_head = h // GROUP
+    m_start = m_tile * BLOCK_M
+    local_i = tl.arange(0, BLOCK_M)
+    i = m_start + local_i
+
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    m64 = m_start.to(tl.int64)
+    desc_b = b
+    key0 = 0
+    first_statistic = batch_head.to(tl.int64) * padded_m
+    first_row = batch_head.to(tl.int64) * M  # in lse and dlse
+    if PACKED:  # the lengths are offsets; batch strides are 0
+        query0, M, key0, N, low, high = packed_sequence(
+            query_lengths_ptr + b, key_lengths_ptr + b, low, high, FROM_END
+        )
+        desc_b = 0
+        first_statistic = h64 * padded_m + query0
+        first_row = h64 * rows + query0
+        k_ptr += key0.to(tl.int64) * stride_kn * STRIDE_UNIT
+        v_ptr += key0.to(tl.int64) * stride_vn * STRIDE_UNIT
+        m64 += query0
+    q_ptr += (b64 * stride_qb + h64 * stride_qh + m64 * stride_qm) * STRIDE_UNIT
+    k_ptr += (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
+    v_ptr += (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * STRIDE_UNIT
+    out_ptr += (b64 * stride_ob + h64 * stride_oh + m64 * stride_om) * STRIDE_UNIT
+
+    q_limit = M
+    if QUERY_LENGTHS:
+        q_limit = clamped_length(tl.load(query_lengths_ptr + b64 * stride_ub), M)
+    inside = i < q_limit
+
+    # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
+    lse = tl.load(lse_ptr + first_row + i, mask=inside, other=NEG_INF)
+    live = inside & (lse != NEG_INF)
+    score_scale = scale
+    if not NATURAL:
+        lse = lse * LOG2E
+        score_scale = scale * LOG2E
+    lse = tl.where(live, lse, float("inf"))
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    do0 = delta
+    do1 = delta
+    if HAS_DOUT:
+        dout_ptr += (b64 * stride_dob + h64 * stride_doh + m64 * stride_dom) * STRIDE_UNIT
+        do0 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
+        if E1 > 0:
+            do1 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
+
+    # -- which tiles, and what stays on chip
+    if NEED_DQ or EXACT_DELTA:
+        m_end = tl.minimum(m_start + BLOCK_M, q_limit)
+        row_limit = N
+        limit = N
+        if KEY_LENGTHS == 1:
+            limit = clamped_length(tl.load(key_lengths_ptr + b64 * stride_lb), N)
+            row_limit = limit
+        if KEY_LENGTHS == 2:
+            lengths_ptr = key_lengths_ptr + b64 * stride_lb + i.to(tl.int64) * stride_lm
+            row_limit = clamped_length(tl.load(lengths_ptr, mask=inside, other=0), N)
+        limit = tl.where(m_start < q_limit, limit, 0)
+        first, full_first, full_last, last, touched_begin, touched_end = tile_range(
+            m_start, m_end, limit, limit, low, high, HAS_LOW, HAS_HIGH, BLOCK_N
+        )
+        row_begin, row_end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
+        n_full = full_last - full_first
+        n_partial = 0
+        n_edge = last - first - n_full
+        if LISTS:
+            lists_ptr += b64 * stride_tb + h64 * stride_th
+            lists_ptr += m_tile.to(tl.int64) * (LIST_HEADER + inner)
+            alive_ptr += (b64 * stride_cb + h64 * stride_ch) * (BLOCK_N // FACTOR_N)
+            n_full = tl.load(lists_ptr + FULL)
+            n_partial = tl.load(lists_ptr + PARTIAL)
+            n_edge = tl.load(lists_ptr + EDGE)
+            lists_ptr += LIST_HEADER
+        if DENSE:
+            mask_ptr += b64 * stride_mb + h64 * stride_mh + m64 * stride_mm
+        q0 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, 0, D0, D, True)
+        q1 = q0
+        if D1 > 0:
+            q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
+        row_keys = i
+        column_base = b
+        if DROPOUT:
+            row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
+            row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
+
+    # -- statistics; dropout's factor of dp goes out of ds = p (dp - delta), into its sums' scale
+    if EXACT_DELTA:
+        for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
+            tile = first + index
+            if LISTS:
+                tile = tl.load(lists_ptr + index)
+            delta, _ = dq_tile(
+                delta, delta, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
+                base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
+                row_keys, column_base, threshold, score_scale, EDGE, LISTS, FACTOR_M, DENSE, BIAS,
+                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
+            )  # fmt: skip
+    elif HAS_DOUT:
+        out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
+        delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
+        if E1 > 0:
+            out1 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
+            delta += tl.sum(out1.to(tl.float32) * do1.to(tl.float32), 1)
+        delta = delta / keep_factor
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
+        delta -= dlse / keep_factor
+    delta = tl.where(live, delta, 0.0)
+    word = pack_statistics(lse, delta)
+    statistics_ptr += first_statistic
+    if PACKED:
+        tl.store(statistics_ptr + i, word, mask=inside)
+    else:
+        tl.store(statistics_ptr + i, word)
+
+    # -- dq
+    if NEED_DQ:
+        dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
+        dq1 = delta
+        if D1 > 0:
+            dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
+        next_tile = full_first
+        if LISTS:
+            next_tile = tl.load(lists_ptr, mask=n_full > 0, other=0)
+        for index in tl.range(0, n_full, num_stages=STAGES):
+            tile = next_tile
+            if LISTS:
+                next_tile = tl.load(lists_ptr + index + 1, mask=index + 1 < n_full, other=0)
+            else:
+                tile = full_first + index
+            dq0, dq1 = dq_tile(
+                dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
+                base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
+                row_keys, column_base, threshold, score_scale, FULL, LISTS, FACTOR_M, DENSE, BIAS,
+                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
+            )  # fmt: skip
+        if DENSE:
+            partial = lists_ptr + n_full
+            next_tile = tl.load(partial, mask=n_partial > 0, other=0)
+            for index in tl.range(0, n_partial, num_stages=STAGES):
+                tile = next_tile
+                next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
+                dq0, dq1 = dq_tile(
+                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
+                    touched_end, row_keys, column_base, threshold, score_scale, PARTIAL, LISTS,
+                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    False,
+                )  # fmt: skip
+        if EDGES or LISTS:
+            for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
+                if LISTS:
+                    tile = tl.load(lists_ptr + n_full + n_partial + index)
+                else:
+                    tile = first + index
+                    tile = tl.where(tile < full_first, tile, tile + n_full)
+                dq0, dq1 = dq_tile(
+                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
+                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
+                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
+                    touched_end, row_keys, column_base, threshold, score_scale, EDGE, LISTS,
+                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    False,
+                )  # fmt: skip
+
+        dq_ptr += (b64 * stride_dqb + h64 * stride_dqh + m64 * stride_dqm) * STRIDE_UNIT
+        # A dead row's sums may be NaN: its q and dout were read as they are.
+        dq0 = tl.where(live[:, None], dq0 * (scale * keep_factor), 0.0)
+        store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq0, i < M, BLOCK_M, 0, D0, D)
+        if D1 > 0:
+            dq1 = tl.where(live[:, None], dq1 * (scale * keep_factor), 0.0)
+            store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq1, i < M, BLOCK_M, D0, D1, D)

@@ -9,6 +9,7 @@ Shapes, theirs: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, 
 `[B, M, H, E]`.
 """
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,10 @@ _REFUSED = {
 }
 
 
+# transformers.masking_utils, once registered: a compiler cannot import while it reads our function.
+_masking_utils: Any = None
+
+
 def register() -> None:
     """Makes `attn_implementation="fastattn"` known to `transformers`; may be called again.
 
@@ -43,6 +48,8 @@ def register() -> None:
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         wanted = ".".join(map(str, _OLDEST))
         raise ImportError(f"register needs transformers >= {wanted}, got {version}")
+    global _masking_utils
+    _masking_utils = importlib.import_module("transformers.masking_utils")
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -127,8 +134,9 @@ def attention_mask(
     Raises NotImplementedError for a model whose attention `transformers` cannot exchange: its own
     would read this mask as one to be added.
     """
-    from transformers import masking_utils
-
+    if _masking_utils is None:
+        register()
+    masking_utils = _masking_utils
     if not torch.compiler.is_compiling():
         _check_exchangeable(config)
     if mask_function is None:

@@ -890,8 +890,8 @@ def test_stale_figures_are_listed(
 
 
 def test_rows_of_record_are_whole_and_in_the_documents() -> None:
-    """What is kept in benchmarks/results has every field, no failure, and a machine's name; the
-    README holds what the report makes of it.
+    """What is kept in benchmarks/results has every field, no failure of ours, and a machine's
+    name; the README holds what the report makes of it.
     """
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     for path in paths:
@@ -899,7 +899,9 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
         assert found
         for row in found:
             assert set(row) == set(rows.FIELDS), path
-            assert row["status"] != "FAIL" and (row["gpu"] or row["cpu"]), path
+            assert row["gpu"] or row["cpu"], path
+            # A peer may miss the budget, as torch's bf16 gradients of parameters do; ours may not.
+            assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
     readme = (ROOT / "README.md").read_text()
     if paths:
         assert report.updated(readme, list(rows.read(paths))) == readme

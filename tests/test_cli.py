@@ -15,6 +15,8 @@ import fastattn
 from fastattn import cli
 from fastattn.ops import _env, backend_table
 from fastattn.seq2seq import catalogues, demo
+from fastattn.seq2seq.model import ModelConfig
+from fastattn.seq2seq.training import TrainingConfig
 
 TINY = [
     "--vocabulary=300", "--width=16", "--heads=2", "--layers=1", "--ffn-width=32",
@@ -467,3 +469,12 @@ def test_demo_command_for_a_few_steps(pairs_file, tmp_path):
     assert summary["model"]["width"] == demo.CPU_PRESET.model.width
     ours, theirs = (run["losses"] for run in summary["runs"].values())
     assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 3
+
+
+def test_every_choice_of_train_is_a_field_or_goes_by_another_name():
+    choices = cli.make_parser(["train"]).parse_args(["train", "--out=x"]).fixed_choices
+    fields = {
+        field.name for kind in (ModelConfig, TrainingConfig) for field in dataclasses.fields(kind)
+    }
+    translated = {"layers", "post_norm", "untied", "held_out"}
+    assert set(choices) - fields == translated

@@ -1,0 +1,88 @@
+"""The command `fastattn`: train, translate, evaluate, demo, info, check.
+
+Results go to standard output, progress and remarks to standard error; `--json` prints one JSON
+document instead of text. Heavy modules are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from fastattn.cli import demo, info, train, translate
+from fastattn.cli.arguments import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    NO_TEXT,
+    WRONG_INPUT,
+    UsageError,
+)
+
+DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
+
+EPILOG = """\
+exit codes: 0 done, 1 a check failed or training diverged, 2 wrong input or a missing
+package, 3 the default text could not be downloaded, 130 interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser(arguments)
+    options = parser.parse_args(arguments)
+    if options.version:
+        import fastattn
+
+        print(f"fastattn {fastattn.__version__}")
+        return DONE
+    if options.command is None:
+        parser.print_help()
+        return WRONG_INPUT
+    try:
+        command: Callable[[argparse.Namespace], int] = options.run
+        return command(options)
+    except KeyboardInterrupt:
+        print("\nfastattn: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if error.name not in DEMO_PACKAGES:
+            raise
+        return _fail(
+            f"{options.command} needs the package {error.name}, which is not installed: "
+            "pip install 'fastattn[demo]'"
+        )
+    except (UsageError, OSError) as error:
+        return _fail(str(error))
+    except Exception as error:
+        # Raised by modules that are imported lazily, so known by name here.
+        code = {"TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED}.get(type(error).__name__)
+        if code is None:
+            raise
+        return _fail(str(error), code)
+
+
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; the options of `check` are read in only when it is the command."""
+    parser = argparse.ArgumentParser(
+        prog="fastattn",
+        description="Attention kernels behind a drop-in Transformer: try it, train it, check it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    demo.add(commands)
+    train.add(commands)
+    translate.add_translate(commands)
+    translate.add_evaluate(commands)
+    info.add_info(commands)
+    info.add_check(commands, with_options=bool(arguments) and arguments[0] == "check")
+    return parser
+
+
+def _fail(message: str, code: int = WRONG_INPUT) -> int:
+    print(f"fastattn: error: {message}", file=sys.stderr)
+    return code

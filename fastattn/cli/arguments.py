@@ -1,0 +1,213 @@
+"""What the commands share: exit codes, errors of use, types of arguments, options of several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastattn.seq2seq.data import Pair
+    from fastattn.seq2seq.generation import Strategy
+
+DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED = 0, 1, 2, 3, 130
+PROBLEMS_SHOWN = 5
+
+
+class UsageError(Exception):
+    """Input that the command cannot work with; the message names it, what was wanted, what came."""
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Report a ValueError of the library, which names the value at fault, as wrong input."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def add_command(
+    commands: Any, name: str, summary: str, run: Callable[[argparse.Namespace], int], **extra: Any
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=extra.pop("description", summary[0].upper() + summary[1:] + "."),
+        **extra,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+# Types of arguments
+
+
+def positive_int(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return value
+
+
+def natural(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    value = number(text)
+    if value > 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1], got {text!r}")
+    return value
+
+
+def existing_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"must be an existing file, got {text!r}")
+    return path
+
+
+def device(text: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(
+            f"must be a device that torch can use here, cpu or cuda say, got {text!r} ({reason})"
+        ) from error
+    return device
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", type=device, default=argparse.SUPPRESS,
+        help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=positive_int, default=argparse.SUPPRESS,
+        help="CPU threads for torch (default: torch's choice)",
+    )  # fmt: skip
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
+    import torch
+
+    from fastattn.ops import _env
+
+    if hasattr(options, "threads"):
+        torch.set_num_threads(options.threads)
+    return getattr(options, "device", None) or _env.default_device()
+
+
+def load_pairs(path: Path | None) -> list[Pair]:
+    from fastattn.seq2seq import catalogues, data
+
+    if path is None:
+        for source in catalogues.SOURCES:
+            say(f"text: French messages of {source.requirement}, {source.licence}")
+        return catalogues.load_catalogue_pairs().pairs
+    file = data.read_pairs(path)
+    for problem in file.problems[:PROBLEMS_SHOWN]:
+        say(f"left out: {problem}")
+    if len(file.problems) > PROBLEMS_SHOWN:
+        say(f"left out: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
+    if not file.pairs:
+        raise UsageError(
+            f"--data must hold lines of source<TAB>target, got {len(file.problems)} lines without "
+            f"them in {path}"
+        )
+    return file.pairs
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """The ways of choosing tokens; options that belong to another way are errors."""
+    group = parser.add_argument_group("search (greedy without --beams and --sample)")
+
+    def add(*names: str, **about: Any) -> None:
+        group.add_argument(*names, default=argparse.SUPPRESS, **about)
+
+    add("--beams", type=positive_int, help="keep so many translations side by side")
+    add("--length-penalty", type=number, help="of beams: larger favours length (default: 0.6)")
+    add(
+        "--early-stopping", action="store_true",
+        help="of beams: stop at as many ends as beams, though another could still win",
+    )  # fmt: skip
+    add("--sample", action="store_true", help="draw each token")
+    add("--temperature", type=positive_float, help="of samples: divides the logits (default: 1)")
+    add("--top-k", type=positive_int, help="of samples: the k likeliest tokens (default: all)")
+    add(
+        "--top-p", type=share,
+        help="of samples: the likeliest tokens that reach this probability (default: 1)",
+    )  # fmt: skip
+    add("--seed", type=natural, help="of samples (default: 0)")
+
+
+def chosen_strategy(options: argparse.Namespace) -> Strategy:
+    from fastattn.seq2seq.beam_search import BeamSearch
+    from fastattn.seq2seq.generation import GREEDY
+    from fastattn.seq2seq.sampling import Sampling
+
+    given = vars(options)
+    ways = {
+        "beams": ("beams", "length_penalty", "early_stopping"),
+        "sample": ("temperature", "top_k", "top_p", "seed"),
+    }
+    for way, names in ways.items():
+        for name in names:
+            if name in given and way not in given:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} must come with --{way}, got {given[name]} without it")
+    if "beams" in given and "sample" in given:
+        raise UsageError("--sample must come without --beams, got both")
+    way = next((way for way in ways if way in given), "")
+    chosen = {name: given[name] for name in ways.get(way, ()) if name in given}
+    with input_errors():
+        return {"beams": BeamSearch, "sample": Sampling}[way](**chosen) if way else GREEDY

@@ -1,0 +1,78 @@
+"""`fastattn info` and `fastattn check`: what serves this machine, and whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fastattn.cli.arguments import (
+    DONE,
+    add_command,
+    add_device,
+    chosen_device,
+    device,
+    input_errors,
+    positive_int,
+)
+
+
+def add_info(commands: Any) -> None:
+    parser = add_command(
+        commands, "info", "print versions, the device and which backend serves which op", _run_info
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    add_device(parser)
+
+
+def _run_info(options: argparse.Namespace) -> int:
+    device = chosen_device(options)
+    import torch
+
+    import fastattn
+    from fastattn.ops import _env, backend_table
+
+    rows = backend_table(device)
+    report = {
+        "fastattn": fastattn.__version__,
+        "versions": _env.versions(),
+        "device": str(device),
+        "device_name": _env.device_name(device),
+        "threads": torch.get_num_threads(),
+        "backends": [asdict(row) for row in rows],
+    }
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return DONE
+    versions = ", ".join(f"{name} {version}" for name, version in _env.versions().items())
+    print(f"fastattn {fastattn.__version__}; {versions}")
+    print(f"device {device}: {_env.device_name(device)}, {torch.get_num_threads()} CPU threads\n")
+    print("Backends in the order in which they are tried:\n")
+    table = [("op", "backend", "available", "automatic", "")]
+    for row in rows:
+        available, automatic = ("yes" if flag else "no" for flag in (row.available, row.automatic))
+        table.append((row.op, row.backend, available, automatic, row.reason))
+    widths = [max(len(line[i]) for line in table) for i in range(4)]
+    for line in table:
+        cells = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
+        print("  ".join([*cells, line[4]]).rstrip())
+    return DONE
+
+
+def add_check(commands: Any, *, with_options: bool) -> None:
+    """with_options: read in the options, which takes the test harness's imports."""
+    parser = add_command(
+        commands, "check", "compare every op and backend with an fp64 reference", _run_check
+    )
+    if with_options:
+        from fastattn.testing import check as equivalence
+
+        equivalence.add_arguments(parser, device=device, count=positive_int)
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    from fastattn.testing import check as equivalence
+
+    with input_errors():
+        return equivalence.run(options)

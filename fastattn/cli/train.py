@@ -1,0 +1,299 @@
+"""`fastattn train`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastattn.cli.arguments import (
+    DONE,
+    UsageError,
+    add_command,
+    add_device,
+    chosen_device,
+    existing_file,
+    fraction,
+    input_errors,
+    load_pairs,
+    natural,
+    number,
+    positive_float,
+    positive_int,
+    say,
+    share,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastattn.seq2seq.data import Pair
+    from fastattn.seq2seq.generation import Translator
+    from fastattn.seq2seq.model import ModelConfig
+    from fastattn.seq2seq.runs import PreparedText, RunFiles
+    from fastattn.seq2seq.training import TrainingConfig
+
+    T = TypeVar("T", ModelConfig, TrainingConfig)
+
+
+def add(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "train",
+        "train a translator from a file of sentence pairs",
+        _run_train,
+        description=(
+            "Train a translator into a run folder, from tab-separated sentence pairs (source, "
+            "target, further columns ignored, as in Tatoeba's fra.txt). With --resume, continue "
+            "an interrupted run with the choices it was started with."
+        ),
+    )
+    parser.add_argument(
+        "--data", type=existing_file, default=argparse.SUPPRESS,
+        help="tab-separated sentence pairs (default: downloaded English-French messages)",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument(
+        "--bleu-sentences", type=natural, default=0, metavar="N",
+        help="translate N sentences at every validation, for a BLEU curve (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_device(parser)
+
+    fixed: list[argparse.Action] = []
+
+    def choices_of(title: str) -> Callable[..., None]:
+        group = parser.add_argument_group(title)
+
+        def add(*names: str, **about: Any) -> None:
+            if about.get("default", argparse.SUPPRESS) != argparse.SUPPRESS:
+                about["help"] += " (default: %(default)s)"
+            fixed.append(group.add_argument(*names, **about))
+
+        return add
+
+    model = choices_of("model")
+    model("--vocabulary", type=positive_int, default=8000, help="subwords to learn")
+    model("--width", type=positive_int, default=256, help="size of a token's vector")
+    model("--heads", type=positive_int, default=4, help="attention heads")
+    model("--layers", type=positive_int, default=3, help="layers of each stack")
+    model("--ffn-width", type=positive_int, default=1024, help="hidden size of an FFN")
+    model("--dropout", type=fraction, default=0.1, help="probability")
+    model("--max-length", type=positive_int, default=128, help="tokens of a sentence")
+    model("--post-norm", action="store_true", help="norms after the residual sums")
+    model("--untied", action="store_true", help="separate embeddings and output head")
+    model("--positions", choices=("sinusoidal", "learned"), default="sinusoidal", help="encoding")
+    model(
+        "--norm", choices=("layer", "power", "batch"), default="layer",
+        help="what the norms normalise by; power and batch for comparison",
+    )  # fmt: skip
+    model(
+        "--scoring", choices=("dot", "additive", "cosine"), default="dot",
+        help="how attention compares queries with keys",
+    )  # fmt: skip
+    model(
+        "--memory-layers", default="last", metavar="LAYERS",
+        help="encoder layer that each decoder layer reads: last, same, reversed, or numbers from "
+        "1 such as 1,2,2",
+    )  # fmt: skip
+    model("--copy", action="store_true", help="a head that may copy source tokens")
+    model(
+        "--decoder", choices=("autoregressive", "non-autoregressive"), default="autoregressive",
+        help="one token after the other, or all at once",
+    )  # fmt: skip
+    model(
+        "--length", choices=("predictor", "end"), default="predictor",
+        help="what ends a non-autoregressive translation: its predicted length, or its first END",
+    )  # fmt: skip
+
+    training = choices_of("training")
+    training("--steps", type=positive_int, default=10_000, help="updates in all")
+    training(
+        "--batch-tokens", type=positive_int, default=8192, help="source and target tokens a batch"
+    )
+    training("--accumulate", type=positive_int, default=1, help="batches of an update")
+    training("--packed", action="store_true", help="run on real tokens alone, without padding")
+    training(
+        "--patience", type=natural, default=0,
+        help="stop after so many validations without a lower loss; 0: never",
+    )  # fmt: skip
+    training("--learning-rate", type=positive_float, default=1e-3, help="peak, after the warm-up")
+    training("--warmup-steps", type=natural, default=400, help="updates of warm-up")
+    training("--smoothing", type=fraction, default=0.1, help="label smoothing")
+    training("--weight-decay", type=fraction, default=0.01, help="AdamW's")
+    training("--clip", type=positive_float, default=1.0, help="largest gradient norm")
+    training(
+        "--precision", choices=("auto", "fp32", "bf16"), default="auto",
+        help="auto: bf16 autocast on a GPU, fp32 on a CPU",
+    )  # fmt: skip
+    training("--seed", type=natural, default=0, help="of split, model and order")
+    training(
+        "--held-out", type=positive_int, default=argparse.SUPPRESS,
+        help="sentences of the validation and of the test part (default: 5 %%, at most 500)",
+    )  # fmt: skip
+    training("--valid-every", type=positive_int, default=500, help="updates between validations")
+    training(
+        "--checkpoint-every", type=positive_int, default=500, help="updates between checkpoints"
+    )
+
+    objective = choices_of("what training minimises")
+    objective(
+        "--scheduled-sampling", choices=("none", "sequential", "parallel"), default="none",
+        help="feed the decoder some of its own tokens, drawn one by one or all at once",
+    )  # fmt: skip
+    objective(
+        "--sampling-decay", choices=("linear", "exponential", "inverse-sigmoid"), default="linear",
+        help="how the share of true tokens falls from 1",
+    )  # fmt: skip
+    objective("--truth-floor", type=share, default=0.5, help="and to which share")
+    objective(
+        "--guided-attention", type=number, default=0.0, metavar="WEIGHT",
+        help="of a loss that keeps attention near the diagonal",
+    )  # fmt: skip
+    objective("--guided-width", type=positive_float, default=0.2, help="how near")
+    objective(
+        "--sequence-steps", type=natural, default=0,
+        help="last updates that reward sampled translations by their BLEU",
+    )  # fmt: skip
+    objective(
+        "--sequence-weight", type=share, default=0.9, help="share of that loss in these updates"
+    )
+    parser.set_defaults(fixed_choices={action.dest: action for action in fixed})
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    import torch
+
+    device = chosen_device(options)
+    from fastattn.seq2seq.model import make_model
+    from fastattn.seq2seq.plots import Curve, save_curves
+    from fastattn.seq2seq.runs import load_translator, start_run, validation_bleu
+    from fastattn.seq2seq.training import read_metrics, require_trainable, train
+
+    run: Path = options.out
+    with input_errors():
+        prepared, files = _continue_run(options) if options.resume else _new_run(options, device)
+        torch.manual_seed(files.training.seed)
+        model = make_model(files.model)
+        require_trainable(model, files.training)
+    if not options.resume:
+        start_run(run, files)
+    parameters = sum(p.numel() for p in model.parameters())
+    say(
+        f"{len(prepared.train):,} training pairs ({prepared.left_out} too long left out), "
+        f"{len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
+        f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"
+    )
+    result = train(
+        model, prepared.train, prepared.valid, files.training,
+        device=device, run=run, resume=options.resume,
+        score=validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None,
+    )  # fmt: skip
+    rows = read_metrics(run / "metrics.jsonl")
+    points = {
+        name: [(row["step"], row[name]) for row in rows if name in row]
+        for name in ("loss", "valid_loss", "valid_bleu")
+    }
+    losses = [loss for _, loss in points["loss"]]
+    curve = Curve(losses, points["valid_loss"], points["valid_bleu"])
+    save_curves(run / "curves.png", {run.name: curve})
+    outcome = {
+        "run": str(run),
+        "updates": result.first_step + len(result.losses) - 1,
+        "stopped_early": result.stopped_early,
+        "tokens_per_second": round(result.tokens_per_second),
+        **_score(load_translator(run, device=device), prepared.test),
+    }
+    if options.json:
+        print(json.dumps(outcome, indent=2))
+    else:
+        print(
+            f"test BLEU {outcome['bleu']:.1f}; handing the source back: "
+            f"{outcome['bleu_of_source']:.1f}\n"
+            f'translate with: fastattn translate --run {run} "TEXT"'
+        )
+    return DONE
+
+
+def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[PreparedText, RunFiles]:
+    from fastattn.seq2seq.model import ModelConfig
+    from fastattn.seq2seq.runs import RunFiles, default_held_out, prepare_text, require_no_run
+    from fastattn.seq2seq.training import TrainingConfig
+
+    try:
+        require_no_run(options.out)
+    except FileExistsError as error:
+        raise UsageError(f"--out: {error}; continue it with --resume") from error
+    precision = options.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    model = _config(
+        ModelConfig,
+        options,
+        encoder_layers=options.layers,
+        decoder_layers=options.layers,
+        norm_first=not options.post_norm,
+        tied=not options.untied,
+    )
+    training = _config(TrainingConfig, options, precision=precision)
+    pairs = load_pairs(getattr(options, "data", None))
+    held_out = getattr(options, "held_out", default_held_out(len(pairs)))
+    prepared = prepare_text(
+        pairs,
+        held_out=held_out,
+        seed=options.seed,
+        max_length=model.max_length,
+        vocabulary=options.vocabulary,
+    )
+    model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
+    return prepared, RunFiles(model, training, prepared.tokenizer, prepared.digest, held_out)
+
+
+def _config(kind: type[T], options: argparse.Namespace, **translated: Any) -> T:
+    """The options whose names are fields of `kind`, and those that go by another name."""
+    named = {f.name: getattr(options, f.name) for f in fields(kind) if hasattr(options, f.name)}
+    return kind(**named | translated)
+
+
+def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
+    from fastattn.seq2seq.runs import open_run, prepare_text
+
+    files = open_run(options.out)
+    for name, action in options.fixed_choices.items():
+        if getattr(options, name, action.default) != action.default:
+            raise UsageError(
+                f"{action.option_strings[0]} must be left out with --resume, which continues with "
+                f"the run's own choices, got {getattr(options, name)}"
+            )
+    prepared = prepare_text(
+        load_pairs(getattr(options, "data", None)),
+        held_out=files.held_out,
+        seed=files.training.seed,
+        max_length=files.model.max_length,
+        vocabulary=files.tokenizer,
+    )
+    if prepared.digest != files.data_digest:
+        raise UsageError(
+            f"--data must be the text that {options.out} was started with, got another one"
+        )
+    return prepared, files
+
+
+def _score(translator: Translator, test: Sequence[Pair]) -> dict[str, Any]:
+    from fastattn.seq2seq.generation import bleu
+    from fastattn.seq2seq.progress import Progress
+
+    sources, references = zip(*test, strict=True)
+    with Progress("translating the test part", len(test), unit="sentences") as progress:
+        translations = translator.translate(sources, notify=progress.update)
+    score = bleu(translations, references)
+    return {
+        "bleu": score.score,
+        "bleu_of_source": bleu(sources, references).score,
+        "bleu_details": score.details,
+        "bleu_signature": score.signature,
+    }

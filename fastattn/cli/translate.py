@@ -1,0 +1,152 @@
+"""`fastattn translate` and `fastattn evaluate`: what trained runs are used for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastattn.cli.arguments import (
+    DONE,
+    add_command,
+    add_device,
+    add_strategy,
+    chosen_device,
+    chosen_strategy,
+    existing_file,
+    input_errors,
+    load_pairs,
+    positive_int,
+    say,
+)
+
+
+def add_translate(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "translate",
+        "translate text with a trained run",
+        _run_translate,
+        description=(
+            "Translate each TEXT, or each line of standard input, with a run's best checkpoint."
+        ),
+    )
+    parser.add_argument("--run", dest="run_folder", type=Path, required=True, help="run folder")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="a sentence")
+    parser.add_argument(
+        "--max-length", type=positive_int, default=argparse.SUPPRESS,
+        help="tokens of a translation (default: twice the source's and ten)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attention", type=Path, metavar="PNG", default=argparse.SUPPRESS,
+        help="draw the cross-attention of the first sentence",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alignment", type=Path, metavar="PNG", default=argparse.SUPPRESS,
+        help="draw the first sentence and its translation with lines between their tokens",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefix", default=argparse.SUPPRESS, metavar="WORDS",
+        help="words that every translation begins with",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scores", action="store_true", help="print each translation's score and a tab before it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON array of both texts and the scores"
+    )
+    add_strategy(parser)
+    add_device(parser)
+
+
+def _run_translate(options: argparse.Namespace) -> int:
+    device = chosen_device(options)
+    from fastattn.seq2seq.progress import Progress
+    from fastattn.seq2seq.runs import load_translator
+
+    strategy = chosen_strategy(options)
+    translator = load_translator(options.run_folder, device=device)
+    if not options.text and sys.stdin.isatty():
+        say("reading lines from the keyboard; end with Ctrl-D")
+    texts = options.text or [line.rstrip("\n") for line in sys.stdin]
+    with Progress("translating", len(texts), show=len(texts) > 64, unit="lines") as progress:
+        with input_errors():
+            results = translator.search(
+                texts,
+                prefixes=[options.prefix] * len(texts) if hasattr(options, "prefix") else None,
+                max_length=getattr(options, "max_length", None),
+                strategy=strategy,
+                notify=progress.update,
+            )
+    translations = [result.text for result in results]
+    scores = [result.hypothesis.score if result.hypothesis else 0.0 for result in results]
+    if hasattr(options, "attention") and texts:
+        from fastattn.seq2seq.demo import draw_attention
+
+        draw_attention(options.attention, translator, texts[0], translations[0])
+    if hasattr(options, "alignment") and texts:
+        from fastattn.seq2seq.demo import draw_alignment
+
+        draw_alignment(options.alignment, translator, texts[0], translations[0])
+    if options.json:
+        rows = [
+            {"source": source, "translation": translation, "score": score}
+            for source, translation, score in zip(texts, translations, scores, strict=True)
+        ]
+        print(json.dumps(rows, ensure_ascii=False, indent=2))
+    elif options.scores:
+        for score, translation in zip(scores, translations, strict=True):
+            print(f"{score:.4f}\t{translation}")
+    else:
+        print("\n".join(translations))
+    return DONE
+
+
+def add_evaluate(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "evaluate",
+        "compare runs on their test part: BLEU and speed",
+        _run_evaluate,
+        description=(
+            "Translate the test part with each RUN and print BLEU and sentences per second side by "
+            "side: greedy and by beams, autoregressive and not. All runs must come from one text."
+        ),
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument(
+        "--data", type=existing_file, default=argparse.SUPPRESS,
+        help="the text that the runs were trained on (default: downloaded messages)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    add_strategy(parser)
+    add_device(parser)
+
+
+def _run_evaluate(options: argparse.Namespace) -> int:
+    device = chosen_device(options)
+    from fastattn.seq2seq.evaluation import evaluate_run
+
+    strategy = chosen_strategy(options)
+    pairs = load_pairs(getattr(options, "data", None))
+    rows = []
+    for run in options.runs:
+        with input_errors():
+            rows.append(evaluate_run(run, pairs, strategy=strategy, device=device))
+    if options.json:
+        figures = [asdict(r) | {"sentences_per_second": r.sentences_per_second} for r in rows]
+        print(json.dumps(figures, indent=2))
+        return DONE
+    table: list[tuple[str, ...]] = [("run", "decoder", "search", "BLEU", "source", "sentences/s")]
+    for row in rows:
+        numbers = row.bleu, row.bleu_of_source, row.sentences_per_second
+        table.append((row.run, row.decoder, row.search, *(f"{n:.1f}" for n in numbers)))
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
+    return DONE

@@ -1,11 +1,8 @@
 """The encoder and decoder stacks of `torch.nn` on fused ops, in place of torch's.
 
 Constructors, parameters, `state_dict` and masks are torch's; `forward` is ours, the same in
-training and evaluation. A layer is a row of blocks: attention or feed-forward network, dropout,
-residual, norm. A block runs as fused ops while its modules are plain (see `fusion`), else as the
-composition that torch writes: `_sa_block`, `_mha_block`, `_ff_block` and the norms, called as
-modules. Nested tensors and masks that torch rejects go to torch. `src_lengths` and `tgt_lengths`
-ask for packed execution (see `packing`).
+training and evaluation, made of the blocks in `blocks`. Nested tensors and masks that torch rejects
+go to torch. `src_lengths` and `tgt_lengths` ask for packed execution (see `packing`).
 
 Causality: `is_causal=None` compares the mask with the causal one, which waits for the device as in
 torch; while compiling, in a CUDA graph and without data the mask is used as it is, with the same
@@ -13,53 +10,45 @@ result. A hint is believed.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import functional
 from fastattn.nn.attention import (
     MultiheadAttention,
     allowed_mask,
-    attend,
-    attention_context,
     check_causal_hint,
-    covers,
     floating_mask,
     matching_masks,
-    merge_heads,
-    project_packed,
-    project_stacked,
+)
+from fastattn.nn.blocks import (
+    context_of,
+    decoder_layer,
+    decoder_layer_step,
+    encoder_layer,
+    packed_decoder_layer,
+    packed_encoder_layer,
+    project_memory,
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
-from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import (
     DropoutStreams,
     TorchScriptable,
-    active_p,
     inherits,
     is_plain,
-    weight_and_bias,
 )
-from fastattn.nn.norm import LayerNorm, RMSNorm, fused_add_norm, fused_add_norm_and_sum, fuses
+from fastattn.nn.norm import LayerNorm, RMSNorm
 from fastattn.nn.packing import (
     Lengths,
     Packing,
-    packed_context,
     packs,
     packs_norm,
     refuse_padding_masks,
 )
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-# What a block reads -> the attention's context before its output projection, None if not covered.
-Context = Callable[[Tensor], Tensor | None]
-# The same block as torch composes it, dropout included.
-Block = Callable[[Tensor], Tensor]
-Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
 class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
@@ -89,13 +78,13 @@ class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
                 return None
-            return _context(self.self_attn, y, y, mask, padding, is_causal, streams)
+            return context_of(self.self_attn, y, y, mask, padding, is_causal, streams)
 
         def self_block(y: Tensor) -> Tensor:
             masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
             return self._sa_block(y, *masks, is_causal=is_causal)
 
-        return _encoder_layer(self, src, (attend_self, self_block), streams)
+        return encoder_layer(self, src, (attend_self, self_block), streams)
 
 
 class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
@@ -137,14 +126,14 @@ class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):
                 return None
-            return _context(self.self_attn, y, y, *self_masks, streams)
+            return context_of(self.self_attn, y, y, *self_masks, streams)
 
         def attend_memory(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_mha_block"):
                 return None
-            return _context(self.multihead_attn, y, memory, *memory_masks, streams)
+            return context_of(self.multihead_attn, y, memory, *memory_masks, streams)
 
-        return _decoder_layer(
+        return decoder_layer(
             self,
             tgt,
             (attend_self, lambda y: self._sa_block(y, *self_masks)),
@@ -228,7 +217,7 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
 
     def _forward_packed(self, rows: Tensor, real: Packing, causal: bool) -> Tensor:
         for layer in self.layers:
-            rows = _packed_encoder_layer(layer, rows, real, causal)
+            rows = packed_encoder_layer(layer, rows, real, causal)
         return rows if self.norm is None else self.norm(rows)
 
 
@@ -323,7 +312,7 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
         self, rows: Tensor, memory: Tensor, real: Packing, source: Packing, causal: bool
     ) -> Tensor:
         for layer in self.layers:
-            rows = _packed_decoder_layer(layer, rows, memory, real, source, causal)
+            rows = packed_decoder_layer(layer, rows, memory, real, source, causal)
         return rows if self.norm is None else self.norm(rows)
 
     @torch.no_grad()
@@ -370,7 +359,7 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
 
         layers = []
         for layer, layer_memory in zip(self.layers, memories, strict=True):
-            projected = _project_memory(layer, layer_memory)  # [B, N, 2, H, D]
+            projected = project_memory(layer, layer_memory)  # [B, N, 2, H, D]
             heads = projected.shape[2:]
             if memory_size is not None:
                 rows = projected.new_zeros(B, memory_size, *heads)
@@ -400,7 +389,7 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
         check_memory_lengths(memory_lengths, B)
         cache.memory_lengths.copy_(memory_lengths)
         for layer, rows, layer_memory in zip(self.layers, cache.layers, memories, strict=True):
-            rows.memory[:, :N] = _project_memory(layer, layer_memory)
+            rows.memory[:, :N] = project_memory(layer, layer_memory)
         cache.rewind()
 
     @torch.no_grad()
@@ -428,7 +417,7 @@ class TransformerDecoder(TorchScriptable, nn.TransformerDecoder):
             )
         slots = cache.slots(positions)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = _decoder_layer_step(layer, x, layer_cache, cache, slots)
+            x = decoder_layer_step(layer, x, layer_cache, cache, slots)
         cache.advance(positions)
         return x if self.norm is None else self.norm(x)
 
@@ -594,229 +583,6 @@ def _padding_beside(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
 
 def _are_masks(*masks: Tensor | None) -> bool:
     return all(m is None or m.dtype is torch.bool or m.is_floating_point() for m in masks)
-
-
-def _context(
-    attention: nn.Module,
-    query: Tensor,
-    memory: Tensor,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    is_causal: bool,
-    streams: DropoutStreams,
-) -> Tensor | None:
-    """The attention's context before its output projection, None where it must be called whole."""
-    if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
-        return None
-    if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
-        return None
-    return attention_context(
-        attention,  # type: ignore[arg-type]
-        query,
-        memory,
-        memory,
-        padding,
-        mask,
-        is_causal,
-        streams,
-    )
-
-
-def _attention_block(
-    layer: Layer,
-    attention: nn.MultiheadAttention,
-    x: Tensor,
-    y: Tensor,
-    context: Context,
-    block: Block,
-    dropout: nn.Module,
-    norm: nn.Module,
-    streams: DropoutStreams,
-) -> tuple[Tensor, Tensor]:
-    """x the residual stream, y what the attention reads -> the same two for the next block.
-
-    Post-norm both are one tensor, and `norm` is this block's; pre-norm y is normed, and `norm` is
-    that of the next block.
-    """
-    heads = context(y) if fuses(dropout, norm) else None
-    if heads is None:
-        x = x + block(y)
-        y = norm(x)
-        return (x, y) if layer.norm_first else (y, y)
-    weight, bias = weight_and_bias(attention.out_proj)
-    product = F.linear(heads, weight)  # its bias is added with the residual
-    if layer.norm_first:
-        y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
-        return x, y
-    x = fused_add_norm(product, bias, x, dropout, norm, streams)
-    return x, x
-
-
-def _feed_forward_block(
-    layer: Layer,
-    x: Tensor,
-    y: Tensor,
-    dropout: nn.Module,
-    norm: nn.Module | None,
-    streams: DropoutStreams,
-) -> Tensor:
-    """x + dropout(ffn(y)), under `norm` where there is one (post-norm)."""
-    linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
-    base = (
-        nn.TransformerEncoderLayer
-        if isinstance(layer, nn.TransformerEncoderLayer)
-        else nn.TransformerDecoderLayer
-    )
-    activation = None
-    if inherits(layer, base, "_ff_block") and (
-        is_plain(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
-    ):
-        activation = fused_activation(linear1, layer.activation, inner, linear2)
-    if activation is None:
-        x = x + layer._ff_block(y)
-        return x if norm is None else norm(x)
-    p, output_p = active_p(inner), active_p(dropout) if norm is None else 0.0
-    (weight1, bias1), (weight2, bias2) = weight_and_bias(linear1), weight_and_bias(linear2)
-    result = functional.ffn(
-        y,
-        weight1,
-        bias1,
-        weight2,
-        bias2 if norm is None else None,  # else added with the residual
-        activation,
-        dropout_p=p,
-        output_dropout_p=output_p,
-        residual=x if norm is None else None,
-        **streams.take(p, output_p),
-    )
-    if norm is None:
-        return result
-    return fused_add_norm(result, bias2, x, dropout, norm, streams)
-
-
-def _encoder_layer(
-    layer: nn.TransformerEncoderLayer,
-    x: Tensor,
-    to_self: tuple[Context, Block],
-    streams: DropoutStreams,
-) -> Tensor:
-    """The two blocks of an encoder layer, padded and packed alike."""
-    pre = layer.norm_first
-    norms = (layer.norm2, None) if pre else (layer.norm1, layer.norm2)
-    y = layer.norm1(x) if pre else x
-    x, y = _attention_block(
-        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
-    )
-    return _feed_forward_block(layer, x, y, layer.dropout2, norms[1], streams)
-
-
-def _packed_encoder_layer(
-    layer: nn.TransformerEncoderLayer, x: Tensor, real: Packing, causal: bool
-) -> Tensor:
-    """`layer` on packed rows `[T, E]`."""
-    streams, attention = DropoutStreams(x.device), layer.self_attn
-
-    def attend_self(y: Tensor) -> Tensor:
-        return packed_context(attention, y, y, real, real, causal, streams)
-
-    def self_block(y: Tensor) -> Tensor:
-        return layer.dropout1(_output(attention, attend_self(y)))
-
-    return _encoder_layer(layer, x, (attend_self, self_block), streams)
-
-
-def _packed_decoder_layer(
-    layer: nn.TransformerDecoderLayer,
-    x: Tensor,
-    memory: Tensor,
-    real: Packing,
-    source: Packing,
-    causal: bool,
-) -> Tensor:
-    """`layer` on packed rows x `[T, E]` over packed memory `[S, E]`."""
-    streams = DropoutStreams(x.device)
-    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
-
-    def attend_self(y: Tensor) -> Tensor:
-        return packed_context(self_attn, y, y, real, real, causal, streams)
-
-    def attend_memory(y: Tensor) -> Tensor:
-        return packed_context(cross_attn, y, memory, real, source, False, streams)
-
-    return _decoder_layer(
-        layer,
-        x,
-        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
-        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
-        streams,
-    )
-
-
-def _decoder_layer(
-    layer: nn.TransformerDecoderLayer,
-    x: Tensor,
-    to_self: tuple[Context, Block],
-    to_memory: tuple[Context, Block],
-    streams: DropoutStreams,
-) -> Tensor:
-    """The three blocks of a decoder layer: padded, packed, and single steps alike."""
-    pre = layer.norm_first
-    norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
-    y = layer.norm1(x) if pre else x
-    x, y = _attention_block(
-        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
-    )
-    x, y = _attention_block(
-        layer, layer.multihead_attn, x, y, *to_memory, layer.dropout2, norms[1], streams
-    )
-    return _feed_forward_block(layer, x, y, layer.dropout3, norms[2], streams)
-
-
-def _decoder_layer_step(
-    layer: nn.TransformerDecoderLayer,
-    x: Tensor,
-    past: LayerCache,
-    cache: DecoderCache,
-    slots: tuple[Tensor, Tensor],
-) -> Tensor:
-    """`layer` on the next positions, whose keys and values are written to the cache's `slots`."""
-    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
-    streams = DropoutStreams(x.device)
-    rows, key_lengths = slots
-
-    def attend_self(y: Tensor) -> Tensor:
-        packed = project_stacked(self_attn, y, 0, 3)
-        packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
-        past.target.index_copy_(1, rows, packed[:, :, 1:])
-        q = packed[:, :, 0].transpose(1, 2)
-        k, v = past.target_heads()
-        heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)
-        return merge_heads(self_attn, heads, 3)
-
-    def attend_memory(y: Tensor) -> Tensor:
-        (q,) = project_packed(cross_attn, y, 0, 1)
-        k, v = past.memory_heads()
-        mask, lengths = cache.memory_mask, cache.memory_lengths
-        heads = attend(cross_attn, q, k, v, streams, mask=mask, key_lengths=lengths)
-        return merge_heads(cross_attn, heads, 3)
-
-    return _decoder_layer(
-        layer,
-        x,
-        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
-        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
-        streams,
-    )
-
-
-def _project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
-    """The keys and values of the cross-attention, `[B, N, 2, H, D]`."""
-    packed = project_stacked(layer.multihead_attn, memory, 1, 2)
-    return packed if layer.multihead_attn.batch_first else packed.transpose(0, 1)
-
-
-def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:
-    return F.linear(context, attention.out_proj.weight, attention.out_proj.bias)
 
 
 def _cannot_decode(layer: nn.Module) -> str | None:

@@ -1,0 +1,258 @@
+"""The blocks and layers of the Transformer, as functions over torch's modules.
+
+A layer is a row of blocks: attention or feed-forward network, dropout, residual, norm. A block runs
+as fused ops while its modules are plain (see `fusion`), else as the composition that torch writes:
+`_sa_block`, `_mha_block`, `_ff_block` and the norms, called as modules. The same layer serves
+padded and packed batches and single steps of decoding: they differ in what the attention reads.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.attention import (
+    MultiheadAttention,
+    attend,
+    attention_context,
+    covers,
+    merge_heads,
+    project_packed,
+    project_stacked,
+)
+from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.nn.feed_forward import fused_activation
+from fastattn.nn.fusion import DropoutStreams, active_p, inherits, is_plain, weight_and_bias
+from fastattn.nn.norm import fused_add_norm, fused_add_norm_and_sum, fuses
+from fastattn.nn.packing import Packing, packed_context
+
+# What a block reads -> the attention's context before its output projection, None if not covered.
+Context = Callable[[Tensor], Tensor | None]
+# The same block as torch composes it, dropout included.
+Block = Callable[[Tensor], Tensor]
+Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+
+
+def context_of(
+    attention: nn.Module,
+    query: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+    streams: DropoutStreams,
+) -> Tensor | None:
+    """The attention's context before its output projection, None where it must be called whole."""
+    if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+        return None
+    if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
+        return None
+    return attention_context(
+        attention,  # type: ignore[arg-type]
+        query,
+        memory,
+        memory,
+        padding,
+        mask,
+        is_causal,
+        streams,
+    )
+
+
+def _attention_block(
+    layer: Layer,
+    attention: nn.MultiheadAttention,
+    x: Tensor,
+    y: Tensor,
+    context: Context,
+    block: Block,
+    dropout: nn.Module,
+    norm: nn.Module,
+    streams: DropoutStreams,
+) -> tuple[Tensor, Tensor]:
+    """x the residual stream, y what the attention reads -> the same two for the next block.
+
+    Post-norm both are one tensor, and `norm` is this block's; pre-norm y is normed, and `norm` is
+    that of the next block.
+    """
+    heads = context(y) if fuses(dropout, norm) else None
+    if heads is None:
+        x = x + block(y)
+        y = norm(x)
+        return (x, y) if layer.norm_first else (y, y)
+    weight, bias = weight_and_bias(attention.out_proj)
+    product = F.linear(heads, weight)  # its bias is added with the residual
+    if layer.norm_first:
+        y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
+        return x, y
+    x = fused_add_norm(product, bias, x, dropout, norm, streams)
+    return x, x
+
+
+def _feed_forward_block(
+    layer: Layer,
+    x: Tensor,
+    y: Tensor,
+    dropout: nn.Module,
+    norm: nn.Module | None,
+    streams: DropoutStreams,
+) -> Tensor:
+    """x + dropout(ffn(y)), under `norm` where there is one (post-norm)."""
+    linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
+    base = (
+        nn.TransformerEncoderLayer
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        else nn.TransformerDecoderLayer
+    )
+    activation = None
+    if inherits(layer, base, "_ff_block") and (
+        is_plain(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
+    ):
+        activation = fused_activation(linear1, layer.activation, inner, linear2)
+    if activation is None:
+        x = x + layer._ff_block(y)
+        return x if norm is None else norm(x)
+    p, output_p = active_p(inner), active_p(dropout) if norm is None else 0.0
+    (weight1, bias1), (weight2, bias2) = weight_and_bias(linear1), weight_and_bias(linear2)
+    result = functional.ffn(
+        y,
+        weight1,
+        bias1,
+        weight2,
+        bias2 if norm is None else None,  # else added with the residual
+        activation,
+        dropout_p=p,
+        output_dropout_p=output_p,
+        residual=x if norm is None else None,
+        **streams.take(p, output_p),
+    )
+    if norm is None:
+        return result
+    return fused_add_norm(result, bias2, x, dropout, norm, streams)
+
+
+def encoder_layer(
+    layer: nn.TransformerEncoderLayer,
+    x: Tensor,
+    to_self: tuple[Context, Block],
+    streams: DropoutStreams,
+) -> Tensor:
+    """The two blocks of an encoder layer, padded and packed alike."""
+    pre = layer.norm_first
+    norms = (layer.norm2, None) if pre else (layer.norm1, layer.norm2)
+    y = layer.norm1(x) if pre else x
+    x, y = _attention_block(
+        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+    )
+    return _feed_forward_block(layer, x, y, layer.dropout2, norms[1], streams)
+
+
+def packed_encoder_layer(
+    layer: nn.TransformerEncoderLayer, x: Tensor, real: Packing, causal: bool
+) -> Tensor:
+    """`layer` on packed rows `[T, E]`."""
+    streams, attention = DropoutStreams(x.device), layer.self_attn
+
+    def attend_self(y: Tensor) -> Tensor:
+        return packed_context(attention, y, y, real, real, causal, streams)
+
+    def self_block(y: Tensor) -> Tensor:
+        return layer.dropout1(_output(attention, attend_self(y)))
+
+    return encoder_layer(layer, x, (attend_self, self_block), streams)
+
+
+def packed_decoder_layer(
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    memory: Tensor,
+    real: Packing,
+    source: Packing,
+    causal: bool,
+) -> Tensor:
+    """`layer` on packed rows x `[T, E]` over packed memory `[S, E]`."""
+    streams = DropoutStreams(x.device)
+    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
+
+    def attend_self(y: Tensor) -> Tensor:
+        return packed_context(self_attn, y, y, real, real, causal, streams)
+
+    def attend_memory(y: Tensor) -> Tensor:
+        return packed_context(cross_attn, y, memory, real, source, False, streams)
+
+    return decoder_layer(
+        layer,
+        x,
+        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
+        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
+        streams,
+    )
+
+
+def decoder_layer(
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    to_self: tuple[Context, Block],
+    to_memory: tuple[Context, Block],
+    streams: DropoutStreams,
+) -> Tensor:
+    """The three blocks of a decoder layer: padded, packed, and single steps alike."""
+    pre = layer.norm_first
+    norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
+    y = layer.norm1(x) if pre else x
+    x, y = _attention_block(
+        layer, layer.self_attn, x, y, *to_self, layer.dropout1, norms[0], streams
+    )
+    x, y = _attention_block(
+        layer, layer.multihead_attn, x, y, *to_memory, layer.dropout2, norms[1], streams
+    )
+    return _feed_forward_block(layer, x, y, layer.dropout3, norms[2], streams)
+
+
+def decoder_layer_step(
+    layer: nn.TransformerDecoderLayer,
+    x: Tensor,
+    past: LayerCache,
+    cache: DecoderCache,
+    slots: tuple[Tensor, Tensor],
+) -> Tensor:
+    """`layer` on the next positions, whose keys and values are written to the cache's `slots`."""
+    self_attn, cross_attn = layer.self_attn, layer.multihead_attn
+    streams = DropoutStreams(x.device)
+    rows, key_lengths = slots
+
+    def attend_self(y: Tensor) -> Tensor:
+        packed = project_stacked(self_attn, y, 0, 3)
+        packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
+        past.target.index_copy_(1, rows, packed[:, :, 1:])
+        q = packed[:, :, 0].transpose(1, 2)
+        k, v = past.target_heads()
+        heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)
+        return merge_heads(self_attn, heads, 3)
+
+    def attend_memory(y: Tensor) -> Tensor:
+        (q,) = project_packed(cross_attn, y, 0, 1)
+        k, v = past.memory_heads()
+        mask, lengths = cache.memory_mask, cache.memory_lengths
+        heads = attend(cross_attn, q, k, v, streams, mask=mask, key_lengths=lengths)
+        return merge_heads(cross_attn, heads, 3)
+
+    return decoder_layer(
+        layer,
+        x,
+        (attend_self, lambda y: layer.dropout1(_output(self_attn, attend_self(y)))),
+        (attend_memory, lambda y: layer.dropout2(_output(cross_attn, attend_memory(y)))),
+        streams,
+    )
+
+
+def project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
+    """The keys and values of the cross-attention, `[B, N, 2, H, D]`."""
+    packed = project_stacked(layer.multihead_attn, memory, 1, 2)
+    return packed if layer.multihead_attn.batch_first else packed.transpose(0, 1)
+
+
+def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:
+    return F.linear(context, attention.out_proj.weight, attention.out_proj.bias)

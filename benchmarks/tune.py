@@ -1,11 +1,10 @@
 """`python -m benchmarks.tune`: times tilings of the Triton kernels and shows the best.
 
-A task of attention is a direction, a feature and a head dim at one sequence length; tasks of the
-norms and the feed-forward network are in tune_rows. Its candidates are compiled by several
-processes into Triton's cache while one process with the GPU takes those that are ready: it compares
-every result with the reference (of attention on single heads), then times it beside a peer where
-there is one. A candidate that fails, crashes or hangs costs itself. One JSON object a line goes to
-the output folder as results come; the table of winners is printed last.
+What there is to tune stands in tune_attention and tune_rows. A task's candidates are compiled by
+several processes into Triton's cache while one process with the GPU takes those that are ready: it
+compares every result with the reference, then times it beside a peer where there is one. A
+candidate that fails, crashes or hangs costs itself. One JSON object a line goes to the output
+folder as results come; the table of winners is printed last.
 """
 
 import argparse
@@ -18,134 +17,29 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.tune_rows import NORMS, FfnTask, NormTask, RowCase, RowTask, wrong
+from benchmarks.tune_attention import FEATURES, AttentionTask
+from benchmarks.tune_rows import NORMS, FfnTask, NormTask
+from benchmarks.tune_task import DTYPES, Case, Task
 
-FEATURES = (
-    "plain", "causal", "window", "lengths", "both_lengths", "mask", "bias", "dropout",
-)  # fmt: skip
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Root-mean-square error against the fp32 reference, relative; four times what correct kernels show.
-_TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 _HANG_SECONDS = 90.0
-_SEED = 1234
 _NORM_SHAPES = ((32768, 512), (32768, 1024), (32768, 4096), (8192, 16384))
 _FFN_SHAPES = ((16384, 1024), (8192, 4096))
 
 
-@dataclass(frozen=True)
-class Task:
-    """direction fwd or bwd; tokens are B * S, and heads * D is `width`."""
-
-    direction: str
-    feature: str
-    D: int
-    S: int
-    tokens: int
-    width: int
-    dtype: str
-
-    unit = "TFLOP/s"
-
-    @property
-    def name(self) -> str:
-        return f"{self.direction} {self.feature} D{self.D} S{self.S} {self.dtype}"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return max(1, self.tokens // self.S), max(1, self.width // self.D), self.S, self.D
-
-
 # -- candidates -----------------------------------------------------------------------------------
 
-# (BLOCK_M, BLOCK_N, warps, stages, edge_stages, registers a thread or None, overlap), likely first.
-_FORWARD = {
-    64: (
-        (128, 128, 8, 2, 2, None, 1), (128, 64, 8, 3, 2, 128, 2), (128, 64, 8, 3, 2, None, 0),
-        (128, 128, 8, 2, 2, None, 2), (128, 64, 8, 3, 2, None, 1), (64, 128, 4, 2, 2, None, 1),
-        (64, 128, 4, 2, 2, None, 2), (128, 64, 4, 3, 2, None, 0), (128, 128, 8, 3, 2, None, 0),
-        (64, 64, 4, 3, 2, None, 2), (64, 128, 4, 2, 2, None, 0), (128, 64, 8, 2, 2, 128, 2),
-        (64, 64, 4, 3, 2, None, 0), (128, 64, 4, 3, 2, None, 2), (128, 128, 8, 3, 2, None, 1),
-        (128, 64, 4, 3, 2, 168, 0), (128, 128, 8, 2, 1, None, 1), (128, 64, 8, 4, 2, 128, 2),
-        (128, 128, 4, 2, 2, None, 0), (128, 32, 4, 4, 2, None, 0), (256, 64, 8, 2, 2, None, 0),
-    ),
-    128: (
-        (128, 64, 8, 3, 2, None, 1), (128, 128, 8, 2, 2, None, 2), (128, 128, 8, 2, 2, None, 0),
-        (128, 64, 8, 2, 2, None, 1), (128, 128, 8, 2, 2, None, 1), (128, 64, 8, 3, 2, None, 2),
-        (64, 64, 4, 2, 2, None, 1), (64, 64, 4, 2, 2, None, 2), (128, 64, 8, 3, 2, None, 0),
-        (64, 64, 4, 2, 2, None, 0), (128, 32, 8, 3, 2, 128, 1), (64, 64, 4, 3, 2, None, 0),
-        (64, 128, 4, 2, 2, None, 1), (128, 32, 8, 4, 2, None, 1), (128, 64, 8, 2, 2, None, 2),
-        (128, 64, 8, 3, 1, None, 1), (128, 128, 8, 2, 1, None, 2), (128, 64, 4, 2, 2, None, 0),
-    ),
-    256: (
-        (128, 64, 8, 2, 1, None, 1), (128, 64, 8, 2, 1, None, 0), (128, 64, 8, 2, 1, None, 2),
-        (64, 32, 4, 2, 2, None, 1), (64, 32, 4, 2, 2, None, 0), (128, 32, 8, 3, 2, None, 1),
-        (64, 64, 4, 2, 1, None, 0), (128, 32, 8, 3, 2, None, 0), (128, 32, 8, 2, 2, None, 1),
-        (64, 64, 8, 2, 2, None, 0), (64, 64, 4, 2, 1, None, 1), (64, 32, 4, 3, 2, None, 0),
-        (128, 64, 8, 1, 1, None, 0), (64, 64, 4, 1, 1, None, 0),
-    ),
-}  # fmt: skip
-_SINGLE_PRECISION = (
-    (64, 32, 4, 2, 1, None), (32, 32, 4, 2, 1, None), (64, 32, 8, 2, 1, None),
-    (64, 64, 8, 2, 1, None), (32, 16, 4, 1, 1, None), (128, 32, 8, 2, 1, None),
-)  # fmt: skip
 
-
-def candidates(task: Task | RowTask, arch: str) -> list[Any]:
-    """Configs to try, the shipped one first."""
-    if not isinstance(task, Task):
-        return list(dict.fromkeys(task.candidates(arch)))
-    found = _backward(task, arch) if task.direction == "bwd" else _forward(task, arch)
-    return list(dict.fromkeys(found))
-
-
-def _backward(task: Task, arch: str) -> list[Any]:
-    from fastattn.ops.attention import config_bwd
-
-    banded, dense = _features(task)
-    edges = banded or "lengths" in task.feature
-    dtype, D = DTYPES[task.dtype], task.D
-    shipped = config_bwd.bwd_config(arch, dtype, D, D, edges, dense)
-    return [shipped, *config_bwd.candidates(arch, dtype, D, D, edges, dense)]
-
-
-def _forward(task: Task, arch: str) -> list[Any]:
-    from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
-
-    dtype = DTYPES[task.dtype]
-    banded, dense = _features(task)
-    features = Features(banded, "lengths" in task.feature, dense, task.feature == "dropout")
-    shipped = forward_config(arch, dtype, task.D, task.D, task.S, features)
-    if dtype is torch.float32:
-        return [shipped] + [
-            ForwardConfig(*row[:5], tma=False, maxnreg=row[5], precision=precision)
-            for row, precision in itertools.product(_SINGLE_PRECISION, ("tf32x3", "ieee"))
-        ]
-    width = 64 if task.D <= 64 else 128 if task.D <= 128 else 256
-    rows = [
-        ForwardConfig(*row[:5], tma=shipped.tma, maxnreg=row[5], overlap=row[6])
-        for row in _FORWARD[width]
-    ]
-    # A list in the way of a load costs it a stage.
-    rows = [replace(row, stages=row.stages + 1) for row in rows] if dense else rows
-    if shipped.tma:
-        rows.insert(6, replace(rows[2], tma=False))
-    if shipped.widths(task.D)[1] > 0:  # two tiles a head dim: or one, padded
-        rows[1:1] = [replace(row, whole=True) for row in rows[:4]]
-    return [shipped, *rows]
-
-
-def _features(task: Task) -> tuple[bool, bool]:
-    """(banded, dense)."""
-    return task.feature in ("causal", "window"), task.feature in ("mask", "bias")
+def candidates(task: Task, arch: str) -> list[Any]:
+    """Configs to try, each once, the shipped one first."""
+    return list(dict.fromkeys(task.candidates(arch)))
 
 
 def describe(config: Any) -> str:
@@ -193,82 +87,7 @@ def _short(value: Any) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}[{' '.join(options)}]"
 
 
-# -- inputs ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Case:
-    """A task's tensors: arguments of attention_fwd, its results, and for backward what follows.
-
-    work: FLOPs. first: the first of the results that a launch writes.
-    """
-
-    args: tuple[Any, ...]
-    results: tuple[Tensor, ...]
-    work: float
-    first: int = 0
-
-
-def make(task: Task | RowTask, device: str) -> Case | RowCase:
-    if not isinstance(task, Task):
-        return task.make(device)
-    B, H, S, D = task.shape
-    dtype = DTYPES[task.dtype]
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(_SEED)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    q, k, v = normal(B, H, S, D), normal(B, H, S, D), normal(B, H, S, D)
-    mask = key_lengths = query_lengths = seed = None
-    causal, left, p, pairs = 0, -1, 0.0, float(B * S * S)
-    if task.feature == "causal":
-        causal, pairs = 2, B * S * S / 2
-    elif task.feature == "window":
-        causal, left = 2, S // 8
-        pairs = float(B * (S * (left + 1) - left * (left + 1) / 2))
-    elif "lengths" in task.feature:
-        spread = [S // 4 + (3 * S // 4) * b // max(1, B - 1) for b in range(B)]
-        key_lengths = torch.tensor(spread, dtype=torch.int32, device=device)
-        pairs = float(S * sum(spread))
-        if task.feature == "both_lengths":
-            query_lengths, pairs = key_lengths.clone(), float(sum(n * n for n in spread))
-    elif task.feature == "mask":
-        mask = torch.rand(1, 1, S, S, device=device, generator=generator) > 0.1
-    elif task.feature == "bias":
-        mask = normal(1, H, S, S)
-    elif task.feature == "dropout":
-        p, seed = 0.1, torch.tensor([_SEED], device=device)
-    args = (
-        q, k, v, mask, None, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
-    )  # fmt: skip
-    out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
-    results: tuple[Tensor, ...] = (out, lse)
-    if task.direction == "bwd":
-        dout = normal(B, H, S, D)
-        results = (out, lse, dout, *(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
-    forward = task.direction == "fwd"
-    return Case(args, results, (4 if forward else 10) * H * D * pairs, 0 if forward else 3)
-
-
-def launch(task: Task | RowTask, config: Any, case: Case | RowCase) -> None:
-    if not isinstance(task, Task):
-        assert isinstance(case, RowCase)
-        task.launch(config, case)
-        return
-    if task.direction == "fwd":
-        from fastattn.ops.attention.triton import attention_fwd_with_config
-
-        attention_fwd_with_config(config, *case.args, *case.results)
-        return
-    from fastattn.ops.attention.triton_bwd import attention_bwd_with_config
-
-    out, lse, dout, *gradients = case.results
-    a, needs = case.args, [True, True, True, False]
-    attention_bwd_with_config(config, dout, None, *a[:7], out, lse, *a[7:], needs, *gradients)
-
-
-Job = tuple[int, Task | RowTask, Any]
+Job = tuple[int, Task, Any]
 
 
 # -- compiling ahead ------------------------------------------------------------------------------
@@ -301,7 +120,7 @@ def _compile_worker(pipe: Connection, jobs: Sequence[Job]) -> None:
         error = None
         try:
             with collect_kernels(compile_only=True):
-                launch(task, config, make(task, "meta"))
+                task.launch(config, task.make("meta"))
         except Exception as caught:
             error = _first_line(caught)
         pipe.send((number, error, time.monotonic() - start))
@@ -379,93 +198,9 @@ def _milliseconds(call: Any, budget_ms: float) -> float:
     return median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
 
 
-def _head(args: tuple[Any, ...], b: int, h: int) -> tuple[Any, ...]:
-    """The arguments of one head, in fp32."""
-    q, k, v, mask, _, key_lengths, query_lengths, *rest = args
-    data = [x[b : b + 1, h : h + 1].float() for x in (q, k, v)]
-    if mask is not None:
-        mask = mask[:, min(h, mask.shape[1] - 1)][:, None]
-    lengths = [None if x is None else x[b : b + 1] for x in (key_lengths, query_lengths)]
-    return (*data, mask, None, *lengths, *rest)
-
-
-def _wrong(task: Task | RowTask, case: Case | RowCase) -> tuple[float, str | None]:
-    """(largest relative error, what is wrong), of attention of the first head and the last."""
-    if not isinstance(task, Task):
-        assert isinstance(case, RowCase)
-        return wrong(case, task.expected(case), _TOLERANCE[DTYPES[task.dtype]])
-    from fastattn.ops.attention import reference
-
-    B, H, _, _ = task.shape
-    # The bits of dropout belong to a batch and head; the reference counts its heads from 0.
-    heads = {(0, 0)} if task.feature == "dropout" else {(0, 0), (B - 1, H - 1)}
-    worst = 0.0
-    for b, h in sorted(heads):
-        args = _head(case.args, b, h)
-        one = (slice(b, b + 1), slice(h, h + 1))
-        got: Sequence[Tensor]
-        expected: Sequence[Tensor | None]
-        if task.direction == "fwd":
-            got, expected = case.results, reference.attention_fwd(*args)
-            names: tuple[str, ...] = ("out", "lse")
-        else:
-            out, lse, dout, *got = case.results
-            backward: tuple[Any, ...] = (
-                dout[one].float(), None, *args[:7], out[one].float(), lse[one], *args[7:],
-                [True, True, True, False],
-            )  # fmt: skip
-            expected = reference.attention_bwd(*backward)
-            names = ("dq", "dk", "dv")
-        for name, x, y in zip(names, got, expected, strict=False):
-            assert y is not None
-            finite = y.isfinite()
-            if not torch.equal(x[one].isfinite(), finite):
-                return float("inf"), f"{name}: non-finite values differ"
-            difference = torch.where(finite, x[one].float() - y, 0)
-            error = float(difference.norm() / torch.where(finite, y, 0).norm().clamp_min(1e-20))
-            worst = max(worst, error)
-            if not error <= _TOLERANCE[DTYPES[task.dtype]]:
-                return worst, f"{name}: relative error {error:.2g}"
-    return worst, None
-
-
-def _peer(task: Task | RowTask, case: Case | RowCase) -> Any | None:
-    """A call that computes the same by cuDNN's attention or torch's operator, or None."""
-    if not isinstance(task, Task):
-        assert isinstance(case, RowCase)
-        return task.peer(case)
-    if task.feature not in ("plain", "causal", "dropout") or task.dtype == "fp32":
-        return None
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k, v = (x.detach().requires_grad_(task.direction == "bwd") for x in case.args[:3])
-    options = {"dropout_p": case.args[11], "is_causal": task.feature == "causal"}
-
-    def forward() -> Tensor:
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-    if task.direction == "fwd":
-        return forward
-    out = forward()
-    dout = case.results[2]
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
-def _forward_results(case: Case | RowCase) -> None:
-    """Backward starts from a forward, in the shipped tiling."""
-    from fastattn.ops.attention import triton
-
-    spaces = [
-        torch.empty(shape, dtype=dtype, device=case.results[0].device)
-        for shape, dtype, _ in triton.attention_fwd_workspace(*case.args)
-    ]
-    triton.attention_fwd(*case.args, *case.results[:2], *spaces)
-
-
 def _gpu_worker(pipe: Connection) -> None:
     """Answers (task, config, budget_ms) with what it measured, until it is told None."""
-    current: Task | RowTask | None = None
+    current: Task | None = None
     case, peer = None, None
     pipe.send({"gpu": torch.cuda.get_device_name()})
     while (job := pipe.recv()) is not None:
@@ -475,12 +210,11 @@ def _gpu_worker(pipe: Connection) -> None:
             if task != current:
                 case = peer = None
                 torch.cuda.empty_cache()
-                case = make(task, "cuda")
-                if isinstance(task, Task) and task.direction == "bwd":
-                    _forward_results(case)
+                case = task.make("cuda")
+                task.prepare(case)
                 current = task
-                with contextlib.suppress(Exception):
-                    peer = _peer(task, case)
+                with contextlib.suppress(Exception):  # a peer that fails is missing
+                    peer = task.peer(case)
             assert case is not None
             measure(task, config, case, peer, budget_ms, row)
         except Exception as caught:
@@ -490,9 +224,9 @@ def _gpu_worker(pipe: Connection) -> None:
 
 
 def measure(
-    task: Task | RowTask,
+    task: Task,
     config: Any,
-    case: Case | RowCase,
+    case: Case,
     peer: Any,
     budget_ms: float,
     row: dict[str, Any],
@@ -502,18 +236,18 @@ def measure(
         x.fill_(float("nan"))
     start = time.monotonic()
     with collect_kernels() as kernels:
-        launch(task, config, case)
+        task.launch(config, case)
     _synchronize(case)
     row["first_s"] = round(time.monotonic() - start, 2)
     row["registers"] = [getattr(kernel, "n_regs", None) for kernel in kernels]
     row["spills"] = [getattr(kernel, "n_spills", None) for kernel in kernels]
     row["shared"] = [kernel.metadata.shared for kernel in kernels if kernel is not None]
     with torch.no_grad():
-        row["error"], wrong = _wrong(task, case)
+        row["error"], wrong = task.wrong(case)
     if wrong:
         row |= {"status": "wrong", "message": wrong}
         return
-    ms = _milliseconds(lambda: launch(task, config, case), budget_ms)
+    ms = _milliseconds(lambda: task.launch(config, case), budget_ms)
     scale = 1e9 if task.unit == "TFLOP/s" else 1e6
     row |= {"status": "ok", "ms": ms, "rate": case.work / ms / scale, "unit": task.unit}
     if peer is not None:
@@ -521,7 +255,7 @@ def measure(
             row["peer_rate"] = case.work / _milliseconds(peer, budget_ms) / scale
 
 
-def _synchronize(case: Case | RowCase) -> None:
+def _synchronize(case: Case) -> None:
     if case.results[0].is_cuda:
         torch.cuda.synchronize()
 
@@ -552,7 +286,7 @@ class Gpu:
         self.process.join()
         return {"status": "failed", "message": message}
 
-    def measure(self, task: Task | RowTask, config: Any, budget_ms: float) -> dict[str, Any]:
+    def measure(self, task: Task, config: Any, budget_ms: float) -> dict[str, Any]:
         if not self.process.is_alive():
             self._start()
         try:
@@ -608,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "tune.jsonl"
-    rows: list[tuple[Task | RowTask, Any, dict[str, Any]]] = []
+    rows: list[tuple[Task, Any, dict[str, Any]]] = []
     compiler, gpu = Compiler(jobs, options.jobs), Gpu()
     try:
         # Task by task, so that a task's tensors are made once, but never idle: what is compiled.
@@ -642,13 +376,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if any(row["status"] == "ok" for _, _, row in rows) else 1
 
 
-def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task | RowTask]:
+def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task]:
     product = itertools.product
     if op == "attention":
         for direction, dtype, D, feature, S in product(
             options.direction, options.dtype, options.dim, options.feature, options.length
         ):
-            yield Task(direction, feature, D, S, max(options.tokens, S), options.width, dtype)
+            yield AttentionTask(
+                direction, feature, D, S, max(options.tokens, S), options.width, dtype
+            )
         return
     shapes: Sequence[Sequence[int]] = _FFN_SHAPES if op == "ffn" else _NORM_SHAPES
     if options.shape:
@@ -661,7 +397,7 @@ def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task | RowTask]:
             yield NormTask(direction, op, rows, N, dtype)
 
 
-def _record(log: Path, task: Task | RowTask, config: Any, row: dict[str, Any], gpu: str) -> None:
+def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -> None:
     what: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
@@ -672,7 +408,7 @@ def _record(log: Path, task: Task | RowTask, config: Any, row: dict[str, Any], g
         file.write(json.dumps(what | row) + "\n")
 
 
-def _line(task: Task | RowTask, config: Any, row: dict[str, Any]) -> str:
+def _line(task: Task, config: Any, row: dict[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{task.name:34s} {describe(config):42s} {row['status']}: {row['message']}"
     text = f"{task.name:34s} {describe(config):42s} {row['ms']:8.3f} ms"
@@ -680,9 +416,7 @@ def _line(task: Task | RowTask, config: Any, row: dict[str, Any]) -> str:
     return text + (f" (peer {row['peer_rate']:.0f})" if "peer_rate" in row else "")
 
 
-def _summary(
-    tasks: Sequence[Task | RowTask], rows: Sequence[tuple[Task | RowTask, Any, dict[str, Any]]]
-) -> str:
+def _summary(tasks: Sequence[Task], rows: Sequence[tuple[Task, Any, dict[str, Any]]]) -> str:
     """For each task its three best, then how many failed."""
     lines = []
     for task in tasks:

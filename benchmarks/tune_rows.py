@@ -1,7 +1,6 @@
 """Tasks of `benchmarks.tune` for the ops on rows: norms and the feed-forward network.
 
-What is worth timing is offered by the op itself in its config.py, the shipped row first. A task
-answers for itself: candidates, inputs, launch, what is wrong, and a peer's call.
+What is worth timing is offered by the op itself in its config.py, the shipped row first.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,26 +11,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.tune_task import DTYPES, TOLERANCE, Case, normal_numbers
 from fastattn.ops._op import OPS
 
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SEED = 1234
 _EPS = 1e-5
 
 
-@dataclass
-class RowCase:
-    """args: of the launch, without results. results: what it writes. work: bytes or FLOPs."""
+class _RowTask:
+    """What norms and the feed-forward network share."""
 
-    args: tuple[Any, ...]
-    results: tuple[Tensor, ...]
-    work: float
-    first: int = 0
+    dtype: str
+
+    def prepare(self, case: Case) -> None:
+        pass
+
+    def expected(self, case: Case) -> Sequence[Tensor | None]:
+        raise NotImplementedError
+
+    def wrong(self, case: Case) -> tuple[float, str | None]:
+        worst = 0.0
+        for n, (got, right) in enumerate(zip(case.results, self.expected(case), strict=True)):
+            if right is None or got.shape != right.shape:
+                continue  # not wanted
+            right = right.float()
+            if not bool(got.isfinite().all()):
+                return float("inf"), f"result {n}: not finite"
+            error = float((got.float() - right).norm() / right.norm().clamp_min(1e-20))
+            worst = max(worst, error)
+            if not error <= TOLERANCE[DTYPES[self.dtype]]:
+                return worst, f"result {n}: relative error {error:.2g}"
+        return worst, None
 
 
 @dataclass(frozen=True)
-class NormTask:
+class NormTask(_RowTask):
     direction: str
     op: str
     rows: int
@@ -56,8 +70,8 @@ class NormTask:
         itemsize = DTYPES[self.dtype].itemsize
         return config.backward_candidates(arch, self.N, itemsize, 2, self.parameters)
 
-    def make(self, device: str) -> RowCase:
-        dtype, normal = DTYPES[self.dtype], _normal(device)
+    def make(self, device: str) -> Case:
+        dtype, normal = DTYPES[self.dtype], normal_numbers(device)
         x = normal(self.rows, self.N).to(dtype)
         weight = (1 + 0.1 * normal(self.N)).to(dtype)
         bias = None if self.op == "rms_norm" else normal(self.N).to(dtype)
@@ -71,7 +85,7 @@ class NormTask:
             forward = (x, weight, _EPS)
         results = OPS[f"{self.op}_fwd"].outputs(*forward)
         if self.direction == "fwd":
-            return RowCase(forward, results, size * (4 if self.op == "add_layer_norm" else 2))
+            return Case(forward, results, size * (4 if self.op == "add_layer_norm" else 2))
         dy = normal(self.rows, self.N).to(dtype)
         z, mean, rstd = self._saved(forward, device)
         needs = [True] * self.parameters
@@ -83,7 +97,7 @@ class NormTask:
         else:
             args = (dy, z, weight, rstd, _EPS, [True, *needs])
         results = OPS[f"{self.op}_bwd"].outputs(*args)
-        return RowCase(args, results, size * (4 if self.op == "add_layer_norm" else 3))
+        return Case(args, results, size * (4 if self.op == "add_layer_norm" else 3))
 
     def _saved(self, forward: tuple[Any, ...], device: str) -> tuple[Tensor, Any, Tensor]:
         """What was normalised and its statistics."""
@@ -94,7 +108,7 @@ class NormTask:
         mean = wide.mean(-1)
         return z, mean, ((wide - mean[:, None]).square().mean(-1) + _EPS).rsqrt()
 
-    def launch(self, config: Any, case: RowCase) -> None:
+    def launch(self, config: Any, case: Case) -> None:
         from fastattn.ops.layer_norm import triton
 
         a, r = case.args, case.results
@@ -129,13 +143,13 @@ class NormTask:
         triton.norm_bwd(dy, None, z, weight, mean, rstd, *dropout, dx, dresidual, dweight, dbias,
                         None, *spaces, config=config)  # fmt: skip
 
-    def expected(self, case: RowCase) -> Sequence[Tensor | None]:
+    def expected(self, case: Case) -> Sequence[Tensor | None]:
         from fastattn.ops.layer_norm import reference
 
         function = getattr(reference, f"{self.op}_{self.direction}")
         return function(*_widened(case.args))
 
-    def peer(self, case: RowCase) -> Callable[[], Any] | None:
+    def peer(self, case: Case) -> Callable[[], Any] | None:
         """torch's own, where it is one operator."""
         if self.op == "add_layer_norm":
             return None
@@ -158,7 +172,7 @@ class NormTask:
 
 
 @dataclass(frozen=True)
-class FfnTask:
+class FfnTask(_RowTask):
     direction: str
     rows: int
     D: int
@@ -182,10 +196,10 @@ class FfnTask:
         dtype = DTYPES[self.dtype]
         return list(config.candidates(self.direction, arch, dtype, *sizes, self.activation))
 
-    def make(self, device: str) -> RowCase:
+    def make(self, device: str) -> Case:
         from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
-        dtype, normal = DTYPES[self.dtype], _normal(device)
+        dtype, normal = DTYPES[self.dtype], normal_numbers(device)
         gated = self.activation in GATED_ACTIVATIONS
         inner = self.hidden * (2 if gated else 1)
         x = normal(self.rows, self.D).to(dtype)
@@ -196,52 +210,26 @@ class FfnTask:
         none = (self.activation, 0.0, 0.0, None, 0)
         forward = (x, w1, b1, w2, b2, None, *none)
         if self.direction == "fwd":
-            return RowCase(forward, OPS["ffn_fwd"].outputs(*forward), flops)
+            return Case(forward, OPS["ffn_fwd"].outputs(*forward), flops)
         dy = normal(self.rows, self.D).to(dtype)
         hidden = F.linear(x, w1, b1)
         hidden = hidden.relu() if self.activation == "relu" else hidden
         args = (dy, x, w1, b1, w2, b2, hidden, *none, [True] * 5)
-        return RowCase(args, OPS["ffn_bwd"].outputs(*args), 2 * flops)
+        return Case(args, OPS["ffn_bwd"].outputs(*args), 2 * flops)
 
-    def launch(self, config: Any, case: RowCase) -> None:
+    def launch(self, config: Any, case: Case) -> None:
         from fastattn.ops.ffn import triton
 
         run = triton.ffn_fwd_with_config if self.direction == "fwd" else triton.ffn_bwd_with_config
         run(config, *case.args, *case.results)
 
-    def expected(self, case: RowCase) -> Sequence[Tensor | None]:
+    def expected(self, case: Case) -> Sequence[Tensor | None]:
         from fastattn.ops.ffn import reference
 
         return getattr(reference, f"ffn_{self.direction}")(*_widened(case.args))
 
-    def peer(self, case: RowCase) -> Callable[[], Any] | None:
+    def peer(self, case: Case) -> Callable[[], Any] | None:
         return None
-
-
-RowTask = NormTask | FfnTask
-
-
-def wrong(
-    case: RowCase, expected: Sequence[Tensor | None], limit: float
-) -> tuple[float, str | None]:
-    """(largest relative error, what is wrong)."""
-    worst = 0.0
-    for n, (got, right) in enumerate(zip(case.results, expected, strict=True)):
-        if right is None or got.shape != right.shape:
-            continue  # not wanted
-        right = right.float()
-        if not bool(got.isfinite().all()):
-            return float("inf"), f"result {n}: not finite"
-        error = float((got.float() - right).norm() / right.norm().clamp_min(1e-20))
-        worst = max(worst, error)
-        if not error <= limit:
-            return worst, f"result {n}: relative error {error:.2g}"
-    return worst, None
-
-
-def _normal(device: str) -> Callable[..., Tensor]:
-    generator = None if device == "meta" else torch.Generator(device).manual_seed(_SEED)
-    return lambda *shape: torch.randn(shape, device=device, generator=generator)
 
 
 def _widened(args: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from benchmarks.model import MODEL, ModelSubject, _set_dropout
 from benchmarks.rows import ROOT, Row
 from benchmarks.runner import Runner, Settings
 from benchmarks.subject import OpSubject, _judged_rows
+from benchmarks.tune_attention import AttentionTask
 from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
 from fastattn.testing import timing
 from fastattn.testing.spec import Inputs, Workload
@@ -697,14 +698,14 @@ tasks += [FfnTask(d, 8, 16, a, "fp32") for d in ("fwd", "bwd") for a in ("relu",
 for task in tasks:
     case, config = task.make("cpu"), tune.candidates(task, "sm_90")[0]
     row = {}
-    tune.measure(task, config, case, tune._peer(task, case), 1.0, row)
+    tune.measure(task, config, case, task.peer(case), 1.0, row)
     assert row["status"] == "ok" and row["rate"] > 0, (task, row)
     assert tune.describe(config)
-    launch = tune.launch
-    tune.launch = lambda *args: (launch(*args), case.results[0][0, :8].mul_(1.01))
+    launch = type(task).launch
+    type(task).launch = lambda *args: (launch(*args), case.results[0][0, :8].mul_(1.01))
     row = {}
     tune.measure(task, config, case, None, 1.0, row)
-    tune.launch = launch
+    type(task).launch = launch
     assert row["status"] == "wrong", (task, row)
 """
 
@@ -721,7 +722,7 @@ def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
     from fastattn.ops.attention.config_bwd import bwd_config
 
     for feature, edges in (("plain", False), ("lengths", True), ("both_lengths", True)):
-        task = tune.Task("bwd", feature, 128, 4096, 16384, 2048, "bf16")
+        task = AttentionTask("bwd", feature, 128, 4096, 16384, 2048, "bf16")
         shipped = bwd_config("sm_90", torch.bfloat16, 128, 128, edges, False)
         assert tune.candidates(task, "sm_90")[0] == shipped
 

@@ -34,6 +34,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from benchmarks import tune
+from benchmarks.tune_attention import AttentionTask
+from benchmarks.tune_task import DTYPES
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen, triton_tiles
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
@@ -396,8 +398,8 @@ def test_refuses_what_it_cannot_run() -> None:
 @runs
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
 def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = tune.Task("fwd", feature, 16, 64, 128, 32, "fp16")
-    case = tune.make(task, DEVICE.type)
+    task = AttentionTask("fwd", feature, 16, 64, 128, 32, "fp16")
+    case = task.make(DEVICE.type)
     timed: list[Any] = []
 
     def milliseconds(call: Any, budget_ms: float) -> float:
@@ -409,13 +411,13 @@ def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.Monke
     tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, right)
     assert right["status"] == "ok" and len(timed) == 1
 
-    def launch_wrong(task: Any, config: Any, case: Any) -> None:
+    def launch_wrong(task: AttentionTask, config: Any, case: Any) -> None:
         launch(task, config, case)
         case.results[0][-1, -1, -1].zero_()
         case.results[0][0, 0, 5].zero_()
 
-    launch = tune.launch
-    monkeypatch.setattr(tune, "launch", launch_wrong)
+    launch = AttentionTask.launch
+    monkeypatch.setattr(AttentionTask, "launch", launch_wrong)
     wrong: dict[str, Any] = {}
     tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, wrong)
     assert wrong["status"] == "wrong" and "out" in wrong["message"] and len(timed) == 1
@@ -424,10 +426,10 @@ def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.Monke
 def test_tuning_starts_from_what_ships() -> None:
     cases = ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32"))
     for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
-        task = tune.Task("fwd", feature, D, 8192, 16384, 2048, dtype)
+        task = AttentionTask("fwd", feature, D, 8192, 16384, 2048, dtype)
         found = tune.candidates(task, "sm_90")
         features = Features(band=feature == "causal", dense=feature in ("mask", "bias"))
-        assert found[0] == forward_config("sm_90", tune.DTYPES[dtype], D, D, 8192, features)
+        assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
         assert len(set(found)) == len(found) > 5
         assert len({tune.describe(config) for config in found}) == len(found)
         # Where head dims are cut in two, one padded tile is tried too.

@@ -1,0 +1,180 @@
+"""Rows of results, and what the report makes of them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import grids, report, rows
+from benchmarks.rows import ROOT, Row
+
+
+def _synthetic_rows() -> list[Row]:
+    environment = {
+        "gpu": "Example GPU",
+        "cpu": "Example CPU",
+        "threads": 4,
+        "torch": "2",
+        "triton": "3",
+    }
+    ceiling = {"flops_per_s": 8e14, "bytes_per_s": 4e12}
+    found: list[Row] = []
+    for direction in ("fwd", "bwd"):
+        for D in (64, 128):
+            for causal in (False, True):
+                for S in (512, 2048, 8192):
+                    batch = []
+                    for n, name in enumerate(("fastattn-triton", "sdpa-cudnn", "sdpa-flash")):
+                        workload = f"s{S}_d{D}" + "_causal" * causal
+                        shape = {"q": [1, 256 // D, S, D]}
+                        features = ["causal"] if causal else []
+                        flops = 4e11 * (S / 8192) ** 0.2
+                        batch.append(
+                            _synthetic("attention", direction, workload, name, 1.0 + 0.1 * n, shape,
+                                       features, flops)
+                        )  # fmt: skip
+                    found += rows.complete(batch, environment, ceiling)
+    for workload in ("32768x512", "32768x4096"):
+        batch = [_synthetic("layer_norm", "fwd", workload, name, ms, {"x": [4, 4]}, [], bytes_=2e9)
+                 for name, ms in (("fastattn-triton", 0.6), ("eager", 1.2))]  # fmt: skip
+        wrong = _synthetic("layer_norm", "fwd", workload, "compile", 0.0, {"x": [4, 4]}, [])
+        wrong = {**wrong, "status": "FAIL", "message": "y: slice [3]: error 2", "ms_median": None}
+        found += rows.complete([*batch, wrong], environment, ceiling)
+    return found
+
+
+def _synthetic(
+    op: str,
+    direction: str,
+    workload: str,
+    implementation: str,
+    ms: float,
+    shape: dict[str, Any],
+    features: list[str],
+    flops: float = 0.0,
+    bytes_: float = 0.0,
+) -> Row:
+    return {
+        "op": op, "direction": direction, "workload": workload, "shape": shape, "dtype": "bf16",
+        "features": features, "impl": implementation, "status": "ok", "message": "", "flops": flops,
+        "bytes": bytes_, "ms_median": ms, "ms_p10": ms, "ms_p90": ms,
+        "clocks_mhz": [1900.0, 1980.0],
+    }  # fmt: skip
+
+
+def test_report_renders(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "results.jsonl"
+    synthetic = _synthetic_rows()
+    rows.append(path, synthetic[:20])
+    rows.append(path, synthetic[10:])  # rows of the same case replace each other
+    assert len(list(rows.read([path]))) == len(synthetic)
+    assert report.main([str(path)]) == 0
+    folder = tmp_path / "report"
+    text = (folder / "report.md").read_text()
+    assert "Example GPU" in text and "SM clock 1900 to 1980 MHz" in text
+    assert "matrix product 800 TFLOP/s, copy 4000 GB/s" in text
+    assert "- FAIL layer_norm fwd 32768x512 bf16 compile: y: slice [3]: error 2" in text
+    # 4e11 FLOPs in 1 ms; the best peer takes 1.1 ms.
+    assert "| s8192_d64 | **400** (×1.10) | 364 | 333 |" in text
+    assert "| 32768x512 | **3333** (×2.00) | 1667 | FAIL |" in text
+    images = ("attention_bf16_ratios", "attention_fwd_bf16_lengths", "attention_bwd_bf16_lengths",
+              "layer_norm_fwd_bf16_bars")  # fmt: skip
+    for name in images:
+        assert f"({name}.svg)" in text
+        svg = (folder / f"{name}.svg").read_text()
+        assert "<svg" in svg
+        assert (folder / f"{name}.png").stat().st_size > 5000
+
+
+def test_report_in_one_file(tmp_path: Path) -> None:
+    """Tables and pictures in one page that refers to nothing outside itself."""
+    pytest.importorskip("matplotlib")
+    path, page = tmp_path / "results.jsonl", tmp_path / "report.html"
+    found = _synthetic_rows()
+    absent = rows.absent("attention", "fa3", "fa3 is not installed")
+    found += rows.complete([absent], {"gpu": "Example GPU", "cpu": "Example CPU"}, None)
+    for row in found:
+        if row["op"] == "attention" and row["status"] == "ok":
+            row |= {"peak_bytes": 2**20 * row["shape"]["q"][2], "bytes": 1e9}
+    step = [
+        _synthetic("transformer", "step", "d512", name, 2.0, {"src": [1]}, [])
+        | {"positions": 1000, "real_tokens": 1000, "peak_bytes": 2**30}
+        for name in ("fastattn", "torch-eager")
+    ]
+    found += rows.complete(step, {"gpu": "Example GPU", "cpu": "Example CPU"}, None)
+    rows.append(path, found)
+    assert report.main([str(path), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "fa3 is not installed" in text and "not measured" not in text
+    assert "<td>s8192_d64</td><td><b>400</b> (×1.10)</td><td>364</td><td>333</td>" in text
+    for title in ("roofline", "memory of attention", "memory of the transformer",
+                  "our best against the best peer", "attention against the best peer"):  # fmt: skip
+        assert title in text, title
+    assert "<svg" in text and not re.search(r'(src|href)="(?!#|data:)', text)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
+    assert set(tmp_path.iterdir()) == {path, page}
+
+
+def test_stale_figures_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.jsonl"
+    rows.append(path, _synthetic_rows())
+    assert report.main([str(path), "--stale"]) == 0
+    assert "of the sources at hand" in capsys.readouterr().out
+    digest = rows.source_digest
+    changed = {"attention": "0123456789ab"}
+    for module in (rows, grids):
+        monkeypatch.setattr(module, "source_digest", lambda op: changed.get(op) or digest(op))
+    assert report.main([str(path), "--stale"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("attention fastattn-triton on Example GPU: 24 of 24 figures")
+    assert line.endswith(f"{digest('attention')}, now 0123456789ab")
+    table = report.table(grids.grids(rows.read([path]))[0])[-1]
+    assert isinstance(table, report.Table) and "†" in table.lines[0][1]
+
+
+def test_rows_of_record_are_whole_and_in_the_documents() -> None:
+    """What is kept in benchmarks/results has every field, no failure of ours, and a machine's
+    name; the README holds what the report makes of it.
+    """
+    paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    for path in paths:
+        found = list(rows.read([path]))
+        assert found
+        for row in found:
+            assert set(row) == set(rows.FIELDS), path
+            assert row["gpu"] or row["cpu"], path
+            # A peer may miss the budget, as torch's bf16 gradients of parameters do; ours may not.
+            assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
+    readme = (ROOT / "README.md").read_text()
+    if paths:
+        assert report.updated(readme, list(rows.read(paths))) == readme
+    else:
+        assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
+
+
+def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
+    path, document = tmp_path / "results.jsonl", tmp_path / "README.md"
+    rows.append(path, _synthetic_rows())
+    document.write_text(f"Before\n{report._BEGIN}old\n{report._END}After\n")
+    for _ in range(2):
+        assert report.main([str(path), "--update", str(document)]) == 0
+        text = document.read_text()
+        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2: the best peer's")
+        assert text.endswith(f"|\n{report._END}After\n") and "old" not in text
+        assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
+        assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="figures: begin"):
+        report.updated(document.read_text(), [])
+
+
+def test_rows_refuse_unknown_fields() -> None:
+    bad = _synthetic("ffn", "fwd", "w", "eager", 1.0, {}, []) | {"speed": 3}
+    with pytest.raises(ValueError, match="speed"):
+        rows.complete([bad], {}, None)

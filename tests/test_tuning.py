@@ -1,0 +1,61 @@
+"""Tuning starts from what ships and times only what is right."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from subprocesses import environment
+
+from benchmarks import tune
+from benchmarks.rows import ROOT
+from benchmarks.tune_attention import AttentionTask
+
+TUNING = """
+import sys
+import torch
+from benchmarks import tune
+from benchmarks.tune_rows import NORMS, FfnTask, NormTask
+
+tune._milliseconds = lambda call, budget_ms: call() is None or 1.0
+tasks = [NormTask(d, op, 9, 96, "fp32") for op in NORMS for d in ("fwd", "bwd")]
+tasks += [FfnTask(d, 8, 16, a, "fp32") for d in ("fwd", "bwd") for a in ("relu", "swiglu")]
+for task in tasks:
+    case, config = task.make("cpu"), tune.candidates(task, "sm_90")[0]
+    row = {}
+    tune.measure(task, config, case, task.peer(case), 1.0, row)
+    assert row["status"] == "ok" and row["rate"] > 0, (task, row)
+    assert tune.describe(config)
+    launch = type(task).launch
+    type(task).launch = lambda *args: (launch(*args), case.results[0][0, :8].mul_(1.01))
+    row = {}
+    tune.measure(task, config, case, None, 1.0, row)
+    type(task).launch = launch
+    assert row["status"] == "wrong", (task, row)
+"""
+
+
+def test_tuning_of_norms_and_ffn_times_only_what_is_right() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TUNING], capture_output=True, text=True, cwd=ROOT,
+        env=environment(TRITON_INTERPRET="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
+    from fastattn.ops.attention.config_bwd import bwd_config
+
+    for feature, edges in (("plain", False), ("lengths", True), ("both_lengths", True)):
+        task = AttentionTask("bwd", feature, 128, 4096, 16384, 2048, "bf16")
+        shipped = bwd_config("sm_90", torch.bfloat16, 128, 128, edges, False)
+        assert tune.candidates(task, "sm_90")[0] == shipped
+
+
+def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--op", "attention", "layer_norm", "ffn", "--direction", "fwd", "bwd"]
+    assert tune.main([*arguments, "--arch", "sm_90", "--list", "--shape", "4096x768"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for task in ("bwd causal D64", "layer_norm fwd 4096x768", "ffn bwd 4096x768 gelu"):
+        assert sum(line.startswith(task) for line in lines) >= 1
+    assert len(lines) == len(set(lines)) > 100

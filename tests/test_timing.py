@@ -22,7 +22,6 @@ from fastattn.testing.timing import (
 )
 
 CPU = torch.device("cpu")
-TINY = Plan(round_ms=0.2, rounds=3, min_rounds=2, budget_ms=50.0)
 
 
 def test_candidates_take_turns() -> None:

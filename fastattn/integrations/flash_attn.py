@@ -1,0 +1,374 @@
+"""The functions of `flash_attn` (Dao et al. 2022, 2023) under their own names and signatures.
+
+    from fastattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+Tensors are [B, S, H, D] as there, and masks are aligned bottom right. They run wherever fastattn
+runs, a CPU included, in fp32 too, with the gradients of every argument that has one there. What is
+different: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf; every
+result is deterministic, so `deterministic` changes nothing; `num_splits` is our own choice;
+`softcap` is refused. ALiBi, and a window where it is not the causal one of sequences of one length,
+become a dense mask, [B, H, M, N] at most: exact, but no longer free.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn import functional
+
+Window = tuple[int, int]
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """softmax(softmax_scale q kᵀ) v.
+
+    Args:
+        q: [B, M, H, D]. k: [B, N, K, D], v: [B, N, K, E]; H a multiple of K.
+        causal: query i sees the keys j <= i + N - M.
+        window_size: (left, right) of that diagonal; -1 = unlimited.
+        alibi_slopes: fp32 [H] or [B, H]: -slope * |i + N - M - j| is added to the scores.
+        return_attn_probs: for tests: also lse [B, H, M] and, with dropout, the weights [B, H, M,
+            N], negative where they were dropped (None without dropout).
+
+    Returns:
+        out [B, M, H, E], or (out, lse, weights).
+    """
+    _refuse_softcap(softcap)
+    heads = _heads_first(q, k, v)
+    M, N = q.shape[1], k.shape[1]
+    restrictions = _restrictions(M, N, causal, window_size)
+    if restrictions is None or alibi_slopes is not None:
+        diagonal = torch.full((1,), N - M, device=q.device)
+        restrictions = {
+            "mask": _dense(M, N, diagonal, None, causal, window_size, alibi_slopes, q.shape[2])
+        }
+    return _attend(heads, restrictions, dropout_p, softmax_scale, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
+    """`flash_attn_func` of q [B, M, H, D] and kv [B, N, 2, K, D]."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    return flash_attn_func(q, k, v, *args, **options)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Result:
+    """`flash_attn_func` of qkv [B, S, 3, H, D]."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(q, k, v, *args, **options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` of sequences packed one behind the other.
+
+    Args:
+        q: [T, H, D]; k, v: [S, K, D], or pages [P, page size, K, D] under a block_table.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence begins.
+        max_seqlen_q, max_seqlen_k: the longest lengths, on the host.
+        block_table: int32 [B, pages of a sequence].
+        The others as in `flash_attn_func`; with return_attn_probs, lse is [H, T] and the weights
+        are [B, H, max_seqlen_q, max_seqlen_k].
+
+    Returns:
+        out [T, H, E], or (out, lse, weights).
+    """
+    _refuse_softcap(softcap)
+    same = cu_seqlens_q is cu_seqlens_k
+    plain = alibi_slopes is None and block_table is None
+    restrictions = _restrictions(0, 0 if same else None, causal, window_size)
+    if plain and restrictions is not None and not (return_attn_probs and dropout_p > 0.0):
+        out, lse = functional.attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            scale=softmax_scale, dropout_p=dropout_p, return_lse=True, **restrictions,
+        )  # fmt: skip
+        return (out, lse, None) if return_attn_probs else out
+    # The others run padded: sequence by sequence, rows behind its end are never computed.
+    queries, rows = cu_seqlens_q.diff(), _rows(cu_seqlens_q, max_seqlen_q)
+    keys = cu_seqlens_k.diff()
+    if block_table is None:
+        places = _rows(cu_seqlens_k, max_seqlen_k).clamp(max=max(k.shape[0] - 1, 0))
+        k, v = k[places], v[places]
+    else:
+        k, v = (_gathered(x, block_table)[:, :max_seqlen_k] for x in (k, v))
+    M, N, H = max_seqlen_q, k.shape[1], q.shape[1]
+    mask = _dense(M, N, keys - queries, None, causal, window_size, alibi_slopes, H)
+    padded = _attend(
+        _heads_first(q[rows.clamp(max=max(q.shape[0] - 1, 0))], k, v),
+        {"mask": mask, "key_lengths": keys, "query_lengths": queries},
+        dropout_p,
+        softmax_scale,
+        True,
+    )
+    assert isinstance(padded, tuple)
+    # Row t is the row t - cu_seqlens[b] of its sequence b.
+    steps = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens_q.dtype)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], steps, right=True)
+    beyond = sequence >= len(queries)
+    sequence = sequence.clamp(max=len(queries) - 1)
+    place = (steps - cu_seqlens_q[sequence]).clamp(0, M - 1)
+    out, lse, weights = padded
+    out = out[sequence, place].masked_fill(beyond[:, None, None], 0.0)
+    lse = lse.transpose(1, 2)[sequence, place].masked_fill(beyond[:, None], float("-inf"))
+    return (out, lse.t(), weights) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
+    """`flash_attn_varlen_func` of q [T, H, D] and kv [S, 2, K, D]."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    return flash_attn_varlen_func(q, k, v, *args, **options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Result:
+    """`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options
+    )
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache, into which new keys and values are written first.
+
+    Args:
+        q: [B, M, H, D].
+        k_cache, v_cache: [cache's B, N, K, D], or pages [P, page size, K, D] under a block_table;
+            changed in place.
+        k, v: [B, new, K, D], written behind the first cache_seqlens; None: nothing is new.
+        rotary_cos, rotary_sin: [positions, rotary D / 2], applied to k at its positions, and to q
+            at the same where causal or windowed, else at cache_seqlens. rotary_interleaved: pairs
+            are (0, 1), (2, 3), ..., else (0, D / 2), ....
+        cache_seqlens: int or int32 [B], keys in the cache before the call; None: all.
+        cache_batch_idx: int32 [B], which row of the cache belongs to which query.
+        cache_leftpad: int32 [B], where the keys of a row begin.
+        block_table: int32 [B, pages of a sequence].
+        The others as in `flash_attn_func`. No gradients.
+
+    Returns:
+        out [B, M, H, D], or (out, lse [B, H, M]).
+    """
+    _refuse_softcap(softcap)
+    for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if block_table is not None and other is not None:
+            raise ValueError(f"{name} must be None with a block_table, got a tensor")
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must come together, got {'v' if k is None else 'k'} alone")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must come together, got one of them")
+    B, M, H, _ = q.shape
+    banded = causal or tuple(window_size) != (-1, -1)
+    page = k_cache.shape[1]
+    size = page if block_table is None else page * block_table.shape[1]
+    if cache_seqlens is None:
+        cache_seqlens = size
+    if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
+    past = cache_seqlens.long()
+    rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    if rotary_cos is not None and rotary_sin is not None:
+        steps = past[:, None] + torch.arange(M, device=q.device) * banded
+        q = _rotated(q, rotary_cos[steps], rotary_sin[steps], rotary_interleaved)
+    lengths = past
+    if k is not None and v is not None:
+        places = past[:, None] + torch.arange(k.shape[1], device=q.device)
+        if rotary_cos is not None and rotary_sin is not None:
+            k = _rotated(k, rotary_cos[places], rotary_sin[places], rotary_interleaved)
+        if block_table is None:
+            target = (rows[:, None], places)
+        else:
+            target = (block_table.long().gather(1, places // page), places % page)
+        k_cache[target] = k.to(k_cache.dtype)
+        v_cache[target] = v.to(v_cache.dtype)
+        lengths = past + k.shape[1]
+    if block_table is not None:
+        keys, values = _gathered(k_cache, block_table), _gathered(v_cache, block_table)
+    elif cache_batch_idx is not None:
+        keys, values = k_cache[rows], v_cache[rows]
+    else:
+        keys, values = k_cache, v_cache
+    restrictions: dict[str, Any] = {"key_lengths": lengths}
+    if alibi_slopes is not None or cache_leftpad is not None or tuple(window_size) != (-1, -1):
+        restrictions["mask"] = _dense(
+            M, keys.shape[1], lengths - M, cache_leftpad, causal, window_size, alibi_slopes, H
+        )
+    elif causal:  # query i sees as many keys less as queries follow it
+        restrictions["key_lengths"] = lengths[:, None] - torch.arange(
+            M - 1, -1, -1, device=q.device
+        )
+    heads = _heads_first(q, keys, values)
+    result = _attend(heads, restrictions, 0.0, softmax_scale, return_softmax_lse)
+    return result[:2] if isinstance(result, tuple) else result
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _refuse_softcap(softcap: float) -> None:
+    if softcap != 0.0:
+        raise NotImplementedError(f"softcap must be 0.0, got {softcap}")
+
+
+def _unpacked(name: str, x: Tensor, count: int, dimensions: int) -> tuple[Tensor, ...]:
+    if x.dim() != dimensions or x.shape[-3] != count:
+        raise ValueError(
+            f"{name} must have {dimensions} dimensions, the third from the right of size {count}, "
+            f"got {list(x.shape)}"
+        )
+    return x.unbind(-3)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, S, H, D] -> [B, H, S, D], which copies nothing."""
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be [B, S, H, D], got {list(x.shape)}")
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _restrictions(M: int, N: int | None, causal: bool, window: Window) -> dict[str, Any] | None:
+    """The op's own arguments for a band, or None where it has none: a window that is not causal is
+    aligned bottom right here and top left there (N None: sequences whose lengths may differ).
+    """
+    left, right = window
+    if causal:
+        return {"causal": "bottom_right", "window": (left, -1)}
+    if (left, right) == (-1, -1):
+        return {}
+    if M == N:
+        return {"window": (left, right)}
+    return None
+
+
+def _dense(
+    M: int,
+    N: int,
+    diagonal: Tensor,
+    leftpad: Tensor | None,
+    causal: bool,
+    window: Window,
+    slopes: Tensor | None,
+    H: int,
+) -> Tensor:
+    """The mask of a band around keys - queries = diagonal [B or 1], boolean [B, 1, M, N] or, with
+    ALiBi's slopes, their biases [B, H, M, N] with -inf outside the band.
+    """
+    left, right = window
+    j = torch.arange(N, device=diagonal.device)
+    # How far key j lies right of query i's place.
+    distance = j - torch.arange(M, device=j.device)[:, None] - diagonal[:, None, None, None]
+    allowed = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        allowed &= distance <= 0
+    elif right >= 0:
+        allowed &= distance <= right
+    if left >= 0:
+        allowed &= distance >= -left
+    if leftpad is not None:
+        allowed &= j >= leftpad[:, None, None, None]
+    if slopes is None:
+        return allowed
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != H:
+        raise ValueError(f"alibi_slopes must be [{H}] or [B, {H}], got {list(slopes.shape)}")
+    bias = distance.abs() * -slopes.float()[..., None, None]
+    return bias.masked_fill(~allowed, float("-inf"))
+
+
+def _attend(
+    heads: tuple[Tensor, ...],
+    restrictions: dict[str, Any],
+    dropout_p: float,
+    scale: float | None,
+    everything: bool,
+) -> Result:
+    q, k, v = heads
+    seed = functional.new_dropout_seed(q.device) if dropout_p > 0.0 else None
+    options = restrictions | {"scale": scale}
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": seed}
+    out, lse = functional.attention(q, k, v, return_lse=True, **options, **dropout)
+    out = out.transpose(1, 2)
+    if not everything:
+        return out
+    if dropout_p == 0.0:
+        return out, lse, None
+    # What is dropped depends on the seed and the position alone, so the unit vectors as values
+    # show it.
+    weights = functional.attention_weights(q, k, **options)
+    units = torch.eye(k.shape[2], dtype=q.dtype, device=q.device)
+    units = units.expand(*k.shape[:2], -1, -1)
+    even = functional.attention(torch.zeros_like(q), torch.zeros_like(k), units, **dropout)
+    return out, lse, torch.where(even > 0, weights, -weights)
+
+
+def _rows(offsets: Tensor, longest: int) -> Tensor:
+    """[B, longest]: row i of sequence b, also behind its end."""
+    return offsets[:-1, None].long() + torch.arange(longest, device=offsets.device)
+
+
+def _gathered(pages: Tensor, table: Tensor) -> Tensor:
+    """Pages [P, page size, K, D] -> each sequence's own [B, pages * page size, K, D]."""
+    return pages[table.long()].flatten(1, 2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotary positions (Su et al. 2021) of x [B, S, H, D] by angles [B, S, rotary D / 2]."""
+    half = cos.shape[-1]
+    turning, still = x[..., : 2 * half], x[..., 2 * half :]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
+    pairs = turning.to(wide).unflatten(-1, (half, 2) if interleaved else (2, half))
+    along = -1 if interleaved else -2
+    a, b = pairs.unbind(along)
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), along).flatten(-2)
+    return torch.cat((turned.to(x.dtype), still), -1)

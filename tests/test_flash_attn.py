@@ -1,0 +1,228 @@
+"""`flash_attn`'s functions against a definition written for one sequence and one head."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.integrations import flash_attn
+
+H, K, D = 4, 2, 8
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def define(q, k, v, *, causal=False, window=(-1, -1), slopes=None, first=0, scale=None):
+    """q [M, H, D], k and v [N, K, D] of one sequence -> out [M, H, D], lse [H, M]."""
+    M, N, group = len(q), len(k), q.shape[1] // k.shape[1]
+    out, lse = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), normal(q.shape[1], M)
+    for h in range(q.shape[1]):
+        for i in range(M):
+            scores = k[:, h // group] @ q[i, h] * (scale or q.shape[2] ** -0.5)
+            for j in range(N):
+                right = j - (i + N - M)
+                blocked = j < first or (causal and right > 0)
+                blocked |= 0 <= window[0] < -right or 0 <= window[1] < right
+                if slopes is not None:
+                    scores[j] -= slopes[h] * abs(right)
+                if blocked:
+                    scores[j] = -math.inf
+            lse[h, i] = scores.logsumexp(0) if N else -math.inf
+            if N and lse[h, i] > -math.inf:
+                out[i, h] = scores.softmax(0) @ v[:, h // group]
+    return out, lse
+
+
+BANDS = [
+    (False, (-1, -1)), (True, (-1, -1)), (True, (2, -1)), (True, (2, 3)), (False, (2, 1)),
+    (False, (0, 0)), (False, (-1, 0)), (False, (3, -1)),
+]  # fmt: skip
+bands = pytest.mark.parametrize(("causal", "window"), BANDS)
+
+
+@bands
+@pytest.mark.parametrize(("M", "N"), [(5, 5), (3, 7), (7, 3), (1, 6)])
+@pytest.mark.parametrize("alibi", [None, "H", "BH"])
+def test_dense(causal, window, M, N, alibi) -> None:
+    q, k, v = normal(2, M, H, D), normal(2, N, K, D), normal(2, N, K, D)
+    slopes = None if alibi is None else torch.rand(*((2, H) if alibi == "BH" else (H,)))
+    out, lse, weights = flash_attn.flash_attn_func(
+        q, k, v, causal=causal, window_size=window, alibi_slopes=slopes, return_attn_probs=True
+    )
+    assert weights is None
+    for b in range(2):
+        mine = slopes[b] if alibi == "BH" else slopes
+        expected = define(q[b], k[b], v[b], causal=causal, window=window, slopes=mine)
+        torch.testing.assert_close(out[b], expected[0])
+        torch.testing.assert_close(lse[b], expected[1])
+
+
+@bands
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_packed(causal, window, same, alibi) -> None:
+    queries = [3, 0, 6, 2]
+    keys = queries if same else [5, 2, 0, 4]
+    cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    cu_k = cu_q if same else torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
+    beyond = 2  # rows behind the last sequence
+    q = normal(sum(queries) + beyond, H, D).requires_grad_()
+    k, v = (normal(sum(keys), K, D).requires_grad_() for _ in range(2))
+    slopes = torch.rand(H) if alibi else None
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, max(queries), max(keys), causal=causal, window_size=window,
+        alibi_slopes=slopes, return_attn_probs=True,
+    )  # fmt: skip
+    expected_out, expected_lse = [], []
+    for n, (rows, of) in enumerate(zip(queries, keys, strict=True)):
+        one = slice(cu_q[n], cu_q[n] + rows)
+        other = slice(cu_k[n], cu_k[n] + of)
+        found = define(q[one], k[other], v[other], causal=causal, window=window, slopes=slopes)
+        expected_out.append(found[0])
+        expected_lse.append(found[1])
+    right = torch.cat(expected_out)
+    torch.testing.assert_close(out[:-beyond], right)
+    torch.testing.assert_close(lse[:, :-beyond], torch.cat(expected_lse, 1))
+    assert bool((out[-beyond:] == 0).all()) and bool((lse[:, -beyond:] == -math.inf).all())
+    dout = normal(*right.shape)
+    got = torch.autograd.grad((out[:-beyond] * dout).sum(), (q, k, v))
+    for mine, theirs in zip(got, torch.autograd.grad(right, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_packed_tensors() -> None:
+    qkv = normal(2, 5, 3, H, D)
+    out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    torch.testing.assert_close(out, flash_attn.flash_attn_func(*qkv.unbind(2), causal=True))
+    kv = qkv[:, :, 1:]
+    torch.testing.assert_close(
+        flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], kv, causal=True), out
+    )
+    offsets = torch.tensor([0, 5, 10], dtype=torch.int32)
+    rows = qkv.flatten(0, 1)
+    packed = flash_attn.flash_attn_varlen_qkvpacked_func(rows, offsets, 5, causal=True)
+    torch.testing.assert_close(packed, out.flatten(0, 1))
+    packed = flash_attn.flash_attn_varlen_kvpacked_func(
+        rows[:, 0], rows[:, 1:], offsets, offsets, 5, 5, causal=True
+    )
+    torch.testing.assert_close(packed, out.flatten(0, 1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_show_what_was_dropped(packed) -> None:
+    q, k, v = normal(2, 9, H, D), normal(2, 9, K, D), normal(2, 9, K, D)
+    if packed:
+        offsets = torch.tensor([0, 9, 18], dtype=torch.int32)
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        out, _, weights = flash_attn.flash_attn_varlen_func(
+            *rows, offsets, offsets, 9, 9, dropout_p=0.25, causal=True, return_attn_probs=True
+        )
+        out = out.unflatten(0, (2, 9))
+    else:
+        out, _, weights = flash_attn.flash_attn_func(
+            q, k, v, dropout_p=0.25, causal=True, return_attn_probs=True
+        )
+    torch.testing.assert_close(weights.abs().sum(-1), torch.ones(2, H, 9, dtype=torch.float64))
+    assert 0.05 < float((weights < 0).double().mean()) < 0.25
+    values = v.transpose(1, 2).repeat_interleave(H // K, 1)
+    torch.testing.assert_close(out.transpose(1, 2), weights.clamp(min=0) / 0.75 @ values)
+
+
+def rotated(x, cos, sin, first, interleaved, still=False):
+    """One sequence x [S, H, D], from position `first`, written with complex numbers."""
+    half = cos.shape[1]
+    turn = torch.complex(cos, sin)[[first + (0 if still else i) for i in range(len(x))], None]
+    turning = x[..., : 2 * half]
+    if interleaved:
+        pairs = torch.complex(turning[..., 0::2], turning[..., 1::2]) * turn
+        turned = torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
+    else:
+        pairs = torch.complex(turning[..., :half], turning[..., half:]) * turn
+        turned = torch.cat((pairs.real, pairs.imag), -1)
+    return torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+@bands
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("way", ["rows", "chosen rows", "left padding", "pages"])
+def test_cache(causal, window, new, way) -> None:
+    interleaved = (new == 1) == (way in ("rows", "pages"))
+    B, M, N, page = 3, max(new, 2), 12, 4
+    q = normal(B, M, H, D)
+    k, v = (normal(B, new, K, D) if new else None for _ in range(2))
+    past = torch.tensor([4, 0, 9], dtype=torch.int32)
+    options: dict = {}
+    stored = normal(2, B, N, K, D)
+    if way == "pages":
+        table = torch.randperm(B * N // page).view(B, -1).int()
+        options["block_table"] = table
+        caches = torch.empty(2, B * N // page, page, K, D, dtype=q.dtype)
+        caches[:, table.long().flatten()] = stored.view(2, -1, page, K, D)
+    elif way == "chosen rows":
+        chosen = torch.tensor([3, 0, 4], dtype=torch.int32)
+        options["cache_batch_idx"] = chosen
+        caches = torch.full((2, 5, N, K, D), math.nan, dtype=q.dtype)
+        caches[:, chosen.long()] = stored
+    else:
+        caches = stored.clone()
+    pad = torch.tensor([1, 0, 3], dtype=torch.int32)
+    if way == "left padding":
+        options["cache_leftpad"] = pad
+    angles = torch.rand(N, D // 4, dtype=torch.float64)
+    if new:
+        options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    slopes = torch.rand(H) if new == 3 else None
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=past, causal=causal, window_size=window,
+        alibi_slopes=slopes, rotary_interleaved=interleaved, return_softmax_lse=True, **options,
+    )  # fmt: skip
+    banded = causal or window != (-1, -1)
+    for b in range(B):
+        n, query = int(past[b]), q[b]
+        keys, values = stored[0, b].clone(), stored[1, b].clone()
+        if new:
+            turn = (angles.cos(), angles.sin(), n, interleaved)
+            query = rotated(query, *turn, still=not banded)
+            keys[n : n + new], values[n : n + new] = rotated(k[b], *turn), v[b]
+            if way == "pages":
+                written = caches[:, table[b].long()].flatten(1, 2)
+            else:
+                written = caches[:, chosen[b] if way == "chosen rows" else b]
+            torch.testing.assert_close(written[0], keys)
+            torch.testing.assert_close(written[1], values)
+        first = int(pad[b]) if way == "left padding" else 0
+        expected = define(
+            query, keys[: n + new], values[: n + new], causal=causal, window=window,
+            slopes=slopes, first=first,
+        )  # fmt: skip
+        torch.testing.assert_close(out[b], expected[0])
+        torch.testing.assert_close(lse[b], expected[1])
+
+
+def test_whole_cache_and_one_length() -> None:
+    q, k, v = normal(2, 1, H, D), normal(2, 6, K, D), normal(2, 6, K, D)
+    whole = flash_attn.flash_attn_with_kvcache(q, k, v)
+    torch.testing.assert_close(whole, flash_attn.flash_attn_func(q, k, v))
+    part = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=4)
+    torch.testing.assert_close(part, flash_attn.flash_attn_func(q, k[:, :4], v[:, :4]))
+
+
+def test_wrong_input_is_named() -> None:
+    q = normal(1, 2, H, D)
+    with pytest.raises(NotImplementedError, match=r"softcap must be 0\.0, got 30\.0"):
+        flash_attn.flash_attn_func(q, q, q, softcap=30.0)
+    with pytest.raises(ValueError, match=r"k must be \[B, S, H, D\], got \[2, 4, 8\]"):
+        flash_attn.flash_attn_func(q, q[0], q)
+    with pytest.raises(ValueError, match="qkv must have 5 dimensions"):
+        flash_attn.flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[B, 4\], got \[3\]"):
+        flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(3))
+    with pytest.raises(ValueError, match="k and v must come together, got k alone"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, k=q)
+    with pytest.raises(ValueError, match="cache_leftpad must be None with a block_table"):
+        flash_attn.flash_attn_with_kvcache(
+            q, q, q, block_table=torch.zeros(1, 1).int(), cache_leftpad=torch.zeros(1).int()
+        )

@@ -300,6 +300,45 @@ def test_a_graph_sees_new_data(place: Place, name: str) -> None:
         assert_same(place, got, results(place, inputs))
 
 
+# A process whose first call of ours is captured: kernels are loaded, and by Triton compiled, in it.
+_CAPTURED_FIRST = """
+import contextlib
+import sys
+import torch
+import fastattn
+device, backend = sys.argv[1:]
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+q, k, v = torch.randn(3, 2, 2, 200, 64, device=device, dtype=dtype).unbind()
+x, w = torch.randn(64, 512, device=device, dtype=dtype), torch.ones(512, device=device, dtype=dtype)
+tensors = [t.requires_grad_() for t in (q, k, v, x, w)]
+ones = torch.ones_like(q), torch.ones_like(x)
+torch.autograd.grad(q * k, (q, k), ones[0])  # torch has seen its own threads
+
+def call():
+    out = fastattn.attention(q, k, v, causal=True, backend=backend)
+    y = fastattn.layer_norm(x, w)
+    return out, y, *torch.autograd.grad((out, y), tensors, ones)
+
+graph = torch.cuda.CUDAGraph() if device == "cuda" else None
+with torch.cuda.graph(graph) if graph else contextlib.nullcontext():
+    captured = call()
+if graph:
+    graph.replay()
+for found, expected in zip(captured, call(), strict=True):
+    assert torch.equal(found, expected)
+print("captured")
+"""
+
+
+def test_the_first_call_may_be_captured(place: Place) -> None:
+    command = [sys.executable, "-c", _CAPTURED_FIRST, place.device.type, place.backend]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    if "NotImplementedError" in result.stderr:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.stdout == "captured\n", result.stderr[-4000:]
+
+
 # -- streams, threads, devices --------------------------------------------------------------------
 
 
@@ -365,6 +404,19 @@ def test_two_threads_at_once(place: Place) -> None:
     for cases, several in zip(made, found, strict=True):
         for right, got in zip(_expected(place, cases), several, strict=True):
             assert_same(place, got, right)
+
+
+@pytest.mark.parametrize("name", _BUSY)
+def test_a_thread_that_never_touched_the_device(place: Place, name: str) -> None:
+    """Memory comes from torch's cache: nothing before our kernels needs a context."""
+    cases = [sample(place, name, seed) for seed in (1, 2)]
+    [_, expected] = _expected(place, cases)
+    found: list[tuple[Tensor, ...]] = []
+    thread = threading.Thread(target=lambda: found.append(results(place, cases[1])))
+    thread.start()
+    thread.join()
+    [got] = found
+    assert_same(place, got, expected)
 
 
 @pytest.mark.gpu

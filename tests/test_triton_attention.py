@@ -36,6 +36,8 @@ from triton.backends.compiler import GPUTarget
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
 from benchmarks.tune_task import DTYPES
+from fastattn.ops import _triton_dropout as bits
+from fastattn.ops._dropout import attention_keep, threshold
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen, triton_tiles
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
@@ -234,6 +236,55 @@ def test_head_dims_of_every_kind() -> None:
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
         _check((q, k, v, None, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _kept_kernel(out_ptr, x_ptr, seed_ptr, stream, least, b, h, start, KIND: tl.constexpr):
+    """Of a tile [32, 64] of ones: what is kept, by each of the ways to say so."""
+    rows = tl.arange(0, 32)[:, None]
+    columns = tl.arange(0, 64)[None, :]
+    row_base, column_base = bits.dropout_bases(seed_ptr, stream, b, h)
+    row_keys = bits.unit_keys(row_base, start, 16)
+    column_keys = bits.unit_keys(column_base, start, 32)
+    offs = rows * 64 + columns
+    x = tl.load(x_ptr + offs)
+    words = bits.kept_bits(row_keys, column_keys, least, 32, 64)
+    if KIND == "select":
+        keep = bits.dropout_kept(row_keys, column_keys, rows, columns, least, 32, 64)
+        x = tl.where(keep, x, 0.0)
+    elif KIND == "negate":
+        x = tl.maximum(bits.negate_dropped(x.to(tl.float32), words, rows, columns), 0.0)
+    else:
+        x = bits.zero_dropped(x, words, rows, columns)
+    tl.store(out_ptr + offs, x.to(out_ptr.dtype.element_ty))
+
+
+@runs
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("select", torch.float32),
+        ("negate", torch.float32),
+        pytest.param("zero", torch.float32, marks=pytest.mark.gpu),
+        pytest.param("zero", torch.float16, marks=pytest.mark.gpu),
+        pytest.param("zero", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_dropout_bits_are_those_of_the_definition(kind: str, dtype: torch.dtype) -> None:
+    """On both sides of a threshold of 128, and where bytes have no value below or above it."""
+    if kind == "zero" and not _env.architecture("cuda", 0).startswith("sm_"):
+        pytest.skip("an instruction of NVIDIA's")
+    seed, stream, b, h, start = torch.tensor([(5 << 40) + 77]), 3, 1, 2, 32
+    x, out = (torch.ones(32, 64, dtype=dtype, device=DEVICE) for _ in range(2))
+    for p in (0.001, 0.1, 0.496, 0.5, 0.504, 0.9, 0.999):
+        numbers = (stream, threshold(p), b, h, start)
+        _kept_kernel[(1,)](out, x, seed.to(DEVICE), *numbers, KIND=kind)
+        keep = attention_keep(seed, stream, p, 2, 3, 64, 96)[b, h, start:, start:]
+        assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 
 
 # -- tiles ----------------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ if _env.interpreting():
 from triton.backends.compiler import GPUTarget
 
 import fastattn
+from fastattn.ops._triton_launch import LaunchCache
 from fastattn.ops.layer_norm import config, spec
 from fastattn.ops.layer_norm import triton as kernels
 from fastattn.ops.layer_norm.config import BackwardConfig, ForwardConfig
-from fastattn.ops.layer_norm.triton_launch import BoundLaunch, LaunchCache
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import OpSpec, Sample
@@ -326,33 +326,6 @@ def test_searches_start_from_what_ships() -> None:
         backward = config.backward_candidates("sm_90", N, 2, 2, 2)
         assert backward[0] == config.backward_config("sm_90", N, 2, 2, 2)
         assert len(set(backward)) == len(backward) > 10
-
-
-class _FakeKernel:
-    """Notes how it is launched: by Triton, which binds arguments, or compiled."""
-
-    function = 1
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> "_FakeKernel":
-            self.calls.append("bound" if options else f"again {grid[0]} {args[1:]}")
-            return self
-
-        return launch
-
-
-def test_launches_are_bound_once() -> None:
-    kernel = _FakeKernel()
-    launch = BoundLaunch(kernel, (7,), {"BLOCK": 8}, num_warps=4)
-    x = torch.empty(64)
-    launch((1, 1, 1), x, 5)
-    launch((2, 1, 1), x, 6)
-    launch((3, 1, 1), x[1:], 6)  # not aligned
-    launch((4, 1, 1), x, 6)
-    assert kernel.calls == ["bound", "again 2 (6, 7, 8)", "bound", "again 4 (6, 7, 8)"]
 
 
 # -- the interpreter's own process ----------------------------------------------------------------

@@ -8,6 +8,13 @@ formulas are in triton_bwd_parts.py.
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import (
+    dropout_bases,
+    kept_bits,
+    negate_dropped,
+    unit_keys,
+    zero_dropped,
+)
 from fastattn.ops.attention.triton_bwd_parts import (
     DEAD_ROW,
     load_part,
@@ -24,15 +31,12 @@ from fastattn.ops.attention.triton_tiles import (
     LOG2E,
     PARTIAL,
     clamped_length,
-    dropout_bases,
-    dropout_kept,
     key_bounds,
     load_mask,
     load_tile,
     program_tile,
     store_tile,
     tile_range,
-    unit_keys,
 )
 
 
@@ -170,12 +174,15 @@ def dkdv_tile(
     if HAS_DOUT:
         if DROPOUT:
             row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
-            keep = dropout_kept(column_keys, row_keys, rows, columns, threshold, BLOCK_N, BLOCK_M)
-            # The decision waits for dp in p's sign: 32 predicates would not.
-            p = tl.where(keep, p, -p)
+            bits = kept_bits(column_keys, row_keys, threshold, BLOCK_N, BLOCK_M)
+            if DROPOUT == 1:
+                # The decision waits for dp in p's sign: 32 predicates would not.
+                p = negate_dropped(p, bits, rows, columns)
         if NEED_DV:
             kept = p
-            if DROPOUT:
+            if DROPOUT == 2:
+                kept = zero_dropped(p.to(do0.dtype), bits, rows, columns)
+            elif DROPOUT == 1:
                 kept = tl.maximum(p, 0.0)
             if not LATE:
                 dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=PRECISION)
@@ -184,7 +191,9 @@ def dkdv_tile(
         if NEED_DK:
             if not LATE:
                 dp = product(v0, v1, do0, do1, E1, PRECISION)
-            if DROPOUT:
+            if DROPOUT == 2:
+                dp = zero_dropped(dp, bits, rows, columns)
+            elif DROPOUT == 1:
                 dp = tl.where(p > 0.0, dp, 0.0)
                 p = tl.abs(p)
             ds = p * (dp - delta[None, :])

@@ -8,18 +8,16 @@ formulas are in triton_bwd_parts.py.
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
 from fastattn.ops.attention.triton_bwd_parts import (
     unpack_statistics,
     weights,
 )
 from fastattn.ops.attention.triton_tiles import (
     clamped_length,
-    dropout_bases,
-    dropout_kept,
     key_bounds,
     load_mask,
     load_tile,
-    unit_keys,
 )
 
 

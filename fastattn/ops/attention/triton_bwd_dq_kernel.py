@@ -8,6 +8,7 @@ triton_bwd_parts.py.
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
 from fastattn.ops.attention.triton_bwd_parts import (
     load_part,
     load_partial,
@@ -24,15 +25,12 @@ from fastattn.ops.attention.triton_tiles import (
     NEG_INF,
     PARTIAL,
     clamped_length,
-    dropout_bases,
-    dropout_kept,
     key_bounds,
     load_mask,
     load_tile,
     program_tile,
     store_tile,
     tile_range,
-    unit_keys,
 )
 
 

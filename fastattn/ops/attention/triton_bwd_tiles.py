@@ -7,6 +7,7 @@ every outer tile of a kernel (query tiles for dq, key tiles for dk and dv) the i
 FULL, PARTIAL or EDGE, without those that are empty. Both run on the device and never wait for it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.ops.attention.triton_launch import BoundLaunch
+from fastattn.ops._triton_launch import BoundLaunch
 from fastattn.ops.attention.triton_tiles import (
     EDGE,
     FULL,
@@ -374,14 +375,13 @@ def classifier(
     N: int,
     mask_strides: tuple[int, ...],
     length_strides: tuple[int, ...],
-) -> BoundLaunch:
+) -> Callable[..., None]:
     """The launch (mask, mask_tiles, key_lengths, query_lengths, kinds, alive) that looks at every
     base tile.
     """
     words = (0, 0, 0, 0) if mask_tiles is None else word_strides(mask_tiles)
-    return BoundLaunch(
+    launch = BoundLaunch(
         classify_tiles_kernel,
-        (c.batches * c.heads * c.tiles_m * c.tiles_n,),
         (
             *mask_strides, *words, *length_strides, c.heads, c.tiles_m, c.tiles_n, M, N, limits.low,
             limits.high,
@@ -400,15 +400,15 @@ def classifier(
         },
         num_warps=4,
     )  # fmt: skip
+    return launch.over(c.batches * c.heads * c.tiles_m * c.tiles_n)
 
 
-def lister(c: Classes, to: Lists, by_key: bool) -> BoundLaunch:
+def lister(c: Classes, to: Lists, by_key: bool) -> Callable[..., None]:
     """The launch (kinds, lists) that sorts the inner tiles of every outer tile into lists."""
     chunk = min(1024, max(16, triton.next_power_of_2(to.inner)))
     base_outer, base_inner = (c.tiles_n, c.tiles_m) if by_key else (c.tiles_m, c.tiles_n)
-    return BoundLaunch(
+    launch = BoundLaunch(
         list_tiles_kernel,
-        (to.batches * to.heads * to.outer,),
         (
             to.outer, to.inner, base_outer, base_inner, 1 if by_key else c.tiles_n,
             c.tiles_n if by_key else 1,
@@ -421,6 +421,7 @@ def lister(c: Classes, to: Lists, by_key: bool) -> BoundLaunch:
         },
         num_warps=4 if chunk > 256 else 1,
     )  # fmt: skip
+    return launch.over(to.batches * to.heads * to.outer)
 
 
 def list_strides(to: Lists | None) -> tuple[int, int, int]:

@@ -14,6 +14,13 @@ natural units, because an additive mask may come close to the largest finite num
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import (
+    dropout_bases,
+    dropout_kept,
+    kept_bits,
+    unit_keys,
+    zero_dropped,
+)
 from fastattn.ops.attention.triton_tiles import (
     EDGE,
     FULL,
@@ -22,8 +29,6 @@ from fastattn.ops.attention.triton_tiles import (
     NEG_INF,
     PARTIAL,
     clamped_length,
-    dropout_bases,
-    dropout_kept,
     key_bounds,
     listed_below,
     load_mask,
@@ -31,7 +36,6 @@ from fastattn.ops.attention.triton_tiles import (
     program_tile,
     store_tile,
     tile_range,
-    unit_keys,
 )
 
 
@@ -82,13 +86,13 @@ def online_softmax(
     column_base,
     threshold,
     SCALED: tl.constexpr,
-    EXACT: tl.constexpr,
+    DTYPE: tl.constexpr,
     DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """(p after dropout, alpha, m, l): weights against the new maximum m, what the old sums shrink
-    by, the sum l of the weights before dropout. SCALED: s is scaled already. EXACT: for fp32 data.
+    by, the sum l of the weights before dropout. SCALED: s is scaled already. DTYPE: of the data.
     """
     if SCALED:
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -98,7 +102,7 @@ def online_softmax(
     m_finite = tl.where(m_new == NEG_INF, 0.0, m_new)
     if SCALED:
         p = tl.exp2((s - m_finite[:, None]) * LOG2E)
-    elif EXACT:
+    elif DTYPE == tl.float32:
         # Large logits would lose their last bits to a rounded m * log2(e).
         p = tl.exp2((s * scale - m_finite[:, None]) * LOG2E)
     else:
@@ -109,9 +113,13 @@ def online_softmax(
         column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
         rows = tl.arange(0, BLOCK_M)[:, None]
         columns = tl.arange(0, BLOCK_N)[None, :]
-        keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
-        # A zero the compiler cannot see keeps it from selecting on packed 16-bit halves.
-        p = tl.where(keep, p, scale * 0.0)
+        if DROPOUT == 2:
+            bits = kept_bits(row_keys, column_keys, threshold, BLOCK_M, BLOCK_N)
+            p = zero_dropped(p.to(DTYPE), bits, rows, columns)
+        else:
+            keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
+            # A zero the compiler cannot see keeps it from selecting on packed 16-bit halves.
+            p = tl.where(keep, p, scale * 0.0)
     return p, alpha, m_new, l
 
 
@@ -247,7 +255,7 @@ def attend_tile(
 
     p, alpha, m, l = online_softmax(
         s, m, l, scale, n_start, row_keys, column_base, threshold,
-        BIAS and KIND != FULL, q0.dtype == tl.float32, DROPOUT, BLOCK_M, BLOCK_N,
+        BIAS and KIND != FULL, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     # Where no row of the tile may look, values are not read: they may be NaN.
     if MASKED and HOLES:
@@ -388,9 +396,10 @@ def attention_fwd_kernel(
     OVERLAP: tl.constexpr,
 ):
     """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query, 3 packed sequences. RAGGED: N is not a
-    multiple of BLOCK_N. DEAD_KEYS: there may be keys that no query attends. scale is positive; the
-    sign, or a zero, is in Q_FACTOR. Strides of q, k, v and out come divided by STRIDE_UNIT, so that
-    the compiler sees alignment.
+    multiple of BLOCK_N. DEAD_KEYS: there may be keys that no query attends. DROPOUT: 0 none, 1 on
+    any GPU, 2 with an instruction of NVIDIA's. scale is positive; the sign, or a zero, is in
+    Q_FACTOR. Strides of q, k, v and out come divided by STRIDE_UNIT, so that the compiler sees
+    alignment.
 
     Packed sequences: key_lengths_ptr and query_lengths_ptr are offsets, M and N upper bounds,
     stride_ub is the number of rows; FROM_END: low and high count from each one's bottom right. A
@@ -593,7 +602,6 @@ def attention_fwd_kernel(
     elif full_begin < full_end:
         # The product of the next scores is under way while the tensor cores would else wait for
         # the exponentials: 1 starts it before them, 2 leaves them the last product with values.
-        EXACT: tl.constexpr = q0.dtype == tl.float32
         touched = i >= 0
         tile = full_begin
         if DENSE:
@@ -619,7 +627,7 @@ def attention_fwd_kernel(
                     )  # fmt: skip
                 p, alpha, m, l = online_softmax(
                     s, m, l, scale, n_start, row_keys, column_base, threshold,
-                    False, EXACT, DROPOUT, BLOCK_M, BLOCK_N,
+                    False, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 p = p.to(q0.dtype)
                 if OVERLAP == 2:
@@ -638,7 +646,7 @@ def attention_fwd_kernel(
         n_start = tile * BLOCK_N
         p, alpha, m, l = online_softmax(
             s, m, l, scale, n_start, row_keys, column_base, threshold,
-            False, EXACT, DROPOUT, BLOCK_M, BLOCK_N,
+            False, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc0, acc1 = add_values(
             acc0, acc1, p, alpha, n_start, v_ptr, v_desc, b, k_start, kv_head, vn, touched,

@@ -4,11 +4,12 @@ Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, wind
 `tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
 mask is read once per call by `mask_classifier`, which lists for every outer tile the inner tiles
 that are full, partial, or partial with dead lines; of a prepared mask `prepared_lister` says the
-same. What acts on a tile takes indices i (query) and
-j (key) already expanded to two dimensions: one function serves [BLOCK_M, BLOCK_N] scores and their
-transpose. Scores are in natural units: scaled, bias added. Also here: dropout decisions.
+same. What acts on a tile takes indices i (query) and j (key) already expanded to two dimensions:
+one function serves [BLOCK_M, BLOCK_N] scores and their transpose. Scores are in natural units:
+scaled, bias added.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops._triton_launch import BoundLaunch
 from fastattn.ops.attention import prepared
-from fastattn.ops.attention.triton_launch import BoundLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -61,6 +62,15 @@ def band(causal: int, window_left: int, window_right: int, M: int, N: int) -> Ba
     has_low = window_left >= 0 and M - 1 + low > 0  # else even the last row starts at key 0
     has_high = window_right >= 0 and high < N - 1  # else even the first row reaches the last key
     return Band(low if has_low else 0, high if has_high else 0, has_low, has_high)
+
+
+def packed_band(causal: int, window_left: int, window_right: int) -> Band:
+    """The band of packed sequences, whose sizes differ: the diagonal's shift is added on the
+    device.
+    """
+    right = 0 if causal else window_right
+    low = -window_left if window_left >= 0 else 0
+    return Band(low, max(right, 0), window_left >= 0, right >= 0)
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -364,7 +374,7 @@ def classify_mask_kernel(
 
 def mask_classifier(
     mask: MaskShape, M: int, N: int, BLOCK_M: int, BLOCK_N: int, by_key: bool
-) -> BoundLaunch:
+) -> Callable[..., None]:
     """Called with (mask, lists of the shape that `tile_lists` gives): notes which tiles matter.
 
     FULL: every pair is allowed, an additive mask is exactly 0. Not listed: no pair is allowed.
@@ -381,7 +391,8 @@ def mask_classifier(
     }
     scalars = (*mask.strides, heads, M, N, outer, inner)
     # One dimension: a grid's others end at 65535.
-    return BoundLaunch(classify_mask_kernel, (outer * batches * heads,), scalars, constants)
+    launch = BoundLaunch(classify_mask_kernel, scalars, constants)
+    return launch.over(outer * batches * heads)
 
 
 def word_strides(words: torch.Tensor) -> tuple[int, ...]:
@@ -459,17 +470,15 @@ def list_prepared_kernel(
 
 def prepared_lister(
     mask: MaskShape, words: torch.Tensor, M: int, N: int, BLOCK_M: int, BLOCK_N: int
-) -> BoundLaunch:
+) -> Callable[..., None]:
     """Called with (words of a prepared mask, lists): what `mask_classifier` by queries notes."""
     (batches, heads, outer, _), inner, *_ = tile_lists(mask, M, N, BLOCK_M, BLOCK_N, by_key=False)
     sizes = (heads, triton.cdiv(M, prepared.TILE), triton.cdiv(N, prepared.TILE), N, outer, inner)
     chunk = min(256, max(16, triton.next_power_of_2(inner)))
     constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "CHUNK": chunk}
     options: dict[str, Any] = {"num_warps": 4 if chunk > 64 else 1}
-    grid = (outer * batches * heads,)
-    return BoundLaunch(
-        list_prepared_kernel, grid, (*word_strides(words), *sizes), constants, **options
-    )
+    launch = BoundLaunch(list_prepared_kernel, (*word_strides(words), *sizes), constants, **options)
+    return launch.over(outer * batches * heads)
 
 
 @triton.jit
@@ -481,55 +490,3 @@ def listed_below(list_ptr, count, tile):
         entries = tl.load(list_ptr + offs, mask=offs < count, other=2147483647)
         below += tl.sum((entries < tile).to(tl.int32), axis=0)
     return below
-
-
-# -- dropout --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def finalise(x):
-    """A bijection of uint32 with good avalanche; the definition is in fastattn/ops/_dropout.py."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def absorb(state, value):
-    return finalise((state ^ value) + 0x9E3779B9)
-
-
-@triton.jit
-def dropout_bases(seed_ptr, stream, b, h):
-    """(row base, column base): what `unit_keys` turns into keys of rows and columns."""
-    seed = tl.load(seed_ptr)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    stream = stream.to(tl.uint32)
-    row_tag = tl.full([], 0x243F6A88, tl.uint32)
-    column_tag = tl.full([], 0x85A308D3, tl.uint32)
-    rows = absorb(absorb(absorb(row_tag, low), high), stream)
-    columns = absorb(absorb(absorb(column_tag, low), high), stream)
-    return absorb(absorb(rows, b.to(tl.uint32)), h.to(tl.uint32)), columns
-
-
-@triton.jit
-def unit_keys(base, start, UNITS: tl.constexpr):
-    """Keys of the lattice units of 2 UNITS lines from start, a multiple of 16, on."""
-    return absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32))
-
-
-@triton.jit
-def dropout_kept(keys0, keys1, rows, columns, threshold, SIZE0: tl.constexpr, SIZE1: tl.constexpr):
-    """Which weights of a tile [SIZE0, SIZE1] are kept, from the keys of the units of both sides.
-
-    rows and columns are local indices, expanded to two dimensions. One word decides 2 x 2 weights.
-    """
-    word = finalise(keys0[:, None] ^ keys1[None, :])  # [SIZE0 / 2, SIZE1 / 2]
-    word = word.reshape([SIZE0 // 16, 1, 8, SIZE1 // 16, 1, 8])
-    word = tl.broadcast_to(word, [SIZE0 // 16, 2, 8, SIZE1 // 16, 2, 8]).reshape([SIZE0, SIZE1])
-    byte = ((rows >> 3) & 1) * 2 + ((columns >> 3) & 1)
-    # The byte moves to the top; what lies below it cannot change the comparison.
-    return (word << (24 - 8 * byte).to(tl.uint32)) >= (threshold.to(tl.uint32) << 24)

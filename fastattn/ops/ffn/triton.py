@@ -17,6 +17,14 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _env
+from fastattn.ops._triton_launch import (
+    DTYPES,
+    LaunchCache,
+    aligned,
+    rows_signature,
+    signature,
+    too_old,
+)
 from fastattn.ops.ffn import triton_steps as steps
 from fastattn.ops.ffn.config import (
     GATED,
@@ -27,7 +35,6 @@ from fastattn.ops.ffn.config import (
     backward_config,
     forward_config,
 )
-from fastattn.ops.ffn.triton_launch import LaunchCache, aligned, rows_signature, signature
 
 # Row indices are 32-bit where rows are counted; offsets are 64-bit.
 _MOST_ROWS = (1 << 31) - (1 << 16)
@@ -77,14 +84,11 @@ def _backward_config(x: Tensor, w2: Tensor, activation: str) -> BackwardConfig:
 
 def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
     for name, tensor in zip(("x", "residual or gradient"), (x, *others), strict=False):
-        if tensor is not None and tensor.dtype not in steps.DTYPES:
+        if tensor is not None and tensor.dtype not in DTYPES:
             return f"has kernels for float16, bfloat16 and float32, got {tensor.dtype} {name}"
     if x.shape[:-1].numel() > _MOST_ROWS:
         return f"handles up to {_MOST_ROWS} rows, got {x.shape[:-1].numel()}"
-    arch = _arch(x)
-    if arch.startswith("sm_") and int(arch[3:]) < 80:
-        return f"needs compute capability 8.0 or newer, got {arch}"
-    return None
+    return too_old(_arch(x))
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -97,11 +101,7 @@ def ffn_fwd_unsupported(
     w2: Tensor,
     b2: Tensor | None,
     residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    *_: Any,
 ) -> str | None:
     return _unsupported(x, residual)
 
@@ -114,10 +114,7 @@ def ffn_fwd_workspace(
     b2: Tensor | None,
     residual: Tensor | None,
     activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    *_: Any,
 ) -> Workspace:
     return _forward_workspace(_forward_config(x, w2, activation), x, w2, residual, activation)
 
@@ -266,21 +263,7 @@ def _bind_forward(
 # -- backward -------------------------------------------------------------------------------------
 
 
-def ffn_bwd_unsupported(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> str | None:
+def ffn_bwd_unsupported(dy: Tensor, x: Tensor, *_: Any) -> str | None:
     return _unsupported(x, dy)
 
 

@@ -13,6 +13,8 @@ to run. Matrices are row-major, `width` columns apart unless a stride is given.
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import column_keys, drop, row_kept, row_keys
+
 # -- activations ----------------------------------------------------------------------------------
 
 
@@ -79,54 +81,13 @@ def activate_and_derive(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def finalise(x):
-    """A bijection of uint32 with good avalanche; the definition is in fastattn/ops/_dropout.py."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def absorb(state, value):
-    return finalise((state ^ value) + 0x9E3779B9)
-
-
-@triton.jit
-def stream_key(seed_ptr, stream, TAG: tl.constexpr, SECOND: tl.constexpr):
-    """SECOND: of the dropout of the output."""
-    seed = tl.load(seed_ptr)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    stream = stream.to(tl.uint32)
-    if SECOND:
-        stream = stream ^ 0x80000000
-    return absorb(absorb(absorb(tl.full([], TAG, tl.uint32), low), high), stream)
-
-
-@triton.jit
 def keep_tile(seed_ptr, stream, rows, column_start, local, threshold, SECOND: tl.constexpr):
     """Which elements are kept, of the columns column_start (a multiple of 4) + local, local from
-    arange. rows: int64.
+    arange. rows: int64. SECOND: of the dropout of the output.
     """
-    row_base = stream_key(seed_ptr, stream, 0x243F6A88, SECOND)
-    column_base = stream_key(seed_ptr, stream, 0x85A308D3, SECOND)
-    row_base = absorb(
-        absorb(row_base, (rows >> 32).to(tl.uint32)), tl.zeros_like(rows).to(tl.uint32)
-    )
-    row_keys = absorb(row_base, (rows & 0xFFFFFFFF).to(tl.uint32))
-    # Four columns share a word. Constant bits of `local` tell them apart, so the compiler computes
-    # it once for those that a thread owns.
-    column_keys = absorb(column_base, (column_start // 4 + (local >> 2)).to(tl.uint32))
-    word = finalise(row_keys[:, None] ^ column_keys[None, :])
-    byte = (word >> ((local & 3) * 8).to(tl.uint32)[None, :]) & 0xFF
-    return byte.to(tl.int32) >= threshold
-
-
-@triton.jit
-def drop(x, keep, scale):
-    return tl.where(keep, x * scale, 0.0)
+    row_key = row_keys(seed_ptr, stream, rows, SECOND)[:, None]
+    column_key = column_keys(seed_ptr, stream, column_start, local, SECOND)[None, :]
+    return row_kept(row_key, column_key, local[None, :], threshold)
 
 
 # -- kernels --------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ no product's work: one pass over dy makes them and applies its dropout.
 import triton
 import triton.language as tl
 
-from fastattn.ops.ffn.triton_elementwise import activate, drop, hidden_gradient, keep_tile
+from fastattn.ops._triton_dropout import drop
+from fastattn.ops.ffn.triton_elementwise import activate, hidden_gradient, keep_tile
 
 # -- pieces ---------------------------------------------------------------------------------------
 

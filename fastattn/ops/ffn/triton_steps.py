@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops._triton_launch import BoundLaunch, Template, template_of
 from fastattn.ops.ffn.config import (
     GATED,
     MAPPED,
@@ -27,14 +27,18 @@ from fastattn.ops.ffn.triton_elementwise import (
     sum_groups_kernel,
 )
 from fastattn.ops.ffn.triton_gemm import dhidden_kernel, down_kernel, product_kernel, up_kernel
-from fastattn.ops.ffn.triton_launch import BoundLaunch, rebased
 
-DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TL_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def ceil_div(a: int, b: int) -> int:
     """triton.cdiv, which takes 4 µs on the host."""
     return -(-a // b)
+
+
+def _launch(kernel: BoundLaunch, programs: int, *leading: Any) -> None:
+    if programs:
+        kernel((programs, 1, 1), *leading)
 
 
 class Mapping:
@@ -46,13 +50,13 @@ class Mapping:
         self._tile = tile = elementwise_tile(width, MAPPED)
         self._columns = ceil_div(width, tile.block_n)
         blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        self._launch = BoundLaunch(
+        self._kernel = BoundLaunch(
             kernel, (width, *scalars), constants | blocks, num_warps=tile.warps
         )
 
     def __call__(self, rows: int, *tensors: Any) -> None:
         programs = ceil_div(rows, self._tile.block_m) * self._columns
-        self._launch(programs, *tensors, rows)
+        _launch(self._kernel, programs, *tensors, rows)
 
 
 class GroupMapping:
@@ -64,13 +68,13 @@ class GroupMapping:
         tile = elementwise_tile(width, SUMMED)
         self._width, self._columns = width, ceil_div(width, tile.block_n)
         blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        self._launch = BoundLaunch(
+        self._kernel = BoundLaunch(
             kernel, (width, *scalars), constants | blocks, num_warps=tile.warps
         )
 
     def __call__(self, rows: int, *tensors: Any) -> None:
         each = rows_per_group(rows, self._width)
-        self._launch(ceil_div(rows, each) * self._columns, *tensors, rows, each)
+        _launch(self._kernel, ceil_div(rows, each) * self._columns, *tensors, rows, each)
 
 
 class SumOverGroups:
@@ -80,12 +84,12 @@ class SumOverGroups:
         """few: the count is a handful and the width large."""
         rows, self._columns = (4, 1024) if few else (64, 32)
         self.width = width
-        self._launch = BoundLaunch(
+        self._kernel = BoundLaunch(
             sum_groups_kernel, (width,), {"BLOCK_M": rows, "BLOCK_N": self._columns}, num_warps=4
         )
 
     def __call__(self, count: int, sums: Tensor | None, out: Tensor) -> None:
-        self._launch(ceil_div(self.width, self._columns), sums, out, count)
+        _launch(self._kernel, ceil_div(self.width, self._columns), sums, out, count)
 
 
 def group_count(rows: int, width: int) -> int:
@@ -121,7 +125,7 @@ def finish(width: int, residual: Tensor | None, dropout_p: float) -> Mapping:
 
 def drop_gradient(dy: Tensor, dtype: torch.dtype, dropout_p: float) -> GroupMapping:
     """Called with (rows, dy, dropped, sums, seed, stream). dy: [rows, width]; dtype: x's."""
-    constants = {"DROPOUT": dropout_p > 0.0, "ROUND_TO": DTYPES[dtype]}
+    constants = {"DROPOUT": dropout_p > 0.0, "ROUND_TO": _TL_DTYPES[dtype]}
     scalars = (dy.stride(0), *_dropout(dropout_p))
     return GroupMapping(drop_gradient_kernel, dy.shape[1], scalars, constants)
 
@@ -164,14 +168,15 @@ class Multiplication:
         self._covered = tile.block_n // 2 if paired else tile.block_n
         self._columns = b.shape[0] // 2 if paired else b.shape[0]
         self._features = a.shape[0] if over_rows else a.shape[1]
-        self._a = self._b = None
         last = (a.stride(1) == 1, b.stride(1) == 1)
         tma = tile.tma and _describable(a) and _describable(b) and (last[1] or not paired)
         strides = (0, 0, 0, 0) if tma else (*a.stride(), *b.stride())
+        described: dict[int, Template | None] = {}
         if tma:
-            self._a = _descriptor(a, tile.block_m, tile.block_k)
-            self._b = _descriptor(b, tile.block_n, tile.block_k, paired)
-        self._launch = BoundLaunch(
+            described[0] = _template(a, tile.block_m, tile.block_k, open_=True)
+            b_block = tile.block_n, tile.block_k
+            described[1] = _template(b, *b_block, paired=paired, open_=over_rows)
+        self._kernel = BoundLaunch(
             kernel, (self._columns, self._features, *strides, *scalars),
             constants | {
                 "TMA": tma,
@@ -184,7 +189,7 @@ class Multiplication:
                 "BLOCK_N": tile.block_n,
                 "BLOCK_K": tile.block_k,
             },
-            num_warps=tile.warps, num_stages=tile.stages,
+            described, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, *others: Any) -> None:
@@ -192,12 +197,7 @@ class Multiplication:
         tiles = ceil_div(a.shape[0], tile.block_m) * ceil_div(self._columns, self._covered)
         tiles *= tile.splits
         programs = min(tiles, tile.programs) if tile.programs else tiles
-        if self._a is None or self._b is None:
-            self._launch(programs, a, b, *others, rows)
-        else:
-            a_desc = rebased(self._a, a, rows)
-            b_desc = rebased(self._b, b, rows if self._over_rows else None)
-            self._launch(programs, a_desc, b_desc, *others, rows)
+        _launch(self._kernel, programs, a, b, *others, rows)
 
 
 def _describable(x: Tensor) -> bool:
@@ -210,15 +210,20 @@ def _describable(x: Tensor) -> bool:
     return steps[0] == 1 and steps[1] > 0 and steps[1] * x.element_size() % 16 == 0
 
 
-def _descriptor(x: Tensor, rows: int, block_k: int, paired: bool = False) -> TensorDescriptor:
-    """Of [rows, K] by its contiguous dimension, which comes last; paired as [2, rows / 2, K]."""
+def _template(x: Tensor, rows: int, block_k: int, *, open_: bool, paired: bool = False) -> Template:
+    """Of [rows, K] by its contiguous dimension, which comes last; paired as [2, rows / 2, K].
+    open_: calls bring other sizes.
+    """
     if paired:
         half = x.shape[0] // 2
         steps = [half * x.stride(0), x.stride(0), 1]
-        return TensorDescriptor(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
-    if x.stride(1) == 1:
-        return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, block_k])
-    return TensorDescriptor(x, [x.shape[1], x.shape[0]], [x.stride(1), 1], [block_k, rows])
+        return template_of(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
+    dims = (0, 1) if x.stride(1) == 1 else (1, 0)
+    block = (rows, block_k)
+    return template_of(
+        x, [x.shape[d] for d in dims], [x.stride(dims[0]), 1], [block[d] for d in dims],
+        dims if open_ else None,
+    )  # fmt: skip
 
 
 def up(tile: GemmTile, x: Tensor, w1: Tensor, activation: str, dropout_p: float) -> Multiplication:

@@ -10,6 +10,7 @@ copying reaches 3791 to 4184.
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 # Weight and bias are loaded once, for all tiles of a program; behind a tile's own loads, which then
 # do not wait for them; or when they are needed, which keeps registers free.
@@ -33,7 +34,7 @@ class ForwardConfig:
     parameters: int = WITH_ROWS
     stages: int = 1
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Launch options of the kernel."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
@@ -56,8 +57,8 @@ class BackwardConfig:
     keep_weight: bool = True
     maxnreg: int | None = None
 
-    def options(self) -> dict[str, int]:
-        options = {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
@@ -69,7 +70,7 @@ class SumConfig:
     BLOCK: int
     warps: int
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         return {"num_warps": self.warps, "num_stages": 1}
 
 
@@ -105,13 +106,16 @@ _ADD = {
 }
 # -> (ROWS, warps, programs a core).
 _BACKWARD = {
-    512: (4, 4, 4),  # 2690, with the sum of 528 lines of partial sums; add + norm 2970
+    # 2690, with the sum of 528 lines of partial sums; add + norm 2970. 128 registers, none spilled;
+    # with fewer elements a thread there would be more lines, with more fewer warps to hide loads.
+    512: (4, 4, 4),
     1024: (2, 4, 4),  # 3578; 3707
     2048: (1, 4, 4),
     4096: (1, 8, 2),  # 3919; 4038
     8192: (1, 16, 1),
     # Two programs a row, as the sums of one would fill every register of a core. Both read all of
-    # it, the later one from L2. Not timed yet; one program that read rows twice reached 2696.
+    # it, the later one from L2. Not timed yet; 115 registers, add + norm 128 and 16 bytes of spill.
+    # One program that read rows twice from memory reached 2696.
     16384: (1, 16, 1),
 }
 
@@ -179,13 +183,19 @@ def backward_config(
         parts = {512: 2, 1024: 0}.get(width, 1 if width < 512 else 0)
         block = width // parts if parts else 256
         return BackwardConfig(8, block, 4, 2, 1, parts)
-    # What needs most registers: rows of 16384, or addresses of each element, would not fit too.
+    # What needs most registers: rows of 16384 in fp32, or addresses of each element, would not fit.
     crowded = sums > 2 or (itemsize > 2 and tensors > 2)
-    longest = (8192 if crowded else 16384) if aligned else (2048 if crowded else 8192)
+    if aligned:
+        longest = 8192 if crowded and itemsize > 2 else 16384
+    else:
+        longest = 2048 if crowded else 8192
     if width > longest or (width == 16384 and 2 * width * itemsize > _SHARED[kind]):
         row = BackwardConfig(*_rows_of(_BACKWARD[1024], 1024), stages=3, PARTS=0)
     elif width == 16384:
-        row = BackwardConfig(*_rows_of(_BACKWARD[width], 8192), 3, PARTS=2, keep_weight=False)
+        # Of three tensors one tile ahead is 80 KB, and two ahead would spill (24 bytes, not 16).
+        row = BackwardConfig(
+            *_rows_of(_BACKWARD[width], 8192), 3 if tensors < 3 else 2, PARTS=2, keep_weight=False
+        )
     else:
         tile = _BACKWARD.get(width, (_short(width, 2048), 4, 4))
         row = BackwardConfig(*_rows_of(tile, width), stages=3)

@@ -7,13 +7,14 @@ the number of rows. Rows that are not one stride apart, or not contiguous themse
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops._triton_launch import DTYPES, BoundLaunch, LaunchCache, too_old
 from fastattn.ops.layer_norm.config import (
     BackwardConfig,
     ForwardConfig,
@@ -30,9 +31,7 @@ from fastattn.ops.layer_norm.triton_kernels import (
     norm_row_sums_kernel,
     sum_partials_kernel,
 )
-from fastattn.ops.layer_norm.triton_launch import BoundLaunch, LaunchCache
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 # Columns are counted in 32 bits, with room for a block beyond the end.
@@ -79,16 +78,13 @@ def _refusal(
 ) -> str | None:
     """Of the last activation's device and row length."""
     for x in (*activations, *parameters):
-        if x is not None and x.dtype not in _DTYPES:
+        if x is not None and x.dtype not in DTYPES:
             return f"has kernels for float16, bfloat16 and float32, got {x.dtype}"
     x = activations[-1]
     assert x is not None
     if x.shape[-1] > _LONGEST_ROW:
         return f"handles rows of up to {_LONGEST_ROW} elements, got {x.shape[-1]}"
-    arch = _arch(x)
-    if arch.startswith("sm_") and int(arch[3:]) < 80:
-        return f"needs compute capability 8.0 or newer, got {arch}"
-    return None
+    return too_old(_arch(x))
 
 
 # -- forward --------------------------------------------------------------------------------------
@@ -322,7 +318,7 @@ def _bind_backward(
 
 
 def layer_norm_fwd_unsupported(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
 ) -> str | None:
     return _refusal((x,), (weight, bias))
 
@@ -340,14 +336,7 @@ def layer_norm_fwd(
 
 
 def layer_norm_bwd_unsupported(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
 ) -> str | None:
     return _refusal((dy, x), (weight, bias))
 
@@ -408,10 +397,7 @@ def add_layer_norm_fwd_unsupported(
     x_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    *_: Any,
 ) -> str | None:
     return _refusal((x, residual), (x_bias, weight, bias))
 
@@ -448,12 +434,9 @@ def add_layer_norm_bwd_unsupported(
     rstd: Tensor,
     eps: float,
     x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    *_: Any,
 ) -> str | None:
-    if x_dtype not in _DTYPES:
+    if x_dtype not in DTYPES:
         return f"has kernels for float16, bfloat16 and float32, got {x_dtype}"
     return _refusal((dy, dz, z), (x_bias, weight, bias))
 
@@ -476,15 +459,9 @@ def add_layer_norm_bwd_workspace(
     x_bias: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    *others: Any,
 ) -> _Workspace:
+    *_, needs = others
     sums = sum(_add_sums(x_bias, weight, bias, needs))
     return norm_bwd_workspace(norm_bwd_config(dy, dz, z, sums), z, sums)
 

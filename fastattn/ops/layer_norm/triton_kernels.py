@@ -13,6 +13,7 @@ are longer. Parameter gradients leave the backward as fp32 partial sums, one lin
 import triton
 import triton.language as tl
 
+from fastattn.ops._triton_dropout import column_keys, drop, row_kept, row_keys
 from fastattn.ops.layer_norm import config
 
 # Arguments that differ from call to call must not become part of what is compiled.
@@ -21,58 +22,6 @@ _PER_CALL = ["M", "stream", "threshold", "keep_factor", "eps", "lines"]
 BEFORE = tl.constexpr(config.BEFORE)
 WITH_ROWS = tl.constexpr(config.WITH_ROWS)
 AFTER_STATISTICS = tl.constexpr(config.AFTER_STATISTICS)
-
-
-# -- dropout, as written in fastattn/ops/_dropout.py ----------------------------------------------
-
-
-@triton.jit
-def finalise(x):
-    """A bijection of uint32 with good avalanche."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def absorb(state, value):
-    return finalise((state ^ value) + 0x9E3779B9)
-
-
-@triton.jit
-def stream_key(TAG: tl.constexpr, seed_ptr, stream):
-    seed = tl.load(seed_ptr)
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    tag = tl.full([], TAG, tl.uint32)
-    return absorb(absorb(absorb(tag, low), high), stream.to(tl.uint32))
-
-
-@triton.jit
-def row_keys(seed_ptr, stream, rows):
-    """rows: int64 of any shape, counted over the whole tensor."""
-    key = absorb(stream_key(0x243F6A88, seed_ptr, stream), (rows >> 32).to(tl.uint32))
-    key = absorb(key, tl.zeros_like(key))
-    return absorb(key, (rows & 0xFFFFFFFF).to(tl.uint32))
-
-
-@triton.jit
-def column_keys(seed_ptr, stream, start, local):
-    """Of the columns start + local: start a multiple of 4, local from arange (any shape)."""
-    unit = (start // 4 + (local >> 2)).to(tl.uint32)
-    return absorb(stream_key(0x85A308D3, seed_ptr, stream), unit)
-
-
-@triton.jit
-def drop(x, row_keys, column_keys, local, threshold, keep_factor):
-    """x with dropped elements 0 and kept ones scaled. Four columns share a word, which the compiler
-    sees: what tells them apart are constant bits of `local`.
-    """
-    word = finalise(row_keys ^ column_keys)
-    byte = (word >> (8 * (local & 3)).to(tl.uint32)) & 0xFF
-    return tl.where(byte >= threshold.to(tl.uint32), x * keep_factor, 0.0)
 
 
 # -- tiles ----------------------------------------------------------------------------------------
@@ -167,7 +116,7 @@ def norm_fwd_kernel(
             if DROPOUT:
                 r = row_keys(seed_ptr, stream, rows)[:, None]
                 c = column_keys(seed_ptr, stream, 0, cols)[None, :]
-                z = drop(z, r, c, cols[None, :], threshold, keep_factor)
+                z = drop(z, row_kept(r, c, cols[None, :], threshold), keep_factor)
             # The norm is of what is stored.
             z = (z + residual).to(z_ptr.dtype.element_ty)
             store_tile(z_ptr + offs, z, mask, MASKED)
@@ -240,7 +189,7 @@ def norm_fwd_long_kernel(
                 z += load_tile(x_bias_ptr + cols, mask, MASKED, "evict_last")
             if DROPOUT:
                 c = column_keys(seed_ptr, stream, start, local)
-                z = drop(z, r, c, local, threshold, keep_factor)
+                z = drop(z, row_kept(r, c, local, threshold), keep_factor)
             z = (z + residual).to(z_ptr.dtype.element_ty)
             store_tile(z_ptr + cols, z, mask, MASKED)
             z = z.to(tl.float32)
@@ -473,7 +422,8 @@ def norm_bwd_kernel(
         if DROPOUT:
             r = row_keys(seed_ptr, stream, rows)[:, None]
             c = column_keys(seed_ptr, stream, part * BLOCK, tl.arange(0, BLOCK))[None, :]
-            dsum = drop(dsum, r, c, tl.arange(0, BLOCK)[None, :], threshold, keep_factor)
+            keep = row_kept(r, c, tl.arange(0, BLOCK)[None, :], threshold)
+            dsum = drop(dsum, keep, keep_factor)
         if DX_BIAS:
             dx_bias += tl.where(mask_m[:, None], dsum, 0.0)
         if dx_ptr is not None:

@@ -1,0 +1,375 @@
+"""The Triton attention backward: its kernels bound to everything that follows from a call's shapes,
+strides and options. triton_bwd.py launches them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fastattn.ops._triton_launch import BoundLaunch, Template
+from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.config_bwd import BwdTile
+from fastattn.ops.attention.triton_bwd_dkdv_kernel import attention_bwd_dkdv_kernel
+from fastattn.ops.attention.triton_bwd_dmask_kernel import (
+    attention_bwd_dmask_kernel,
+    sum_splits_kernel,
+)
+from fastattn.ops.attention.triton_bwd_dq_kernel import attention_bwd_dq_kernel
+from fastattn.ops.attention.triton_bwd_layout import Layout, Packed
+from fastattn.ops.attention.triton_calls import BackwardCall, Gradients
+from fastattn.ops.attention.triton_operands import (
+    describable,
+    dropout_kind,
+    row_strides,
+    section,
+    stride_unit,
+    templates,
+)
+from fastattn.ops.attention.triton_tiles import dropout_numbers
+
+# One tile of keys, and a band of few: summing delta over them once more costs next to nothing.
+_ONE_TILE, _FEW_KEYS = 64, 16
+
+_Launch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one combination of shapes, strides and options."""
+
+    classify: _Launch | None
+    list_dq: _Launch | None
+    list_dkdv: _Launch | None
+    dq: _Launch
+    dkdv: tuple[tuple[_Launch, bool, bool], ...]  # with what it computes: dk, dv
+    dmask: _Launch | None
+    sum_splits: _Launch | None
+
+
+def bind(
+    layout: Layout, call: BackwardCall, gradients: Gradients, aligned: bool, packed: Packed | None
+) -> Plan:
+    """aligned: q, k, v and dout, as descriptors want it."""
+    binder = _Binder(layout, call, gradients, aligned, packed)
+    need_dq, _, _, need_dmask = call.needs
+    dkdv = binder.dkdv()
+    classify = list_dq = list_dkdv = dmask = sum_splits = None
+    if layout.classes is not None:
+        assert layout.for_dq is not None and layout.for_dkdv is not None
+        classify = tiles.classifier(
+            layout.classes, call.mask, layout.shape, call.mask_tiles, call.key_lengths,
+            call.query_lengths, layout.limits, binder.M, binder.N, binder.mask_strides,
+            binder.length_strides,
+        )  # fmt: skip
+        if need_dq or binder.exact_delta:
+            list_dq = tiles.lister(layout.classes, layout.for_dq, False)
+        if dkdv:
+            list_dkdv = tiles.lister(layout.classes, layout.for_dkdv, True)
+    if need_dmask:
+        dmask, sum_splits = binder.dmask()
+    return Plan(classify, list_dq, list_dkdv, binder.dq(), dkdv, dmask, sum_splits)
+
+
+class _Binder:
+    """What the kernels' arguments have in common, and each kernel's own."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        call: BackwardCall,
+        gradients: Gradients,
+        aligned: bool,
+        packed: Packed | None,
+    ):
+        self.layout, self.call, self.gradients = layout, call, gradients
+        self.aligned, self.packed = aligned, packed
+        (self.B, self.H, self.M, D), (self.K, self.N) = call.q.shape, call.k.shape[1:3]
+        E = call.v.shape[3]
+        self.rows = self.M
+        # Offsets of packed sequences are no lengths to the kernels' constants.
+        self.key_lengths, self.query_lengths = call.key_lengths, call.query_lengths
+        if packed is not None:
+            self.B, self.M, self.N = packed.sequences, packed.M, packed.N
+            self.key_lengths = self.query_lengths = None
+        self.group = self.H // self.K
+        self.D, self.E = D, E
+        self.widths = layout.config.widths(D), layout.config.widths(E)
+        self.mask_strides = (0, 0, 0, 0) if layout.shape is None else layout.shape.strides
+        self.length_strides = self._length_strides()
+
+    # -- numbers -----------------------------------------------------------------------------------
+
+    def _length_strides(self) -> tuple[int, int, int]:
+        keys, queries = self.key_lengths, self.query_lengths
+        return (
+            0 if keys is None else keys.stride(0),
+            keys.stride(1) if keys is not None and keys.dim() == 2 else 0,
+            0 if queries is None else queries.stride(0),
+        )
+
+    @cached_property
+    def unit(self) -> int:
+        return stride_unit([stride for x in self._operands for stride in row_strides(x)])
+
+    @property
+    def _operands(self) -> Sequence[Tensor | None]:
+        call, (dq, dk, dv, _), (need_dq, need_dk, need_dv, _) = (
+            self.call, self.gradients, self.call.needs,
+        )  # fmt: skip
+        return (
+            call.q, call.k, call.v, call.out, call.dout, dq if need_dq else None,
+            dk if need_dk else None, dv if need_dv else None,
+        )  # fmt: skip
+
+    def strides(self, *operands: int) -> tuple[int, ...]:
+        """Of those of `_operands`, as the kernels get them."""
+        found = (self._operands[n] for n in operands)
+        return tuple(stride // self.unit for x in found for stride in row_strides(x))
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        limits, call = self.layout.limits, self.call
+        return limits.low, limits.high, call.scale, *dropout_numbers(call.dropout_p)
+
+    @property
+    def class_strides(self) -> tuple[int, int, int, int]:
+        c = self.layout.classes
+        return (0, 0, 0, 0) if c is None else (c.stride_b, c.stride_h, c.tiles_m, c.keys)
+
+    def section(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
+        """x and y are what a head reads again and again."""
+        head_bytes = x.shape[2] * (x.shape[3] + y.shape[3]) * x.element_size()
+        return section(self.layout.limits, head_bytes, group, heads)
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    @property
+    def has_lengths(self) -> bool:
+        return self.key_lengths is not None or self.packed is not None
+
+    @property
+    def has_query_lengths(self) -> bool:
+        return self.query_lengths is not None or self.packed is not None
+
+    @property
+    def restricted(self) -> bool:
+        limits = self.layout.limits
+        return self.has_lengths or self.has_query_lengths or limits.has_low or limits.has_high
+
+    @property
+    def dead_rows(self) -> bool:
+        """Rows without a key lie beyond their length, or where the band leaves the keys on either
+        side.
+        """
+        limits = self.layout.limits
+        dead = self.layout.classes is not None or self.has_query_lengths
+        dead |= limits.has_high and limits.high < 0
+        return dead or (limits.has_low and (self.has_lengths or limits.low > self.N - self.M))
+
+    @property
+    def dead_keys(self) -> bool:
+        """Keys without a row lie there, or where the band leaves the rows."""
+        limits = self.layout.limits
+        dead = self.layout.classes is not None or self.has_lengths
+        dead |= limits.has_high and (self.has_query_lengths or limits.high < self.N - self.M)
+        return dead or (limits.has_low and limits.low > 0)
+
+    @cached_property
+    def exact_delta(self) -> bool:
+        """delta carries out's rounding. That shows where gradients are more precise than out, or
+        vanish in theory: in a mask's column of all keys, and in rows of very few keys.
+        """
+        call, limits, dmask = self.call, self.layout.limits, self.gradients.dmask
+        if call.dout is None or call.out.dtype.itemsize >= 4:
+            return False
+        banded = limits.has_low and limits.has_high
+        if self.N <= _ONE_TILE or (banded and limits.high - limits.low < _FEW_KEYS):
+            return True
+        finer = dmask.dtype.itemsize > call.out.dtype.itemsize
+        return call.needs[3] and (finer or dmask.shape[3] == 1)
+
+    # -- constants ---------------------------------------------------------------------------------
+
+    @property
+    def restrictions(self) -> dict[str, Any]:
+        limits, keys = self.layout.limits, self.key_lengths
+        return {
+            "HAS_LOW": limits.has_low,
+            "HAS_HIGH": limits.has_high,
+            "KEY_LENGTHS": 0 if keys is None else keys.dim(),
+            "QUERY_LENGTHS": self.query_lengths is not None,
+        }
+
+    @property
+    def of_packing(self) -> dict[str, Any]:
+        return {
+            "PACKED": self.packed is not None,
+            "FROM_END": self.packed is not None and self.packed.from_end,
+        }
+
+    @property
+    def of_mask(self) -> dict[str, Any]:
+        mask, shape = self.call.mask, self.layout.shape
+        bias = mask is not None and mask.dtype != torch.bool
+        return {
+            "DENSE": mask is not None,
+            "BIAS": bias,
+            # The lowest value of these makes exp of any score 0, without a comparison.
+            "BY_VALUE": mask is not None and mask.dtype in (torch.bfloat16, torch.float32),
+            "ROWS_SHARED": shape is not None and shape.sizes[2] == 1,
+            "DROPOUT": dropout_kind(self.call.q, self.call.dropout_p),
+            "NATURAL": self.call.q.dtype == torch.float32 or bias,
+        }
+
+    @property
+    def of_widths(self) -> dict[str, Any]:
+        (D0, D1), (E0, E1) = self.widths
+        return {
+            "PRECISION": self.layout.config.precision,
+            "D": self.D, "D0": D0, "D1": D1, "E": self.E, "E0": E0, "E1": E1,
+        }  # fmt: skip
+
+    def sizes(self, tile: BwdTile) -> dict[str, Any]:
+        return {
+            **self.of_widths,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "STAGES": tile.stages,
+            "EDGE_STAGES": tile.edge_stages,
+        }
+
+    def described(
+        self, first: int, x: Tensor, y: Tensor | None, rows: int, tma: bool
+    ) -> Mapping[int, Template | None]:
+        """Two descriptors of x and two of y, by the position of the kernel's argument."""
+        if not tma:
+            return dict.fromkeys(range(first, first + 4))
+        found = (*templates(x, rows, self.widths[0]), *templates(y, rows, self.widths[1]))
+        return {first + n: template for n, template in enumerate(found)}
+
+    # -- the kernels -------------------------------------------------------------------------------
+
+    def dq(self) -> _Launch:
+        call, layout, tile = self.call, self.layout, self.layout.config.dq
+        lists, heads = layout.for_dq, self.B * self.H
+        read_v = None if call.dout is None else call.v
+        tma = tile.tma and self.aligned and call.needs[0]
+        tma = tma and describable(call.k) and describable(read_v)
+        launch = BoundLaunch(
+            attention_bwd_dq_kernel,
+            (
+                *self.strides(0, 1, 2, 3, 4, 5), *self.mask_strides, *self.class_strides,
+                *tiles.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
+                self.N, layout.padded_m, self.rows, heads,
+                self.section(call.k, call.v, self.group, heads), *self.numbers,
+            ),
+            {
+                "STRIDE_UNIT": self.unit,
+                "NEED_DQ": call.needs[0],
+                "HAS_DOUT": call.dout is not None,
+                "HAS_DLSE": call.dlse is not None,
+                "EXACT_DELTA": self.exact_delta,
+                **self.restrictions,
+                **self.of_packing,
+                "LISTS": layout.classes is not None,
+                "FACTOR_M": 1 if lists is None else lists.factor_outer,
+                "FACTOR_N": 1 if lists is None else lists.factor_inner,
+                **self.of_mask,
+                "EDGES": self.restricted or self.N % tile.block_n != 0,
+                "DEAD_KEYS": self.dead_keys,
+                "TMA": tma,
+                **self.sizes(tile),
+            },
+            self.described(5, call.k, read_v, tile.block_n, tma),
+            **tile.options(),
+        )  # fmt: skip
+        return launch.over(triton.cdiv(self.M, tile.block_m) * heads)
+
+    def dkdv(self) -> tuple[tuple[_Launch, bool, bool], ...]:
+        _, need_dk, need_dv, _ = self.call.needs
+        passes = [(need_dk, need_dv)]
+        if self.layout.config.separate and need_dk and need_dv:
+            passes = [(True, False), (False, True)]
+        return tuple((self._dkdv(*each), *each) for each in passes if any(each))
+
+    def _dkdv(self, need_dk: bool, need_dv: bool) -> _Launch:
+        call, layout, tile = self.call, self.layout, self.layout.config.dkdv
+        lists, c, heads = layout.for_dkdv, layout.classes, self.B * self.K
+        tma = tile.tma and self.aligned and describable(call.q) and describable(call.dout)
+        launch = BoundLaunch(
+            attention_bwd_dkdv_kernel,
+            (
+                *self.strides(0, 1, 2, 4, 6, 7), *self.mask_strides, *self.class_strides,
+                self.group if c is not None and c.heads > 1 else 1, *tiles.list_strides(lists),
+                *self.length_strides, self.H, self.K, self.group, self.M, self.N, layout.padded_m,
+                heads, self.section(call.q, call.v, 1, heads), *self.numbers,
+            ),
+            {
+                "STRIDE_UNIT": self.unit,
+                "NEED_DK": need_dk,
+                "NEED_DV": need_dv,
+                "HAS_DOUT": call.dout is not None,
+                **self.restrictions,
+                **self.of_packing,
+                "LISTS": c is not None,
+                "FACTOR_N": 1 if lists is None else lists.factor_outer,
+                **self.of_mask,
+                "EDGES": self.restricted or self.M % tile.block_m != 0,
+                "DEAD_ROWS": self.dead_rows,
+                "LATE": tile.late,
+                "TMA": tma,
+                **self.sizes(tile),
+            },
+            self.described(4, call.q, call.dout, tile.block_m, tma),
+            **tile.options(),
+        )  # fmt: skip
+        return launch.over(triton.cdiv(self.N, tile.block_n) * heads)
+
+    def dmask(self) -> tuple[_Launch, _Launch | None]:
+        """And the sum of its shares, where there are several."""
+        layout, c, sums = self.layout, self.layout.classes, self.layout.sums
+        assert c is not None and sums is not None
+        result_strides = self.gradients.dmask.stride()
+        _, sh, sm, sn = sums.sizes
+        target: tuple[int, ...] = (0, *result_strides)
+        sum_splits = None
+        if sums.splits > 1:
+            elements = prod(sums.sizes)
+            target = (elements, sh * sm * sn, sm * sn, sn, 1)
+            add = BoundLaunch(
+                sum_splits_kernel,
+                (*result_strides, sh, sm, sn, elements, sums.splits),
+                {"BLOCK": 1024},
+            )
+            sum_splits = add.over(triton.cdiv(elements, 1024))
+        of_mask = self.of_mask
+        launch = BoundLaunch(
+            attention_bwd_dmask_kernel,
+            (
+                *self.strides(0, 1, 2, 4), *self.mask_strides, *target, c.stride_b, c.stride_h,
+                c.tiles_n, *self.length_strides, self.H, self.group, self.M, self.N,
+                layout.padded_m, *sums.owned[1:], *sums.summed, sums.splits, sums.per_split,
+                *self.numbers,
+            ),
+            {
+                "STRIDE_UNIT": self.unit,
+                "HAS_DOUT": self.call.dout is not None,
+                **self.restrictions,
+                "ROWS_SHARED": of_mask["ROWS_SHARED"],
+                "DROPOUT": of_mask["DROPOUT"],
+                "SUM_ROWS": sm == 1,
+                "SUM_COLUMNS": sn == 1,
+                **self.of_widths,
+                "BLOCK_M": c.block_m,
+                "BLOCK_N": c.block_n,
+            },
+            num_warps=layout.config.dmask_warps,
+            num_stages=1,
+        )  # fmt: skip
+        return launch.over(prod(sums.owned) * sums.splits), sum_splits

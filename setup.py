@@ -119,7 +119,7 @@ def _cuda_home() -> Path | None:
 
 def sources(library: Library, csrc: Path = CSRC) -> list[Path]:
     """Files named *_<library>*; those for another processor family are left out."""
-    found = [p for p in csrc.glob(f"*/*_{library.name}*") if p.suffix in (".cpp", ".cu")]
+    found = [p for p in csrc.rglob(f"*_{library.name}*") if p.suffix in (".cpp", ".cu")]
     if platform.machine() not in ("x86_64", "AMD64"):
         found = [p for p in found if not p.stem.endswith(tuple(X86_FLAGS))]
     return sorted(found)
@@ -358,7 +358,7 @@ def extensions() -> list[Extension]:
         Extension(
             f"fastattn._C_{library.name}",
             sources=[str(path.relative_to(ROOT)) for path in sources(library)],
-            depends=[str(path.relative_to(ROOT)) for path in CSRC.glob("*/*.h")],
+            depends=[str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h")],
             py_limited_api=True,
             optional=not wish,
         )

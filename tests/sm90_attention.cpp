@@ -10,17 +10,15 @@ struct ForwardArguments;
 template <class Arguments>
 void launch_on_host(void (*kernel)(const Arguments), int blocks, int threads, int bytes,
                     const Arguments& arguments) {
-  if (bytes > static_cast<int>(sizeof(on_host::shared))) {
-    std::abort();
-  }
-  on_host::mbarriers.clear();
-  // What nobody wrote must not look like zero.
-  std::memset(on_host::shared, 0xFF, sizeof(on_host::shared));
-  on_host::launch(blocks, threads, [&] { kernel(arguments); });
+  on_host::enqueue(
+      {blocks, threads, [kernel, arguments] { kernel(arguments); }, static_cast<uint32_t>(bytes)});
 }
 
+#include "attention/attention_fwd_sm90.cuh"
+#include "attention/combine_splits.cuh"
 #include "attention/mask_classes_sm90.cuh"
-#include "attention_fwd_on_host.cuh"
+#include "attention/order_sequences.cuh"
+#include "attention/short_queries.h"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";
@@ -49,6 +47,20 @@ const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
   return nullptr;
 }
 
+const char* order_sequences(const Packing& packing, cuda::Stream) {
+  on_host::launch(1, kOrderThreads, [&] { order_sequences_kernel(packing); });
+  return nullptr;
+}
+
+template <DType kType>
+const char* combine_splits(const ForwardProblem& p, cuda::Stream) {
+  const CombineArguments args = combine_arguments(p);
+  on_host::enqueue({(args.rows + kCombineWarps - 1) / kCombineWarps, kCombineThreads,
+                    [args] { combine_splits_kernel<typename TypeOf<kType>::Element>(args); },
+                    on_host::kSharedBytes, true});
+  return nullptr;
+}
+
 }  // namespace fastattn::attention
 
 using namespace fastattn;
@@ -71,10 +83,20 @@ struct Call {
   const int64_t* seed;
   int64_t stream, threshold;
   const void* mask;
-  int64_t mask_type, mask_sizes[4], mask_strides[4];
+  int64_t mask_type, mask_sizes[4], mask_strides[4], mask_copied;
   double scale;
-  int64_t counted;
+  int64_t counted, splits, ordered;
 };
+
+// The order of sequences whose keys begin at these offsets.
+extern "C" const char* order(const int* offsets, int sequences, int max_keys, int* result) {
+  Packing packing;
+  packing.key_offsets = offsets;
+  packing.sequences = sequences;
+  packing.max_keys = max_keys;
+  packing.order = result;
+  return order_sequences(packing, nullptr);
+}
 
 extern "C" const char* run(const Call* c) {
   ForwardProblem p = {};
@@ -94,6 +116,8 @@ extern "C" const char* run(const Call* c) {
   p.key_lengths = {c->key_lengths, false};
   p.packing = {c->query_offsets, c->key_offsets, static_cast<int>(c->sequences),
                static_cast<int>(c->max_keys), c->ends_meet != 0};
+  std::vector<int> order(c->sequences, -1);
+  p.packing.order = c->ordered ? order.data() : nullptr;
   p.band = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
   p.scale = static_cast<float>(c->scale);
   int counter = 0;
@@ -109,6 +133,7 @@ extern "C" const char* run(const Call* c) {
   std::vector<uint32_t> bits;
   std::vector<int> plain;
   std::vector<BlockClass> classes;
+  std::vector<uint4> copy;
   if (c->mask) {
     p.mask.data = c->mask;
     p.mask.type = static_cast<MaskType>(c->mask_type);
@@ -116,26 +141,44 @@ extern "C" const char* run(const Call* c) {
     p.mask.head_stride = c->mask_strides[1];
     p.mask.row_stride = c->mask_strides[2];
     p.mask.column_stride = c->mask_strides[3];
-    p.mask.layout =
-        mask_layout(static_cast<int>(c->mask_sizes[0]), static_cast<int>(c->mask_sizes[1]),
-                    static_cast<int>(c->mask_sizes[2]), p.batch, c->query_lengths || c->key_lengths,
-                    p.queries, p.keys, forward_tile_rows(widest, variant), forward_block(widest));
+    p.mask.layout = mask_layout(
+        static_cast<int>(c->mask_sizes[0]), static_cast<int>(c->mask_sizes[1]),
+        static_cast<int>(c->mask_sizes[2]), p.batch, c->query_lengths || c->key_lengths, p.queries,
+        p.keys, forward_tile_rows(widest, variant), forward_block(widest, variant));
     bits.assign(bit_words(p.mask.layout), ~0u);
     plain.assign(plain_count(p.mask.layout), -1);
     classes.resize(class_count(p.mask.layout));
     p.mask.bits = bits.data();
     p.mask.plain = plain.data();
     p.mask.classes = classes.data();
+    if (c->mask_copied) {
+      const bool own = p.mask.type == (c->type == 1 ? MaskType::kBFloat16 : MaskType::kFloat16);
+      p.mask.copy_type = own ? p.mask.type : MaskType::kFloat32;
+      const int64_t bytes = copied_elements(p.mask.layout, p.queries, p.keys) * (own ? 2 : 4);
+      copy.resize(bytes / sizeof(uint4));
+      std::memset(copy.data(), 0xFF, bytes);
+      p.mask.copy = copy.data();
+    }
+  }
+  const int64_t rows = int64_t{1} * p.batch * p.heads * p.queries;
+  std::vector<float> part_outputs(c->splits * rows * p.value_dim, NAN);
+  std::vector<RowStatistics> part_statistics(c->splits * rows, {NAN, NAN});
+  p.splits = {static_cast<int>(c->splits), rows, part_outputs.data(), part_statistics.data()};
+  if (variant == Variant::kFull || variant == Variant::kBand) {
+    cut_keys_of_one_query(p);
+    merge_groups(p);
   }
   const int instance_dim = widest <= 64    ? 64
                            : widest <= 96  ? 96
                            : widest <= 128 ? 128
                            : widest <= 192 ? 192
                                            : 256;
-#define INSTANCE(TYPE, DIM, VARIANT)                                           \
-  if (c->type == static_cast<int64_t>(DType::TYPE) && instance_dim == DIM &&   \
-      variant == Variant::VARIANT) {                                           \
-    return attention_fwd_sm90<DType::TYPE, DIM, Variant::VARIANT>(p, nullptr); \
+#define INSTANCE(TYPE, DIM, VARIANT)                                                          \
+  if (c->type == static_cast<int64_t>(DType::TYPE) && instance_dim == DIM &&                  \
+      variant == Variant::VARIANT) {                                                          \
+    const char* failure = attention_fwd_sm90<DType::TYPE, DIM, Variant::VARIANT>(p, nullptr); \
+    on_host::synchronize();                                                                   \
+    return failure;                                                                           \
   }
   INSTANCES
   return "not compiled";

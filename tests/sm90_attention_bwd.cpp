@@ -1,116 +1,159 @@
 // The Hopper attention backward on the host, for test_sm90_bwd_on_host.py: the kernels over the
-// machine of sm90_on_host, and what only they ask of it.
+// machine of sm90_on_host.
 #include "machine.h"
-
-namespace fastattn::sm90::ptx {
-
-// Row i of matrix j as lane 8 j + i has its address; a thread holds two elements of a column.
-inline void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
-                              uint32_t r3) {
-  const uint32_t registers[] = {r0, r1, r2, r3};
-  const unsigned lane = threadIdx.x % on_host::kWarpLanes;
-  for (unsigned matrix = 0; matrix < 4; ++matrix) {
-    for (unsigned i = 0; i < 2; ++i) {
-      const uint32_t row = on_host::from_lane(address, 8 * matrix + lane % 4 * 2 + i);
-      const uint16_t element = static_cast<uint16_t>(registers[matrix] >> (16 * i));
-      std::memcpy(on_host::shared + row + lane / 4 * 2, &element, sizeof(element));
-    }
-  }
-}
-
-inline void cp_async_bulk_store(void* to, uint32_t from, uint32_t bytes) {
-  std::memcpy(to, on_host::shared + from, bytes);
-}
-inline void cp_reduce_async_bulk_add(void* to, uint32_t from, uint32_t bytes) {
-  const float* added = reinterpret_cast<const float*>(on_host::shared + from);
-  for (uint32_t i = 0; i < bytes / sizeof(float); ++i) {
-    static_cast<float*>(to)[i] += added[i];
-  }
-}
-
-inline int load_acquire(const int* word) {
-  return *word;
-}
-inline void store_release(int* word, int value) {
-  *word = value;
-}
-inline void fence_proxy_async_all() {}
-inline void griddepcontrol_wait() {}
-inline void griddepcontrol_launch_dependents() {}
-
-}  // namespace fastattn::sm90::ptx
-
-inline uint32_t __float_as_uint(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
 
 template <class Kernel, class Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel,
                                const Arguments& arguments) {
-  on_host::mbarriers.clear();
-  // What nobody wrote must not look like zero.
-  std::memset(on_host::shared, 0xFF, sizeof(on_host::shared));
-  on_host::launch(config->gridDim.x, config->blockDim.x, [&] { kernel(arguments); });
+  on_host::enqueue({config->gridDim.x, static_cast<int>(config->blockDim.x),
+                    [kernel, arguments] { kernel(arguments); },
+                    static_cast<uint32_t>(config->dynamicSmemBytes), config->numAttrs > 0});
   return cudaSuccess;
 }
 extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";
 }
 
-#include "attention_bwd_on_host.cuh"
+#include "attention/attention_bwd_sm90.cuh"
+#include "attention/backward_classes_sm90.cuh"
+#include "attention/mask_classes_sm90.cuh"
+
+namespace fastattn::attention {
+
+const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
+                                       const Lengths& key_lengths, const Band& band, int queries,
+                                       int keys, cuda::Stream) {
+  const MaskLayout& layout = mask.layout;
+  on_host::launch(plain_count(layout), kPackThreads,
+                  [&] { pack_mask_kernel(transposed(mask), keys, queries); });
+  on_host::launch(class_count(layout), layout.tile_rows, [&] {
+    classify_mask_kernel(transposed(mask), key_lengths, query_lengths, transposed(band), keys,
+                         queries);
+  });
+  const int64_t blocks = int64_t{layout.class_batches} * layout.class_heads * layout.blocks;
+  on_host::launch(pieces(static_cast<int>(blocks), kRankThreads), kRankThreads,
+                  [&] { rank_tiles_kernel(layout, mask.classes); });
+  return nullptr;
+}
+
+}  // namespace fastattn::attention
+
 using namespace fastattn;
 using namespace fastattn::attention;
 
 namespace {
+template <DType kType, int kHeadDim>
+const char* run(const BackwardProblem& problem) {
+  if (problem.mask.data) {
+    return problem.mask.type == MaskType::kBool
+               ? attention_bwd_sm90<kType, kHeadDim, Variant::kMask>(problem, nullptr)
+               : attention_bwd_sm90<kType, kHeadDim, Variant::kBias>(problem, nullptr);
+  }
+  return problem.dropout.seed
+             ? attention_bwd_sm90<kType, kHeadDim, Variant::kDropout>(problem, nullptr)
+             : attention_bwd_sm90<kType, kHeadDim, Variant::kBand>(problem, nullptr);
+}
+
 template <DType kType>
 const char* run(int head_dim, const BackwardProblem& problem) {
-  switch (head_dim) {
-    case 64:
-      return attention_bwd_sm90<kType, 64>(problem, nullptr);
-    case 96:
-      return attention_bwd_sm90<kType, 96>(problem, nullptr);
-    case 128:
-      return attention_bwd_sm90<kType, 128>(problem, nullptr);
-    case 192:
-      return attention_bwd_sm90<kType, 192>(problem, nullptr);
-    case 256:
-      return attention_bwd_sm90<kType, 256>(problem, nullptr);
-  }
-  return "there is no such instance";
+  return head_dim <= 64    ? run<kType, 64>(problem)
+         : head_dim <= 96  ? run<kType, 96>(problem)
+         : head_dim <= 128 ? run<kType, 128>(problem)
+         : head_dim <= 192 ? run<kType, 192>(problem)
+                           : run<kType, 256>(problem);
 }
 }  // namespace
 
-// tensors: q, k, v, out, dout, dq, dk, dv, each with strides of batch, heads and rows. sizes:
-// batch, heads, kv_heads, queries, keys, head_dim, value_dim. band: left, right, diagonal. Lengths:
-// int32.
-extern "C" const char* attention_bwd(int instance, bool half, void** tensors,
-                                     const int64_t* strides, const float* lse, const float* dlse,
-                                     const int* sizes, const int* query_lengths,
-                                     const int* key_lengths, const int* band, float scale,
-                                     float* statistics, float* dq_sum, int* turns, bool in_order) {
-  BackwardProblem p;
-  TensorView* const views[] = {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv};
-  for (int i = 0; i < 8; ++i) {
-    *views[i] = {tensors[i], strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
+struct View {
+  void* data;
+  int64_t strides[3];
+  operator TensorView() const { return {data, strides[0], strides[1], strides[2]}; }
+};
+
+// What binding_sm90.cpp fills in.
+struct Call {
+  View q, k, v, out, dout, dq, dk, dv;
+  const float *lse, *dlse;
+  int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
+  const int *query_lengths, *key_lengths, *query_offsets, *key_offsets;
+  int64_t sequences, max_queries, ends_meet, left, right, diagonal;
+  const int64_t* seed;
+  int64_t stream;
+  double dropout_p, scale;
+  const void* mask;
+  int64_t mask_type, mask_sizes[4], mask_strides[4];
+  const int64_t* tiles;
+  int64_t tile_strides[4];
+  int* scratch;
+  void* dmask;
+  int64_t dmask_sizes[4], dmask_strides[4], parts;
+  float* partial;
+  float *statistics, *dq_sum;
+  int* turns;
+  int64_t in_order, half;
+};
+
+extern "C" const char* attention_bwd(const Call* c) {
+  BackwardProblem p = {};
+  p.q = c->q;
+  p.k = c->k;
+  p.v = c->v;
+  p.out = c->out;
+  p.dout = c->dout;
+  p.dq = c->dq;
+  p.dk = c->dk;
+  p.dv = c->dv;
+  p.lse = c->lse;
+  p.dlse = c->dlse;
+  p.batch = static_cast<int>(c->batch);
+  p.heads = static_cast<int>(c->heads);
+  p.kv_heads = static_cast<int>(c->kv_heads);
+  p.queries = static_cast<int>(c->queries);
+  p.keys = static_cast<int>(c->keys);
+  p.head_dim = static_cast<int>(c->head_dim);
+  p.value_dim = static_cast<int>(c->value_dim);
+  p.query_lengths = {c->query_lengths, false};
+  p.key_lengths = {c->key_lengths, false};
+  p.packing.query_offsets = c->query_offsets;
+  p.packing.key_offsets = c->key_offsets;
+  p.packing.sequences = static_cast<int>(c->sequences);
+  p.packing.ends_meet = c->ends_meet != 0;
+  p.packing.max_queries = static_cast<int>(c->max_queries);
+  p.band = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
+  if (c->dropout_p > 0.0) {
+    const int threshold = dropout::threshold(c->dropout_p);
+    p.dropout = {c->seed, static_cast<uint32_t>(c->stream), threshold,
+                 dropout::keep_scale(threshold), nullptr};
   }
-  p.lse = lse;
-  p.dlse = dlse;
-  p.batch = sizes[0];
-  p.heads = sizes[1];
-  p.kv_heads = sizes[2];
-  p.queries = sizes[3];
-  p.keys = sizes[4];
-  p.head_dim = sizes[5];
-  p.value_dim = sizes[6];
-  p.query_lengths = {query_lengths, false};
-  p.key_lengths = {key_lengths, false};
-  p.band = {band[0], band[1], band[2]};
-  p.scale = scale;
-  p.statistics = statistics;
-  p.dq_sum = dq_sum;
-  p.counter = turns;
-  p.turns = in_order ? turns + 1 : nullptr;
-  return half ? run<DType::kFloat16>(instance, p) : run<DType::kBFloat16>(instance, p);
+  p.scale = static_cast<float>(c->scale);
+  p.statistics = c->statistics;
+  p.dq_sum = c->dq_sum;
+  p.counter = c->turns;
+  p.turns = c->in_order ? c->turns + 1 : nullptr;
+  const int widest = std::max(p.head_dim, p.value_dim);
+  if (c->mask) {
+    p.mask.data = c->mask;
+    p.mask.type = static_cast<MaskType>(c->mask_type);
+    p.mask.batch_stride = c->mask_strides[0];
+    p.mask.head_stride = c->mask_strides[1];
+    p.mask.row_stride = c->mask_strides[2];
+    p.mask.column_stride = c->mask_strides[3];
+    p.mask.tiles = c->tiles;
+    std::copy(c->tile_strides, c->tile_strides + 4, p.mask.tile_strides);
+    p.mask.layout =
+        backward_mask_layout(static_cast<int>(c->mask_sizes[0]), static_cast<int>(c->mask_sizes[1]),
+                             static_cast<int>(c->mask_sizes[3]), p.batch,
+                             c->query_lengths || c->key_lengths, p.queries, p.keys, widest);
+    place_in_scratch(p.mask, c->scratch);
+    p.dmask.data = c->dmask;
+    p.dmask.type = p.mask.type;
+    std::copy(c->dmask_sizes, c->dmask_sizes + 4, p.dmask.sizes);
+    std::copy(c->dmask_strides, c->dmask_strides + 4, p.dmask.strides);
+    p.dmask.parts = static_cast<int>(c->parts);
+    p.dmask.partial = c->partial;
+  }
+  const char* failure =
+      c->half ? run<DType::kFloat16>(widest, p) : run<DType::kBFloat16>(widest, p);
+  on_host::synchronize();
+  return failure;
 }

@@ -36,6 +36,36 @@ struct Problem {
   std::vector<BlockClass> classes;
 };
 
+constexpr int kBiasBytes = kMaskRows * sm90::kRowBytes;
+
+// Pieces of an additive mask as TMA brings them: rows of 128 bytes, what lies outside of the mask
+// zero, in each row the 16-byte parts permuted by the row.
+void bring_bias(const Problem& p, int batch, int head, int first_row, int first_key, int keys) {
+  const MaskLayout& layout = p.mask.layout;
+  const int bytes = p.mask.type == MaskType::kFloat32 ? 4 : 2, columns = sm90::kRowBytes / bytes;
+  const int rows = layout.rows == 1 ? 1 : kMaskRows, there = layout.rows == 1 ? 1 : p.queries;
+  for (int i = 0; i < rows * keys; ++i) {
+    const int row = (layout.rows == 1 ? 0 : first_row) + i / keys, key = i % keys;
+    const int at = key / columns * kBiasBytes + i / keys * sm90::kRowBytes + key % columns * bytes;
+    char* to = on_host::shared + (at ^ (at >> 7 & 7) << 4);
+    std::memset(to, 0, bytes);
+    if (row < there && first_key + key < p.keys) {
+      const int64_t from = batch * p.mask.batch_stride + head * p.mask.head_stride +
+                           row * p.mask.row_stride + first_key + key;
+      std::memcpy(to, static_cast<const char*>(p.mask.data) + from * bytes, bytes);
+    }
+  }
+}
+
+template <class Element, int kCount>
+void add_pieces(float (&s)[kCount], bool one_row, float scale, sm90::AccumulatorThread thread) {
+  constexpr int kColumns = sm90::kRowBytes / sizeof(Element);
+  for (int column = 0; column < 2 * kCount; column += kColumns) {
+    add_bias_piece<Element>(&s[column / 2], on_host::shared + column / kColumns * kBiasBytes,
+                            one_row, scale, thread);
+  }
+}
+
 // scores[head of all batches][queries][keys] as attention's consumers leave them, -inf where a pair
 // is blocked; live[head][row tile][keys]: values that stay in that tile.
 template <int kBlock>
@@ -75,14 +105,22 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
           const int upper = row + thread.upper_row();
           if (masked) {
             if (additive) {
-              const int64_t start = batch * p.mask.batch_stride + head * p.mask.head_stride;
-              add_bias<__nv_bfloat16>(s, p.mask, start, upper, p.queries, n * kBlock, p.keys, scale,
-                                      thread);
+              if (t == 0) {
+                bring_bias(p, batch, head, row, n * kBlock, kBlock);
+              }
+              const bool one_row = layout.rows == 1;
+              if (p.mask.type == MaskType::kFloat32) {
+                add_pieces<float>(s, one_row, scale, thread);
+              } else {
+                add_pieces<__nv_bfloat16>(s, one_row, scale, thread);
+              }
             } else {
               mask_bits(s, p.mask.bits, layout, mask_head(layout, batch, head), upper, p.queries, n,
                         thread);
             }
-            mask_block<true>(s, n * kBlock, upper, p.band, keys, thread);
+            if (classes[n].flags >> (kRestrictedBit + group) & 1) {
+              mask_block<true>(s, n * kBlock, upper, p.band, keys, thread);
+            }
           } else if (additive) {
             sm90::scale_rows(s, {scale, scale});
           }
@@ -135,7 +173,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
   p.tile_rows = forward_tile_rows(head_dim, variant);
   p.mask.layout = mask_layout(static_cast<int>(mask_sizes[0]), static_cast<int>(mask_sizes[1]),
                               static_cast<int>(mask_sizes[2]), batch, query_lengths || key_lengths,
-                              p.queries, p.keys, p.tile_rows, forward_block(head_dim));
+                              p.queries, p.keys, p.tile_rows, forward_block(head_dim, variant));
   const MaskLayout& layout = p.mask.layout;
   // Filled, because workspace comes as it is.
   p.bits.assign(bit_words(layout), -1);
@@ -157,17 +195,24 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
     case 112:
       attend<112>(p, batch, scale, scores, live);
       break;
+    case 64:
+      attend<64>(p, batch, scale, scores, live);
+      break;
     default:
       attend<80>(p, batch, scale, scores, live);
   }
 }
 
+// n: sizes of the mask, batch, lengths differ, queries, keys, head dim, additive, bytes of a copied
+// element.
 extern "C" int64_t scratch_words(const int64_t* n) {
-  const MaskLayout layout = mask_layout(
-      n[0], n[1], n[2], n[3], n[4] != 0, n[5], n[6],
-      forward_tile_rows(n[7], n[8] ? Variant::kBias : Variant::kMask), forward_block(n[7]));
+  const Variant variant = n[8] ? Variant::kBias : Variant::kMask;
+  const MaskLayout layout =
+      mask_layout(n[0], n[1], n[2], n[3], n[4] != 0, n[5], n[6], forward_tile_rows(n[7], variant),
+                  forward_block(n[7], variant));
   return bit_words(layout) + plain_count(layout) +
-         class_count(layout) * static_cast<int64_t>(sizeof(BlockClass) / sizeof(int));
+         class_count(layout) * static_cast<int64_t>(sizeof(BlockClass) / sizeof(int)) +
+         copied_elements(layout, n[5], n[6]) * n[9] / static_cast<int64_t>(sizeof(int));
 }
 
 // kept [64, 128] of the block of weights at (row, column), all of them 1 before.

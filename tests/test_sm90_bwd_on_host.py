@@ -6,38 +6,34 @@ strides, descriptors, layouts, masks and the order of sums are those that a GPU 
 """
 
 import ctypes
-import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sm90_on_host.build import Machine, build, missing
 from torch import Tensor
 
-from fastattn.ops._op import OPS
+from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.spec import make_inputs
+from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import Oracle, _run
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.spec import Sample, all_specs
+from fastattn.testing.spec import OpSpec, Sample, all_specs
 
 TESTS = Path(__file__).resolve().parent
-CSRC = TESTS.parent / "csrc"
-CUDA = Path("/usr/local/cuda/include")
-# What g++ does not read, and what stands for it.
-DYNAMIC = "extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];"
-ON_HOST = "char* shared_memory = on_host::shared;"
 SPEC = all_specs()["attention"]
 INSTANCES = (64, 96, 128, 192, 256)
 pytestmark = pytest.mark.slow
 
 
 def _sample(name: str, **options: object) -> Sample:
-    return Sample(name, "every instance, every restriction", partial(make_inputs, **options),
-                  ("q", "k", "v"))  # fmt: skip
+    names = ("q", "k", "v", "mask") if name.startswith("bias") else ("q", "k", "v")
+    return Sample(name, "every instance, every restriction", partial(make_inputs, **options), names)
 
 
 OWN = tuple(
@@ -47,103 +43,196 @@ OWN = tuple(
         _sample(f"causal_gqa_{D}", causal="bottom_right", H=4, K=2, M=150, N=200, D=D, B=1),
         _sample(f"lengths_{D}", M=140, N=150, D=D, layout="bshd", query_lengths=[140, 70],
                 key_lengths=[33, 150]),
+        _sample(f"dropout_{D}", dropout_p=0.3, H=4, K=2, M=140, N=150, D=D, key_lengths=[33, 150]),
+        _sample(f"mask_{D}", mask="rows BHMN", H=4, K=2, M=140, N=260, D=D, B=1, causal="top_left"),
+        _sample(f"blocks_{D}", mask="blocks BMN", M=270, N=270, D=D, key_lengths=[270, 201], H=1),
+        _sample(f"bias_{D}", mask="float HMN", H=4, K=2, M=140, N=260, D=D, key_lengths=[260, 77]),
         _sample(f"window_{D}", window=(30, 20), M=140, N=260, D=D, B=1, H=1),
     )
 )  # fmt: skip
+OWN += (_sample("fp32_mask", mask="fp32 MN", M=65, N=130, key_lengths=[65, 130]),)
 # Of the op's own samples those that differ in what the kernels do.
 CHOSEN = (
-    "plain", "one_by_one", "one_query", "one_key", "s257", "d8", "d160", "d192_e128", "d256_e8",
-    "bshd", "packed", "gqa", "gqa_window_e", "gqa_lengths", "top_left_tall",
-    "bottom_right_tall", "window_self", "window_right", "key_lengths", "key_lengths_zero",
-    "query_lengths", "both_lengths_causal", "scale_zero_lengths", "scale_negative",
-    "extreme_logits_causal",
+    "dropout", "dropout_all", "dropout_causal_gqa", "plain", "one_by_one", "one_query",
+    "one_key", "s257", "d8", "d160", "d192_e128", "d256_e8", "bshd", "packed", "gqa",
+    "gqa_window_e", "gqa_lengths", "top_left_tall", "bottom_right_tall", "window_self",
+    "window_right", "key_lengths", "key_lengths_zero", "query_lengths", "both_lengths_causal",
+    "scale_zero_lengths", "scale_negative", "extreme_logits_causal", "bool_mask",
+    "bool_mask_keys", "bool_mask_rows", "bool_mask_dead", "bool_mask_expanded",
+    "bool_mask_column", "bool_mask_none", "bool_mask_transposed", "bool_mask_slice",
+    "bool_mask_vector", "bool_mask_lengths", "prepared_mask", "prepared_mask_keys",
+    "prepared_mask_expanded", "prepared_mask_restricted", "bias", "bias_broadcast", "bias_row",
+    "bias_column", "bias_matrix", "bias_transposed", "bias_dead", "bias_dead_keys",
+    "bias_dead_window", "bias_min", "bias_min_rows", "bias_min_causal",
+    "bias_near_min", "bias_low", "bias_inf", "prepared_bias",
+    "prepared_bias_column", "gqa_bias",
 )  # fmt: skip
-CASES = [s for s in SPEC.samples if s.name in CHOSEN] + [*OWN]
+PACKED = all_specs()["attention_varlen"]
+_SEQUENCES = {"queries": [65, 0, 130, 1, 64], "keys": [40, 30, 200, 0, 129], "slack": 70}
+OWN_PACKED = tuple(
+    Sample(f"{name}_{D}", "every instance", partial(make_packed, D=D, **_SEQUENCES, **options),
+           ("q", "k", "v"))
+    for D in INSTANCES
+    for name, options in (
+        ("packed", {"H": 4, "K": 2}), ("packed_causal", {"causal": "bottom_right"}),
+        ("packed_dropout", {"dropout_p": 0.5}),
+    )
+)  # fmt: skip
+CASES = [
+    *((SPEC, s) for s in (*SPEC.samples, *OWN) if s.name in CHOSEN or s in OWN),
+    *((PACKED, s) for s in (*PACKED.samples, *OWN_PACKED)),
+]
+
+
+MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_i64, _p = ctypes.c_int64, ctypes.c_void_p
+_OPERANDS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+
+
+class View(ctypes.Structure):
+    _fields_ = (("data", _p), ("strides", _i64 * 3))
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        *((name, View) for name in _OPERANDS),
+        *((name, _p) for name in ("lse", "dlse")),
+        *((name, _i64) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
+        *((name, _i64) for name in ("head_dim", "value_dim")),
+        *((name, _p) for name in ("query_lengths", "key_lengths")),
+        *((name, _p) for name in ("query_offsets", "key_offsets")),
+        *((name, _i64) for name in ("sequences", "max_queries", "ends_meet")),
+        *((name, _i64) for name in ("left", "right", "diagonal")),
+        ("seed", _p),
+        ("stream", _i64),
+        *((name, ctypes.c_double) for name in ("dropout_p", "scale")),
+        ("mask", _p),
+        ("mask_type", _i64),
+        *((name, _i64 * 4) for name in ("mask_sizes", "mask_strides")),
+        ("tiles", _p),
+        ("tile_strides", _i64 * 4),
+        ("scratch", _p),
+        ("dmask", _p),
+        *((name, _i64 * 4) for name in ("dmask_sizes", "dmask_strides")),
+        ("parts", _i64),
+        ("partial", _p),
+        *((name, _p) for name in ("statistics", "dq_sum", "turns")),
+        *((name, _i64) for name in ("in_order", "half")),
+    )
 
 
 class Simulator:
-    """Stands for torch.ops.fastattn_sm90."""
+    """Stands for torch.ops.fastattn_sm90 and its binding."""
 
-    def __init__(self, library: ctypes.CDLL):
-        library.attention_bwd.restype = ctypes.c_char_p
-        self.library = library
+    def __init__(self, machine: Machine):
+        self.machine = machine
         self.attention_bwd = SimpleNamespace(default=self.run)
+        self.attention_varlen_bwd = SimpleNamespace(default=self.run_packed)
 
     def run(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        key_lengths: Tensor | None, query_lengths: Tensor | None, out: Tensor, lse: Tensor,
-        causal: int, left: int, right: int, scale: float, in_order: bool, dq: Tensor, dk: Tensor,
-        dv: Tensor, statistics: Tensor, dq_sum: Tensor, turns: Tensor,
+        mask: Tensor | None, tiles: Tensor | None, key_lengths: Tensor | None,
+        query_lengths: Tensor | None, out: Tensor, lse: Tensor, causal: int, left: int, right: int,
+        scale: float, dropout_p: float, seed: Tensor | None, stream: int, in_order: bool,
+        dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, statistics: Tensor, dq_sum: Tensor,
+        turns: Tensor, scratch: Tensor | None, parts: Tensor | None,
     ) -> None:  # fmt: skip
-        (B, H, M, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
-        tensors = [q, k, v, out, dout, dq, dk, dv]
-        strides = [s for x in tensors for s in x.stride()[:3]]
         lengths = [None if x is None else x.int() for x in (query_lengths, key_lengths)]
-        band = (
-            M + N if left < 0 else left,
-            0 if causal else M + N if right < 0 else right,
-            N - M if causal == 2 else 0,
-        )
-        failure = self.library.attention_bwd(
-            min(d for d in INSTANCES if d >= max(D, E)),
-            q.dtype == torch.float16,
-            (ctypes.c_void_p * 8)(*(x.data_ptr() for x in tensors)),
-            (ctypes.c_int64 * 24)(*strides),
-            _pointer(lse),
-            _pointer(dlse),
-            (ctypes.c_int * 7)(B, H, K, M, N, D, E),
-            *(_pointer(x) for x in lengths),
-            (ctypes.c_int * 3)(*band),
-            ctypes.c_float(scale),
-            *(_pointer(x) for x in (statistics, dq_sum, turns)),
-            in_order,
-        )
+        given: dict[str, Any] = {}
+        if mask is not None:
+            steps = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
+            sizes = [1 if s == 0 else n for n, s in zip(mask.shape, steps, strict=True)]
+            given = {"mask": mask, "mask_type": MASK_TYPES[mask.dtype], "scratch": scratch,
+                     "mask_sizes": (_i64 * 4)(*sizes), "mask_strides": (_i64 * 4)(*steps),
+                     "tiles": tiles}  # fmt: skip
+            if tiles is not None:
+                lines = zip(tiles.shape, tiles.stride(), strict=True)
+                given["tile_strides"] = (_i64 * 4)(*(0 if n == 1 else s for n, s in lines))
+        if dmask.numel():
+            given |= {"dmask": dmask, "dmask_sizes": (_i64 * 4)(*dmask.shape),
+                      "dmask_strides": (_i64 * 4)(*dmask.stride()),
+                      "parts": 1 if parts is None else len(parts), "partial": parts}  # fmt: skip
+        self.call(
+            (q, k, v, out, dout, dq, dk, dv), causal, left, right, lse=lse, dlse=dlse,
+            query_lengths=lengths[0], key_lengths=lengths[1], scale=scale, dropout_p=dropout_p,
+            seed=seed, stream=stream, statistics=statistics, dq_sum=dq_sum, turns=turns,
+            in_order=in_order, diagonal=k.shape[2] - q.shape[2] if causal == 2 else 0, **given,
+        )  # fmt: skip
+
+    def run_packed(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, max_q: int,
+        max_k: int, causal: int, left: int, right: int, scale: float, dropout_p: float,
+        seed: Tensor | None, stream: int, in_order: bool, dq: Tensor, dk: Tensor, dv: Tensor,
+        statistics: Tensor, dq_sum: Tensor, turns: Tensor,
+    ) -> None:  # fmt: skip
+        operands = [x.transpose(0, 1)[None] for x in (q, k, v, out, dout, dq, dk, dv)]
+        self.call(
+            operands, causal, left, right, lse=lse, dlse=dlse, query_offsets=cu_seqlens_q,
+            key_offsets=cu_seqlens_k, sequences=len(cu_seqlens_q) - 1, max_queries=max_q,
+            ends_meet=causal == 2, scale=scale, dropout_p=dropout_p, seed=seed, stream=stream,
+            statistics=statistics, dq_sum=dq_sum, turns=turns, in_order=in_order,
+        )  # fmt: skip
+
+    def call(
+        self, operands: Sequence[Tensor], causal: int, left: int, right: int, **given: Any
+    ) -> None:
+        """operands: as _OPERANDS, [batch, heads, rows, columns]."""
+        q, k, v = operands[:3]
+        everything = q.shape[2] + k.shape[2]
+        values = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in given.items()}
+        views = {
+            name: View(x.data_ptr(), (_i64 * 3)(*x.stride()[:3]))
+            for name, x in zip(_OPERANDS, operands, strict=True)
+        }
+        call = Call(
+            **views, batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2],
+            keys=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3],
+            left=everything if left < 0 else left,
+            right=0 if causal else everything if right < 0 else right,
+            half=q.dtype == torch.float16, **values,
+        )  # fmt: skip
+        failure = self.machine.call("attention_bwd", ctypes.byref(call))
         assert failure is None, failure
-
-
-def _pointer(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 @pytest.fixture(scope="module")
 def simulator(tmp_path_factory: pytest.TempPathFactory) -> Simulator:
-    if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
-        pytest.skip("needs g++ and CUDA's headers")
-    folder = tmp_path_factory.mktemp("sm90")
-    kernels = (CSRC / "attention" / "attention_bwd_sm90.cuh").read_text()
-    assert kernels.count(DYNAMIC) == 2
-    (folder / "attention_bwd_on_host.cuh").write_text(kernels.replace(DYNAMIC, ON_HOST))
-    library = folder / "attention_bwd.so"
-    folders = [f"-I{path}" for path in (folder, TESTS / "sm90_on_host", TESTS, CSRC)]
-    flags = ["-std=c++17", "-O2", "-fno-strict-aliasing", "-shared", "-fPIC", "-isystem", str(CUDA)]
-    source = TESTS / "sm90_attention_bwd.cpp"
-    subprocess.run(["g++", *flags, *folders, "-o", library, source], check=True)
-    return Simulator(ctypes.CDLL(str(library)))
+    if reason := missing():
+        pytest.skip(reason)
+    return Simulator(build(tmp_path_factory.mktemp("sm90"), TESTS / "sm90_attention_bwd.cpp"))
 
 
 @pytest.fixture
 def simulate(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From then on the reference's backward is the simulated one."""
-    op = OPS["attention_bwd"]
     monkeypatch.setattr(sm90, "_library", simulator)
     monkeypatch.setattr(sm90, "unavailable", lambda: None)
 
-    def launch(args: tuple, results: tuple[Tensor, ...]) -> None:
-        assert sm90.attention_bwd_unsupported(*args) is None
-        scratch = op.allocate_workspace(sm90.attention_bwd_workspace(*args), torch.device("cpu"))
-        sm90.attention_bwd(*args, *results, *scratch)
+    def replace() -> None:
+        for name in ("attention_bwd", "attention_varlen_bwd"):
+            monkeypatch.setitem(OPS[name]._launchers, "reference", partial(_launch, OPS[name]))
 
-    return lambda: monkeypatch.setitem(op._launchers, "reference", launch)
+    return replace
 
 
-@pytest.mark.parametrize("sample", CASES, ids=lambda sample: sample.name)
-def test_gradients(simulate: Callable[[], None], sample: Sample) -> None:
-    dtype = torch.float16 if CASES.index(sample) % 3 == 0 else torch.bfloat16
-    oracle = Oracle(SPEC, sample, dtype)
+def _launch(op: Op, args: tuple, results: tuple[Tensor, ...]) -> None:
+    assert getattr(sm90, f"{op.name}_unsupported")(*args) is None
+    workspace = getattr(sm90, f"{op.name}_workspace")(*args)
+    scratch = op.allocate_workspace(workspace, torch.device("cpu"))
+    getattr(sm90, op.name)(*args, *results, *scratch)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sample"), CASES, ids=lambda x: x.name if isinstance(x, Sample) else ""
+)
+def test_gradients(simulate: Callable[[], None], spec: OpSpec, sample: Sample) -> None:
+    dtype = torch.float16 if CASES.index((spec, sample)) % 3 == 0 else torch.bfloat16
+    oracle = Oracle(spec, sample, dtype)
     simulate()
     with poisoned_results():
-        results = _run(SPEC, sample, sample.inputs("cpu", dtype), "reference")
-    for gradient in ("dq", "dk", "dv"):
+        results = _run(spec, sample, sample.inputs("cpu", dtype), "reference")
+    for gradient in (name for name in results if name not in spec.results):
         comparison = oracle.judge(gradient, results[gradient])
         assert comparison.ok, f"{gradient}: {comparison.message}"
 
@@ -151,4 +240,4 @@ def test_gradients(simulate: Callable[[], None], sample: Sample) -> None:
 def test_sums_in_any_order(simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without turns dq is added to zeros."""
     monkeypatch.setattr(sm90, "_IN_ORDER", False)
-    test_gradients(simulate, OWN[0])
+    test_gradients(simulate, SPEC, OWN[0])

@@ -21,12 +21,15 @@ import numpy as np
 import pytest
 import torch
 from test_sm90_protocol import Barrier, Buffer, NamedBarrier, Position, Role, Slot
+from torch import Tensor
 
 from fastattn.ops.attention import sm90
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 SHIM = """
+#include "attention/attention.h"
 #include "attention/backward_layout.h"
+#include "attention/packed_blocks.h"
 #include "attention/row_range.h"
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
@@ -65,6 +68,19 @@ extern "C" void place(int blocks, int heads, int section, int number, int* resul
   const auto p = sm90::tile_place({blocks, heads, section}, number);
   result[0] = blocks - 1 - p.row_tile;
   result[1] = p.head;
+}
+extern "C" long long mask_words(int batches, int heads, int mask_keys, int batch, int split,
+                                int queries, int keys, int head_dim) {
+  return attention::backward_mask_words(attention::backward_mask_layout(
+      batches, heads, mask_keys, batch, split, queries, keys, head_dim));
+}
+extern "C" int packed_blocks(int rows, int sequences, int size) {
+  return attention::packed_blocks(rows, sequences, size);
+}
+extern "C" void packed_block(const int* offsets, int sequences, int size, int number,
+                             int* result) {
+  result[0] = attention::sequence_of_block(offsets, sequences, size, number);
+  result[1] = number - attention::first_block(offsets, result[0], size);
 }
 extern "C" unsigned scores_offset(int warp, int lane) {
   return attention::scores_offset(warp, lane);
@@ -128,6 +144,11 @@ class Problem:
     resident: int = 2  # thread blocks that run at once
     ordered: bool = True
     head_dim: int = 128
+    # Blocks of (keys, rows) that a dense mask empties, by the remainder of their numbers.
+    empty: tuple[tuple[int, int], ...] = ()
+
+    def is_empty(self, key_block: int, row_block: int) -> bool:
+        return (key_block % 3, row_block % 3) in self.empty
 
     def sizes(self, batch: int) -> tuple[int, int]:
         queries, keys = self.lengths[batch]
@@ -225,7 +246,14 @@ class Arithmetic:
             self.native.next(*at, begin, end, out)
             at = out[0], out[1]
             head = (work.batch * p.kv_heads + work.kv_head) * p.group + at[0]
-            yield Step(head, at[1])
+            if not p.is_empty(work.key_block, at[1]):
+                yield Step(head, at[1])
+
+    def rank(self, key_block: int, row_block: int, batch: int) -> int:
+        """How many blocks of keys add to a block of rows before this one."""
+        first = self.visitors(row_block, batch)[0]
+        before = range(first, key_block)
+        return sum(not self.problem.is_empty(n, row_block) for n in before)
 
 
 # -- roles ----------------------------------------------------------------------------------------
@@ -290,7 +318,7 @@ class ThreadBlock:
         for step in self.arithmetic.steps(self.work):
             yield position.full(slot)
             chunk = (step.head, step.row_block, group)
-            rank = self.work.key_block - self.world.visitors(self.work.batch, step)[0]
+            rank = self.arithmetic.rank(self.work.key_block, step.row_block, self.work.batch)
             if self.world.problem.ordered:
                 yield lambda chunk=chunk, rank=rank: self.world.turns.get(chunk, 0) == rank
             assert buffer.holds == step
@@ -440,9 +468,6 @@ class World:
         self.counter += 1
         return self.counter - 1
 
-    def visitors(self, batch: int, step: Step) -> Range:
-        return self.arithmetic.visitors(step.row_block, batch)
-
     def add(self, chunk: tuple[int, int, int], key_block: int) -> Addition:
         before = self.running.get(chunk)
         if self.problem.ordered:
@@ -500,7 +525,8 @@ class World:
             expected = [
                 n
                 for n in range(p.key_blocks)
-                if any(
+                if not p.is_empty(n, row_block)
+                and any(
                     p.allowed(batch, i, j)
                     for i in range(row_block * c.rows, (row_block + 1) * c.rows)
                     for j in range(n * c.keys, (n + 1) * c.keys)
@@ -539,10 +565,31 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+# Blocks of keys pass over blocks of rows, and their turns with them.
+DENSE = {
+    "dense mask": Problem(
+        400, 500, group=2, resident=3, empty=((0, 0), (1, 2), (2, 0), (2, 2), (0, 2))
+    ),
+    "dense mask, one at a time": Problem(400, 500, resident=1, right=0, empty=((0, 1), (1, 1))),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS | DENSE)
 def test_protocol(native: ctypes.CDLL, problem: str) -> None:
     for seed in range(2):
-        World(Arithmetic(native, PROBLEMS[problem]), seed).play()
+        World(Arithmetic(native, (PROBLEMS | DENSE)[problem]), seed).play()
+
+
+def test_model_notices_a_turn_of_nobody(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of keys that passes over waits for none, and nobody waits for it."""
+
+    def counts_all(self: Arithmetic, key_block: int, row_block: int, batch: int) -> int:
+        return key_block - self.visitors(row_block, batch)[0]
+
+    monkeypatch.setattr(Arithmetic, "rank", counts_all)
+    _notices(native, DENSE["dense mask"])
 
 
 def _notices(native: ctypes.CDLL, problem: Problem) -> None:
@@ -745,6 +792,29 @@ def test_first_keys_come_first(native: ctypes.CDLL, blocks: int, heads: int, sec
         assert [n for n, h in places if h == head] == list(range(blocks))
 
 
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [1], [80], [65, 0, 130, 1, 64], [0, 0, 79, 81, 160, 0], [7] * 50]
+)
+@pytest.mark.parametrize(("size", "slack"), [(64, 0), (80, 1), (128, 300)])
+def test_every_block_of_packed_sequences_has_a_number(
+    native: ctypes.CDLL, lengths: list[int], size: int, slack: int
+) -> None:
+    """Those of the rows behind the last sequence too, and at most one a sequence holds nothing."""
+    offsets, sequences = [0, *itertools.accumulate(lengths)], len(lengths)
+    rows, result = offsets[-1] + slack, (ctypes.c_int * 2)()
+    found = []
+    for number in range(native.packed_blocks(rows, sequences, size)):
+        native.packed_block(
+            (ctypes.c_int * len(offsets))(*offsets), sequences, size, number, result
+        )
+        found.append((result[0], result[1]))
+    assert found == sorted(set(found))
+    for sequence, count in enumerate([*lengths, slack]):
+        blocks = [block for owner, block in found if owner == sequence]
+        assert blocks == list(range(len(blocks)))
+        assert -(-count // size) <= len(blocks) <= -(-count // size) + 1
+
+
 def test_scores_reach_the_layout_that_wgmma_reads(native: ctypes.CDLL) -> None:
     """stmatrix.trans of a warp's 16 x 16 piece of dS^T: rows are queries, keys contiguous."""
     for warp in range(WARPS):
@@ -771,10 +841,10 @@ def test_sums_of_dq_keep_every_element(native: ctypes.CDLL) -> None:
         assert (result[0], result[1]) == element
 
 
-def _arguments(M: int, D: int, E: int | None = None, **given: object) -> list[object]:
+def _arguments(M: int, D: int, E: int | None = None, N: int = 70, **given: object) -> list[object]:
     """The arguments of attention_bwd, in the schema's order."""
-    q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, 70))
-    v = k.new_empty(2, 3, 70, D if E is None else E)
+    q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, N))
+    v = k.new_empty(2, 3, N, D if E is None else E)
     names = {"dout": None, "dlse": None, "q": q, "k": k, "v": v, "mask": None, "mask_tiles": None,
              "key_lengths": None, "query_lengths": None, "out": None, "lse": None, "causal": 0,
              "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
@@ -788,19 +858,89 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses = sm90.attention_bwd_unsupported
     assert refuses(*_arguments(65, 64)) is None
     assert refuses(*_arguments(65, 256, 8, key_lengths=torch.ones(2))) is None
-    assert "dense mask" in refuses(*_arguments(65, 64, mask=torch.ones(65, 70)))
-    assert "dropout" in refuses(*_arguments(65, 64, dropout_p=0.1))
+    mask = torch.ones(1, 1, 65, 70)
+    assert refuses(*_arguments(65, 64, mask=mask.bool())) is None
+    assert "dense mask" in refuses(*_arguments(65, 64, mask=mask.bool(), dropout_p=0.1))
+    assert refuses(*_arguments(65, 64, mask=mask)) is None
+    needed = (True, True, True, True)
+    assert refuses(*_arguments(65, 64, mask=mask.bfloat16(), needs=needed)) is None
+    assert "torch.float32" in refuses(*_arguments(65, 64, mask=mask, needs=needed))
+    for stride, refused in (((1 << 40, 0, 70, 1), False), ((0, 0, 1 << 28, 1), True)):
+        far = torch.empty_strided((2, 1, 65, 70), stride, device="meta")
+        assert ("strides" in (refuses(*_arguments(65, 64, mask=far)) or "")) == refused
+    assert refuses(*_arguments(65, 64, dropout_p=0.1)) is None
     assert "[2, 65]" in refuses(*_arguments(65, 64, key_lengths=torch.ones(2, 65)))
     assert "got 264" in refuses(*_arguments(65, 264))
 
 
+def _packed_arguments(T: int, D: int, sequences: int, **given: object) -> list[object]:
+    """Those of attention_varlen_bwd."""
+    q, k = (torch.empty(n, 3, D, dtype=torch.bfloat16) for n in (T, 70))
+    offsets = torch.zeros(sequences + 1, dtype=torch.int32)
+    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": k, "cu_seqlens_q": offsets,
+             "cu_seqlens_k": offsets, "out": None, "lse": None, "max_seqlen_q": 9,
+             "max_seqlen_k": 9, "causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0,
+             "dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0,
+             "needs": (True, True, True)}  # fmt: skip
+    return list((names | given).values())
+
+
+def test_packed_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    refuses = sm90.attention_varlen_bwd_unsupported
+    assert refuses(*_packed_arguments(65, 64, 3)) is None
+    assert refuses(*_packed_arguments(65, 64, 3, dropout_p=0.1)) is None
+    assert "got 264" in refuses(*_packed_arguments(65, 264, 3))
+
+
 @pytest.mark.parametrize("M", [1, 63, 64, 65, 80, 96, 128, 129, 1000, 4097])
-def test_workspace_holds_every_block(M: int) -> None:
+@pytest.mark.parametrize("sequences", [0, 1, 7])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_workspace_holds_every_block(
+    native: ctypes.CDLL, M: int, sequences: int, dropout_p: float
+) -> None:
+    drops = {"dropout_p": dropout_p}
     for head_dim, c in CONFIGS.items():
-        statistics, dq_sum, turns = (
-            shape for shape, _, _ in sm90.attention_bwd_workspace(*_arguments(M, head_dim))
-        )
-        blocks, heads = -(-M // c.rows), 2 * 3
-        assert statistics[0] * statistics[1] >= 2 * heads * blocks * c.rows
+        if sequences:
+            workspace = sm90.attention_varlen_bwd_workspace(
+                *_packed_arguments(M, head_dim, sequences, **drops)
+            )
+            blocks, heads = native.packed_blocks(M, sequences, c.rows), 3
+        else:
+            workspace = sm90.attention_bwd_workspace(*_arguments(M, head_dim, **drops))
+            blocks, heads = -(-M // c.rows), 2 * 3
+        statistics, dq_sum, turns = (shape for shape, _, _ in workspace)
+        # lse, delta, and a word for every two rows.
+        assert 2 * statistics[0] >= (5 if dropout_p else 4) * heads * blocks * c.rows
         assert dq_sum[0] * dq_sum[1] >= heads * blocks * c.rows * head_dim
         assert turns[0] >= 1 + heads * blocks * c.groups
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 65, 270), (2, 1, 1, 270), (1, 3, 65, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("lengths", [None, torch.ones(2)])
+def test_workspace_of_a_mask(
+    native: ctypes.CDLL, shape: tuple[int, ...], lengths: Tensor | None
+) -> None:
+    """Python allocates what the kernels lay out."""
+    native.mask_words.restype = ctypes.c_longlong
+    mask = torch.ones(shape, dtype=torch.bool)
+    for head_dim in (8, 64, 96, 128, 192, 256):
+        arguments = _arguments(65, head_dim, N=270, mask=mask, key_lengths=lengths)
+        (words,), dtype, zeroed = sm90.attention_bwd_workspace(*arguments)[-1]
+        split = lengths is not None
+        B, H, _, keys = shape
+        assert words == native.mask_words(B, H, keys, 2, split, 65, 270, head_dim)
+        assert (dtype, zeroed) == (torch.int32, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 3, 65, 270), 1), ((1, 3, 65, 270), 2), ((1, 1, 1, 270), 6)]
+)
+def test_parts_of_a_mask_gradient(shape: tuple[int, ...], count: int) -> None:
+    """Where tiles are few, what they are broadcast over is shared out; never more than there is."""
+    mask = torch.ones(shape)
+    for needed in (False, True):
+        arguments = _arguments(65, 64, N=270, mask=mask, needs=(True, True, True, needed))
+        scratch = sm90.attention_bwd_workspace(*arguments)[4:]
+        wanted = [((count, *shape), torch.float32, False)] if needed and count > 1 else []
+        assert scratch == wanted

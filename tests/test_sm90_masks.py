@@ -5,34 +5,27 @@ what every consumer thread does to its scores afterwards. Compared with the refe
 """
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from sm90_on_host.build import build, missing
 from torch import Tensor
 
 from fastattn.ops.attention import prepared, reference, sm90
 from fastattn.testing import dropout_mask
 
 TESTS = Path(__file__).resolve().parent
-CUDA = Path("/usr/local/cuda/include")
 TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 UNLIMITED = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
-        pytest.skip("needs g++ and CUDA's headers")
-    library = tmp_path_factory.mktemp("masks") / "masks.so"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    command += [f"-I{folder}" for folder in (TESTS / "sm90_on_host", TESTS, TESTS.parent / "csrc")]
-    command += ["-isystem", str(CUDA), "-o", str(library), str(TESTS / "sm90_masks.cpp")]
-    subprocess.run(command, check=True)
-    shim = ctypes.CDLL(str(library))
+    if reason := missing():
+        pytest.skip(reason)
+    shim = build(tmp_path_factory.mktemp("masks"), TESTS / "sm90_masks.cpp").library
     shim.scratch_words.restype = ctypes.c_int64
     return shim
 
@@ -99,6 +92,10 @@ CASES = {
     "bias": Case(WHOLE, torch.bfloat16),
     "fp32 bias of heads": Case((1, 2, 150, 200), torch.float32, causal=2, key_lengths=[120, 200]),
     "bias of a row": Case((2, 1, 1, 200), torch.float32, head_dim=64),
+    "bias at head dim 256": Case(
+        (1, 2, 150, 200), torch.bfloat16, head_dim=256, key_lengths=[120, 200]
+    ),
+    "fp32 bias at head dim 192": Case((2, 1, 150, 200), torch.float32, head_dim=192, causal=1),
     "prepared bias": Case((1, 2, 150, 200), torch.bfloat16, prepared=True, window=(30, 40)),
 }
 
@@ -163,10 +160,41 @@ def test_workspace(native: ctypes.CDLL, name: str) -> None:
     c = CASES[name]
     mask = c.mask()
     split = c.query_lengths is not None or c.key_lengths is not None
-    (size,), dtype, zeroed = sm90._mask_scratch(mask, split, c.head_dim, c.B, c.M, c.N)
     sizes = [*mask.shape[:3], c.B, split, c.M, c.N, c.head_dim, c.dtype != torch.bool]
-    assert size == native.scratch_words(_numbers(ctypes.c_int64, sizes))
-    assert (dtype, zeroed) == (torch.int32, False)
+    for q_dtype in (torch.bfloat16, torch.float16):
+        (size,), dtype, zeroed = sm90._mask_scratch(mask, q_dtype, split, c.head_dim, c.B, c.M, c.N)
+        copied = c.dtype not in (torch.bool, torch.float32, q_dtype)  # the others lie as TMA asks
+        words = native.scratch_words(_numbers(ctypes.c_int64, [*sizes, 4 * copied]))
+        assert size == words
+        assert (dtype, zeroed) == (torch.int32, False)
+
+
+def _shifted(mask: Tensor, columns: int, start: int = 0) -> Tensor:
+    """The same values in rows of so many columns, from column `start` on."""
+    storage = mask.new_zeros(*mask.shape[:3], columns)
+    storage[..., start : start + mask.shape[3]] = mask
+    return storage[..., start : start + mask.shape[3]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "copied"),
+    [
+        (torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 0),
+        (torch.zeros(1, 1, 1, 43, dtype=torch.bfloat16), 0),  # no stride counts
+        (torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 2),
+        (_shifted(torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 48), 0),
+        (_shifted(torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 48, 1), 2),
+        (torch.zeros(2, 1, 30, 44), 0),
+        (torch.zeros(2, 1, 30, 43), 4),
+        (torch.zeros(2, 1, 40, 30).mT, 4),
+        (torch.zeros(2, 1, 30, 40).expand(2, 3, 30, 40), 0),
+        (torch.zeros(2, 1, 30, 40, dtype=torch.float16), 4),
+        (torch.zeros(2, 1, 30, 43, dtype=torch.bool), 0),
+    ],
+)
+def test_copied_masks(mask: Tensor, copied: int) -> None:
+    """An additive mask for bf16 is copied only where TMA cannot read it."""
+    assert sm90._copied_bytes(torch.bfloat16, mask) == copied
 
 
 @pytest.mark.parametrize(("p", "threshold"), [(0.1, 26), (0.5, 128), (0.999, 255)])

@@ -6,34 +6,26 @@ What the results are is checked here; that nothing overtakes anything, in test_s
 """
 
 import ctypes
-import shutil
-import subprocess
+import functools
+import itertools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from sm90_on_host.build import Machine, build, missing
 from torch import Tensor
 
 from fastattn.ops._dropout import threshold
-from fastattn.ops.attention import reference
+from fastattn.ops.attention import reference, sm90
 from fastattn.testing.compare import compare
 
 TESTS = Path(__file__).resolve().parent
-CSRC = TESTS.parent / "csrc"
-CUDA = Path("/usr/local/cuda/include")
 TYPES = {torch.bfloat16: (1, "kBFloat16"), torch.float16: (2, "kFloat16")}
 MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 VARIANTS = ("kFull", "kBand", "kDropout", "kMask", "kBias")
-# What g++ does not read, and what stands for it.
-REWRITTEN = {
-    "kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);": (
-        "launch_on_host(kernel, blocks, Traits::kThreads, sizeof(Shared), args);"
-    ),
-    "extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];": (
-        "char* shared_memory = on_host::shared;"
-    ),
-}
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -57,8 +49,11 @@ class Call(ctypes.Structure):
         ("mask_type", _i64),
         ("mask_sizes", _i64 * 4),
         ("mask_strides", _i64 * 4),
+        ("mask_copied", _i64),
         ("scale", ctypes.c_double),
         ("counted", _i64),
+        ("splits", _i64),
+        ("ordered", _i64),
     )
 
 
@@ -89,7 +84,15 @@ class Case:
     mask_dims: tuple[int, ...] = (0, 2, 3)  # which of B, H, M, N the mask has
     heads_inside: bool = True  # [B, M, H, D] storage
     counted: bool = True
+    splits: int = 1
+    ordered: bool = False
     seed: Tensor = field(default_factory=lambda: torch.tensor([0x1234_5678_9ABC]), compare=False)
+
+    @property
+    def instance(self) -> str:
+        widest = max(self.D, self.E or self.D)
+        dim = next(d for d in (64, 96, 128, 192, 256) if widest <= d)
+        return f"INSTANCE({TYPES[self.dtype][1]}, {dim}, {self.variant})"
 
 
 _SEQUENCES = ((65, 40), (0, 30), (130, 200), (1, 0), (64, 129))
@@ -107,54 +110,58 @@ CASES = {
     "128": Case(128, "kFull", M=130, key_lengths=[257]),
     "128 window": Case(128, "kBand", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
     "128 packed window": Case(128, "kBand", packed=_SEQUENCES, slack=3, window=(30, 10)),
-    "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5),
+    "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5, ordered=True),
     "128 dropout, everything": Case(128, "kDropout", M=70, dropout_p=1.0),
     "128 mask": Case(128, "kMask", mask=torch.bool, causal=1, M=300, scale=-0.1),
     "128 key padding": Case(128, "kMask", B=2, mask=torch.bool, mask_dims=(0, 3)),
     "128 bias": Case(128, "kBias", mask=torch.bfloat16, B=2, query_lengths=[77, 200]),
+    "128 fp32 bias": Case(128, "kBias", mask=torch.float32, mask_dims=(0, 1, 2, 3), causal=1),
+    "128 bias, copied": Case(128, "kBias", mask=torch.bfloat16, N=301, scale=-0.1, K=1),
+    "128 bias of another type": Case(128, "kBias", mask=torch.float16, mask_dims=(1, 2, 3)),
+    "128 bias of keys": Case(128, "kBias", mask=torch.bfloat16, B=2, mask_dims=(0, 3), N=304),
+    "96 bias, nothing computed": Case(96, "kBias", mask=torch.float32, query_lengths=[0]),
+    "64 parts": Case(
+        64, "kFull", B=2, M=70, N=600, splits=3, query_lengths=[20, 70], key_lengths=[600, 130]
+    ),
+    "64 decoding": Case(64, "kFull", H=6, K=2, B=2, M=1, N=700, splits=4, key_lengths=[700, 1]),
+    "64 causal parts": Case(64, "kBand", M=300, N=700, causal=2, splits=3, window=(400, -1)),
+    "64 packed parts": Case(64, "kFull", packed=_SEQUENCES, slack=70, splits=3, ordered=True),
+    "128 decoding": Case(
+        128, "kFull", H=8, K=2, M=1, N=700, splits=7, causal=2, dtype=torch.float16, counted=False
+    ),
+    "128 causal parts": Case(128, "kBand", M=140, N=400, causal=1, splits=5, scale=-0.1),
+    "128 packed parts": Case(
+        128, "kBand", packed=_SEQUENCES, causal=2, slack=3, splits=2, window=(90, -1)
+    ),
     "192 packed": Case(192, "kBand", packed=_SEQUENCES, causal=2, dtype=torch.float16),
     "192 mask": Case(192, "kMask", mask=torch.bool, mask_dims=(1, 2, 3)),
+    "192 bias": Case(192, "kBias", mask=torch.bfloat16, N=304, key_lengths=[290], K=1),
+    "192 fp32 bias, copied": Case(192, "kBias", mask=torch.float32, N=299, window=(150, 60)),
     "256": Case(256, "kFull", E=200, M=70, N=170),
     "256 causal": Case(256, "kBand", causal=2, M=140, N=170, heads_inside=False),
+    "256 bias": Case(256, "kBias", mask=torch.float16, dtype=torch.float16, M=140, N=200, causal=2),
+    "256 fp32 bias": Case(256, "kBias", mask=torch.float32, mask_dims=(0, 1, 2, 3), M=70, N=172),
+    "256 decoding": Case(256, "kFull", H=4, K=2, M=3, N=400, splits=5, E=200, key_lengths=[330]),
+    "256 parts": Case(256, "kBand", M=70, N=400, splits=2, window=(150, 9)),
     "256 dropout": Case(256, "kDropout", dropout_p=0.1, M=70, N=170, window=(90, 9)),
 }
 # The others are for test-all: each instance compiles for some seconds.
-QUICK = ("128 packed window", "64 mask")
+QUICK = ("128 packed window", "64 mask", "128 packed parts")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory):
-    if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
-        pytest.skip("needs g++ and CUDA's headers")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Machine]:
+    """The machine with the instance that a case needs."""
+    if reason := missing():
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("sm90")
-    source = (CSRC / "attention" / "attention_fwd_sm90.cuh").read_text()
-    for cuda, host in REWRITTEN.items():
-        assert source.count(cuda) == 1, cuda
-        source = source.replace(cuda, host)
-    (folder / "attention_fwd_on_host.cuh").write_text(source)
-    built: dict[str, ctypes.CDLL] = {}
 
-    def load(case: Case) -> ctypes.CDLL:
-        widest = max(case.D, case.E or case.D)
-        dim = next(d for d in (64, 96, 128, 192, 256) if widest <= d)
-        instance = f"INSTANCE({TYPES[case.dtype][1]}, {dim}, {case.variant})"
-        if instance not in built:
-            path = folder / f"{len(built)}.so"
-            paths = [folder, TESTS / "sm90_on_host", TESTS, CSRC]
-            command = ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC"]
-            command += [f"-I{p}" for p in paths] + ["-isystem", str(CUDA)]
-            command += [
-                f"-DINSTANCES={instance}",
-                "-o",
-                str(path),
-                str(TESTS / "sm90_attention.cpp"),
-            ]
-            subprocess.run(command, check=True, stderr=subprocess.PIPE)
-            built[instance] = ctypes.CDLL(str(path))
-            built[instance].run.restype = ctypes.c_char_p
-        return built[instance]
+    @functools.cache
+    def load(instance: str) -> Machine:
+        source, name = TESTS / "sm90_attention.cpp", re.sub(r"\W+", "_", instance)
+        return build(folder, source, [f"INSTANCES={instance}"], name=name)
 
-    return load
+    return lambda case: load(case.instance)
 
 
 def _view(x: Tensor) -> View:
@@ -185,6 +192,20 @@ def _mask(c: Case, generator: torch.Generator) -> Tensor | None:
     return torch.where(allowed, values.to(c.mask), torch.finfo(c.mask).min)
 
 
+def _poison(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:
+    """NaN wherever no pair looks: in keys and values without a row, in rows without a key."""
+    allowed = allowed.expand(*q.shape[:3], k.shape[2])
+    live = allowed.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
+    k.masked_fill_(~live, torch.nan)
+    v.masked_fill_(~live, torch.nan)
+    q.masked_fill_(~allowed.any(3)[..., None], torch.nan)
+
+
+def _spans(lengths: list[int]) -> list[slice]:
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [slice(*span) for span in itertools.pairwise(ends)]
+
+
 def _offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
@@ -196,7 +217,7 @@ def _lengths(values: list[int] | None) -> Tensor | None:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-def test_forward(library, name: str) -> None:
+def test_forward(machine: Callable[[Case], Machine], name: str) -> None:
     c = CASES[name]
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E
@@ -221,19 +242,12 @@ def test_forward(library, name: str) -> None:
 
     if c.packed:
         q[:, :, sum(queries) :] = k[:, :, sum(keys) :] = v[:, :, sum(keys) :] = torch.nan
-        for b, (rows, columns) in enumerate(c.packed):
-            if rows == 0:
-                k[:, :, offsets[1][b] : offsets[1][b + 1]] = torch.nan
-                v[:, :, offsets[1][b] : offsets[1][b + 1]] = torch.nan
-            if columns == 0:
-                q[:, :, offsets[0][b] : offsets[0][b + 1]] = torch.nan
+        for rows, columns in zip(_spans(queries), _spans(keys), strict=True):
+            own = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            _poison(*own, reference.allowed_pairs(*own[:2], None, None, None, c.causal, *c.window))
     else:
         allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window)
-        allowed = allowed.expand(c.B, c.H, M, N)
-        live = allowed.any(2).view(c.B, c.K, -1, N).any(2)[..., None]
-        k.masked_fill_(~live, torch.nan)
-        v.masked_fill_(~live, torch.nan)
-        q.masked_fill_(~allowed.any(3)[..., None], torch.nan)
+        _poison(q, k, v, allowed)
     out = torch.full((c.B, M, c.H, E), torch.nan, dtype=c.dtype).transpose(1, 2)
     lse = torch.full((c.B, c.H, M), torch.nan)
 
@@ -252,13 +266,15 @@ def test_forward(library, name: str) -> None:
         diagonal=N - M if c.causal == 2 and not c.packed else 0, type=TYPES[c.dtype][0],
         variant=VARIANTS.index(c.variant), seed=c.seed.data_ptr(), stream=5,
         threshold=threshold(c.dropout_p), mask=pointer(mask), scale=scale, counted=c.counted,
+        splits=c.splits, ordered=c.ordered,
     )  # fmt: skip
     if mask is not None:
         call.mask_type = MASK_TYPES[mask.dtype]
         call.mask_sizes = (_i64 * 4)(*mask.shape)
         strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
         call.mask_strides = (_i64 * 4)(*strides)
-    failure = library(c).run(ctypes.byref(call))
+        call.mask_copied = sm90._copied_bytes(c.dtype, mask) > 0
+    failure = machine(c).call("run", ctypes.byref(call))
     assert failure is None, failure
 
     wide = [x.double() for x in (q, k, v)]
@@ -267,3 +283,20 @@ def test_forward(library, name: str) -> None:
     for actual, exact, like, mag in zip((out, lse), ref64, same, magnitude, strict=True):
         result = compare(actual, exact, like, mag, 2 if actual is out else 1)
         assert result.ok, result
+
+
+@pytest.mark.parametrize("count", [1, 7, 3000])
+def test_longest_sequences_first(machine: Callable[[Case], Machine], count: int) -> None:
+    """Every sequence has one place; one that is longer by a 255th of the longest comes before."""
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(0, 5000, (count,), generator=generator)
+    lengths[torch.rand(count, generator=generator) < 0.2] = 0
+    offsets, order = _offsets(lengths.tolist()), torch.full((count,), -1, dtype=torch.int32)
+    most = int(lengths.max())
+    pointers = _p(offsets.data_ptr()), _p(order.data_ptr())
+    of = machine(CASES["128 packed parts"])
+    assert of.call("order", pointers[0], count, most, pointers[1]) is None
+    assert order.sort().values.tolist() == list(range(count))
+    sorted_lengths = lengths[order.long()]
+    rest = sorted_lengths.flip(0).cummax(0).values.flip(0)  # the longest from here on
+    assert (rest - sorted_lengths <= most / 255 + 128).all()

@@ -13,7 +13,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +27,10 @@ SHIM = """
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
 extern "C" void plan(const int* tile, const int* own, int left, int right, int diagonal,
-                     int keys, int block, int skips, int* result) {
-  const auto p = attention::plan_blocks({tile[0], tile[1]}, {own[0], own[1]},
-                                        {left, right, diagonal}, keys, block, skips != 0);
+                     int keys, int block, int skips, int part, int parts, int* result) {
+  const auto whole = attention::plan_blocks({tile[0], tile[1]}, {own[0], own[1]},
+                                            {left, right, diagonal}, keys, block, skips != 0);
+  const auto p = parts > 1 ? attention::part_of(whole, part, parts) : whole;
   const int values[] = {p.loaded.begin, p.loaded.end, p.own.begin,
                         p.own.end,      p.full.begin, p.full.end};
   for (int i = 0; i < 6; ++i) result[i] = values[i];
@@ -40,9 +41,9 @@ extern "C" void place(int row_tiles, int heads, int section, int tile, int* resu
   result[1] = p.head;
 }
 extern "C" void walk(int* state, const int* offsets, int sequences, int heads, int tile_rows,
-                     int tile) {
+                     int tile, const int* order) {
   sm90::PackedWalk at = {state[0], state[1], state[2]};
-  sm90::walk_to(at, offsets, sequences, heads, tile_rows, tile);
+  sm90::walk_to(at, offsets, sequences, heads, tile_rows, tile, order);
   state[0] = at.sequence;
   state[1] = at.first;
   state[2] = at.row_tiles;
@@ -117,6 +118,9 @@ class Config:
     stages: int = 2
     dropout: bool = False
     dense: bool = False
+    # Of an additive mask: pieces that a warpgroup has room for, and pieces of a block.
+    bias_ring: int = 0
+    bias_pieces: int = 0
 
     @property
     def skips(self) -> bool:
@@ -143,6 +147,7 @@ class Problem:
     # The batch entries are packed sequences; ends_meet: their diagonals begin at their ends.
     packed: bool = False
     ends_meet: bool = False
+    parts: int = 1  # of the keys of each tile
 
     def diagonal_of(self, batch: int) -> int:
         queries, keys = self.lengths[batch]
@@ -170,6 +175,7 @@ class Tile:
     head: int
     queries: int
     keys: int
+    part: int = 0
 
 
 class Arithmetic:
@@ -184,18 +190,26 @@ class Arithmetic:
             self.tiles = problem.heads * sum(-(-n // config.tile_rows) for n in rows)
             ends = itertools.accumulate(rows, initial=0)
             self.offsets = (ctypes.c_int * (len(rows) + 1))(*ends)
+        self.tiles *= problem.parts
 
     def tile(self, number: int) -> Tile | None:
+        whole, part = divmod(number, self.problem.parts)
+        tile = self.whole_tile(whole)
+        return None if tile is None else replace(tile, number=number, part=part)
+
+    def whole_tile(self, number: int) -> Tile | None:
         p, result = self.problem, (ctypes.c_int * 2)()
         if p.packed:
             state, count = (ctypes.c_int * 3)(), len(p.lengths)
-            self.native.walk(state, self.offsets, count, p.heads, self.config.tile_rows, number)
+            self.native.walk(
+                state, self.offsets, count, p.heads, self.config.tile_rows, number, None
+            )
             if state[0] == count:
                 return None
             self.native.place(state[2], p.heads, p.section, number - state[1], result)
             row = result[0] * self.config.tile_rows
             return Tile(number, row, state[0], result[1], *p.lengths[state[0]])
-        if number >= self.tiles:
+        if number >= self.tiles // p.parts:
             return None
         self.native.place(self.row_tiles, p.heads * len(p.lengths), p.section, number, result)
         batch, head = divmod(result[1], p.heads)
@@ -210,8 +224,9 @@ class Arithmetic:
         own = pair(row, min(row + ROWS, tile.queries))
         diagonal = p.diagonal_of(tile.batch)
         self.native.plan(
-            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), out
-        )
+            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), tile.part,
+            p.parts, out,
+        )  # fmt: skip
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
 
     def blocks(self, tile: Tile) -> list[int]:
@@ -225,8 +240,14 @@ class Arithmetic:
         wanted = chance.choice((0.0, 0.3, 0.8, 1.0))
         return [n for n in loaded if chance.random() < wanted]
 
+    def is_masked(self, tile: Tile, group: int, n: int) -> bool:
+        """Whether a dense mask changes a warpgroup's scores of a block: chance."""
+        return random.Random(f"{tile.number} {group} {n}").random() < 0.7
+
     def is_staged(self, tile: Tile, group: int) -> bool:
-        """Whether a warpgroup's rows leave through shared memory."""
+        """Whether a warpgroup's rows leave through shared memory; parts leave in fp32."""
+        if self.problem.parts > 1:
+            return False
         if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:
             return False
         return self.config.stages_output
@@ -336,7 +357,10 @@ class ThreadBlock:
         self.k_slots = [Slot(f"k{i}", 1, c.groups) for i in stages]
         self.v_slots = [Slot(f"v{i}", 1, c.groups) for i in stages]
         self.out_slots = [Slot(f"out{g}", WARPS, 1) for g in groups]
-        readers = c.groups * (WARPS + c.stages_output)
+        ring = range(c.bias_ring)
+        self.bias = [[Buffer() for _ in ring] for _ in groups]
+        self.bias_slots = [[Slot(f"bias{g}{i}", 1, WARPS) for i in ring] for g in groups]
+        readers = c.groups * (WARPS + (c.stages_output or c.bias_ring > 0))
         self.queue = [Slot(f"queue{i}", 1, readers) for i in range(QUEUE_SLOTS)]
         self.messages: list[tuple[int, Tile | None] | None] = [None] * QUEUE_SLOTS
         self.turns = [NamedBarrier(2 * WARPS) for _ in groups]
@@ -348,6 +372,8 @@ class ThreadBlock:
         for g in range(self.config.groups):
             if self.config.stages_output:
                 yield f"store {self.index}.{g}", self.store(g)
+            if self.config.bias_ring:
+                yield f"bias {self.index}.{g}", self.load_bias(g)
             for w in range(WARPS):
                 yield f"consumer {self.index}.{g}.{w}", Consumer(self, g, w).run()
 
@@ -401,6 +427,19 @@ class ThreadBlock:
                 self.copy(self.v[stage.index], ("v", tile, n), slot.full)
                 stage.advance()
 
+    def load_bias(self, group: int) -> Role:
+        position, ring = Position(QUEUE_SLOTS), Position(self.config.bias_ring)
+        while (tile := (yield from self.take(position))) is not None:
+            for n in self.arithmetic.blocks(tile):
+                if not self.arithmetic.is_masked(tile, group, n):
+                    continue
+                for piece in range(self.config.bias_pieces):
+                    slot = self.bias_slots[group][ring.index]
+                    yield ring.empty(slot)
+                    buffer = self.bias[group][ring.index]
+                    self.copy(buffer, ("bias", tile, group, n, piece), slot.full)
+                    ring.advance()
+
     def look(self, position: Position) -> Role:
         yield position.full(self.queue[position.index])
         message = self.messages[position.index]
@@ -444,6 +483,7 @@ class Consumer:
         self.block, self.group, self.warp, self.config = block, group, warp, block.config
         self.query = Position(self.config.query_buffers)
         self.key, self.value = Position(self.config.stages), Position(self.config.stages)
+        self.bias = Position(max(self.config.bias_ring, 1))
         self.flying: list[tuple[int, list[Buffer]]] = []
         self.count = 0
 
@@ -502,7 +542,7 @@ class Consumer:
             yield from self.read_with_values(tile, n, at)
             yield from self.finish(0 if before is None else 1)
             self.release_key(n == blocks[-1])
-            yield None
+            yield from self.add_bias(tile, n)
             if before is not None:
                 yield from self.finish(0)
                 self.release_value()
@@ -512,6 +552,21 @@ class Consumer:
         yield from self.finish(0)
         self.release_value()
         self.query.advance()
+
+    def add_bias(self, tile: Tile, n: int) -> Role:
+        yield None
+        b = self.block
+        if not self.config.bias_ring or not b.arithmetic.is_masked(tile, self.group, n):
+            return
+        for piece in range(self.config.bias_pieces):
+            slot, buffer = (x[self.group][self.bias.index] for x in (b.bias_slots, b.bias))
+            yield self.bias.full(slot)
+            assert buffer.holds == ("bias", tile, self.group, n, piece)
+            buffer.readers += 1
+            yield None
+            buffer.readers -= 1
+            slot.empty.arrive()
+            self.bias.advance()
 
     def first_block(self, tile: Tile, plan: Plan) -> Role:
         b, n = self.block, plan.own[1] - 1
@@ -682,6 +737,10 @@ CONFIGS = {
     "64 dense": Config(3, 128, 2, True, False, True, dense=True),
     "128 dense": Config(2, 128, 2, True, True, True, dense=True),
     "256 dense": Config(2, 80, 1, False, False, True, dense=True),
+    "64 bias": Config(2, 128, 2, False, True, True, dense=True, bias_ring=4, bias_pieces=2),
+    "128 fp32 bias": Config(2, 128, 1, False, True, True, dense=True, bias_ring=4, bias_pieces=4),
+    "256 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=1),
+    "256 fp32 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=2),
 }
 PLAIN = {
     "no keys": Problem(200, 100, lengths=((200, 0),)),
@@ -695,6 +754,8 @@ PLAIN = {
 _PACKED = {"packed": True, "lengths": ((200, 130), (0, 60), (64, 0), (1, 300), (330, 330), (0, 0))}
 PLAIN |= {
     "packed": Problem(1 << 20, 1 << 20, blocks=3, **_PACKED),
+    "parts": Problem(200, 900, lengths=((200, 900), (130, 300), (200, 0)), parts=3),
+    "packed parts": Problem(1 << 20, 1 << 20, blocks=3, parts=4, **_PACKED),
     "packed, nothing": Problem(1 << 20, 1 << 20, packed=True, lengths=((0, 0), (0, 9))),
 }
 BANDS = {
@@ -705,6 +766,8 @@ BANDS = {
     "bottom right, more keys": Problem(130, 500, right=0, diagonal=370),
     "window": Problem(450, 450, left=60, right=0),
     "window to both sides": Problem(450, 450, left=130, right=70),
+    "window in parts": Problem(300, 900, left=500, right=20, diagonal=600, parts=3),
+    "causal parts": Problem(300, 500, right=0, parts=5, counted=False),
     "only the diagonal": Problem(300, 300, left=0, right=0),
     "window past the end": Problem(500, 100, left=20, right=5),
     "causal lengths": Problem(
@@ -713,6 +776,8 @@ BANDS = {
 }
 # Dropout only adds a reader of what comes with the values.
 DROPPED = ("lengths", "causal", "packed bottom right", "window past the end")
+# Keys in parts are other plans for the same roles.
+CUT = ("64", "64 band", "128 band", "256")
 DENSE = ("no keys", "several tiles", "negative scale", "lengths", "causal lengths")
 
 
@@ -724,7 +789,8 @@ def _runs() -> Iterator[tuple[str, str]]:
         if config.dense:
             problems = DENSE
         for problem in problems:
-            yield name, problem
+            if name in CUT or "parts" not in problem:
+                yield name, problem
 
 
 @pytest.mark.parametrize(("config", "problem"), list(_runs()))
@@ -752,15 +818,34 @@ def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> No
             World(Arithmetic(native, tall, problem), seed).play()
 
 
-def test_packed_walk(native: ctypes.CDLL) -> None:
+def test_model_notices_a_piece_handed_back_too_early(native: ctypes.CDLL, monkeypatch) -> None:
+    """One arrival for the whole warpgroup lets the copy overtake a warp that still reads."""
+    init = ThreadBlock.__init__
+
+    def careless(self: ThreadBlock, *args: object) -> None:
+        init(self, *args)
+        for ring in self.bias_slots:
+            for slot in ring:
+                slot.empty = Barrier(1, "empty")
+
+    monkeypatch.setattr(ThreadBlock, "__init__", careless)
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            World(Arithmetic(native, CONFIGS["256 bias"], PLAIN["several tiles"]), seed).play()
+
+
+@pytest.mark.parametrize("order", [None, (6, 1, 5, 4, 0, 2, 3, 7), (0, 1, 2, 3, 7, 4, 6, 5)])
+def test_packed_walk(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None:
     """Growing numbers, some left out, each find their sequence; every tile has one place."""
     rows, heads, tile_rows = [0, 130, 0, 0, 1, 128, 400, 0], 3, 128
     offsets = (ctypes.c_int * 9)(*itertools.accumulate(rows, initial=0))
+    given = None if order is None else (ctypes.c_int * 8)(*order)
+    rows = [rows[b] for b in order or range(8)]
     wanted = [b for b, n in enumerate(rows) for _ in range(heads * -(-n // tile_rows))]
     for step in (1, 2, 5, 50):
         state = (ctypes.c_int * 3)()
         for number in range(0, len(wanted) + step, step):
-            native.walk(state, offsets, len(rows), heads, tile_rows, number)
+            native.walk(state, offsets, len(rows), heads, tile_rows, number, given)
             if number >= len(wanted):
                 assert state[0] == len(rows)
                 continue
@@ -856,6 +941,31 @@ def _check_plan(keys_of: list[set[int]], c: Config, tile: Tile, group: int, plan
         if own and all(keys >= set(range(n * c.block, (n + 1) * c.block)) for keys in own)
     }
     assert set(range(*plan.full)) & set(range(*plan.own)) == full
+
+
+@pytest.mark.parametrize("config", ["64 band", "128 band"])
+def test_parts_of_a_plan(native: ctypes.CDLL, config: str) -> None:
+    """Parts follow each other, differ by a block at most and keep what a warpgroup must compute."""
+    c = CONFIGS[config]
+    for N, left, parts in itertools.product((1, 300, 1500), (0, 70, 1 << 20), (2, 3, 7)):
+        problem = Problem(400, N, left=left, right=0, diagonal=N - 400, heads=1)
+        whole = Arithmetic(native, c, problem)
+        cut = Arithmetic(native, c, replace(problem, parts=parts))
+        assert cut.tiles == parts * whole.tiles
+        for number, group in itertools.product(range(whole.tiles), range(c.groups)):
+            tile, plan = whole.tile(number), whole.plan(whole.tile(number), group)
+            pieces = [cut.tile(number * parts + i) for i in range(parts)]
+            assert [replace(p, number=number, part=0) for p in pieces] == [tile] * parts
+            plans = [cut.plan(p, group) for p in pieces]
+            loaded = [list(range(*p.loaded)) for p in plans]
+            assert list(itertools.chain(*loaded)) == list(range(*plan.loaded))
+            assert max(map(len, loaded)) - min(map(len, loaded)) <= 1
+            for piece, blocks in zip(plans, loaded, strict=True):
+                own, wanted = set(range(*piece.own)), set(range(*plan.own)) & set(blocks)
+                assert wanted <= own <= set(blocks)
+                # One block at least, for a warpgroup takes part in every tile.
+                assert own == wanted or (not wanted and own == set(blocks[:1]))
+                assert piece.full == plan.full
 
 
 @pytest.mark.parametrize(

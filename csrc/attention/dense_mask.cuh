@@ -45,7 +45,7 @@ __device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bi
   }
 }
 
-// Two neighbouring elements of an additive mask.
+// Two neighbouring elements of an additive mask, and the highest that blocks.
 __device__ __forceinline__ float2 pair_of(const float* at) {
   return *reinterpret_cast<const float2*>(at);
 }
@@ -55,45 +55,35 @@ __device__ __forceinline__ float2 pair_of(const __nv_bfloat16* at) {
 __device__ __forceinline__ float2 pair_of(const __half* at) {
   return __half22float2(*reinterpret_cast<const __half2*>(at));
 }
+template <class MaskElement>
+constexpr float kLowest = kLowestFloat;
+template <>
+inline constexpr float kLowest<__nv_bfloat16> = kLowestBFloat16;
+template <>
+inline constexpr float kLowest<__half> = kLowestFloat16;
 
-// s = s * scale + bias, -inf where the bias is `lowest` or less.
-template <class MaskElement, int kCount>
-__device__ __forceinline__ void add_bias_of_type(float (&s)[kCount], const DenseMask& mask,
-                                                 int64_t start, int upper_row, int queries,
-                                                 int first_key, int keys, float scale, float lowest,
-                                                 sm90::AccumulatorThread thread) {
-  const int first = first_key + thread.first_column();
+// s = s * scale + mask, -inf where the mask blocks, for the columns of a piece of 64 rows x 128
+// bytes as TMA leaves it in shared memory, or of one row that serves all. `s`: this thread's scores
+// of those columns. Reads of 16-bit elements touch every bank once, those of floats twice.
+template <class MaskElement>
+__device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool one_row,
+                                               float scale, sm90::AccumulatorThread thread) {
+  constexpr uint32_t kOctetBytes = kOctet * sizeof(MaskElement);
+  const uint32_t byte = thread.first_column() * sizeof(MaskElement);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = smaller(upper_row + half * sm90::kRowStep, queries - 1);
-    const MaskElement* from =
-        static_cast<const MaskElement*>(mask.data) + start + row * mask.row_stride + first;
+    const uint32_t line = one_row ? 0 : thread.upper_row() + half * sm90::kRowStep;
+    const uint32_t first =
+        sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
 #pragma unroll
-    for (int octet = 0; octet < kCount / kOctetRegisters; ++octet) {
-      float2 bias = {0.0f, 0.0f};
-      if (first + octet * kOctet < keys) {
-        bias = pair_of(from + octet * kOctet);
-      }
+    for (int octet = 0; octet < sm90::kRowBytes / static_cast<int>(kOctetBytes); ++octet) {
+      // The swizzle is a xor, and so is the step to another octet.
+      const char* at = piece + (first ^ octet * kOctetBytes);
+      const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(at));
       float* score = &s[octet * kOctetRegisters + 2 * half];
-      score[0] = bias.x <= lowest ? kMinusInfinity : fmaf(score[0], scale, bias.x);
-      score[1] = bias.y <= lowest ? kMinusInfinity : fmaf(score[1], scale, bias.y);
+      score[0] = bias.x <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[0], scale, bias.x);
+      score[1] = bias.y <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[1], scale, bias.y);
     }
-  }
-}
-
-// The mask's type is float or that of the tensors. `keys` of the mask, an even number.
-template <class Element, int kCount>
-__device__ __forceinline__ void add_bias(float (&s)[kCount], const DenseMask& mask, int64_t start,
-                                         int upper_row, int queries, int first_key, int keys,
-                                         float scale, sm90::AccumulatorThread thread) {
-  constexpr float kLowestFloat = -3.40282346638528859812e38f;
-  constexpr float kLowest = std::is_same_v<Element, __half> ? kLowestFloat16 : kLowestBFloat16;
-  if (mask.type == MaskType::kFloat32) {
-    add_bias_of_type<float>(s, mask, start, upper_row, queries, first_key, keys, scale,
-                            kLowestFloat, thread);
-  } else {
-    add_bias_of_type<Element>(s, mask, start, upper_row, queries, first_key, keys, scale, kLowest,
-                              thread);
   }
 }
 

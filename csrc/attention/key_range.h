@@ -95,4 +95,18 @@ FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Band&
   return {loaded, own, full};
 }
 
+// What is left of a plan for one of `parts` that keys are cut into, each of as many blocks as any
+// other or one more. Empty if there are fewer blocks.
+FASTATTN_PURE BlockPlan part_of(const BlockPlan& plan, int part, int parts) {
+  const int count = larger(plan.loaded.end - plan.loaded.begin, 0);
+  const int size = count / parts, longer = count - size * parts;  // the first parts take the rest
+  const int begin = plan.loaded.begin + part * size + smaller(part, longer);
+  const Range loaded = {begin, begin + size + (part < longer)};
+  Range own = overlap(loaded, plan.own);
+  if (is_empty(own)) {
+    own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};  // as in plan_blocks
+  }
+  return {loaded, own, plan.full};
+}
+
 }  // namespace fastattn::attention

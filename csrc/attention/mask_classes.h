@@ -3,6 +3,7 @@
 //   bits      of a boolean mask: which keys a row may attend, one bit a key, block by block. A
 //             consumer thread reads all that it needs of a block for one row in one load
 //   plain     of every 64 rows x block: whether the mask leaves it as it is
+//   copy      of an additive mask that TMA cannot read in place
 //   classes   of every tile of rows x block, after lengths and the band had their say too: which
 //             warpgroups must mask it, and which keys any row of the tile may attend
 //
@@ -22,12 +23,15 @@ constexpr int kMaxBlockWords = 4;  // words of 32 keys in a block of at most 128
 constexpr int kWordKeys = 32;
 constexpr uint32_t kHasWork = 1u << 31;  // some row may attend some key
 constexpr uint32_t kHasDead = 1u << 30;  // some key has no row
-// Bits 0, 1, 2: the block needs masking in that warpgroup.
+// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: by lengths or the band
+// too.
+constexpr int kRestrictedBit = 3;
 
 struct BlockClass {
   uint32_t live[kMaxBlockWords];  // keys that some row of the tile may attend
   uint32_t flags;
-  uint32_t unused[3];
+  uint32_t rank;  // the backward's: how many tiles before have work in this block
+  uint32_t unused[2];
 };
 
 struct MaskLayout {
@@ -40,6 +44,12 @@ struct MaskLayout {
 
 FASTATTN_PURE int pieces(int count, int size) {
   return (count + size - 1) / size;
+}
+
+// Columns of a copied additive mask: whole 16 bytes of any type.
+FASTATTN_PURE int copied_columns(int keys) {
+  constexpr int kEights = 8;
+  return pieces(keys, kEights) * kEights;
 }
 
 // mask_*: sizes of the mask, 1 where broadcast. split: lengths differ between batch entries.
@@ -66,6 +76,12 @@ FASTATTN_PURE int64_t bit_words(const MaskLayout& layout) {
 }
 FASTATTN_PURE int64_t class_count(const MaskLayout& layout) {
   return int64_t{1} * layout.class_batches * layout.class_heads * layout.row_tiles * layout.blocks;
+}
+
+// Elements of a copied additive mask.
+FASTATTN_PURE int64_t copied_elements(const MaskLayout& layout, int queries, int keys) {
+  const int rows = layout.rows > 1 ? queries : 1;
+  return int64_t{1} * layout.batches * layout.heads * rows * copied_columns(keys);
 }
 
 // Of (batch, head) of q: numbers among those of the mask and of the classes.

@@ -5,10 +5,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cfloat>
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/dense_mask.cuh"
 #include "attention/launch_sm90.cuh"
 #include "attention/mask_classes.h"
 
@@ -20,34 +20,6 @@ constexpr int kPiece = 16;
 constexpr uint32_t kAllOfPiece = (1u << kPiece) - 1;
 // Bits of a prepared mask's word, as fastattn/ops/attention/prepared.py has them.
 constexpr int kWholeBit = 32;
-
-struct Pair {
-  bool allowed, plain;
-};
-
-// At or below the lowest finite number of its type a value blocks.
-__device__ __forceinline__ Pair look(const void* mask, MaskType type, int64_t at) {
-  float value = 0.0f, lowest = 0.0f;
-  switch (type) {
-    case MaskType::kBool: {
-      const bool allowed = static_cast<const uint8_t*>(mask)[at] != 0;
-      return {allowed, allowed};
-    }
-    case MaskType::kBFloat16:
-      value = __bfloat162float(static_cast<const __nv_bfloat16*>(mask)[at]);
-      lowest = kLowestBFloat16;
-      break;
-    case MaskType::kFloat16:
-      value = __half2float(static_cast<const __half*>(mask)[at]);
-      lowest = kLowestFloat16;
-      break;
-    case MaskType::kFloat32:
-      value = static_cast<const float*>(mask)[at];
-      lowest = -FLT_MAX;
-      break;
-  }
-  return {!(value <= lowest), value == 0.0f};
-}
 
 // Sixteen booleans at an aligned address as sixteen bits.
 __device__ __forceinline__ uint32_t bits_of_bytes(const void* address) {
@@ -62,6 +34,98 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const void* address) {
   return bits;
 }
 
+// What a thread finds in its piece of a row: which keys it allows, and whether it changes no score.
+struct PieceBits {
+  uint32_t allowed;
+  bool plain;
+};
+
+__device__ __forceinline__ bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0;
+}
+
+__device__ __forceinline__ PieceBits look_at_booleans(const uint8_t* from, int64_t step,
+                                                      int count) {
+  uint32_t bits = 0;
+  if (step == 1 && count == kPiece && is_aligned(from)) {
+    bits = bits_of_bytes(from);
+  } else {
+    for (int j = 0; j < count; ++j) {
+      bits |= static_cast<uint32_t>(from[j * step] != 0) << j;
+    }
+  }
+  return {bits, bits == kAllOfPiece >> (kPiece - count)};
+}
+
+__device__ __forceinline__ float as_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float as_float(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+// At or below the lowest finite number of its type a value blocks. copy: null, or where the piece
+// goes, in its own type or as floats.
+template <class Element>
+__device__ __forceinline__ PieceBits look_at_values(const Element* from, int64_t step, int count,
+                                                    void* copy, bool as_floats) {
+  constexpr int kVectors = kPiece * sizeof(Element) / sizeof(uint4);
+  alignas(16) Element values[kPiece];
+  if (step == 1 && count == kPiece && is_aligned(from)) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      reinterpret_cast<uint4*>(values)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      values[j] = j < count ? from[j * step] : Element(0.0f);
+    }
+  }
+  uint32_t bits = 0;
+  bool plain = true;
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) {
+    const float value = as_float(values[j]);
+    const bool allowed = j < count && !(value <= kLowest<Element>);
+    bits |= static_cast<uint32_t>(allowed) << j;
+    plain = plain && value == 0.0f;
+    if (copy && j < count) {
+      if (as_floats) {
+        static_cast<float*>(copy)[j] = allowed ? value : kMinusInfinity;
+      } else {
+        static_cast<Element*>(copy)[j] = values[j];
+      }
+    }
+  }
+  return {bits, plain};
+}
+
+__device__ __forceinline__ PieceBits look_at_piece(const DenseMask& mask, int64_t at, int count,
+                                                   int64_t copied_at) {
+  const bool as_floats = mask.copy_type == MaskType::kFloat32;
+  const int copied_bytes = as_floats ? sizeof(float) : sizeof(__half);
+  void* copy = mask.copy ? static_cast<char*>(mask.copy) + copied_at * copied_bytes : nullptr;
+  const int64_t step = mask.column_stride;
+  switch (mask.type) {
+    case MaskType::kBool:
+      break;
+    case MaskType::kBFloat16:
+      return look_at_values(static_cast<const __nv_bfloat16*>(mask.data) + at, step, count, copy,
+                            as_floats);
+    case MaskType::kFloat16:
+      return look_at_values(static_cast<const __half*>(mask.data) + at, step, count, copy,
+                            as_floats);
+    case MaskType::kFloat32:
+      return look_at_values(static_cast<const float*>(mask.data) + at, step, count, copy,
+                            as_floats);
+  }
+  return look_at_booleans(static_cast<const uint8_t*>(mask.data) + at, step, count);
+}
+
 // A thread block: 64 rows x one block of keys. A thread: 16 keys of a row at a time.
 __global__ void __launch_bounds__(kPackThreads)
     pack_mask_kernel(const DenseMask mask, int queries, int keys) {
@@ -72,6 +136,7 @@ __global__ void __launch_bounds__(kPackThreads)
   const int64_t mask_head = rest / layout.row_groups;
   const int64_t batch = mask_head / layout.heads, head = mask_head % layout.heads;
   const int64_t start = batch * mask.batch_stride + head * mask.head_stride;
+  const int64_t copied_head = mask_head * (layout.rows > 1 ? queries : 1);
   const int block_pieces = kMaxBlockWords * kWordKeys / kPiece;
   const int last_key = smaller(keys, (n + 1) * layout.block);
   bool plain = true;
@@ -84,7 +149,7 @@ __global__ void __launch_bounds__(kPackThreads)
     if (count > 0 && row < queries) {
       const uint32_t present = kAllOfPiece >> (kPiece - count);
       bool look_closer = true;
-      if (mask.tiles) {
+      if (mask.tiles && !mask.copy) {
         const int64_t word =
             mask.tiles[batch * mask.tile_strides[0] + head * mask.tile_strides[1] +
                        row / kPiece * mask.tile_strides[2] + key / kPiece * mask.tile_strides[3]];
@@ -93,18 +158,11 @@ __global__ void __launch_bounds__(kPackThreads)
         bits = whole ? present : 0;
       }
       if (look_closer) {
-        const int64_t at = start + row * mask.row_stride + key * mask.column_stride;
-        const char* address = static_cast<const char*>(mask.data) + at;
-        if (mask.type == MaskType::kBool && mask.column_stride == 1 && count == kPiece &&
-            reinterpret_cast<uintptr_t>(address) % kPiece == 0) {
-          bits = bits_of_bytes(address);
-        } else {
-          for (int j = 0; j < count; ++j) {
-            const Pair pair = look(mask.data, mask.type, at + j * mask.column_stride);
-            bits |= static_cast<uint32_t>(pair.allowed) << j;
-            plain = plain && pair.plain;
-          }
-        }
+        const PieceBits piece =
+            look_at_piece(mask, start + row * mask.row_stride + key * mask.column_stride, count,
+                          (copied_head + row) * copied_columns(keys) + key);
+        bits = piece.allowed;
+        plain = plain && piece.plain;
       }
       plain = plain && bits == present;
     }
@@ -156,11 +214,14 @@ static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_
       atomicOr(&live[word], bits);
     }
   }
-  const bool changes =
-      row < queries &&
-      (restricted || !mask.plain[plain_at(layout, mask_number, row / kMaskRows, n)]);
-  if (__any_sync(~0u, changes) && first_lane) {
-    atomicOr(&masked, 1u << (threadIdx.x / kMaskRows));
+  const int group = threadIdx.x / kMaskRows;
+  const bool plain =
+      row >= queries || mask.plain[plain_at(layout, mask_number, row / kMaskRows, n)];
+  if (__any_sync(~0u, row < queries && restricted) && first_lane) {
+    atomicOr(&masked, (1u | 1u << kRestrictedBit) << group);
+  }
+  if (__any_sync(~0u, !plain) && first_lane) {
+    atomicOr(&masked, 1u << group);
   }
   __syncthreads();
   if (threadIdx.x == 0) {

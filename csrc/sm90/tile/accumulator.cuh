@@ -116,4 +116,27 @@ __device__ __forceinline__ void store_global(Element* upper, int64_t row_stride,
   }
 }
 
+// The same in fp32: each thread writes its pairs, four of which fill 32 bytes.
+template <int kCount>
+__device__ __forceinline__ void store_global(float* upper, int64_t row_stride, int rows,
+                                             int columns, const float (&acc)[kCount],
+                                             AccumulatorThread thread) {
+  constexpr int kGroupColumns = 8, kGroupRegisters = 4;
+  float* from_column = upper + thread.first_column();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half * kRowStep >= rows) {
+      return;
+    }
+#pragma unroll
+    for (int group = 0; group < kCount / kGroupRegisters; ++group) {
+      if (group * kGroupColumns < columns) {
+        const float* pair = &acc[group * kGroupRegisters + 2 * half];
+        float* to = from_column + half * kRowStep * row_stride + group * kGroupColumns;
+        *reinterpret_cast<float2*>(to) = {pair[0], pair[1]};
+      }
+    }
+  }
+}
+
 }  // namespace fastattn::sm90

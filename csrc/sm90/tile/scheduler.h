@@ -35,19 +35,25 @@ FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
 }
 
 // Packed sequences: their tiles are numbered one sequence after the other, `tile_rows` rows each
-// and none for a sequence without rows. Whoever asks for growing numbers walks along.
+// and none for a sequence without rows. Whoever asks for growing numbers walks along. order: which
+// sequence comes when; null: as they lie.
 struct PackedWalk {
-  int sequence;   // where the walk is
+  int sequence;   // where the walk is, counted in that order
   int first;      // number of this sequence's first tile
   int row_tiles;  // tiles of one head of it
 };
 
+FASTATTN_PURE int sequence_at(const int32_t* order, int place) {
+  return order ? order[place] : place;
+}
+
 // Walks on to the sequence of tile number `tile`, or to `sequences` if there is no such tile.
 // Sequence b has rows offsets[b] to offsets[b + 1].
 FASTATTN_PURE void walk_to(PackedWalk& walk, const int32_t* offsets, int sequences, int heads,
-                           int tile_rows, int tile) {
+                           int tile_rows, int tile, const int32_t* order = nullptr) {
   for (; walk.sequence < sequences; ++walk.sequence) {
-    const int rows = offsets[walk.sequence + 1] - offsets[walk.sequence];
+    const int sequence = sequence_at(order, walk.sequence);
+    const int rows = offsets[sequence + 1] - offsets[sequence];
     walk.row_tiles = (rows + tile_rows - 1) / tile_rows;
     if (tile < walk.first + walk.row_tiles * heads) {
       return;

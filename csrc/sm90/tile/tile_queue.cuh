@@ -26,6 +26,7 @@ struct TileMessage {
   int queries;  // rows of this sequence that are computed
   int keys;     // keys of this sequence that may be attended
   int origin;   // the tensor's row that is the sequence's row 0; not 0 only if sequences are packed
+  int part;     // of the keys, where they are cut
 };
 
 struct TileQueue {

@@ -1,4 +1,4 @@
-// Only the backward has it: see sm90_attention_bwd.cpp.
+// See machine.h.
 #pragma once
 
 #include "machine.h"

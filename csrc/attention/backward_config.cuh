@@ -1,0 +1,97 @@
+// The backward's blocks, how warpgroups share them, and what follows: the first file to read of its
+// kernels, whose overview is in attention_bwd_sm90.cuh.
+#pragma once
+
+#include "attention/attention.h"
+#include "sm90/tile/accumulator.cuh"
+#include "sm90/tile/shared_tile.cuh"
+
+namespace fastattn::attention {
+
+using sm90::kMmaK;
+using sm90::kMmaRows;
+using sm90::kWarp;
+using sm90::kWarpgroup;
+using sm90::SharedTile;
+
+// How consumer warpgroups share a step.
+enum class Split {
+  kKeysAndRows,     // scores, dK and dV by keys, dQ by rows
+  kKeysAndColumns,  // scores, dK and dV by keys, dQ^T = K^T dS^T by columns
+  kRowsAndColumns,  // scores by rows, dK, dV and dQ^T by columns
+};
+
+// TFLOP/s were measured on an H200 with bf16, 16384 tokens, 2048 / head dim heads, without masks.
+struct BackwardConfig {
+  int groups;  // consumer warpgroups
+  int rows;    // queries of a block
+  int stages;  // blocks of rows in shared memory
+  Split split;
+  int mover_registers, consumer_registers;
+};
+
+constexpr BackwardConfig backward_config(int head_dim, bool dense) {
+  switch (head_dim) {
+    case 64:
+      if (dense) {  // four bytes spill with 232 registers
+        return {2, 128, 2, Split::kKeysAndRows, 24, 240};
+      }
+      return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517
+    case 96:                                             // as 128, whose shared memory it needs
+    case 128:  // 593; 64 rows: 570; with 232 registers the compiler serialises the products
+      return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
+    case 192:  // not measured: what fits
+      return {3, 96, 1, Split::kRowsAndColumns, 32, 160};
+    case 256:  // not measured: what fits
+      return {2, 64, 1, Split::kRowsAndColumns, 40, 232};
+  }
+  return {};
+}
+
+template <class ElementType, int kDim, Variant kVariant>
+struct BackwardTraits {
+  using Element = ElementType;
+  static constexpr bool kDropout = kVariant == Variant::kDropout;
+  static constexpr bool kBias = kVariant == Variant::kBias;
+  static constexpr bool kDense = kVariant == Variant::kMask || kVariant == Variant::kBias;
+  static constexpr BackwardConfig kConfig = backward_config(kDim, kDense);
+  static constexpr int kHeadDim = kDim;
+  static constexpr int kGroups = kConfig.groups;
+  static constexpr int kRows = kConfig.rows;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr bool kSplitsKeys = kConfig.split != Split::kRowsAndColumns;
+  static constexpr bool kTransposesDq = kConfig.split != Split::kKeysAndRows;
+  static constexpr int kKeys = kSplitsKeys ? kGroups * kMmaRows : kMmaRows;
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroup;
+  // Shared memory holds whole chunks of 64 columns.
+  static constexpr int kColumns =
+      (kHeadDim + sm90::kChunkColumns - 1) / sm90::kChunkColumns * sm90::kChunkColumns;
+  // Where columns are shared out, whole chunks of them.
+  static constexpr int kGroupColumns = kColumns / kGroups;
+  static constexpr int kGroupChunks = kGroupColumns / sm90::kChunkColumns;
+  // Rows of a warpgroup's scores.
+  static constexpr int kScoreRows = kSplitsKeys ? kRows : kRows / kGroups;
+  // What one warpgroup adds to dQ in a step.
+  static constexpr int kChunkFloats = kRows * kColumns / kGroups;
+
+  using RowTile = SharedTile<Element, kRows, kColumns>;
+  using KeyTile = SharedTile<Element, kKeys, kColumns>;
+  using ScoreTile = SharedTile<Element, kRows, kKeys>;
+
+  static_assert(kRows == backward_rows(kDim) && kKeys == backward_keys(kDim));
+  static_assert(kRows % kMmaK == 0, "dV and dK take 16 rows at a time");
+  static_assert(kHeadDim % kMmaK == 0, "K Q^T and V dO^T take 16 columns at a time");
+  static_assert(kScoreRows % kMmaK == 0, "matrices are stored 16 rows at a time");
+  static_assert(kTransposesDq ? kGroupColumns % sm90::kChunkColumns == 0
+                              : kRows == kGroups * kMmaRows,
+                "a warpgroup computes whole chunks of columns or 64 rows of dQ");
+  static_assert(kSplitsKeys || kHeadDim == kColumns, "columns are shared out without remainder");
+  static_assert(kSplitsKeys ? kStages == 2 : kStages == 1,
+                "there are two buffers of dS, or the only Q guards the only P and dS");
+  static_assert(!kTransposesDq || !kSplitsKeys || kGroupChunks == 1);
+  static_assert(kGroups <= 3, "the mover warpgroup has a dQ warp for each of them");
+};
+
+constexpr int kWarpsPerGroup = kWarpgroup / kWarp;
+
+}  // namespace fastattn::attention

@@ -1,0 +1,74 @@
+// Shared memory of the backward's main kernel, and the barriers that its roles meet at.
+#pragma once
+
+#include "attention/backward_config.cuh"
+#include "attention/backward_tiles.cuh"
+#include "common/dropout.h"
+#include "sm90/tile/pipeline.cuh"
+
+namespace fastattn::attention {
+
+using sm90::Barrier;
+using sm90::RingPosition;
+using sm90::Slot;
+
+template <class Traits, bool kSharesWeights = !Traits::kSplitsKeys>
+struct WeightStage {
+  typename Traits::ScoreTile tile;
+};
+template <class Traits>
+struct WeightStage<Traits, false> {};
+
+// Dropout's row keys of the block that lies in the same slot of Q, with which they come, and for
+// each warpgroup the column keys of its 64 keys.
+template <class Traits, bool kDropout = Traits::kDropout>
+struct DropoutRows {
+  alignas(16) uint32_t rows[Traits::kStages][dropout::units(Traits::kRows)];
+  uint32_t columns[Traits::kGroups][dropout::units(kMmaRows)];
+};
+template <class Traits>
+struct DropoutRows<Traits, false> {};
+
+// Under a dense mask: the step in the same slot of Q, with which it comes, and for each warpgroup
+// which of its keys some row may attend.
+struct StepNote {
+  Step step;
+  bool last;
+  uint32_t flags;
+  uint32_t live[kMaxBlockWords];  // rows
+};
+template <class Traits, bool kDense = Traits::kDense>
+struct StepNotes {
+  StepNote notes[Traits::kStages];
+  uint32_t live_keys[Traits::kGroups][Traits::kKeys / kWordKeys];
+};
+template <class Traits>
+struct StepNotes<Traits, false> {};
+
+template <class Traits>
+struct BackwardStorage {
+  typename Traits::KeyTile k, v;
+  typename Traits::RowTile q[Traits::kStages], dout[Traits::kStages];
+  typename Traits::ScoreTile ds[Traits::kStages];
+  WeightStage<Traits> p;
+  alignas(16) float dq[Traits::kGroups][Traits::kChunkFloats];
+  alignas(16) float lse2[Traits::kStages][Traits::kRows], delta[Traits::kStages][Traits::kRows];
+
+  // Full when TMA has brought the bytes of both tiles, or of a tile and its rows' statistics;
+  // empty when one thread of each consumer warpgroup has seen the products that read it complete.
+  Barrier kv_full;
+  Slot q_slots[Traits::kStages], dout_slots[Traits::kStages];
+  // Full when the four warps have written, empty when the addition has read.
+  Slot dq_slots[Traits::kGroups];
+  // Complete from the start: a wait that always passes, see weigh.
+  Barrier passed;
+  KeyBlock work;
+  DropoutRows<Traits> dropout;
+  StepNotes<Traits> dense;
+};
+
+// Named barriers; 0 is __syncthreads.
+constexpr int kScoresBarrier = 1;  // all warpgroups have written dS
+constexpr int kMeetBarrier = 2;    // + warpgroup: its four warps meet
+
+}  // namespace fastattn::attention

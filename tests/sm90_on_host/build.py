@@ -1,0 +1,169 @@
+"""Builds kernels over this folder's stand-in for Hopper, and runs them.
+
+The machine is adversarial. Asynchronous operations happen when it likes: as late as their waits
+allow, as early as they can, or whenever chance has it, as `order` says. So do threads. It watches
+every access: kernels are compiled as for a thread sanitizer, whose callbacks are the machine's own.
+
+What it reports: threads that wait for ever, and on what; accesses to shared memory, and to global
+memory that is written, that nothing puts in an order, by vector clocks of threads, copies and
+products; shared memory that is read and nobody has written; ordinary writes that an asynchronous
+operation sees without fence.proxy.async by the writing thread; registers of a wgmma that are
+touched before its wait, or changed without wgmma.fence, or not pinned; phases of an mbarrier that a
+waiter misses, too many arrivals or bytes; barriers that are not visible yet, have different counts
+or the same thread twice; stores that nobody waits for before their memory is written or their block
+ends; registers that setmaxnreg will never get; launches that touch what the one before still
+writes.
+
+What it believes: a wgmma that one warp has waited for is complete for the warpgroup, and with it
+whatever its four warps read before they issued it; a write that changes nothing harms nobody.
+
+What it cannot see: how long anything takes; what ptxas makes of the code; reads of global memory
+that is written later; what a block does to one that began sixteen blocks before. Blocks run two or
+three at a time.
+"""
+
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "csrc"
+CUDA = Path("/usr/local/cuda/include")
+# What g++ does not read, and what stands for it.
+REWRITTEN = {
+    "kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);": (
+        "launch_on_host(kernel, blocks, Traits::kThreads, sizeof(Shared), args);"
+    ),
+    "extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];": (
+        "char* shared_memory = on_host::shared;"
+    ),
+}
+# When asynchronous operations happen. From 2 on chance decides, with this seed.
+AT_ONCE, LATE, RANDOM = 0, 1, 2
+# What can be made wrong at any place of a kernel to see whether it is noticed: engine.cpp's Fault.
+FAULTS = (
+    "none", "no wgmma fence", "no wgmma commit", "no wgmma wait", "wgmma wait for one group less",
+    "no pin", "no proxy fence", "no mbarrier wait", "other parity", "no arrival", "two arrivals",
+    "fewer bytes", "more bytes", "no bar.sync", "no bar.arrive", "no syncwarp", "no bulk commit",
+    "no bulk wait", "bulk wait for reads only", "no mbarrier init fence", "no grid wait",
+    "no acquire", "no release", "more registers", "one more arrival expected",
+)  # fmt: skip
+_MOST_PLACES = 4096
+
+
+def missing() -> str | None:
+    """What is not here, or None."""
+    if shutil.which("g++") is None or not (CUDA / "cuda_bf16.h").is_file():
+        return "needs g++ and CUDA's headers"
+    return None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somewhere in a kernel where `fault`, an index of FAULTS, can be committed."""
+
+    fault: int
+    address: int
+    times: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.fault, self.address
+
+
+class Machine:
+    """Kernels that have been built. `order` holds for the calls to come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.order = RANDOM
+        self.library = ctypes.CDLL(str(path))
+        self.library.on_host_failure.restype = ctypes.c_char_p
+        self.library.on_host_order.argtypes = [ctypes.c_uint64]
+        self.library.on_host_fault.argtypes = [ctypes.c_int, ctypes.c_uint32]
+
+    def call(self, function: str, *arguments: object) -> str | None:
+        """Calls a function that returns a message or null; the message, or the machine's own."""
+        entry = self.library[function]
+        entry.restype = ctypes.c_char_p
+        self.library.on_host_order(self.order)
+        message = entry(*arguments)
+        failure = self.library.on_host_failure()
+        if failure is not None:
+            return self.located(failure.decode())
+        return None if message is None else message.decode()
+
+    def commit(self, place: Place | None) -> None:
+        """From now on with this fault, or with none."""
+        self.library.on_host_fault(*((place.fault, place.address) if place else (0, 0)))
+
+    def record(self, on: bool) -> None:
+        self.library.on_host_record(int(on))
+
+    def places(self) -> list[Place]:
+        """Where faults could have been committed since `record`."""
+        numbers = (ctypes.c_uint32 * (3 * _MOST_PLACES))()
+        count = self.library.on_host_sites(numbers, _MOST_PLACES)
+        assert count <= _MOST_PLACES
+        return [Place(*numbers[3 * i : 3 * i + 3]) for i in range(count)]
+
+    def located(self, message: str) -> str:
+        """The message with lines of source instead of addresses."""
+        return re.sub(r"@0x([0-9a-f]+)", lambda m: self.source(int(m[1], 16)), message)
+
+    def source(self, address: int) -> str:
+        if shutil.which("addr2line") is None:
+            return hex(address)
+        command = ["addr2line", "-i", "-s", "-e", str(self.path), hex(address - 1)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        own = [line for line in lines if not line.startswith(("machine.h", "cuda_on_host.h", "("))]
+        return " in ".join(own) or hex(address)
+
+
+@functools.cache
+def _engine(folder: Path) -> Path:
+    path = folder / "engine.o"
+    flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", "-c"]
+    _compile(*flags, "-o", path, HERE / "engine.cpp")
+    return path
+
+
+def _compile(*arguments: str | Path) -> None:
+    done = subprocess.run(["g++", "-std=c++17", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[:4000])
+
+
+def build(
+    folder: Path,
+    source: Path,
+    defines: Sequence[str] = (),
+    csrc: Path = CSRC,
+    name: str = "kernels",
+) -> Machine:
+    """`source` with the kernels of `csrc` that it includes. What is made lies in `folder`; parts
+    that other calls need as well in its parent.
+    """
+    for path in csrc.rglob("*.cuh"):
+        text = path.read_text()
+        rewritten = text
+        for cuda, host in REWRITTEN.items():
+            rewritten = rewritten.replace(cuda, host)
+        if rewritten != text:
+            target = folder / path.relative_to(csrc)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(rewritten)
+    library, made = folder / f"{name}.so", folder / f"{name}.o"
+    includes = [f"-I{path}" for path in (folder, HERE, csrc)]
+    flags = ["-O1", "-g1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-strict-aliasing"]
+    flags += ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
+    flags += ["-DON_HOST_SEPARATE", *(f"-D{define}" for define in defines)]
+    _compile(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
+    # Linked without -fsanitize=thread: the machine has what the compiler calls.
+    _compile("-shared", "-fno-gnu-unique", "-o", library, made, _engine(folder.parent))
+    return Machine(library)

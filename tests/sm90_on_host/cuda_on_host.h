@@ -1,0 +1,97 @@
+// Enough of CUDA for a C++ compiler to run kernels without a GPU: each thread of a block is a fiber
+// of the stand-in for the machine (sm90_on_host/engine.h). Lanes of a warp must meet at the same
+// warp-wide operations.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "engine.h"
+#ifndef ON_HOST_SEPARATE
+#include "engine.cpp"
+#endif
+
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __device__
+#define __global__
+// Static inside functions, and allowed behind `extern`.
+#define __shared__ thread_local
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace on_host {
+
+template <class T>
+uint32_t bits_of(T value) {
+  static_assert(sizeof(T) == sizeof(uint32_t));
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+// The value of another lane.
+template <class T>
+T from_lane(T value, unsigned lane) {
+  const uint32_t bits = exchange({{bits_of(value)}})[lane].word[0];
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+// What `join` makes of the warp's values.
+template <class Join>
+uint32_t joined(uint32_t value, Join join) {
+  const Words* words = exchange({{value}});
+  uint32_t result = words[0].word[0];
+  for (int i = 1; i < kWarpLanes; ++i) {
+    result = join(result, words[i].word[0]);
+  }
+  return result;
+}
+
+}  // namespace on_host
+
+inline __attribute__((always_inline)) void __syncthreads() {
+  on_host::bar_sync(0, static_cast<int>(blockDim.x));
+}
+inline __attribute__((always_inline)) void __syncwarp() {
+  on_host::syncwarp();
+}
+inline int __syncthreads_and(int value) {
+  return on_host::syncthreads_and(value);
+}
+inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
+  return on_host::joined(value, [](uint32_t a, uint32_t b) { return a | b; });
+}
+inline int __any_sync(unsigned, int value) {
+  return on_host::joined(value != 0, [](uint32_t a, uint32_t b) { return a | b; });
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return on_host::from_lane(value, lane);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  return on_host::from_lane(value, threadIdx.x % on_host::kWarpLanes ^ lanes);
+}
+inline uint32_t atomicOr(uint32_t* at, uint32_t bits) {
+  return on_host::atomic_or(at, bits);
+}
+inline int atomicAdd(int* at, int value) {
+  return on_host::atomic_add(at, value);
+}
+inline uint32_t __float_as_uint(float x) {
+  return on_host::bits_of(x);
+}

@@ -1,0 +1,382 @@
+// What happens before what, and what that means for memory: vector clocks of threads and of
+// asynchronous operations, and for every 16 bytes who wrote and read them last.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace on_host {
+
+// An actor is a thread of a block or something asynchronous: the wgmma of a warpgroup, the stores
+// of a thread (reading shared memory and writing global memory count apart), a load.
+constexpr int kThreads = 512, kWarpgroups = kThreads / 128, kStorers = 8, kLoads = 64;
+constexpr int kFirstWgmma = kThreads, kFirstReader = kFirstWgmma + kWarpgroups,
+              kFirstWriter = kFirstReader + kStorers, kFirstLoad = kFirstWriter + kStorers;
+constexpr int kActors = (kFirstLoad + kLoads + 15) / 16 * 16;
+// Blocks that are told apart. When one takes another's number, what that one did is long over.
+constexpr int kSegments = 16;
+
+inline void take_later(uint32_t (&times)[kActors], const uint32_t (&others)[kActors]) {
+  for (int i = 0; i < kActors; ++i) {
+    times[i] = std::max(times[i], others[i]);
+  }
+}
+
+// For every actor up to which of its own times somebody knows what it did, up to which its ordinary
+// writes are known to asynchronous readers as well, and up to which at least its reads are over.
+struct Clock {
+  uint32_t segments = 0;  // which have anything in them
+  uint32_t grids = 0;     // everything of launches before this one
+  uint32_t known[kSegments][kActors], fenced[kSegments][kActors], read[kSegments][kActors];
+
+  void clear() {
+    for (int s = 0; s < kSegments; ++s) {
+      if (segments >> s & 1) {
+        std::memset(known[s], 0, sizeof(known[s]));
+        std::memset(fenced[s], 0, sizeof(fenced[s]));
+        std::memset(read[s], 0, sizeof(read[s]));
+      }
+    }
+    segments = grids = 0;
+  }
+  void join(const Clock& other) {
+    for (int s = 0; s < kSegments; ++s) {
+      if (other.segments >> s & 1) {
+        take_later(known[s], other.known[s]);
+        take_later(fenced[s], other.fenced[s]);
+        take_later(read[s], other.read[s]);
+      }
+    }
+    segments |= other.segments;
+    grids = std::max(grids, other.grids);
+  }
+  void copy(const Clock& other) {
+    clear();
+    join(other);
+  }
+};
+
+// Clocks are large and mostly zero: they come from the system as zeros and are used again.
+class ClockPool {
+ public:
+  std::shared_ptr<Clock> take() {
+    Clock* clock = nullptr;
+    if (free_.empty()) {
+      clock = static_cast<Clock*>(std::calloc(1, sizeof(Clock)));
+    } else {
+      clock = free_.back();
+      free_.pop_back();
+    }
+    return {clock, [this](Clock* c) {
+              c->clear();
+              free_.push_back(c);
+            }};
+  }
+
+ private:
+  std::vector<Clock*> free_;
+};
+inline ClockPool& clocks() {
+  static ClockPool* const pool = new ClockPool;
+  return *pool;
+}
+
+struct Access {
+  uint16_t who = 0;  // 1 + segment * kActors + actor; 0: nobody
+  uint16_t grid = 0;
+  uint32_t when = 0;
+  uint32_t where = 0;  // in the program
+};
+static_assert(kSegments * kActors < 1 << 16);
+inline bool knows(const Clock& clock, const Access& access) {
+  return access.grid < clock.grids ||
+         clock.known[(access.who - 1) / kActors][(access.who - 1) % kActors] >= access.when;
+}
+inline bool has_fence(const Clock& clock, const Access& access) {
+  return access.grid < clock.grids ||
+         clock.fenced[(access.who - 1) / kActors][(access.who - 1) % kActors] >= access.when;
+}
+inline bool is_thread(const Access& access) {
+  return access.who != 0 && (access.who - 1) % kActors < kThreads;
+}
+
+inline bool is_over(const Clock& clock, const Access& read) {
+  return knows(clock, read) ||
+         clock.read[(read.who - 1) / kActors][(read.who - 1) % kActors] >= read.when;
+}
+
+// Who touches memory now, and what they know.
+struct Actor {
+  Access access;
+  const Clock* clock;
+  bool asynchronous;
+  bool adds = false;  // atomically, in whatever order
+};
+
+struct Conflict {
+  const char* what = nullptr;
+  Access with;
+};
+
+constexpr int kCellBytes = 16, kGrain = 2;
+struct Cell {
+  // same: others who wrote what was there already, in no order with `write`.
+  Access write, same[2], reads[3];
+  uint32_t crowd = 0;  // more readers
+  uint32_t parts = 0;  // pieces of kGrain bytes are told apart
+  bool added = false;  // the last write
+};
+
+// The cells of a stretch of memory.
+class Shadow {
+ public:
+  explicit Shadow(bool crowds) : crowds_(crowds) { clear_pools(); }
+  void resize(size_t bytes) { cells_.resize(bytes / kCellBytes); }
+  void clear() {
+    std::fill(cells_.begin(), cells_.end(), Cell());
+    clear_pools();
+  }
+
+  // strict: what nobody has written must not be read.
+  Conflict read(uint32_t at, uint32_t bytes, const Actor& actor, bool strict) {
+    return visit(at, bytes, [&](Cell& cell) { return read_cell(cell, actor, strict); });
+  }
+  Conflict write(uint32_t at, uint32_t bytes, const Actor& actor) {
+    return visit(at, bytes, [&](Cell& cell) { return write_cell(cell, actor); });
+  }
+  // A write that changed nothing.
+  void write_same(uint32_t at, uint32_t bytes, const Actor& actor) {
+    visit(at, bytes, [&](Cell& cell) {
+      const auto in_one_warp = [&](const Access& other) {
+        return is_thread(other) && (other.who - 1) / 32 == (actor.access.who - 1) / 32;
+      };
+      if (knows(*actor.clock, cell.write) || in_one_warp(cell.write)) {
+        cell.write = actor.access;
+        return Conflict();
+      }
+      for (Access& same : cell.same) {
+        if (same.who == 0 || in_one_warp(same) || knows(*actor.clock, same)) {
+          same = actor.access;
+          break;
+        }
+      }
+      return Conflict();
+    });
+  }
+
+ private:
+  struct Parts {
+    Cell cells[kCellBytes / kGrain];
+  };
+  struct Crowd {
+    Access last[kActors];
+  };
+
+  void clear_pools() {
+    parts_.assign(1, Parts());
+    crowds_of_.clear();
+    crowds_of_.emplace_back();
+    free_crowds_.clear();
+  }
+
+  template <class Visit>
+  Conflict visit(uint32_t at, uint32_t bytes, Visit one) {
+    Conflict first;
+    const uint32_t end = at + bytes;
+    while (at < end && !first.what) {
+      Cell& cell = cells_[at / kCellBytes];
+      const uint32_t stop = std::min(end, (at / kCellBytes + 1) * kCellBytes);
+      if (stop - at == kCellBytes && !cell.parts) {
+        first = one(cell);
+      } else {
+        if (!cell.parts) {
+          split(cell);
+        }
+        for (; at < stop && !first.what; at = at / kGrain * kGrain + kGrain) {
+          first = one(parts_[cell.parts].cells[at % kCellBytes / kGrain]);
+        }
+      }
+      at = stop;
+    }
+    return first;
+  }
+  void split(Cell& cell) {
+    const uint32_t parts = static_cast<uint32_t>(parts_.size());
+    parts_.emplace_back();
+    for (Cell& part : parts_[parts].cells) {
+      part = cell;
+      if (cell.crowd) {
+        part.crowd = new_crowd();
+        *crowds_of_[part.crowd] = *crowds_of_[cell.crowd];
+      }
+    }
+    cell.parts = parts;
+  }
+
+  static Conflict check_writes(const Cell& cell, const Actor& actor) {
+    const Conflict conflict = check_write(cell, cell.write, actor);
+    for (const Access& same : cell.same) {
+      if (conflict.what && same.who != 0 && !check_write(cell, same, actor).what) {
+        return {};
+      }
+    }
+    return conflict;
+  }
+  static Conflict check_write(const Cell& cell, const Access& write, const Actor& actor) {
+    if (write.who == 0 || write.who == actor.access.who || (cell.added && actor.adds)) {
+      return {};
+    }
+    if (!knows(*actor.clock, write)) {
+      return {"without an order after", write};
+    }
+    if (actor.asynchronous && !has_fence(*actor.clock, write)) {
+      return {"without fence.proxy.async after", write};
+    }
+    return {};
+  }
+
+  Conflict read_cell(Cell& cell, const Actor& actor, bool strict) {
+    if (strict && cell.write.who == 0) {
+      return {"which nobody has written", {}};
+    }
+    const Conflict conflict = check_writes(cell, actor);
+    if (conflict.what) {
+      return conflict;
+    }
+    if (cell.crowd) {
+      crowds_of_[cell.crowd]->last[(actor.access.who - 1) % kActors] = actor.access;
+      return {};
+    }
+    for (Access& read : cell.reads) {
+      if (read.who == actor.access.who || read.who == 0 || knows(*actor.clock, read)) {
+        read = actor.access;
+        return {};
+      }
+    }
+    if (!crowds_) {
+      cell.reads[0] = actor.access;
+      return {};
+    }
+    cell.crowd = new_crowd();
+    Crowd& crowd = *crowds_of_[cell.crowd];
+    for (Access& read : cell.reads) {
+      crowd.last[(read.who - 1) % kActors] = read;
+      read = {};
+    }
+    crowd.last[(actor.access.who - 1) % kActors] = actor.access;
+    return {};
+  }
+
+  // A cell in conflict stays as it was.
+  Conflict write_cell(Cell& cell, const Actor& actor) {
+    Conflict conflict = check_write(cell, cell.write, actor);
+    for (const Access& same : cell.same) {
+      if (same.who != 0 && same.who != actor.access.who && !knows(*actor.clock, same)) {
+        conflict = {"without an order after", same};
+      }
+    }
+    const auto check_read = [&](const Access& read) {
+      if (read.who != 0 && read.who != actor.access.who && !is_over(*actor.clock, read)) {
+        conflict = {"which may still be read by", read};
+      }
+    };
+    for (const Access& read : cell.reads) {
+      check_read(read);
+    }
+    if (cell.crowd) {
+      for (const Access& read : crowds_of_[cell.crowd]->last) {
+        check_read(read);
+      }
+    }
+    if (conflict.what) {
+      return conflict;
+    }
+    if (cell.crowd) {
+      *crowds_of_[cell.crowd] = {};
+      free_crowds_.push_back(cell.crowd);
+    }
+    const uint32_t parts = cell.parts;
+    cell = {};
+    cell.parts = parts;
+    cell.write = actor.access;
+    cell.added = actor.adds;
+    return {};
+  }
+  uint32_t new_crowd() {
+    if (!free_crowds_.empty()) {
+      const uint32_t crowd = free_crowds_.back();
+      free_crowds_.pop_back();
+      return crowd;
+    }
+    crowds_of_.push_back(std::make_unique<Crowd>());
+    return static_cast<uint32_t>(crowds_of_.size()) - 1;
+  }
+
+  const bool crowds_;
+  std::vector<Cell> cells_;
+  std::vector<Parts> parts_;
+  std::vector<std::unique_ptr<Crowd>> crowds_of_;
+  std::vector<uint32_t> free_crowds_;
+};
+
+// Shadows of whatever pages of global memory are written.
+class GlobalShadow {
+ public:
+  void clear() {
+    pages_.clear();
+    last_ = nullptr;
+    last_page_ = 0;
+  }
+  // early: of a launch that has not waited for the one before, which may write there later.
+  Conflict read(const void* at, uint32_t bytes, const Actor& actor, bool early = false) {
+    return visit(at, bytes, [&](uint64_t page, uint32_t offset, uint32_t part) {
+      Shadow* shadow = find(page, early);
+      return shadow ? shadow->read(offset, part, actor, false) : Conflict();
+    });
+  }
+  Conflict write(const void* at, uint32_t bytes, const Actor& actor) {
+    return visit(at, bytes, [&](uint64_t page, uint32_t offset, uint32_t part) {
+      return find(page, true)->write(offset, part, actor);
+    });
+  }
+
+ private:
+  static constexpr uint32_t kPage = 4096;
+  template <class Visit>
+  Conflict visit(const void* pointer, uint32_t bytes, Visit one) {
+    uintptr_t at = reinterpret_cast<uintptr_t>(pointer);
+    const uintptr_t end = at + bytes;
+    Conflict first;
+    while (at < end && !first.what) {
+      const uintptr_t stop = std::min<uintptr_t>(end, (at / kPage + 1) * kPage);
+      first = one(at / kPage, static_cast<uint32_t>(at % kPage), static_cast<uint32_t>(stop - at));
+      at = stop;
+    }
+    return first;
+  }
+  Shadow* find(uint64_t page, bool create) {
+    if (page != last_page_ || (create && !last_)) {
+      const auto found = pages_.find(page);
+      last_page_ = page;
+      last_ = found == pages_.end() ? nullptr : found->second.get();
+      if (!last_ && create) {
+        auto& made = pages_[page];
+        made = std::make_unique<Shadow>(false);
+        made->resize(kPage);
+        last_ = made.get();
+      }
+    }
+    return last_;
+  }
+
+  std::unordered_map<uint64_t, std::unique_ptr<Shadow>> pages_;
+  uint64_t last_page_ = 0;
+  Shadow* last_ = nullptr;
+};
+
+}  // namespace on_host

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn.ops import _native
+from fastattn.ops._op import OPS, Op
+from fastattn.ops.attention import cpu
 from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["attention"]
@@ -34,6 +38,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 TYPICAL = (
     "plain",
     "one_query",
+    "one_query_odd",
     "odd_sizes",
     "d80",
     "e_larger",
@@ -235,7 +240,7 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
-# -- layouts and memory ---------------------------------------------------------------------------
+# -- layouts -------------------------------------------------------------------------------------
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads inside rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "rows of a larger tensor": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
@@ -245,6 +250,112 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# -- results made by the library ------------------------------------------------------------------
+PLAIN: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # B, H, K, M, N, D, E; options
+    "one query": ((2, 4, 2, 1, 300, 64, 64), {}),
+    "one query of a small head": ((1, 3, 3, 1, 5, 8, 24), {"scale": 0.3}),
+    "short": ((2, 3, 3, 16, 16, 64, 64), {"causal": True}),
+    "odd": ((1, 4, 2, 33, 70, 24, 40), {"scale": -0.2}),
+    "several tiles": ((1, 2, 2, 200, 200, 16, 16), {"causal": True}),
+    "no queries": ((2, 3, 3, 0, 5, 8, 8), {}),
+    "no keys": ((2, 3, 3, 5, 0, 8, 8), {}),
+    "no batch": ((0, 3, 3, 5, 5, 8, 8), {}),
+    "no heads": ((2, 0, 0, 5, 5, 8, 8), {}),
+}
+
+
+def _outputs_and_gradients(inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    without_graph = fastattn.attention(*inputs, return_lse=True, **options)
+    outputs = fastattn.attention(*leaves, return_lse=True, **options)
+    dout = _randn(*outputs[0].shape, dtype=inputs[0].dtype, seed=9)
+    return [*without_graph, *outputs, *torch.autograd.grad(outputs[0], leaves, dout)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", [lambda x: x, *VIEWS.values()], ids=["contiguous", *VIEWS])
+@pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
+def test_short_road_is_the_long_one(
+    case: tuple[tuple[int, ...], dict[str, Any]],
+    view: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls without restrictions get results that Python neither allocates nor checks for: the same
+    bits and strides.
+    """
+    (B, H, K, M, N, D, E), options = case
+    shapes = ((B, H, M, D), (B, K, N, D), (B, K, N, E))
+    inputs = [view(_randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]
+    with poisoned_results():
+        long = _outputs_and_gradients(inputs, **options)
+
+    def allocate(self: Op, args: Any) -> Any:
+        raise AssertionError(f"{self.name} took the long road")
+
+    if all(x.stride(-1) == 1 for x in inputs):
+        monkeypatch.setattr(Op, "allocate", allocate)
+    for short in (
+        _outputs_and_gradients(inputs, **options),
+        _outputs_and_gradients(inputs, **options, backend="cpu"),
+    ):
+        for one, other in zip(short, long, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+
+
+def test_short_road_is_left_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
+    made = []
+
+    def direct(*args: Any) -> Any:
+        results = cpu.attention_fwd_direct(*args)
+        made.extend([] if results is None else [results])
+        return results
+
+    expected = fastattn.attention(q, k, v)
+    monkeypatch.setitem(OPS["attention_fwd"]._directs, "cpu", direct)
+    assert torch.equal(fastattn.attention(q, k, v), expected)
+    assert len(made) == 1
+    assert fastattn.attention(q.double(), k.double(), v.double()).dtype == torch.float64
+    assert fastattn.explain("attention", q, k, v).chosen == "cpu"
+    torch.testing.assert_close(fastattn.attention(q, k, v, backend="reference"), expected)
+    monkeypatch.setenv("FASTATTN_BACKEND", "reference")
+    torch.testing.assert_close(fastattn.attention(q, k, v), expected)
+    monkeypatch.delenv("FASTATTN_BACKEND")
+    assert len(made) == 1, "other dtypes, explanations and requests are none of its business"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fastattn.attention(q, k, v).dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as counter:
+        fastattn.attention(q, k, v)
+    assert counter.get_total_flops() == 4 * 2 * 5 * 5 * 8
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_road_refuses_by_name(causal: bool) -> None:
+    """What the library would refuse, and what it never learns of."""
+    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
+    for changes, message in (
+        ({"k": k[:, :, :, :4]}, "k must have q's head dim 8"),
+        ({"v": v[:, :, :4]}, "v must be"),
+        ({"k": k.half()}, "k must have q's dtype"),
+        ({"q": q[0]}, "q must have 4 dimensions"),
+        ({"k": k.to("meta")}, "k must be on cpu"),
+        ({"scale": float("inf")}, "scale must be finite"),
+        ({"scale": "small"}, "scale must be a number"),
+        ({"dropout_p": 2.0}, "dropout_p must be between"),
+        ({"backend": 3}, "backend must be a name"),
+    ):
+        for graph in (False, True):
+            given = {"q": q.clone().requires_grad_(graph), "k": k, "v": v, "causal": causal}
+            with pytest.raises((TypeError, ValueError), match=message):
+                fastattn.attention(**given | changes)
+    if causal:
+        with pytest.raises(ValueError, match="ambiguous"):
+            fastattn.attention(q[:, :, :4], k, v, causal=True)
+
+
+# -- layouts and memory ---------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_layouts(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:

@@ -1,9 +1,11 @@
 """add_layer_norm's two equal gradients: x and residual share one where dropout and dtypes allow it.
+The library's own results against those that it is given. What eps may be.
 
 Values were checked against fp64 in test_ops.py; here is when the tensor is shared, and that sharing
 shows no more than that of torch's own sum does.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops._op import OPS
+import fastattn.nn
+from fastattn.ops._op import OPS, Op
+from fastattn.testing import all_specs, poisoned_results
+from fastattn.testing.check import output_gradients
+from fastattn.testing.spec import OpSpec, Sample
 
 
 class _Needs(TorchDispatchMode):
@@ -133,3 +139,92 @@ def test_compiled() -> None:
     compiled = torch.compile(fastattn.add_layer_norm, fullgraph=True, backend="aot_eager")
     for ours, eager in zip(gradients(compiled), gradients(fastattn.add_layer_norm), strict=True):
         assert torch.equal(ours, eager)
+
+
+# -- results that the library makes ----------------------------------------------------------------
+_NORMS = [all_specs()[op] for op in ("layer_norm", "add_layer_norm", "rms_norm")]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    "spec, sample",
+    [pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
+     for spec in _NORMS for sample in spec.samples],
+)  # fmt: skip
+def test_results_made_by_the_library(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    """The same tensors as when it is given them: bits, dtypes, strides."""
+    if dtype not in sample.dtypes:
+        pytest.skip(f"no sample in {dtype}")
+    inputs = sample.inputs("cpu", dtype)
+    if why := OPS["layer_norm_fwd"].refusal("cpu", (torch.ones(2, 3), None, None, 0.0)):
+        pytest.skip(f"backend cpu {why}")
+
+    def results() -> list[Tensor]:
+        outputs = spec.function(**inputs, backend="cpu")
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        dys = output_gradients(spec, sample, outputs)
+        return [*outputs, *torch.autograd.grad(outputs, wanted, dys)]
+
+    made = results()
+    with poisoned_results():
+        given = results()
+    for one, other in zip(made, given, strict=True):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_library_makes_results_of_contiguous_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: else the test above compares a thing with itself."""
+    if why := OPS["layer_norm_fwd"].refusal("cpu", (torch.ones(2, 3), None, None, 0.0)):
+        pytest.skip(f"backend cpu {why}")
+
+    def allocate(self: Op, args: Any) -> Any:
+        raise AssertionError(f"{self.name} has its results made in Python")
+
+    monkeypatch.setattr(Op, "allocate", allocate)
+    for dtypes in ((FP32, FP32), (BF16, BF16)):
+        x, residual = _leaves(*dtypes)
+        parameters = [torch.randn(40, requires_grad=True) for _ in range(3)]
+        fastattn.layer_norm(x, *parameters[:2]).sum().backward()
+        fastattn.add_layer_norm(
+            x, residual, *parameters[:2], x_bias=parameters[2], dropout_p=0.1
+        ).sum().backward()
+        fastattn.rms_norm(x, parameters[0]).sum().backward()
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
+@pytest.mark.parametrize("refused", ["fp64", "parameter"])
+def test_what_the_library_refuses_is_computed_elsewhere(op: str, refused: str) -> None:
+    """By the automatic choice, forward and backward: the short road knows the same limits."""
+    x, residual = _leaves(*(2 * [torch.float64 if refused == "fp64" else FP32]))
+    weight = torch.linspace(1, 2, 80, dtype=x.dtype)[::2].requires_grad_()
+    if refused == "fp64":
+        weight = weight.detach().contiguous().requires_grad_()
+    inputs = {"x": x, "weight": weight} | ({"residual": residual} if "add" in op else {})
+
+    def results(backend: str | None) -> list[Tensor]:
+        y = getattr(fastattn, op)(**inputs, backend=backend)
+        return [y, *torch.autograd.grad(y.sin().sum(), list(inputs.values()))]
+
+    for ours, expected in zip(results(None), results("reference"), strict=True):
+        assert torch.equal(ours, expected)
+
+
+# -- eps -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("eps", [0.0, 0, -0.5, math.nan, math.inf])
+def test_drop_ins_take_what_torch_takes(eps: float) -> None:
+    """The ops refuse an eps with which no row is normalised; torch's modules compute with it."""
+    x, residual = _leaves(FP32, FP32, requires_grad=False)
+
+    def results(module: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        rows = [module.LayerNorm(40, eps=eps)(x), module.RMSNorm(40, eps=eps)(x)]
+        encoder = module.TransformerEncoderLayer(40, 2, 48, 0.0, layer_norm_eps=eps)
+        return [*rows, encoder(x.unsqueeze(1))]
+
+    for ours, theirs in zip(results(fastattn.nn), results(torch.nn), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    add_norm = fastattn.nn.AddNorm(40, eps=eps)
+    expected = F.layer_norm(x + residual, (40,), eps=float(eps))
+    torch.testing.assert_close(add_norm(x, residual), expected, equal_nan=True)

@@ -352,6 +352,8 @@ def _calls(op: str) -> dict[str, Any]:
         return inputs | {"max_seqlen_q": 2, "max_seqlen_k": 2}
     if op == "ffn":
         return {"x": x, "w1": torch.ones(5, 3), "b1": None, "w2": torch.ones(3, 5), "b2": None}
+    if op == "linear":
+        return {"x": x, "weight": torch.ones(5, 3)}
     return {"x": x, "residual": x} if op == "add_layer_norm" else {"x": x}
 
 
@@ -380,10 +382,11 @@ def test_explain_runs_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"{self.name} launched {backend}")
 
     monkeypatch.setattr(Op, "_launcher", launched)
+    monkeypatch.setattr(Op, "direct", launched)
     with pytest.raises(AssertionError, match="launched"):
         getattr(fastattn, op)(**_calls(op))
     state = torch.get_rng_state()
-    dropout = {} if op in ("layer_norm", "rms_norm") else {"dropout_p": 0.5}
+    dropout = {} if op in ("layer_norm", "rms_norm", "linear") else {"dropout_p": 0.5}
     assert fastattn.explain(op, **_calls(op), **dropout).chosen is not None
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 

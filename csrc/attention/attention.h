@@ -26,7 +26,13 @@ struct Packing {
   int sequences = 0;
   int max_keys = 0;        // no sequence has more
   bool ends_meet = false;  // a sequence's diagonal leads through its last row and last key
+  int max_queries = 0;     // no sequence has more; the backward's
+  // Workspace of the forward, [sequences]: the longest one comes first. Null: as they lie.
+  int* order = nullptr;
 };
+
+// Fills packing.order; nullptr, or why it could not.
+const char* order_sequences(const Packing& packing, cuda::Stream stream);
 
 // Attention weights are dropped as common/dropout.h says.
 struct Dropout {
@@ -46,9 +52,11 @@ const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream)
 enum class MaskType { kBool, kBFloat16, kFloat16, kFloat32 };
 constexpr float kLowestBFloat16 = -3.38953138925153547590e38f;
 constexpr float kLowestFloat16 = -65504.0f;
+constexpr float kLowestFloat = -3.40282346638528859812e38f;
 
-// A boolean or additive mask; strides in elements, 0 where it is broadcast. An additive mask has
-// pairs of columns at multiples of two elements' size, for consumers read two at once.
+// A boolean or additive mask; strides in elements, 0 where it is broadcast. An additive one is read
+// by TMA, which asks for contiguous columns and strides of whole 16 bytes, and is copied first
+// where it has none.
 struct DenseMask {
   const void* data = nullptr;
   MaskType type = MaskType::kBool;
@@ -61,12 +69,28 @@ struct DenseMask {
   uint32_t* bits = nullptr;
   int* plain = nullptr;
   BlockClass* classes = nullptr;
+  void* copy = nullptr;  // rows of copied_columns(keys); null: read in place
+  MaskType copy_type = MaskType::kFloat32;
 };
 
 // Fills the workspace; nullptr, or why it could not.
 const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
                           const Lengths& key_lengths, const Band& band, int queries, int keys,
                           cuda::Stream stream);
+
+// Keys cut into parts, where tiles are too few for all processors: every part of a tile is a tile
+// of its own and leaves its output, normalised by itself, and for each row the maximum of its
+// scores in base 2 and the sum of their weights. Another kernel joins them. Rows: of all heads.
+constexpr int kMaxSplits = 128;
+struct alignas(8) RowStatistics {
+  float highest, sum;
+};
+struct KeySplits {
+  int count = 1;
+  int64_t rows = 0;
+  float* out = nullptr;                 // [count, rows, value_dim]
+  RowStatistics* statistics = nullptr;  // [count, rows]
+};
 
 // What an instance is compiled for besides type and head dim. All know lengths, all but the first
 // causal masks and windows.
@@ -82,7 +106,10 @@ enum class Variant {
 FASTATTN_PURE int forward_tile_rows(int head_dim, Variant variant) {
   return head_dim <= 64 && variant != Variant::kBias ? 192 : 128;
 }
-FASTATTN_PURE int forward_block(int head_dim) {
+FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) {
+  if (head_dim > 128 && variant == Variant::kBias) {
+    return 64;
+  }
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;
 }
 
@@ -97,6 +124,7 @@ struct ForwardProblem {
   Band band;
   Dropout dropout;
   DenseMask mask;
+  KeySplits splits;  // without dropout and dense mask
   float scale;
   int* counter;  // one zero, for tiles of unequal length; null: tiles are dealt out evenly
 };
@@ -107,9 +135,62 @@ struct ForwardProblem {
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_fwd_sm90(const ForwardProblem& problem, cuda::Stream stream);
 
+// The second launch where keys are cut.
+template <DType kType>
+const char* combine_splits(const ForwardProblem& problem, cuda::Stream stream);
+
+// Rows and keys of a block, by the larger head dim rounded up to that of an instance.
+FASTATTN_PURE int backward_rows(int head_dim) {
+  return head_dim <= 64 ? 128 : head_dim <= 128 ? 80 : head_dim <= 192 ? 96 : 64;
+}
+FASTATTN_PURE int backward_keys(int head_dim) {
+  return head_dim <= 128 ? 128 : 64;
+}
+
+// The backward walks over rows: its bits, classes and tiles are those of the transposed mask, whose
+// rows are keys. mask_*: sizes of the mask, 1 where broadcast.
+FASTATTN_PURE MaskLayout backward_mask_layout(int mask_batches, int mask_heads, int mask_keys,
+                                              int batch, bool split, int queries, int keys,
+                                              int head_dim) {
+  return mask_layout(mask_batches, mask_heads, mask_keys, batch, split, keys, queries,
+                     backward_keys(head_dim), backward_rows(head_dim));
+}
+
+// Of the backward's workspace: how many words it has, and where its parts begin.
+FASTATTN_PURE int64_t backward_mask_words(const MaskLayout& layout) {
+  constexpr int64_t kClassWords = sizeof(BlockClass) / sizeof(int);
+  return bit_words(layout) + class_count(layout) * kClassWords + plain_count(layout);
+}
+inline void place_in_scratch(DenseMask& mask, int* words) {
+  mask.bits = reinterpret_cast<uint32_t*>(words);
+  mask.classes = reinterpret_cast<BlockClass*>(words + bit_words(mask.layout));
+  mask.plain = reinterpret_cast<int*>(mask.classes + class_count(mask.layout));
+}
+
+// Fills a mask's workspace for the backward; nullptr, or why it could not.
+const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
+                                       const Lengths& key_lengths, const Band& band, int queries,
+                                       int keys, cuda::Stream stream);
+
+// The gradient of an additive mask; sizes are those of the mask, 1 where it is summed over. parts:
+// what each tile of the gradient is cut into, and room for as many gradients in fp32 if there are
+// several.
+struct MaskGradient {
+  void* data = nullptr;  // null: nobody wants it
+  MaskType type = MaskType::kFloat32;
+  int sizes[4] = {};
+  int64_t strides[4] = {};
+  int parts = 1;
+  float* partial = nullptr;
+};
+
+// Rows and keys of its tiles.
+constexpr int kDmaskRows = 128;
+constexpr int kDmaskKeys = 64;  // with 96 registers spill
+
 // Gradients; those that nobody wants have null data. Scratch memory in rows padded to blocks of at
-// most 128 queries, head dims padded to multiples of 64: statistics two floats a row, dq_sum a row
-// of dq in fp32.
+// most 128 queries, those of each of packed sequences and one more; head dims padded to multiples
+// of 64: statistics two floats a row, and half a word with dropout, dq_sum a row of dq in fp32.
 struct BackwardProblem {
   TensorView q, k, v, out, dout, dq, dk, dv;
   const float *lse, *dlse;  // dlse may be null
@@ -117,7 +198,11 @@ struct BackwardProblem {
   int queries, keys;
   int head_dim, value_dim;
   Lengths query_lengths, key_lengths;
+  Packing packing;
   Band band;
+  Dropout dropout;  // its workspace is not needed
+  DenseMask mask;   // laid out by backward_mask_layout
+  MaskGradient dmask;
   float scale;
   float *statistics, *dq_sum;
   int* turns;    // three a block of rows, or null: dq is summed in any order
@@ -125,8 +210,8 @@ struct BackwardProblem {
 };
 
 // Computes dq, dk and dv on the current device; nullptr, or why it could not. Instances: 16-bit
-// types, head dims as the forward's.
-template <DType kType, int kHeadDim>
+// types, head dims as the forward's, all its variants but the first.
+template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_bwd_sm90(const BackwardProblem& problem, cuda::Stream stream);
 
 }  // namespace fastattn::attention

@@ -72,25 +72,29 @@ class Gradients {
 
   Gradients(const Backward& a, const BackwardScratch& memory) : a_(a), memory_(memory) {}
 
-  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead_keys) {
+  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead) {
     first_key_ = tile * kTileKeys;
     const int count = attention::smaller(kTileKeys, s.keys - first_key_);
-    const int upto = round_up(count, 16);
-    const auto dead = dead_keys.of_tile(first_key_);
-    Unit* rows = units<C>(memory_.k_rows);
-    const Operand<C> v = {rows, padded(a_.value_dim) / C::kDepth};
-    const Operand<C> k = {rows, padded(a_.head_dim) / C::kDepth};
-    pack_rows<C>(a_.type, a_.v.data, key_offset(a_.v, s, kv_head, first_key_), a_.v.row_stride,
-                 count, upto, a_.value_dim, rows, dead);
-    to_columns<C>(v, upto, a_.value_dim, units<C>(memory_.v_columns));
-    pack_rows<C>(a_.type, a_.k.data, key_offset(a_.k, s, kv_head, first_key_), a_.k.row_stride,
-                 count, upto, a_.head_dim, rows, dead);
+    const int upto = round_up(count, kBlock);
+    const bool whole = upto == count && dead.none(first_key_, count);
+    const auto rows_of = [&](const TensorView& x, int dim) {
+      const int64_t offset = key_offset(x, s, kv_head, first_key_);
+      if (const auto rows = where_it_lies(x, offset, dim, kBlock); whole && rows.data) {
+        return rows;
+      }
+      Unit* rows = units<C>(memory_.k_rows);
+      pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, upto, dim, rows,
+                   dead.of_tile(first_key_));
+      return Operand<C>{rows, padded(dim) / C::kDepth};
+    };
+    to_columns<C>(rows_of(a_.v, a_.value_dim), upto, a_.value_dim, units<C>(memory_.v_columns));
+    const Operand<C> k = rows_of(a_.k, a_.head_dim);
     to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns));
     if constexpr (C::kDepth == 1) {
-      k_pairs_ = rows;
+      k_pairs_ = k.data;
     } else {
+      to_pairs(k, upto, a_.head_dim, units<C>(memory_.k_pairs));
       k_pairs_ = units<C>(memory_.k_pairs);
-      to_pairs(k, upto, a_.head_dim, k_pairs_);
     }
   }
 
@@ -100,13 +104,11 @@ class Gradients {
     h_ = h;
     first_row_ = first;
     const float* lse = statistics_of(a_, a_.lse, s, h, first);
-    const auto dead = dead_if([lse](int i) { return lse[i] == -kInfinity; });
-    const int even = round_up(count, 2);
-    pack_query_rows(a_.q, a_.head_dim, count, even, dead, memory_.q_rows, memory_.q_pairs,
-                    &q_pairs_, for_keys);
+    q_ = pack_query_rows(a_.q, a_.head_dim, count, lse, memory_.q_rows);
+    q_pairs_ = pairs_of(q_, a_.head_dim, count, memory_.q_pairs, for_keys);
     if (a_.dout.data) {
-      pack_query_rows(a_.dout, a_.value_dim, count, even, dead, memory_.dout_rows,
-                      memory_.dout_pairs, &dout_pairs_, for_keys);
+      dout_ = pack_query_rows(a_.dout, a_.value_dim, count, lse, memory_.dout_rows);
+      dout_pairs_ = pairs_of(dout_, a_.value_dim, count, memory_.dout_pairs, for_keys);
     }
   }
 
@@ -120,15 +122,12 @@ class Gradients {
       return false;
     }
     const int first = live_.begin, count = live_.end - live_.begin;
-    const int64_t D = padded(a_.head_dim) / C::kDepth, E = padded(a_.value_dim) / C::kDepth;
     float *const s = memory_.s + first * kTileKeys, *const dp = memory_.dp + first * kTileKeys;
-    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth),
-                units<C>(memory_.q_rows) + first * D, D, 1, units<C>(memory_.k_columns), kTileKeys,
-                s, kTileKeys, false);
+    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth), q_.row(first), q_.stride, 1,
+                units<C>(memory_.k_columns), kTileKeys, s, kTileKeys, false);
     if (a_.dout.data) {
-      multiply<C>(count, columns_, ceil_div(a_.value_dim, C::kDepth),
-                  units<C>(memory_.dout_rows) + first * E, E, 1, units<C>(memory_.v_columns),
-                  kTileKeys, dp, kTileKeys, false);
+      multiply<C>(count, columns_, ceil_div(a_.value_dim, C::kDepth), dout_.row(first),
+                  dout_.stride, 1, units<C>(memory_.v_columns), kTileKeys, dp, kTileKeys, false);
     } else {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
@@ -152,14 +151,18 @@ class Gradients {
     return true;
   }
 
-  // Sums of the tile just computed, added to rows of padded(dim) floats: dv and dk of the tile of
-  // keys, dq of the tile of queries.
-  void add_dv(float* dv) const {
+  // Sums of the tile just computed, in rows of padded(dim) floats: dv and dk of the tile of keys,
+  // added to what is there or written over it; dq of the tile of queries.
+  void sum_dv(float* dv, bool add) const {
     if (a_.dout.data) {
-      add_of_keys(p_pairs_, dout_pairs_, padded(a_.value_dim), dv);
+      sum_of_keys(p_pairs_, dout_pairs_, padded(a_.value_dim), dv, add);
+    } else if (!add) {
+      memset(dv, 0, sizeof(float) * columns_ * padded(a_.value_dim));
     }
   }
-  void add_dk(float* dk) const { add_of_keys(ds_pairs_, q_pairs_, padded(a_.head_dim), dk); }
+  void sum_dk(float* dk, bool add) const {
+    sum_of_keys(ds_pairs_, q_pairs_, padded(a_.head_dim), dk, add);
+  }
   void add_dq(float* dq) const {
     constexpr int kStride = kTileKeys / C::kDepth;
     const int64_t D = padded(a_.head_dim);
@@ -173,24 +176,48 @@ class Gradients {
   int columns() const { return columns_; }
 
  private:
-  void add_of_keys(const Unit* weights, const Unit* values, int64_t dim, float* sums) const {
+  static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  void sum_of_keys(const Unit* weights, const Unit* values, int64_t dim, float* sums,
+                   bool add) const {
     const int64_t first = live_.begin / C::kDepth;
     multiply<C>(columns_, static_cast<int>(dim), ceil_div(live_.end, C::kDepth) - first,
                 weights + first * kTileKeys, 1, kTileKeys, values + first * dim, dim, sums, dim,
-                true);
+                add);
   }
 
-  template <class Dead>
-  void pack_query_rows(const TensorView& x, int dim, int count, int even, const Dead& dead,
-                       float* rows, float* pairs, const Unit** result, bool for_keys) {
-    pack_rows<C>(a_.type, x.data, query_offset(x, sequence_, h_, first_row_), x.row_stride, count,
-                 even, dim, units<C>(rows), dead);
-    *result = units<C>(rows);
-    if constexpr (C::kDepth != 1) {
-      *result = units<C>(pairs);
-      if (for_keys) {
-        to_pairs(Operand<C>{units<C>(rows), padded(dim) / C::kDepth}, even, dim, units<C>(pairs));
+  // Rows that may be read where they lie, or null. Floats are a second operand, too, read many
+  // times: only without gaps between them.
+  Operand<C> where_it_lies(const TensorView& x, int64_t offset, int dim, int block) const {
+    const bool has_gaps = x.row_stride != dim;
+    return C::kDepth == 1 && has_gaps ? Operand<C>{} : in_place<C>(a_.type, x, offset, dim, block);
+  }
+
+  // Rows of q or dout, those without a key as zeros, up to an even number.
+  Operand<C> pack_query_rows(const TensorView& x, int dim, int count, const float* lse,
+                             float* memory) const {
+    const int64_t offset = query_offset(x, sequence_, h_, first_row_);
+    bool whole = count % C::kDepth == 0;
+    for (int i = 0; i < count; ++i) {
+      whole = whole && lse[i] != -kInfinity;
+    }
+    if (const auto rows = where_it_lies(x, offset, dim, kBlock / C::kDepth); whole && rows.data) {
+      return rows;
+    }
+    pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, round_up(count, 2), dim,
+                 units<C>(memory), dead_if([lse](int i) { return lse[i] == -kInfinity; }));
+    return {units<C>(memory), padded(dim) / C::kDepth};
+  }
+
+  const Unit* pairs_of(const Operand<C>& rows, int dim, int count, float* memory,
+                       bool wanted) const {
+    if constexpr (C::kDepth == 1) {
+      return rows.data;
+    } else {
+      if (wanted) {
+        to_pairs(rows, round_up(count, 2), dim, units<C>(memory));
       }
+      return units<C>(memory);
     }
   }
 
@@ -229,12 +256,29 @@ class Gradients {
   int64_t h_ = 0;
   int first_row_ = 0, first_key_ = 0, columns_ = 0;
   Range live_ = {0, 0};
-  const Unit *q_pairs_ = nullptr, *dout_pairs_ = nullptr;
+  Operand<C> q_ = {}, dout_ = {};
+  const Unit *q_pairs_ = nullptr, *dout_pairs_ = nullptr, *k_pairs_ = nullptr;
   const Unit *p_pairs_ = nullptr, *ds_pairs_ = nullptr, *ds_rows_ = nullptr;
-  Unit* k_pairs_ = nullptr;
 };
 
 // -- delta ---------------------------------------------------------------------------------------
+// x times y, before the sum over lanes.
+template <class T>
+inline Float row_products(const T* x, const T* y, int dim) {
+  Float total = {};
+  for_vectors(dim, [&](auto lanes, int64_t d) {
+    total = fma(lanes.load(x + d), lanes.load(y + d), total);
+  });
+  return total;
+}
+#if defined(__AVX512BF16__)
+inline Float row_products(const BFloat16* x, const BFloat16* y, int dim) {
+  Float total[1][1] = {};
+  products(reinterpret_cast<const uint32_t*>(x), 0, Rows<BFloat16>{y, 0, 1, dim, false}, 0, total);
+  return total[0][0];
+}
+#endif
+
 inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRanges& rows,
                            const float* lse, float* delta) {
   with_type(a.type, [&](auto element) {
@@ -244,14 +288,10 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
     };
     const T *out = row(a.out), *dout = row(a.dout);
     for (int i = 0; i < rows.count; ++i) {
-      Float total = {};
-      if (lse[i] != -kInfinity) {
-        for_vectors(a.value_dim, [&](auto lanes, int64_t e) {
-          total = fma(lanes.load(out + i * a.out.row_stride + e),
-                      lanes.load(dout + i * a.dout.row_stride + e), total);
-        });
-      }
-      delta[i] = sum(total);
+      const bool live = lse[i] != -kInfinity;
+      delta[i] = live ? sum(row_products(out + i * a.out.row_stride, dout + i * a.dout.row_stride,
+                                         a.value_dim))
+                      : 0.0f;
     }
   });
 }
@@ -281,31 +321,24 @@ inline void delta_from_weights(const Backward& a, const QueryTile& at, const Row
 
 void delta(const Backward& a, Queue& queue, float* scratch) {
   const BackwardScratch memory(a, scratch);
-  int64_t task, last;
-  while (queue.draw(&task, &last)) {
-    for (; task < last; ++task) {
-      const QueryTile at(a, task);
-      if (at.is_behind()) {
-        task = last_of_head(task, a.row_tiles());
-        continue;
-      }
-      const int64_t position = query_offset(a.statistics, at.sequence, at.h, at.first);
-      const RowRanges rows(a, at.sequence, at.first, a.lse + position);
-      float* result = a.delta + position;
-      if (!a.dout.data) {
-        memset(result, 0, sizeof(float) * rows.count);
-      } else if (a.exact_delta) {
-        delta_from_weights(a, at, rows, memory, result);
-      } else {
-        delta_from_out(a, at, rows, a.lse + position, result);
-      }
-      for (int i = 0; a.dlse && i < rows.count; ++i) {
-        if (a.lse[position + i] != -kInfinity) {
-          result[i] -= a.dlse[position + i];
-        }
+  for_query_tiles(a, queue, [&](const QueryTile& at) {
+    const int64_t position = query_offset(a.statistics, at.sequence, at.h, at.first);
+    const float* lse = a.lse + position;
+    const RowRanges rows(a, at.sequence, at.first, lse);
+    float* result = a.delta + position;
+    if (!a.dout.data) {
+      memset(result, 0, sizeof(float) * rows.count);
+    } else if (a.exact_delta) {
+      delta_from_weights(a, at, rows, memory, result);
+    } else {
+      delta_from_out(a, at, rows, lse, result);
+    }
+    for (int i = 0; a.dlse && i < rows.count; ++i) {
+      if (lse[i] != -kInfinity) {
+        result[i] -= a.dlse[position + i];
       }
     }
-  }
+  });
 }
 
 // -- dq, dk, dv ----------------------------------------------------------------------------------
@@ -321,32 +354,25 @@ void dq(const Backward& a, Queue& queue, float* scratch) {
   with_units(a.type, [&](auto u) {
     const BackwardScratch memory(a, scratch);
     Gradients<decltype(u)> tiles(a, memory);
-    int64_t task, last;
-    while (queue.draw(&task, &last)) {
-      for (; task < last; ++task) {
-        const QueryTile at(a, task);
-        if (at.is_behind()) {
-          task = last_of_head(task, a.row_tiles());
-          continue;
-        }
-        const Sequence& s = at.sequence;
-        const RowRanges rows(a, s, at.first, statistics_of(a, a.lse, s, at.h, at.first));
-        memset(memory.dq, 0, sizeof(float) * kTileRows * padded(a.head_dim));
-        const Range range = rows.tiles();
-        if (!is_empty(range)) {
-          tiles.pack_queries(s, at.h, at.first, rows.count, false);
-        }
-        const DeadKeys dead(a, s, at.kv_head);
-        for (int n = range.begin; n < range.end; ++n) {
-          tiles.pack_keys(s, at.kv_head, n, dead);
-          if (tiles.compute(rows, statistics_of(a, a.delta, s, at.h, at.first), false, true)) {
-            tiles.add_dq(memory.dq);
-          }
-        }
-        store_gradient(a, a.dq, query_offset(a.dq, s, at.h, at.first), at.end - at.first,
-                       a.head_dim, memory.dq, a.scale);
+    for_query_tiles(a, queue, [&](const QueryTile& at) {
+      const Sequence& s = at.sequence;
+      const RowRanges rows(a, s, at.first, statistics_of(a, a.lse, s, at.h, at.first));
+      const float* delta = statistics_of(a, a.delta, s, at.h, at.first);
+      memset(memory.dq, 0, sizeof(float) * a.rows_in_tile() * padded(a.head_dim));
+      const Range range = rows.tiles();
+      if (!is_empty(range)) {
+        tiles.pack_queries(s, at.h, at.first, rows.count, false);
       }
-    }
+      const DeadKeys dead(a, s, at.kv_head);
+      for (int n = range.begin; n < range.end; ++n) {
+        tiles.pack_keys(s, at.kv_head, n, dead);
+        if (tiles.compute(rows, delta, false, true)) {
+          tiles.add_dq(memory.dq);
+        }
+      }
+      store_gradient(a, a.dq, query_offset(a.dq, s, at.h, at.first), at.end - at.first, a.head_dim,
+                     memory.dq, a.scale);
+    });
   });
 }
 
@@ -359,9 +385,15 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
   const int64_t D = padded(a.head_dim), group = a.group();
   const int first_key = n * kTileKeys;
   const int count = attention::smaller(kTileKeys, s.keys - first_key);
-  // Sums are added to whole vectors of keys.
-  memset(memory.dk, 0, sizeof(float) * round_up(count, kLanes) * D);
-  memset(memory.dv, 0, sizeof(float) * round_up(count, kLanes) * padded(a.value_dim));
+  // Sums are made of whole vectors of keys. The first tile of queries writes them, unless it has no
+  // pair with the last keys.
+  const int columns = round_up(count, kLanes);
+  bool begun = false;
+  const auto begin_with_zeros = [&] {
+    memset(memory.dk, 0, sizeof(float) * columns * D);
+    memset(memory.dv, 0, sizeof(float) * columns * padded(a.value_dim));
+    begun = true;
+  };
   bool packed = false;
   for (int64_t g = 0; g < group; ++g) {
     const int64_t h = kv_head * group + g;
@@ -379,16 +411,23 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
       if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), true, dq != nullptr)) {
         continue;
       }
+      if (!begun && tiles.columns() < columns) {
+        begin_with_zeros();
+      }
       if (a.dv.data) {
-        tiles.add_dv(memory.dv);
+        tiles.sum_dv(memory.dv, begun);
       }
       if (a.dk.data) {
-        tiles.add_dk(memory.dk);
+        tiles.sum_dk(memory.dk, begun);
       }
+      begun = true;
       if (dq) {
-        tiles.add_dq(dq + (g * a.row_tiles() + i) * kTileRows * D);
+        tiles.add_dq(dq + (g * a.row_tiles() + i) * a.rows_in_tile() * D);
       }
     }
+  }
+  if (!begun) {
+    begin_with_zeros();
   }
   store_gradient(a, a.dk, key_offset(a.dk, s, kv_head, first_key), count, a.head_dim, memory.dk,
                  a.scale);
@@ -400,20 +439,16 @@ void dkv(const Backward& a, Queue& queue, float* scratch) {
   with_units(a.type, [&](auto u) {
     const BackwardScratch memory(a, scratch);
     Gradients<decltype(u)> tiles(a, memory);
-    int64_t task, last;
-    while (queue.draw(&task, &last)) {
-      for (; task < last; ++task) {
-        const int n = static_cast<int>(task % a.key_tiles());
-        const int64_t head = task / a.key_tiles(), kv_head = head % a.kv_heads;
-        const Sequence s = a.sequence(head / a.kv_heads);
-        if (n * kTileKeys >= s.keys) {
-          task = last_of_head(task, a.key_tiles());
-          continue;
-        }
-        const DeadKeys dead(a, s, kv_head);
-        key_gradients(a, s, kv_head, n, dead, tiles, memory, nullptr);
+    for_tasks(queue, [&](int64_t task) {
+      const int n = static_cast<int>(task % a.key_tiles());
+      const int64_t head = task / a.key_tiles(), kv_head = head % a.kv_heads;
+      const Sequence s = a.sequence(head / a.kv_heads);
+      if (n * kTileKeys >= s.keys) {
+        return last_of_head(task, a.key_tiles());
       }
-    }
+      key_gradients(a, s, kv_head, n, DeadKeys(a, s, kv_head), tiles, memory, nullptr);
+      return task;
+    });
   });
 }
 
@@ -421,25 +456,23 @@ void all_gradients(const Backward& a, Queue& queue, float* scratch) {
   with_units(a.type, [&](auto u) {
     const BackwardScratch memory(a, scratch);
     Gradients<decltype(u)> tiles(a, memory);
-    const int64_t D = padded(a.head_dim), head_size = a.row_tiles() * kTileRows * D;
-    int64_t task, last;
-    while (queue.draw(&task, &last)) {
-      for (; task < last; ++task) {
-        const Sequence s = a.sequence(task / a.kv_heads);
-        const int64_t kv_head = task % a.kv_heads, h = kv_head * a.group();
-        const DeadKeys dead(a, s, kv_head);
-        for (int64_t g = 0; g < a.group(); ++g) {
-          memset(memory.dq + g * head_size, 0, sizeof(float) * s.queries * D);
-        }
-        for (int n = 0; n * kTileKeys < s.keys; ++n) {
-          key_gradients(a, s, kv_head, n, dead, tiles, memory, memory.dq);
-        }
-        for (int64_t g = 0; g < a.group(); ++g) {
-          store_gradient(a, a.dq, query_offset(a.dq, s, h + g, 0), s.queries, a.head_dim,
-                         memory.dq + g * head_size, a.scale);
-        }
+    const int64_t D = padded(a.head_dim), head_size = a.row_tiles() * a.rows_in_tile() * D;
+    for_tasks(queue, [&](int64_t task) {
+      const Sequence s = a.sequence(task / a.kv_heads);
+      const int64_t kv_head = task % a.kv_heads, h = kv_head * a.group();
+      const DeadKeys dead(a, s, kv_head);
+      for (int64_t g = 0; g < a.group(); ++g) {
+        memset(memory.dq + g * head_size, 0, sizeof(float) * s.queries * D);
       }
-    }
+      for (int n = 0; n * kTileKeys < s.keys; ++n) {
+        key_gradients(a, s, kv_head, n, dead, tiles, memory, memory.dq);
+      }
+      for (int64_t g = 0; g < a.group(); ++g) {
+        store_gradient(a, a.dq, query_offset(a.dq, s, h + g, 0), s.queries, a.head_dim,
+                       memory.dq + g * head_size, a.scale);
+      }
+      return task;
+    });
   });
 }
 
@@ -529,31 +562,29 @@ void dmask(const Backward& a, Queue& queue, float* scratch) {
   const bool one_row = mask.sizes[2] == 1, one_key = mask.sizes[3] == 1;
   const int64_t row_tasks = one_row ? 1 : a.row_tiles();
   const int64_t key_tasks = one_key ? 1 : a.key_tiles();
-  int64_t task, last;
-  while (queue.draw(&task, &last)) {
-    for (; task < last; ++task) {
-      const int64_t n = task % key_tasks;
-      const int64_t i = task / key_tasks % row_tasks;
-      const int64_t h = task / key_tasks / row_tasks % mask.sizes[1];
-      const int64_t b = task / key_tasks / row_tasks / mask.sizes[1];
-      const Range batches = summed(mask.sizes[0], b, a.batch);
-      const Range heads = summed(mask.sizes[1], h, a.heads);
-      const Range row_tiles = summed(row_tasks, i, a.row_tiles());
-      memset(memory.sums, 0, sizeof(float) * kTileRows * kTileKeys);
-      if (one_key) {
-        sum_dlse(a, batches, heads, row_tiles, one_row, memory.sums);
-      } else {
-        sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
-      }
-      const int64_t first_row = i * kTileRows, first_key = n * kTileKeys;
-      for (int64_t r = 0; r < kTileRows && first_row + r < mask.sizes[2]; ++r) {
-        for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
-          store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
-                           memory.sums[r * kTileKeys + j]);
-        }
+  for_tasks(queue, [&](int64_t task) {
+    const int64_t n = task % key_tasks;
+    const int64_t i = task / key_tasks % row_tasks;
+    const int64_t h = task / key_tasks / row_tasks % mask.sizes[1];
+    const int64_t b = task / key_tasks / row_tasks / mask.sizes[1];
+    const Range batches = summed(mask.sizes[0], b, a.batch);
+    const Range heads = summed(mask.sizes[1], h, a.heads);
+    const Range row_tiles = summed(row_tasks, i, a.row_tiles());
+    memset(memory.sums, 0, sizeof(float) * a.rows_in_tile() * kTileKeys);
+    if (one_key) {
+      sum_dlse(a, batches, heads, row_tiles, one_row, memory.sums);
+    } else {
+      sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
+    }
+    const int64_t first_row = i * kTileRows, first_key = n * kTileKeys;
+    for (int64_t r = 0; r < kTileRows && first_row + r < mask.sizes[2]; ++r) {
+      for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
+        store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
+                         memory.sums[r * kTileKeys + j]);
       }
     }
-  }
+    return task;
+  });
 }
 
 }  // namespace fastattn::FASTATTN_ISA

@@ -1,6 +1,7 @@
 // fastattn_cpu's attention: from tensors to the kernels' arguments, and the split over torch's
 // threads.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 
@@ -17,13 +18,15 @@ constexpr int64_t kMaxPositions = 1 << 28;
 // -- arguments -----------------------------------------------------------------------------------
 TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, int64_t heads,
                 int64_t rows, int64_t columns) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 4 && dtype_of(x, name) == type && x.size(0) == batch &&
-                      x.size(1) == heads && x.size(2) == rows && x.size(3) == columns,
+  const auto sizes = x.sizes(), strides = x.strides();  // asked for once: each question is a call
+  STD_TORCH_CHECK(x.is_cpu() && sizes.size() == 4 && dtype_of(x, name) == type &&
+                      sizes[0] == batch && sizes[1] == heads && sizes[2] == rows &&
+                      sizes[3] == columns,
                   name, " must be a CPU tensor of shape [", batch, ", ", heads, ", ", rows, ", ",
                   columns, "] and the type of q");
-  STD_TORCH_CHECK(columns <= 1 || x.numel() == 0 || x.stride(3) == 1, name,
+  STD_TORCH_CHECK(columns <= 1 || strides[3] == 1 || x.numel() == 0, name,
                   " must have a contiguous last dimension");
-  return {memory_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
+  return {memory_of(x, name), strides[0], strides[1], strides[2]};
 }
 
 // Sequences one behind the other: [rows, heads, columns].
@@ -244,6 +247,65 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
   run_forward(a, scratch);
 }
 
+// Calls without restrictions, whose results and scratch memory are made here: where queries and
+// keys are few, making them in Python takes longer than everything else.
+bool has_rows(const Tensor& x) {
+  return x.stride(3) == 1 || x.size(3) <= 1;
+}
+Tensor rows_of(const Tensor& x) {
+  return has_rows(x) ? x : torch::stable::contiguous(x);
+}
+
+// Contiguous in the order of storage: `order` names the dimensions, the outermost first.
+template <size_t kDims>
+Tensor new_dense(const std::array<int64_t, kDims>& sizes, const std::array<int, kDims>& order,
+                 ScalarType type) {
+  std::array<int64_t, kDims> strides;
+  int64_t stride = 1;
+  for (size_t i = kDims; i-- > 0;) {
+    strides[order[i]] = stride;
+    stride *= std::max<int64_t>(sizes[order[i]], 1);
+  }
+  return new_tensor(sizes, strides, type);
+}
+
+// [batch, heads, rows, columns] in the storage order of q.
+Tensor new_like_query(const Tensor& q, int64_t columns) {
+  constexpr std::array<int, 4> kHeadsFirst = {0, 1, 2, 3}, kRowsFirst = {0, 2, 1, 3};
+  return new_dense<4>({q.size(0), q.size(1), q.size(2), columns},
+                      q.stride(1) < q.stride(2) ? kRowsFirst : kHeadsFirst, q.scalar_type());
+}
+
+// What torch.empty_like gives. Tensors with heads inside rows, as projections write them, and
+// contiguous ones have no gaps and keep their strides: only others ask torch, which takes longer.
+Tensor new_like(const Tensor& x) {
+  const auto n = x.sizes(), stride = x.strides();
+  const bool heads_in_rows = x.numel() > 0 && stride[3] == 1 && stride[1] == n[3] &&
+                             stride[2] == n[1] * n[3] && stride[0] == n[2] * n[1] * n[3];
+  return heads_in_rows || x.is_contiguous() ? new_tensor(n, stride, x.scalar_type())
+                                            : torch::stable::empty_like(x);
+}
+
+Options plain_options(int64_t causal, double scale) {
+  static const std::optional<Tensor> none;
+  return {causal, -1, -1, scale, 0.0, none, 0};
+}
+
+std::tuple<Tensor, Tensor> attention_plain_fwd(Tensor q, Tensor k, Tensor v, int64_t causal,
+                                               double scale) {
+  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v)};
+  Forward a = {problem(rows[0], rows[1], rows[2], {}, {}, {}, plain_options(causal, scale)),
+               {},
+               nullptr,
+               nullptr};
+  Tensor out = new_like_query(q, a.value_dim);
+  Tensor lse = new_dense<3>({a.batch, a.heads, a.queries}, {0, 1, 2}, ScalarType::Float);
+  a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
+  a.lse = static_cast<float*>(lse.data_ptr());
+  run_forward(a, new_dense<1>({forward_floats(a, threads())}, {0}, ScalarType::Float));
+  return {out, lse};
+}
+
 int64_t attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
                                      Tensor cu_seqlens_k) {
   return forward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), threads());
@@ -313,6 +375,38 @@ void attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tenso
   run_backward(a, statistics, scratch);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_plain_bwd(Tensor dout, Tensor q, Tensor k,
+                                                               Tensor v, Tensor out, Tensor lse,
+                                                               int64_t causal, double scale) {
+  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v), rows_of(out), rows_of(dout)};
+  Backward a = {};
+  static_cast<Problem&>(a) =
+      problem(rows[0], rows[1], rows[2], {}, {}, {}, plain_options(causal, scale));
+  const int64_t statistics = a.batch * a.heads * a.queries;
+  const Tensor results[] = {new_like(q), new_like(k), new_like(v)};
+  // The kernels write rows: a gradient of another layout gets its values from a copy.
+  Tensor dq = has_rows(q) ? results[0] : new_like(rows[0]);
+  Tensor dk = has_rows(k) ? results[1] : new_like(rows[1]);
+  Tensor dv = has_rows(v) ? results[2] : new_like(rows[2]);
+  a.out = view(rows[3], "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
+  a.dout = view(rows[4], "dout", a.type, a.batch, a.heads, a.queries, a.value_dim);
+  a.dq = view(dq, "dq", a.type, a.batch, a.heads, a.queries, a.head_dim);
+  a.dk = view(dk, "dk", a.type, a.batch, a.kv_heads, a.keys, a.head_dim);
+  a.dv = view(dv, "dv", a.type, a.batch, a.kv_heads, a.keys, a.value_dim);
+  a.lse = data_of<const float>(lse, "lse", statistics, ScalarType::Float);
+  const int64_t floats = backward_floats(a, statistics, threads());
+  run_backward(a, statistics, new_dense<1>({floats}, {0}, ScalarType::Float));
+  const Tensor written[] = {dq, dk, dv};
+  for (int i = 0; i < 3; ++i) {
+    if (results[i].get() != written[i].get()) {
+      Tensor result = results[i];
+      torch::stable::copy_(result, written[i]);
+    }
+  }
+  // No mask, no gradient of it.
+  return {results[0], results[1], results[2], new_dense<1>({0}, {0}, q.scalar_type())};
+}
+
 int64_t attention_varlen_bwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
                                      Tensor cu_seqlens_k) {
   return backward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), q.size(0) * q.size(1),
@@ -372,6 +466,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, "
       "Tensor(e!) scratch) -> ()");
   m.def(
+      "attention_plain_fwd(Tensor q, Tensor k, Tensor v, int causal, float scale) "
+      "-> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_plain_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "int causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)");
+  m.def(
       "attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
       "Tensor cu_seqlens_k) -> int");
   m.def(
@@ -398,6 +498,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("attention_fwd", TORCH_BOX(&fastattn::attention::attention_fwd));
   m.impl("attention_bwd", TORCH_BOX(&fastattn::attention::attention_bwd));
+  m.impl("attention_plain_fwd", TORCH_BOX(&fastattn::attention::attention_plain_fwd));
+  m.impl("attention_plain_bwd", TORCH_BOX(&fastattn::attention::attention_plain_bwd));
   m.impl("attention_varlen_fwd_scratch",
          TORCH_BOX(&fastattn::attention::attention_varlen_fwd_scratch));
   m.impl("attention_varlen_bwd_scratch",

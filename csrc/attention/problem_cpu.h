@@ -9,6 +9,7 @@
 // does what.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -100,6 +101,10 @@ struct Problem {
 
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
+  // Rows of a tile that scratch memory has room for, even: short calls touch little memory.
+  int64_t rows_in_tile() const {
+    return queries < kTileRows ? ceil_div(queries, 2) * 2 : kTileRows;
+  }
   int64_t key_tiles() const { return ceil_div(keys, kTileKeys); }
 };
 
@@ -109,6 +114,8 @@ struct Forward : Problem {
   float* parts;  // one query and several splits: what each split gives, [batch, heads, splits()]
 
   int64_t splits() const { return keys > kSplitKeys ? ceil_div(keys, kSplitKeys) : 1; }
+  // Heads of a group that one query takes at a time.
+  int heads_at_once() const { return static_cast<int>(std::clamp<int64_t>(group(), 1, kTileRows)); }
   // A part: sums weighted by 2^(exponent - m), then m and l.
   int64_t part_floats() const { return padded(value_dim) + padded(2); }
   int64_t parts_floats() const {
@@ -145,6 +152,18 @@ class Queue {
   int64_t tasks_, piece_;
 };
 
+// Calls run(task) for the tasks that this worker draws; it returns the last task that is done with,
+// usually its own.
+template <class Run>
+void for_tasks(Queue& queue, const Run& run) {
+  int64_t task, last;
+  while (queue.draw(&task, &last)) {
+    for (; task < last; ++task) {
+      task = run(task);
+    }
+  }
+}
+
 // -- scratch -------------------------------------------------------------------------------------
 // Pieces of one worker's memory; from null it only measures.
 class Carver {
@@ -172,16 +191,19 @@ struct ForwardScratch {
   ForwardScratch(const Forward& a, float* base) {
     Carver carver(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
-    q_rows = carver.take(kTileRows * D);
-    s = carver.take(kTileRows * kTileKeys);
-    p = carver.take(kTileRows * kTileKeys);
-    o = carver.take(kTileRows * E);
-    bias = carver.take(kTileRows * kTileKeys);
-    rows = carver.take(kTileKeys * (D > E ? D : E));
-    k_columns = carver.take(a.queries == 1 ? 0 : N * D);
-    v_pairs = carver.take(a.queries == 1 ? 0 : N * E);
-    packed = carver.take(a.key_tiles());
-    parts = carver.take(2 * kTileRows * a.part_floats());
+    const int64_t heads = a.heads_at_once();
+    const int64_t tile = a.queries == 1 ? 0 : a.rows_in_tile();  // decoding has no tiles of queries
+    const int64_t M = tile > heads ? tile : heads;
+    q_rows = carver.take(M * D);
+    s = carver.take(M * kTileKeys);
+    p = carver.take(tile * kTileKeys);
+    o = carver.take(tile * E);
+    bias = carver.take(M * kTileKeys);
+    rows = carver.take(tile ? kTileKeys * (D > E ? D : E) : 0);
+    k_columns = carver.take(tile ? N * D : 0);
+    v_pairs = carver.take(tile ? N * E : 0);
+    packed = carver.take(tile ? a.key_tiles() : 0);
+    parts = carver.take(2 * heads * a.part_floats());
     floats = carver.used();
   }
 };
@@ -197,25 +219,25 @@ struct BackwardScratch {
   BackwardScratch(const Problem& a, float* base) {
     Carver carver(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), larger = D > E ? D : E;
-    constexpr int64_t kTile = kTileRows * kTileKeys;
-    q_rows = carver.take(kTileRows * D);
-    q_pairs = carver.take(kTileRows * D);
-    dout_rows = carver.take(kTileRows * E);
-    dout_pairs = carver.take(kTileRows * E);
+    const int64_t M = a.rows_in_tile(), tile = M * kTileKeys;
+    q_rows = carver.take(M * D);
+    q_pairs = carver.take(M * D);
+    dout_rows = carver.take(M * E);
+    dout_pairs = carver.take(M * E);
     k_rows = carver.take(kTileKeys * larger);
     k_columns = carver.take(kTileKeys * D);
     k_pairs = carver.take(kTileKeys * D);
     v_columns = carver.take(kTileKeys * E);
-    s = carver.take(kTile);
-    dp = carver.take(kTile);
-    p_pairs = carver.take(kTile);
-    ds_rows = carver.take(kTile);
-    ds_pairs = carver.take(kTile);
-    bias = carver.take(kTile);
-    sums = carver.take(kTile);
+    s = carver.take(tile);
+    dp = carver.take(tile);
+    p_pairs = carver.take(tile);
+    ds_rows = carver.take(tile);
+    ds_pairs = carver.take(tile);
+    bias = carver.take(tile);
+    sums = carver.take(tile);
     dk = carver.take(kTileKeys * D);
     dv = carver.take(kTileKeys * E);
-    dq = carver.take((a.group() > 0 ? a.group() : 1) * a.row_tiles() * kTileRows * D);
+    dq = carver.take((a.group() > 0 ? a.group() : 1) * a.row_tiles() * M * D);
     floats = carver.used();
   }
 };

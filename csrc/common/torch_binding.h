@@ -51,10 +51,23 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
   return static_cast<T*>(memory_of(tensor, name));
 }
 
-// Consecutive pieces of a float32 workspace.
+// An uninitialised CPU tensor.
+inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type) {
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle result;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &result));
+  return Tensor(result);
+}
+
+// Consecutive pieces of a float32 workspace, or of `local` memory where no workspace was given.
 class Scratch {
  public:
-  explicit Scratch(const std::optional<Tensor>& workspace) {
+  explicit Scratch(const std::optional<Tensor>& workspace, float* local = nullptr,
+                   int64_t local_floats = 0)
+      : next_(local), left_(local_floats) {
     if (workspace) {
       left_ = workspace->numel();
       next_ = data_of<float>(*workspace, "scratch", left_, ScalarType::Float);
@@ -72,8 +85,8 @@ class Scratch {
   }
 
  private:
-  float* next_ = nullptr;
-  int64_t left_ = 0;
+  float* next_;
+  int64_t left_;
 };
 
 }  // namespace fastattn

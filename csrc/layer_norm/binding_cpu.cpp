@@ -9,7 +9,7 @@ namespace fastattn::norm {
 namespace {
 
 // Elements below which another thread costs more than it brings.
-constexpr int64_t kGrain = 16384;
+constexpr int64_t kGrain = 32768;
 // Rows of a partition when no parameter gradient is wanted.
 constexpr int64_t kFreePartitionRows = 16;
 // Otherwise: what fastattn/ops/layer_norm/cpu.py gives room for.
@@ -101,6 +101,11 @@ int64_t rows_in(const Tensor& tensor, int64_t columns) {
   return columns == 0 ? 0 : tensor.numel() / columns;
 }
 
+// Of the rows whose parameter gradients are summed in two stages.
+int64_t partitions_of(int64_t rows) {
+  return std::min((rows + kPartitionRows - 1) / kPartitionRows, kMaxPartitions);
+}
+
 void run(const Forward& a) {
   const Kernels& isa = kernels();
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(a.columns, 1));
@@ -125,7 +130,7 @@ void run(Backward& a, Scratch& scratch, std::initializer_list<Wanted> parameters
   int64_t partitions = 0;
   a.partition_rows = kFreePartitionRows;
   if (a.shares > 0) {
-    partitions = std::min((a.rows + kPartitionRows - 1) / kPartitionRows, kMaxPartitions);
+    partitions = partitions_of(a.rows);
     a.partials = scratch.take<float>(partitions * a.shares * a.columns);
     // Whole groups of rows: the kernels take up to four together.
     const int64_t even = (a.rows + partitions - 1) / std::max<int64_t>(partitions, 1);
@@ -133,7 +138,8 @@ void run(Backward& a, Scratch& scratch, std::initializer_list<Wanted> parameters
   } else {
     partitions = (a.rows + a.partition_rows - 1) / a.partition_rows;
   }
-  const int64_t grain = std::max<int64_t>(1, kGrain / (a.partition_rows * a.columns + 1));
+  const int64_t elements = std::max<int64_t>(a.partition_rows * a.columns, 1);
+  const int64_t grain = std::max<int64_t>(1, kGrain / elements);
   torch::stable::parallel_for(0, partitions, grain,
                               [&](int64_t first, int64_t last) { isa.backward(a, first, last); });
   const int64_t column_grain = std::max<int64_t>(64, kGrain / std::max<int64_t>(partitions, 1));
@@ -153,8 +159,7 @@ void run(Backward& a, Scratch& scratch, std::initializer_list<Wanted> parameters
 // -- ops -----------------------------------------------------------------------------------------
 void forward_op(const Tensor& x, const std::optional<Tensor>& weight,
                 const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
-                const Tensor& rstd, const std::optional<Tensor>& workspace) {
-  Scratch scratch(workspace);
+                const Tensor& rstd, Scratch& scratch) {
   const int64_t columns = x.size(-1);
   const int64_t rows = rows_in(x, columns);
   const DType type = dtype_of(x, "x");
@@ -174,21 +179,22 @@ void forward_op(const Tensor& x, const std::optional<Tensor>& weight,
 }
 
 void layer_norm_fwd(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
-                    Tensor y, Tensor mean, Tensor rstd, std::optional<Tensor> scratch) {
+                    Tensor y, Tensor mean, Tensor rstd, std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
   forward_op(x, weight, bias, eps, y, &mean, rstd, scratch);
 }
 
 void rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps, Tensor y, Tensor rstd,
-                  std::optional<Tensor> scratch) {
+                  std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
   forward_op(x, weight, std::nullopt, eps, y, nullptr, rstd, scratch);
 }
 
-void add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> x_bias,
-                        std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
-                        double dropout_p, std::optional<Tensor> dropout_seed,
-                        int64_t dropout_stream, Tensor y, Tensor z, Tensor mean, Tensor rstd,
-                        std::optional<Tensor> workspace) {
-  Scratch scratch(workspace);
+void add_forward_op(const Tensor& x, const Tensor& residual, const std::optional<Tensor>& x_bias,
+                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                    double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
+                    int64_t dropout_stream, const Tensor& y, const Tensor& z, const Tensor& mean,
+                    const Tensor& rstd, Scratch& scratch) {
   const int64_t columns = x.size(-1);
   const int64_t rows = rows_in(x, columns);
   const DType type = dtype_of(residual, "residual");
@@ -213,6 +219,16 @@ void add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> x_bias,
   run(a);
 }
 
+void add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> x_bias,
+                        std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                        double dropout_p, std::optional<Tensor> dropout_seed,
+                        int64_t dropout_stream, Tensor y, Tensor z, Tensor mean, Tensor rstd,
+                        std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  add_forward_op(x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream, y,
+                 z, mean, rstd, scratch);
+}
+
 // What the backward passes share. `z` is what was normalised.
 Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
@@ -234,26 +250,38 @@ Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
   return a;
 }
 
+void backward_op(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& weight,
+                 const Tensor& mean, const Tensor& rstd, const Tensor& dx, const Tensor& dweight,
+                 const Tensor& dbias, Scratch& scratch) {
+  Backward a = backward_of(x, dy, weight, &mean, rstd, dx, scratch);
+  run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
+}
+
 void layer_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor mean, Tensor rstd,
                     Tensor dx, Tensor dweight, Tensor dbias, std::optional<Tensor> workspace) {
   Scratch scratch(workspace);
-  Backward a = backward_of(x, dy, weight, &mean, rstd, dx, scratch);
-  run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
+  backward_op(dy, x, weight, mean, rstd, dx, dweight, dbias, scratch);
+}
+
+void rms_backward_op(const Tensor& dy, const Tensor& x, const std::optional<Tensor>& weight,
+                     const Tensor& rstd, const Tensor& dx, const Tensor& dweight,
+                     Scratch& scratch) {
+  Backward a = backward_of(x, dy, weight, nullptr, rstd, dx, scratch);
+  run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
 }
 
 void rms_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor rstd, Tensor dx,
                   Tensor dweight, std::optional<Tensor> workspace) {
   Scratch scratch(workspace);
-  Backward a = backward_of(x, dy, weight, nullptr, rstd, dx, scratch);
-  run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
+  rms_backward_op(dy, x, weight, rstd, dx, dweight, scratch);
 }
 
-void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z,
-                        std::optional<Tensor> weight, Tensor mean, Tensor rstd, double dropout_p,
-                        std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor dx,
-                        Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias,
-                        std::optional<Tensor> workspace) {
-  Scratch scratch(workspace);
+void add_backward_op(const std::optional<Tensor>& dy, const std::optional<Tensor>& dz,
+                     const Tensor& z, const std::optional<Tensor>& weight, const Tensor& mean,
+                     const Tensor& rstd, double dropout_p,
+                     const std::optional<Tensor>& dropout_seed, int64_t dropout_stream,
+                     const Tensor& dx, const Tensor& dresidual, const Tensor& dx_bias,
+                     const Tensor& dweight, const Tensor& dbias, Scratch& scratch) {
   Backward a = backward_of(z, dy, weight, &mean, rstd, dresidual, scratch);
   a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
   a.x_type = dtype_of(dx, "dx");
@@ -263,6 +291,146 @@ void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tens
       {{dx_bias, "dx_bias", &a.dx_bias_share},
        {dweight, "dweight", &a.dweight_share},
        {dbias, "dbias", &a.dbias_share}});
+}
+
+void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z,
+                        std::optional<Tensor> weight, Tensor mean, Tensor rstd, double dropout_p,
+                        std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor dx,
+                        Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias,
+                        std::optional<Tensor> workspace) {
+  Scratch scratch(workspace);
+  add_backward_op(dy, dz, z, weight, mean, rstd, dropout_p, dropout_seed, dropout_stream, dx,
+                  dresidual, dx_bias, dweight, dbias, scratch);
+}
+
+// -- ops that make their results -----------------------------------------------------------------
+// And their scratch memory: where rows are few, making them in Python takes as long as the kernel.
+// Rows are contiguous.
+constexpr size_t kMaxDims = 64;  // of any tensor
+
+Tensor new_contiguous(const int64_t* sizes, size_t dims, ScalarType type) {
+  int64_t strides[kMaxDims], stride = 1;
+  for (size_t d = dims; d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return new_tensor({sizes, dims}, {strides, dims}, type);
+}
+
+Tensor new_rows(const Tensor& like) {
+  const auto sizes = like.sizes();
+  return new_contiguous(sizes.data(), sizes.size(), like.scalar_type());
+}
+
+// A number for each row.
+Tensor new_statistic(const Tensor& x) {
+  const auto sizes = x.sizes();
+  return new_contiguous(sizes.data(), sizes.size() - 1, ScalarType::Float);
+}
+
+// A gradient like rows, or of shape [0] where nobody wants it.
+Tensor new_gradient(const Tensor& like, bool wanted) {
+  const int64_t nothing = 0;
+  return wanted ? new_rows(like) : new_contiguous(&nothing, 1, like.scalar_type());
+}
+
+// The gradient of a parameter in the type of `weight`, or of x where there is none.
+Tensor new_parameter_gradient(const Tensor& x, const std::optional<Tensor>& weight, bool wanted) {
+  const int64_t columns = wanted ? x.size(-1) : 0;
+  return new_contiguous(&columns, 1, weight ? weight->scalar_type() : x.scalar_type());
+}
+
+// Scratch memory for `parameters` converted to float, the columns of a dropout and the shares of
+// `wanted` parameter gradients: up to 32 KiB on the stack, else a tensor.
+class OwnScratch {
+ public:
+  OwnScratch(const Tensor& z, int64_t parameters, bool dropout, int wanted)
+      : tensor_(made(z, parameters, dropout, wanted)), scratch(tensor_, floats_, kFloats) {}
+
+ private:
+  static constexpr int64_t kFloats = 8192;
+
+  static std::optional<Tensor> made(const Tensor& z, int64_t parameters, bool dropout, int wanted) {
+    const int64_t columns = z.size(-1);
+    int64_t floats = parameters * columns + (dropout ? (columns + 3) / 4 : 0);
+    if (wanted > 0) {
+      floats += partitions_of(rows_in(z, columns)) * wanted * columns;
+    }
+    return floats <= kFloats ? std::nullopt
+                             : std::optional(new_contiguous(&floats, 1, ScalarType::Float));
+  }
+
+  std::optional<Tensor> tensor_;
+  float floats_[kFloats];
+
+ public:
+  Scratch scratch;
+};
+
+Tensor dense(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd_direct(Tensor x, std::optional<Tensor> weight,
+                                                         std::optional<Tensor> bias, double eps) {
+  Tensor y = new_rows(x), mean = new_statistic(x), rstd = new_statistic(x);
+  OwnScratch own(x, 2, false, 0);
+  forward_op(x, weight, bias, eps, y, &mean, rstd, own.scratch);
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_fwd_direct(Tensor x, std::optional<Tensor> weight, double eps) {
+  Tensor y = new_rows(x), rstd = new_statistic(x);
+  OwnScratch own(x, 1, false, 0);
+  forward_op(x, weight, std::nullopt, eps, y, nullptr, rstd, own.scratch);
+  return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd_direct(
+    Tensor x, Tensor residual, std::optional<Tensor> x_bias, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, double eps, double dropout_p, std::optional<Tensor> dropout_seed,
+    int64_t dropout_stream) {
+  Tensor y = new_rows(residual), z = new_rows(residual);
+  Tensor mean = new_statistic(residual), rstd = new_statistic(residual);
+  OwnScratch own(x, 3, dropout_p > 0.0, 0);
+  add_forward_op(x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream, y,
+                 z, mean, rstd, own.scratch);
+  return {y, z, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd_direct(Tensor dy, Tensor x,
+                                                         std::optional<Tensor> weight, Tensor mean,
+                                                         Tensor rstd, bool needs_x,
+                                                         bool needs_weight, bool needs_bias) {
+  Tensor dx = new_gradient(x, needs_x);
+  Tensor dweight = new_parameter_gradient(x, weight, needs_weight);
+  Tensor dbias = new_parameter_gradient(x, weight, needs_bias);
+  OwnScratch own(x, 1, false, needs_weight + needs_bias);
+  backward_op(dy, x, weight, dense(mean), dense(rstd), dx, dweight, dbias, own.scratch);
+  return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_bwd_direct(Tensor dy, Tensor x, std::optional<Tensor> weight,
+                                               Tensor rstd, bool needs_x, bool needs_weight) {
+  Tensor dx = new_gradient(x, needs_x), dweight = new_parameter_gradient(x, weight, needs_weight);
+  OwnScratch own(x, 1, false, needs_weight);
+  rms_backward_op(dy, x, weight, dense(rstd), dx, dweight, own.scratch);
+  return {dx, dweight};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd_direct(
+    std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z, std::optional<Tensor> weight,
+    Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> dropout_seed,
+    int64_t dropout_stream, bool needs_x, bool needs_residual, bool needs_x_bias, bool needs_weight,
+    bool needs_bias) {
+  Tensor dx = new_gradient(z, needs_x), dresidual = new_gradient(z, needs_residual);
+  Tensor dx_bias = new_parameter_gradient(z, weight, needs_x_bias);
+  Tensor dweight = new_parameter_gradient(z, weight, needs_weight);
+  Tensor dbias = new_parameter_gradient(z, weight, needs_bias);
+  OwnScratch own(z, 1, dropout_p > 0.0, needs_x_bias + needs_weight + needs_bias);
+  add_backward_op(dy, dz, z, weight, dense(mean), dense(rstd), dropout_p, dropout_seed,
+                  dropout_stream, dx, dresidual, dx_bias, dweight, dbias, own.scratch);
+  return {dx, dresidual, dx_bias, dweight, dbias};
 }
 
 }  // namespace
@@ -290,6 +458,26 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "Tensor rstd, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) dx, "
       "Tensor(b!) dresidual, Tensor(c!) dx_bias, Tensor(d!) dweight, Tensor(e!) dbias, "
       "Tensor(f!)? scratch) -> ()");
+  m.def(
+      "layer_norm_fwd_direct(Tensor x, Tensor? weight, Tensor? bias, float eps) "
+      "-> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_bwd_direct(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+      "bool needs_x, bool needs_weight, bool needs_bias) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def("rms_norm_fwd_direct(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_bwd_direct(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool needs_x, "
+      "bool needs_weight) -> (Tensor dx, Tensor dweight)");
+  m.def(
+      "add_layer_norm_fwd_direct(Tensor x, Tensor residual, Tensor? x_bias, Tensor? weight, "
+      "Tensor? bias, float eps, float dropout_p, Tensor? dropout_seed, int dropout_stream) "
+      "-> (Tensor y, Tensor z, Tensor mean, Tensor rstd)");
+  m.def(
+      "add_layer_norm_bwd_direct(Tensor? dy, Tensor? dz, Tensor z, Tensor? weight, Tensor mean, "
+      "Tensor rstd, float dropout_p, Tensor? dropout_seed, int dropout_stream, bool needs_x, "
+      "bool needs_residual, bool needs_x_bias, bool needs_weight, bool needs_bias) "
+      "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
@@ -299,4 +487,10 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("rms_norm_bwd", TORCH_BOX(&fastattn::norm::rms_norm_bwd));
   m.impl("add_layer_norm_fwd", TORCH_BOX(&fastattn::norm::add_layer_norm_fwd));
   m.impl("add_layer_norm_bwd", TORCH_BOX(&fastattn::norm::add_layer_norm_bwd));
+  m.impl("layer_norm_fwd_direct", TORCH_BOX(&fastattn::norm::layer_norm_fwd_direct));
+  m.impl("layer_norm_bwd_direct", TORCH_BOX(&fastattn::norm::layer_norm_bwd_direct));
+  m.impl("rms_norm_fwd_direct", TORCH_BOX(&fastattn::norm::rms_norm_fwd_direct));
+  m.impl("rms_norm_bwd_direct", TORCH_BOX(&fastattn::norm::rms_norm_bwd_direct));
+  m.impl("add_layer_norm_fwd_direct", TORCH_BOX(&fastattn::norm::add_layer_norm_fwd_direct));
+  m.impl("add_layer_norm_bwd_direct", TORCH_BOX(&fastattn::norm::add_layer_norm_bwd_direct));
 }

@@ -4,6 +4,7 @@ The drop-ins differ from `torch.nn`'s in `forward` alone. `fused_add_norm` is th
 a Transformer layer as one op, for modules of which `fuses` says that nothing would be skipped.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from fastattn.nn.fusion import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _covered(x: Tensor, normalized_shape: tuple[int, ...]) -> bool:
+def _takes_eps(eps: Any) -> bool:
+    """Whether the ops do: torch's norms compute something with any number."""
+    return isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps < math.inf
+
+
+def _covered(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
     """Whether the ops take x; everything else, errors included, is left to torch's forward."""
     rank = len(normalized_shape)
     return (
@@ -31,6 +37,7 @@ def _covered(x: Tensor, normalized_shape: tuple[int, ...]) -> bool:
         and x.layout is torch.strided
         and x.dim() >= rank > 0
         and x.shape[x.dim() - rank :] == normalized_shape
+        and _takes_eps(eps)
     )
 
 
@@ -46,7 +53,7 @@ class LayerNorm(TorchScriptable, nn.LayerNorm):
     """`torch.nn.LayerNorm` on the `layer_norm` op."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _covered(input, self.normalized_shape):
+        if not _covered(input, self.normalized_shape, self.eps):
             return super().forward(input)
         x = _autocast_input(input)
         if len(self.normalized_shape) == 1:
@@ -61,7 +68,7 @@ class RMSNorm(TorchScriptable, nn.RMSNorm):
     """`torch.nn.RMSNorm` on the `rms_norm` op. The default eps is that of fp32 (fp64), as torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _covered(x, self.normalized_shape):
+        if not _covered(x, self.normalized_shape, 0.0 if self.eps is None else self.eps):
             return super().forward(x)
         x = _autocast_input(x)
         eps = self.eps
@@ -97,7 +104,8 @@ class AddNorm(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape != y.shape:
             raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
-        if fuses(self.dropout, self.norm) and _covered(x, self.norm.normalized_shape):
+        norm = self.norm
+        if fuses(self.dropout, norm) and _covered(x, norm.normalized_shape, norm.eps):
             return fused_add_norm(y, None, x, self.dropout, self.norm, DropoutStreams(x.device))
         return self.norm(x + self.dropout(y))
 
@@ -108,6 +116,7 @@ def fuses(dropout: nn.Module, norm: nn.Module) -> bool:
         is_plain(dropout, nn.Dropout)
         and is_plain(norm, nn.LayerNorm, LayerNorm)
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
+        and _takes_eps(norm.eps)
     )
 
 

@@ -1,9 +1,9 @@
-"""One path per op: a torch schema, behind it the choice of a backend, around it the derivative.
+"""One path per op: a torch schema, behind it the choice of a backend and its launch.
 
 `Op` defines `torch.ops.fastattn.<name>`. Its `outputs` function is the only description of the
 results: it allocates them, it is the fake kernel, and tests fill what it returns with NaN. Backends
-are modules beside the op that write into those results. `differentiable` joins a forward and a
-backward op through the names in their schemas. Nothing else in the package calls torch.library.
+are modules beside the op that write into those results. The derivative, which joins a forward and a
+backward op, is in `_derivative.py`. Nothing else in the package calls torch.library.
 
 Plain eager calls, where neither a mode nor a subclass nor the profiler could see the difference,
 run the op's implementation without torch's dispatcher: 2 us less for each op.
@@ -12,11 +12,10 @@ run the op's implementation without torch's dispatcher: 2 us less for each op.
 import contextlib
 import importlib
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,10 +27,7 @@ from fastattn.ops import _env
 LIBRARY = torch.library.Library("fastattn", "DEF")
 OPS: dict[str, "Op"] = {}
 _log = logging.getLogger("fastattn")
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-# Gradients batched by torch.autograd.grad have none, and nothing else tells them apart.
-_has_storage = torch._C._has_storage
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,8 @@ _recording = _Recording()
 class Op:
     """A torch op `fastattn::<name>` whose backend is chosen behind its schema.
 
-    schema: arguments and named results (two or more), without the name and without the `backend`
-    argument that every op gets.
+    schema: arguments and named results, without the name and without the `backend` argument that
+    every op gets. torch.ops returns a single result bare; everything here returns tuples.
     outputs: (*arguments) -> tuple of empty results.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
     """
@@ -106,23 +102,46 @@ class Op:
         self._automatic = tuple(row for row in backends if row.automatic)
         self._unsupported = f"{name}_unsupported"
         LIBRARY.define(f"{name}({arguments}, *, str? backend=None) -> ({results})")
-        LIBRARY.impl(name, self._dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastattn::{name}", self._fake, lib=LIBRARY)
-        self.call = getattr(torch.ops.fastattn, name).default
-        schema = self.call._schema
+        overload = getattr(torch.ops.fastattn, name).default
+        schema = overload._schema
+        self._has_one_result = len(schema.returns) == 1
+        self.call = _returning_tuples(overload) if self._has_one_result else overload
+        self.implement(self._dispatched, "CompositeExplicitAutograd")
+        fake = self._as_declared(self._fake)
+        torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
         self.arguments = [a.name for a in schema.arguments if a.name != "backend"]
         self.results = [r.name for r in schema.returns]
         types = [str(a.type) for a in schema.arguments]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
-        self._anchor = types.index("Tensor")  # its device is the op's device
+        self.anchor = types.index("Tensor")  # its device is the op's device
         self._launchers: dict[str, Callable[..., None]] = {}
+        # (backend's name, *arguments) -> results, for plain calls that need a graph.
+        self.with_graph: Callable[..., tuple[Tensor, ...]] = self._without_derivative
+        self._directs: dict[str, Callable[..., tuple[Tensor, ...] | None] | None] = {}
         self._modules: dict[str, ModuleType] = {}
         OPS[name] = self
+
+    def implement(self, function: Callable[..., tuple[Tensor, ...]], key: str) -> None:
+        """Registers what the op does under a dispatch key."""
+        LIBRARY.impl(self.name, self._as_declared(function), key)
+
+    def _as_declared(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+        """The function with the results that the schema declares."""
+        if not self._has_one_result:
+            return function
+
+        def bare(*args: Any, backend: str | None = None) -> Tensor:
+            return function(*args, backend=backend)[0]
+
+        return bare
 
     # -- selection ---------------------------------------------------------------------------------
     def refusal(self, backend: str, args: Sequence[Any]) -> str | None:
         """Why `backend` cannot run this call, or None."""
-        if why := _env.refuses_device(backend, args[self._anchor].device):
+        return self._refusal(backend, args[self.anchor].device, args)
+
+    def _refusal(self, backend: str, device: torch.device, args: Sequence[Any]) -> str | None:
+        if why := _env.refuses_device(backend, device):
             return why
         module = self._modules.get(backend)
         if module is None:
@@ -155,17 +174,28 @@ class Op:
             if why := self.refusal(requested, args):
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")
             return requested
-        refusals = None
+        device, refusals = args[self.anchor].device, None
         for row in self._automatic:
-            why = self.refusal(row.name, args)
+            why = self._refusal(row.name, device, args)
             if why is None:
-                device = args[self._anchor].device
-                if device.type == "cuda":
+                if device != _env.CPU and device.type == "cuda":
                     self._remark(row, device, refusals or {})
                 return row.name
             refusals = refusals or {}
             refusals[row.name] = why
         raise NotImplementedError(str(Explanation(self.name, None, refusals or {})))
+
+    def pays(self, backend: str, args: Sequence[Any]) -> bool:
+        """Whether this call would take `backend` and that is faster than torch's own op, says the
+        module's `<name>_pays` with the op's arguments.
+        """
+        if not getattr(self._module(backend), f"{self.name}_pays")(*args):
+            return False
+        if request := _env.requested_backends():
+            requested = _requested_backend(request, self.family)
+            if requested is not None:
+                return requested == backend
+        return self.select(args, None) == backend
 
     def explain(self, args: Sequence[Any], backend: str | None) -> Explanation:
         refusals = {}
@@ -217,9 +247,18 @@ class Op:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():  # torch ops inside a launcher change no dtypes
                 return self.run(args, backend)
-        name = self.select(args, backend)
+        name = None
+        direct = self.direct_on_cpu() if backend is None and args[self.anchor].is_cpu else None
+        if direct is None:
+            name = self.select(args, backend)
+            direct = self.direct(name)
+        # A mode that sees launches wants them to write into what `allocate` made.
+        if direct is not None and torch._C._len_torch_dispatch_stack() == 0:
+            if (made := direct(*args)) is not None:
+                return made
+        name = name or self.select(args, backend)
         results = self.allocate(args)
-        launch, anchor = self._launcher(name), args[self._anchor]
+        launch, anchor = self._launcher(name), args[self.anchor]
         if anchor.is_cuda and _env.several_gpus():
             with torch.cuda.device(anchor.device):
                 launch(args, results)
@@ -244,18 +283,18 @@ class Op:
         """Whether torch's dispatcher has nothing to do for this call: nobody watches or transforms
         torch's ops, and every tensor is one that they and the kernels can read.
         """
-        if _are_ops_watched():
+        if are_ops_watched():
             return False
         for i in self.tensors:
-            if args[i] is not None and type(args[i]) not in _PLAIN_TENSORS:
+            if args[i] is not None and type(args[i]) not in PLAIN_TENSORS:
                 return False
-        return self.is_readable(args)
+        return args[self.anchor].is_cpu or self.is_readable(args)
 
     def is_readable(self, args: Sequence[Any]) -> bool:
         """Whether kernels may read the memory of these plain tensors. On a CPU torch's dispatcher
         stands before them and sees to lazily negated ones.
         """
-        anchor = args[self._anchor]
+        anchor = args[self.anchor]
         if anchor.is_cpu:
             return True
         return anchor.is_cuda and not any(
@@ -279,6 +318,45 @@ class Op:
             self._launchers[backend] = launcher
         return launcher
 
+    def direct(self, backend: str) -> Callable[..., tuple[Tensor, ...] | None] | None:
+        """`<name>_direct` of a backend: makes the results itself, like `outputs` but quicker than
+        Python can, or returns None where the backend or this road of it does not serve
+        (`testing.poisoned_results` hides it).
+        """
+        return self._directs[backend] if backend in self._directs else self._find_direct(backend)
+
+    def direct_on_cpu(self) -> Callable[..., tuple[Tensor, ...] | None] | None:
+        """That of the backend which the automatic choice takes for CPU tensors, if it serves."""
+        direct = self.direct("cpu") if "cpu" in self.backends else None
+        if direct is None or _env.requested_backends() or _env.interpreting():
+            return None
+        return direct
+
+    def at_once(self) -> Callable[..., tuple[Tensor, ...] | None] | None:
+        """`direct_on_cpu` for plain CPU tensors where nobody could tell it from the whole road: in
+        eager code that nobody watches, explains or casts.
+        """
+        if (
+            torch.compiler.is_compiling()
+            or _recording.explanations is not None
+            or torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or are_ops_watched()
+        ):
+            return None
+        return self.direct_on_cpu()
+
+    def _find_direct(self, backend: str) -> Callable[..., tuple[Tensor, ...] | None] | None:
+        module = self._module(backend)
+        direct = getattr(module, f"{self.name}_direct", None)
+        if direct is not None and module.unavailable():
+            direct = None
+        self._directs[backend] = direct
+        return direct
+
+    def _without_derivative(self, *_: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError(f"{self.name} has no derivative")
+
     def _make_launcher(self, backend: str) -> Callable[..., None]:
         module = self._module(backend)
         function: Callable[..., Any] = getattr(module, self.name)
@@ -296,7 +374,7 @@ class Op:
             assert workspace is not None
             pieces = workspace(*args)
             if pieces:
-                scratch = self.allocate_workspace(pieces, args[self._anchor].device)
+                scratch = self.allocate_workspace(pieces, args[self.anchor].device)
                 function(*args, *results, *scratch)
             else:
                 function(*args, *results)
@@ -305,6 +383,13 @@ class Op:
         if backend == "reference":
             return compute_and_copy
         return launch_with_workspace if workspace else launch
+
+
+def _returning_tuples(call: Any) -> Callable[..., tuple[Tensor, ...]]:
+    def wrapped(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
+        return (call(*args, backend=backend),)
+
+    return wrapped
 
 
 def _requested_backend(request: Mapping[str, str], op: str) -> str | None:
@@ -376,7 +461,7 @@ def _warn_once(message: str) -> None:
         _log.warning(message)
 
 
-def _are_ops_watched() -> bool:
+def are_ops_watched() -> bool:
     """Whether a mode, a transform, a tracer or the profiler looks at each of torch's ops. A mode
     with `sees_launches` wants to see what an op launches in place of the op.
     """
@@ -393,279 +478,3 @@ def _are_ops_watched() -> bool:
 def _do_modes_see_launches() -> bool:
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     return all(getattr(mode, "sees_launches", False) for mode in modes)
-
-
-# -- derivative ------------------------------------------------------------------------------------
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """items -> the items at these indices."""
-    if len(indices) > 1:
-        return operator.itemgetter(*indices)
-    return lambda items: tuple(items[i] for i in indices)
-
-
-def _traceable_picker(indices: Sequence[int]) -> Callable[[Sequence[Any], bool], tuple[Any, ...]]:
-    """The same in a backward pass, which compiled autograd traces: it knows no itemgetter."""
-    pick = _picker(indices)
-
-    def pick_or_trace(items: Sequence[Any], traced: bool) -> tuple[Any, ...]:
-        return tuple(items[i] for i in indices) if traced else pick(items)
-
-    return pick_or_trace
-
-
-class _Wiring:
-    """How a backward op is fed, read off the names in the two schemas.
-
-    A backward argument is a forward argument, a forward result, "d" + a forward result (its
-    gradient), `needs` (which gradients are wanted, in the order of the backward's results) or a
-    forward tensor's name + "_dtype". Backward result "d" + x is the gradient of forward argument x.
-    """
-
-    def __init__(
-        self,
-        forward: Op,
-        backward: Op,
-        passes_through: Mapping[str, str],
-        equal_gradients: Mapping[tuple[str, str], Callable[..., bool]],
-    ):
-        inputs, results = forward.arguments, forward.results
-        tensors = {inputs[i] for i in forward.tensors}
-        used = [name for name in backward.arguments if name in inputs]
-        saved_inputs = [name for name in used if name in tensors]
-        saved_results = [name for name in backward.arguments if name in results]
-        constants = [name for name in used if name not in tensors]
-        typed = [name for name in backward.arguments if name.endswith("_dtype")]
-        gradients = ["d" + name for name in results]
-        produced = [*inputs, *results]
-        self._saved = _picker([produced.index(name) for name in saved_inputs + saved_results])
-        self._constants = _picker([inputs.index(name) for name in constants])
-        self._typed = [inputs.index(name.removesuffix("_dtype")) for name in typed]
-        # Results that have a gradient come first.
-        self.with_gradient = sum(name in backward.arguments for name in gradients)
-        assert all(name in backward.arguments for name in gradients[: self.with_gradient])
-        # In backward every argument is taken from these, in this order.
-        sources = [*saved_inputs, *saved_results, *constants, *typed, "needs", *gradients]
-        self._arguments = _traceable_picker([sources.index(name) for name in backward.arguments])
-        # Positions among the arguments of a Function, of which the first is the backend's name.
-        self.wanted = [1 + inputs.index(name.removeprefix("d")) for name in backward.results]
-        self.needs = _traceable_picker(self.wanted)
-        self.passed = [(1 + inputs.index(x), results.index(y)) for x, y in passes_through.items()]
-        self.positions = 1 + len(inputs)
-        # The same among the backward's results: (spared, computed, when).
-        ordered = [name.removeprefix("d") for name in backward.results]
-        self.equal = [
-            (ordered.index(x), ordered.index(y), when) for (x, y), when in equal_gradients.items()
-        ]
-
-    def save(self, ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*self._saved(args + results))
-        ctx.constants = self._constants(args)
-        if self._typed:
-            ctx.constants += tuple(args[i].dtype for i in self._typed)
-        ctx.set_materialize_grads(False)
-
-    def backward_arguments(
-        self, ctx: Any, gradients: Sequence[Tensor | None], needs: Sequence[bool], traced: bool
-    ) -> tuple[Any, ...]:
-        return self._arguments((*ctx.saved_tensors, *ctx.constants, needs, *gradients), traced)
-
-
-def gradient_like(
-    like: Tensor | None, needed: bool, anchor: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
-    """An empty gradient of `like` (its shape and order of strides), or one of shape [0] where
-    nobody wants it.
-    """
-    if needed and like is not None:
-        return torch.empty_like(like, dtype=dtype or like.dtype)
-    return anchor.new_empty(0)
-
-
-def _dense_rows(gradient: Tensor) -> Tensor:
-    """Kernels read rows: an expanded gradient (of a sum, say) is written out."""
-    if gradient.dim() == 0 or gradient.stride(-1) == 1:
-        return gradient
-    return gradient.contiguous()
-
-
-def differentiable(
-    forward: Op,
-    backward: Op,
-    backward_maths: Callable[..., tuple[Tensor | None, ...]],
-    passes_through: Mapping[str, str] = MappingProxyType({}),
-    equal_gradients: Mapping[tuple[str, str], Callable[..., bool]] = MappingProxyType({}),
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Joins two ops; returns `apply(*arguments, backend=None)`, the road that every public function
-    takes; of the results, those without a gradient may be missing.
-
-    backward_maths: the backward op's arguments -> its results (None where not needed) in
-    differentiable torch, for double backward. passes_through: forward arguments whose gradient is
-    that of a result. equal_gradients: (x, y) -> whether x has the gradient of y, asked with the
-    backward op's arguments; then only y's is computed and both inputs get it, as those of a sum do
-    in torch. Eager calls use a Function in ctx style, the cheapest; tracing and functorch need the
-    other style.
-    """
-    wiring = _Wiring(forward, backward, passes_through, equal_gradients)
-
-    class Backward(torch.autograd.Function):
-        """The backward op, itself differentiable."""
-
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(backend: str | None, *args: Any) -> tuple[Tensor, ...]:
-            return backward.call(*args, backend=backend)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            args = inputs[1:]
-            ctx.save_for_backward(*[args[i] for i in backward.tensors])
-            ctx.constants = [a for i, a in enumerate(args) if i not in backward.tensors]
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            tensors, constants = iter(ctx.saved_tensors), iter(ctx.constants)
-            args = [
-                next(tensors if i in backward.tensors else constants)
-                for i in range(len(backward.arguments))
-            ]
-            moving = [i for i in backward.tensors if ctx.needs_input_grad[1 + i]]
-            needs = args[backward.arguments.index("needs")]
-
-            def maths(*values: Tensor) -> tuple[Tensor, ...]:
-                moved = list(args)
-                for i, value in zip(moving, values, strict=True):
-                    moved[i] = value
-                results = backward_maths(*moved)
-                return tuple(r for r in results if r is not None)
-
-            wanted = tuple(g for g, needed in zip(gradients, needs, strict=True) if needed)
-            with torch._C._DisableAutocast():
-                vjp = torch.func.vjp(maths, *[args[i] for i in moving])[1]
-                moved_gradients = vjp(wanted)
-            second: list[Tensor | None] = [None] * (1 + len(args))
-            for i, gradient in zip(moving, moved_gradients, strict=True):
-                second[1 + i] = gradient
-            return tuple(second)
-
-    def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * wiring.positions
-        needed = ctx.needs_input_grad
-        traced = torch.compiler.is_compiling()
-        wants = wiring.needs(needed, traced)
-        rows = [None if gradient is None else _dense_rows(gradient) for gradient in gradients]
-        if True in wants and any(gradient is not None for gradient in rows):
-            needs = list(wants)  # what the op is asked for
-            args = wiring.backward_arguments(ctx, rows, needs, traced)
-            for x, y, when in wiring.equal:
-                if wants[x] and wants[y] and when(*args):
-                    needs[x] = False
-            if torch.is_grad_enabled():
-                results = Backward.apply(ctx.backend, *args)
-            elif (
-                not traced
-                and all(row is None or _has_storage(row) for row in rows)
-                and backward.is_plain(args)
-            ):
-                results = backward.run(args, ctx.backend)
-            else:
-                results = backward.call(*args, backend=ctx.backend)
-            for i, computed, result in zip(wiring.wanted, needs, results, strict=True):
-                if computed:
-                    found[i] = result
-            for x, y, _ in wiring.equal:
-                if wants[x] and not needs[x]:
-                    found[wiring.wanted[x]] = results[y]
-        for i, j in wiring.passed:
-            if needed[i]:
-                found[i] = gradients[j]
-        return tuple(found)
-
-    class Transformable(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(backend: str | None, *args: Any) -> tuple[Tensor, ...]:
-            return forward.call(*args, backend=backend)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.backend = inputs[0]
-            wiring.save(ctx, inputs[1:], output)
-            ctx.mark_non_differentiable(*output[wiring.with_gradient :])
-
-        backward = staticmethod(run_backward)
-
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, backend: str | None, *args: Any) -> tuple[Tensor, ...]:
-            results = forward.below_autograd(args, backend)
-            ctx.backend = backend
-            wiring.save(ctx, args, results)
-            ctx.mark_non_differentiable(*results[wiring.with_gradient :])
-            return results
-
-        backward = staticmethod(run_backward)
-
-    class Plain(torch.autograd.Function):
-        """For calls that `is_plain`: returns only the results that have a gradient."""
-
-        @staticmethod
-        def forward(ctx: Any, backend: str | None, *args: Any) -> tuple[Tensor, ...]:
-            results = forward.run(args, backend)
-            ctx.backend = backend
-            wiring.save(ctx, args, results)
-            return results[: wiring.with_gradient]
-
-        backward = staticmethod(run_backward)
-
-    # Function.apply looks for functorch's wrappers first: 1.5 us, and plain calls have none.
-    apply_plain = super(torch.autograd.Function, Plain).apply
-
-    def needs_graph(args: Sequence[Any], tensors: Sequence[int]) -> bool:
-        return torch.is_grad_enabled() and any(
-            args[i] is not None and args[i].requires_grad for i in tensors
-        )
-
-    def eager(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        # A Function refuses forward-mode derivatives, where a call without it would drop them.
-        if needs_graph(args, forward.tensors) or forward_ad._current_level >= 0:
-            return Eager.apply(backend, *args)
-        return forward.below_autograd(args, backend)
-
-    def eager_backward(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        if needs_graph(args, backward.tensors) or forward_ad._current_level >= 0:
-            return Backward.apply(backend, *args)
-        return backward.below_autograd(args, backend)
-
-    call, tensors = forward.call, forward.tensors
-
-    def apply(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():
-            return call(*args, backend=backend)  # traced as one op; its Autograd kernel is below
-        if not _are_ops_watched():
-            graph = False
-            for i in tensors:
-                x = args[i]
-                if x is not None:
-                    if type(x) not in _PLAIN_TENSORS:
-                        break
-                    if x.requires_grad:
-                        if _is_functorch_wrapped(x):
-                            break
-                        graph = True
-            else:
-                if forward.is_readable(args):
-                    if graph and torch.is_grad_enabled():
-                        return apply_plain(backend, *args)
-                    return forward.run(args, backend)
-        if torch._C._is_tracing():
-            return call(*args, backend=backend)
-        if torch._C._are_functorch_transforms_active():
-            return Transformable.apply(backend, *args)
-        return eager(*args, backend=backend)
-
-    # The raw torch.ops.fastattn.* are differentiable too.
-    LIBRARY.impl(forward.name, eager, "Autograd")
-    LIBRARY.impl(backward.name, eager_backward, "Autograd")
-    return apply

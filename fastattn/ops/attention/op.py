@@ -5,12 +5,14 @@ Saved for the backward: q, k, v, the restrictions, `out` and `lse` (fp32, natura
 data).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fastattn.ops._op import Backend, Op, differentiable, gradient_like
+from fastattn.ops._derivative import differentiable, gradient_like
+from fastattn.ops._op import OPS, PLAIN_TENSORS, Backend, Op
 from fastattn.ops.attention import jagged as jagged
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
@@ -113,6 +115,41 @@ attention = differentiable(
     ),
     reference.attention_bwd,
 )
+_FORWARD = OPS["attention_fwd"]
+_NATIVE = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+def attention_at_once(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, ...] | None:
+    """out and lse of a call without restrictions on CPU tensors, or None where it must take the
+    whole road. There checks in Python take longer than a small call's kernel: here the library's
+    stand in for them, and what it refuses is refused again by name.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    graph = False
+    for x in (q, k, v):
+        if type(x) not in PLAIN_TENSORS or not x.is_cpu:
+            return None
+        graph = graph or x.requires_grad
+    if q.dtype not in _NATIVE or (direct := _FORWARD.at_once()) is None:
+        return None
+    try:
+        if scale is None:
+            scale = q.size(3) ** -0.5
+        elif type(scale) is not float or not math.isfinite(scale):
+            return None
+        if causal and q.size(2) != k.size(2):
+            return None
+        args = (q, k, v, None, None, None, None, int(causal), -1, -1, scale, 0.0, None, 0)
+        if graph and torch.is_grad_enabled():
+            if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+                return None  # gradients go through the copies that are made of such tensors
+            return _FORWARD.with_graph(None, *args)
+        return direct(*args)
+    except (RuntimeError, IndexError, ZeroDivisionError):
+        return None
 
 
 def _varlen_fwd_outputs(

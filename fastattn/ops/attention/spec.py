@@ -266,6 +266,8 @@ SAMPLES = (
     _s("one_query_d40", "decoding at a head dim that fills no vector", H=4, K=2, M=1, N=70, D=40),
     _s("one_query_long", "decoding over several splits of the keys, the last of one key", H=4, K=2,
        M=1, N=2049, D=16, key_lengths=[2049, 1025]),
+    _s("one_query_odd", "decoding from an odd key on, for an odd number of heads that share keys",
+       H=6, K=2, M=1, N=135, D=72, E=41, causal="bottom_right", window=(129, 0)),
     _s("one_query_everything", "decoding where heads of a group differ, and keys dead to all",
        H=4, K=2, M=1, N=1100, D=8, E=72, mask="inf BHN", key_lengths=[1100, 150], dropout_p=0.3),
     _s("one_key", "every weight is 1", M=63, N=1, D=16),

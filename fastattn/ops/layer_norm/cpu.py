@@ -3,7 +3,8 @@
 The kernels read float parameters and rows with a contiguous last dimension. They convert parameters
 of other types into scratch memory; an input of another layout is copied here. Parameter gradients
 are summed in two stages: partitions of rows, which do not depend on the number of threads, then
-the partitions, whose sums lie in scratch memory too.
+the partitions, whose sums lie in scratch memory too. `..._direct`: the library makes results and
+scratch memory itself.
 """
 
 from collections.abc import Sequence
@@ -73,12 +74,11 @@ def _refusal(
         if tensor is not None and tensor.dtype not in _DTYPES:
             return f"has kernels for fp32, bf16 and fp16, got {tensor.dtype}"
     for parameter in parameters:
-        if parameter is None:
-            continue
-        if parameter.dtype not in _DTYPES:
-            return f"has kernels for fp32, bf16 and fp16, got {parameter.dtype}"
-        if not parameter.is_contiguous():
-            return f"needs contiguous parameters, got strides {parameter.stride()}"
+        if parameter is not None:
+            if parameter.dtype not in _DTYPES:
+                return f"has kernels for fp32, bf16 and fp16, got {parameter.dtype}"
+            if not parameter.is_contiguous():
+                return f"needs contiguous parameters, got strides {parameter.stride()}"
     return _native.unavailable("cpu")
 
 
@@ -108,6 +108,14 @@ def layer_norm_fwd(
     _library.layer_norm_fwd.default(
         x if x.is_contiguous() else _rows(x), weight, bias, eps, y, mean, rstd, scratch
     )
+
+
+def layer_norm_fwd_direct(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...] | None:
+    if x.is_contiguous() and _refusal((x,), (weight, bias)) is None:
+        return _library.layer_norm_fwd_direct.default._op(x, weight, bias, eps)
+    return None
 
 
 def layer_norm_bwd_unsupported(
@@ -161,6 +169,26 @@ def layer_norm_bwd(
         dbias,
         scratch,
     )
+
+
+def layer_norm_bwd_direct(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...] | None:
+    if (
+        dy.is_contiguous()
+        and x.is_contiguous()
+        and (bias is None or bias.dtype is (x if weight is None else weight).dtype)
+        and _refusal((dy, x), (weight, bias)) is None
+    ):
+        return _library.layer_norm_bwd_direct.default._op(dy, x, weight, mean, rstd, *needs)
+    return None
 
 
 # -- add_layer_norm -------------------------------------------------------------------------------
@@ -224,6 +252,28 @@ def add_layer_norm_fwd(
         rstd,
         scratch,
     )
+
+
+def add_layer_norm_fwd_direct(
+    x: Tensor,
+    residual: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...] | None:
+    if (
+        x.is_contiguous()
+        and residual.is_contiguous()
+        and _refusal((x, residual), (x_bias, weight, bias)) is None
+    ):
+        return _library.add_layer_norm_fwd_direct.default._op(
+            x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream
+        )
+    return None
 
 
 def add_layer_norm_bwd_unsupported(
@@ -308,6 +358,38 @@ def add_layer_norm_bwd(
     )
 
 
+def add_layer_norm_bwd_direct(
+    dy: Tensor | None,
+    dz: Tensor | None,
+    z: Tensor,
+    x_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    x_dtype: torch.dtype,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...] | None:
+    dtype = (z if weight is None else weight).dtype
+    if (
+        z.is_contiguous()
+        and (dy is None or dy.is_contiguous())
+        and (dz is None or dz.is_contiguous())
+        and x_dtype is z.dtype
+        and (bias is None or bias.dtype is dtype)
+        and (x_bias is None or x_bias.dtype is dtype)
+        and _refusal((dy, dz, z), (x_bias, weight, bias)) is None
+    ):
+        return _library.add_layer_norm_bwd_direct.default._op(
+            dy, dz, z, weight, mean, rstd, dropout_p, dropout_seed, dropout_stream, *needs
+        )
+    return None
+
+
 # -- rms_norm -------------------------------------------------------------------------------------
 def rms_norm_fwd_unsupported(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
     return _refusal((x,), (weight,))
@@ -328,6 +410,12 @@ def rms_norm_fwd(
     _library.rms_norm_fwd.default(
         x if x.is_contiguous() else _rows(x), weight, eps, y, rstd, scratch
     )
+
+
+def rms_norm_fwd_direct(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...] | None:
+    if x.is_contiguous() and _refusal((x,), (weight,)) is None:
+        return _library.rms_norm_fwd_direct.default._op(x, weight, eps)
+    return None
 
 
 def rms_norm_bwd_unsupported(
@@ -362,3 +450,11 @@ def rms_norm_bwd(
         dweight,
         scratch,
     )
+
+
+def rms_norm_bwd_direct(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
+) -> tuple[Tensor, ...] | None:
+    if dy.is_contiguous() and x.is_contiguous() and _refusal((dy, x), (weight,)) is None:
+        return _library.rms_norm_bwd_direct.default._op(dy, x, weight, rstd, *needs)
+    return None

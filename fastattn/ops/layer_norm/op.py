@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastattn.ops._op import Backend, Op, differentiable
+from fastattn.ops._derivative import differentiable
+from fastattn.ops._op import Backend, Op
 from fastattn.ops.layer_norm import reference
 
 _PACKAGE = "fastattn.ops.layer_norm"
@@ -22,11 +23,13 @@ def _normalised(like: Tensor) -> tuple[Tensor, Tensor]:
     microsecond slower than its sizes one by one.)
     """
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
-    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    rows = like.shape[:-1]
+    dtype, rows = like.dtype, like.shape[:-1]
+    wide = dtype is torch.float32 or dtype is torch.float64
     if not rows:
-        return y, torch.empty((), dtype=dtype, device=like.device)
-    return y, torch.empty(*rows, dtype=dtype, device=like.device)
+        return y, like.new_empty((), dtype=dtype if wide else torch.float32)
+    if wide:
+        return y, like.new_empty(*rows)
+    return y, torch.empty(*rows, dtype=torch.float32, device=like.device)
 
 
 def _contiguous(

@@ -116,6 +116,7 @@ def _common(op: str) -> list[Sample]:
         s("large_values", "squares overflow half precision", shape=(9, 130), amplitude=5e3),
         s("small_values", "eps outweighs the variance", shape=(9, 130), amplitude=1e-4),
         s("large_eps", "eps far above the variance", shape=(9, 63), eps=10.0),
+        s("zero_eps", "eps may be 0", shape=(9, 63), eps=0.0),
         s("constant_rows", "no deviation at all", shape=(9, 100), offset=3.0, constant=True),
         s("row_stride", "rows of a larger tensor", shape=(6, 10, 80), layout="rows"),
         s("repeated", "one row many times, stride 0", shape=(9, 65), layout="repeated"),
@@ -310,6 +311,15 @@ _COMMON_ERRORS = (
     ErrorSample(
         "weight", lambda: {"x": _x(3, 4), "weight": _x(3)}, ValueError, r"weight must be \[4\]"
     ),
+    *[
+        ErrorSample(
+            f"eps_{eps}",
+            partial(dict, x=_x(3, 4), eps=eps),
+            ValueError,
+            f"eps must be a finite number >= 0, got {eps}",
+        )
+        for eps in (-1e-5, math.nan, math.inf)
+    ],
     ErrorSample(
         "backend",
         lambda: {"x": _x(3, 4), "backend": "nonsense"},

@@ -1,0 +1,45 @@
+// e^x on vectors.
+#pragma once
+
+#include "common/simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// e^x with an absolute error of 1e-7 for x <= 0 and the same relative error for small x, which is
+// what a distribution function needs. The bounds, far beyond its flat parts, keep products of the
+// result from becoming denormal.
+inline Float exponential(Float x) {
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kBound = 80.0f;
+  // 2^f on [-0.5, 0.5] by least relative error (9e-8) with constant term 1.
+  constexpr float kC1 = 0.693147004f, kC2 = 0.240222424f, kC3 = 0.0555073358f, kC4 = 0.00967151299f,
+                  kC5 = 0.00132647261f;
+#if defined(__AVX512F__)
+  constexpr __mmask16 kAll = 0xFFFF;                 // GCC 12 warns about the forms without a mask
+  x = _mm512_maskz_max_ps(kAll, splat(-kBound), x);  // NaN in the second operand stays
+  x = _mm512_maskz_min_ps(kAll, splat(kBound), x);
+  const Float t = x * kLog2E;
+  const Float whole =
+      _mm512_maskz_roundscale_ps(kAll, t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  constexpr float kRound = 0x1.8p23f;  // a sum with it has no fraction
+  x = x < -kBound ? splat(-kBound) : x;
+  x = x > kBound ? splat(kBound) : x;
+  const Float t = x * kLog2E;
+  const Float whole = (t + kRound) - kRound;
+#endif
+  const Float f = t - whole;
+  Float p = fma(f, splat(kC5), splat(kC4));
+  p = fma(p, f, splat(kC3));
+  p = fma(p, f, splat(kC2));
+  p = fma(p, f, splat(kC1));
+  p = fma(p, f, splat(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(kAll, p, whole);
+#else
+  const Mask exponent = __builtin_convertvector(whole == whole ? whole : Float{}, Mask);
+  return p * bit_cast<Float>((exponent + 127) << 23);
+#endif
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,14 +1,20 @@
 """The CPU feed-forward network beyond the samples that tests/test_ops.py runs: every instruction
-set, sizes around the edges of blocks, layouts, and bits that do not depend on the threads.
+set, sizes around the edges of blocks, layouts, bits that do not depend on the threads, and the
+order of its steps under ThreadSanitizer.
 """
 
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import fastattn
+from fastattn import functional
 from fastattn.ops import _native
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.spec import make_inputs
@@ -21,6 +27,8 @@ pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LI
 ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
+ROOT = Path(__file__).resolve().parent.parent
+CXX = os.environ.get("CXX") or shutil.which("g++")
 
 
 @pytest.fixture
@@ -107,13 +115,36 @@ def test_threads_change_no_bit(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    """From three rows on; one or two are summed in another order."""
-    inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(150,), D=40, hidden=90)
+    """Where asked for. In 16 bits from three rows on; one or two are summed in another order."""
+    inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(150,), D=40, hidden=1090)
     x = inputs.pop("x")
-    together = fastattn.ffn(x, **inputs, backend="cpu")
-    for first, last in ((0, 3), (11, 24), (96, 150)):
-        alone = fastattn.ffn(x[first:last], **inputs, backend="cpu")
-        assert torch.equal(alone, together[first:last])
+    one_row = ((7, 8),) if dtype is torch.float32 else ()
+    with functional.batch_invariant():
+        together = fastattn.ffn(x, **inputs, backend="cpu")
+        for first, last in ((0, 3), (11, 24), (96, 150), *one_row):
+            alone = fastattn.ffn(x[first:last], **inputs, backend="cpu")
+            assert torch.equal(alone, together[first:last])
+
+
+# -- steps ----------------------------------------------------------------------------------------
+TSAN = (
+    CXX
+    and subprocess.run(
+        [CXX, "-print-file-name=libtsan.so"], capture_output=True, text=True
+    ).stdout.strip()
+)
+
+
+@pytest.mark.skipif(not TSAN or not Path(TSAN).is_file(), reason="the compiler has no libtsan")
+def test_steps_wait_for_what_they_need(tmp_path: Path) -> None:
+    assert CXX
+    program = str(tmp_path / "ffn_steps")
+    flags = "-std=c++17 -Wall -Wextra -Werror -O1 -g1 -fsanitize=thread -pthread".split()
+    source = str(ROOT / "tests" / "ffn_steps.cpp")
+    subprocess.run([CXX, *flags, f"-I{ROOT / 'csrc'}", source, "-o", program], check=True)
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    result = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "300 of 300 agreed\n", result.stdout + result.stderr[-5000:]
 
 
 # -- layouts --------------------------------------------------------------------------------------

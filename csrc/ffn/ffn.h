@@ -5,10 +5,11 @@
 // Everything is a matrix product and what becomes of its sums while they are in the cache (Finish):
 // the forward is two products, the backward four. A product packs its right operand into panels and
 // cuts the result into blocks of rows and panels. Each block is computed by one worker, every
-// sum in one order, so the bits depend neither on the number of threads nor on the block.
+// sum in one order, so the bits depend neither on the number of threads nor on the block. With few
+// rows an fp32 weight is read as it lies and sums have another order; batch-invariant products have
+// that one always.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -25,11 +26,12 @@ constexpr int kBlockPanels = 16;
 // The widest panel: two AVX-512 vectors.
 constexpr int kMaxPanel = 32;
 constexpr int kMaxLanes = 16;
-// The padding keeps a block's rows from falling into one set of the first cache.
+// The padding keeps a block's rows, or its depth, from falling into few sets of the first cache: an
+// odd number of lines.
 constexpr int kOperandPitch = kBlockDepth + 16;
-// What a worker needs: its block of the left operand, where strips of 12 rows are padded to 16
-// lanes and those of 6 to 8, and of the sums.
-constexpr int64_t kOperandFloats = kBlockRows * kBlockDepth / 3 * 4;
+constexpr int kAcrossPitch = kBlockRows + 16;
+// What a worker needs: its block of the left operand, and of the sums.
+constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
 constexpr int64_t kWorkerFloats =
     kOperandFloats + kBlockRows * kBlockPanels * kMaxPanel + kBlockDepth * kMaxPanel;
@@ -64,9 +66,9 @@ struct Finish {
   Dropout dropout;
   const void* bias = nullptr;  // [columns], may be null
 
-  // kStore: out = dropout(sum + bias) + residual
+  // kStore: out = dropout(sum + bias) + residual; the sums alone where columns are not contiguous
   DType out_type = DType::kFloat32;
-  Matrix out;                      // contiguous columns
+  Matrix out;
   const void* residual = nullptr;  // of out's type, contiguous rows; may be null
 
   // kActivate: hidden = sum + bias, activated = dropout(act(hidden)); relu leaves the latter in
@@ -90,10 +92,15 @@ struct Product {
   int64_t gate = 0;
   // b's panels; null where workers pack for themselves: a single block of rows reads a panel once.
   float* packed = nullptr;
+  // Both operands are contiguous along the depth and read as they lie.
+  bool unpacked = false;
   Finish finish;
 
   int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }
-  bool shares_panels() const { return row_blocks() > 1; }
+  bool can_be_unpacked() const {
+    return type == DType::kFloat32 && a.column_stride == 1 && b.row_stride == 1;
+  }
+  bool shares_panels() const { return row_blocks() > 1 && !unpacked; }
   // Floats that `packed` holds, for any instruction set.
   static int64_t packed_floats(int64_t rows, int64_t depth, int64_t columns, bool gated = false) {
     const int64_t pitch = gated ? 2 * ceil_div(columns / 2, kMaxLanes) * kMaxLanes
@@ -115,7 +122,8 @@ struct Output {
 };
 
 struct Kernels {
-  int panel;  // columns
+  int panel;          // columns
+  int unpacked_rows;  // of the left operand, up to which packing the right one does not pay
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* worker);
@@ -144,20 +152,5 @@ inline const Kernels& kernels() {
 #endif
   return kPortable;
 }
-
-// Tasks that workers draw one by one.
-class Queue {
- public:
-  explicit Queue(int64_t tasks) : tasks_(tasks) {}
-
-  bool draw(int64_t* task) {
-    *task = next_.fetch_add(1, std::memory_order_relaxed);
-    return *task < tasks_;
-  }
-
- private:
-  std::atomic<int64_t> next_{0};
-  int64_t tasks_;
-};
 
 }  // namespace fastattn::ffn

@@ -4,11 +4,12 @@
 
 #include "common/dropout.h"
 #include "ffn/activation_cpu.h"
+#include "ffn/dot_cpu.h"
 #include "ffn/gemm_cpu.h"
 
 namespace fastattn::FASTATTN_ISA::ffn_kernels {
 
-// -- pieces --------------------------------------------------------------------------------------
+// -- pieces ---------------------------------------------------------------------------------------
 // The dropout of a block's columns in one row.
 class RowDropout {
  public:
@@ -88,7 +89,7 @@ struct Block {
   const float* sums;
 };
 
-// -- finishing a block ---------------------------------------------------------------------------
+// -- finishing a block ----------------------------------------------------------------------------
 template <class T, class O>
 void store_block(const Product& p, const Block& block) {
   const Finish& finish = p.finish;
@@ -120,6 +121,35 @@ void store_block(const Product& p, const Block& block) {
       }
       lanes.store(out + c, v);
     });
+  }
+}
+
+// The sums alone, into a result whose rows are contiguous in the other direction.
+template <class O>
+void store_transposed_block(const Product& p, const Block& block) {
+  const Matrix& out = p.finish.out;
+  const int64_t first = block.first_panel * kPanel;
+  const int64_t last =
+      block.last_panel * kPanel < p.b.columns ? block.last_panel * kPanel : p.b.columns;
+  float tile[kLanes * kLanes];
+  for (int64_t c = first; c < last; c += kLanes) {
+    const int columns = clamped(last - c, kLanes);
+    for (int r = 0; r < block.rows; r += kLanes) {
+      const int rows = clamped(block.rows - r, kLanes);
+      Float v[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        v[i] = i < rows ? load(block.sums + (r + i) * kSumPitch + c - first) : Float{};
+      }
+      store_transposed(v, tile, kLanes);
+      O* at = static_cast<O*>(out.data) + c * out.column_stride + block.first_row + r;
+      for (int i = 0; i < columns; ++i, at += out.column_stride) {
+        if (rows == kLanes) {
+          store(at, load(tile + i * kLanes));
+        } else {
+          store(at, load(tile + i * kLanes), rows);
+        }
+      }
+    }
   }
 }
 
@@ -242,7 +272,11 @@ template <class T>
 void finish_block(const Product& p, const Block& block) {
   const Finish& finish = p.finish;
   if (finish.kind == Finish::kStore) {
-    return with_type(finish.out_type, [&](auto out) { store_block<T, decltype(out)>(p, block); });
+    return with_type(finish.out_type, [&](auto out) {
+      const auto run = finish.out.column_stride == 1 ? store_block<T, decltype(out)>
+                                                     : store_transposed_block<decltype(out)>;
+      run(p, block);
+    });
   }
   with_activation(finish.activation, [&](auto kind) {
     constexpr Activation kActivation = decltype(kind)::value;
@@ -284,7 +318,7 @@ void drop_output_block(const Output& o, int64_t first_row, int rows) {
   }
 }
 
-// -- entries: from run-time to compile-time types ------------------------------------------------
+// -- entries: from run-time to compile-time types -------------------------------------------------
 inline void pack(const Product& p, int64_t first_panel, int64_t last_panel) {
   with_type(p.type, [&](auto x) { pack_panels<decltype(x)>(p, first_panel, last_panel); });
 }
@@ -295,7 +329,11 @@ inline void multiply(const Product& p, int64_t row_block, int64_t first_panel, i
   const int rows = clamped(p.a.rows - first_row, kBlockRows);
   with_type(p.type, [&](auto x) {
     using T = decltype(x);
-    multiply_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+    if (p.unpacked) {
+      dot_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+    } else {
+      multiply_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+    }
     finish_block<T>(p, {first_row, rows, first_panel, last_panel, worker + kSumsAt});
   });
 }
@@ -323,6 +361,6 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-constexpr Kernels kKernels = {kPanel, pack, multiply, drop_output, reduce};
+constexpr Kernels kKernels = {kPanel, kUnpackedRows, pack, multiply, drop_output, reduce};
 
 }  // namespace fastattn::FASTATTN_ISA::ffn_kernels

@@ -4,7 +4,7 @@
 // Operands consist of 32-bit units: a float (Floats; other types are converted), or two bf16 of
 // neighbouring depth (Pairs, where there is an instruction for their products). A panel of the
 // right operand is [depth][kPanel]; the left operand's block keeps the order that it has in memory:
-// rows [row][kOperandPitch] where its depth is contiguous, otherwise strips [depth][kStrip].
+// rows [row][kOperandPitch] where its depth is contiguous, otherwise [depth][kAcrossPitch].
 #pragma once
 
 #include "common/simd.h"
@@ -23,8 +23,6 @@ constexpr int kRows = 12;
 constexpr int kRows = 6;
 #endif
 static_assert(kBlockRows % kRows == 0);
-constexpr int kStrip = (kRows + kLanes - 1) / kLanes * kLanes;
-static_assert(kBlockRows / kRows * kStrip * kBlockDepth <= kOperandFloats);
 static_assert(kBlockDepth % kMaxLanes == 0);
 constexpr int kSumPitch = kBlockPanels * kPanel;
 constexpr int kUnitsOfLine = 16;  // of a cache of 64-byte lines
@@ -42,7 +40,7 @@ inline auto with_type(DType type, const Visit& visit) {
   return visit(float{});
 }
 
-// -- units ---------------------------------------------------------------------------------------
+// -- units ----------------------------------------------------------------------------------------
 struct Floats {
   using Unit = float;
   static constexpr int kDepth = 1;  // numbers in a unit
@@ -99,7 +97,7 @@ inline int clamped(int64_t n, int most) {
   return n < 0 ? 0 : n > most ? most : static_cast<int>(n);
 }
 
-// -- micro-kernel --------------------------------------------------------------------------------
+// -- micro-kernel ---------------------------------------------------------------------------------
 // sums[row][kSumPitch] (+)= a panel of each operand. The left one's units of a row are kStep apart,
 // its rows kPitch.
 template <class C, int kR, int kPitch, int kStep>
@@ -137,7 +135,7 @@ MicroKernel<C> micro_kernel_of(int rows, std::integer_sequence<int, kR...>) {
   return table[rows - 1];
 }
 
-// -- packing -------------------------------------------------------------------------------------
+// -- packing --------------------------------------------------------------------------------------
 inline void store_units(float* p, Float v) {
   store(p, v);
 }
@@ -281,20 +279,17 @@ void pack_left(const Matrix& a, int64_t first_row, int rows, int64_t first_unit,
     }
     return;
   }
-  const int step = strip_rows(rows);
-  for (int r = 0; r < rows; r += step, result += kBlockDepth * kStrip) {
-    for (int u = 0; u < units; ++u) {
-      const int64_t at = u * C::kDepth;
-      for (int i = 0; i < kStrip; i += kLanes) {
-        store_units(result + u * kStrip + i,
-                    C::across(source + at * a.column_stride + r + i, clamped(rows - r - i, kLanes),
-                              a.column_stride, numbers - at));
-      }
+  for (int u = 0; u < units; ++u) {
+    const int64_t at = u * C::kDepth;
+    for (int r = 0; r < rows; r += kLanes) {
+      store_units(
+          result + u * kAcrossPitch + r,
+          C::across(source + at * a.column_stride + r, rows - r, a.column_stride, numbers - at));
     }
   }
 }
 
-// -- few rows ------------------------------------------------------------------------------------
+// -- few rows -------------------------------------------------------------------------------------
 // With so many rows packing a weight costs more than it saves; its rows are read as they lie.
 constexpr int kDotRows = 2;
 
@@ -333,7 +328,7 @@ void dot_panel(const Product& p, int64_t panel, int64_t first_unit, int units,
   }
 }
 
-// -- a block -------------------------------------------------------------------------------------
+// -- a block --------------------------------------------------------------------------------------
 // Of a worker's memory.
 constexpr int64_t kSumsAt = kOperandFloats, kPanelAt = kSumsAt + kBlockRows * kSumPitch;
 
@@ -384,9 +379,8 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
       for (int r = 0; r < rows; r += step) {
         const int height = step < rows - r ? step : rows - r;
         const auto kernel = by_rows ? micro_kernel_of<C, kOperandPitch, 1>(height, kAnyRows)
-                                    : micro_kernel_of<C, 1, kStrip>(height, kAnyRows);
-        const Unit* strip =
-            by_rows ? left + r * kOperandPitch : left + r / step * kBlockDepth * kStrip;
+                                    : micro_kernel_of<C, 1, kAcrossPitch>(height, kAnyRows);
+        const Unit* strip = left + r * (by_rows ? kOperandPitch : 1);
         kernel(strip, right, depth, panel_sums + r * kSumPitch, first_unit > 0);
       }
     }

@@ -56,14 +56,17 @@ def _rows_in(x: Tensor) -> int:
 # The last argument, torch's number of threads, is a key only: C++ asks for it.
 @functools.lru_cache(maxsize=256)
 def _fwd_floats(
-    rows: int, D: int, wide: int, F: int, out: int, size: int, relu: bool, threads: int
+    rows: int, D: int, wide: int, F: int, out: int, size: int, activation: int, threads: int
 ) -> int:
-    return _library.ffn_fwd_scratch(rows, D, wide, F, out, size, relu)
+    return _library.ffn_fwd_scratch(rows, D, wide, F, out, size, activation)
 
 
 @functools.lru_cache(maxsize=256)
-def _bwd_floats(rows: int, D: int, wide: int, F: int, out: int, size: int, threads: int) -> int:
-    return _library.ffn_bwd_scratch(rows, D, wide, F, out, size)
+def _bwd_floats(
+    rows: int, D: int, wide: int, F: int, out: int, size: int, activation: int, drops: bool,
+    threads: int,
+) -> int:  # fmt: skip
+    return _library.ffn_bwd_scratch(rows, D, wide, F, out, size, activation, drops)
 
 
 def _refusal(*tensors: Tensor | None) -> str | None:
@@ -106,7 +109,7 @@ def ffn_fwd_workspace(
     wide, D = w1.shape
     out, F = w2.shape
     floats = _fwd_floats(
-        _rows_in(x), D, wide, F, out, x.element_size(), activation == "relu",
+        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[activation],
         torch.get_num_threads(),
     )  # fmt: skip
     return [((floats,), torch.float32, False)]
@@ -182,7 +185,10 @@ def ffn_bwd_workspace(
 ) -> _Workspace:
     wide, D = w1.shape
     out, F = w2.shape
-    floats = _bwd_floats(_rows_in(x), D, wide, F, out, x.element_size(), torch.get_num_threads())
+    floats = _bwd_floats(
+        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[activation],
+        output_dropout_p > 0 or dy.dtype != x.dtype, torch.get_num_threads(),
+    )  # fmt: skip
     return [((floats,), torch.float32, False)]
 
 

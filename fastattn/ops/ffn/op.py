@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fastattn.ops._op import Backend, Op, differentiable, gradient_like
+from fastattn.ops._derivative import differentiable, gradient_like
+from fastattn.ops._op import Backend, Op
 from fastattn.ops.ffn import reference
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)

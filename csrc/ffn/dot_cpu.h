@@ -1,0 +1,181 @@
+// Products of operands that are both contiguous along the depth, such as y = x w^T with a weight of
+// nn.Linear: read as they lie, nothing is packed. Vectors run along the depth; a tile's sums, one
+// vector each, are added across their lanes together. A sum's order follows the depth alone, so a
+// row has the same bits among one row and among thousands.
+#pragma once
+
+#include "ffn/gemm_cpu.h"
+
+namespace fastattn::FASTATTN_ISA::ffn_kernels {
+
+// Up to so many rows packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
+// one Zen 5 thread: 4 rows 1.6 times the speed, 16 rows 1.15, 48 rows 1. With AVX2 tiles are too
+// small for more.)
+#if defined(__AVX512F__)
+constexpr int kUnpackedRows = 32;
+#else
+constexpr int kUnpackedRows = 8;
+#endif
+// A tile has kLanes sums: 4 x 4, 2 x 4 or 2 x 2, and fewer rows times more columns.
+constexpr int kTileRows = kLanes == 4 ? 2 : kLanes / 4;
+// Bytes of the depth that are summed at once: half a panel of the weight and a tile's rows stay in
+// the first cache. Half of them cost 5 % more for adding across lanes.
+constexpr int kPieceBytes = 2048;
+template <class T>
+constexpr int64_t kPiece = kPieceBytes / sizeof(T);
+// Rows of a weight that are a multiple of 4 KiB apart fall into one set of the first cache: from so
+// many rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 157 GFLOP/s become
+// 180).
+constexpr int kAliasBytes = 4096, kCopyRows = 24;
+template <class T>
+constexpr int64_t kCopyPitch = (kPieceBytes + 64) / sizeof(T);
+static_assert(kLanes * (kPieceBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
+
+// Lane i: the sum of v[i]'s lanes.
+inline Float sum_each(const Float (&v)[kLanes]) {
+#if defined(__AVX512F__)
+  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
+  constexpr __mmask8 kAllPairs = 0xFF;
+  Float t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const Float a = v[2 * i], b = v[2 * i + 1];
+    t[i] =
+        Float(_mm512_maskz_unpacklo_ps(kAll, a, b)) + Float(_mm512_maskz_unpackhi_ps(kAll, a, b));
+  }
+  Float u[4];  // in each quarter sums of the four vectors 4 i .. 4 i + 3
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = bit_cast<__m512d>(t[2 * i]), b = bit_cast<__m512d>(t[2 * i + 1]);
+    u[i] = bit_cast<Float>(_mm512_maskz_unpacklo_pd(kAllPairs, a, b)) +
+           bit_cast<Float>(_mm512_maskz_unpackhi_pd(kAllPairs, a, b));
+  }
+  const auto add_quarters = [](Float a, Float b) {
+    return Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88)) +
+           Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
+  };
+  return add_quarters(add_quarters(u[0], u[1]), add_quarters(u[2], u[3]));
+#elif defined(__AVX2__)
+  const Float low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Float high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return Float(_mm256_permute2f128_ps(low, high, 0x20)) +
+         Float(_mm256_permute2f128_ps(low, high, 0x31));
+#else
+  return Float{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+#endif
+}
+
+// sums [kR][kSumPitch] (+)= kR rows of x times kLanes / kR rows of w, of which `columns` exist,
+// `numbers` deep. ahead: a row of w that will be wanted soon.
+template <class T, int kR, bool kWhole>
+inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const T* w,
+                                                    int64_t w_stride, int columns, int64_t numbers,
+                                                    const T* ahead, float* sums, bool add) {
+  using C = UnitsOf<T>;
+  constexpr int kColumns = kLanes / kR, kStep = kLanes * C::kDepth;
+  Float c[kLanes] = {};
+  const auto step = [&](int64_t d, int count) {
+    decltype(C::along(x, 0)) a[kR];
+#pragma GCC unroll 4
+    for (int i = 0; i < kR; ++i) {
+      a[i] = C::along(x + i * x_stride + d, count);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < kColumns; ++j) {
+      const int64_t row = kWhole || j < columns ? j : columns - 1;
+      const auto b = C::along(w + row * w_stride + d, count);
+#pragma GCC unroll 4
+      for (int i = 0; i < kR; ++i) {
+        c[i * kColumns + j] = C::products(a[i], b, c[i * kColumns + j]);
+      }
+    }
+  };
+  int64_t d = 0;
+  for (; d + kStep <= numbers; d += kStep) {
+    if (kR == kTileRows) {
+      __builtin_prefetch(ahead + d, 0, 2);
+    }
+    step(d, kStep);
+  }
+  if (d < numbers) {
+    step(d, static_cast<int>(numbers - d));
+  }
+  float total[kLanes];
+  store(total, sum_each(c));
+#pragma GCC unroll 4
+  for (int i = 0; i < kR; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kColumns; ++j) {
+      float& sum = sums[i * kSumPitch + j];
+      sum = add ? sum + total[i * kColumns + j] : total[i * kColumns + j];
+    }
+  }
+}
+
+// kR rows times the columns of half a panel, and how far ahead the rows of w are that come next.
+template <class T, int kR>
+void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int columns,
+              int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
+  constexpr int kColumns = kLanes / kR;
+  for (int j = 0; j < columns;
+       j += kColumns, w += kColumns * w_stride, ahead += kColumns * ahead_stride) {
+    if (columns - j >= kColumns) {
+      dot_tile<T, kR, true>(x, x_stride, w, w_stride, kColumns, numbers, ahead, sums + j, add);
+    } else {
+      dot_tile<T, kR, false>(x, x_stride, w, w_stride, columns - j, numbers, ahead, sums + j, add);
+    }
+  }
+}
+
+// As multiply_block, for a product that is `unpacked`.
+template <class T>
+void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
+               int64_t last_panel, float* worker) {
+  const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
+  const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
+  const T* w = static_cast<const T*>(p.b.data);
+  const bool copies = rows >= kCopyRows && w_stride * sizeof(T) % kAliasBytes == 0;
+  const auto half_at = [&](int64_t h) { return half_of(p, first_panel + h / 2, h % 2); };
+  T* copy = reinterpret_cast<T*>(worker);
+  int64_t d = 0;
+  do {
+    const int64_t numbers = depth - d < kPiece<T> ? depth - d : kPiece<T>;
+    for (int64_t h = 0; h < 2 * (last_panel - first_panel); ++h) {
+      const Half half = half_at(h);
+      const T* columns = w + half.first * w_stride + d;
+      int64_t stride = w_stride;
+      if (copies) {
+        for (int i = 0; i < half.count; ++i) {
+          memcpy(copy + i * kCopyPitch<T>, columns + i * stride, sizeof(T) * numbers);
+        }
+        columns = copy;
+        stride = kCopyPitch<T>;
+      }
+      // Tiles of the first rows fetch the next half panel into the second cache, a row each.
+      const bool last = h + 1 == 2 * (last_panel - first_panel);
+      const int64_t next = last ? half.first : half_at(h + 1).first;
+      const T* ahead = w + next * w_stride + d;
+      float* sum = worker + kSumsAt + h * kLanes;
+      const auto run = [&](auto height, int r) {
+        const T* row = ahead + r / kTileRows % (kLanes / kTileRows) * w_stride;
+        dot_rows<T, decltype(height)::value>(x + r * x_stride + d, x_stride, columns, stride,
+                                             half.count, numbers, row, w_stride,
+                                             sum + r * kSumPitch, d > 0);
+      };
+      int r = 0;
+      for (; r + kTileRows <= rows; r += kTileRows) {
+        run(std::integral_constant<int, kTileRows>{}, r);
+      }
+      if (kTileRows > 2 && r + 2 <= rows) {
+        run(std::integral_constant<int, 2>{}, r);
+        r += 2;
+      }
+      if (r < rows) {
+        run(std::integral_constant<int, 1>{}, r);
+      }
+    }
+    d += numbers;
+  } while (d < depth);
+}
+
+}  // namespace fastattn::FASTATTN_ISA::ffn_kernels

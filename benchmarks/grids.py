@@ -12,6 +12,7 @@ _METRICS = {
     "attention": "tflops",
     "attention_varlen": "tflops",
     "ffn": "tflops",
+    "linear": "tflops",
     "transformer": "tokens_per_s",
     "generation": "tokens_per_s",
 }

@@ -300,6 +300,8 @@ def _result_like(spec: OpSpec, inputs: Inputs) -> Tensor:
     if spec.name == "ffn":
         x, w2 = inputs["x"], inputs["w2"]
         return x.new_empty(*x.shape[:-1], w2.shape[0])
+    if spec.name == "linear":
+        return inputs["x"].new_empty(*inputs["x"].shape[:-1], inputs["weight"].shape[0])
     return torch.empty_like(inputs["residual"] if "residual" in inputs else inputs["x"])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from benchmarks.conftest import Case
 
-OPS = ("ffn",)
+OPS = ("ffn", "linear")
 
 
 def test_ffn(case: Case, measure: Callable[[Case], None]) -> None:

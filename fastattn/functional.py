@@ -10,6 +10,7 @@ import math
 from typing import Any, Literal, TypedDict, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -17,13 +18,18 @@ from fastattn.ops._dropout import SECOND_STREAM
 from fastattn.ops._op import Explanation, explaining, recording_choices
 from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask, classify_mask, jagged
 from fastattn.ops.attention.op import attention as _attention
+from fastattn.ops.attention.op import attention_at_once as _attention_at_once
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
+from fastattn.ops.best_tokens.op import best_tokens as _best_tokens
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
+from fastattn.ops.linear.op import batch_invariant as batch_invariant
+from fastattn.ops.linear.op import linear as _linear
+from fastattn.ops.linear.op import suits as _linear_suits
 
 __all__ = [
     "PreparedMask",
@@ -34,6 +40,7 @@ __all__ = [
     "explain",
     "ffn",
     "layer_norm",
+    "linear",
     "new_dropout_seed",
     "prepare_mask",
     "rms_norm",
@@ -137,6 +144,21 @@ def attention(
     Returns:
         out [B, H, M, E] in q's dtype and storage order, or (out, lse).
     """
+    if (
+        mask is None
+        and key_lengths is None
+        and query_lengths is None
+        and window is None
+        and dropout_seed is None
+        and backend is None
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and type(dropout_stream) is int
+        and dropout_stream == 0
+        and (causal is False or causal is True)
+        and (made := _attention_at_once(q, k, v, causal, scale)) is not None
+    ):
+        return (made[0], made[1]) if return_lse else made[0]
     _check_backend(backend)
     if isinstance(q, Tensor) and q.is_nested:
         for name, given in (
@@ -160,9 +182,10 @@ def attention(
             backend=backend,
         )
     q, k, v = _autocast(q, k, v)
-    _check_attention_inputs(q, k, v)
-    (B, H, M, D), N = q.shape, k.shape[2]
-    mask, mask_tiles = _check_mask(mask, B, H, M, N, q.device)
+    B, H, M, D, N = _check_attention_inputs(q, k, v)
+    mask_tiles = None
+    if mask is not None:
+        mask, mask_tiles = _check_mask(mask, B, H, M, N, q.device)
     if key_lengths is not None:
         _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
     if query_lengths is not None:
@@ -170,9 +193,9 @@ def attention(
     window_left, window_right = _check_window(window)
     seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
-        _contiguous_rows(q),
-        _contiguous_rows(k),
-        _contiguous_rows(v),
+        q if q.stride(-1) == 1 else _contiguous_rows(q),
+        k if k.stride(-1) == 1 else _contiguous_rows(k),
+        v if v.stride(-1) == 1 else _contiguous_rows(v),
         mask,
         mask_tiles,
         key_lengths,
@@ -366,8 +389,8 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
-    x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. Statistics in fp32 by two passes.
-    Result in x's dtype.
+    x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. eps: finite, >= 0. Statistics in fp32
+    by two passes. Result in x's dtype.
     """
     if backend is not None:
         _check_backend(backend)
@@ -376,7 +399,7 @@ def layer_norm(
         _check_parameter("weight", weight, x)
     if bias is not None:
         _check_parameter("bias", bias, x)
-    return _layer_norm(x, weight, bias, _number("eps", eps), backend=backend)[0]
+    return _layer_norm(x, weight, bias, _check_eps(eps), backend=backend)[0]
 
 
 @overload
@@ -432,6 +455,7 @@ def add_layer_norm(
     Args:
         x: [..., N], the branch. residual: the same shape, of any floating dtype; y and z take it.
         weight, bias: [N] or None. x_bias: [N] or None, the bias of the projection that made x.
+        eps: finite, >= 0.
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
         return_sum: return (y, z); pre-norm blocks carry z on.
     """
@@ -451,7 +475,7 @@ def add_layer_norm(
         x_bias,
         weight,
         bias,
-        _number("eps", eps),
+        _check_eps(eps),
         float(dropout_p),
         seed,
         dropout_stream,
@@ -469,16 +493,15 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: default finfo.eps of fp32 (of fp64
-    for fp64), as torch.
+    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: finite, >= 0; default finfo.eps of
+    fp32 (of fp64 for fp64), as torch.
     """
     _check_backend(backend)
     _check_rows("x", x)
     _check_parameter("weight", weight, x)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    eps = _number("eps", eps)
-    return _rms_norm(x, weight, eps, backend=backend)[0]
+    return _rms_norm(x, weight, _check_eps(eps), backend=backend)[0]
 
 
 def ffn(
@@ -538,6 +561,57 @@ def ffn(
     )[0]
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """x weightᵀ + bias, `torch.nn.functional.linear`.
+
+    x: [..., D]; weight: [E, D]; bias: [E] or None; all of one dtype.
+    """
+    _check_backend(backend)
+    x, weight, bias = _autocast(x, weight, bias)
+    _check_rows("x", x)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        _check_float(name, tensor)
+        _check_device(name, tensor, x.device)
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {_shape(weight)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {_shape(bias)}")
+    return _linear(x, weight, bias, backend=backend)[0]
+
+
+def quickest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` where a plain eager call is faster through it, else torch's own, which compilers,
+    transforms, autocast, counters and tensor subclasses know.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and x.dtype is weight.dtype is torch.float32
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._is_tracing()  # where sizes are tensors
+        and _linear_suits(x, weight, bias)
+    ):
+        return _linear(x, weight, bias)[0]
+    return F.linear(x, weight, bias)
+
+
+def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a search wants to know of logits [..., V], without gradients.
+
+    Returns:
+        The logarithm of the sum of their exponentials [...], and the `count` largest logits of
+        tokens from `first` on, largest first, with their tokens, each [..., count].
+    """
+    rows, leading = logits.reshape(-1, logits.shape[-1]), logits.shape[:-1]
+    log_z, best, tokens = _best_tokens(rows, first, count)
+    return log_z.view(leading), best.view(*leading, count), tokens.view(*leading, count)
+
+
 def prepare_mask(mask: Tensor) -> PreparedMask:
     """Looks at a dense mask once, for the `mask` of many `attention` calls.
 
@@ -572,7 +646,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     return explanations[0]
 
 
-_FUNCTIONS = (attention, attention_varlen, layer_norm, add_layer_norm, rms_norm, ffn)
+_FUNCTIONS = (attention, attention_varlen, layer_norm, add_layer_norm, rms_norm, ffn, linear)
 
 
 # -- validation ------------------------------------------------------------------------------------
@@ -582,6 +656,8 @@ def _shape(x: Tensor) -> list[int]:
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
     if not isinstance(tensors[0], Tensor):
         return tensors  # refused by the checks
     device = tensors[0].device.type
@@ -616,7 +692,8 @@ def _check_device(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} must be on {device} like the first input, got {x.device}")
 
 
-def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """The sizes B, H, M, D, N."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
             _check_float(name, x)
@@ -625,20 +702,19 @@ def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} must have 4 dimensions {layout}, got {_shape(x)}")
         if x.is_nested:
             raise TypeError(f"{name} must be a dense tensor here, got a nested one")
-        if x is q:
-            continue
-        if x.device != q.device:
+    if not (k.device == q.device == v.device and k.dtype is q.dtype is v.dtype):
+        for name, x in (("k", k), ("v", v)):
             _check_device(name, x, q.device)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    B, H, _, D = q.shape
-    key_B, K, N, key_D = k.shape
+            if x.dtype != q.dtype:
+                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
     if key_B != B:
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
     _check_heads(H, K, D, key_D)
     value_B, value_K, value_N, _ = v.shape
     if value_B != B or value_K != K or value_N != N:
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {_shape(v)}")
+    return B, H, M, D, N
 
 
 def _check_varlen_inputs(
@@ -762,6 +838,13 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def _check_eps(eps: Any) -> float:
+    eps = _number("eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number >= 0, got {eps}")
+    return eps
+
+
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -821,6 +904,9 @@ def _check_dropout(
     p: float, seed: Tensor | None, stream: int, device: torch.device, second_p: float = 0.0
 ) -> Tensor | None:
     """The seed to use, None where nothing is dropped."""
+    if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
+        if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than all checks
+            return None
     p = _check_probability("dropout_p", p)
     stream = _integer("dropout_stream", stream)
     if not 0 <= stream < SECOND_STREAM:

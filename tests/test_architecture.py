@@ -124,12 +124,18 @@ _LAYERS = (
     ("fastattn.ops._env", ()),
     ("fastattn.ops._dropout", ()),
     ("fastattn.ops._native", ("fastattn.ops._env",)),
+    # What the Triton backends of all ops share.
+    ("fastattn.ops._cuda_driver", ()),
+    ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
+    ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
     ("fastattn.ops._op", ("fastattn.ops._env",)),
+    ("fastattn.ops._derivative", ("fastattn.ops._op",)),
     # The reference is also the derivative of the backward op; other backends are found by name.
     (
         "fastattn.ops.<op>.op",
         (
             "fastattn.ops._op",
+            "fastattn.ops._derivative",
             "fastattn.ops.<op>.reference",
             "fastattn.ops.<op>.prepared",
             "fastattn.ops.<op>.jagged",
@@ -138,7 +144,14 @@ _LAYERS = (
     ("fastattn.ops.<op>.spec", ("fastattn",)),
     (
         "fastattn.ops.<op>",
-        ("fastattn.ops._env", "fastattn.ops._dropout", "fastattn.ops._native", "fastattn.ops.<op>"),
+        (
+            "fastattn.ops._env",
+            "fastattn.ops._dropout",
+            "fastattn.ops._native",
+            "fastattn.ops._triton_launch",
+            "fastattn.ops._triton_dropout",
+            "fastattn.ops.<op>",
+        ),
     ),
     ("fastattn.ops", ("fastattn.ops._op",)),
     ("fastattn.functional", ("fastattn.ops._op", "fastattn.ops._dropout", "fastattn.ops.*.op")),
@@ -161,7 +174,7 @@ def _matches(name: str, prefix: str) -> bool:
 
 
 def arrows_point_down(package: Path) -> list[str]:
-    """The layers: cli > seq2seq > nn > functional > op.py > _op.py > _env.py."""
+    """The layers: cli > seq2seq > nn > functional > op.py > _derivative.py > _op.py > _env.py."""
     found = []
     for name, imported in _edges(package):
         if not imported.startswith("fastattn"):
@@ -305,6 +318,7 @@ _BREAKS = (
     (arrows_point_down, "nn/norm.py", "import fastattn"),
     (arrows_point_down, "ops/ffn/op.py", "def f():\n    from fastattn.ops.ffn import triton"),
     (arrows_point_down, "ops/_env.py", "from . import _op"),
+    (arrows_point_down, "ops/_triton_launch.py", "from fastattn.ops import _op"),
     (arrows_point_down, "__init__.py", "from fastattn import nn"),
     (arrows_point_down, "elsewhere.py", "from fastattn import nn"),
     (specs_in_the_library, "nn/norm.py", "from fastattn.ops.ffn.spec import SPECS"),

@@ -441,13 +441,15 @@ def test_pytest_benchmark_carries_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_quick_runs_show_every_op(device_type: str) -> None:
     quick = cases.groups(device_type, quick=True)
-    assert {g.op for g in quick} == set(cases.ops())
     everything = cases.groups(device_type)
-    assert len(quick) <= 16 and len(quick) < len(everything)
+    # A linear layer on a GPU is torch's own.
+    expected = set(cases.ops()) - ({"linear"} if device_type == "cuda" else set())
+    assert {g.op for g in quick} == {g.op for g in everything} == expected
+    assert len(quick) <= 18 and len(quick) < len(everything)
     names = [name for group in everything for name in group.cases]
     assert len(names) == len(set(names))
     # Every prefix of the spread order covers every op.
-    assert {g.op for g in cases.spread(everything)[:16]} == set(cases.ops())
+    assert {g.op for g in cases.spread(everything)[:18]} == expected
 
 
 def test_selection_by_name() -> None:

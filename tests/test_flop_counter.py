@@ -52,6 +52,16 @@ def test_varlen_counts_pairs_inside_sequences() -> None:
     assert ours == 2 * 4 * (3 * 3 + 6 * 6) * (2 + 5) * 8
 
 
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("x", "bias")])
+def test_linear_as_torch(frozen: tuple[str, ...]) -> None:
+    tensors = {"x": data(3, 5, 8), "weight": data(12, 8), "bias": data(12)}
+    for name in frozen:
+        tensors[name].requires_grad_(False)
+    x, weight, bias = tensors.values()
+    ours = count(lambda: fastattn.linear(x, weight, bias))
+    assert ours == count(lambda: F.linear(x, weight, bias)) > 0
+
+
 @pytest.mark.parametrize("frozen", [(), ("w1", "b1"), ("x", "w1", "b1"), ("w2",)])
 def test_ffn_as_torch(frozen: tuple[str, ...]) -> None:
     tensors = {"x": data(3, 5, 8), "w1": data(12, 8), "b1": data(12), "w2": data(8, 12)}

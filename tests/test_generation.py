@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn.nn
+from fastattn.ops import _env, _native
+from fastattn.ops.linear import cpu as linear_on_cpu
 from fastattn.seq2seq import generation
 from fastattn.seq2seq.beam_search import BeamSearch
 from fastattn.seq2seq.data import BEGIN, END, PAD, Example, SubwordTokenizer, collate
@@ -339,6 +341,30 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
     for i in range(8):
         assert_same_hypotheses(together[i], alone[i])
         assert_same_hypotheses(shuffled[order.index(i)], alone[i])
+
+
+@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="for products of our own")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
+    """Of a few sentences weights are read as they lie, of many they would be packed."""
+    monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
+    monkeypatch.setattr(linear_on_cpu, "_WORTH_RECORDING", 0)
+    model = sharp_model()
+    rows = sources(45)
+    results = [
+        generate(
+            model,
+            *padded(rows[first : first + size]),
+            max_lengths=[12] * len(rows[first : first + size]),
+            strategy=strategy,
+            numbers=range(first, min(first + size, 45)),
+        )
+        for size in (45, 7)
+        for first in range(0, 45, size)
+    ]
+    together, parts = results[0], [found for part in results[1:] for found in part]
+    for ours, others in zip(together, parts, strict=True):
+        assert [(h.tokens, h.score) for h in ours] == [(h.tokens, h.score) for h in others]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -75,6 +75,10 @@ def _rms_norm(inputs: Inputs) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], inputs["weight"], inputs["eps"])
 
 
+def _linear(inputs: Inputs) -> Tensor:
+    return F.linear(inputs["x"], inputs["weight"], inputs["bias"])
+
+
 def _ffn(inputs: Inputs) -> Tensor:
     hidden = F.linear(inputs["x"], inputs["w1"], inputs["b1"])
     activation = inputs["activation"]
@@ -101,6 +105,7 @@ _ROW_OPS: dict[str, Forward] = {
     "layer_norm": _layer_norm,
     "add_layer_norm": _add_layer_norm,
     "rms_norm": _rms_norm,
+    "linear": _linear,
     "ffn": _ffn,
 }
 

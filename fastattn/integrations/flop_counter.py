@@ -70,6 +70,17 @@ def ffn_backward_flops(
     return 2 * rows * (w1.numel() * (need_x + need_w1) + w2.numel() * (through_hidden + need_w2))
 
 
+def linear_flops(x: Tensor, w: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """x `[..., D]`, w `[E, D]`."""
+    return 2 * (x.numel() // max(1, x.shape[-1])) * w.numel()
+
+
+def linear_backward_flops(dy: Tensor, x: Tensor, w: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """The products of the gradients that are needed."""
+    need_x, need_w, _ = rest[-1]
+    return linear_flops(x, w) * (need_x + need_w)
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention_fwd": attention_flops,
     "attention_bwd": attention_backward_flops,
@@ -77,6 +88,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "attention_varlen_bwd": varlen_backward_flops,
     "ffn_fwd": ffn_flops,
     "ffn_bwd": ffn_backward_flops,
+    "linear_fwd": linear_flops,
+    "linear_bwd": linear_backward_flops,
 }
 
 

@@ -60,7 +60,9 @@ class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
                 is_causal,
                 DropoutStreams(query.device),
             )
-            return F.linear(context, self.out_proj.weight, self.out_proj.bias), None
+            return functional.quickest_linear(
+                context, self.out_proj.weight, self.out_proj.bias
+            ), None
 
         check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
@@ -74,7 +76,9 @@ class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
             weights = weights.mean(dim=1)
         if query.dim() == 2:
             weights = weights.squeeze(0)
-        return F.linear(context, self.out_proj.weight, self.out_proj.bias), weights
+        return functional.quickest_linear(
+            context, self.out_proj.weight, self.out_proj.bias
+        ), weights
 
 
 def covers(
@@ -202,7 +206,10 @@ def project(
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         return tuple(
-            _heads(module, F.linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)))  # type: ignore[arg-type]
+            _heads(
+                module,
+                functional.quickest_linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)),
+            )  # type: ignore[arg-type]
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
     if query is key and key is value:
@@ -239,7 +246,7 @@ def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count:
     if count < 3:
         rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
         weight, bias = weight[rows], None if bias is None else bias[rows]
-    packed = F.linear(x, weight, bias)  # [..., count * E]
+    packed = functional.quickest_linear(x, weight, bias)  # [..., count * E]
     return packed.unflatten(-1, (count, module.num_heads, module.head_dim))
 
 

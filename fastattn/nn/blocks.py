@@ -9,7 +9,6 @@ padded and packed batches and single steps of decoding: they differ in what the 
 from collections.abc import Callable
 from typing import TypeAlias
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
@@ -83,7 +82,7 @@ def _attention_block(
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
     weight, bias = weight_and_bias(attention.out_proj)
-    product = F.linear(heads, weight)  # its bias is added with the residual
+    product = functional.quickest_linear(heads, weight)  # its bias is added with the residual
     if layer.norm_first:
         y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
         return x, y
@@ -255,4 +254,4 @@ def project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
 
 
 def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:
-    return F.linear(context, attention.out_proj.weight, attention.out_proj.bias)
+    return functional.quickest_linear(context, attention.out_proj.weight, attention.out_proj.bias)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastattn.functional import best_tokens
+
 from .continuations import Continuations
 from .data import BEGIN, END
 from .search import FREE, Hypothesis, Request
@@ -128,10 +130,8 @@ class BeamState:
         """The 2K best continuations of each sentence: log-probability, parent, token."""
         K = self._options.beams
         logits = self._continuations.logits(self._last)  # [B, K, V]
-        log_z = logits.logsumexp(dim=-1, keepdim=True)
-        logits[..., :END].fill_(NEVER)  # PAD and BEGIN come before END
-        C = min(2 * K, logits.shape[-1])
-        best, tokens = logits.topk(C, dim=-1)  # [B, K, C]
+        C = min(2 * K, logits.shape[-1] - END)  # PAD and BEGIN come before END
+        log_z, best, tokens = best_tokens(logits, END, C)  # [B, K], [B, K, C] twice
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0][:, None, None]  # [B, 1, 1]
             free = forced == FREE
@@ -139,7 +139,7 @@ class BeamState:
             index = forced.clamp(min=0).expand(-1, K, 1)
             only[..., :1].copy_(logits.gather(-1, index))
             best, tokens = torch.where(free, best, only), torch.where(free, tokens, forced)
-        scores = self._scores[:, :, None] + (best - log_z)
+        scores = self._scores[:, :, None] + (best - log_z[..., None])
         scores, order = scores.flatten(1).topk(2 * K, dim=1)
         parents = torch.div(order, C, rounding_mode="floor")
         return scores, parents, tokens.flatten(1).gather(1, order)

@@ -16,6 +16,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fastattn.functional import batch_invariant
+
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
 from .data import BEGIN, END, PAD, SubwordTokenizer, pad
@@ -70,6 +72,7 @@ class Programs:
 
 
 @torch.no_grad()
+@batch_invariant()
 def generate(
     model: Seq2SeqTransformer,
     source: Tensor,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastattn.functional import quickest_linear
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
 from fastattn.nn.packing import Packing
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
@@ -330,7 +331,7 @@ class Seq2SeqTransformer(nn.Module):
         log-probabilities, their own softmax.
         """
         weight = self.embedding.weight if self.config.tied else self.head.weight
-        logits = F.linear(hidden, weight)
+        logits = quickest_linear(hidden, weight)
         if self.copying is None:
             return logits
         if memory is None or memory.copy_keys is None:

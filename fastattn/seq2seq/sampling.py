@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .continuations import Continuations
+from .data import END
 from .search import Request, SingleSearch
 
 
@@ -85,8 +86,10 @@ class SamplingSearch(SingleSearch):
         size = steps, len(request.max_lengths)
         self._uniforms = torch.zeros(size, device=continuations.device)
 
-        def choose(logits: Tensor, step: Tensor) -> Tensor:
-            return draw(logits, self._uniforms.index_select(0, step)[0], sampling)
+        def choose(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+            log_z = logits.logsumexp(dim=-1)
+            logits[:, :END].fill_(float("-inf"))  # PAD and BEGIN come before END
+            return draw(logits, self._uniforms.index_select(0, step)[0], sampling), log_z
 
         super().__init__(continuations, choose, request, steps=steps)
 

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastattn.functional import best_tokens
+
 from .continuations import Continuations
 from .data import BEGIN, END, PAD
 
@@ -84,8 +86,9 @@ def run(search: Search, advance: Callable[[], None], limit: int) -> None:
             return
 
 
-# The logits [B, V] of one step, with -inf where nothing may be chosen, and the step [1] -> [B].
-Choose = Callable[[Tensor, Tensor], Tensor]
+# The logits [B, V] of one step and the step [1] -> the token that goes on, and the logarithm of the
+# sum of the logits' exponentials, [B] each. PAD and BEGIN, the tokens before END, are not chosen.
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SingleSearch:
@@ -122,9 +125,7 @@ class SingleSearch:
 
     def step(self) -> None:
         logits = self._continuations.logits(self._last)[:, 0]  # [B, V]
-        log_z = logits.logsumexp(dim=-1)
-        logits[:, :END].fill_(float("-inf"))  # PAD and BEGIN come before END
-        token = self._choose(logits, self._step)  # [B]
+        token, log_z = self._choose(logits, self._step)
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0]
             token = torch.where(forced == FREE, token, forced)
@@ -145,6 +146,7 @@ class SingleSearch:
         return results
 
 
-def most_likely(logits: Tensor, step: Tensor) -> Tensor:
+def most_likely(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """Greedy search's rule."""
-    return logits.argmax(dim=-1)
+    log_z, _, tokens = best_tokens(logits, END, 1)
+    return tokens[:, 0], log_z

@@ -18,7 +18,13 @@ from torch import Tensor
 Inputs = dict[str, Any]
 Index = tuple[slice, ...]
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-_SPEC_MODULES = ("attention.spec", "attention.spec_varlen", "layer_norm.spec", "ffn.spec")
+_SPEC_MODULES = (
+    "attention.spec",
+    "attention.spec_varlen",
+    "layer_norm.spec",
+    "ffn.spec",
+    "linear.spec",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+// The CPU kernel of best_tokens, written once and compiled for each instruction set: one pass over
+// a row for its maximum, one for everything else while the row is in the first cache.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "best_tokens/best_tokens.h"
+#include "common/exponential.h"
+
+namespace fastattn::FASTATTN_ISA::best_tokens_kernels {
+
+using best_tokens::Problem;
+
+constexpr float kNever = -std::numeric_limits<float>::infinity();
+
+inline Float larger(Float a, Float b) {
+  return a > b ? a : b;
+}
+
+inline bool any_above(Float v, float threshold) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, splat(threshold), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, splat(threshold), _CMP_GT_OQ)) != 0;
+#else
+  const Mask above = v > threshold;
+  return (above[0] | above[1] | above[2] | above[3]) != 0;
+#endif
+}
+
+// Calls body(vector, index of its first lane); lanes beyond the row are -inf.
+template <class Body>
+inline __attribute__((always_inline)) void for_row(const float* row, int64_t n, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    body(load(row + i), i);
+  }
+  if (i < n) {
+    float rest[kLanes];
+    store(rest, splat(kNever));
+    memcpy(rest, row + i, sizeof(float) * (n - i));
+    body(load(rest), i);
+  }
+}
+
+// The largest values so far in descending order.
+class Best {
+ public:
+  Best(float* values, int64_t* tokens, int64_t count, int64_t first)
+      : values_(values), tokens_(tokens), count_(count) {
+    for (int64_t i = 0; i < count; ++i) {
+      values[i] = kNever;
+      tokens[i] = first;
+    }
+  }
+
+  float least() const { return values_[count_ - 1]; }
+
+  void offer(float value, int64_t token) {
+    if (!(value > least())) {
+      return;
+    }
+    int64_t i = count_ - 1;
+    for (; i > 0 && value > values_[i - 1]; --i) {
+      values_[i] = values_[i - 1];
+      tokens_[i] = tokens_[i - 1];
+    }
+    values_[i] = value;
+    tokens_[i] = token;
+  }
+
+ private:
+  float* values_;
+  int64_t* tokens_;
+  int64_t count_;
+};
+
+inline void search_row(const float* row, const Problem& p, float* log_z, float* values,
+                       int64_t* tokens) {
+  Float high = splat(kNever);
+  for_row(row, p.V, [&](Float v, int64_t) { high = larger(v, high); });
+  float lanes[kLanes];
+  store(lanes, high);
+  float m = lanes[0];
+  for (int i = 1; i < kLanes; ++i) {
+    m = lanes[i] > m ? lanes[i] : m;
+  }
+
+  Best best(values, tokens, p.count, p.first);
+  Float total = {};
+  for_row(row, p.V, [&](Float v, int64_t at) {
+    total += exponential(v - m);
+    if (__builtin_expect(any_above(v, best.least()), 0)) {
+      float found[kLanes];
+      store(found, v);
+      for (int i = 0; i < kLanes; ++i) {
+        if (at + i >= p.first) {
+          best.offer(found[i], at + i);
+        }
+      }
+    }
+  });
+  *log_z = std::isinf(m) ? m : m + std::log(sum(total));
+}
+
+inline void search(const Problem& p, int64_t first_row, int64_t last_row) {
+  for (int64_t row = first_row; row < last_row; ++row) {
+    search_row(p.logits + row * p.V, p, p.log_z + row, p.best + row * p.count,
+               p.tokens + row * p.count);
+  }
+}
+
+constexpr best_tokens::Kernels kKernels = {search};
+
+}  // namespace fastattn::FASTATTN_ISA::best_tokens_kernels

@@ -1,0 +1,1 @@
+"""What a search wants to know of a step's logits."""

@@ -1,0 +1,83 @@
+"""What a search asks of logits: the largest ones in order, and the sum of all exponentials."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.functional import best_tokens
+from fastattn.ops import _env, _native
+
+NO_LIBRARY = _native.unavailable("cpu")
+ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas())
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every instruction set of the CPU kernel, and torch's functions."""
+    if request.param == "reference":
+        monkeypatch.setenv(_env.BACKEND_VARIABLE, "reference")
+        yield request.param
+        return
+    _native.use_cpu_isa(request.param)
+    yield request.param
+    _native.use_cpu_isa(ISAS[-1])
+
+
+def _logits(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 4
+
+
+@pytest.mark.parametrize(
+    "shape, first, count",
+    [((3, 8001), 2, 1), ((2, 4, 317), 2, 8), ((5, 7), 3, 4), ((1, 16), 0, 16), ((0, 9), 2, 3)],
+)
+def test_against_torch(shape: tuple[int, ...], first: int, count: int) -> None:
+    logits = _logits(*shape)
+    kept = logits.clone()
+    log_z, best, tokens = best_tokens(logits, first, count)
+    torch.testing.assert_close(log_z.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    wanted = logits[..., first:].topk(count, dim=-1)
+    assert torch.equal(best, wanted.values) and torch.equal(tokens, wanted.indices + first)
+    assert torch.equal(logits, kept)
+
+
+def test_rows_of_a_larger_tensor() -> None:
+    logits = _logits(4, 100)
+    expected = best_tokens(logits[:, :50].contiguous(), 2, 3)
+    for ours, wanted in zip(best_tokens(logits[:, :50], 2, 3), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_the_largest_logits_may_not_be_chosen() -> None:
+    logits = _logits(2, 40)
+    logits[:, :2] = 90.0
+    log_z, best, tokens = best_tokens(logits, 2, 2)
+    assert (tokens >= 2).all() and (best < 50).all()
+    torch.testing.assert_close(log_z, logits.logsumexp(-1))
+
+
+def test_impossible_tokens_and_large_logits() -> None:
+    logits = torch.full((2, 37), float("-inf"))
+    logits[0, 5], logits[0, 36] = -3e4, -3e4 + 1
+    logits[1, 3] = 3e38
+    log_z, best, tokens = best_tokens(logits, 2, 2)
+    assert tokens[0].tolist() == [36, 5] and int(tokens[1, 0]) == 3
+    assert ((tokens >= 2) & (tokens < 37)).all() and best[1, 1] == float("-inf")
+    torch.testing.assert_close(log_z, logits.logsumexp(-1))
+
+
+def test_ascending_logits() -> None:
+    """Each is larger than all before it."""
+    log_z, best, tokens = best_tokens(torch.arange(1000.0)[None], 0, 5)
+    assert tokens[0].tolist() == [999, 998, 997, 996, 995] == best[0].tolist()
+    torch.testing.assert_close(log_z, torch.arange(1000.0).logsumexp(0)[None])
+
+
+def test_equal_logits_are_in_the_order_of_their_tokens(isa: str) -> None:
+    if isa == "reference":
+        pytest.skip("torch promises no order")
+    logits = torch.zeros(1, 70)
+    logits[0, [20, 50]] = 1.0
+    assert best_tokens(logits, 2, 5)[2].tolist() == [[20, 50, 2, 3, 4]]

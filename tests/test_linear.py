@@ -1,0 +1,251 @@
+"""The linear layer beyond the samples that tests/test_ops.py runs: every instruction set, bits that
+depend neither on the threads nor, where asked for, on the batch, and which calls take it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import functional
+from fastattn.ops import _env, _native
+from fastattn.ops.linear.spec import make_inputs
+from fastattn.testing.check import Oracle, check_sample
+from fastattn.testing.spec import Sample, all_specs
+
+SPEC = all_specs()["linear"]
+NO_LIBRARY = _native.unavailable("cpu")
+needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    _native.use_cpu_isa(request.param)
+    yield request.param
+    _native.use_cpu_isa(ISAS[-1])
+
+
+def _sample(name: str, **options: Any) -> Sample:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
+        return make_inputs(generator, dtype, **options)
+
+    return Sample(name, "", make, ("x", "weight", "bias"))
+
+
+# Rows: tiles of 4, 2 and 1, a weight that is read as it lies (up to 8 or 32 rows), blocks of 96.
+# Columns: half panels of 4, 8 or 16. Depth: vectors, pieces of 512 or 1024; 1024 is copied.
+EDGES = (
+    *[_sample(f"rows_{rows}", rows=(rows,), D=33, out=35) for rows in (2, 7, 9, 33)],
+    _sample("aliased", rows=(27,), D=1024, out=21),
+    _sample("columns", rows=(5,), D=19, out=531),
+    _sample("long", rows=(205,), D=130, out=70),
+)
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize(
+    "dtype, invariant", [*[(dtype, False) for dtype in DTYPES], (torch.float32, True)]
+)
+@pytest.mark.parametrize("sample", EDGES, ids=lambda sample: sample.name)
+def test_edges(isa: str, invariant: bool, sample: Sample, dtype: torch.dtype) -> None:
+    with functional.batch_invariant() if invariant else contextlib.nullcontext():
+        rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"], rows
+
+
+# -- bits -----------------------------------------------------------------------------------------
+def _everything(rows: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(generator, torch.float32, rows=(rows,), D=300, out=1000)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    y = functional.linear(**inputs, backend="cpu")
+    dy = torch.randn(y.shape, generator=generator)
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+@needs_library
+@pytest.mark.parametrize("rows", [1, 20, 205])
+def test_threads_change_no_bit(rows: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = _everything(rows)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            for one, many in zip(alone, _everything(rows), strict=True):
+                assert torch.equal(one, many), threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+def test_batch_invariant(isa: str) -> None:
+    """The same bits for a row alone and among others, inside the block alone."""
+    inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(140,), D=700)
+    x = inputs.pop("x")
+
+    def differ() -> list[int]:
+        together = functional.linear(x, **inputs, backend="cpu")
+        counts = (1, 2, 3, 5, 8, 30, 60, 97)
+        alone = (functional.linear(x[3 : 3 + n], **inputs, backend="cpu") for n in counts)
+        return [n for n, y in zip(counts, alone, strict=True) if not y.equal(together[3 : 3 + n])]
+
+    with functional.batch_invariant():
+        with functional.batch_invariant():
+            pass
+        assert differ() == []
+    assert 1 in differ() and 97 not in differ()
+
+
+# -- which calls take it --------------------------------------------------------------------------
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Counts the calls of the op on a machine with a slow library."""
+    calls: list[str] = []
+    op = functional._linear
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("linear")
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
+    monkeypatch.setattr(functional, "_linear", counted)
+    return calls
+
+
+def _layer() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 24, 256), (128, 256), (128,))
+    x, weight, bias = (torch.randn(s, generator=generator) / 8 for s in shapes)
+    return x, weight.requires_grad_(), bias.requires_grad_()
+
+
+@needs_library
+def test_plain_calls_take_it(taken: list[str]) -> None:
+    x, weight, bias = _layer()
+    ours = functional.quickest_linear(x, weight, bias)
+    torchs = F.linear(x, weight, bias)
+    torch.testing.assert_close(ours, torchs)
+    dy = torch.randn_like(ours)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, (weight, bias), dy),
+        torch.autograd.grad(torchs, (weight, bias), dy),
+        rtol=1e-5,
+        atol=1e-4,
+    )
+    assert taken == ["linear"]
+    with torch.inference_mode():
+        functional.quickest_linear(x, weight[:128], None)
+    assert taken == ["linear"] * 2
+
+
+@needs_library
+def test_few_rows_are_torchs_but_where_their_order_matters(taken: list[str]) -> None:
+    x, weight, bias = _layer()
+    functional.quickest_linear(x[:1, :4], weight, bias)
+    assert taken == []
+    with functional.batch_invariant():
+        functional.quickest_linear(x[:1, :4], weight, bias)
+    assert taken == ["linear"]
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def _in_autocast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.quickest_linear(x, weight, bias)
+
+
+def _counted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        y = functional.quickest_linear(x, weight, bias)
+    assert counter.get_total_flops() == 2 * x.numel() * len(weight)
+    return y
+
+
+def _compiled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    layer = torch.compile(functional.quickest_linear, backend="eager", fullgraph=True)
+    return layer(x, weight, bias)
+
+
+def _traced(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    function = torch.jit.trace(functional.quickest_linear, (x, weight, bias), check_trace=False)
+    return function(x, weight, bias)
+
+
+TORCHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "small": lambda x, w, b: functional.quickest_linear(x, w[:100], b[:100]),
+    "fp64": lambda x, w, b: functional.quickest_linear(x.double(), w.double(), b.double()),
+    "bf16": lambda x, w, b: functional.quickest_linear(x.bfloat16(), w.bfloat16(), b.bfloat16()),
+    "meta": lambda x, w, b: functional.quickest_linear(x.to("meta"), w.to("meta"), b.to("meta")),
+    "subclass": lambda x, w, b: functional.quickest_linear(x.as_subclass(_Subclass), w, b),
+    "autocast": _in_autocast,
+    "flop counter": _counted,
+    "compiled": _compiled,
+    "traced": _traced,
+    "vmap": lambda x, w, b: torch.vmap(lambda y: functional.quickest_linear(y, w, b))(x),
+    "jvp": lambda x, w, b: torch.func.jvp(
+        lambda y: functional.quickest_linear(y, w, b), (x,), (x,)
+    )[0],
+}
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", TORCHS)
+def test_other_calls_are_torchs(how: str, taken: list[str]) -> None:
+    x, weight, bias = _layer()
+    y = TORCHS[how](x, weight, bias)
+    assert y.shape[:-1] == x.shape[:-1]
+    assert taken == []
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "request_, calls", [("reference", 0), ("triton", 0), ("ffn=reference", 1), ("linear=cpu", 1)]
+)
+def test_requested_backends(
+    request_: str, calls: int, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, request_)
+    functional.quickest_linear(*_layer())
+    assert len(taken) == calls
+
+
+def test_a_quick_library_is_left_alone(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+    monkeypatch.setattr(_env, "has_slow_blas", lambda: False)
+    functional.quickest_linear(*_layer())
+    assert taken == []
+
+
+@pytest.mark.parametrize("vendor, slow", [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_slow_is_intels_library_on_other_processors(
+    vendor: str, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: some\n")
+    opened = open
+    monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert _env.has_slow_blas.__wrapped__() is slow
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not _env.has_slow_blas.__wrapped__()
+
+
+def test_twice_differentiable() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(generator, torch.float64, rows=(3,), D=4, out=5)
+    leaves = tuple(x.requires_grad_() for x in inputs.values())
+    assert torch.autograd.gradgradcheck(fastattn.linear, leaves)

@@ -500,6 +500,17 @@ def _on_cuda() -> tuple[Any, float]:
     return SimpleNamespace(device=CUDA), 4.0
 
 
+def test_ops_without_gpu_kernels_do_not_warn(
+    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=_writes(1), reference=_REFERENCE)
+    elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: elsewhere.get(backend))
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert op.select(_on_cuda(), None) == "reference"
+    assert not caplog.records
+
+
 def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
     rows = [Backend("sm90"), Backend("triton"), Backend("reference")]
     op = make_op(rows, sm90=_refuses("is cold"), triton=_refuses("is warm"), reference=_REFERENCE)

@@ -215,6 +215,9 @@ class Op:
 
     def _remark(self, row: Backend, device: torch.device, refusals: dict[str, str]) -> None:
         if row.name == "reference":
+            others = (name for name in self.backends if name != "reference")
+            if all(_env.refuses_device(name, device) for name in others):
+                return  # the op is torch's own there, not a slow stand-in
             why = "; ".join(f"backend {name} {reason}" for name, reason in refusals.items())
             _warn_once(f"{self.name} runs the slow reference on {device.type}: {why}")
         else:

@@ -179,7 +179,7 @@ def _padded_workloads() -> tuple[Workload, ...]:
         name = f"b{B}_h{H}_k{K}_s{S}_d{D}_decode"
         rows.append(padded_workload(name, B, H, S, D, _GPU, K=K, M=1))
 
-    for S in (64, 128, 1024):
+    for S in (16, 64, 128, 1024):
         for causal in (False, True):
             name = f"b2_h8_s{S}_d64" + ("_causal" if causal else "")
             rows.append(padded_workload(name, 2, 8, S, 64, _CPU, causal=causal))
@@ -193,7 +193,8 @@ def _padded_workloads() -> tuple[Workload, ...]:
         padded_workload("b2_h8_s1024_d64_window128", 2, 8, 1024, 64, _CPU, causal=True, window=128),
         padded_workload("b16_h8_s72_d64_sentences", 16, 8, 72, 64, _CPU, padded="both",
                         lengths=sentence_lengths(16)),
-        padded_workload("b2_h8_s1024_d64_decode", 2, 8, 1024, 64, _CPU, M=1),
+        *[padded_workload(f"b2_h8_s{S}_d64_decode", 2, 8, S, 64, _CPU, M=1)
+          for S in (32, 256, 1024)],
     ]  # fmt: skip
     return tuple(rows)
 

@@ -604,9 +604,15 @@ def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor,
     """What a search wants to know of logits [..., V], without gradients.
 
     Returns:
-        The logarithm of the sum of their exponentials [...], and the `count` largest logits of
-        tokens from `first` on, largest first, with their tokens, each [..., count].
+        The logarithm of the sum of their exponentials [...], NaN where a logit is, and the `count`
+        largest logits of tokens from `first` on, largest first, with their tokens, each [...,
+        count]. Which of equal logits comes first, and the tokens of -inf, are not defined.
     """
+    if not (first >= 0 and 1 <= count <= logits.shape[-1] - first):
+        raise ValueError(
+            f"count must be from 1 to the {logits.shape[-1]} tokens less first, got {count} "
+            f"with first {first}"
+        )
     rows, leading = logits.reshape(-1, logits.shape[-1]), logits.shape[:-1]
     log_z, best, tokens = _best_tokens(rows, first, count)
     return log_z.view(leading), best.view(*leading, count), tokens.view(*leading, count)

@@ -405,3 +405,52 @@ def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
     _forward()
     with pytest.raises(RuntimeError, match=message):
         _forward(**changes)
+
+
+def test_gradients_of_overlapping_inputs() -> None:
+    bases = [torch.randn(1, 2, 11, requires_grad=True) for _ in range(3)]
+    windows = [base.unfold(2, 8, 1) for base in bases]
+    got = torch.autograd.grad(fastattn.attention(*windows).sum(), bases)
+    right = torch.autograd.grad(fastattn.attention(*windows, backend="reference").sum(), bases)
+    torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+
+
+def test_saved_tensors_may_come_back_in_another_layout() -> None:
+    inputs = [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    calls = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        return tensor.transpose(0, 1).contiguous()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.transpose(0, 1)):
+        out = fastattn.attention(*inputs)
+    saved = len(calls)
+    got = torch.autograd.grad(out.sum(), inputs)
+    assert len(calls) == saved == 5
+    for x, y in zip(
+        got, torch.autograd.grad(fastattn.attention(*inputs).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+
+
+def test_what_a_hook_raises_is_raised_once() -> None:
+    calls = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        raise RuntimeError("mine")
+
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, pytest.raises(RuntimeError, match="mine"):
+        fastattn.attention(q, q, q)
+    assert len(calls) == 1
+
+
+def test_short_road_leaves_more_positions_than_its_kernels_count() -> None:
+    q = torch.zeros(1, 1, 1, 1)
+    k = q.expand(1, 1, cpu._MAX_POSITIONS + 1, 1)
+    options = (None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+    assert cpu.attention_fwd_direct(q, k, k, *options) is None
+    assert fastattn.explain("attention", q, k, k).chosen == "reference"

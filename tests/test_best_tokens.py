@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastattn.functional import best_tokens
 from fastattn.ops import _env, _native
+from fastattn.ops.best_tokens import cpu
 
 NO_LIBRARY = _native.unavailable("cpu")
 ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas())
@@ -17,7 +18,7 @@ ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas(
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set of the CPU kernel, and torch's functions."""
     if request.param == "reference":
-        monkeypatch.setenv(_env.BACKEND_VARIABLE, "reference")
+        monkeypatch.setattr(cpu, "unavailable", lambda: "is out")
         yield request.param
         return
     _native.use_cpu_isa(request.param)
@@ -81,3 +82,21 @@ def test_equal_logits_are_in_the_order_of_their_tokens(isa: str) -> None:
     logits = torch.zeros(1, 70)
     logits[0, [20, 50]] = 1.0
     assert best_tokens(logits, 2, 5)[2].tolist() == [[20, 50, 2, 3, 4]]
+
+
+def test_nan_shows_in_the_sum() -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[0, nan, 1, 2, 3], [nan] * 5, [0, nan, inf, 2, 3], [inf, 0, 0, 0, 0]])
+    log_z = best_tokens(logits, 0, 1)[0]
+    assert log_z.isnan().tolist() == [True, True, True, False] and log_z[3] == inf
+
+
+def test_searches_are_not_bound_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
+    assert best_tokens(_logits(2, 9), 1, 2)[1].shape == (2, 2)
+
+
+@pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])
+def test_counts_that_do_not_fit(first: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"count must be .* got {count} with first {first}"):
+        best_tokens(_logits(2, 9), first, count)

@@ -226,3 +226,12 @@ def test_wrong_input_is_named() -> None:
         flash_attn.flash_attn_with_kvcache(
             q, q, q, block_table=torch.zeros(1, 1).int(), cache_leftpad=torch.zeros(1).int()
         )
+
+
+@pytest.mark.parametrize("unused", [-1, 99])
+def test_pages_behind_the_end_may_be_anything(unused) -> None:
+    q, pages = normal(1, 1, H, D), normal(3, 4, K, D)
+    table = torch.tensor([[2, 0, unused]], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=6, block_table=table)
+    keys = torch.cat([pages[2], pages[0]])[None, :6]
+    torch.testing.assert_close(out, flash_attn.flash_attn_func(q, keys, keys))

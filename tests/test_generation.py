@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn.nn
 from fastattn.ops import _env, _native
-from fastattn.ops.linear import cpu as linear_on_cpu
 from fastattn.seq2seq import generation
 from fastattn.seq2seq.beam_search import BeamSearch
 from fastattn.seq2seq.data import BEGIN, END, PAD, Example, SubwordTokenizer, collate
@@ -348,7 +347,6 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
 def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
     """Of a few sentences weights are read as they lie, of many they would be packed."""
     monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
-    monkeypatch.setattr(linear_on_cpu, "_WORTH_RECORDING", 0)
     model = sharp_model()
     rows = sources(45)
     results = [
@@ -640,3 +638,12 @@ def test_bleu():
     assert bleu(["x y z u", "v w"], references).score < 5.0
     with pytest.raises(ValueError, match="as many as the 1 hypotheses, got 2"):
         bleu(["a"], references)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 4])
+@pytest.mark.parametrize("beams", [1, 2, 3])
+def test_vocabularies_with_hardly_a_word(vocabulary, beams):
+    model = small_model(vocabulary=vocabulary).eval()
+    (found,) = generate(model, *padded([[END]]), max_lengths=[4], strategy=BeamSearch(beams))
+    best = found[0] if isinstance(found, list) else found
+    assert set(best.tokens) <= set(range(END, vocabulary))

@@ -228,3 +228,37 @@ def test_drop_ins_take_what_torch_takes(eps: float) -> None:
     add_norm = fastattn.nn.AddNorm(40, eps=eps)
     expected = F.layer_norm(x + residual, (40,), eps=float(eps))
     torch.testing.assert_close(add_norm(x, residual), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "add_layer_norm"])
+def test_rows_of_any_rank(norm: str) -> None:
+    """Kernels see rows: as many leading dimensions as one likes, and rows of nothing."""
+    call = getattr(fastattn, norm)
+    x = torch.randn(8, requires_grad=True)
+    many = call(*[x.reshape([1] * 69 + [8])] * (2 if norm == "add_layer_norm" else 1))
+    one = call(*[x] * (2 if norm == "add_layer_norm" else 1))
+    assert torch.equal(many.flatten(), one)
+    many.sum().backward()
+    empty = torch.randn(3, 0, requires_grad=True)
+    y = call(*[empty] * (2 if norm == "add_layer_norm" else 1))
+    y.sum().backward()
+    assert y.shape == empty.shape
+
+
+def test_raw_ops_refuse_numbers() -> None:
+    number, ops = torch.tensor(1.0), torch.ops.fastattn
+    for call in (
+        lambda: ops.layer_norm_fwd(number, None, None, 1e-5),
+        lambda: ops.rms_norm_fwd(number, None, 1e-5),
+        lambda: ops.add_layer_norm_fwd(
+            torch.randn(2, 3), number, None, None, None, 1e-5, 0.0, None, 0
+        ),
+    ):
+        with pytest.raises((RuntimeError, IndexError)):
+            call()
+
+
+def test_raw_backward_of_a_missing_weight_is_empty() -> None:
+    x = torch.randn(2, 3)
+    results = torch.ops.fastattn.rms_norm_bwd(x, x, None, torch.ones(2), 1e-5, [True, True])
+    assert results[1].shape == (0,)

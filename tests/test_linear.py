@@ -127,7 +127,7 @@ def _layer() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 24, 256), (128, 256), (128,))
     x, weight, bias = (torch.randn(s, generator=generator) / 8 for s in shapes)
-    return x, weight.requires_grad_(), bias.requires_grad_()
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
 
 
 @needs_library
@@ -249,3 +249,49 @@ def test_twice_differentiable() -> None:
     inputs = make_inputs(generator, torch.float64, rows=(3,), D=4, out=5)
     leaves = tuple(x.requires_grad_() for x in inputs.values())
     assert torch.autograd.gradgradcheck(fastattn.linear, leaves)
+
+
+@needs_library
+@pytest.mark.parametrize("trained", ["x", "weight", "bias", "x bias", "weight bias"])
+def test_what_torch_does_not_keep_may_change(trained: str, taken: list[str]) -> None:
+    x, weight, bias = (t.detach() for t in _layer())
+    names = {"x": x, "weight": weight, "bias": bias}
+    for name in trained.split():
+        names[name].requires_grad_()
+    functional.quickest_linear(x, weight, bias)
+    assert taken == []
+
+
+@needs_library
+def test_bias_may_change(taken: list[str]) -> None:
+    x, weight, bias = _layer()
+    y = functional.quickest_linear(x, weight, bias)
+    assert taken == ["linear"]
+    with torch.no_grad():
+        bias.add_(1)
+    y.sum().backward()
+
+
+@needs_library
+def test_torch_answers_for_what_does_not_fit(taken: list[str]) -> None:
+    x, weight, bias = (t.detach() for t in _layer())
+    E = len(weight)
+    for other in (bias[:1], bias.expand(x.shape[-2], E)):
+        expected = F.linear(x, weight, other)
+        torch.testing.assert_close(functional.quickest_linear(x, weight, other), expected)
+    torch.testing.assert_close(
+        functional.quickest_linear(x, weight.to_sparse(), None), F.linear(x, weight), rtol=1e-5,
+        atol=1e-4,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        functional.quickest_linear(x, weight[:, 1:], None)
+    assert taken == []
+
+
+@needs_library
+def test_long_sums_keep_their_digits() -> None:
+    """Positive numbers, where one chain of additions over the rows would lose three digits."""
+    x, dy = torch.rand(1 << 16, 64), torch.rand(1 << 16, 64)
+    weight = torch.randn(64, 64, requires_grad=True)
+    (dw,) = torch.autograd.grad(fastattn.linear(x, weight), weight, dy)
+    torch.testing.assert_close(dw, (dy.double().t() @ x.double()).float(), rtol=3e-6, atol=0.0)

@@ -377,3 +377,19 @@ def test_no_queries(need_weights: bool) -> None:
         )
         assert out.shape == (B, 0, E)
         assert not need_weights or weights.shape == (B, 0, S)
+
+
+def test_a_parametrized_output_projection_is_computed_once_a_call() -> None:
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight: Tensor) -> Tensor:
+            type(self).calls += 1
+            return weight
+
+    attention = fnn.MultiheadAttention(16, 2, batch_first=True)
+    parametrize.register_parametrization(attention.out_proj, "weight", Counted())
+    Counted.calls = 0
+    x = torch.randn(2, 3, 16)
+    attention(x, x, x, need_weights=False)
+    assert Counted.calls == 1

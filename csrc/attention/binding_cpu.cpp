@@ -286,6 +286,10 @@ Tensor new_like(const Tensor& x) {
                                             : torch::stable::empty_like(x);
 }
 
+Tensor new_contiguous(const Tensor& x) {
+  return new_dense<4>({x.size(0), x.size(1), x.size(2), x.size(3)}, {0, 1, 2, 3}, x.scalar_type());
+}
+
 Options plain_options(int64_t causal, double scale) {
   static const std::optional<Tensor> none;
   return {causal, -1, -1, scale, 0.0, none, 0};
@@ -385,9 +389,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_plain_bwd(Tensor dout, Tens
   const int64_t statistics = a.batch * a.heads * a.queries;
   const Tensor results[] = {new_like(q), new_like(k), new_like(v)};
   // The kernels write rows: a gradient of another layout gets its values from a copy.
-  Tensor dq = has_rows(q) ? results[0] : new_like(rows[0]);
-  Tensor dk = has_rows(k) ? results[1] : new_like(rows[1]);
-  Tensor dv = has_rows(v) ? results[2] : new_like(rows[2]);
+  // (That of overlapping inputs need not be theirs.)
+  Tensor dq = has_rows(results[0]) ? results[0] : new_contiguous(q);
+  Tensor dk = has_rows(results[1]) ? results[1] : new_contiguous(k);
+  Tensor dv = has_rows(results[2]) ? results[2] : new_contiguous(v);
   a.out = view(rows[3], "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.dout = view(rows[4], "dout", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.dq = view(dq, "dq", a.type, a.batch, a.heads, a.queries, a.head_dim);

@@ -79,7 +79,15 @@ class Best {
 inline void search_row(const float* row, const Problem& p, float* log_z, float* values,
                        int64_t* tokens) {
   Float high = splat(kNever);
-  for_row(row, p.V, [&](Float v, int64_t) { high = larger(v, high); });
+  decltype(high != high) nan = {};  // comparisons pass over NaN
+  for_row(row, p.V, [&](Float v, int64_t) {
+    high = larger(v, high);
+    nan |= v != v;
+  });
+  bool has_nan = false;
+  for (int i = 0; i < kLanes; ++i) {
+    has_nan |= nan[i] != 0;
+  }
   float lanes[kLanes];
   store(lanes, high);
   float m = lanes[0];
@@ -101,7 +109,9 @@ inline void search_row(const float* row, const Problem& p, float* log_z, float* 
       }
     }
   });
-  *log_z = std::isinf(m) ? m : m + std::log(sum(total));
+  *log_z = has_nan         ? std::numeric_limits<float>::quiet_NaN()
+           : std::isinf(m) ? m
+                           : m + std::log(sum(total));
 }
 
 inline void search(const Problem& p, int64_t first_row, int64_t last_row) {

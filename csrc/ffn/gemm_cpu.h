@@ -106,8 +106,7 @@ void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t 
   Float c[kR][2];
 #pragma GCC unroll 12
   for (int i = 0; i < kR; ++i) {
-    c[i][0] = add ? load(sums + i * kSumPitch) : Float{};
-    c[i][1] = add ? load(sums + i * kSumPitch + kLanes) : Float{};
+    c[i][0] = c[i][1] = Float{};
   }
   for (int64_t d = 0; d < depth; ++d) {
 #pragma GCC unroll 12
@@ -118,10 +117,12 @@ void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t 
     a += kStep;
     b += kPanel;
   }
+  // Pieces are summed apart: one chain of additions over a long depth loses digits.
 #pragma GCC unroll 12
   for (int i = 0; i < kR; ++i) {
-    store(sums + i * kSumPitch, c[i][0]);
-    store(sums + i * kSumPitch + kLanes, c[i][1]);
+    float* sum = sums + i * kSumPitch;
+    store(sum, add ? load(sum) + c[i][0] : c[i][0]);
+    store(sum + kLanes, add ? load(sum + kLanes) + c[i][1] : c[i][1]);
   }
 }
 

@@ -1,5 +1,6 @@
 // fastattn_cpu's norms: from tensors to the kernels' arguments, and the split over torch's threads.
 #include <algorithm>
+#include <vector>
 
 #include "common/dropout.h"
 #include "common/torch_binding.h"
@@ -98,7 +99,14 @@ Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream, 
 }
 
 int64_t rows_in(const Tensor& tensor, int64_t columns) {
-  return columns == 0 ? 0 : tensor.numel() / columns;
+  if (columns > 0) {
+    return tensor.numel() / columns;
+  }
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
+    rows *= tensor.size(d);
+  }
+  return rows;
 }
 
 // Of the rows whose parameter gradients are summed in two stages.
@@ -306,10 +314,12 @@ void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tens
 // -- ops that make their results -----------------------------------------------------------------
 // And their scratch memory: where rows are few, making them in Python takes as long as the kernel.
 // Rows are contiguous.
-constexpr size_t kMaxDims = 64;  // of any tensor
+constexpr size_t kUsualDims = 16;
 
 Tensor new_contiguous(const int64_t* sizes, size_t dims, ScalarType type) {
-  int64_t strides[kMaxDims], stride = 1;
+  int64_t usual[kUsualDims], stride = 1;
+  std::vector<int64_t> many(dims > kUsualDims ? dims : 0);
+  int64_t* strides = dims > kUsualDims ? many.data() : usual;
   for (size_t d = dims; d-- > 0;) {
     strides[d] = stride;
     stride *= std::max<int64_t>(sizes[d], 1);
@@ -325,6 +335,7 @@ Tensor new_rows(const Tensor& like) {
 // A number for each row.
 Tensor new_statistic(const Tensor& x) {
   const auto sizes = x.sizes();
+  STD_TORCH_CHECK(sizes.size() > 0, "rows must have a dimension, got a number");
   return new_contiguous(sizes.data(), sizes.size() - 1, ScalarType::Float);
 }
 

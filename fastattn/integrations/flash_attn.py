@@ -358,7 +358,8 @@ def _rows(offsets: Tensor, longest: int) -> Tensor:
 
 def _gathered(pages: Tensor, table: Tensor) -> Tensor:
     """Pages [P, page size, K, D] -> each sequence's own [B, pages * page size, K, D]."""
-    return pages[table.long()].flatten(1, 2)
+    # Entries behind a sequence's end may hold anything.
+    return pages[table.long().clamp(0, pages.shape[0] - 1)].flatten(1, 2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -13,6 +13,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fastattn import functional
 from fastattn.nn.fusion import DropoutStreams, TorchScriptable, is_plain_tensor
@@ -90,6 +91,8 @@ def covers(
     attn_mask: Tensor | None,
 ) -> bool:
     """Whether `attention_context` takes this call. Reads sizes and types only."""
+    if is_parametrized(module.out_proj, "weight"):
+        return False  # reading it computes it, once a call
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False

@@ -139,6 +139,9 @@ class BeamState:
             index = forced.clamp(min=0).expand(-1, K, 1)
             only[..., :1].copy_(logits.gather(-1, index))
             best, tokens = torch.where(free, best, only), torch.where(free, tokens, forced)
+        if C == 1:  # END alone: its rival never comes
+            best = torch.cat([best, torch.full_like(best, NEVER)], -1)
+            tokens, C = tokens.expand(-1, -1, 2), 2
         scores = self._scores[:, :, None] + (best - log_z[..., None])
         scores, order = scores.flatten(1).topk(2 * K, dim=1)
         parents = torch.div(order, C, rounding_mode="floor")

@@ -168,6 +168,10 @@ def attention_fwd_direct(
         and window_right < 0
         and dropout_p == 0.0
         and q.dtype in _DTYPES
+        and q.dim() == 4
+        and k.dim() == 4
+        and q.size(2) <= _MAX_POSITIONS
+        and k.size(2) <= _MAX_POSITIONS
     ):
         return _library.attention_plain_fwd.default._op(q, k, v, causal, scale)
     return None
@@ -309,6 +313,7 @@ def attention_bwd_direct(
         and all(needs[:3])
         and q.dtype in _DTYPES
     ):
+        lse = lse if lse.is_contiguous() else lse.contiguous()
         return _library.attention_plain_bwd.default._op(dout, q, k, v, out, lse, causal, scale)
     return None
 

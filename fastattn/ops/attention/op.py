@@ -116,6 +116,8 @@ attention = differentiable(
     reference.attention_bwd,
 )
 _FORWARD = OPS["attention_fwd"]
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _NATIVE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
@@ -130,7 +132,7 @@ def attention_at_once(
         return None
     graph = False
     for x in (q, k, v):
-        if type(x) not in PLAIN_TENSORS or not x.is_cpu:
+        if type(x) not in PLAIN_TENSORS or not x.is_cpu or _is_functorch_wrapped(x):
             return None
         graph = graph or x.requires_grad
     if q.dtype not in _NATIVE or (direct := _FORWARD.at_once()) is None:
@@ -146,6 +148,8 @@ def attention_at_once(
         if graph and torch.is_grad_enabled():
             if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
                 return None  # gradients go through the copies that are made of such tensors
+            if _saved_tensors_hooks(False) is not None:
+                return None  # what they raise is theirs
             return _FORWARD.with_graph(None, *args)
         return direct(*args)
     except (RuntimeError, IndexError, ZeroDivisionError):

@@ -26,5 +26,10 @@ _search = Op(
 
 
 def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
-    """[rows, V] -> log_z [rows], best and tokens [rows, count]."""
-    return _search.below_autograd((logits, first, count), None)
+    """[rows, V] -> log_z [rows], best and tokens [rows, count].
+
+    A part of searches, not an op that users choose backends for: FASTATTN_BACKEND does not reach
+    it.
+    """
+    native = _search.refusal("cpu", (logits, first, count)) is None
+    return _search.below_autograd((logits, first, count), "cpu" if native else "reference")

@@ -187,8 +187,18 @@ def layer_norm_bwd_direct(
         and (bias is None or bias.dtype is (x if weight is None else weight).dtype)
         and _refusal((dy, x), (weight, bias)) is None
     ):
+        needs = _of_given(needs, weight, bias)
         return _library.layer_norm_bwd_direct.default._op(dy, x, weight, mean, rstd, *needs)
     return None
+
+
+def _of_given(needs: Sequence[bool], *parameters: Tensor | None) -> Sequence[bool]:
+    """needs, whose last are those of parameters, without what is wanted of missing ones."""
+    if None not in parameters:
+        return needs
+    first = len(needs) - len(parameters)
+    wanted = zip(needs[first:], parameters, strict=True)
+    return [*needs[:first], *(need and p is not None for need, p in wanted)]
 
 
 # -- add_layer_norm -------------------------------------------------------------------------------
@@ -384,6 +394,7 @@ def add_layer_norm_bwd_direct(
         and (x_bias is None or x_bias.dtype is dtype)
         and _refusal((dy, dz, z), (x_bias, weight, bias)) is None
     ):
+        needs = _of_given(needs, x_bias, weight, bias)
         return _library.add_layer_norm_bwd_direct.default._op(
             dy, dz, z, weight, mean, rstd, dropout_p, dropout_seed, dropout_stream, *needs
         )
@@ -456,5 +467,6 @@ def rms_norm_bwd_direct(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
 ) -> tuple[Tensor, ...] | None:
     if dy.is_contiguous() and x.is_contiguous() and _refusal((dy, x), (weight,)) is None:
+        needs = _of_given(needs, weight)
         return _library.rms_norm_bwd_direct.default._op(dy, x, weight, rstd, *needs)
     return None

@@ -19,8 +19,8 @@ _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 # Multiply-adds from which on a call gains more than the 8 us that finding this op takes (one Zen 5
 # thread; one row of 512 to 2048 features, 2 ** 20, is at 0.9 of torch's speed, 16 of 256 to 256 at
-# 1.2). Batch-invariant calls are those of generation, recorded once: weights alone decide there.
-_WORTH_TAKING, _WORTH_RECORDING = 3 << 19, 1 << 15
+# 1.2). Batch-invariant calls are those of generation, recorded once: all are taken there.
+_WORTH_TAKING = 3 << 19
 
 
 class _Order(threading.local):
@@ -49,9 +49,7 @@ def batch_invariant(on: bool) -> bool:
 def linear_fwd_pays(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
     if x.dtype is not torch.float32 or not _env.has_slow_blas():
         return False
-    if _order.batch_invariant:
-        return w.numel() >= _WORTH_RECORDING
-    return x.numel() * w.shape[0] >= _WORTH_TAKING
+    return _order.batch_invariant or x.numel() * w.shape[0] >= _WORTH_TAKING
 
 
 def _refusal(x: Tensor) -> str | None:
@@ -101,15 +99,11 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, scratch: Tenso
 
 
 # -- backward -------------------------------------------------------------------------------------
-def linear_bwd_unsupported(
-    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, needs: Sequence[bool]
-) -> str | None:
+def linear_bwd_unsupported(dy: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> str | None:
     return _refusal(x)
 
 
-def linear_bwd_workspace(
-    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, needs: Sequence[bool]
-) -> _Workspace:
+def linear_bwd_workspace(dy: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> _Workspace:
     out, D = w.shape
     floats = _bwd_floats(_rows_in(x), D, out, x.element_size(), torch.get_num_threads())
     return [((floats,), torch.float32, False)]
@@ -119,7 +113,6 @@ def linear_bwd(
     dy: Tensor,
     x: Tensor,
     w: Tensor,
-    b: Tensor | None,
     needs: Sequence[bool],
     dx: Tensor,
     dw: Tensor,

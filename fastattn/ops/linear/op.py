@@ -6,6 +6,7 @@ Nothing is saved but the inputs. `suits` tells which plain calls are worth takin
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from fastattn.ops._derivative import differentiable, gradient_like
@@ -20,10 +21,9 @@ def _fwd_outputs(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
     return (x.new_empty((*x.shape[:-1], w.shape[0])),)
 
 
-def _bwd_outputs(
-    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    return tuple(gradient_like(like, n, x) for n, like in zip(needs, (x, w, b), strict=True))
+def _bwd_outputs(dy: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    db = x.new_empty(w.shape[0] if needs[2] else 0)
+    return gradient_like(x, needs[0], x), gradient_like(w, needs[1], x), db
 
 
 _forward = Op(
@@ -34,7 +34,7 @@ linear = differentiable(
     _forward,
     Op(
         "linear_bwd",
-        "Tensor dy, Tensor x, Tensor w, Tensor? b, bool[3] needs",
+        "Tensor dy, Tensor x, Tensor w, bool[3] needs",
         "Tensor dx, Tensor dw, Tensor db",
         _bwd_outputs,
         _PACKAGE,
@@ -45,16 +45,32 @@ linear = differentiable(
 
 
 def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
-    """Whether an eager call of valid arguments is faster through this op than through torch's own,
-    and nobody watches torch's ops.
+    """Whether an eager call is faster through this op than through torch's own, nobody watches
+    torch's ops, and the difference shows nowhere: the arguments are strided matrices that fit, and
+    the gradients that are wanted read both of them, for both are kept.
     """
+    if (
+        not x.is_cpu
+        or w.dim() != 2
+        or x.dim() == 0
+        or x.shape[-1] != w.shape[1]
+        or x.layout is not torch.strided
+        or w.layout is not torch.strided
+        or not (b is None or (b.dim() == 1 and b.shape[0] == w.shape[0] and b.dtype == x.dtype))
+    ):
+        return False
+    if torch.is_grad_enabled() and not (x.requires_grad and w.requires_grad):
+        if x.requires_grad or w.requires_grad or (b is not None and b.requires_grad):
+            return False
     args = (x, w, b)
-    return x.is_cpu and _forward.pays("cpu", args) and _forward.is_plain(args)
+    return _forward.pays("cpu", args) and _forward.is_plain(args)
 
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, a row's fp32 products on the CPU have the same bits among any number of rows."""
+    """Inside, a row's fp32 products on the CPU have the same bits among any number of rows, where
+    they are ours: not where torch's are as quick, see `suits`.
+    """
     set_to = _forward._module("cpu").batch_invariant
     before = set_to(True)
     try:

@@ -13,9 +13,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor]:
     return (F.linear(x, w, b),)
 
 
-def linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, needs: list[bool]
-) -> tuple[Tensor | None, ...]:
+def linear_bwd(dy: Tensor, x: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = needs
     rows = dy.reshape(-1, dy.shape[-1])
     dx = dy @ w if need_x else None

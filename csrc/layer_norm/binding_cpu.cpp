@@ -10,7 +10,7 @@ namespace fastattn::norm {
 namespace {
 
 // Elements below which another thread costs more than it brings.
-constexpr int64_t kGrain = 32768;
+constexpr int64_t kGrain = 16384;
 // Rows of a partition when no parameter gradient is wanted.
 constexpr int64_t kFreePartitionRows = 16;
 // Otherwise: what fastattn/ops/layer_norm/cpu.py gives room for.

@@ -194,7 +194,10 @@ def layer_norm_bwd_direct(
 
 def _of_given(needs: Sequence[bool], *parameters: Tensor | None) -> Sequence[bool]:
     """needs, whose last are those of parameters, without what is wanted of missing ones."""
-    if None not in parameters:
+    for parameter in parameters:
+        if parameter is None:
+            break
+    else:
         return needs
     first = len(needs) - len(parameters)
     wanted = zip(needs[first:], parameters, strict=True)

@@ -12,7 +12,7 @@ namespace fastattn::attention {
 // Multiply-adds below which another thread costs more than it brings; one query (decoding) is bound
 // by memory.
 constexpr double kGrain = 1 << 20;
-constexpr double kDecodeGrain = 1 << 17;
+constexpr double kDecodeGrain = 1 << 16;
 // Pieces of work for a worker, where tasks differ in length.
 constexpr int64_t kPiecesPerWorker = 8;
 // Products of a pair's row and column, by which a pass is weighed.

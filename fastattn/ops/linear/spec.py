@@ -42,15 +42,15 @@ def make_inputs(
     return {"x": x, "weight": weight, "bias": data(out) if bias else None}
 
 
-def _s(name: str, reason: str, **options: Any) -> Sample:
+def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     make = partial(make_inputs, **options)
-    return Sample(name, reason, make, ("x", "weight", "bias"), HALF_AND_SINGLE)
+    return Sample(name, reason, make, ("x", "weight", "bias"), HALF_AND_SINGLE, frozenset(tags))
 
 
 SAMPLES = (
-    _s("plain", "weight and bias"),
+    _s("plain", "weight and bias", "interpreter"),
     _s("no_bias", "the bias is optional", bias=False),
-    _s("one_row", "a single token", rows=(1,), D=130, out=37),
+    _s("one_row", "a single token", "interpreter", rows=(1,), D=130, out=37),
     _s("no_rows", "empty batch", rows=(0,)),
     _s("one_feature", "D = 1 and one output", D=1, out=1),
     _s("no_features", "D = 0: the bias is left", D=0),
@@ -60,7 +60,7 @@ SAMPLES = (
     _s("deep", "more depth than a kernel sums at once", rows=(7,), D=1100, out=19),
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows"),
     _s("weight_transposed", "a weight stored the other way", layout="weight"),
-    _s("weight_part", "rows of a larger weight", layout="part"),
+    _s("weight_part", "rows of a larger weight", "interpreter", layout="part"),
 )
 
 

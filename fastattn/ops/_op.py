@@ -3,7 +3,7 @@
 `Op` defines `torch.ops.fastattn.<name>`. Its `outputs` function is the only description of the
 results: it allocates them, it is the fake kernel, and tests fill what it returns with NaN. Backends
 are modules beside the op that write into those results. The derivative, which joins a forward and a
-backward op, is in `_derivative.py`. Nothing else in the package calls torch.library.
+backward op, is in `_derivative.py`. Only `integrations/sdpa.py` calls torch.library beside this.
 
 Plain eager calls, where neither a mode nor a subclass nor the profiler could see the difference,
 run the op's implementation without torch's dispatcher: 2 us less for each op.
@@ -337,11 +337,10 @@ class Op:
 
     def at_once(self) -> Callable[..., tuple[Tensor, ...] | None] | None:
         """`direct_on_cpu` for plain CPU tensors where nobody could tell it from the whole road: in
-        eager code that nobody watches, explains or casts.
+        eager code (the caller has seen to that) that nobody watches, explains or casts.
         """
         if (
-            torch.compiler.is_compiling()
-            or _recording.explanations is not None
+            _recording.explanations is not None
             or torch._C._is_any_autocast_enabled()
             or torch._C._len_torch_dispatch_stack() > 0
             or are_ops_watched()

@@ -172,10 +172,11 @@ def asked_backends(device_type: str) -> str:
     """
     if device_type != "cuda":
         return ""
-    ops = {family(name): op.backends for name, op in OPS.items() if name.endswith("_fwd")}
-    if any(row.automatic and row.name in ("sm90", "triton") for row in ops["attention"].values()):
+    ops = {family(name): op for name, op in OPS.items() if name.endswith("_fwd")}
+    gpu = torch.device(device_type, 0)
+    if any(row.name in ("sm90", "triton") for row in ops["attention"].order(gpu)):
         return ""
-    return ",".join(f"{name}=triton" for name, rows in ops.items() if "triton" in rows)
+    return ",".join(f"{name}=triton" for name, op in ops.items() if "triton" in op.backends)
 
 
 @contextlib.contextmanager

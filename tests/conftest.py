@@ -17,6 +17,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ[_env.RECORD_VARIABLE] = ""  # the same choices on every machine
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the subprocesses of tests

@@ -1,11 +1,13 @@
 """`fastattn check` as an engine: properties that a broken backend loses, the report, no rich."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fastattn import cli
+from fastattn.ops import _env, _verified
 from fastattn.ops._op import OPS
 from fastattn.testing import all_specs, check, isolation
 from fastattn.testing.properties import fill_positions
 
 SPECS = all_specs()
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
 # -- properties ------------------------------------------------------------------------------------
@@ -316,3 +320,53 @@ def test_wrong_options_are_named(
         code = left.code
     assert code == 2
     assert named in capsys.readouterr().err
+
+
+# -- the record of what passed ---------------------------------------------------------------------
+@pytest.fixture
+def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The checks themselves run on the CPU; where the record lies."""
+    checked = check._check_case
+
+    def on_cpu(case: check._Case) -> list[check.Row]:
+        return checked(dataclasses.replace(case, device=CPU))
+
+    file = tmp_path / "cache" / "verified.json"
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
+    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
+    monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(check, "_check_cases", lambda cases, *_: enumerate(map(on_cpu, cases)))
+    _verified.passed.cache_clear()
+    yield file
+    _verified.passed.cache_clear()
+
+
+RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=cuda", "--record")
+
+
+def test_what_passes_is_recorded(
+    pretended_gpu: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"op": "rms_norm", "backend": "cpu", "architecture": "sm_100"}
+    check.write_json(pretended_gpu, {"passed": [other, other | {"architecture": "sm_90"}]})
+    assert check.run(_options(*RECORDED)) == 0
+    assert "on sm_90 from now on: rms_norm by cpu (" in capsys.readouterr().out
+    assert _verified.passed(CUDA) == {("rms_norm", "cpu")}
+    kept, made = json.loads(pretended_gpu.read_text())["passed"]
+    assert kept == other and made["device"] == "a GPU" and made["results"] > 10
+
+    _verified.passed.cache_clear()
+    _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
+    assert check.run(_options(*RECORDED)) == 1
+    assert "from now on: nothing" in capsys.readouterr().out
+    assert _verified.passed(CUDA) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "option", ["--quick", "--sample=odd", "--dtype=bf16", "--seconds=9", "--device=cpu"]
+)
+def test_only_the_whole_suite_is_recorded(pretended_gpu: Path, option: str) -> None:
+    with pytest.raises(ValueError, match="--record must go with"):
+        check.run(_options(*RECORDED, option))
+    assert not pretended_gpu.exists()

@@ -5,6 +5,7 @@ a temporary package.
 """
 
 import itertools
+import json
 import logging
 import sys
 import threading
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops import _env, _op, backend_table
+from fastattn.ops import _env, _op, _verified, backend_table
 from fastattn.ops._op import Backend, Op
 from fastattn.testing import all_specs, poisoned_results
 
@@ -494,10 +495,102 @@ def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason == "needs the triton package, which is not installed"
 
 
-# -- remarks on a GPU -----------------------------------------------------------------------------
+# -- on a GPU -------------------------------------------------------------------------------------
 def _on_cuda() -> tuple[Any, float]:
     """Selection asks nothing but the device of a tensor."""
     return SimpleNamespace(device=CUDA), 4.0
+
+
+@pytest.fixture(autouse=True)
+def _pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine without one would be asked for."""
+    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """record(op, backend, **other): the record says that it passed on sm_90, or other things."""
+    file = tmp_path / "verified.json"
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
+    entries = []
+
+    def write(op: str, backend: str, **other: str) -> None:
+        entry = {"op": op, "backend": backend, "architecture": "sm_90", **_verified.kernels()}
+        entries.append(entry | other)
+        file.write_text(json.dumps({"passed": entries}))
+        _verified.passed.cache_clear()
+
+    _verified.passed.cache_clear()
+    yield write
+    _verified.passed.cache_clear()
+
+
+def _verifiable(make_op: MakeOp) -> Op:
+    rows = [Backend("triton", automatic=False), Backend("reference")]
+    return make_op(rows, triton=_writes(1), reference=_REFERENCE)
+
+
+def test_what_passed_here_is_automatic_here(
+    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    op = _verifiable(make_op)
+    record(op.name, "triton")
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert op.select(_on_cuda(), None) == "triton"
+        assert op.explain(_on_cuda(), None).chosen == "triton"
+    assert not caplog.records
+    assert _value(op) == 4  # on the CPU nothing changes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"op": "another"},
+        {"backend": "sm90"},
+        {"architecture": "sm_100"},
+        {"digest": "0" * 16},
+        {"torch": "2.0.0"},
+        {"triton": "2.0.0"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_verdict_counts_for_what_it_was_made_on(
+    make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
+) -> None:
+    op = _verifiable(make_op)
+    record(**{"op": op.name, "backend": "triton"} | other)
+    assert op.select(_on_cuda(), None) == "reference"
+
+
+def test_the_reference_says_how_to_verify(
+    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+    assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"passed": 3}', '{"passed": [3]}'])
+def test_a_broken_record_counts_for_nothing(
+    make_op: MakeOp,
+    record: Callable[..., None],
+    content: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "verified.json").write_text(content)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+    assert "verified.json" in caplog.text
+
+
+def test_the_record_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_env.RECORD_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert _env.record_path() == Path("/caches/fastattn/verified.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
 
 
 def test_ops_without_gpu_kernels_do_not_warn(

@@ -12,11 +12,13 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 BACKEND_VARIABLE = "FASTATTN_BACKEND"
+RECORD_VARIABLE = "FASTATTN_RECORD"
 _INTERPRET_VARIABLE = "TRITON_INTERPRET"
 CPU = torch.device("cpu")
 _NO_REQUEST: Mapping[str, str] = MappingProxyType({})
@@ -52,6 +54,17 @@ def _parse_request(value: str) -> dict[str, str]:
         op, _, name = item.rpartition("=")
         request[op.strip()] = name.strip()
     return request
+
+
+def record_path() -> Path | None:
+    """Where the record of verified kernels lies: what FASTATTN_RECORD names (empty: nowhere, there
+    is none), or fastattn/verified.json in the user's cache folder.
+    """
+    named = os.environ.get(RECORD_VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "fastattn", "verified.json")
 
 
 def interpreting() -> bool:

@@ -22,12 +22,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastattn.ops import _env
+from fastattn.ops import _env, _verified
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 OPS: dict[str, "Op"] = {}
 _log = logging.getLogger("fastattn")
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_UNVERIFIED = (
+    "runs only when asked for: it has not been verified on this hardware, which "
+    "`fastattn check --device cuda --record` does"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Backend:
     """A row of an op's order of preference.
 
     automatic: taken without being asked for. A kernel that never passed the equivalence suite on
-    its hardware is not.
+    its hardware is not, until it passes on the user's (`_verified`).
     verified: the architectures on which it has passed; elsewhere the first automatic use says so
     once.
     """
@@ -100,6 +104,7 @@ class Op:
         self.family = family(name)
         self.backends = {row.name: row for row in backends}
         self._automatic = tuple(row for row in backends if row.automatic)
+        self._orders: dict[torch.device, tuple[Backend, ...]] = {}
         self._unsupported = f"{name}_unsupported"
         LIBRARY.define(f"{name}({arguments}, *, str? backend=None) -> ({results})")
         overload = getattr(torch.ops.fastattn, name).default
@@ -175,15 +180,31 @@ class Op:
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")
             return requested
         device, refusals = args[self.anchor].device, None
-        for row in self._automatic:
+        on_gpu = device != _env.CPU and device.type == "cuda"
+        for row in self.order(device) if on_gpu else self._automatic:
             why = self._refusal(row.name, device, args)
             if why is None:
-                if device != _env.CPU and device.type == "cuda":
+                if on_gpu:
                     self._remark(row, device, refusals or {})
                 return row.name
             refusals = refusals or {}
             refusals[row.name] = why
         raise NotImplementedError(str(Explanation(self.name, None, refusals or {})))
+
+    def order(self, device: torch.device) -> tuple[Backend, ...]:
+        """What the automatic choice goes through on a device: its rows, and those of kernels that
+        have passed the equivalence suite on a GPU such as this one.
+        """
+        order = self._orders.get(device)
+        if order is None:
+            passed = _verified.passed(device)
+            order = tuple(
+                row
+                for row in self.backends.values()
+                if row.automatic or (self.family, row.name) in passed
+            )
+            self._orders[device] = order
+        return order
 
     def pays(self, backend: str, args: Sequence[Any]) -> bool:
         """Whether this call would take `backend` and that is faster than torch's own op, says the
@@ -198,11 +219,11 @@ class Op:
         return self.select(args, None) == backend
 
     def explain(self, args: Sequence[Any], backend: str | None) -> Explanation:
-        refusals = {}
+        refusals, order = {}, self.order(args[self.anchor].device)
         for name, row in self.backends.items():
             why = self.refusal(name, args)
-            if why is None and not row.automatic:
-                why = "runs only when asked for: it has not been verified on this hardware"
+            if why is None and row not in order:
+                why = _UNVERIFIED
             if why is not None:
                 refusals[name] = why
         try:
@@ -218,11 +239,16 @@ class Op:
             others = (name for name in self.backends if name != "reference")
             if all(_env.refuses_device(name, device) for name in others):
                 return  # the op is torch's own there, not a slow stand-in
+            order = self.order(device)
+            for name, other in self.backends.items():
+                if other not in order and _env.refuses_device(name, device) is None:
+                    refusals = {**refusals, name: _UNVERIFIED}
             why = "; ".join(f"backend {name} {reason}" for name, reason in refusals.items())
             _warn_once(f"{self.name} runs the slow reference on {device.type}: {why}")
         else:
             architecture = _env.architecture(device.type, device.index or 0)
-            if architecture not in row.verified:
+            passed = architecture in row.verified
+            if not passed and (self.family, row.name) not in _verified.passed(device):
                 _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
 
     # -- execution ---------------------------------------------------------------------------------
@@ -433,8 +459,9 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 why = unavailable() if unavailable else None
             if why is None and not hasattr(op._module(row.name), op.name):
                 why = f"does not implement {op.name}"
+            automatic = row in op.order(device)
             table.append(
-                BackendStatus(family(op.name), row.name, why is None, why or "", row.automatic)
+                BackendStatus(family(op.name), row.name, why is None, why or "", automatic)
             )
     return table
 

@@ -8,6 +8,7 @@ their properties (properties.py): rerun, batch, padding.
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env
+from fastattn.ops import _env, _verified
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.poison import poisoned_results
@@ -252,12 +253,19 @@ def add_arguments(
     parser.add_argument(
         "--seconds", type=count, default=None, help="begin no sample after this time"
     )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="on a GPU: let what passes whole be chosen there without being asked for",
+    )
     parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
 
 
 def run(options: argparse.Namespace) -> int:
     """`fastattn check`: prints a table, 1 if anything failed; ValueError for wrong options."""
     device = options.device or _env.default_device()
+    if options.record:
+        _check_recordable(options, device)
     cases = _cases(options, device)
     jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
     found: dict[int, list[Row]] = {}
@@ -270,6 +278,8 @@ def run(options: argparse.Namespace) -> int:
     _report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
+    if options.record:
+        print(_record(rows, device))
     return 1 if any(row.status == "FAIL" for row in rows) or all(map(_refused, rows)) else 0
 
 
@@ -421,6 +431,46 @@ def _counts(rows: list[Row]) -> tuple[str, ...]:
         str(sum(map(_refused, rows))),
         str(sum(r.status == "FAIL" for r in rows)),
     )
+
+
+# -- the record ------------------------------------------------------------------------------------
+def _check_recordable(options: argparse.Namespace, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"--record must go with a cuda device, got {device}")
+    for option in ("sample", "dtype", "quick", "seconds"):
+        if getattr(options, option):
+            raise ValueError(f"--record must go with every sample, got --{option}")
+    file = _env.record_path()
+    if file is None:
+        raise ValueError(f"{_env.RECORD_VARIABLE} must name a file to record in, got ''")
+    _verified.entries(file)  # says now what is wrong with it
+
+
+def _record(rows: Sequence[Row], device: torch.device) -> str:
+    """Writes down what has passed, in place of earlier verdicts on the same; what it was."""
+    architecture = _env.architecture(device.type, device.index or 0)
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.backend != "reference":
+            verdicts.setdefault((row.op, row.backend), []).append(row.status)
+    passed = [key for key, found in verdicts.items() if "ok" in found and found.count("FAIL") == 0]
+    file = _env.record_path()
+    assert file is not None  # _check_recordable
+    kept = [
+        entry
+        for entry in _verified.entries(file)
+        if entry.get("architecture") != architecture
+        or (entry.get("op"), entry.get("backend")) not in verdicts
+    ]
+    about = {"architecture": architecture, **_verified.kernels()}
+    about |= {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
+    made = [
+        {"op": op, "backend": backend, **about, "results": verdicts[op, backend].count("ok")}
+        for op, backend in passed
+    ]
+    write_json(file, {"passed": kept + made})
+    names = ", ".join(f"{op} by {backend}" for op, backend in passed) or "nothing"
+    return f"chosen automatically on {architecture} from now on: {names} ({file})"
 
 
 def _in_lines(file: str | None) -> bool:

@@ -33,7 +33,10 @@ FIELDS = (
 
 Row = dict[str, Any]
 CUDNN = "sdpa-cudnn"
-_SOURCES_OF_ALL = ("fastattn/ops/*.py", "fastattn/functional.py", "csrc/common/*")
+_SOURCES_OF_ALL = (
+    *("fastattn/ops/*.py", "fastattn/_arguments.py", "fastattn/functional.py"),
+    "csrc/common/*",
+)
 _ATTENTION_SOURCES = ("fastattn/ops/attention/*.py", "csrc/attention/**/*", "csrc/sm90/**/*")
 _MODEL_SOURCES = ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*")
 _SOURCES = {

@@ -1,4 +1,5 @@
-"""The public functions: what they compute, the checks of every argument, the call of the op.
+"""The public functions: what they compute, the checks of every argument (`_arguments.py`), the call
+of the op.
 
 Everything below this file trusts its inputs. Shapes: B batch, H query heads, K key/value heads (H a
 multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
@@ -6,7 +7,6 @@ sm90, triton, cpu, reference and never falls back; None takes the first of the o
 has no objection (see `explain`).
 """
 
-import math
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -14,15 +14,41 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from fastattn.ops._dropout import SECOND_STREAM
-from fastattn.ops._op import Explanation, explaining, recording_choices
-from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask, classify_mask, jagged
+from fastattn._arguments import (
+    Causal,
+    autocast,
+    causal_code,
+    check_attention_inputs,
+    check_backend,
+    check_device,
+    check_dropout,
+    check_eps,
+    check_ffn_weights,
+    check_float,
+    check_index,
+    check_length,
+    check_lengths,
+    check_mask,
+    check_mask_dtype,
+    check_parameter,
+    check_probability,
+    check_rows,
+    check_scale,
+    check_varlen_inputs,
+    check_window,
+    contiguous_rows,
+    in_four_dimensions,
+    sizes,
+)
+from fastattn.ops._dropout import draw_seed
+from fastattn.ops._op import Explanation, recording_choices
+from fastattn.ops.attention.op import PreparedMask, classify_mask, jagged
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_at_once as _attention_at_once
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.best_tokens.op import best_tokens as _best_tokens
-from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
+from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
@@ -45,10 +71,6 @@ __all__ = [
     "prepare_mask",
     "rms_norm",
 ]
-
-Causal = Literal["top_left", "bottom_right"] | bool
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class _Options(TypedDict, total=False):
@@ -159,7 +181,7 @@ def attention(
         and (made := _attention_at_once(q, k, v, causal, scale)) is not None
     ):
         return (made[0], made[1]) if return_lse else made[0]
-    _check_backend(backend)
+    check_backend(backend)
     if isinstance(q, Tensor) and q.is_nested:
         for name, given in (
             ("mask", mask),
@@ -181,29 +203,29 @@ def attention(
             return_lse=return_lse,
             backend=backend,
         )
-    q, k, v = _autocast(q, k, v)
-    B, H, M, D, N = _check_attention_inputs(q, k, v)
+    q, k, v = autocast(q, k, v)
+    B, H, M, D, N = check_attention_inputs(q, k, v)
     mask_tiles = None
     if mask is not None:
-        mask, mask_tiles = _check_mask(mask, B, H, M, N, q.device)
+        mask, mask_tiles = check_mask(mask, B, H, M, N, q.device)
     if key_lengths is not None:
-        _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
+        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
     if query_lengths is not None:
-        _check_lengths("query_lengths", query_lengths, ((B,),), q.device)
-    window_left, window_right = _check_window(window)
-    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+        check_lengths("query_lengths", query_lengths, ((B,),), q.device)
+    window_left, window_right = check_window(window)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
-        q if q.stride(-1) == 1 else _contiguous_rows(q),
-        k if k.stride(-1) == 1 else _contiguous_rows(k),
-        v if v.stride(-1) == 1 else _contiguous_rows(v),
+        q if q.stride(-1) == 1 else contiguous_rows(q),
+        k if k.stride(-1) == 1 else contiguous_rows(k),
+        v if v.stride(-1) == 1 else contiguous_rows(v),
         mask,
         mask_tiles,
         key_lengths,
         query_lengths,
-        _causal_code(causal, M, N),
+        causal_code(causal, M, N),
         window_left,
         window_right,
-        _check_scale(scale, D),
+        check_scale(scale, D),
         float(dropout_p),
         seed,
         dropout_stream,
@@ -310,23 +332,23 @@ def attention_varlen(
         out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset: out 0, lse -inf, gradient
         0.
     """
-    _check_backend(backend)
-    q, k, v = _autocast(q, k, v)
-    _check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    window_left, window_right = _check_window(window)
-    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
+    check_backend(backend)
+    q, k, v = autocast(q, k, v)
+    check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    window_left, window_right = check_window(window)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention_varlen(
-        _contiguous_rows(q),
-        _contiguous_rows(k),
-        _contiguous_rows(v),
+        contiguous_rows(q),
+        contiguous_rows(k),
+        contiguous_rows(v),
         cu_seqlens_q,
         cu_seqlens_k,
-        _check_length("max_seqlen_q", max_seqlen_q),
-        _check_length("max_seqlen_k", max_seqlen_k),
-        _causal_code(causal, 0, 0),
+        check_length("max_seqlen_q", max_seqlen_q),
+        check_length("max_seqlen_k", max_seqlen_k),
+        causal_code(causal, 0, 0),
         window_left,
         window_right,
-        _check_scale(scale, q.shape[2]),
+        check_scale(scale, q.shape[2]),
         float(dropout_p),
         seed,
         dropout_stream,
@@ -357,25 +379,25 @@ def attention_weights(
     Returns:
         [B, heads, rows, N], fp32 (fp64 for fp64), differentiable. Rows without a key are 0.
     """
-    q, k = _autocast(q, k)
-    _check_attention_inputs(q, k, k)
+    q, k = autocast(q, k)
+    check_attention_inputs(q, k, k)
     (B, H, M, D), N = q.shape, k.shape[2]
-    mask, _ = _check_mask(mask, B, H, M, N, q.device)
+    mask, _ = check_mask(mask, B, H, M, N, q.device)
     if key_lengths is not None:
-        _check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
+        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
     if query_lengths is not None:
-        _check_lengths("query_lengths", query_lengths, ((B,),), q.device)
+        check_lengths("query_lengths", query_lengths, ((B,),), q.device)
     return _attention_weights(
         q,
         k,
         mask,
         key_lengths,
         query_lengths,
-        _causal_code(causal, M, N),
-        *_check_window(window),
-        _check_scale(scale, D),
-        _check_index("rows", rows, M, q.device),
-        _check_index("heads", heads, H, q.device),
+        causal_code(causal, M, N),
+        *check_window(window),
+        check_scale(scale, D),
+        check_index("rows", rows, M, q.device),
+        check_index("heads", heads, H, q.device),
     )
 
 
@@ -393,13 +415,13 @@ def layer_norm(
     by two passes. Result in x's dtype.
     """
     if backend is not None:
-        _check_backend(backend)
-    _check_rows("x", x)
+        check_backend(backend)
+    check_rows("x", x)
     if weight is not None:
-        _check_parameter("weight", weight, x)
+        check_parameter("weight", weight, x)
     if bias is not None:
-        _check_parameter("bias", bias, x)
-    return _layer_norm(x, weight, bias, _check_eps(eps), backend=backend)[0]
+        check_parameter("bias", bias, x)
+    return _layer_norm(x, weight, bias, check_eps(eps), backend=backend)[0]
 
 
 @overload
@@ -459,23 +481,23 @@ def add_layer_norm(
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
         return_sum: return (y, z); pre-norm blocks carry z on.
     """
-    _check_backend(backend)
-    _check_rows("x", x)
-    _check_rows("residual", residual)
+    check_backend(backend)
+    check_rows("x", x)
+    check_rows("residual", residual)
     if residual.shape != x.shape:
-        raise ValueError(f"residual must have x's shape {_shape(x)}, got {_shape(residual)}")
-    _check_device("residual", residual, x.device)
-    _check_parameter("x_bias", x_bias, x)
-    _check_parameter("weight", weight, residual)
-    _check_parameter("bias", bias, residual)
-    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
+        raise ValueError(f"residual must have x's shape {sizes(x)}, got {sizes(residual)}")
+    check_device("residual", residual, x.device)
+    check_parameter("x_bias", x_bias, x)
+    check_parameter("weight", weight, residual)
+    check_parameter("bias", bias, residual)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
     y, z, *_ = _add_layer_norm(
         x,
         residual,
         x_bias,
         weight,
         bias,
-        _check_eps(eps),
+        check_eps(eps),
         float(dropout_p),
         seed,
         dropout_stream,
@@ -496,12 +518,12 @@ def rms_norm(
     x: [..., N]; weight: [N] or None. Result in x's dtype. eps: finite, >= 0; default finfo.eps of
     fp32 (of fp64 for fp64), as torch.
     """
-    _check_backend(backend)
-    _check_rows("x", x)
-    _check_parameter("weight", weight, x)
+    check_backend(backend)
+    check_rows("x", x)
+    check_parameter("weight", weight, x)
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    return _rms_norm(x, weight, _check_eps(eps), backend=backend)[0]
+    return _rms_norm(x, weight, check_eps(eps), backend=backend)[0]
 
 
 def ffn(
@@ -531,20 +553,20 @@ def ffn(
             is added.
         residual: [..., D'] or None, any floating dtype; the result takes it (else x's).
     """
-    _check_backend(backend)
-    x, w1, b1, w2, b2 = _autocast(x, w1, b1, w2, b2)
-    _check_rows("x", x)
+    check_backend(backend)
+    x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
+    check_rows("x", x)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    _check_ffn_weights(x, w1, b1, w2, b2, activation)
+    check_ffn_weights(x, w1, b1, w2, b2, activation)
     if residual is not None:
-        _check_float("residual", residual)
+        check_float("residual", residual)
         wanted = (*x.shape[:-1], w2.shape[0])
         if residual.shape != wanted:
-            raise ValueError(f"residual must be {list(wanted)}, got {_shape(residual)}")
-        _check_device("residual", residual, x.device)
-    output_dropout_p = _check_probability("output_dropout_p", output_dropout_p)
-    seed = _check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
+            raise ValueError(f"residual must be {list(wanted)}, got {sizes(residual)}")
+        check_device("residual", residual, x.device)
+    output_dropout_p = check_probability("output_dropout_p", output_dropout_p)
+    seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
     return _ffn(
         x,
         w1,
@@ -568,20 +590,20 @@ def linear(
 
     x: [..., D]; weight: [E, D]; bias: [E] or None; all of one dtype.
     """
-    _check_backend(backend)
-    x, weight, bias = _autocast(x, weight, bias)
-    _check_rows("x", x)
+    check_backend(backend)
+    x, weight, bias = autocast(x, weight, bias)
+    check_rows("x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None and name == "bias":
             continue
-        _check_float(name, tensor)
-        _check_device(name, tensor, x.device)
+        check_float(name, tensor)
+        check_device(name, tensor, x.device)
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {_shape(weight)}")
+        raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {sizes(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {_shape(bias)}")
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {sizes(bias)}")
     return _linear(x, weight, bias, backend=backend)[0]
 
 
@@ -627,17 +649,17 @@ def prepare_mask(mask: Tensor) -> PreparedMask:
     gets its gradient. Changing the mask in place afterwards is an error that nobody sees: prepare
     it again.
     """
-    _check_mask_dtype(mask)
+    check_mask_dtype(mask)
     if mask.dim() > 4:
-        raise ValueError(f"mask must have at most 4 dimensions, got {_shape(mask)}")
-    return PreparedMask(mask, classify_mask(_in_four_dimensions(mask)))
+        raise ValueError(f"mask must have at most 4 dimensions, got {sizes(mask)}")
+    return PreparedMask(mask, classify_mask(in_four_dimensions(mask)))
 
 
 def new_dropout_seed(device: torch.device | str) -> Tensor:
     """A dropout seed, int64 [1], from torch's generator of `device`: `manual_seed` and CUDA graphs
     behave as expected.
     """
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return draw_seed(device)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
@@ -653,325 +675,3 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
 
 _FUNCTIONS = (attention, attention_varlen, layer_norm, add_layer_norm, rms_norm, ffn, linear)
-
-
-# -- validation ------------------------------------------------------------------------------------
-def _shape(x: Tensor) -> list[int]:
-    return list(x.shape)
-
-
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return tensors
-    if not isinstance(tensors[0], Tensor):
-        return tensors  # refused by the checks
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if _casts(t) else t for t in tensors)
-
-
-def _casts(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def _check_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def _check_float(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        _check_tensor(name, x)
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
-
-
-def _check_device(name: str, x: Tensor, device: torch.device) -> None:
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device} like the first input, got {x.device}")
-
-
-def _check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """The sizes B, H, M, D, N."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-            _check_float(name, x)
-        if x.dim() != 4:
-            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
-            raise ValueError(f"{name} must have 4 dimensions {layout}, got {_shape(x)}")
-        if x.is_nested:
-            raise TypeError(f"{name} must be a dense tensor here, got a nested one")
-    if not (k.device == q.device == v.device and k.dtype is q.dtype is v.dtype):
-        for name, x in (("k", k), ("v", v)):
-            _check_device(name, x, q.device)
-            if x.dtype != q.dtype:
-                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
-    if key_B != B:
-        raise ValueError(f"k must have q's batch size {B}, got {key_B}")
-    _check_heads(H, K, D, key_D)
-    value_B, value_K, value_N, _ = v.shape
-    if value_B != B or value_K != K or value_N != N:
-        raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {_shape(v)}")
-    return B, H, M, D, N
-
-
-def _check_varlen_inputs(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> None:
-    layouts = {"q": "[T, H, D]", "k": "[S, K, D]", "v": "[S, K, E]"}
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_float(name, x)
-        if x.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions {layouts[name]}, got {_shape(x)}")
-        _check_device(name, x, q.device)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-    _check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, E] like k, got {_shape(v)}")
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_tensor(name, offsets)
-        if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 1:
-            raise ValueError(f"{name} must be int32 [B + 1], got {offsets.dtype} {_shape(offsets)}")
-        _check_device(name, offsets, q.device)
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have cu_seqlens_q's shape {_shape(cu_seqlens_q)}, "
-            f"got {_shape(cu_seqlens_k)}"
-        )
-
-
-def _check_heads(H: int, K: int, D: int, key_D: int) -> None:
-    if key_D != D:
-        raise ValueError(f"k must have q's head dim {D}, got {key_D}")
-    if (K == 0 and H != 0) or (K != 0 and H % K != 0):
-        raise ValueError(f"q must have a multiple of k's {K} heads, got {H}")
-
-
-def _check_length(name: str, length: Any) -> int:
-    length = _integer(name, length)
-    if length < 0:
-        raise ValueError(f"{name} must be >= 0, got {length}")
-    return length
-
-
-def _check_index(
-    name: str, index: Tensor | slice | None, size: int, device: torch.device
-) -> Tensor:
-    """Chosen positions as an int64 index; negative ones count from the end, as in Python."""
-    if index is None or isinstance(index, slice):
-        return torch.arange(size, device=device)[index or slice(None)]
-    if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
-        raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
-    return index.to(device=device, dtype=torch.int64) % max(size, 1)
-
-
-def _check_mask(
-    mask: Tensor | PreparedMask | None, B: int, H: int, M: int, N: int, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask as a 4-dimensional view with its size-1 dimensions kept; the tiles of a prepared
-    one.
-    """
-    if mask is None:
-        return None, None
-    tiles = None
-    if isinstance(mask, PreparedMask):
-        mask, tiles = mask
-    _check_mask_dtype(mask)
-    _check_device("mask", mask, device)
-    fits = mask.dim() <= 4
-    for size, wanted in zip(reversed(mask.shape), (N, M, H, B), strict=False):
-        fits = fits and (size == 1 or size == wanted)
-    if not fits:
-        raise ValueError(f"mask must be broadcastable to {[B, H, M, N]}, got {_shape(mask)}")
-    mask = _in_four_dimensions(mask)
-    if tiles is not None:
-        _check_mask_tiles(tiles, mask)
-    return mask, tiles
-
-
-def _check_mask_dtype(mask: Any) -> None:
-    _check_tensor("mask", mask)
-    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
-        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
-
-
-def _in_four_dimensions(mask: Tensor) -> Tensor:
-    return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-
-
-def _check_mask_tiles(tiles: Tensor, mask: Tensor) -> None:
-    """Kernels trust them to lie in memory, and to be those of this mask."""
-    _check_tensor("mask.tiles", tiles)
-    B, H, M, N = mask.shape
-    wanted = (B, H, -(-M // MASK_TILE), -(-N // MASK_TILE))
-    fits = tiles.dtype == torch.int64 and tiles.dim() == 4
-    for size, most in zip(tiles.shape, wanted, strict=fits):
-        fits = fits and (size == 1 or size == most)
-    if not fits:
-        raise ValueError(
-            f"mask.tiles must be int64, broadcastable to {list(wanted)}, "
-            f"got {tiles.dtype} {_shape(tiles)}"
-        )
-    _check_device("mask.tiles", tiles, mask.device)
-
-
-def _check_lengths(
-    name: str, lengths: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
-) -> None:
-    _check_tensor(name, lengths)
-    if lengths.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
-    if all(lengths.shape != shape for shape in shapes):
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must be {wanted}, got {_shape(lengths)}")
-    _check_device(name, lengths, device)
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
-
-
-def _check_eps(eps: Any) -> float:
-    eps = _number("eps", eps)
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps must be a finite number >= 0, got {eps}")
-    return eps
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return value  # type: ignore[return-value]
-
-
-def _check_backend(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend must be a name or None, got {backend!r}")
-
-
-def _check_window(window: tuple[int, int] | None) -> tuple[int, int]:
-    if window is None:
-        return -1, -1
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"window must be (left, right), got {window!r}")
-    left, right = (_integer("window", side) for side in window)
-    if left < -1 or right < -1:
-        raise ValueError(f"window must hold numbers >= 0, or -1 for unlimited, got {window!r}")
-    return left, right
-
-
-def _check_scale(scale: float | None, D: int) -> float:
-    if scale is None:
-        return D**-0.5 if D else 1.0
-    scale = _number("scale", scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return scale
-
-
-def _causal_code(causal: Causal, M: int, N: int) -> int:
-    if causal is True:
-        if M != N:
-            raise ValueError(
-                f"causal=True is ambiguous for {M} queries and {N} keys: "
-                'say "top_left" or "bottom_right"'
-            )
-        return CAUSAL["top_left"]
-    if causal is False:
-        return CAUSAL[False]
-    if not isinstance(causal, str) or causal not in CAUSAL:
-        raise ValueError(
-            f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}'
-        )
-    return CAUSAL[causal]
-
-
-def _check_probability(name: str, p: float) -> float:
-    p = _number(name, p)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{name} must be between 0 and 1, got {p}")
-    return p
-
-
-def _check_dropout(
-    p: float, seed: Tensor | None, stream: int, device: torch.device, second_p: float = 0.0
-) -> Tensor | None:
-    """The seed to use, None where nothing is dropped."""
-    if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
-        if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than all checks
-            return None
-    p = _check_probability("dropout_p", p)
-    stream = _integer("dropout_stream", stream)
-    if not 0 <= stream < SECOND_STREAM:
-        raise ValueError(f"dropout_stream must be >= 0 and < 2 ** 31, got {stream}")
-    if seed is not None:
-        _check_tensor("dropout_seed", seed)
-        if seed.dtype != torch.int64 or seed.shape != (1,):
-            raise ValueError(f"dropout_seed must be int64 [1], got {seed.dtype} {_shape(seed)}")
-        _check_device("dropout_seed", seed, device)
-    if p == 0.0 and second_p == 0.0:
-        return None
-    if seed is not None:
-        return seed
-    if explaining():  # runs nothing, the generator included
-        return torch.empty(1, dtype=torch.int64, device=device)
-    return new_dropout_seed(device)
-
-
-def _check_rows(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-        _check_float(name, x)
-    if x.dim() == 0:
-        raise ValueError(f"{name} must have at least one dimension, got a scalar")
-
-
-def _check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
-    if parameter is None:
-        return
-    N = x.shape[-1]
-    if not isinstance(parameter, Tensor) or parameter.dtype not in _FLOATS:
-        _check_float(name, parameter)
-    if parameter.shape != (N,):
-        raise ValueError(f"{name} must be [{N}] like the last dimension, got {_shape(parameter)}")
-    if parameter.device != x.device:
-        _check_device(name, parameter, x.device)
-
-
-def _check_ffn_weights(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str
-) -> None:
-    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
-        if weight is None and name in ("b1", "b2"):
-            continue
-        if not isinstance(weight, Tensor) or weight.dtype not in _FLOATS:
-            _check_float(name, weight)
-        assert weight is not None
-        if weight.device != x.device:
-            _check_device(name, weight, x.device)
-        if weight.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {weight.dtype}")
-    if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
-        raise ValueError(f"w1 must be [F, {x.shape[-1]}] to fit x, got {_shape(w1)}")
-    F = w1.shape[0]
-    if activation in GATED_ACTIVATIONS:
-        if F % 2:
-            raise ValueError(f"w1 must have an even number of rows for {activation}, got {F}")
-        F //= 2
-    if w2.dim() != 2 or w2.shape[1] != F:
-        raise ValueError(f"w2 must be [D, {F}] to fit w1 and {activation}, got {_shape(w2)}")
-    for name, bias, weight in (("b1", b1, w1), ("b2", b2, w2)):
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"{name} must be [{weight.shape[0]}], got {_shape(bias)}")

@@ -128,7 +128,8 @@ _LAYERS = (
     ("fastattn.ops._cuda_driver", ()),
     ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
     ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
-    ("fastattn.ops._op", ("fastattn.ops._env",)),
+    ("fastattn.ops._verified", ("fastattn.ops._env",)),
+    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._verified")),
     ("fastattn.ops._derivative", ("fastattn.ops._op",)),
     # The reference is also the derivative of the backward op; other backends are found by name.
     (
@@ -154,10 +155,22 @@ _LAYERS = (
         ),
     ),
     ("fastattn.ops", ("fastattn.ops._op",)),
-    ("fastattn.functional", ("fastattn.ops._op", "fastattn.ops._dropout", "fastattn.ops.*.op")),
+    ("fastattn._arguments", ("fastattn.ops._op", "fastattn.ops._dropout", "fastattn.ops.*.op")),
+    (
+        "fastattn.functional",
+        (
+            "fastattn._arguments",
+            "fastattn.ops._op",
+            "fastattn.ops._dropout",
+            "fastattn.ops.*.op",
+        ),
+    ),
     ("fastattn.nn", ("fastattn.functional", "fastattn.nn")),
     ("fastattn.integrations", ("fastattn.functional", "fastattn.nn", "fastattn.integrations")),
-    ("fastattn.distributed", ("fastattn.functional", "fastattn.nn", "fastattn.distributed")),
+    (
+        "fastattn.distributed",
+        ("fastattn._arguments", "fastattn.functional", "fastattn.nn", "fastattn.distributed"),
+    ),
     (
         "fastattn.seq2seq",
         ("fastattn.functional", "fastattn.nn", "fastattn.seq2seq", "fastattn.ops._env"),
@@ -174,7 +187,9 @@ def _matches(name: str, prefix: str) -> bool:
 
 
 def arrows_point_down(package: Path) -> list[str]:
-    """The layers: cli > seq2seq > nn > functional > op.py > _derivative.py > _op.py > _env.py."""
+    """The layers: cli > seq2seq > nn > functional > _arguments > op.py > _derivative.py > _op.py >
+    _env.py.
+    """
     found = []
     for name, imported in _edges(package):
         if not imported.startswith("fastattn"):
@@ -222,7 +237,9 @@ def questions_outside_env(package: Path) -> list[str]:
     """6. Only _op.py calls torch.library, only _env.py asks for versions and devices."""
     found = []
     for name, path in _modules(package).items():
-        kernels = name.startswith(("fastattn.ops", "fastattn.functional", "fastattn.nn"))
+        kernels = name.startswith(
+            ("fastattn.ops", "fastattn._arguments", "fastattn.functional", "fastattn.nn")
+        )
         for chain in _attributes(path):
             if re.match(r"torch\.library\b", chain) and name not in _REGISTRARS:
                 found.append(f"{name} uses torch.library")

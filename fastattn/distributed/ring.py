@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn import functional
+from fastattn._arguments import autocast, check_attention_inputs, check_scale, contiguous_rows
 
 _FULL, _TOP_LEFT = 0, 1  # codes of the op's `causal`
 _WHOLE, _FIRST, _SECOND = slice(None), 0, 1
@@ -78,14 +78,14 @@ def ring_attention(
         out [B, H, S / P, E] in q's dtype, or (out, lse), lse fp32 [B, H, S / P]. Differentiable
         once, lse too.
     """
-    q, k, v = functional._autocast(q, k, v)
-    functional._check_attention_inputs(q, k, v)
+    q, k, v = autocast(q, k, v)
+    check_attention_inputs(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k must have q's {q.shape[2]} positions, got {k.shape[2]}")
     if causal and q.shape[2] % 2:
         raise ValueError(f"q must hold two chunks of equal length, got {q.shape[2]} positions")
-    scale = functional._check_scale(scale, q.shape[3])
-    q = functional._contiguous_rows(q)
+    scale = check_scale(scale, q.shape[3])
+    q = contiguous_rows(q)
     out, lse = _Ring.apply(q, k, v, causal, scale, _Neighbours.of(group))
     return (out, lse) if return_lse else out
 

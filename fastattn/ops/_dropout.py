@@ -17,6 +17,11 @@ SECOND_STREAM = 1 << 31
 _WORD = 0xFFFFFFFF
 
 
+def draw_seed(device: torch.device | str) -> Tensor:
+    """int64 [1] from torch's generator of `device`."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
 def threshold(p: float) -> int:
     """Bytes below this are dropped: floor(256 p + 0.5), at least 1 if p > 0, 256 only if p = 1."""
     if p <= 0.0:

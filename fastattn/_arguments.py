@@ -1,0 +1,340 @@
+"""The arguments of the public functions: refused with their name, what was wanted and what came, or
+returned in the form that ops take.
+
+Shapes as in `functional.py`. A call that is right pays one test per rule; what it takes to word a
+refusal comes after it.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastattn.ops._dropout import SECOND_STREAM, draw_seed
+from fastattn.ops._op import explaining
+from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask
+from fastattn.ops.ffn.op import GATED_ACTIVATIONS
+
+Causal = Literal["top_left", "bottom_right"] | bool
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def sizes(x: Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return tensors
+    if not isinstance(tensors[0], Tensor):
+        return tensors  # refused by the checks
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if _casts(t) else t for t in tensors)
+
+
+def _casts(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_float(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        check_tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
+
+
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like the first input, got {x.device}")
+
+
+def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """The sizes B, H, M, D, N."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+            check_float(name, x)
+        if x.dim() != 4:
+            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
+            raise ValueError(f"{name} must have 4 dimensions {layout}, got {sizes(x)}")
+        if x.is_nested:
+            raise TypeError(f"{name} must be a dense tensor here, got a nested one")
+    if not (k.device == q.device == v.device and k.dtype is q.dtype is v.dtype):
+        for name, x in (("k", k), ("v", v)):
+            check_device(name, x, q.device)
+            if x.dtype != q.dtype:
+                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
+    if key_B != B:
+        raise ValueError(f"k must have q's batch size {B}, got {key_B}")
+    check_heads(H, K, D, key_D)
+    value_B, value_K, value_N, _ = v.shape
+    if value_B != B or value_K != K or value_N != N:
+        raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {sizes(v)}")
+    return B, H, M, D, N
+
+
+def check_varlen_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> None:
+    layouts = {"q": "[T, H, D]", "k": "[S, K, D]", "v": "[S, K, E]"}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name} must have 3 dimensions {layouts[name]}, got {sizes(x)}")
+        check_device(name, x, q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, E] like k, got {sizes(v)}")
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, offsets)
+        if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name} must be int32 [B + 1], got {offsets.dtype} {sizes(offsets)}")
+        check_device(name, offsets, q.device)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have cu_seqlens_q's shape {sizes(cu_seqlens_q)}, "
+            f"got {sizes(cu_seqlens_k)}"
+        )
+
+
+def check_heads(H: int, K: int, D: int, key_D: int) -> None:
+    if key_D != D:
+        raise ValueError(f"k must have q's head dim {D}, got {key_D}")
+    if (K == 0 and H != 0) or (K != 0 and H % K != 0):
+        raise ValueError(f"q must have a multiple of k's {K} heads, got {H}")
+
+
+def check_length(name: str, length: Any) -> int:
+    length = _integer(name, length)
+    if length < 0:
+        raise ValueError(f"{name} must be >= 0, got {length}")
+    return length
+
+
+def check_index(name: str, index: Tensor | slice | None, size: int, device: torch.device) -> Tensor:
+    """Chosen positions as an int64 index; negative ones count from the end, as in Python."""
+    if index is None or isinstance(index, slice):
+        return torch.arange(size, device=device)[index or slice(None)]
+    if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
+        raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
+    return index.to(device=device, dtype=torch.int64) % max(size, 1)
+
+
+def check_mask(
+    mask: Tensor | PreparedMask | None, B: int, H: int, M: int, N: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask as a 4-dimensional view with its size-1 dimensions kept; the tiles of a prepared
+    one.
+    """
+    if mask is None:
+        return None, None
+    tiles = None
+    if isinstance(mask, PreparedMask):
+        mask, tiles = mask
+    check_mask_dtype(mask)
+    check_device("mask", mask, device)
+    fits = mask.dim() <= 4
+    for size, wanted in zip(reversed(mask.shape), (N, M, H, B), strict=False):
+        fits = fits and (size == 1 or size == wanted)
+    if not fits:
+        raise ValueError(f"mask must be broadcastable to {[B, H, M, N]}, got {sizes(mask)}")
+    mask = in_four_dimensions(mask)
+    if tiles is not None:
+        check_mask_tiles(tiles, mask)
+    return mask, tiles
+
+
+def check_mask_dtype(mask: Any) -> None:
+    check_tensor("mask", mask)
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+        raise TypeError(f"mask must be bool or floating, got {mask.dtype}")
+
+
+def in_four_dimensions(mask: Tensor) -> Tensor:
+    return mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
+
+
+def check_mask_tiles(tiles: Tensor, mask: Tensor) -> None:
+    """Kernels trust them to lie in memory, and to be those of this mask."""
+    check_tensor("mask.tiles", tiles)
+    B, H, M, N = mask.shape
+    wanted = (B, H, -(-M // MASK_TILE), -(-N // MASK_TILE))
+    fits = tiles.dtype == torch.int64 and tiles.dim() == 4
+    for size, most in zip(tiles.shape, wanted, strict=fits):
+        fits = fits and (size == 1 or size == most)
+    if not fits:
+        raise ValueError(
+            f"mask.tiles must be int64, broadcastable to {list(wanted)}, "
+            f"got {tiles.dtype} {sizes(tiles)}"
+        )
+    check_device("mask.tiles", tiles, mask.device)
+
+
+def check_lengths(
+    name: str, lengths: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> None:
+    check_tensor(name, lengths)
+    if lengths.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
+    if all(lengths.shape != shape for shape in shapes):
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} must be {wanted}, got {sizes(lengths)}")
+    check_device(name, lengths, device)
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def check_eps(eps: Any) -> float:
+    eps = _number("eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number >= 0, got {eps}")
+    return eps
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def check_backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a name or None, got {backend!r}")
+
+
+def check_window(window: tuple[int, int] | None) -> tuple[int, int]:
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window!r}")
+    left, right = (_integer("window", side) for side in window)
+    if left < -1 or right < -1:
+        raise ValueError(f"window must hold numbers >= 0, or -1 for unlimited, got {window!r}")
+    return left, right
+
+
+def check_scale(scale: float | None, D: int) -> float:
+    if scale is None:
+        return D**-0.5 if D else 1.0
+    scale = _number("scale", scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return scale
+
+
+def causal_code(causal: Causal, M: int, N: int) -> int:
+    if causal is True:
+        if M != N:
+            raise ValueError(
+                f"causal=True is ambiguous for {M} queries and {N} keys: "
+                'say "top_left" or "bottom_right"'
+            )
+        return CAUSAL["top_left"]
+    if causal is False:
+        return CAUSAL[False]
+    if not isinstance(causal, str) or causal not in CAUSAL:
+        raise ValueError(
+            f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}'
+        )
+    return CAUSAL[causal]
+
+
+def check_probability(name: str, p: float) -> float:
+    p = _number(name, p)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {p}")
+    return p
+
+
+def check_dropout(
+    p: float, seed: Tensor | None, stream: int, device: torch.device, second_p: float = 0.0
+) -> Tensor | None:
+    """The seed to use, None where nothing is dropped."""
+    if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
+        if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than all checks
+            return None
+    p = check_probability("dropout_p", p)
+    stream = _integer("dropout_stream", stream)
+    if not 0 <= stream < SECOND_STREAM:
+        raise ValueError(f"dropout_stream must be >= 0 and < 2 ** 31, got {stream}")
+    if seed is not None:
+        check_tensor("dropout_seed", seed)
+        if seed.dtype != torch.int64 or seed.shape != (1,):
+            raise ValueError(f"dropout_seed must be int64 [1], got {seed.dtype} {sizes(seed)}")
+        check_device("dropout_seed", seed, device)
+    if p == 0.0 and second_p == 0.0:
+        return None
+    if seed is not None:
+        return seed
+    if explaining():  # runs nothing, the generator included
+        return torch.empty(1, dtype=torch.int64, device=device)
+    return draw_seed(device)
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
+        check_float(name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar")
+
+
+def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
+    if parameter is None:
+        return
+    N = x.shape[-1]
+    if not isinstance(parameter, Tensor) or parameter.dtype not in _FLOATS:
+        check_float(name, parameter)
+    if parameter.shape != (N,):
+        raise ValueError(f"{name} must be [{N}] like the last dimension, got {sizes(parameter)}")
+    if parameter.device != x.device:
+        check_device(name, parameter, x.device)
+
+
+def check_ffn_weights(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str
+) -> None:
+    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
+        if weight is None and name in ("b1", "b2"):
+            continue
+        if not isinstance(weight, Tensor) or weight.dtype not in _FLOATS:
+            check_float(name, weight)
+        assert weight is not None
+        if weight.device != x.device:
+            check_device(name, weight, x.device)
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {weight.dtype}")
+    if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
+        raise ValueError(f"w1 must be [F, {x.shape[-1]}] to fit x, got {sizes(w1)}")
+    F = w1.shape[0]
+    if activation in GATED_ACTIVATIONS:
+        if F % 2:
+            raise ValueError(f"w1 must have an even number of rows for {activation}, got {F}")
+        F //= 2
+    if w2.dim() != 2 or w2.shape[1] != F:
+        raise ValueError(f"w2 must be [D, {F}] to fit w1 and {activation}, got {sizes(w2)}")
+    for name, bias, weight in (("b1", b1, w1), ("b2", b2, w2)):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"{name} must be [{weight.shape[0]}], got {sizes(bias)}")

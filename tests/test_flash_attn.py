@@ -60,6 +60,28 @@ def test_dense(causal, window, M, N, alibi) -> None:
         torch.testing.assert_close(lse[b], expected[1])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("N", [6, 9])
+def test_integers_may_be_tensors(causal, N) -> None:
+    q, k, v = normal(2, 6, H, D), normal(2, N, K, D), normal(2, N, K, D)
+    cu_q, cu_k = (torch.arange(0, 3 * n, n, dtype=torch.int32) for n in (6, N))
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    window = {"causal": causal, "window_size": torch.tensor([2, 1])}
+    expected = flash_attn.flash_attn_func(q, k, v, causal=causal, window_size=(2, 1))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, **window), expected)
+    cached = flash_attn.flash_attn_with_kvcache(q, k, v, **window)
+    torch.testing.assert_close(cached, expected)
+    longest = (torch.tensor(6), torch.tensor(N))
+    out = flash_attn.flash_attn_varlen_func(*packed, cu_q, cu_k, *longest, **window)
+    torch.testing.assert_close(out.unflatten(0, (2, 6)), expected)
+
+
+def test_any_side_below_zero_is_unlimited() -> None:
+    q, k, v = (normal(1, 5, n, D) for n in (H, K, K))
+    expected = flash_attn.flash_attn_func(q, k, v, window_size=(-1, 1))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(-7, 1)), expected)
+
+
 @bands
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("alibi", [False, True])

@@ -36,7 +36,7 @@ Attend = Callable[..., Any]
 
 
 # -- what they support -----------------------------------------------------------------------------
-def _unsupported(task: Task, *, widest: int, dropout: bool) -> str | None:
+def _unsupported(task: Task, *, widest: int, multiple: int, dropout: bool) -> str | None:
     inputs = task.inputs
     if task.dtype not in (torch.float16, torch.bfloat16):
         return f"has no {task.dtype}"
@@ -50,6 +50,8 @@ def _unsupported(task: Task, *, widest: int, dropout: bool) -> str | None:
         return "aligns causality with the bottom right"
     if inputs["q"].shape[-1] > widest:
         return f"has head dims up to {widest}"
+    if inputs["q"].shape[-1] % multiple:
+        return f"has head dims that are multiples of {multiple}"
     return None
 
 
@@ -132,8 +134,10 @@ class _Third(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        dq, dk, dv, *_ = _third_operators().bwd(dout, *ctx.saved_tensors, **ctx.options)
-        return dq, dk, dv, None
+        # Written in place: whether they are results, too, differs between releases.
+        dq, dk, dv = grads = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
+        _third_operators().bwd(dout, *ctx.saved_tensors, dq=dq, dk=dk, dv=dv, **ctx.options)
+        return *grads, None
 
 
 def _third() -> Attend:
@@ -165,6 +169,7 @@ def _peer(
     unavailable: Callable[[], str | None],
     distribution: str,
     *,
+    multiple: int = 1,
     dropout: bool = False,
     compiles: bool = False,
 ) -> Implementation:
@@ -174,7 +179,7 @@ def _peer(
         partial(_build, attend),
         device_types=("cuda",),
         unavailable=unavailable,
-        unsupported=partial(_unsupported, widest=256, dropout=dropout),
+        unsupported=partial(_unsupported, widest=256, multiple=multiple, dropout=dropout),
         version=partial(package_version, distribution),
         backend=name,
         compiles=compiles,
@@ -190,13 +195,14 @@ PEERS = (
         "flash-attn",
         dropout=True,
     ),
-    _peer("fa3", _third, _third_is_missing, "flash_attn_3"),
+    _peer("fa3", _third, _third_is_missing, "flash_attn_3", multiple=8),
     # Compiles each head dim for seconds at its first call.
     _peer(
         "fa4",
         _fourth,
         needs_package("flash-attn-4", "flash_attn.cute.interface"),
         "flash-attn-4",
+        multiple=8,
         compiles=True,
     ),
 )

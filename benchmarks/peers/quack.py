@@ -1,5 +1,8 @@
-"""quack's norms, in the CuTe language; its layer norm is a forward alone."""
+"""quack's norms, in the CuTe language."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from benchmarks.implementations import (
@@ -12,14 +15,41 @@ from benchmarks.implementations import (
 from fastattn.testing.spec import Inputs
 
 
+class _LayerNorm(torch.autograd.Function):
+    """What quack leaves to its users: it has a forward, and later releases a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+        from quack.rmsnorm import layernorm_fwd
+
+        fp32_weight, fp32_bias, eps = rest
+        out, rstd, mean = layernorm_fwd(
+            x, fp32_weight, fp32_bias, eps=eps, return_rstd=True, return_mean=True
+        )
+        ctx.save_for_backward(x, fp32_weight, rstd, mean)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        from quack.rmsnorm import layernorm_bwd
+
+        x, fp32_weight, rstd, mean = ctx.saved_tensors
+        dx, dweight, dbias = layernorm_bwd(x, fp32_weight, dout, rstd, mean)
+        return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None, None, None
+
+
 def _layer_norm(task: Task) -> Forward:
     from quack.rmsnorm import layernorm_fwd
 
     # It wants fp32 parameters: converted once, as a model would hold them.
-    weight, bias = (task.inputs[n].detach().float() for n in ("weight", "bias"))
+    fp32 = [task.inputs[n].detach().float() for n in ("weight", "bias")]
 
     def forward(inputs: Inputs) -> Tensor:
-        return layernorm_fwd(inputs["x"], weight, bias, eps=inputs["eps"])
+        x, weight, bias, eps = (inputs[n] for n in ("x", "weight", "bias", "eps"))
+        if not x.requires_grad:
+            return layernorm_fwd(x, *fp32, eps=eps)
+        return _LayerNorm.apply(x, weight, bias, *fp32, eps)
 
     return forward
 
@@ -33,10 +63,12 @@ def _rms_norm(task: Task) -> Forward:
 def _unsupported(task: Task) -> str | None:
     if task.inputs["x"].dim() != 2:
         return "takes [rows, N]"
-    return "needs weight" if task.inputs.get("weight") is None else None
+    names = ("weight", "bias") if task.op == "layer_norm" else ("weight",)
+    missing = [name for name in names if task.inputs.get(name) is None]
+    return f"needs {' and '.join(missing)}" if missing else None
 
 
-def _peer(op: str, **options: object) -> Implementation:
+def _peer(op: str) -> Implementation:
     return Implementation(
         "quack",
         (op,),
@@ -47,8 +79,7 @@ def _peer(op: str, **options: object) -> Implementation:
         version=lambda: package_version("quack-kernels"),
         backend="cute",
         compiles=True,  # for seconds, at the first call of a width
-        **options,  # type: ignore[arg-type]
     )
 
 
-PEERS = (_peer("layer_norm", directions=("fwd",)), _peer("rms_norm"))
+PEERS = (_peer("layer_norm"), _peer("rms_norm"))

@@ -1,4 +1,8 @@
-"""TransformerEngine's norms and attention, its modules called with the parameters of the inputs."""
+"""TransformerEngine's norms and attention, its modules called with the parameters of the inputs.
+
+Its attention takes [B, S, H, D] in that order in memory alone: it copies q, k and v first, and the
+copies are timed with it.
+"""
 
 from functools import partial
 from typing import Any
@@ -47,7 +51,8 @@ def _attention(task: Task) -> Forward:
     )
 
     def forward(inputs: Inputs) -> Tensor:
-        out = module(*(inputs[n].transpose(1, 2) for n in ("q", "k", "v")))
+        # Of views it would trust the shape and read the wrong memory.
+        out = module(*(inputs[n].transpose(1, 2).contiguous() for n in ("q", "k", "v")))
         B, M = out.shape[:2]
         return out.view(B, M, q.shape[1], q.shape[3]).transpose(1, 2)
 

@@ -10,6 +10,7 @@ result is deterministic, so `deterministic` changes nothing; `num_splits` is our
 become a dense mask, [B, H, M, N] at most: exact, but no longer free.
 """
 
+import operator
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ def flash_attn_func(
         window_size: (left, right) of that diagonal; -1 = unlimited.
         alibi_slopes: fp32 [H] or [B, H]: -slope * |i + N - M - j| is added to the scores.
         return_attn_probs: for tests: also lse [B, H, M] and, with dropout, the weights [B, H, M,
-            N], negative where they were dropped (None without dropout).
+            N], negative where they were dropped (None without dropout); in fp32, and of sum 1 in
+            each row, where flash_attn's are in q's type and lack the last scaling.
 
     Returns:
         out [B, M, H, E], or (out, lse, weights).
     """
     _refuse_softcap(softcap)
+    window_size = _sides(window_size)
     heads = _heads_first(q, k, v)
     M, N = q.shape[1], k.shape[1]
     restrictions = _restrictions(M, N, causal, window_size)
@@ -103,6 +106,8 @@ def flash_attn_varlen_func(
         out [T, H, E], or (out, lse, weights).
     """
     _refuse_softcap(softcap)
+    window_size = _sides(window_size)
+    max_seqlen_q, max_seqlen_k = _whole(max_seqlen_q), _whole(max_seqlen_k)
     same = cu_seqlens_q is cu_seqlens_k
     plain = alibi_slopes is None and block_table is None
     restrictions = _restrictions(0, 0 if same else None, causal, window_size)
@@ -200,6 +205,7 @@ def flash_attn_with_kvcache(
         out [B, M, H, D], or (out, lse [B, H, M]).
     """
     _refuse_softcap(softcap)
+    window_size = _sides(window_size)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
             raise ValueError(f"{name} must be None with a block_table, got a tensor")
@@ -208,7 +214,7 @@ def flash_attn_with_kvcache(
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must come together, got one of them")
     B, M, H, _ = q.shape
-    banded = causal or tuple(window_size) != (-1, -1)
+    banded = causal or window_size != (-1, -1)
     page = k_cache.shape[1]
     size = page if block_table is None else page * block_table.shape[1]
     if cache_seqlens is None:
@@ -239,7 +245,7 @@ def flash_attn_with_kvcache(
     else:
         keys, values = k_cache, v_cache
     restrictions: dict[str, Any] = {"key_lengths": lengths}
-    if alibi_slopes is not None or cache_leftpad is not None or tuple(window_size) != (-1, -1):
+    if alibi_slopes is not None or cache_leftpad is not None or window_size != (-1, -1):
         restrictions["mask"] = _dense(
             M, keys.shape[1], lengths - M, cache_leftpad, causal, window_size, alibi_slopes, H
         )
@@ -258,6 +264,18 @@ def flash_attn_with_kvcache(
 def _refuse_softcap(softcap: float) -> None:
     if softcap != 0.0:
         raise NotImplementedError(f"softcap must be 0.0, got {softcap}")
+
+
+def _whole(value: Any) -> int:
+    """An integer as itself; flash_attn takes tensors of one element in the place of one, too."""
+    known = isinstance(value, (int, torch.SymInt))
+    return value if known else operator.index(value)  # type: ignore[no-any-return]
+
+
+def _sides(window: Any) -> Window:
+    """(left, right) of anything that holds two integers; each below 0 is -1."""
+    left, right = (_whole(side) for side in window)
+    return max(left, -1), max(right, -1)
 
 
 def _unpacked(name: str, x: Tensor, count: int, dimensions: int) -> tuple[Tensor, ...]:

@@ -124,6 +124,18 @@ def test_copies_and_pickles_go_back_too(model: Block) -> None:
     assert isinstance(model.norm, fnn.LayerNorm)
 
 
+def test_what_adopt_took_goes_back_too(model: Block, x: Tensor) -> None:
+    names, before = kinds(model), result(model, x)
+    fnn.adopt(model)
+    assert kinds(model) != names
+    made = fnn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)  # ours, its parts too
+    fastattn.unpatch(nn.ModuleList([model, made]))
+    assert kinds(model) == names and model.encoder.use_nested_tensor
+    for ours, theirs in zip(result(model, x), before, strict=True):
+        assert torch.equal(ours, theirs)
+    assert isinstance(made.layers[0].norm1, fnn.LayerNorm)
+
+
 def test_what_was_ours_stays_ours() -> None:
     model = nn.Sequential(fnn.LayerNorm(4), nn.LayerNorm(4))
     fastattn.patch(model, quiet=True)

@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastattn.integrations import huggingface
-from fastattn.nn.transformer import DROP_INS
+from fastattn.nn.adoption import DROP_INS, become_ours, go_back, why_not
 
-_BEFORE = "_fastattn_before"  # what patch changed in a module, in its __dict__
+# In the __dict__ of a model of `transformers`: its configurations and the attention of each before.
+_ATTENTION_BEFORE = "_fastattn_attention_before"
 
 
 @dataclass
@@ -84,27 +85,21 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             name.startswith(f"{outer}.") or not outer for outer in report.attention
         ):
             _switch_attention(name, module, report)
-        kind = type(module)
-        if kind not in DROP_INS:
-            if (why := _why_kept(name, module, report)) is not None:
-                report.kept[name] = why
-        elif "forward" in module.__dict__:
-            report.kept[name] = "has a forward of its own"
-        else:
-            before = module.__dict__.setdefault(_BEFORE, {})
-            before["class"] = kind
-            if isinstance(module, nn.TransformerEncoder):
-                before["use_nested_tensor"] = module.use_nested_tensor
-                module.use_nested_tensor = False
-            module.__class__ = DROP_INS[kind]  # type: ignore[assignment]
-            report.replaced[name] = kind.__name__
+        if type(module) not in DROP_INS:
+            why = _why_kept(name, module, report)
+        elif (why := why_not(module)) is None:
+            report.replaced[name] = type(module).__name__
+            become_ours(module)
+        if why is not None:
+            report.kept[name] = why
     if not quiet:
         print(report)
     return report
 
 
 def unpatch(model: nn.Module) -> None:
-    """Takes back what `patch` did to `model`, also in copies of it and after pickling.
+    """Takes back what `patch` did to `model`, or `fastattn.nn.adopt`, also in copies of it and
+    after pickling.
 
     Raises RuntimeError, and changes nothing, where something else has changed a module's class
     since: parametrizations or `fully_shard`, say.
@@ -114,19 +109,10 @@ def unpatch(model: nn.Module) -> None:
 
 
 def _take_back(modules: dict[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        kind = module.__dict__.get(_BEFORE, {}).get("class")
-        if kind is not None and type(module) is not DROP_INS[kind]:
-            raise RuntimeError(
-                f"{name or 'the model'} must be a {DROP_INS[kind].__name__} of fastattn.nn, as "
-                f"patch left it, got {type(module).__name__}: take back what came after patch first"
-            )
+    go_back(modules)
     for module in modules.values():
-        before = module.__dict__.pop(_BEFORE, {})
-        module.__class__ = before.get("class", type(module))
-        if "use_nested_tensor" in before:
-            module.use_nested_tensor = before["use_nested_tensor"]
-        for config, implementation in before.get("attention", ()):  # outer ones first
+        # Outer ones first.
+        for config, implementation in module.__dict__.pop(_ATTENTION_BEFORE, ()):
             config._attn_implementation = implementation
 
 
@@ -165,7 +151,7 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
         return
     huggingface.register()
     model.set_attn_implementation(huggingface.NAME)
-    model.__dict__.setdefault(_BEFORE, {}).setdefault("attention", before)
+    model.__dict__.setdefault(_ATTENTION_BEFORE, before)
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 

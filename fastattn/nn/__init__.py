@@ -5,6 +5,7 @@ results; `adopt` turns a model built of torch's classes into ours in place. `fas
 the readable reference, imported on its own.
 """
 
+from fastattn.nn.adoption import adopt
 from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAttention
 from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import PositionWiseFFN
@@ -18,7 +19,6 @@ from fastattn.nn.transformer import (
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
-    adopt,
 )
 
 __all__ = [

@@ -1,0 +1,164 @@
+"""Decoding token by token with the layers of `TransformerDecoder`: its `init_cache`, `restart` and
+`step`. What is remembered between two tokens is in `decoding`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.nn.attention import MultiheadAttention, allowed_mask
+from fastattn.nn.blocks import decoder_layer_step, project_memory
+from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
+from fastattn.nn.fusion import is_plain
+from fastattn.nn.layers import TransformerDecoderLayer
+
+
+class IncrementalDecoding:
+    """What `TransformerDecoder` does beside torch's class."""
+
+    layers: Any
+    norm: nn.Module | None
+
+    @torch.no_grad()
+    def init_cache(
+        self,
+        memory: Tensor | Sequence[Tensor],
+        *,
+        memory_key_padding_mask: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+        max_length: int,
+        beams: int = 1,
+        memory_size: int | None = None,
+    ) -> DecoderCache:
+        """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
+
+        memory: one for all layers, or one for each. memory_key_padding_mask: bool `[B, N]`, True =
+        padding. memory_lengths: int32 or int64 `[B]`. max_length: the most positions that will be
+        decoded, allocated now. beams: continuations of each sequence side by side (see
+        `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later `restart`.
+        """
+        for i, layer in enumerate(self.layers):
+            if why := _cannot_decode(layer):
+                raise NotImplementedError(f"incremental decoding: layers[{i}] {why}")
+        memories = self._memories(memory)
+        batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
+        B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
+        for name, value in (("max_length", max_length), ("beams", beams)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        padding = memory_key_padding_mask
+        if padding is not None and (padding.dtype is not torch.bool or padding.shape != (B, N)):
+            raise ValueError(
+                f"memory_key_padding_mask must be bool [{B}, {N}], "
+                f"got {padding.dtype} {list(padding.shape)}"
+            )
+        check_memory_lengths(memory_lengths, B)
+        if memory_size is not None:
+            if memory_size < N or memory_lengths is None:
+                raise ValueError(
+                    f"memory_size must be at least the memory's {N} and needs memory_lengths, "
+                    f"got {memory_size} and memory_lengths={memory_lengths}"
+                )
+            memory_lengths = memory_lengths.clone()  # `restart` writes here
+
+        layers = []
+        for layer, layer_memory in zip(self.layers, memories, strict=True):
+            projected = project_memory(layer, layer_memory)  # [B, N, 2, H, D]
+            heads = projected.shape[2:]
+            if memory_size is not None:
+                rows = projected.new_zeros(B, memory_size, *heads)
+                rows[:, :N] = projected
+                projected = rows
+            layers.append(LayerCache(projected.new_zeros(B, max_length * beams, *heads), projected))
+        return DecoderCache(
+            layers, max_length, beams, allowed_mask(None, padding, B, 1), memory_lengths
+        )
+
+    @torch.no_grad()
+    def restart(
+        self, cache: DecoderCache, memory: Tensor | Sequence[Tensor], memory_lengths: Tensor
+    ) -> None:
+        """Starts again in the same tensors over a memory of the same batch that is not longer."""
+        memories = self._memories(memory)
+        batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
+        B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
+        size = cache.layers[0].memory.shape[1]
+        if cache.batch_size != B or size < N:
+            raise ValueError(
+                f"memory must have {cache.batch_size} sequences of at most {size} rows, "
+                f"got {B} of {N}"
+            )
+        if cache.memory_lengths is None or cache.memory_mask is not None:
+            raise ValueError("cache must be one with memory_lengths and no mask of the memory")
+        check_memory_lengths(memory_lengths, B)
+        cache.memory_lengths.copy_(memory_lengths)
+        for layer, rows, layer_memory in zip(self.layers, cache.layers, memories, strict=True):
+            rows.memory[:, :N] = project_memory(layer, layer_memory)
+        cache.rewind()
+
+    @torch.no_grad()
+    def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
+        """The next position, `[B, 1, E]` (or `[1, B, E]`), after all that `cache` has seen.
+
+        Equal to the last row of `forward` over the whole prefix with a causal mask. Several
+        positions at once, as a prompt, are causal among themselves. With beams x holds the next
+        position of each, `[B, beams, E]`. No gradients are recorded.
+        """
+        time_dim = 1 if self.layers[0].self_attn.batch_first else 0
+        count = x.shape[time_dim] if x.dim() == 3 else 0
+        if (
+            x.dim() != 3
+            or x.shape[1 - time_dim] != cache.batch_size
+            or (cache.beams > 1 and count != cache.beams)
+        ):
+            wanted = f"[B, {cache.beams}, E]" if time_dim else f"[{cache.beams}, B, E]"
+            raise ValueError(f"x must be {wanted} with B={cache.batch_size}, got {list(x.shape)}")
+        positions = 1 if cache.beams > 1 else count
+        end = cache.length + positions
+        if end > cache.max_length:
+            raise ValueError(
+                f"the cache holds max_length={cache.max_length} positions, got position {end - 1}"
+            )
+        slots = cache.slots(positions)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = decoder_layer_step(layer, x, layer_cache, cache, slots)
+        cache.advance(positions)
+        return x if self.norm is None else self.norm(x)
+
+    def _memories(self, memory: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """One memory for each layer, all of one shape."""
+        memories = [memory] * len(self.layers) if isinstance(memory, Tensor) else memory
+        if len(memories) != len(self.layers):
+            raise ValueError(
+                f"memory must be one tensor or one for each of {len(self.layers)} layers, "
+                f"got {len(memories)}"
+            )
+        for tensor in memories:
+            if tensor.dim() != 3:
+                raise ValueError(f"memory must have 3 dimensions, got {list(tensor.shape)}")
+            if tensor.shape != memories[0].shape:
+                raise ValueError(
+                    f"memory must have one shape for all layers, {list(memories[0].shape)}, "
+                    f"got {list(tensor.shape)}"
+                )
+        return memories
+
+
+def _cannot_decode(layer: nn.Module) -> str | None:
+    """Why `step` cannot stand for calls of this layer, phrased to follow its name."""
+    if not is_plain(layer, nn.TransformerDecoderLayer, TransformerDecoderLayer):
+        return "is not exactly a TransformerDecoderLayer without hooks"
+    for method in ("_sa_block", "_mha_block"):
+        if method in layer.__dict__:
+            return f"has its own {method}"
+    for name in ("self_attn", "multihead_attn"):
+        attention = getattr(layer, name)
+        if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+            return f"has a {name} that is not exactly a MultiheadAttention without hooks"
+        if attention.in_proj_weight is None or attention.bias_k is not None:
+            return f"has a {name} with kdim, vdim or add_bias_kv"
+        if attention.add_zero_attn:
+            return f"has a {name} with add_zero_attn"
+    return None

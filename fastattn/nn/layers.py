@@ -1,0 +1,115 @@
+"""The encoder and decoder layer of `torch.nn` on fused ops, in place of torch's; see
+`transformer` for what they share with the stacks.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn.nn.attention import floating_mask, matching_masks
+from fastattn.nn.blocks import context_of, decoder_layer, encoder_layer
+from fastattn.nn.fusion import DropoutStreams, TorchScriptable, inherits
+
+
+def adopt_children_of(module: nn.Module) -> None:
+    """Makes the parts that torch's constructor made ours."""
+    from fastattn.nn.adoption import adopt_children  # which knows all classes, these too
+
+    adopt_children(module)
+
+
+class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` on fused ops."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerEncoderLayer.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            adopt_children_of(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        if src.is_nested or not are_masks(src_mask, src_key_padding_mask):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        mask, padding = matching_masks(
+            src_mask, src_key_padding_mask, src.dtype, "src_mask", "src_key_padding_mask"
+        )
+        streams = DropoutStreams(src.device)
+
+        def attend_self(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
+                return None
+            return context_of(self.self_attn, y, y, mask, padding, is_causal, streams)
+
+        def self_block(y: Tensor) -> Tensor:
+            masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
+            return self._sa_block(y, *masks, is_causal=is_causal)
+
+        return encoder_layer(self, src, (attend_self, self_block), streams)
+
+
+class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` on fused ops."""
+
+    if not TYPE_CHECKING:  # type checkers read torch's constructor
+
+        @functools.wraps(nn.TransformerDecoderLayer.__init__)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            adopt_children_of(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        self_masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        memory_masks = memory_mask, memory_key_padding_mask, memory_is_causal
+        if tgt.is_nested or memory.is_nested:
+            return super().forward(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        streams = DropoutStreams(tgt.device)
+
+        def attend_self(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):
+                return None
+            return context_of(self.self_attn, y, y, *self_masks, streams)
+
+        def attend_memory(y: Tensor) -> Tensor | None:
+            if not inherits(self, nn.TransformerDecoderLayer, "_mha_block"):
+                return None
+            return context_of(self.multihead_attn, y, memory, *memory_masks, streams)
+
+        return decoder_layer(
+            self,
+            tgt,
+            (attend_self, lambda y: self._sa_block(y, *self_masks)),
+            (attend_memory, lambda y: self._mha_block(y, memory, *memory_masks)),
+            streams,
+        )
+
+
+def are_masks(*masks: Tensor | None) -> bool:
+    return all(m is None or m.dtype is torch.bool or m.is_floating_point() for m in masks)

@@ -1,0 +1,111 @@
+"""Decoding token by token against the whole decoder, and what it refuses."""
+
+import pytest
+import torch
+from module_equivalence import assert_same
+from transformer_twins import FFN, B, E, H, S, T, build, causal_mask, inputs, twins
+
+import fastattn.nn as fnn
+
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("memory", ["whole", "padding", "lengths"])
+def test_decoding_step_by_step_equals_forward(batch_first, norm_first, memory):
+    torch.manual_seed(0)
+    theirs, ours = twins("TransformerDecoder", batch_first=batch_first, norm_first=norm_first)
+    theirs.eval(), ours.eval()
+    tgt, source = inputs("TransformerDecoder", batch_first=batch_first)
+    lengths = torch.tensor([S, 3, 1])
+    padding = torch.arange(S) >= lengths[:, None]
+    given = {
+        "whole": {},
+        "padding": {"memory_key_padding_mask": padding},
+        "lengths": {"memory_lengths": lengths},
+    }[memory]
+    kwargs = {} if memory == "whole" else {"memory_key_padding_mask": padding}
+    kwargs["tgt_mask"] = causal_mask(T)
+    expected = theirs(tgt, source, **kwargs).detach()
+    truth = theirs.double()(
+        tgt.double(), source.double(), **kwargs | {"tgt_mask": causal_mask(T).double()}
+    ).detach()
+
+    time = 1 if batch_first else 0
+    cache = ours.init_cache(source, max_length=T, **given)
+    rows = []
+    for i in range(T):
+        assert cache.length == i
+        rows.append(ours.step(tgt.narrow(time, i, 1), cache))
+    assert not rows[0].requires_grad
+    assert_same("steps", torch.cat(rows, time), expected, truth)
+
+    cache = ours.init_cache(source, max_length=T + 3, **given)
+    prompt = ours.step(tgt.narrow(time, 0, 3), cache)
+    rest = ours.step(tgt.narrow(time, 3, T - 3), cache)
+    assert_same("prompt", torch.cat((prompt, rest), time), expected, truth)
+
+
+def test_decoding_goes_on_from_reordered_rows():
+    torch.manual_seed(0)
+    ours = build(fnn, "TransformerDecoder", batch_first=True).eval()
+    tgt, memory = inputs("TransformerDecoder")
+    padding = torch.arange(S) >= torch.tensor([S, 3, 1])[:, None]
+    rows = torch.tensor([2, 0, 0, 1])
+    cache = ours.init_cache(memory, memory_key_padding_mask=padding, max_length=T)
+    ours.step(tgt[:, :2], cache)
+    cache.reorder(rows)
+    assert cache.batch_size == 4 and cache.length == 2
+    got = ours.step(tgt[rows, 2:3], cache)
+    cache = ours.init_cache(memory[rows], memory_key_padding_mask=padding[rows], max_length=T)
+    expected = ours.step(tgt[rows, :3], cache)[:, 2:]
+    assert_same("reordered", got, expected, expected.double())
+
+
+def test_decoding_calls_the_children_it_can():
+    torch.manual_seed(0)
+    theirs, ours = twins("TransformerDecoder", batch_first=True)
+    tgt, memory = inputs("TransformerDecoder")
+    for module in (theirs.eval(), ours.eval()):
+        layer = module.layers[1]
+        layer.norm1.register_forward_hook(lambda module, args, output: output + 1)
+        layer.linear1.register_forward_hook(lambda module, args, output: output * 2)
+        layer.dropout2.register_forward_hook(lambda module, args, output: output * 3)
+    expected = theirs(tgt, memory, causal_mask(T))
+    cache = ours.init_cache(memory, max_length=T)
+    got = torch.cat([ours.step(tgt[:, i : i + 1], cache) for i in range(T)], 1)
+    assert_same("steps", got, expected, expected.double())
+
+
+def test_decoding_rejects():
+    decoder = build(fnn, "TransformerDecoder", batch_first=True).eval()
+    tgt, memory = inputs("TransformerDecoder")
+    for kwargs, message in (
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"memory_key_padding_mask": torch.zeros(B, T).bool()}, r"must be bool \[3, 7\].*\[3, 5\]"),
+        ({"memory_key_padding_mask": torch.zeros(B, S)}, r"bool \[3, 7\], got torch.float32"),
+        ({"memory_lengths": torch.ones(2)}, r"memory_lengths must be int32 or int64 \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.init_cache(memory, **{"max_length": T, **kwargs})
+    with pytest.raises(ValueError, match=r"memory must have 3 dimensions, got \[7, 16\]"):
+        decoder.init_cache(memory[0], max_length=T)
+    cache = decoder.init_cache(memory, max_length=2)
+    with pytest.raises(ValueError, match=r"x must be \[B, 1, E\] with B=3, got \[2, 1, 16\]"):
+        decoder.step(tgt[:2, :1], cache)
+    with pytest.raises(ValueError, match="max_length=2 positions, got position 4"):
+        decoder.step(tgt, cache)
+    with pytest.raises(ValueError, match=r"rows must be int32 or int64.*torch.float32"):
+        cache.reorder(torch.zeros(3))
+    decoder.layers[1].self_attn.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match=r"layers\[1\] has a self_attn .* without hooks"):
+        decoder.init_cache(memory, max_length=2)
+
+    class Mine(fnn.TransformerDecoderLayer):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"layers\[0\] is not exactly"):
+        fnn.TransformerDecoder(Mine(E, H, FFN, batch_first=True), 1).init_cache(
+            memory, max_length=2
+        )

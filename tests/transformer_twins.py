@@ -1,0 +1,87 @@
+"""The drop-in Transformer classes beside torch's: pairs with the same parameters, their inputs, and
+which ops a call takes.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fastattn.nn as fnn
+from fastattn import functional
+
+E, H, FFN = 16, 4, 24
+B, S, T = 3, 7, 5
+CLASSES = (
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "Transformer",
+)
+
+
+def build(package, name: str, **kwargs) -> nn.Module:
+    """One of CLASSES with two layers where it has several."""
+    kwargs = {"dropout": 0.0, **kwargs}
+    if name.endswith("Layer"):
+        return getattr(package, name)(E, H, FFN, **kwargs)
+    if name == "Transformer":
+        return package.Transformer(E, H, 2, 2, FFN, **kwargs)
+    layer = getattr(package, name + "Layer")(E, H, FFN, **kwargs)
+    norm = package.LayerNorm(E) if kwargs.get("norm_first") else None
+    return getattr(package, name)(layer, 2, norm)
+
+
+def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
+    """torch's module and ours, with the same parameters, biases and norms away from their start."""
+    theirs, ours = build(nn, name, **kwargs), build(fnn, name, **kwargs)
+    for parameter in theirs.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs(name: str, *, batch_first: bool = True) -> tuple[Tensor, ...]:
+    """src, tgt, or both, as the class takes them."""
+
+    def sequence(length: int) -> Tensor:
+        return torch.randn(B, length, E) if batch_first else torch.randn(length, B, E)
+
+    if name == "Transformer":
+        return sequence(S), sequence(T)
+    return (sequence(T), sequence(S)) if "Decoder" in name else (sequence(S),)
+
+
+def causal_mask(size: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(size)
+
+
+class Calls:
+    """Counts the calls of the public ops."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, int] = {}
+        self.arguments: list[dict] = []
+
+    def __enter__(self) -> "Calls":
+        self.stack = contextlib.ExitStack()
+        for name in ("attention", "layer_norm", "add_layer_norm", "ffn"):
+            self.of[name] = 0
+            self.stack.enter_context(mock.patch.object(functional, name, self.counting(name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()
+
+    def counting(self, name: str):
+        function = getattr(functional, name)
+
+        def counted(*args, **kwargs):
+            self.of[name] += 1
+            self.arguments.append({"op": name, **kwargs})
+            return function(*args, **kwargs)
+
+        return counted

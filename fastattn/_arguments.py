@@ -240,7 +240,7 @@ def check_scale(scale: float | None, D: int) -> float:
     if scale is None:
         return D**-0.5 if D else 1.0
     scale = _number("scale", scale)
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # math.isfinite does not trace
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
 
@@ -313,19 +313,32 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
         check_device(name, parameter, x.device)
 
 
+def check_linear_weights(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _check_of_xs_kind(x, ("weight", weight), ("bias", bias))
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {sizes(weight)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be [{weight.shape[0]}], got {sizes(bias)}")
+
+
+def _check_of_xs_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
+    """Of x's device and dtype. Biases, whose names begin with b, may be None."""
+    for name, tensor in named:
+        if tensor is None and name[0] == "b":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
+            check_float(name, tensor)
+        assert tensor is not None
+        if tensor.device != x.device:
+            check_device(name, tensor, x.device)
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
+
+
 def check_ffn_weights(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str
 ) -> None:
-    for name, weight in (("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2)):
-        if weight is None and name in ("b1", "b2"):
-            continue
-        if not isinstance(weight, Tensor) or weight.dtype not in _FLOATS:
-            check_float(name, weight)
-        assert weight is not None
-        if weight.device != x.device:
-            check_device(name, weight, x.device)
-        if weight.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {weight.dtype}")
+    _check_of_xs_kind(x, ("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2))
     if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
         raise ValueError(f"w1 must be [F, {x.shape[-1]}] to fit x, got {sizes(w1)}")
     F = w1.shape[0]

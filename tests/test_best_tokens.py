@@ -96,6 +96,19 @@ def test_searches_are_not_bound_by_a_request(monkeypatch: pytest.MonkeyPatch) ->
     assert best_tokens(_logits(2, 9), 1, 2)[1].shape == (2, 2)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
+    search = torch.compile(
+        lambda x: best_tokens(x.sin(), 2, 3), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    for rows in (3, 5):
+        logits = _logits(rows, 40)
+        wanted = best_tokens(logits.sin(), 2, 3)
+        for ours, expected in zip(search(logits), wanted, strict=True):
+            assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])
 def test_counts_that_do_not_fit(first: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"count must be .* got {count} with first {first}"):

@@ -196,6 +196,18 @@ def test_compile_without_gradients(op: str) -> None:
                 _assert_same(compiled(**inputs), eager(**inputs))
 
 
+def test_compile_with_numbers_that_change() -> None:
+    """A module's scale, probability and eps: numbers that dynamic shapes make symbolic."""
+    q = torch.randn(1, 2, 5, 8)
+
+    def both(number: float) -> Tensor:
+        return fastattn.layer_norm(fastattn.attention(q, q, q, scale=number), eps=number)
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number in (0.25, 0.5, 2.0):
+        _assert_same((compiled(number),), (both(number),))
+
+
 @pytest.mark.parametrize("op", ["attention", "add_layer_norm", "ffn"])
 def test_compiled_autograd(op: str) -> None:
     """The backward pass of an eager call, traced in one graph."""

@@ -126,8 +126,44 @@ def test_jagged_of_two_sides() -> None:
     torch.testing.assert_close(out.transpose(1, 2).values()[:3], first[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_jagged_linear(shape: tuple[int, ...], compiles: bool) -> None:
+    """The bits of the rows, in the sequences that torch's own gives."""
+    rows, _ = jagged(*shape)
+    weight, bias = torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True)
+    x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 9, 9, 13]))
+
+    def linear(x: Tensor) -> Tensor:
+        return fastattn.linear(x, weight, bias)
+
+    if compiles:
+        linear = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    y, expected = linear(x), fastattn.linear(rows, weight, bias)
+    assert y.shape == torch.nn.functional.linear(x, weight, bias).shape
+    assert torch.equal(y.values(), expected)
+    factors = torch.randn_like(expected)
+    found, wanted = (
+        torch.autograd.grad((results * factors).sum(), (rows, weight, bias))
+        for results in (y.values(), expected)
+    )
+    for gradient, like in zip(found, wanted, strict=True):
+        assert torch.equal(gradient, like)
+
+
+def test_jagged_linear_in_autocast() -> None:
+    _, x = jagged(8)
+    weight = torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fastattn.linear(x.transpose(1, 2), weight, backend="reference")
+    rows = x.transpose(1, 2).values()
+    assert torch.equal(y.values(), torch.nn.functional.linear(rows.bfloat16(), weight.bfloat16()))
+
+
 def test_jagged_errors() -> None:
     _, q = jagged(2, 8)
+    with pytest.raises(TypeError, match="x must be dense or a contiguous jagged tensor, got"):
+        fastattn.linear(q, torch.randn(5, 8))
     dense = torch.randn(4, 2, 6, 8)
     with pytest.raises(TypeError, match="k must be a jagged nested tensor beside one, got torch"):
         fastattn.attention(q, dense, dense)

@@ -22,14 +22,14 @@ _search = Op(
     _outputs,
     "fastattn.ops.best_tokens",
     (Backend("cpu"), Backend("reference")),
+    takes_requests=False,
 )
 
 
 def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
-    """[rows, V] -> log_z [rows], best and tokens [rows, count].
-
-    A part of searches, not an op that users choose backends for: FASTATTN_BACKEND does not reach
-    it.
+    """[rows, V] -> log_z [rows], best and tokens [rows, count]. A part of searches, not an op that
+    users choose backends for.
     """
-    native = _search.refusal("cpu", (logits, first, count)) is None
-    return _search.below_autograd((logits, first, count), "cpu" if native else "reference")
+    if torch.compiler.is_compiling():
+        return _search.call(logits, first, count)  # type: ignore[no-any-return]
+    return _search.below_autograd((logits, first, count), None)

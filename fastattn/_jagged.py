@@ -1,4 +1,6 @@
-"""Jagged nested tensors `[B, H, j, D]` as the packed rows and offsets of `attention_varlen`."""
+"""Jagged nested tensors as rows and offsets: `[B, H, j, D]` for `attention_varlen`, and
+`[B, j, ...]` for ops on rows.
+"""
 
 from typing import Any
 
@@ -32,10 +34,22 @@ def pack(x: Any) -> tuple[Tensor, Tensor, int]:
 
 def unpack(rows: Tensor, like: Any) -> Tensor:
     """Rows `[T, H, ...]` -> `[B, H, j, ...]` with the sequences of `like`."""
-    nested = torch.nested.nested_tensor_from_jagged(
+    return with_rows(rows, like).transpose(1, 2)
+
+
+def check_rows(name: str, x: Any) -> None:
+    """Raises unless x is a jagged nested tensor `[B, j, ...]` whose rows `values()` are."""
+    if x.layout is not torch.jagged or not x.is_contiguous():
+        got = "another view of one" if x.layout is torch.jagged else f"a nested {x.layout}"
+        raise TypeError(f"{name} must be dense or a contiguous jagged tensor, got {got}")
+
+
+def with_rows(rows: Tensor, like: Any) -> Tensor:
+    """Rows `[T, ...]` -> `[B, j, ...]` with the sequences of `like`."""
+    return torch.nested.nested_tensor_from_jagged(
         rows,
         like.offsets(),
-        min_seqlen=like._get_min_seqlen(),
-        max_seqlen=like._get_max_seqlen(),
+        # Only what is known: asking for a length waits for the device.
+        min_seqlen=like._maybe_min_seqlen,
+        max_seqlen=like._maybe_max_seqlen,
     )
-    return nested.transpose(1, 2)

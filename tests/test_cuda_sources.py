@@ -22,7 +22,7 @@ BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
 GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 96, 128)  # head dims whose output leaves through shared memory
-VARIANTS = ("full", "band", "dropout", "mask", "bias")
+VARIANTS = ("full", "band", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
 WIDE_BIAS_BLOCK = 64  # above head dim 128
 
 
@@ -75,8 +75,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
 
     def build(source: Path) -> Compiled:
         log, kernels = _compile(source, folder)
-        head_dim = source.stem.split("_d")[1].split("_")[0]
-        variant = source.stem.rpartition("_")[2]
+        head_dim, variant = source.stem.split("_d", 1)[1].split("_", 1)
         return Compiled(int(head_dim), variant, log, [i for k in kernels.values() for i in k])
 
     with ThreadPoolExecutor(2) as pool:
@@ -100,6 +99,14 @@ def test_small_kernels(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
 
 
+def test_parts_are_asked_for_together(tmp_path: Path) -> None:
+    """Nobody waits for each part of a row: eight are on their way, of two loads each."""
+    _, kernels = _compile(CSRC / "attention" / "combine_splits_sm90.cu", tmp_path)
+    for sass in kernels.values():
+        order = "".join(re.findall(r"LDG\.E\.128|FFMA", "\n".join(sass)))
+        assert "LDG.E.128" * 16 in order
+
+
 def test_every_instance_is_there() -> None:
     names = {s.stem.removeprefix("attention_fwd_sm90_") for s in INSTANCES}
     assert names == {
@@ -119,7 +126,7 @@ def test_instance(compiled: dict[str, Compiled], name: str) -> None:
     assert c.count(r"\b(STL|LDL)\b") == 0
 
     # Q K^T of the first block, both products in each copy of the loop, P V of the last block.
-    biased = c.variant == "bias"
+    biased = "bias" in c.variant
     block = WIDE_BIAS_BLOCK if biased and c.head_dim > 128 else BLOCKS[c.head_dim]
     scores, output = c.head_dim // 16, block // 16
     loops = 1 if c.variant == "full" else 2
@@ -133,18 +140,28 @@ def test_instance(compiled: dict[str, Compiled], name: str) -> None:
     first, step, last = f"m{{{scores}}}0", f"m{{{scores + output}}}1e*0", f"m{{{output}}}0"
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
 
+    if c.variant in ("dropout", "mask", "mask_dropout"):
+        # Between the products of a step and its softmax nobody waits for what comes later than they
+        # do, such as the block's own values: in step all warpgroups would leave the tensor cores
+        # idle.
+        waits = "".join(_events(c.sass, waits=True))
+        step = f"m{{{scores}}}wm{{{output}}}1e*0"
+        assert len(re.findall(step, waits)) == loops, waits
+
     movers, consumers = BUDGETS[2 if biased else GROUPS[c.head_dim]]
     assert c.count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED and not biased
     assert c.count("UTMALDG.4D") == 3 + biased
-    assert c.count("UBLKCP") == (c.variant == "dropout")  # the keys of a block's columns
+    assert c.count("UBLKCP") == ("dropout" in c.variant)  # the keys of a block's columns
     assert c.count("UTMASTG.4D") == staged
     assert c.count("STSM") == (c.head_dim // 16 if staged else 0)
 
 
-def _events(sass: list[str]) -> list[str]:
-    """m: a product, 0 and 1: a wait until that many groups are unfinished, e: an exponential."""
+def _events(sass: list[str], waits: bool = False) -> list[str]:
+    """m: a product, 0 and 1: a wait until that many groups are unfinished, e: an exponential; with
+    waits w: one at an mbarrier.
+    """
     events = []
     for line in sass:
         if "HGMMA" in line:
@@ -153,6 +170,8 @@ def _events(sass: list[str]) -> list[str]:
             events.append(wait[1])
         elif "MUFU.EX2" in line:
             events.append("e")
+        elif waits and "SYNCS.PHASECHK" in line:
+            events.append("w")
     return events
 
 
@@ -179,7 +198,7 @@ BACKWARD = {
 }
 
 
-BACKWARD_VARIANTS = ("band", "dropout", "mask", "bias")
+BACKWARD_VARIANTS = ("band", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
 
 
 def test_every_backward_instance_is_there() -> None:
@@ -195,13 +214,13 @@ def test_every_backward_instance_is_there() -> None:
 @pytest.mark.slow  # compiles everything: a minute on two cores
 @pytest.mark.parametrize("source", BACKWARD_INSTANCES, ids=lambda source: source.stem)
 def test_backward_instance(source: Path, tmp_path: Path) -> None:
-    head_dim, variant = source.stem.split("_d", 1)[1].split("_")
+    head_dim, variant = source.stem.split("_d", 1)[1].split("_", 1)
     head_dim = int(head_dim)
     b = BACKWARD[head_dim]
     log, kernels = _compile(source, tmp_path)
     assert not re.findall(r"C75\d\d", log), log
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
-    assert len(kernels) == (5 if variant == "bias" else 3)
+    assert len(kernels) == (5 if "bias" in variant else 3)
     (sass,) = (code for name, code in kernels.items() if "attention_bwd_kernel" in name)
 
     def count(pattern: str) -> int:
@@ -226,16 +245,20 @@ def test_backward_instance(source: Path, tmp_path: Path) -> None:
     order = f"m{{{2 * products}}}1e{{{score_rows // 2}}}0m{{{gradients + dq}}}1m{{{gradients}}}10"
     assert re.fullmatch(order, events), events
 
-    movers, consumers = (24, 240) if head_dim == 64 and variant in ("mask", "bias") else b.budget
+    dense = "mask" in variant or "bias" in variant
+    movers, consumers = (24, 240) if head_dim == 64 and dense else b.budget
     assert count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
     assert count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
-    assert count("UTMALDG.4D") == 4  # K, V, Q, dO
+    biased = "bias" in variant
+    assert count("UTMALDG.4D") == 4 + biased  # K, V, Q, dO and an additive mask
+    assert count("LDSM.16.MT88.4") == (2 * score_rows // 16 if biased else 0)  # of either type
     # lse, delta, the first of a sum of dQ, the keys of dropout's rows
-    assert count("UBLKCP") == 3 + (variant == "dropout")
+    assert count("UBLKCP") == 3 + ("dropout" in variant)
     assert count("UBLKRED") == 2  # the others, in their order and in any
+    assert count(r"MEMBAR\.\w+\.GPU") == 1  # who comes next waits for it
     assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)
-    if variant == "bias":
+    if biased:
         (dmask,) = (code for name, code in kernels.items() if "attention_bwd_dmask_kernel" in name)
         assert sum("HGMMA" in line for line in dmask) == 2 * products
-        assert sum("UTMALDG.4D" in line for line in dmask) == 4
+        assert sum("UTMALDG.4D" in line for line in dmask) == 5
         assert not any("STL" in line or "LDL" in line for line in dmask)

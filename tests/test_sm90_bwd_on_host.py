@@ -47,10 +47,23 @@ OWN = tuple(
         _sample(f"mask_{D}", mask="rows BHMN", H=4, K=2, M=140, N=260, D=D, B=1, causal="top_left"),
         _sample(f"blocks_{D}", mask="blocks BMN", M=270, N=270, D=D, key_lengths=[270, 201], H=1),
         _sample(f"bias_{D}", mask="float HMN", H=4, K=2, M=140, N=260, D=D, key_lengths=[260, 77]),
+        _sample(f"mask_dropout_{D}", mask="rows BMN", H=4, K=2, M=140, N=260, D=D, B=1,
+                causal="bottom_right", dropout_p=0.3),
+        _sample(f"bias_dropout_{D}", mask="float HMN", H=4, K=2, M=140, N=264, D=D,
+                key_lengths=[260, 77], dropout_p=0.2),
+        _sample(f"bias_fp32_{D}", mask="fp32 BMN", H=4, K=2, M=150, N=264, D=D, dropout_p=0.4,
+                causal="top_left"),
+        _sample(f"bias_fp32_odd_{D}", mask="fp32 BMN", H=1, M=140, N=203, D=D),
+        _sample(f"bias_row_{D}", mask="float BN", H=4, K=2, M=140, N=264, D=D, dropout_p=0.1),
+        _sample(f"bias_fp32_row_{D}", mask="fp32 HN", H=2, M=140, N=264, D=D, window=(60, 30)),
         _sample(f"window_{D}", window=(30, 20), M=140, N=260, D=D, B=1, H=1),
     )
 )  # fmt: skip
-OWN += (_sample("fp32_mask", mask="fp32 MN", M=65, N=130, key_lengths=[65, 130]),)
+OWN += (
+    _sample("fp32_mask", mask="fp32 MN", M=65, N=130, key_lengths=[65, 130]),
+    _sample("bias_column_dropout", mask="float HM", M=140, N=130, dropout_p=0.3),
+    _sample("bias_column_min", mask="min BHM", M=140, N=130, key_lengths=[65, 130]),
+)
 # Of the op's own samples those that differ in what the kernels do.
 CHOSEN = (
     "dropout", "dropout_all", "dropout_causal_gqa", "plain", "one_by_one", "one_query",
@@ -217,10 +230,11 @@ def simulate(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def _launch(op: Op, args: tuple, results: tuple[Tensor, ...]) -> None:
-    assert getattr(sm90, f"{op.name}_unsupported")(*args) is None
-    workspace = getattr(sm90, f"{op.name}_workspace")(*args)
+    (call,) = op.given(args)
+    assert getattr(sm90, f"{op.name}_unsupported")(call) is None
+    workspace = getattr(sm90, f"{op.name}_workspace")(call)
     scratch = op.allocate_workspace(workspace, torch.device("cpu"))
-    getattr(sm90, op.name)(*args, *results, *scratch)
+    getattr(sm90, op.name)(call, *results, *scratch)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +255,12 @@ def test_sums_in_any_order(simulate: Callable[[], None], monkeypatch: pytest.Mon
     """Without turns dq is added to zeros."""
     monkeypatch.setattr(sm90, "_IN_ORDER", False)
     test_gradients(simulate, SPEC, OWN[0])
+
+
+@pytest.mark.parametrize("name", ["bias_transposed", "bias_fp32_odd_64", "bias_fp32_odd_192"])
+def test_masks_that_are_fetched(
+    simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where the copy engine cannot read an additive mask, and nobody has copied it."""
+    monkeypatch.setattr(sm90, "placed", lambda mask: mask)
+    test_gradients(simulate, SPEC, next(s for s in (*SPEC.samples, *OWN) if s.name == name))

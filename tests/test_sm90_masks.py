@@ -13,7 +13,9 @@ import torch
 from sm90_on_host.build import build, missing
 from torch import Tensor
 
-from fastattn.ops.attention import prepared, reference, sm90
+from fastattn.ops.attention import prepared, reference
+from fastattn.ops.attention.sm90_bias import is_readable, placed
+from fastattn.ops.attention.sm90_workspace import copied_bytes, mask_scratch
 from fastattn.testing import dropout_mask
 
 TESTS = Path(__file__).resolve().parent
@@ -162,7 +164,7 @@ def test_workspace(native: ctypes.CDLL, name: str) -> None:
     split = c.query_lengths is not None or c.key_lengths is not None
     sizes = [*mask.shape[:3], c.B, split, c.M, c.N, c.head_dim, c.dtype != torch.bool]
     for q_dtype in (torch.bfloat16, torch.float16):
-        (size,), dtype, zeroed = sm90._mask_scratch(mask, q_dtype, split, c.head_dim, c.B, c.M, c.N)
+        (size,), dtype, zeroed = mask_scratch(mask, q_dtype, split, c.head_dim, c.B, c.M, c.N)
         copied = c.dtype not in (torch.bool, torch.float32, q_dtype)  # the others lie as TMA asks
         words = native.scratch_words(_numbers(ctypes.c_int64, [*sizes, 4 * copied]))
         assert size == words
@@ -194,7 +196,20 @@ def _shifted(mask: Tensor, columns: int, start: int = 0) -> Tensor:
 )
 def test_copied_masks(mask: Tensor, copied: int) -> None:
     """An additive mask for bf16 is copied only where TMA cannot read it."""
-    assert sm90._copied_bytes(torch.bfloat16, mask) == copied
+    assert copied_bytes(torch.bfloat16, mask) == copied
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_placed_masks(dtype: torch.dtype, step: int) -> None:
+    """The backward's copy has the same values in rows that TMA reads, each line once."""
+    mask = torch.randn(1, 2, 30, 86).to(dtype)[..., ::step].expand(3, 2, 30, 86 // step)
+    assert not is_readable(mask)
+    copy = placed(mask)
+    assert is_readable(copy)
+    assert copy.stride(0) == 0
+    assert torch.equal(copy, mask)
+    assert placed(copy) is copy
 
 
 @pytest.mark.parametrize(("p", "threshold"), [(0.1, 26), (0.5, 128), (0.999, 255)])

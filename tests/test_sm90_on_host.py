@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +22,14 @@ from torch import Tensor
 
 from fastattn.ops._dropout import threshold
 from fastattn.ops.attention import reference, sm90
+from fastattn.ops.attention.calls import ForwardCall
+from fastattn.ops.attention.sm90_workspace import copied_bytes
 from fastattn.testing.compare import compare
 
 TESTS = Path(__file__).resolve().parent
 TYPES = {torch.bfloat16: (1, "kBFloat16"), torch.float16: (2, "kFloat16")}
 MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-VARIANTS = ("kFull", "kBand", "kDropout", "kMask", "kBias")
+VARIANTS = ("kFull", "kBand", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout")
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -102,6 +106,7 @@ CASES = {
     "64 causal": Case(64, "kBand", M=400, N=400, causal=1),
     "64 packed": Case(64, "kFull", packed=_SEQUENCES, slack=70),
     "64 packed bottom right": Case(64, "kBand", packed=_SEQUENCES, causal=2, window=(50, -1)),
+    "64 packed, short ones": Case(64, "kBand", packed=_SEQUENCES, slack=70),
     "64 dropout": Case(64, "kDropout", B=2, dropout_p=0.3, causal=1),
     "64 mask": Case(64, "kMask", B=2, mask=torch.bool, key_lengths=[300, 100]),
     "64 bias": Case(64, "kBias", mask=torch.float32, mask_dims=(1, 2, 3), causal=2, K=1),
@@ -124,6 +129,10 @@ CASES = {
         64, "kFull", B=2, M=70, N=600, splits=3, query_lengths=[20, 70], key_lengths=[600, 130]
     ),
     "64 decoding": Case(64, "kFull", H=6, K=2, B=2, M=1, N=700, splits=4, key_lengths=[700, 1]),
+    "64 decoding, one warpgroup": Case(
+        64, "kBand", H=6, K=2, B=2, M=1, N=700, splits=3, key_lengths=[700, 1]
+    ),
+    "64 many parts": Case(64, "kFull", M=3, N=300, splits=43),
     "64 causal parts": Case(64, "kBand", M=300, N=700, causal=2, splits=3, window=(400, -1)),
     "64 packed parts": Case(64, "kFull", packed=_SEQUENCES, slack=70, splits=3, ordered=True),
     "128 decoding": Case(
@@ -143,6 +152,32 @@ CASES = {
     "256 fp32 bias": Case(256, "kBias", mask=torch.float32, mask_dims=(0, 1, 2, 3), M=70, N=172),
     "256 decoding": Case(256, "kFull", H=4, K=2, M=3, N=400, splits=5, E=200, key_lengths=[330]),
     "256 parts": Case(256, "kBand", M=70, N=400, splits=2, window=(150, 9)),
+    "64 mask, dropout": Case(
+        64, "kMaskDropout", B=2, mask=torch.bool, dropout_p=0.3, key_lengths=[300, 100]
+    ),
+    "64 bias, dropout": Case(
+        64, "kBiasDropout", mask=torch.float32, dropout_p=0.2, causal=2, K=1, dtype=torch.float16
+    ),
+    "96 mask, dropout": Case(
+        96, "kMaskDropout", mask=torch.bool, mask_dims=(1, 2, 3), dropout_p=0.5, dtype=torch.float16
+    ),
+    "96 bias, dropout": Case(96, "kBiasDropout", mask=torch.bfloat16, dropout_p=0.1, causal=1),
+    "128 mask, dropout": Case(
+        128, "kMaskDropout", B=2, mask=torch.bool, mask_dims=(0, 3), dropout_p=0.1, scale=-0.1
+    ),
+    "128 bias, dropout": Case(
+        128, "kBiasDropout", mask=torch.float16, dtype=torch.float16, dropout_p=0.9, K=1
+    ),
+    "192 mask, dropout": Case(192, "kMaskDropout", mask=torch.bool, dropout_p=0.4, causal=1),
+    "192 bias, dropout": Case(
+        192, "kBiasDropout", mask=torch.float32, N=299, dropout_p=0.3, query_lengths=[140]
+    ),
+    "256 mask, dropout": Case(
+        256, "kMaskDropout", mask=torch.bool, M=140, N=170, dropout_p=0.3, dtype=torch.float16
+    ),
+    "256 bias, dropout": Case(
+        256, "kBiasDropout", mask=torch.bfloat16, M=140, N=200, dropout_p=1.0, window=(90, 9)
+    ),
     "256 dropout": Case(256, "kDropout", dropout_p=0.1, M=70, N=170, window=(90, 9)),
 }
 # The others are for test-all: each instance compiles for some seconds.
@@ -273,7 +308,7 @@ def test_forward(machine: Callable[[Case], Machine], name: str) -> None:
         call.mask_sizes = (_i64 * 4)(*mask.shape)
         strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
         call.mask_strides = (_i64 * 4)(*strides)
-        call.mask_copied = sm90._copied_bytes(c.dtype, mask) > 0
+        call.mask_copied = copied_bytes(c.dtype, mask) > 0
     failure = machine(c).call("run", ctypes.byref(call))
     assert failure is None, failure
 
@@ -300,3 +335,38 @@ def test_longest_sequences_first(machine: Callable[[Case], Machine], count: int)
     sorted_lengths = lengths[order.long()]
     rest = sorted_lengths.flip(0).cummax(0).values.flip(0)  # the longest from here on
     assert (rest - sorted_lengths <= most / 255 + 128).all()
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (1, 2), (0,)])
+def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int, ...]) -> None:
+    """An additive mask without a dimension of keys becomes a boolean one: only lse sees values."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (9, 5, 5))
+    shape = [n if dim in dims else 1 for dim, n in enumerate(q.shape[:3])]
+    mask = torch.randn(*shape, 1, generator=generator)
+    if 2 in dims:
+        mask[..., :1, :] = torch.finfo(mask.dtype).min
+    mask = mask.expand(2, *mask.shape[1:])  # a stride of 0, unless there is one for every entry
+    out, lse = torch.empty(2, 3, 9, 8), torch.empty(2, 3, 9)
+    options = (None, None, 0, -1, -1, 0.3, 0.0, None, 0)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, tiles: None, *rest: Any) -> None:
+        assert given.dtype == torch.bool
+        assert list(given.shape) == [*shape, 1]
+        results = reference.attention_fwd(q, k, v, given, tiles, *rest[:-4])
+        for to, x in zip(rest[-4:-2], results, strict=True):
+            to.copy_(x)
+
+    library = SimpleNamespace(attention_fwd=SimpleNamespace(default=attend))
+    monkeypatch.setattr(sm90, "_library", library)
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    half = [x.bfloat16() for x in (q, k, v)]
+    call, same = (
+        ForwardCall(*half, x, None, *options) for x in (mask, mask.narrow(0, 0, shape[0]) > 0)
+    )
+    assert sm90.attention_fwd_unsupported(call) is None
+    assert sm90.attention_fwd_workspace(call) == sm90.attention_fwd_workspace(same)
+    sm90.attention_fwd(ForwardCall(q, k, v, mask, None, *options), out, lse)
+    wanted = reference.attention_fwd(q, k, v, mask, None, *options)
+    for actual, expected in zip((out, lse), wanted, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

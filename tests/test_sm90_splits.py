@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from fastattn.ops.attention import sm90
+from fastattn.ops.attention import sm90_workspace
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 
-PROCESSORS = 114
+PROCESSORS = 132  # of an H200, for which other devices stand in
 
 
 def _workspace(q, k, v, *, causal=0, window=(-1, -1), key_lengths=None, dropout_p=0.0):
     options = (causal, *window, 0.1, dropout_p, None, 0)
-    return sm90.attention_fwd_workspace(q, k, v, None, None, key_lengths, None, *options)
+    call = ForwardCall(q, k, v, None, None, key_lengths, None, *options)
+    return sm90_workspace.attention_fwd_workspace(call)
 
 
 def _parts(workspace) -> int:
@@ -28,8 +30,9 @@ def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128):
 @pytest.mark.parametrize("tiles", [1, 3, 8, 16, 40, 57, 90])
 @pytest.mark.parametrize("blocks", [8, 64, 1000])
 @pytest.mark.parametrize("rows", [1, 128])
-def test_parts_fill_the_processors(tiles: int, blocks: int, rows: int) -> None:
-    parts = sm90._parts(tiles, rows, blocks, 128)
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_parts_fill_the_processors(tiles: int, blocks: int, rows: int, processors: int) -> None:
+    parts = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, processors)
     assert 1 <= parts <= 128
     if parts > 1:
         assert blocks // parts >= 2
@@ -37,11 +40,11 @@ def test_parts_fill_the_processors(tiles: int, blocks: int, rows: int) -> None:
 
     def share(count: int) -> float:
         """Of all multiprocessors in all waves: those at work."""
-        return tiles * count / (PROCESSORS * -(-tiles * count // PROCESSORS))
+        return tiles * count / (processors * -(-tiles * count // processors))
 
     assert share(parts) >= share(1)
     most = min(128, blocks // max(2, 8 * rows // 128))
-    if most >= 2 and tiles < 0.8 * PROCESSORS:
+    if most >= 2 and tiles < 0.8 * processors:
         assert share(parts) >= 0.85 * max(map(share, range(1, most + 1)))
 
 
@@ -77,6 +80,11 @@ def test_merged_heads_count_once() -> None:
     assert 0.8 * PROCESSORS < 8 * _parts(merged) <= PROCESSORS
 
 
+def test_no_wave_is_left_half_empty() -> None:
+    """32 tiles in 4 parts are one wave of an H200; in 7 they would be two."""
+    assert _parts(_workspace(*_decoding(4, 32, 8, 1, 8192))) == 4
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 4, 1, 9000), (2, 0, 0, 1, 9000), (2, 4, 4, 0, 9000)])
 def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
     assert _workspace(*_decoding(*shape)) == []
@@ -96,8 +104,7 @@ def test_packed(longest: int, sequences: int, keys: int, cut: bool, ordered: boo
     q = torch.empty(longest * sequences, 8, 64, device="meta")
     k = torch.empty(sequences * keys, 8, 64, device="meta")
     offsets = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
-    workspace = sm90.attention_varlen_fwd_workspace(
-        q, k, k, offsets, offsets, longest, keys, 0, -1, -1, 0.1, 0.0, None, 0
-    )
+    call = PackedForwardCall(q, k, k, offsets, offsets, longest, keys, 0, -1, -1, 0.1, 0.0, None, 0)
+    workspace = sm90_workspace.attention_varlen_fwd_workspace(call)
     assert (len(workspace) == 2) == cut
     assert workspace[0][0] == (1 + sequences * ordered,)

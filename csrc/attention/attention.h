@@ -55,8 +55,8 @@ constexpr float kLowestFloat16 = -65504.0f;
 constexpr float kLowestFloat = -3.40282346638528859812e38f;
 
 // A boolean or additive mask; strides in elements, 0 where it is broadcast. An additive one is read
-// by TMA, which asks for contiguous columns and strides of whole 16 bytes, and is copied first
-// where it has none.
+// by TMA, which asks for contiguous columns and strides of whole 16 bytes; where it has none, it is
+// copied first, and in the backward fetched element by element.
 struct DenseMask {
   const void* data = nullptr;
   MaskType type = MaskType::kBool;
@@ -100,14 +100,26 @@ enum class Variant {
   kDropout,
   kMask,  // boolean
   kBias,  // additive
+  kMaskDropout,
+  kBiasDropout,
 };
+FASTATTN_PURE bool is_additive(Variant variant) {
+  return variant == Variant::kBias || variant == Variant::kBiasDropout;
+}
+FASTATTN_PURE bool has_dropout(Variant variant) {
+  return variant == Variant::kDropout || variant == Variant::kMaskDropout ||
+         variant == Variant::kBiasDropout;
+}
+FASTATTN_PURE bool is_dense(Variant variant) {
+  return is_additive(variant) || variant == Variant::kMask || variant == Variant::kMaskDropout;
+}
 
 // Rows of a tile and keys of a block, by the larger head dim rounded up to that of an instance.
 FASTATTN_PURE int forward_tile_rows(int head_dim, Variant variant) {
-  return head_dim <= 64 && variant != Variant::kBias ? 192 : 128;
+  return head_dim <= 64 && !is_additive(variant) ? 192 : 128;
 }
 FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) {
-  if (head_dim > 128 && variant == Variant::kBias) {
+  if (head_dim > 128 && is_additive(variant)) {
     return 64;
   }
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;

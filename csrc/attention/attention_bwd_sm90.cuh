@@ -18,7 +18,7 @@
 // blocks at their edges are masked in place. Packed sequences are walked over one by one: blocks of
 // rows and of keys begin where a sequence does. Dropout hashes rows in the first launch and keys
 // once a thread. A dense mask is looked at beforehand (backward_classes_sm90.cuh): blocks that it
-// empties are passed over.
+// empties are passed over; an additive one comes into the place that dS takes afterwards.
 //
 // To be read in this order: backward_config.cuh, _tiles, _storage, then the roles in _movers and
 // _consumer, and the other two launches in _ends.
@@ -52,6 +52,12 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
   for (Slot& slot : shared.dq_slots) {
     slot.full.init(kWarpsPerGroup);
     slot.empty.init(1);
+  }
+  if constexpr (Traits::kBias) {
+    for (Barrier& full : shared.bias.full) {
+      full.init(1);
+    }
+    shared.bias.scores_read.init(Traits::kGroups);
   }
   shared.passed.init(1);
   shared.passed.arrive();
@@ -101,6 +107,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     init_barriers<Traits>(shared);
     for (const CUtensorMap* map : {&args.q_map, &args.k_map, &args.v_map, &args.dout_map}) {
       ptx::prefetch_tensormap(map);
+    }
+    if (Traits::kBias && args.bias_comes) {
+      ptx::prefetch_tensormap(&args.bias_map);
     }
   }
   ptx::griddepcontrol_wait();
@@ -154,13 +163,47 @@ cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cud
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// After the launch that leaves the statistics in `args`.
-template <DType kType, int kHeadDim>
-const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args, int device,
-                         cudaStream_t stream) {
-  using Traits = DmaskTraits<typename TypeOf<kType>::Element, kHeadDim>;
+// Whether the copy engine can bring an additive mask from where it is.
+inline bool can_come_by_tma(const DenseMask& mask, int keys) {
+  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
+  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
+  return strides >= 0 && strides * bytes % sm90::kPieceBytes == 0 &&
+         (mask.column_stride == 1 || keys == 1) &&
+         reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
+}
+
+// An additive mask as 16-bit columns. Where one row serves all, boxes have one.
+inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
+                        int box_rows) {
+  const int halves = mask.type == MaskType::kFloat32 ? 2 : 1;
+  const int rows = mask.row_stride == 0 ? 1 : queries;
+  return sm90::encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                 {const_cast<void*>(mask.data), mask.batch_stride * halves,
+                                  mask.head_stride * halves, mask.row_stride * halves},
+                                 {mask.layout.batches, mask.layout.heads, rows, keys * halves},
+                                 rows > 1 ? box_rows : 1);
+}
+
+template <class Traits>
+cudaError_t launch_dmask_tiles(const DmaskArguments& args, int device, cudaStream_t stream) {
   using Shared = DmaskStorage<Traits>;
   static_assert(sizeof(Shared) <= kMaxSharedBytes);
+  static std::atomic<uint64_t> allowed{0};
+  const auto kernel = attention_bwd_dmask_kernel<Traits>;
+  if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), device, allowed)) {
+    return error;
+  }
+  const int* sizes = args.dmask.sizes;
+  const int tiles = sizes[0] * sizes[1] * pieces(sizes[2], Traits::kRows) *
+                    pieces(sizes[3], Traits::kKeys) * args.dmask.parts;
+  return launch(kernel, tiles, Traits::kThreads, sizeof(Shared), stream, args, false);
+}
+
+// After the launches that leave and read the statistics in `args`.
+template <DType kType, int kHeadDim, bool kDropout>
+const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args, int device,
+                         cudaStream_t stream) {
+  using Traits = DmaskTraits<typename TypeOf<kType>::Element, kHeadDim, kDropout>;
   constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
   DmaskArguments d;
   const bool encoded =
@@ -172,12 +215,16 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
                               Traits::kKeys) &&
       sm90::encode_tensor_map(&d.dout_map, kMapType, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  if (!encoded) {
+  d.bias_comes = args.bias_comes;
+  if (!encoded ||
+      (d.bias_comes && !encode_bias(&d.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
     return "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
   }
   d.lse = args.lse2;
   d.delta = args.delta;
   d.statistics_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim);
+  d.dlse = nullptr;
+  d.row_keys = args.row_keys;
   d.batch = p.batch;
   d.heads = p.heads;
   d.heads_per_kv = args.heads_per_kv;
@@ -186,19 +233,26 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   d.query_lengths = p.query_lengths;
   d.key_lengths = p.key_lengths;
   d.band = p.band;
+  d.dropout = p.dropout;
   d.mask = p.mask;
   d.dmask = p.dmask;
   d.scale = p.scale;
   const int* sizes = p.dmask.sizes;
-  const int tiles = sizes[0] * sizes[1] * pieces(sizes[2], Traits::kRows) *
-                    pieces(sizes[3], Traits::kKeys) * p.dmask.parts;
-
-  static std::atomic<uint64_t> allowed{0};
-  const auto kernel = attention_bwd_dmask_kernel<Traits>;
-  cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), device, allowed);
-  if (!error) {
-    error = launch(kernel, tiles, Traits::kThreads, sizeof(Shared), stream, d, false);
+  if (p.dmask.type == MaskType::kFloat32 || sizes[3] == 1) {
+    DmaskArguments exact = d;
+    exact.delta = nullptr;
+    exact.dlse = p.dlse;
+    exact.dmask = {args.delta,
+                   MaskType::kFloat32,
+                   {p.batch, p.heads, p.queries, 1},
+                   {p.heads * d.statistics_rows, d.statistics_rows, 1, 0},
+                   1,
+                   nullptr};
+    if (cudaError_t error = launch_dmask_tiles<Traits>(exact, device, stream)) {
+      return cudaGetErrorString(error);
+    }
   }
+  cudaError_t error = launch_dmask_tiles<Traits>(d, device, stream);
   if (!error && p.dmask.parts > 1) {
     const int64_t count = int64_t{1} * sizes[0] * sizes[1] * sizes[2] * sizes[3];
     const int64_t blocks = (count + kAddPartsThreads - 1) / kAddPartsThreads;
@@ -234,7 +288,9 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
                               {p.batch, p.kv_heads, p.keys, p.value_dim}, Traits::kKeys) &&
       sm90::encode_tensor_map(&args.dout_map, kMapType, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  if (!encoded) {
+  args.bias_comes = Traits::kBias && can_come_by_tma(p.mask, p.keys);
+  if (!encoded ||
+      (args.bias_comes && !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
     return "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
   }
   args.out = p.out;
@@ -296,7 +352,7 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
   }
   if constexpr (Traits::kBias) {
     if (!error && p.dmask.data) {
-      return launch_dmask<kType, kHeadDim>(p, args, index, stream);
+      return launch_dmask<kType, kHeadDim, Traits::kDropout>(p, args, index, stream);
     }
   }
   return error ? cudaGetErrorString(error) : nullptr;

@@ -51,9 +51,9 @@ constexpr BackwardConfig backward_config(int head_dim, bool dense) {
 template <class ElementType, int kDim, Variant kVariant>
 struct BackwardTraits {
   using Element = ElementType;
-  static constexpr bool kDropout = kVariant == Variant::kDropout;
-  static constexpr bool kBias = kVariant == Variant::kBias;
-  static constexpr bool kDense = kVariant == Variant::kMask || kVariant == Variant::kBias;
+  static constexpr bool kDropout = has_dropout(kVariant);
+  static constexpr bool kBias = is_additive(kVariant);
+  static constexpr bool kDense = is_dense(kVariant);
   static constexpr BackwardConfig kConfig = backward_config(kDim, kDense);
   static constexpr int kHeadDim = kDim;
   static constexpr int kGroups = kConfig.groups;

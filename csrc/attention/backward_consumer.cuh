@@ -3,6 +3,7 @@
 
 #include "attention/backward_layout.h"
 #include "attention/backward_storage.cuh"
+#include "attention/dense_mask.cuh"
 #include "attention/mask.cuh"
 #include "common/dropout.h"
 #include "sm90/ptx/wgmma.cuh"
@@ -121,13 +122,14 @@ struct BackwardConsumer {
     DqPart rDq[kDqParts];
     clear_dead_rows(row_block);
     shared.q_slots[stage.index()].full.wait(stage.phase());
+    fetch_bias(row_block);
     issue_product(rS, k_rows, q_rows);
     shared.dout_slots[stage.index()].full.wait(stage.phase());
     issue_product(rDp, v_rows, dout_rows);
     draw_kept(kept);
     ptx::wgmma_wait_group<1>();
     ptx::pin(rS);
-    add_bias(rS, row_block);
+    add_bias(rS);
     weigh(rS, kept);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDp);
@@ -135,6 +137,7 @@ struct BackwardConsumer {
     if (needs_mask(row_block)) {
       mask_operands(rP, rDs, row_block);
     }
+    meet_before_stores();
     if constexpr (kSplitsKeys) {
       store_scores(shared.ds[stage.index()], rDs);
       issue_gradient(rDv, rP, dout_columns);
@@ -166,6 +169,7 @@ struct BackwardConsumer {
     for (DqPart& part : rDq) {
       ptx::pin(part);
     }
+    release_scores();
     hand_over_dq(rDq);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDk);
@@ -190,48 +194,153 @@ struct BackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
+  // Whether a dense mask changes this warpgroup's scores.
+  __device__ __forceinline__ bool is_changed() const {
+    return shared.dense.notes[stage.index()].flags >> (kSplitsKeys ? group : 0) & 1;
+  }
+
   // Under an additive mask: scores in natural units, which may be as large as floats are. What the
   // mask blocks is masked later.
-  __device__ __forceinline__ void add_bias(float (&s)[kScoreRows / 2], int row_block) {
+  __device__ __forceinline__ void add_bias(float (&s)[kScoreRows / 2]) {
     if constexpr (Traits::kBias) {
-      if (!needs_mask(row_block)) {
+      if (!is_changed()) {
         sm90::scale_rows(s, {args.scale, args.scale});
         return;
       }
+      if (args.bias_comes) {
+        shared.bias.full[stage.index()].wait(stage.phase());
+      }
       switch (args.mask.type) {
         case MaskType::kBFloat16:
-          return add_bias_of_type<__nv_bfloat16>(s, row_block);
+          return add_pairs<__nv_bfloat16>(s);
         case MaskType::kFloat16:
-          return add_bias_of_type<__half>(s, row_block);
+          return add_pairs<__half>(s);
         default:
-          return add_bias_of_type<float>(s, row_block);
+          return add_floats(s);
       }
     }
   }
 
+  // Under an additive mask no register is left to keep what follows from the thread's place through
+  // the loop: pinned, it is computed where it is needed.
+  __device__ __forceinline__ AccumulatorThread thread_here() const {
+    uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
+    if constexpr (Traits::kBias) {
+      ptx::pin(lane);
+    }
+    return {thread.warp, static_cast<int>(lane[0])};
+  }
+
+  // Where this warpgroup's keys of the mask lie, 128 bytes a row.
+  __device__ __forceinline__ char* own_bias(int half) const {
+    const int row = has_one_row(args.mask) ? 0 : first_score_row();
+    return shared.bias_place(stage.index(), kSplitsKeys ? group : 0, half) + row * sm90::kRowBytes;
+  }
+
+  // S = S * scale + mask, from rows of queries in 16 bits: what store_scores does, backwards. The
+  // warp reads exactly what it will overwrite with dS.
   template <class MaskElement>
-  __device__ __forceinline__ void add_bias_of_type(float (&s)[kScoreRows / 2], int row_block) {
+  __device__ __forceinline__ void add_pairs(float (&s)[kScoreRows / 2]) {
+    const AccumulatorThread here = thread_here();
+    const bool one_row = has_one_row(args.mask);
+    const uint32_t offset = scores_offset(here.warp, here.lane, one_row);
+    const uint32_t from = ptx::shared_address(own_bias(0)) + offset;
+    const uint32_t step = one_row ? 0 : sm90::n_major_step(1);
+#pragma unroll
+    for (int i = 0; i < kScoreRows / kMmaK; ++i) {
+      uint32_t pairs[4];
+      ptx::ldmatrix_x4_trans(from + i * step, pairs);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(&pairs[j]));
+        float* score = &s[8 * i + 2 * j];
+        score[0] = fmaf(score[0], args.scale, bias.x);
+        score[1] = fmaf(score[1], args.scale, bias.y);
+      }
+    }
+    __syncwarp();
+  }
+
+  // The same in 32 bits. A warp touches every bank once.
+  __device__ __forceinline__ void add_floats(float (&s)[kScoreRows / 2]) {
+    const AccumulatorThread here = thread_here();
+    const bool one_row = has_one_row(args.mask);
+    const int step = one_row ? 0 : sm90::kRowStep * sm90::kRowBytes;
+    const char* from = own_bias(here.warp / 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = here.upper_row() + half * sm90::kRowStep;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const char* at = from + float_offset(one_row ? 0 : here.first_column() + j, key);
+#pragma unroll
+        for (int i = 0; i < kScoreRows / 8; ++i) {
+          float& score = s[4 * i + 2 * half + j];
+          score = fmaf(score, args.scale, *reinterpret_cast<const float*>(at + i * step));
+        }
+      }
+    }
+  }
+
+  // Of one of a warpgroup's keys, in its half of them.
+  static __device__ __forceinline__ uint32_t float_offset(int row, int key) {
+    constexpr int kPieceFloats = sm90::kPieceBytes / sizeof(float);
+    constexpr int kRowFloats = sm90::kRowBytes / sizeof(float);
+    return sm90::swizzled_offset(row, key % kRowFloats / kPieceFloats) +
+           key % kPieceFloats * sizeof(float);
+  }
+
+  // What TMA cannot read: each warp fetches the keys that it will read, while there are registers.
+  __device__ __forceinline__ void fetch_bias(int row_block) {
+    if constexpr (Traits::kBias) {
+      if (args.bias_comes || !is_changed()) {
+        return;
+      }
+      if (!is_wide(args.mask)) {
+        return fetch_elements<uint16_t>(row_block);
+      }
+      if constexpr (kSplitsKeys) {
+        const RingPosition<1> step = {stage.passed};
+        shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
+      }
+      fetch_elements<uint32_t>(row_block);
+    }
+  }
+
+  template <class Word>
+  __device__ __forceinline__ void fetch_elements(int row_block) {
+    constexpr int kLineKeys = sm90::kWarpRows;  // of a warp
+    constexpr int kPieceKeys = sm90::kPieceBytes / sizeof(Word);
+    constexpr int kRowKeys = sm90::kRowBytes / sizeof(Word);
     const KeyBlock& work = shared.work;
     const DenseMask& mask = args.mask;
     const int head = work.kv_head * args.heads_per_kv + shared.dense.notes[stage.index()].step.head;
+    const int own_key = thread.warp * kLineKeys + thread.lane % kLineKeys;
     // Keys and rows that do not exist do as the last one does.
-    const int key = work.first_key + first_own_key() + thread.upper_row();
-    const int row = row_block * kRows + first_score_row() + thread.first_column();
-    const MaskElement* upper = static_cast<const MaskElement*>(mask.data) +
-                               work.sequence.number * mask.batch_stride + head * mask.head_stride +
-                               smaller(key, args.keys - 1) * mask.column_stride;
-    // Eight strides fit into 32 bits: products of 64 take registers that are not there.
-    const int row_stride = static_cast<int>(mask.row_stride);
-    const int below = (smaller(key + sm90::kRowStep, args.keys - 1) - smaller(key, args.keys - 1)) *
-                      static_cast<int>(mask.column_stride);
-#pragma unroll
-    for (int i = 0; i < kScoreRows / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const MaskElement* at =
-            upper + int64_t{1} * smaller(row + 8 * i + j, args.queries - 1) * row_stride;
-        s[4 * i + j] = fmaf(s[4 * i + j], args.scale, static_cast<float>(at[0]));
-        s[4 * i + 2 + j] = fmaf(s[4 * i + 2 + j], args.scale, static_cast<float>(at[below]));
+    const int key = smaller(work.first_key + first_own_key() + own_key, args.keys - 1);
+    const Word* from = static_cast<const Word*>(mask.data) +
+                       work.sequence.number * mask.batch_stride + head * mask.head_stride +
+                       key * mask.column_stride;
+    char* to = own_bias(own_key / kRowKeys) + own_key % kPieceKeys * sizeof(Word);
+    const int first_row = row_block * kRows + first_score_row();
+    const int rows = has_one_row(mask) ? 1 : kScoreRows;
+#pragma unroll 8
+    for (int row = thread.lane / kLineKeys; row < rows; row += kWarp / kLineKeys) {
+      const Word word = from[smaller(first_row + row, args.queries - 1) * mask.row_stride];
+      *reinterpret_cast<Word*>(to + sm90::swizzled_offset(row, own_key % kRowKeys / kPieceKeys)) =
+          word;
+    }
+    __syncwarp();
+  }
+
+  // Floats of the mask lie where other warps of the warpgroup store dS and P, and a row that serves
+  // all where one of the warpgroups that share keys does: all have read theirs.
+  __device__ __forceinline__ void meet_before_stores() {
+    if constexpr (Traits::kBias) {
+      if (!kSplitsKeys && has_one_row(args.mask)) {
+        ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);
+      } else if (is_wide(args.mask)) {
+        ptx::bar_sync(kMeetBarrier + group, kWarpgroup);
       }
     }
   }
@@ -252,15 +361,15 @@ struct BackwardConsumer {
                               : ptx::ex2(fmaf(score, args.scale_log2, -lse));
       }
     }
+    mark_dropped(s, kept);
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) {
       sum += s[i];
     }
-    mark_dropped(s, kept);
-    // Passes at once, but only when the weights are there: without it the compiler puts the
-    // exponentials after the wait for dP, where nothing runs beside them. A sum of weights has no
-    // such bits, but the compiler does not know: it does know that none is negative.
-    constexpr uint32_t kNoSum = 0x80000001;
+    // Passes at once, but only when the weights are there, dropped ones marked: without it the
+    // compiler puts the exponentials after the wait for dP, where nothing runs beside them, and
+    // marks that come there spill. No sum is this NaN, but the compiler does not know.
+    constexpr uint32_t kNoSum = 0x7F800001;
     shared.passed.wait(__float_as_uint(sum) == kNoSum);
   }
 
@@ -349,10 +458,8 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ bool needs_mask(int row_block) const {
     if constexpr (Traits::kDense) {
-      const int keys_group = kSplitsKeys ? group : 0;
       // Classes know nothing of keys that do not exist.
-      return shared.dense.notes[stage.index()].flags >> keys_group & 1 ||
-             shared.work.first_key + kKeys > shared.work.sequence.keys;
+      return is_changed() || shared.work.first_key + kKeys > shared.work.sequence.keys;
     }
     return !contains(shared.work.plan.full, row_block);
   }
@@ -392,11 +499,12 @@ struct BackwardConsumer {
   // of may be inf. As operands they take half the registers, and nothing else is alive.
   __device__ __forceinline__ void mask_operands(uint32_t (&rP)[kScoreRows / 4],
                                                 uint32_t (&rDs)[kScoreRows / 4], int row_block) {
+    const AccumulatorThread here = thread_here();
     const KeyBlock& work = shared.work;
-    const int origin = row_block * kRows + first_score_row() + thread.first_column();
+    const int origin = row_block * kRows + first_score_row() + here.first_column();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = work.first_key + first_own_key() + thread.upper_row() + half * sm90::kRowStep;
+      const int key = work.first_key + first_own_key() + here.upper_row() + half * sm90::kRowStep;
       const Sequence& sequence = work.sequence;
       const RowMask mask = row_mask(key, origin, sequence.band, sequence.queries, sequence.keys);
       const DenseBits dense = dense_bits(key, row_block);
@@ -414,10 +522,10 @@ struct BackwardConsumer {
   // P^T or dS^T in registers becomes P or dS in shared memory, a row a query.
   __device__ __forceinline__ void store_scores(typename Traits::ScoreTile& tile,
                                                const uint32_t (&scores)[kScoreRows / 4]) {
+    const AccumulatorThread here = thread_here();
     constexpr int kChunkBytes = Traits::ScoreTile::kChunkBytes;
     const uint32_t to = tile.address() + (kSplitsKeys ? group * kChunkBytes : 0) +
-                        first_score_row() * sm90::kRowBytes +
-                        scores_offset(thread.warp, thread.lane);
+                        first_score_row() * sm90::kRowBytes + scores_offset(here.warp, here.lane);
 #pragma unroll
     for (int i = 0; i < kScoreRows / kMmaK; ++i) {
       ptx::stmatrix_x4_trans(to + sm90::n_major_step(i), scores[4 * i], scores[4 * i + 1],
@@ -511,6 +619,15 @@ struct BackwardConsumer {
 
   // A step fills one stage and one buffer of dQ: both count steps.
   __device__ __forceinline__ RingPosition<1> dq_position() const { return {stage.passed}; }
+
+  // The place of dS that floats of an additive mask come into.
+  __device__ __forceinline__ void release_scores() {
+    if constexpr (Traits::kBias && kSplitsKeys) {
+      if (leader && is_wide(args.mask)) {
+        shared.bias.scores_read.arrive();
+      }
+    }
+  }
 
   __device__ __forceinline__ void release(Slot& slot) {
     if (leader) {

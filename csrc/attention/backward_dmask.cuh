@@ -3,12 +3,17 @@
 // pair of blocks that it stands for, in their order: the same bits in every run. Pairs that nothing
 // allows are left out one by one, so that NaN in dead rows and keys goes nowhere. Where tiles are
 // few, each is cut into parts, and another kernel adds these.
+//
+// delta of the first launch carries the rounding of the output. Where that shows, in gradients more
+// precise than the output and in sums over all keys, which vanish in theory, the same kernel first
+// computes delta anew: it is the sum over keys of P dP.
 #pragma once
 
 #include "attention/backward_config.cuh"
 #include "attention/dense_mask.cuh"
 #include "attention/key_range.h"
 #include "attention/launch_sm90.cuh"
+#include "common/dropout.h"
 #include "sm90/ptx/wgmma.cuh"
 #include "sm90/tile/pipeline.cuh"
 
@@ -16,6 +21,7 @@ namespace fastattn::attention {
 
 namespace ptx = sm90::ptx;
 using sm90::AccumulatorThread;
+using sm90::Barrier;
 using sm90::RingPosition;
 using sm90::Slot;
 
@@ -32,10 +38,11 @@ __device__ __forceinline__ void store_element(const MaskGradient& dmask, int64_t
   }
 }
 
-template <class ElementType, int kDim>
+template <class ElementType, int kDim, bool kDrops>
 struct DmaskTraits {
   using Element = ElementType;
   static constexpr int kHeadDim = kDim;
+  static constexpr bool kDropout = kDrops;
   static constexpr int kGroups = 2;
   static constexpr int kRows = kDmaskRows;
   static constexpr int kKeys = kDmaskKeys;
@@ -66,20 +73,29 @@ struct DmaskStorage {
     DmaskTiles<Traits> tiles[Traits::kStages];
     DmaskSum<Traits> sum;
   };
+  // The mask's part of the scores: 64 keys in 16 bits, or 32 keys in 32 bits and the other 32.
+  alignas(sm90::kTileAlignment) char bias[2][Traits::kRows * sm90::kRowBytes];
   // Full when TMA has brought the four tiles, empty when one thread of each consumer warpgroup has
   // seen the products that read them complete.
   Slot slots[Traits::kStages];
+  // Full when TMA has brought the mask, empty when all warps have read it.
+  Slot bias_slot;
 };
 
 struct DmaskArguments {
   CUtensorMap q_map, k_map, v_map, dout_map;
+  CUtensorMap bias_map;  // as 16-bit columns: a float is two
+  bool bias_comes;       // by TMA; otherwise consumers fetch it
   // Natural logarithms, and both padded: rows of a head are `statistics_rows` apart.
-  const float *lse, *delta;
+  const float *lse, *delta;  // delta may be null: 0
   int64_t statistics_rows;
+  const float* dlse;         // [batch, heads, queries], taken from the result; may be null
+  const uint32_t* row_keys;  // dropout's, a word for two rows of the statistics
   int batch, heads, heads_per_kv;
   int queries, keys;
   Lengths query_lengths, key_lengths;
   Band band;
+  Dropout dropout;
   DenseMask mask;
   MaskGradient dmask;
   float scale;
@@ -149,9 +165,28 @@ __device__ __forceinline__ bool has_pairs(const DmaskArguments& args, const Dmas
 
 // One thread.
 template <class Traits>
+__device__ __forceinline__ void load_item_bias(DmaskStorage<Traits>& shared,
+                                               const DmaskArguments& args, const DmaskItem& item) {
+  const MaskLayout& layout = args.mask.layout;
+  const bool one_row = has_one_row(args.mask);
+  const int halves = is_wide(args.mask) ? 2 : 1;
+  Barrier& full = shared.bias_slot.full;
+  full.arrive_expect_bytes(halves * (one_row ? 1 : Traits::kRows) * sm90::kRowBytes);
+#pragma unroll 1
+  for (int half = 0; half < halves; ++half) {
+    ptx::cp_async_bulk_tensor_load(ptx::shared_address(shared.bias[half]), &args.bias_map,
+                                   full.address(), item.key * halves + half * sm90::kChunkColumns,
+                                   one_row ? 0 : item.row, layout.heads > 1 ? item.head : 0,
+                                   layout.batches > 1 ? item.batch : 0, ptx::kEvictFirst);
+  }
+}
+
+// One thread.
+template <class Traits>
 __device__ __forceinline__ void load_items(DmaskStorage<Traits>& shared, const DmaskArguments& args,
                                            const DmaskWalk& walk, Range items) {
   RingPosition<Traits::kStages> stage;
+  RingPosition<1> bias;
 #pragma unroll 1
   for (int number = items.begin; number < items.end; ++number) {
     const DmaskItem item = item_of<Traits>(walk, number);
@@ -167,6 +202,11 @@ __device__ __forceinline__ void load_items(DmaskStorage<Traits>& shared, const D
     tiles.dout.load(&args.dout_map, slot.full, item.row, item.head, item.batch, ptx::kEvictLast);
     tiles.v.load(&args.v_map, slot.full, item.key, kv_head, item.batch, ptx::kEvictLast);
     stage.advance();
+    if (args.bias_comes) {
+      shared.bias_slot.empty.wait(bias.phase() ^ 1);
+      load_item_bias<Traits>(shared, args, item);
+      bias.advance();
+    }
   }
 }
 
@@ -176,6 +216,7 @@ struct DmaskConsumer {
   using Element = typename Traits::Element;
   static constexpr int kKeys = Traits::kKeys;
   static constexpr int kCount = kKeys / 2;
+  static constexpr int kWords = kKeys / sm90::kMmaK * 2;
   using ScoreMma = ptx::Wgmma<kKeys>;
 
   DmaskStorage<Traits>& shared;
@@ -183,6 +224,7 @@ struct DmaskConsumer {
   const int group;
   const AccumulatorThread thread;
   RingPosition<Traits::kStages> stage;
+  RingPosition<1> bias;
   float rSum[kCount];
 
   __device__ __forceinline__ DmaskConsumer(DmaskStorage<Traits>& storage,
@@ -214,6 +256,9 @@ struct DmaskConsumer {
     shared.slots[stage.index()].full.wait(stage.phase());
     issue_product(rS, tiles.q, tiles.k);
     issue_product(rDp, tiles.dout, tiles.v);
+    if (!args.bias_comes) {
+      is_wide(args.mask) ? fetch_bias<uint32_t>(item) : fetch_bias<uint16_t>(item);
+    }
     ptx::wgmma_wait_group<0>();
     ptx::pin(rS);
     ptx::pin(rDp);
@@ -221,14 +266,47 @@ struct DmaskConsumer {
       shared.slots[stage.index()].empty.arrive();
     }
     stage.advance();
+    if (args.bias_comes) {
+      shared.bias_slot.full.wait(bias.phase());
+    }
     switch (args.mask.type) {
       case MaskType::kBFloat16:
-        return add_gradients<__nv_bfloat16>(item, rS, rDp);
+        add_gradients<__nv_bfloat16>(item, rS, rDp);
+        break;
       case MaskType::kFloat16:
-        return add_gradients<__half>(item, rS, rDp);
+        add_gradients<__half>(item, rS, rDp);
+        break;
       default:
-        return add_gradients<float>(item, rS, rDp);
+        add_gradients<float>(item, rS, rDp);
     }
+    __syncwarp();
+    if (args.bias_comes && thread.lane == 0) {
+      shared.bias_slot.empty.arrive();
+    }
+    bias.advance();
+  }
+
+  // What TMA cannot read: each warp fetches its 16 rows of the mask while the products run.
+  template <class Word>
+  __device__ __forceinline__ void fetch_bias(const DmaskItem& item) {
+    constexpr int kPieceKeys = sm90::kPieceBytes / sizeof(Word);
+    constexpr int kRowKeys = sm90::kRowBytes / sizeof(Word);
+    const DenseMask& mask = args.mask;
+    const int own_row = group * kMmaRows + thread.warp * sm90::kWarpRows;
+    const Word* from = static_cast<const Word*>(mask.data) + item.batch * mask.batch_stride +
+                       item.head * mask.head_stride;
+#pragma unroll 8
+    for (int i = thread.lane; i < sm90::kWarpRows * kKeys; i += kWarp) {
+      const int line = own_row + i / kKeys, key = i % kKeys;
+      // Rows and keys that do not exist do as the last one does.
+      const Word word = from[smaller(item.row + line, args.queries - 1) * mask.row_stride +
+                             smaller(item.key + key, args.keys - 1) * mask.column_stride];
+      char* to = shared.bias[key / kRowKeys] +
+                 sm90::swizzled_offset(line, key % kRowKeys / kPieceKeys) +
+                 key % kPieceKeys * sizeof(Word);
+      *reinterpret_cast<Word*>(to) = word;
+    }
+    __syncwarp();
   }
 
   // 64 x kKeys: Q K^T or dO V^T.
@@ -256,36 +334,72 @@ struct DmaskConsumer {
     const int keys = clamped_length(args.key_lengths, item.batch, args.keys);
     const int first_key = item.key + thread.first_column();
     const int64_t head = (int64_t{1} * item.batch * args.heads + item.head) * args.statistics_rows;
+    constexpr int kOctetBytes = kOctet * sizeof(MaskElement);
+    const bool one_row = args.bias_comes && has_one_row(args.mask);
+    const uint32_t byte = thread.first_column() * sizeof(MaskElement);
     float lse[2], delta[2];
     Range allowed[2];
-    const MaskElement* bias[2];
+    uint32_t first[2];  // of the thread's bytes in its rows of the mask
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = item.row + group * kMmaRows + thread.upper_row() + half * sm90::kRowStep;
       // Rows and keys that do not exist do as the last one does.
       const int existing = smaller(row, args.queries - 1);
       lse[half] = args.lse[head + existing];
-      delta[half] = args.delta[head + existing];
+      delta[half] = args.delta ? args.delta[head + existing] : 0.0f;
       allowed[half] = row < queries ? keys_of_row(row, args.band, keys) : Range{0, 0};
-      bias[half] = static_cast<const MaskElement*>(args.mask.data) +
-                   item.batch * args.mask.batch_stride + item.head * args.mask.head_stride +
-                   existing * args.mask.row_stride;
+      const uint32_t line = one_row ? 0 : row - item.row;
+      first[half] =
+          sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
     }
-    // Strides fit into 32 bits, as the main kernel wants them.
-    const int column_stride = static_cast<int>(args.mask.column_stride);
+    uint32_t words[kWords];
+    draw_words(item, words);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
-      const int key = first_key + i / 2 * kOctet + i % 2;
-      const int64_t offset = int64_t{1} * smaller(key, args.keys - 1) * column_stride;
+      const int octet = i / 2, half = i % 2;
+      const int place = octet * kOctetBytes;
+      // The swizzle is a xor, and so is the step to another octet.
+      const char* from =
+          shared.bias[place / sm90::kRowBytes] + (first[half] ^ place % sm90::kRowBytes);
+      const float2 pair = pair_of(reinterpret_cast<const MaskElement*>(from));
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int at = i / 2 * 4 + 2 * half + i % 2;
-        const float added = static_cast<float>(bias[half][offset]);
+      for (int j = 0; j < 2; ++j) {
+        const int key = first_key + octet * kOctet + j;
+        const int at = octet * kOctetRegisters + 2 * half + j;
+        const float added = j ? pair.y : pair.x;
         const float p = ptx::ex2((fmaf(s[at], args.scale, added) - lse[half]) * kLog2e);
         const bool is_allowed = contains(allowed[half], key) && !(added <= kLowest<MaskElement>);
-        rSum[at] += is_allowed ? p * (dp[at] - delta[half]) : 0.0f;
+        float kept = dp[at];
+        if constexpr (Traits::kDropout) {
+          kept *= is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2) ? args.dropout.keep_scale
+                                                                          : 0.0f;
+        }
+        rSum[at] += is_allowed ? p * (kept - delta[half]) : 0.0f;
       }
     }
+  }
+
+  // Dropout's words for this thread's scores, see dropout_sm90.cuh: two of every 16 keys.
+  __device__ __forceinline__ void draw_words(const DmaskItem& item,
+                                             uint32_t (&words)[kWords]) const {
+    if constexpr (Traits::kDropout) {
+      const int row = smaller(item.row + group * kMmaRows + thread.upper_row(), args.queries - 1);
+      const int64_t head = int64_t{1} * item.batch * args.heads + item.head;
+      const uint32_t row_key =
+          args.row_keys[head * (args.statistics_rows / 2) + dropout::lattice_unit(row)];
+      const uint32_t stream =
+          dropout::stream_key(dropout::kColumnTag, *args.dropout.seed, args.dropout.stream);
+      const uint32_t unit = dropout::lattice_unit(item.key) + thread.first_column();
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        words[i] = dropout::word(
+            row_key, dropout::absorb(stream, unit + dropout::units(i / 2 * sm90::kMmaK) + i % 2));
+      }
+    }
+  }
+  // At the threshold that drops all the keep scale is 0.
+  __device__ __forceinline__ bool is_kept(uint32_t word, int byte) const {
+    return word << (24 - 8 * byte) >= static_cast<uint32_t>(args.dropout.threshold) << 24;
   }
 
   // Through shared memory, so that rows and keys can be summed over and neighbours written
@@ -319,10 +433,13 @@ struct DmaskConsumer {
           sum += shared.sum[j][n];
         }
       }
-      store(
-          dmask, blockIdx.x % dmask.parts,
-          {walk.batch, walk.head, walk.row_tile * Traits::kRows + row, walk.key_tile * kKeys + key},
-          sum);
+      const DmaskItem at = {walk.batch, walk.head, walk.row_tile * Traits::kRows + row,
+                            walk.key_tile * kKeys + key};
+      if (args.dlse) {
+        const int64_t head = int64_t{1} * at.batch * args.heads + at.head;
+        sum -= args.dlse[head * args.queries + at.row];
+      }
+      store(dmask, blockIdx.x % dmask.parts, at, sum);
     }
   }
 
@@ -379,6 +496,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       slot.full.init(kTileAnnouncements);
       slot.empty.init(Traits::kGroups);
     }
+    shared.bias_slot.full.init(1);
+    shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();

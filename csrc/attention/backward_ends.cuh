@@ -142,21 +142,19 @@ __global__ void __launch_bounds__(kFinishThreads)
     constexpr int kFours = Traits::kChunkFloats / 4;
     constexpr int kPartFloats =
         kMmaRows * (Traits::kTransposesDq ? Traits::kRows : Traits::kColumns);
-    constexpr int kParts = Traits::kChunkFloats / kPartFloats;
     const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) +
                         int64_t{Traits::kGroups * kFours} * blockIdx.x;
     for (int at = threadIdx.x; at < Traits::kGroups * kFours; at += kFinishThreads) {
       const float4 four = sum[at];
       const float values[] = {four.x, four.y, four.z, four.w};
-      const int group = at / kFours;
+      // The parts of all warpgroups follow each other, as do rows or columns of dQ.
+      const int part = 4 * at / kPartFloats;
+      const SumElement first = sum_element(4 * at - part * kPartFloats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int number = 4 * (at - group * kFours) + i;
-        const int part = number / kPartFloats;
-        const SumElement element = sum_element(number - part * kPartFloats);
-        const int along = (group * kParts + part) * kMmaRows + element.row;
-        Element& to =
-            Traits::kTransposesDq ? rows[element.column][along] : rows[along][element.column];
+        const int along = part * kMmaRows + first.row + i / 2 * sm90::kRowStep;
+        const int across = first.column + i % 2;
+        Element& to = Traits::kTransposesDq ? rows[across][along] : rows[along][across];
         to = static_cast<Element>(values[i] * args.scale);
       }
     }

@@ -10,10 +10,10 @@ namespace fastattn::attention {
 
 // A warp's accumulators hold 16 keys of dS^T in rows of keys. Four transposed 8 x 8 matrices, the
 // upper and the lower 8 keys of 8 queries, then of the next 8, become 16 rows of queries: where
-// `lane` has its row of them, in the 64 columns of the warpgroup's keys.
-FASTATTN_PURE uint32_t scores_offset(int warp, int lane) {
+// `lane` has its row of them, in the 64 columns of the warpgroup's keys. one_row: all rows are one.
+FASTATTN_PURE uint32_t scores_offset(int warp, int lane, bool one_row = false) {
   constexpr int kMatrix = 8, kPiecesPerWarp = 2;
-  const int row = lane % kMatrix + lane / (2 * kMatrix) * kMatrix;
+  const int row = one_row ? 0 : lane % kMatrix + lane / (2 * kMatrix) * kMatrix;
   const int piece = warp * kPiecesPerWarp + lane / kMatrix % 2;
   return sm90::swizzled_offset(row, piece);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward_storage.cuh"
+#include "attention/dense_mask.cuh"
 #include "sm90/ptx/bulk.cuh"
 #include "sm90/ptx/grid.cuh"
 
@@ -18,6 +19,46 @@ __device__ __forceinline__ void load_statistics(float (&to)[kCount], const float
   constexpr int kBytes = kCount * sizeof(float);
   full.arrive_expect_bytes(kBytes);
   ptx::cp_async_bulk_load(ptx::shared_address(to), from, kBytes, full.address());
+}
+
+// One thread: an additive mask for the keys whose scores it changes.
+template <class Traits>
+__device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
+                                          const BackwardArguments& args,
+                                          RingPosition<Traits::kStages> stage) {
+  constexpr int kKeyGroups = Traits::kKeys / kMaskRows;
+  const KeyBlock& work = shared.work;
+  const StepNote& note = shared.dense.notes[stage.index()];
+  const MaskLayout& layout = args.mask.layout;
+  const int halves = is_wide(args.mask) ? 2 : 1;
+  const bool one_row = has_one_row(args.mask);
+  if (Traits::kSplitsKeys && halves == 2) {
+    const RingPosition<1> step = {stage.passed};
+    shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
+  }
+  // Heads that share a mask run at about the same time.
+  const uint64_t policy = layout.heads > 1 ? ptx::kEvictFirst : ptx::kEvictLast;
+  Barrier& full = shared.bias.full[stage.index()];
+  const int row = one_row ? 0 : note.step.row_block * Traits::kRows;
+  const int head = layout.heads > 1 ? work.kv_head * args.heads_per_kv + note.step.head : 0;
+  const int batch = layout.batches > 1 ? work.sequence.number : 0;
+  const int bytes = (one_row ? 1 : Traits::kRows) * sm90::kRowBytes * halves;
+  int changed = 0;
+#pragma unroll
+  for (int group = 0; group < kKeyGroups; ++group) {
+    changed += note.flags >> group & 1;
+  }
+  full.arrive_expect_bytes(changed * bytes);
+#pragma unroll 1
+  for (int i = 0; i < kKeyGroups * halves; ++i) {
+    const int group = i / halves, half = i - group * halves;
+    if (note.flags >> group & 1) {
+      const int column = work.first_key * halves + i * sm90::kChunkColumns;
+      ptx::cp_async_bulk_tensor_load(
+          ptx::shared_address(shared.bias_place(stage.index(), group, half)), &args.bias_map,
+          full.address(), column, row, head, batch, policy);
+    }
+  }
 }
 
 // One thread.
@@ -64,6 +105,11 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
     shared.dout[stage.index()].load(&args.dout_map, dout_slot.full, row, head, sequence.entry,
                                     ptx::kEvictLast);
     load_statistics(shared.delta[stage.index()], args.delta + statistics, dout_slot.full);
+    if constexpr (Traits::kBias) {
+      if (args.bias_comes) {
+        load_bias<Traits>(shared, args, stage);
+      }
+    }
 
     stage.advance();
     step = next;
@@ -101,13 +147,14 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
     const int64_t chunk =
         static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kGroups + group;
     float* to = args.dq_sum + chunk * Traits::kChunkFloats;
-    slot.full.wait(position.phase());
     if (args.turns) {
       int* turn = args.turns + chunk;
       const int rank = rank_among_visitors<Traits>(args, work, step);
+      // Before the sum is there: what asking takes is hidden behind the products.
       while (ptx::load_acquire(turn) != rank) {
       }
-      ptx::fence_proxy_async_all();
+      ptx::fence_proxy_async_global();
+      slot.full.wait(position.phase());
       if (rank == 0) {
         ptx::cp_async_bulk_store(to, from, kBytes);
       } else {
@@ -117,9 +164,9 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
       ptx::cp_async_bulk_wait_group_read();
       slot.empty.arrive();
       ptx::cp_async_bulk_wait_group();
-      ptx::fence_proxy_async_all();
       ptx::store_release(turn, rank + 1);
     } else {
+      slot.full.wait(position.phase());
       ptx::cp_reduce_async_bulk_add(to, from, kBytes);
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read();

@@ -45,6 +45,18 @@ struct StepNotes {
 template <class Traits>
 struct StepNotes<Traits, false> {};
 
+// An additive mask comes into the place that dS takes afterwards: a block of rows of 64 keys has as
+// many bytes there. In 32 bits that is 32 keys, and the other 32 come into a second place: where dS
+// of the step before was, or else where P comes. Full when TMA has brought what the step's note
+// says; `scores_read` when the dQ products of every warpgroup have read dS.
+template <class Traits, bool kBias = Traits::kBias>
+struct BiasBarriers {
+  Barrier full[Traits::kStages];
+  Barrier scores_read;
+};
+template <class Traits>
+struct BiasBarriers<Traits, false> {};
+
 template <class Traits>
 struct BackwardStorage {
   typename Traits::KeyTile k, v;
@@ -65,6 +77,18 @@ struct BackwardStorage {
   KeyBlock work;
   DropoutRows<Traits> dropout;
   StepNotes<Traits> dense;
+  BiasBarriers<Traits> bias;
+
+  // Where 64 keys of an additive mask lie, or the first or second 32 of them.
+  __device__ __forceinline__ char* bias_place(int stage, int keys_group, int half) {
+    typename Traits::ScoreTile* tile = &ds[stage];
+    if constexpr (Traits::kSplitsKeys) {
+      tile = &ds[stage ^ half];
+    } else if (half) {
+      tile = &p.tile;
+    }
+    return reinterpret_cast<char*>(tile->data) + keys_group * Traits::ScoreTile::kChunkBytes;
+  }
 };
 
 // Named barriers; 0 is __syncthreads.

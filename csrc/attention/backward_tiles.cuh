@@ -13,6 +13,7 @@ namespace fastattn::attention {
 
 struct BackwardArguments {
   CUtensorMap q_map, k_map, v_map, dout_map;
+  CUtensorMap bias_map;              // an additive mask as 16-bit columns: a float is two
   TensorView out, dout, dq, dk, dv;  // data of a gradient may be null: nobody wants it
   const float *lse, *dlse;           // [batch, heads, queries]; dlse may be null
   // [batch, heads, row_blocks * rows of a block]; under an additive mask lse2 is in natural units.
@@ -29,6 +30,7 @@ struct BackwardArguments {
   Band band;
   Dropout dropout;
   DenseMask mask;
+  bool bias_comes;  // by TMA; otherwise consumers fetch it
   float scale, scale_log2;
   sm90::TileOrder order;
 };

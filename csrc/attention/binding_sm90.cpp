@@ -1,7 +1,6 @@
 // fastattn_sm90's attention: from tensors to the kernels' arguments, and the choice of the
 // instance.
 #include <algorithm>
-#include <cmath>
 
 #include "attention/attention.h"
 #include "attention/short_queries.h"
@@ -49,6 +48,10 @@ Launcher launcher_for(int64_t head_dim, Variant variant) {
       return launcher_for<kType, Variant::kMask>(head_dim);
     case Variant::kBias:
       return launcher_for<kType, Variant::kBias>(head_dim);
+    case Variant::kMaskDropout:
+      return launcher_for<kType, Variant::kMaskDropout>(head_dim);
+    case Variant::kBiasDropout:
+      return launcher_for<kType, Variant::kBiasDropout>(head_dim);
   }
   return nullptr;
 }
@@ -188,6 +191,15 @@ bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
          reinterpret_cast<uintptr_t>(mask.data) % kAlignment == 0;
 }
 
+// Of a problem under a dense mask.
+template <class Problem>
+Variant variant_of(const Problem& p, MaskType type) {
+  if (type == MaskType::kBool) {
+    return p.dropout.seed ? Variant::kMaskDropout : Variant::kMask;
+  }
+  return p.dropout.seed ? Variant::kBiasDropout : Variant::kBias;
+}
+
 // A mask [batch or 1, heads or 1, queries or 1, keys or 1] without its workspace. sizes: 1 where it
 // is broadcast.
 template <class Problem>
@@ -227,6 +239,13 @@ DenseMask described_mask(const Tensor& mask, const std::optional<Tensor>& tiles,
   return result;
 }
 
+// Words of dropout's column keys where a dense mask's workspace follows them, aligned for it.
+int64_t column_key_words(const ForwardProblem& p) {
+  constexpr int kMaxBlock = 128, kAlignedWords = 4;
+  return p.dropout.seed ? pieces(dropout::units(p.keys + kMaxBlock), kAlignedWords) * kAlignedWords
+                        : 0;
+}
+
 // The same with the forward's workspace.
 DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
                   const std::optional<Tensor>& scratch, const ForwardProblem& p, const Tensor& q) {
@@ -235,7 +254,7 @@ DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
   const bool additive = result.type != MaskType::kBool;
   STD_TORCH_CHECK(!additive || mask.size(3) == p.keys, "an additive mask must have all keys");
   const int head_dim = std::max(p.head_dim, p.value_dim);
-  const Variant variant = additive ? Variant::kBias : Variant::kMask;
+  const Variant variant = variant_of(p, result.type);
   result.layout = mask_layout(
       sizes[0], sizes[1], sizes[2], p.batch, p.key_lengths.data || p.query_lengths.data, p.queries,
       p.keys, forward_tile_rows(head_dim, variant), forward_block(head_dim, variant));
@@ -249,13 +268,14 @@ DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
   const int64_t copy = copied ? copied_elements(result.layout, p.queries, p.keys) /
                                     (result.copy_type == MaskType::kFloat32 ? 1 : 2)
                               : 0;
-  const int64_t total = bits + classes * kClassWords + copy + plain;
+  const int64_t first = column_key_words(p);
+  const int64_t total = first + bits + classes * kClassWords + copy + plain;
   STD_TORCH_CHECK(std::max(plain, classes) < kMaxTiles, "the mask is too large");
   STD_TORCH_CHECK(scratch && scratch->is_cuda() && scratch->is_contiguous() &&
                       scratch->get_device_index() == q.get_device_index() &&
                       scratch->scalar_type() == ScalarType::Int && scratch->numel() >= total,
                   "scratch must be ", total, " contiguous int32 on q's device");
-  int* words = static_cast<int*>(scratch->data_ptr());
+  int* words = static_cast<int*>(scratch->data_ptr()) + first;
   result.bits = reinterpret_cast<uint32_t*>(words);
   result.classes = reinterpret_cast<BlockClass*>(words + bits);
   result.copy = copied ? words + bits + classes * kClassWords : nullptr;
@@ -296,8 +316,8 @@ void launch(const ForwardProblem& problem, const Tensor& q, Variant variant) {
   STD_TORCH_CHECK(failure == nullptr, "attention_fwd: ", failure);
 }
 
-// scratch: column keys of dropout, or what a dense mask needs, or without either room for the parts
-// that keys are cut into.
+// scratch: column keys of dropout, then what a dense mask needs, or without either room for the
+// parts that keys are cut into.
 void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
                    std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
                    std::optional<Tensor> query_lengths, int64_t causal, int64_t window_left,
@@ -324,9 +344,8 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
   problem.scale = static_cast<float>(scale);
   problem.counter = counter_of(counter, q);
   if (mask) {
-    STD_TORCH_CHECK(!problem.dropout.seed, "there is no kernel for dropout under a dense mask");
     problem.mask = mask_of(*mask, mask_tiles, scratch, problem, q);
-    launch(problem, q, problem.mask.type == MaskType::kBool ? Variant::kMask : Variant::kBias);
+    launch(problem, q, variant_of(problem, problem.mask.type));
     return;
   }
   if (problem.dropout.seed) {
@@ -336,7 +355,7 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
   problem.splits = splits_of(scratch, problem, q, queries / 64 + 1);
   cut_keys_of_one_query(problem);
   merge_groups(problem);
-  launch(problem, q, band_restricts(problem) ? Variant::kBand : Variant::kFull);
+  launch(problem, q, wants_band(problem) ? Variant::kBand : Variant::kFull);
 }
 
 // counter: one zero, then room for the order of the sequences or nothing.
@@ -379,7 +398,7 @@ void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Ten
                   "counter must be 1 or ", 1 + sequences, " contiguous int32 on q's device");
   problem.counter = static_cast<int*>(counter.data_ptr());
   problem.packing.order = counter.numel() > 1 ? problem.counter + 1 : nullptr;
-  const bool banded = causal != 0 || window_left >= 0 || window_right >= 0;
+  const bool banded = causal != 0 || window_left >= 0 || window_right >= 0 || wants_band(problem);
   launch(problem, q,
          problem.dropout.seed ? Variant::kDropout
          : banded             ? Variant::kBand
@@ -406,13 +425,20 @@ BackwardLauncher backward_launcher_for(int64_t head_dim) {
 
 template <DType kType>
 BackwardLauncher backward_launcher_for(int64_t head_dim, const BackwardProblem& problem) {
-  if (problem.mask.data) {
-    return problem.mask.type == MaskType::kBool
-               ? backward_launcher_for<kType, Variant::kMask>(head_dim)
-               : backward_launcher_for<kType, Variant::kBias>(head_dim);
+  if (!problem.mask.data) {
+    return problem.dropout.seed ? backward_launcher_for<kType, Variant::kDropout>(head_dim)
+                                : backward_launcher_for<kType, Variant::kBand>(head_dim);
   }
-  return problem.dropout.seed ? backward_launcher_for<kType, Variant::kDropout>(head_dim)
-                              : backward_launcher_for<kType, Variant::kBand>(head_dim);
+  switch (variant_of(problem, problem.mask.type)) {
+    case Variant::kMaskDropout:
+      return backward_launcher_for<kType, Variant::kMaskDropout>(head_dim);
+    case Variant::kBiasDropout:
+      return backward_launcher_for<kType, Variant::kBiasDropout>(head_dim);
+    case Variant::kBias:
+      return backward_launcher_for<kType, Variant::kBias>(head_dim);
+    default:
+      return backward_launcher_for<kType, Variant::kMask>(head_dim);
+  }
 }
 
 template <class T>
@@ -499,11 +525,6 @@ DenseMask backward_mask_of(const Tensor& mask, const std::optional<Tensor>& tile
                            const Tensor& q) {
   int sizes[4];
   DenseMask result = described_mask(mask, tiles, p, q, sizes);
-  constexpr int64_t kMaxStride = (int64_t{1} << 28) - 1;
-  STD_TORCH_CHECK(result.type == MaskType::kBool || (std::abs(result.row_stride) <= kMaxStride &&
-                                                     std::abs(result.column_stride) <= kMaxStride),
-                  "strides of an additive mask's rows and keys must be at most ", kMaxStride);
-  STD_TORCH_CHECK(!p.dropout.seed, "there is no kernel for dropout under a dense mask");
   result.layout = backward_mask_layout(sizes[0], sizes[1], sizes[3], p.batch,
                                        p.key_lengths.data || p.query_lengths.data, p.queries,
                                        p.keys, std::max(p.head_dim, p.value_dim));

@@ -21,6 +21,9 @@ namespace ptx = sm90::ptx;
 
 constexpr int kCombineWarps = 4, kCombineLanes = 32;
 constexpr int kCombineThreads = kCombineWarps * kCombineLanes;
+// That fit into a multiprocessor at once. Without a number the compiler spares registers: it asks
+// for a part when the one before has come.
+constexpr int kCombineBlocks = 4;
 
 struct CombineArguments {
   KeySplits splits;
@@ -88,9 +91,10 @@ struct PartWeights {
 
 // Four columns of a row: a lane's share of up to 256 columns is at most two of them.
 template <class Element>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     combine_splits_kernel(const CombineArguments args) {
   constexpr int kColumns = 4, kLaneColumns = kCombineLanes * kColumns, kShares = 2;
+  constexpr int kAtOnce = 8;  // parts that are on their way together
   ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % kCombineLanes;
   const int64_t row =
@@ -114,15 +118,28 @@ __global__ void __launch_bounds__(kCombineThreads)
   for (int i = 0; i < PartWeights::kOwn; ++i) {
     const int first = i * kCombineLanes;
     const int last = smaller(args.splits.count, first + kCombineLanes);
-#pragma unroll 4
-    for (int part = first; part < last; ++part) {
-      const float weight = __shfl_sync(~0u, weights.own[i], part - first) * normalise;
-      const float* from = args.splits.out + (part * args.rows + row) * args.value_dim;
+#pragma unroll 1
+    for (int part = first; part < last; part += kAtOnce) {
+      float4 parts[kAtOnce][kShares];
 #pragma unroll
-      for (int share = 0; share < kShares; ++share) {
-        const int column = share * kLaneColumns + lane * kColumns;
-        if (column < args.value_dim) {
-          const float4 x = *reinterpret_cast<const float4*>(from + column);
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float* from = args.splits.out + ((part + j) * args.rows + row) * args.value_dim;
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int column = share * kLaneColumns + lane * kColumns;
+          parts[j][share] = {};
+          if (part + j < last && column < args.value_dim) {
+            parts[j][share] = *reinterpret_cast<const float4*>(from + column);
+          }
+        }
+      }
+      // Parts that do not exist have weight 0.
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float weight = __shfl_sync(~0u, weights.own[i], part - first + j) * normalise;
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const float4& x = parts[j][share];
           total[share].x = fmaf(weight, x.x, total[share].x);
           total[share].y = fmaf(weight, x.y, total[share].y);
           total[share].z = fmaf(weight, x.z, total[share].z);

@@ -45,6 +45,15 @@ __device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bi
   }
 }
 
+// An additive mask of floats takes two pieces where one of 16 bits takes one.
+__device__ __forceinline__ bool is_wide(const DenseMask& mask) {
+  return mask.type == MaskType::kFloat32;
+}
+// Whether one row of a mask serves all.
+__device__ __forceinline__ bool has_one_row(const DenseMask& mask) {
+  return mask.row_stride == 0;
+}
+
 // Two neighbouring elements of an additive mask, and the highest that blocks.
 __device__ __forceinline__ float2 pair_of(const float* at) {
   return *reinterpret_cast<const float2*>(at);

@@ -28,22 +28,22 @@ struct ForwardConfig {
 constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
   switch (head_dim) {
     case 64:
-      if (variant == Variant::kBias) {  // three groups have too few registers for it
+      if (is_additive(variant)) {  // three groups have too few registers for it
         return {2, 128, 2, false, true};
       }
       // 2 groups with 192-key blocks are 11 % slower; a third K/V stage gains nothing
       return {3, 128, 2, true, false};
     case 96:  // as 128, whose shared memory it needs
     case 128:
-      if (variant == Variant::kBias) {  // the mask's pieces take the room
+      if (is_additive(variant)) {  // the mask's pieces take the room
         return {2, 128, 1, false, true};
       }
       // turns: +4 % up to 1k keys; 176-key blocks: -4 % at 4k keys, +4 % at 16k
       return {2, 128, 2, true, true};
     case 192:  // what fits beside Q: 2 x 2 blocks of 112 keys, no output stage
-      return {2, variant == Variant::kBias ? 64 : 112, 1, false, false};
+      return {2, is_additive(variant) ? 64 : 112, 1, false, false};
     case 256:  // 64-key blocks are 3 % slower
-      return {2, variant == Variant::kBias ? 64 : 80, 1, false, false};
+      return {2, is_additive(variant) ? 64 : 80, 1, false, false};
   }
   return {};
 }
@@ -65,11 +65,11 @@ struct ForwardTraits {
   static constexpr RegisterBudget kRegisters = register_budget(kConfig.groups);
   static constexpr int kHeadDim = kDim;
   static constexpr bool kBanded = kVariant != Variant::kFull;
-  static constexpr bool kDropout = kVariant == Variant::kDropout;
-  static constexpr bool kBias = kVariant == Variant::kBias;
+  static constexpr bool kDropout = has_dropout(kVariant);
+  static constexpr bool kBias = is_additive(kVariant);
   // Dropout and dense masks belong to training, which has tiles enough.
   static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBand;
-  static constexpr bool kDense = kBias || kVariant == Variant::kMask;
+  static constexpr bool kDense = is_dense(kVariant);
   // Blocks that only a dense mask changes are spared lengths and band; this instance has no
   // register left for the choice.
   static constexpr bool kChoosesMasks = !kBias || kHeadDim < 256;
@@ -82,6 +82,9 @@ struct ForwardTraits {
   // same number of blocks. Which blocks of a dense mask come is for all of them to compute.
   static constexpr bool kSkips = kBanded && !kTakesTurns && !kDense;
   static constexpr int kStages = 2;
+  // What comes with a block's keys and is read until its values are asked for: their slot is free
+  // again earlier, that of the values is filled later.
+  static constexpr int kNotes = 2 * kStages;
   // Pieces of an additive mask, 64 rows x 128 bytes, that a warpgroup has room for: at least a
   // block of floats.
   static constexpr int kBiasPieces = kHeadDim <= 192 ? 4 : 2;

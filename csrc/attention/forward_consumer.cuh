@@ -190,7 +190,7 @@ struct Consumer {
   }
 
   // Under a dense mask: as above; the result is the number of the block that comes next, -1 for
-  // none. The notes have come with the values, whose slot they share.
+  // none. The notes have come with the keys.
   __device__ __forceinline__ int first_dense_block(const TileMessage& tile) {
     await_query();
     await_key();
@@ -200,6 +200,7 @@ struct Consumer {
     mask_dense_scores(tile, note.block, note.flags >> group & 1, is_restricted(note));
     float alpha[2];
     softmax.template update<true>(rS, alpha, args.scale_log2);
+    drop_weights(value);
     sm90::to_operand<Element>(rP, rS);
     return take_note(value);
   }
@@ -215,6 +216,7 @@ struct Consumer {
     }
     float alpha[2];
     softmax.template update<kEdge>(rS, alpha, args.scale_log2);
+    drop_weights(value.next());
     await_output();
     take_up_weights(alpha);
     return take_note(value);
@@ -300,12 +302,12 @@ struct Consumer {
     mask_block<Traits::kBanded>(rS, n * kBlock, row, band_of(args, tile), tile.keys, thread);
   }
 
-  // The weights of the block whose values are in slot `at`, after the row sums have counted them.
-  // The slot is handed back when P V is complete, which all four warps issue after they read here.
+  // The weights of the block whose values will be in slot `at`, after the row sums have counted
+  // them. Its column keys have come with its keys.
   __device__ __forceinline__ void drop_weights(RingPosition<Traits::kStages> at) {
     if constexpr (Traits::kDropout) {
-      shared.v_slots[at.index()].full.wait(at.phase());
-      drop_block(rS, shared.dropout.columns[at.index()], row_key, args.dropout.threshold, thread);
+      drop_block(rS, shared.dropout.columns[at.passed % Traits::kNotes], row_key,
+                 args.dropout.threshold, thread);
     }
   }
 
@@ -329,15 +331,15 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ const BlockNote& read_note(RingPosition<Traits::kStages> at) {
-    shared.v_slots[at.index()].full.wait(at.phase());
-    return shared.dense.notes[at.index()];
+  __device__ __forceinline__ const BlockNote& read_note(RingPosition<Traits::kStages> at) const {
+    return shared.dense.notes[at.passed % Traits::kNotes];
   }
 
   // After the block: zeroes its dead values, see clear_dead_values, and looks at what comes next.
   __device__ __forceinline__ int take_note(RingPosition<Traits::kStages> at) {
-    const BlockNote& note = shared.dense.notes[at.index()];
+    const BlockNote& note = read_note(at);
     if (note.flags & kHasDead) {
+      shared.v_slots[at.index()].full.wait(at.phase());
       shared.v[at.index()].clear_unmarked_rows(note.live, threadIdx.x % kWarpgroup, kWarpgroup);
       show_writes_to_wgmma();
     }
@@ -462,7 +464,12 @@ struct Consumer {
     if constexpr (Traits::kStagesOutput) {
       Slot& slot = shared.out_slots[group];
       slot.empty.wait(output.phase() ^ 1);
-      sm90::store_shared<Element>(shared.out.tiles[group].address(), rO, thread);
+      uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
+      if constexpr (Traits::kDense) {
+        ptx::pin(lane);  // its offset is computed here: no register keeps it through the loop
+      }
+      sm90::store_shared<Element>(shared.out.tiles[group].address(), rO,
+                                  {thread.warp, static_cast<int>(lane[0])});
       ptx::fence_proxy_async();
       __syncwarp();
       if (thread.lane == 0) {

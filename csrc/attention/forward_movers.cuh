@@ -62,14 +62,14 @@ struct LoadWarp {
       const int key = first_key + n * Traits::kBlock;
       Slot& k_slot = shared.k_slots[stage.index()];
       k_slot.empty.wait(stage.phase() ^ 1);
+      write_note(blocks, n, next);
+      load_column_keys(k_slot.full, n);
       shared.k[stage.index()].load(&args.k, k_slot.full, key, kv_head, batch, ptx::kEvictLast);
       if (kKeyFirst && n == blocks.last()) {
         load_query(tile, batch);
       }
       Slot& v_slot = shared.v_slots[stage.index()];
       v_slot.empty.wait(stage.phase() ^ 1);
-      write_note(blocks, n, next);
-      load_column_keys(v_slot.full, n);
       shared.v[stage.index()].load(&args.v, v_slot.full, key, kv_head, batch, ptx::kEvictLast);
       stage.advance();
     }
@@ -87,22 +87,27 @@ struct LoadWarp {
     query.advance();
   }
 
-  // What consumers must know of the block besides its values, whose slot it shares.
+  // Where what consumers must know of the block lies. It comes with the keys: whoever needs it must
+  // not wait for the values, which come when the slowest warpgroup is done with the block before
+  // last. What it overwrites is of the block four before, which nobody reads any more when the
+  // products with the keys of the block two before are complete.
+  __device__ __forceinline__ int note() const { return stage.passed % Traits::kNotes; }
+
   __device__ __forceinline__ void write_note(const BlockWalk<Traits>& blocks, int n, int next) {
     if constexpr (Traits::kDense) {
       const BlockClass& now = blocks.classes[n];
-      shared.dense.notes[stage.index()] = {n,
-                                           next,
-                                           now.flags,
-                                           next < 0 ? 0 : blocks.classes[next].flags,
-                                           {now.live[0], now.live[1], now.live[2], now.live[3]}};
+      shared.dense.notes[note()] = {n,
+                                    next,
+                                    now.flags,
+                                    next < 0 ? 0 : blocks.classes[next].flags,
+                                    {now.live[0], now.live[1], now.live[2], now.live[3]}};
     }
   }
 
   __device__ __forceinline__ void load_column_keys(Barrier& full, int n) {
     if constexpr (Traits::kDropout) {
       constexpr int kUnits = dropout::units(Traits::kBlock);
-      uint32_t (&keys)[kUnits] = shared.dropout.columns[stage.index()];
+      uint32_t (&keys)[kUnits] = shared.dropout.columns[note()];
       full.expect_bytes(sizeof(keys));
       ptx::cp_async_bulk_load(ptx::shared_address(keys), args.dropout.column_keys + n * kUnits,
                               sizeof(keys), full.address());

@@ -22,15 +22,15 @@ struct OutputStage {
 template <class Traits>
 struct OutputStage<Traits, false> {};
 
-// Dropout's column keys of the block that lies in the same slot of V, with which they come.
+// Dropout's column keys of a block.
 template <class Traits, bool kDropout = Traits::kDropout>
 struct DropoutKeys {
-  alignas(16) uint32_t columns[Traits::kStages][dropout::units(Traits::kBlock)];
+  alignas(16) uint32_t columns[Traits::kNotes][dropout::units(Traits::kBlock)];
 };
 template <class Traits>
 struct DropoutKeys<Traits, false> {};
 
-// Under a dense mask: the block in the same slots of K and V, and the next one.
+// Under a dense mask: a block and the next one.
 struct BlockNote {
   int block, next;  // -1: the tile's last block
   uint32_t flags, next_flags;
@@ -38,7 +38,7 @@ struct BlockNote {
 };
 template <class Traits, bool kDense = Traits::kDense>
 struct BlockNotes {
-  BlockNote notes[Traits::kStages];
+  BlockNote notes[Traits::kNotes];
 };
 template <class Traits>
 struct BlockNotes<Traits, false> {};
@@ -59,8 +59,8 @@ template <class Traits>
 struct SharedStorage {
   typename Traits::QueryTile q[Traits::kQueryBuffers][Traits::kGroups];
   typename Traits::KeyTile k[Traits::kStages], v[Traits::kStages];
-  OutputStage<Traits> out;
   BiasRings<Traits> bias;
+  OutputStage<Traits> out;  // behind what is aligned: where there is none, it takes a byte
 
   // Q, K, V: full when TMA has brought the bytes, empty when one thread of every warpgroup that
   // reads them has seen its products complete. Out: full when the four warps have written, empty

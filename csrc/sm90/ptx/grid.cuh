@@ -17,10 +17,12 @@ __device__ __forceinline__ void store_release(int* word, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Orders this thread's accesses to any memory with those of its asynchronous copies.
+// Orders what this thread knows of global memory before its asynchronous copies to it. Without the
+// state space the compiler adds a fence for the whole device. The other way round none is needed: a
+// copy that has been waited for is ordered.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-membar-fence
-__device__ __forceinline__ void fence_proxy_async_all() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Waits until the launches before this one have ended and their writes are visible.

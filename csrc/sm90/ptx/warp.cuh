@@ -1,5 +1,5 @@
 // Warp- and warpgroup-level instructions: election, register budgets, named barriers, fences
-// between proxies, matrix stores and the two conversions that softmax needs.
+// between proxies, matrix loads and stores and the two conversions that softmax needs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -72,6 +72,15 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(r0), "r"(r1), "r"(r2), "r"(r3)
       : "memory");
+}
+
+// Loads four 8x8 matrices, each transposed: lane i gives the address of row i % 8 of matrix i / 8,
+// which then is a column. PTX ISA: .../#warp-level-matrix-instructions-ldmatrix
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 
 // PTX ISA: .../#floating-point-instructions-ex2

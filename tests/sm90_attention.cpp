@@ -125,7 +125,7 @@ extern "C" const char* run(const Call* c) {
   const int widest = std::max(p.head_dim, p.value_dim);
   const Variant variant = static_cast<Variant>(c->variant);
   std::vector<uint32_t> column_keys(dropout::units(p.keys + 128));
-  if (variant == Variant::kDropout) {
+  if (has_dropout(variant)) {
     const int threshold = static_cast<int>(c->threshold);
     p.dropout = {c->seed, static_cast<uint32_t>(c->stream), threshold,
                  dropout::keep_scale(threshold), column_keys.data()};

@@ -1,5 +1,5 @@
 // The Hopper attention backward on the host, for test_sm90_bwd_on_host.py: the kernels over the
-// machine of sm90_on_host.
+// machine of sm90_on_host, all instances, those of ONLY_HEAD_DIM in bf16, or of them ONLY_VARIANT.
 #include "machine.h"
 
 template <class Kernel, class Arguments>
@@ -44,14 +44,17 @@ using namespace fastattn::attention;
 namespace {
 template <DType kType, int kHeadDim>
 const char* run(const BackwardProblem& problem) {
-  if (problem.mask.data) {
-    return problem.mask.type == MaskType::kBool
-               ? attention_bwd_sm90<kType, kHeadDim, Variant::kMask>(problem, nullptr)
-               : attention_bwd_sm90<kType, kHeadDim, Variant::kBias>(problem, nullptr);
+  const bool drops = problem.dropout.seed;
+  if (problem.mask.data && problem.mask.type == MaskType::kBool) {
+    return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kMaskDropout>(problem, nullptr)
+                 : attention_bwd_sm90<kType, kHeadDim, Variant::kMask>(problem, nullptr);
   }
-  return problem.dropout.seed
-             ? attention_bwd_sm90<kType, kHeadDim, Variant::kDropout>(problem, nullptr)
-             : attention_bwd_sm90<kType, kHeadDim, Variant::kBand>(problem, nullptr);
+  if (problem.mask.data) {
+    return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kBiasDropout>(problem, nullptr)
+                 : attention_bwd_sm90<kType, kHeadDim, Variant::kBias>(problem, nullptr);
+  }
+  return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kDropout>(problem, nullptr)
+               : attention_bwd_sm90<kType, kHeadDim, Variant::kBand>(problem, nullptr);
 }
 
 template <DType kType>
@@ -152,8 +155,15 @@ extern "C" const char* attention_bwd(const Call* c) {
     p.dmask.parts = static_cast<int>(c->parts);
     p.dmask.partial = c->partial;
   }
+#if defined(ONLY_VARIANT)  // compiles in seconds
+  const char* failure =
+      attention_bwd_sm90<DType::kBFloat16, ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p, nullptr);
+#elif defined(ONLY_HEAD_DIM)
+  const char* failure = run<DType::kBFloat16, ONLY_HEAD_DIM>(p);
+#else
   const char* failure =
       c->half ? run<DType::kFloat16>(widest, p) : run<DType::kBFloat16>(widest, p);
+#endif
   on_host::synchronize();
   return failure;
 }

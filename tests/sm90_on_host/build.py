@@ -18,12 +18,14 @@ What it believes: a wgmma that one warp has waited for is complete for the warpg
 whatever its four warps read before they issued it; a write that changes nothing harms nobody.
 
 What it cannot see: how long anything takes; what ptxas makes of the code; reads of global memory
-that is written later; what a block does to one that began sixteen blocks before. Blocks run two or
-three at a time.
+that is written later, or past the end of a tensor that is not `guarded`; operands of a wgmma whose
+registers a compiler gives to something else; what a block does to one that began sixteen blocks
+before. Blocks run two or three at a time.
 """
 
 import ctypes
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -45,14 +47,15 @@ REWRITTEN = {
 }
 # When asynchronous operations happen. From 2 on chance decides, with this seed.
 AT_ONCE, LATE, RANDOM = 0, 1, 2
-# What can be made wrong at any place of a kernel to see whether it is noticed: engine.cpp's Fault.
+# What can be made wrong at any place of a kernel, to see whether it is noticed: engine/faults.h.
 FAULTS = (
     "none", "no wgmma fence", "no wgmma commit", "no wgmma wait", "wgmma wait for one group less",
     "no pin", "no proxy fence", "no mbarrier wait", "other parity", "no arrival", "two arrivals",
     "fewer bytes", "more bytes", "no bar.sync", "no bar.arrive", "no syncwarp", "no bulk commit",
     "no bulk wait", "bulk wait for reads only", "no mbarrier init fence", "no grid wait",
-    "no acquire", "no release", "more registers", "one more arrival expected",
+    "no acquire", "no release", "more registers", "one more arrival expected", "mutation",
 )  # fmt: skip
+MUTATION = FAULTS.index("mutation")
 _MOST_PLACES = 4096
 
 
@@ -74,6 +77,23 @@ class Place:
     @property
     def key(self) -> tuple[int, int]:
         return self.fault, self.address
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Source that a fault of its own can replace: an expression, or statements. `right` must be
+    there once in `file`, a path under csrc. Its place is its number among those of a build.
+    """
+
+    file: str
+    right: str
+    wrong: str
+
+    def source(self, number: int, otherwise: str) -> str:
+        condition = f"on_host::mutated({number})"
+        if self.right.endswith(";") or self.right.startswith("if "):
+            return f"if ({condition}) {{ {self.wrong} }} else {{ {otherwise} }}"
+        return f"({condition} ? ({self.wrong}) : ({otherwise}))"
 
 
 class Machine:
@@ -128,7 +148,7 @@ class Machine:
 @functools.cache
 def _engine(folder: Path) -> Path:
     path = folder / "engine.o"
-    flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", "-c"]
+    flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", f"-I{HERE}", "-c"]
     _compile(*flags, "-o", path, HERE / "engine.cpp")
     return path
 
@@ -139,19 +159,39 @@ def _compile(*arguments: str | Path) -> None:
         raise RuntimeError(done.stderr[:4000])
 
 
+def _mutable(text: str, file: str, mutations: Sequence[Mutation]) -> str:
+    """The text of a file with a choice wherever a mutation has something else."""
+    choices: dict[str, str] = {}
+    for number, mutation in enumerate(mutations):
+        if mutation.file == file:
+            right = mutation.right
+            if text.count(right) != 1:
+                raise ValueError(f"{file} must have once, has {text.count(right)} times: {right}")
+            choices[right] = mutation.source(number, choices.get(right, right))
+    if not choices:
+        return text
+    found = sorted(choices, key=text.index)
+    for first, second in itertools.pairwise(found):
+        if text.index(first) + len(first) > text.index(second):
+            raise ValueError(f"{file}: mutations overlap: {first} and {second}")
+    pieces = re.split("(" + "|".join(map(re.escape, found)) + ")", text)
+    return "".join(choices.get(piece, piece) for piece in pieces)
+
+
 def build(
     folder: Path,
     source: Path,
     defines: Sequence[str] = (),
     csrc: Path = CSRC,
     name: str = "kernels",
+    mutations: Sequence[Mutation] = (),
 ) -> Machine:
     """`source` with the kernels of `csrc` that it includes. What is made lies in `folder`; parts
     that other calls need as well in its parent.
     """
     for path in csrc.rglob("*.cuh"):
         text = path.read_text()
-        rewritten = text
+        rewritten = _mutable(text, str(path.relative_to(csrc)), mutations)
         for cuda, host in REWRITTEN.items():
             rewritten = rewritten.replace(cuda, host)
         if rewritten != text:
@@ -162,7 +202,7 @@ def build(
     includes = [f"-I{path}" for path in (folder, HERE, csrc)]
     flags = ["-O1", "-g1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-strict-aliasing"]
     flags += ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
-    flags += ["-DON_HOST_SEPARATE", *(f"-D{define}" for define in defines)]
+    flags += [f"-D{define}" for define in defines]
     _compile(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
     # Linked without -fsanitize=thread: the machine has what the compiler calls.
     _compile("-shared", "-fno-gnu-unique", "-o", library, made, _engine(folder.parent))

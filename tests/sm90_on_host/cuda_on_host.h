@@ -16,9 +16,6 @@
 #include <vector>
 
 #include "engine.h"
-#ifndef ON_HOST_SEPARATE
-#include "engine.cpp"
-#endif
 
 #undef __device__
 #undef __global__
@@ -30,7 +27,8 @@
 #define __global__
 // Static inside functions, and allowed behind `extern`.
 #define __shared__ thread_local
-#define __forceinline__ inline
+// Truly: what a function that is not inlined returns is written behind the back of the machine.
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 

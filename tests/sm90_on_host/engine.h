@@ -20,8 +20,7 @@ constexpr uint32_t kSharedBytes = 227 * 1024;
 alignas(1024) inline char spare_shared[kSharedBytes];
 inline char* shared = spare_shared;
 
-// -- launches
-// --------------------------------------------------------------------------------------
+// -- launches -------------------------------------------------------------------------------------
 struct Launch {
   int64_t blocks;
   int threads;
@@ -38,9 +37,12 @@ inline void launch(int64_t blocks, int threads, std::function<void()> body) {
   synchronize();
 }
 
-// -- threads
-// --------------------------------------------------------------------------------------- Lanes of
-// a warp must meet at the same warp-wide operations.
+// -- faults ---------------------------------------------------------------------------------------
+// Whether a line of source is to be wrong now, see build.py's Mutation.
+bool mutated(uint32_t number);
+
+// -- threads --------------------------------------------------------------------------------------
+// Lanes of a warp must meet at the same warp-wide operations.
 void syncwarp();
 void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);
@@ -53,18 +55,18 @@ const Words* exchange(const Words& own);
 unsigned elected_lane();
 void setmaxnreg(int registers, bool more);
 
-// -- memory
-// ---------------------------------------------------------------------------------------- Ordinary
-// accesses that no compiler has instrumented.
+// -- memory ---------------------------------------------------------------------------------------
+// Ordinary accesses that no compiler has instrumented.
 void store_shared(uint32_t at, const void* from, uint32_t bytes);
 int atomic_add(int* at, int value);
 uint32_t atomic_or(uint32_t* at, uint32_t bits);
 int load_acquire(const int* word);
 void store_release(int* word, int value);
+// Of shared memory, and of what was acquired with words of global memory.
 void fence_proxy_async();
+void fence_proxy_async_global();
 
-// -- barriers
-// --------------------------------------------------------------------------------------
+// -- barriers -------------------------------------------------------------------------------------
 void mbarrier_init(uint32_t barrier, int arrivals);
 void fence_mbarrier_init();
 void mbarrier_arrive(uint32_t barrier);
@@ -72,9 +74,8 @@ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes);
 void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes);
 void mbarrier_wait(uint32_t barrier, uint32_t parity);
 
-// -- copies
-// ---------------------------------------------------------------------------------------- Four
-// dimensions, columns first, strides in bytes, boxes of 64 columns of two bytes.
+// -- copies ---------------------------------------------------------------------------------------
+// Four dimensions, columns first, strides in bytes, boxes of 64 columns of two bytes.
 struct Map {
   char* data;
   int64_t sizes[4], strides[4];
@@ -87,8 +88,7 @@ void bulk_store(void* to, uint32_t from, uint32_t bytes, bool add);
 void bulk_commit_group();
 void bulk_wait_group(bool read_only);
 
-// -- wgmma
-// -----------------------------------------------------------------------------------------
+// -- wgmma ----------------------------------------------------------------------------------------
 struct Product {
   int columns;
   bool half;  // fp16, otherwise bf16
@@ -103,8 +103,7 @@ void wgmma_commit_group();
 void wgmma_wait_group(int pending);
 void pin(const void* registers, size_t bytes);
 
-// -- grid
-// ------------------------------------------------------------------------------------------
+// -- grid -----------------------------------------------------------------------------------------
 void grid_wait();
 void grid_launch_dependents();
 

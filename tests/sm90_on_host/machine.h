@@ -65,6 +65,19 @@ ON_HOST void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint3
   }
   on_host::store_shared(address, row, sizeof(row));
 }
+ON_HOST void ldmatrix_x4_trans(uint32_t address, uint32_t (&r)[4]) {
+  const uint4 row = *reinterpret_cast<const uint4*>(on_host::shared + address);
+  const on_host::Words* words = on_host::exchange({{row.x, row.y, row.z, row.w}});
+  const unsigned lane = threadIdx.x % on_host::kWarpLanes, column = lane / 4;
+  for (unsigned j = 0; j < 4; ++j) {
+    uint16_t pair[2];
+    for (unsigned i = 0; i < 2; ++i) {
+      const uint32_t word = words[8 * j + lane % 4 * 2 + i].word[column / 2];
+      pair[i] = static_cast<uint16_t>(word >> 16 * (column % 2));
+    }
+    std::memcpy(&r[j], pair, sizeof(pair));
+  }
+}
 ON_HOST float ex2(float x) {
   return std::exp2(x);
 }
@@ -183,8 +196,8 @@ ON_HOST int load_acquire(const int* word) {
 ON_HOST void store_release(int* word, int value) {
   on_host::store_release(word, value);
 }
-ON_HOST void fence_proxy_async_all() {
-  on_host::fence_proxy_async();
+ON_HOST void fence_proxy_async_global() {
+  on_host::fence_proxy_async_global();
 }
 ON_HOST void griddepcontrol_wait() {
   on_host::grid_wait();

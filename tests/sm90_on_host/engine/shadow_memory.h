@@ -1,127 +1,16 @@
-// What happens before what, and what that means for memory: vector clocks of threads and of
-// asynchronous operations, and for every 16 bytes who wrote and read them last.
+// What an order means for memory: for every 16 bytes who wrote and read them last, and whether the
+// next access comes after that.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
+#include "engine/vector_clocks.h"
+
 namespace on_host {
-
-// An actor is a thread of a block or something asynchronous: the wgmma of a warpgroup, the stores
-// of a thread (reading shared memory and writing global memory count apart), a load.
-constexpr int kThreads = 512, kWarpgroups = kThreads / 128, kStorers = 8, kLoads = 64;
-constexpr int kFirstWgmma = kThreads, kFirstReader = kFirstWgmma + kWarpgroups,
-              kFirstWriter = kFirstReader + kStorers, kFirstLoad = kFirstWriter + kStorers;
-constexpr int kActors = (kFirstLoad + kLoads + 15) / 16 * 16;
-// Blocks that are told apart. When one takes another's number, what that one did is long over.
-constexpr int kSegments = 16;
-
-inline void take_later(uint32_t (&times)[kActors], const uint32_t (&others)[kActors]) {
-  for (int i = 0; i < kActors; ++i) {
-    times[i] = std::max(times[i], others[i]);
-  }
-}
-
-// For every actor up to which of its own times somebody knows what it did, up to which its ordinary
-// writes are known to asynchronous readers as well, and up to which at least its reads are over.
-struct Clock {
-  uint32_t segments = 0;  // which have anything in them
-  uint32_t grids = 0;     // everything of launches before this one
-  uint32_t known[kSegments][kActors], fenced[kSegments][kActors], read[kSegments][kActors];
-
-  void clear() {
-    for (int s = 0; s < kSegments; ++s) {
-      if (segments >> s & 1) {
-        std::memset(known[s], 0, sizeof(known[s]));
-        std::memset(fenced[s], 0, sizeof(fenced[s]));
-        std::memset(read[s], 0, sizeof(read[s]));
-      }
-    }
-    segments = grids = 0;
-  }
-  void join(const Clock& other) {
-    for (int s = 0; s < kSegments; ++s) {
-      if (other.segments >> s & 1) {
-        take_later(known[s], other.known[s]);
-        take_later(fenced[s], other.fenced[s]);
-        take_later(read[s], other.read[s]);
-      }
-    }
-    segments |= other.segments;
-    grids = std::max(grids, other.grids);
-  }
-  void copy(const Clock& other) {
-    clear();
-    join(other);
-  }
-};
-
-// Clocks are large and mostly zero: they come from the system as zeros and are used again.
-class ClockPool {
- public:
-  std::shared_ptr<Clock> take() {
-    Clock* clock = nullptr;
-    if (free_.empty()) {
-      clock = static_cast<Clock*>(std::calloc(1, sizeof(Clock)));
-    } else {
-      clock = free_.back();
-      free_.pop_back();
-    }
-    return {clock, [this](Clock* c) {
-              c->clear();
-              free_.push_back(c);
-            }};
-  }
-
- private:
-  std::vector<Clock*> free_;
-};
-inline ClockPool& clocks() {
-  static ClockPool* const pool = new ClockPool;
-  return *pool;
-}
-
-struct Access {
-  uint16_t who = 0;  // 1 + segment * kActors + actor; 0: nobody
-  uint16_t grid = 0;
-  uint32_t when = 0;
-  uint32_t where = 0;  // in the program
-};
-static_assert(kSegments * kActors < 1 << 16);
-inline bool knows(const Clock& clock, const Access& access) {
-  return access.grid < clock.grids ||
-         clock.known[(access.who - 1) / kActors][(access.who - 1) % kActors] >= access.when;
-}
-inline bool has_fence(const Clock& clock, const Access& access) {
-  return access.grid < clock.grids ||
-         clock.fenced[(access.who - 1) / kActors][(access.who - 1) % kActors] >= access.when;
-}
-inline bool is_thread(const Access& access) {
-  return access.who != 0 && (access.who - 1) % kActors < kThreads;
-}
-
-inline bool is_over(const Clock& clock, const Access& read) {
-  return knows(clock, read) ||
-         clock.read[(read.who - 1) / kActors][(read.who - 1) % kActors] >= read.when;
-}
-
-// Who touches memory now, and what they know.
-struct Actor {
-  Access access;
-  const Clock* clock;
-  bool asynchronous;
-  bool adds = false;  // atomically, in whatever order
-};
-
-struct Conflict {
-  const char* what = nullptr;
-  Access with;
-};
 
 constexpr int kCellBytes = 16, kGrain = 2;
 struct Cell {

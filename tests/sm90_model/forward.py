@@ -1,0 +1,263 @@
+"""What thread blocks of the Hopper attention forward compute: the kernel's own arithmetic
+(key_range.h, scheduler.h), compiled for the host.
+"""
+
+import ctypes
+import itertools
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sm90_model.hardware import Range, compiled
+
+SHIM = """
+#include "attention/key_range.h"
+#include "attention/short_queries.h"
+#include "sm90/tile/descriptor.h"
+#include "sm90/tile/scheduler.h"
+using namespace fastattn;
+extern "C" void plan(const int* tile, const int* own, int left, int right, int diagonal,
+                     int keys, int block, int skips, int part, int parts, int* result) {
+  const auto whole = attention::plan_blocks({tile[0], tile[1]}, {own[0], own[1]},
+                                            {left, right, diagonal}, keys, block, skips != 0);
+  const auto p = parts > 1 ? attention::part_of(whole, part, parts) : whole;
+  const int values[] = {p.loaded.begin, p.loaded.end, p.own.begin,
+                        p.own.end,      p.full.begin, p.full.end};
+  for (int i = 0; i < 6; ++i) result[i] = values[i];
+}
+extern "C" void place(int row_tiles, int heads, int section, int tile, int* result) {
+  const auto p = sm90::tile_place({row_tiles, heads, section}, tile);
+  result[0] = p.row_tile;
+  result[1] = p.head;
+}
+extern "C" void walk(int* state, const int* offsets, int sequences, int heads, int tile_rows,
+                     int tile, const int* order) {
+  sm90::PackedWalk at = {state[0], state[1], state[2]};
+  sm90::walk_to(at, offsets, sequences, heads, tile_rows, tile, order);
+  state[0] = at.sequence;
+  state[1] = at.first;
+  state[2] = at.row_tiles;
+}
+extern "C" void shorten(long long* n) {
+  attention::ForwardProblem p = {};
+  p.q = {nullptr, 0, n[0], n[1]};
+  p.out = {nullptr, 0, n[2], n[3]};
+  p.k = p.v = {nullptr, 0, 0, n[4]};
+  p.heads = n[5];
+  p.kv_heads = n[6];
+  p.queries = n[7];
+  p.keys = n[8];
+  p.band = {static_cast<int>(n[9]), static_cast<int>(n[10]), static_cast<int>(n[11])};
+  p.key_lengths.data = n[12] ? n : nullptr;
+  p.query_lengths.data = n[13] ? n : nullptr;
+  attention::cut_keys_of_one_query(p);
+  attention::merge_groups(p);
+  n[0] = p.q.head_stride;
+  n[1] = p.q.row_stride;
+  n[2] = p.out.head_stride;
+  n[3] = p.out.row_stride;
+  n[4] = reinterpret_cast<long long>(p.k.data);
+  n[5] = p.heads;
+  n[7] = p.queries;
+  n[8] = p.keys;
+  n[9] = attention::band_restricts(p);
+}
+extern "C" int wants_band(int queries, int keys, int head_dim, int value_dim, int right,
+                          int sequences) {
+  attention::ForwardProblem p = {};
+  p.queries = queries;
+  p.packing.sequences = sequences;
+  p.keys = keys;
+  p.head_dim = head_dim;
+  p.value_dim = value_dim;
+  p.band = {queries + keys, right, 0};
+  return attention::wants_band(p);
+}
+extern "C" unsigned swizzled(unsigned row, unsigned piece) {
+  return sm90::swizzled_offset(row, piece);
+}
+extern "C" unsigned k_step(int step, int rows) { return sm90::k_major_step(step, rows); }
+extern "C" unsigned n_step(int step) { return sm90::n_major_step(step); }
+extern "C" unsigned long long k_major(unsigned address) {
+  return sm90::descriptor_k_major(address);
+}
+extern "C" unsigned long long n_major(unsigned address, unsigned chunk) {
+  return sm90::descriptor_n_major(address, chunk);
+}
+"""
+ROWS = 64
+
+
+def arithmetic(folder: Path) -> ctypes.CDLL:
+    shim = compiled(folder, SHIM)
+    shim.k_major.restype = shim.n_major.restype = ctypes.c_ulonglong
+    return shim
+
+
+@dataclass(frozen=True)
+class Config:
+    """A row of forward_config, with the kinds of restriction it is compiled for."""
+
+    groups: int
+    block: int
+    query_buffers: int
+    stages_output: bool
+    takes_turns: bool
+    banded: bool
+    stages: int = 2
+    dropout: bool = False
+    dense: bool = False
+    # Of an additive mask: pieces that a warpgroup has room for, and pieces of a block.
+    bias_ring: int = 0
+    bias_pieces: int = 0
+
+    @property
+    def skips(self) -> bool:
+        return self.banded and not self.takes_turns and not self.dense
+
+    @property
+    def tile_rows(self) -> int:
+        return ROWS * self.groups
+
+
+@dataclass(frozen=True)
+class Problem:
+    M: int
+    N: int
+    left: int = 1 << 20
+    right: int = 1 << 20
+    diagonal: int = 0
+    lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
+    heads: int = 2
+    section: int = 1
+    blocks: int = 2  # thread blocks of the grid
+    counted: bool = True
+    negate: bool = False
+    # The batch entries are packed sequences; ends_meet: their diagonals begin at their ends.
+    packed: bool = False
+    ends_meet: bool = False
+    parts: int = 1  # of the keys of each tile
+
+    def diagonal_of(self, batch: int) -> int:
+        queries, keys = self.lengths[batch]
+        return keys - queries if self.ends_meet else self.diagonal
+
+    def allowed(self, batch: int, i: int, j: int) -> bool:
+        queries, keys = self.lengths[batch]
+        inside = 0 <= i < min(queries, self.M) and 0 <= j < min(keys, self.N)
+        middle = i + self.diagonal_of(batch)
+        return inside and middle - self.left <= j <= middle + self.right
+
+
+@dataclass(frozen=True)
+class Plan:
+    loaded: Range
+    own: Range
+    full: Range
+
+
+@dataclass(frozen=True)
+class Tile:
+    number: int
+    row: int
+    batch: int
+    head: int
+    queries: int
+    keys: int
+    part: int = 0
+
+
+class Arithmetic:
+    """The kernel's own, behind the shim."""
+
+    def __init__(self, native: ctypes.CDLL, config: Config, problem: Problem):
+        self.native, self.config, self.problem = native, config, problem
+        self.row_tiles = -(-problem.M // config.tile_rows)
+        self.tiles = self.row_tiles * problem.heads * len(problem.lengths)
+        if problem.packed:
+            rows = [queries for queries, _ in problem.lengths]
+            self.tiles = problem.heads * sum(-(-n // config.tile_rows) for n in rows)
+            ends = itertools.accumulate(rows, initial=0)
+            self.offsets = (ctypes.c_int * (len(rows) + 1))(*ends)
+        self.tiles *= problem.parts
+
+    def tile(self, number: int) -> Tile | None:
+        whole, part = divmod(number, self.problem.parts)
+        tile = self.whole_tile(whole)
+        return None if tile is None else replace(tile, number=number, part=part)
+
+    def whole_tile(self, number: int) -> Tile | None:
+        p, result = self.problem, (ctypes.c_int * 2)()
+        if p.packed:
+            state, count = (ctypes.c_int * 3)(), len(p.lengths)
+            self.native.walk(
+                state, self.offsets, count, p.heads, self.config.tile_rows, number, None
+            )
+            if state[0] == count:
+                return None
+            self.native.place(state[2], p.heads, p.section, number - state[1], result)
+            row = result[0] * self.config.tile_rows
+            return Tile(number, row, state[0], result[1], *p.lengths[state[0]])
+        if number >= self.tiles // p.parts:
+            return None
+        self.native.place(self.row_tiles, p.heads * len(p.lengths), p.section, number, result)
+        batch, head = divmod(result[1], p.heads)
+        queries, keys = p.lengths[batch]
+        row = result[0] * self.config.tile_rows
+        return Tile(number, row, batch, head, min(queries, p.M), min(keys, p.N))
+
+    def plan(self, tile: Tile, group: int) -> Plan:
+        c, p, pair, out = self.config, self.problem, ctypes.c_int * 2, (ctypes.c_int * 6)()
+        row = tile.row + group * ROWS
+        rows = pair(tile.row, min(tile.row + c.tile_rows, tile.queries))
+        own = pair(row, min(row + ROWS, tile.queries))
+        diagonal = p.diagonal_of(tile.batch)
+        self.native.plan(
+            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), tile.part,
+            p.parts, out,
+        )  # fmt: skip
+        return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
+
+    def blocks(self, tile: Tile) -> list[int]:
+        """Those that come for the tile, in their order; under a dense mask chance leaves some out,
+        or all of them.
+        """
+        loaded = range(*self.plan(tile, 0).loaded)[::-1]
+        if not self.config.dense:
+            return list(loaded)
+        chance = random.Random(tile.number)
+        wanted = chance.choice((0.0, 0.3, 0.8, 1.0))
+        return [n for n in loaded if chance.random() < wanted]
+
+    def is_masked(self, tile: Tile, group: int, n: int) -> bool:
+        """Whether a dense mask changes a warpgroup's scores of a block: chance."""
+        return random.Random(f"{tile.number} {group} {n}").random() < 0.7
+
+    def is_staged(self, tile: Tile, group: int) -> bool:
+        """Whether a warpgroup's rows leave through shared memory; parts leave in fp32."""
+        if self.problem.parts > 1:
+            return False
+        if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:
+            return False
+        return self.config.stages_output
+
+
+CONFIGS = {
+    "64": Config(3, 128, 2, True, False, False),
+    "64 band": Config(3, 128, 2, True, False, True),
+    "128": Config(2, 128, 2, True, True, False),
+    "128 band": Config(2, 128, 2, True, True, True),
+    "192 band": Config(2, 112, 1, False, False, True),
+    "256": Config(2, 80, 1, False, False, False),
+    "256 band": Config(2, 80, 1, False, False, True),
+    "64 dropout": Config(3, 128, 2, True, False, True, dropout=True),
+    "128 dropout": Config(2, 128, 2, True, True, True, dropout=True),
+    "256 dropout": Config(2, 80, 1, False, False, True, dropout=True),
+    "64 dense": Config(3, 128, 2, True, False, True, dense=True),
+    "128 dense": Config(2, 128, 2, True, True, True, dense=True),
+    "256 dense": Config(2, 80, 1, False, False, True, dense=True),
+    "64 bias": Config(2, 128, 2, False, True, True, dense=True, bias_ring=4, bias_pieces=2),
+    "128 fp32 bias": Config(2, 128, 1, False, True, True, dense=True, bias_ring=4, bias_pieces=4),
+    "256 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=1),
+    "256 fp32 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=2),
+}

@@ -1,0 +1,147 @@
+"""Whether the stand-in for Hopper notices faults in the backward that runs on it.
+
+As test_sm90_faults.py for the forward: every fault that the machine knows of, at every place of the
+launches, one at a time. Besides, one by one, what it knows nothing of (backward_faults.py):
+zeroing left out, a bound that is missing, another stage, the turns of dQ. These may also be noticed
+by what comes out.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sm90_bwd_on_host as backward
+import torch
+from sm90_model.backward import CONFIGS
+from sm90_on_host.backward_faults import BY_LAYOUT, INSTANCES, harmless_of, mutations_of
+from sm90_on_host.build import build, missing
+from sm90_on_host.guarded import guarded
+from sm90_on_host.saboteur import Saboteur
+from torch import Tensor
+
+from fastattn.ops._op import OPS, Op
+from fastattn.ops.attention import sm90
+from fastattn.ops.attention.spec import make_inputs
+from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
+from fastattn.testing.check import _run
+from fastattn.testing.spec import OpSpec, Sample, all_specs
+
+TESTS = Path(__file__).resolve().parent
+SPECS = all_specs()
+pytestmark = pytest.mark.slow
+
+
+class Backward(Saboteur):
+    """Stands for a machine. Nothing lies around any tensor; before every run what the call writes
+    is poisoned. The results of the first run are those that the others must have.
+    """
+
+    inputs: list[tuple[Tensor, Tensor]]
+    results: list[Tensor]
+    scratch: list[tuple[Tensor, bool]]
+    expected: list[Tensor]
+
+    def launch(self, op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        self.results, self.scratch, self.expected = [guarded(x) for x in results], [], []
+        given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
+        tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
+        self.inputs = [(x, x.clone()) for x in tensors]
+        backward._launch(op, given, tuple(self.results))
+        for result, own in zip(results, self.results, strict=True):
+            result.copy_(own)
+
+    def allocate(self, op: Op, pieces: Sequence[Any], device: torch.device) -> list[Tensor]:
+        empty = [torch.empty(*shape, dtype=dtype, device=device) for shape, dtype, _ in pieces]
+        made = [guarded(x) for x in empty]
+        self.scratch = [(x, zeroed) for x, (_, _, zeroed) in zip(made, pieces, strict=True)]
+        return made
+
+    def call(self, function: str, *arguments: object) -> str | None:
+        return self.examine(partial(self.run, function, *arguments), self.is_same)
+
+    def run(self, function: str, *arguments: object) -> str | None:
+        for x, kept in self.inputs:  # a fault may have written there
+            x.copy_(kept)
+        for x in self.results:
+            x.fill_(torch.nan)
+        for x, zeroed in self.scratch:
+            x.view(torch.uint8).fill_(0 if zeroed else 0xFF)
+        message = self.machine.call(function, *arguments)
+        if not self.expected:
+            self.expected = [x.clone() for x in self.results]
+        return message
+
+    def is_same(self) -> bool:
+        return all(map(torch.equal, self.results, self.expected))
+
+
+# -- what the kernels are asked --------------------------------------------------------------------
+def _sample(name: str, gradients: str = "q k v", **options: object) -> Sample:
+    made = partial(make_packed if "queries" in options else make_inputs, **options)
+    return Sample(name, "has faults", made, tuple(gradients.split()))
+
+
+def _samples(instance: str) -> Iterator[Sample]:
+    """Small, and between them everything that an instance has: R rows are a block, N keys."""
+    D, kind = int(instance.split()[0]), instance.split()[1]
+    R, N = CONFIGS[D].rows, CONFIGS[D].keys
+    one: dict[str, Any] = {"D": D, "B": 1, "H": 1}
+    if kind == "kBand":
+        most = 2 * N + 20 if D == 128 else N + 20
+        yield _sample("gqa", causal="bottom_right", M=R + 20, N=most, **one | {"H": 2, "K": 1})
+        yield _sample("window", M=3 * R, N=3 * N, window=(9, 5), **one | {"D": D - 8, "E": D - 16})
+        yield _sample("dead keys", M=R, N=N, key_lengths=[33], **one)
+        yield _sample("dead rows", M=R + 9, N=N, query_lengths=[R - 9], **one)
+        yield _sample("only dq", gradients="q", M=R, N=N, **one)
+        yield _sample("any order", M=2 * R, N=N + 9, **one)
+        yield _sample("packed", queries=[R + 9, 0, 9], keys=[9, 30, N + 9], slack=9, D=D, H=1,
+                      causal="bottom_right")  # fmt: skip
+    if kind == "kDropout":
+        yield _sample("dropout", dropout_p=0.3, M=3 * R, N=N + 12, **one)
+    if kind == "kMask":
+        yield _sample("mask", mask="rows MN", M=4 * R, N=N + 12, **one)
+        yield _sample("mask, dead keys", mask="bool MN", M=R, N=N, key_lengths=[20], **one)
+        yield _sample("mask, window", mask="bool MN", M=3 * R, N=2 * N, window=(9, 9), **one)
+        yield _sample("mask, nothing", mask="none MN", M=R, N=N, **one)
+    if kind == "kBias":  # by TMA, or fetched where rows do not begin at multiples of 16 bytes
+        yield _sample("fp32 bias", mask="fp32 MN", M=3 * R, N=N + 12, **one)
+        if D == 128:
+            yield _sample("fp32 bias, fetched", mask="fp32 MN", M=3 * R, N=N + 13, **one)
+            yield _sample("bias", mask="min_rows MN", M=3 * R, N=N + 16, **one)
+            yield _sample("bias of keys", mask="float N", M=4 * R, N=N + 13, **one)
+
+
+@pytest.mark.parametrize("instance", INSTANCES)
+def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    head_dim, variant = instance.split()
+    saboteur = Backward(
+        build(
+            tmp_path / "backward",
+            TESTS / "sm90_attention_bwd.cpp",
+            [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"],
+            mutations=mutations_of(instance),
+        ),
+        mutations_of(instance),
+    )
+    for sample in _samples(instance):
+        with monkeypatch.context() as patch:
+            _examine(patch, saboteur, sample)
+    assert len(saboteur.noticed) > 100
+    assert not saboteur.unreached()
+    assert not saboteur.unnoticed((*harmless_of(instance), *BY_LAYOUT))
+    assert not saboteur.unused(harmless_of(instance))
+
+
+def _examine(patch: pytest.MonkeyPatch, saboteur: Backward, sample: Sample) -> None:
+    patch.setattr(sm90, "_library", backward.Simulator(saboteur))
+    patch.setattr(sm90, "unavailable", lambda: None)
+    patch.setattr(sm90, "_IN_ORDER", sample.name != "any order")
+    patch.setattr(Op, "allocate_workspace", lambda op, *given: saboteur.allocate(op, *given))
+    for name in ("attention_bwd", "attention_varlen_bwd"):
+        patch.setitem(OPS[name]._launchers, "reference", partial(saboteur.launch, OPS[name]))
+    spec: OpSpec = SPECS["attention_varlen" if sample.name == "packed" else "attention"]
+    _run(spec, sample, sample.inputs("cpu", torch.bfloat16), "reference")

@@ -120,7 +120,9 @@ class AttentionTask:
         return self.feature in ("mask", "bias")
 
     def make(self, device: str) -> Case:
-        """args: of attention_fwd; a backward's results begin with out, lse and dout."""
+        """args: a ForwardCall; a backward's results begin with out, lse and dout."""
+        from fastattn.ops.attention.calls import ForwardCall
+
         B, H, S, D = self.shape
         dtype, numbers = DTYPES[self.dtype], normal_numbers(device)
 
@@ -147,15 +149,15 @@ class AttentionTask:
             mask = normal(1, H, S, S)
         elif self.feature == "dropout":
             p, seed = 0.1, torch.tensor([_DROPOUT_SEED], device=device)
-        args = (
+        call = ForwardCall(
             q, k, v, mask, None, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
         )  # fmt: skip
         out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
         if self.direction == "fwd":
-            return Case(args, (out, lse), 4 * H * D * pairs)
+            return Case(call, (out, lse), 4 * H * D * pairs)
         dout = normal(B, H, S, D)
         gradients = (*(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
-        return Case(args, (out, lse, dout, *gradients), 10 * H * D * pairs, first=3)
+        return Case(call, (out, lse, dout, *gradients), 10 * H * D * pairs, first=3)
 
     def prepare(self, case: Case) -> None:
         """Backward starts from a forward, in the shipped tiling."""
@@ -165,21 +167,23 @@ class AttentionTask:
 
         spaces = [
             torch.empty(shape, dtype=dtype, device=case.results[0].device)
-            for shape, dtype, _ in triton.attention_fwd_workspace(*case.args)
+            for shape, dtype, _ in triton.attention_fwd_workspace(case.args)
         ]
-        triton.attention_fwd(*case.args, *case.results[:2], *spaces)
+        triton.attention_fwd(case.args, *case.results[:2], *spaces)
 
     def launch(self, config: Any, case: Case) -> None:
         if self.direction == "fwd":
             from fastattn.ops.attention.triton import attention_fwd_with_config
 
-            attention_fwd_with_config(config, *case.args, *case.results)
+            attention_fwd_with_config(config, case.args, *case.results)
             return
+        from fastattn.ops.attention.calls import BackwardCall
         from fastattn.ops.attention.triton_bwd import attention_bwd_with_config
 
         out, lse, dout, *gradients = case.results
         a, needs = case.args, [True, True, True, False]
-        attention_bwd_with_config(config, dout, None, *a[:7], out, lse, *a[7:], needs, *gradients)
+        call = BackwardCall(dout, None, *a[:7], out, lse, *a[7:], needs)
+        attention_bwd_with_config(config, call, *gradients)
 
     def wrong(self, case: Case) -> tuple[float, str | None]:
         B, H, _, _ = self.shape

@@ -1,21 +1,18 @@
-"""The forward of attention in Triton: values, tiles, and what the compilers make of it.
+"""The forward of attention in Triton: values and tiles.
 
 On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
-interpreter, on the samples that are small enough, and compiles what ships for GPUs that are not
-there: no spills, tensor cores in use, shared memory within the limit.
+interpreter, on the samples that are small enough.
 """
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +28,6 @@ if _env.interpreting():
     bf16_interpreter.install()
 
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
@@ -40,6 +36,7 @@ from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen, triton_tiles
 from fastattn.ops.attention import triton as kernels
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.testing.compare import compare
@@ -97,15 +94,15 @@ def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
     nan = {"fill_value": float("nan"), "device": DEVICE}
     out = torch.full((B, M, H, E), dtype=args[0].dtype, **nan).transpose(1, 2)
     lse = torch.full((B, H, M), dtype=torch.float32, **nan)
-    moved = tuple(_move(x) for x in args)
+    call = ForwardCall(*(_move(x) for x in args))
     if config is not None:
-        kernels.attention_fwd_with_config(config, *moved, out, lse)
+        kernels.attention_fwd_with_config(config, call, out, lse)
     else:
         spaces = [
             torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
-            for shape, dtype, _ in kernels.attention_fwd_workspace(*moved)
+            for shape, dtype, _ in kernels.attention_fwd_workspace(call)
         ]
-        kernels.attention_fwd(*moved, out, lse, *spaces)
+        kernels.attention_fwd(call, out, lse, *spaces)
     wide, same = reference.attention_fwd(*_wide(args)), reference.attention_fwd(*args)
     # Of a value's size: the sum of its terms' sizes; of a score's: its own rounding, a few terms.
     size = reference.attention_fwd(*_wide(args)[:2], args[2].double().abs(), *_wide(args)[3:])[0]
@@ -136,7 +133,7 @@ def _sample(name: str) -> Sample:
 @pytest.mark.parametrize("sample, dtype", _samples())
 def test_sample(sample: Sample, dtype: torch.dtype) -> None:
     args = _arguments(sample, dtype)
-    if reason := kernels.attention_fwd_unsupported(*(_move(x) for x in args)):
+    if reason := kernels.attention_fwd_unsupported(ForwardCall(*(_move(x) for x in args))):
         pytest.skip(reason)
     _check(args)
 
@@ -166,9 +163,13 @@ def test_packed_sample(sample: Sample) -> None:
     (T, H, _), E = q.shape, v.shape[2]
     out = torch.full((T, H, E), float("nan"), dtype=q.dtype, device=DEVICE)
     lse = torch.full((H, T), float("nan"), device=DEVICE)
-    moved = tuple(_move(x) for x in args)
-    assert kernels.attention_varlen_fwd_unsupported(*moved) is None
-    kernels.attention_varlen_fwd(*moved, out, lse)
+    call = PackedForwardCall(*(_move(x) for x in args))
+    assert kernels.attention_varlen_fwd_unsupported(call) is None
+    spaces = [
+        torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
+        for shape, dtype, _ in kernels.attention_varlen_fwd_workspace(call)
+    ]
+    kernels.attention_varlen_fwd(call, out, lse, *spaces)
     wide = reference.attention_varlen_fwd(q.double(), k.double(), v.double(), *args[3:])
     same = reference.attention_varlen_fwd(*args)
     for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
@@ -180,13 +181,12 @@ def test_packed_sample(sample: Sample) -> None:
 @runs
 @pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
 def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
-    args = tuple(_move(x) for x in _arguments(_sample(name), torch.float16))
+    call = ForwardCall(*(_move(x) for x in _arguments(_sample(name), torch.float16)))
     results = []
-    for words in (args[4], None):
-        q, k, v, mask, _, *rest = args
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=DEVICE)
+    for tiles in (call.mask_tiles, None):
+        out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device=DEVICE)
         config = ForwardConfig(32, 32, 4, 1)
-        kernels.attention_fwd_with_config(config, q, k, v, mask, words, *rest, out, lse)
+        kernels.attention_fwd_with_config(config, call._replace(mask_tiles=tiles), out, lse)
         results.append((out, lse))
     for prepared_result, result in zip(*results, strict=True):
         assert torch.equal(prepared_result, result)
@@ -217,6 +217,14 @@ def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
 
 
 @runs
+@pytest.mark.parametrize("mask", ["blocks MN", "min HMN", "float N"])
+def test_masks_in_steps_of_eight(mask: str) -> None:
+    options = {"M": 70, "N": 104, "mask": mask, "D": 16, "causal": "bottom_right"}
+    sample = Sample("steps", "", partial(spec.make_inputs, **options), ())
+    _check(_arguments(sample, torch.float16))
+
+
+@runs
 @pytest.mark.parametrize("value", [-3.0e38, -1e30, -60000.0])
 def test_very_negative_bias_is_no_block(value: float) -> None:
     """Only finfo.min blocks: a row of equal large negative values is a mean."""
@@ -236,6 +244,34 @@ def test_head_dims_of_every_kind() -> None:
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
         _check((q, k, v, None, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
+
+
+@pytest.mark.skipif(not _env.interpreting(), reason="counts what the interpreter computes")
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_beyond_their_length_cost_no_products(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 256 rows 32 are real, and they may attend the keys of one tile."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    products: list[Any] = []
+    dot = InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda *args: (products.append(1), dot(*args))[1]
+    )
+    options = (CAUSAL["top_left"], 64, 0, 0.25, 0.0, None, 0)
+    if packed:
+        q, offsets = torch.randn(32, 1, 16), torch.tensor([0, 32], dtype=torch.int32)
+        out, lse = torch.empty_like(q), torch.empty(1, 32)
+        packed_call = PackedForwardCall(q, q, q, offsets, offsets, 256, 256, *options)
+        kernels.attention_varlen_fwd(packed_call, out, lse)
+    else:
+        q, length = torch.randn(1, 1, 256, 16), torch.tensor([32], dtype=torch.int32)
+        out, lse = torch.empty_like(q), torch.empty(1, 1, 256)
+        call = ForwardCall(q, q, q, None, None, length, length, *options)
+        kernels.attention_fwd(call, out, lse)
+        kernels.attention_fwd(call._replace(key_lengths=None), out, lse)
+    assert len(products) == (2 if packed else 4)
 
 
 # -- dropout --------------------------------------------------------------------------------------
@@ -436,11 +472,14 @@ def test_refuses_what_it_cannot_run() -> None:
     q = torch.randn(1, 1, 4, 16)
     rest = (None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
     wide = torch.randn(1, 1, 4, 264)
-    refusal = kernels.attention_fwd_unsupported
-    assert refusal(q, q, q, *rest) is None
-    assert "float64" in str(refusal(q.double(), q.double(), q.double(), *rest))
-    assert "head dims up to 256, got 264" in str(refusal(wide, wide, q, *rest))
-    assert "contiguous last dimension, got k" in str(refusal(q, q.mT.contiguous().mT, q, *rest))
+
+    def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
+        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, *rest)))
+
+    assert refusal(q, q, q) == "None"
+    assert "float64" in refusal(q.double(), q.double(), q.double())
+    assert "head dims up to 256, got 264" in refusal(wide, wide, q)
+    assert "contiguous last dimension, got k" in refusal(q, q.mT.contiguous().mT, q)
 
 
 # -- tuning ---------------------------------------------------------------------------------------
@@ -487,6 +526,13 @@ def test_tuning_starts_from_what_ships() -> None:
         assert any(config.whole for config in found) == (D in (80, 96, 192))
 
 
+def test_configs_are_frozen() -> None:
+    config = ForwardConfig(64, 32, 4, 1)
+    assert replace(config, stages=2) != config
+    with pytest.raises(AttributeError):
+        config.stages = 2  # type: ignore[misc]
+
+
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
@@ -499,233 +545,3 @@ def test_in_the_interpreter() -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-4000:]
     assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 60
-
-
-# -- compilers ------------------------------------------------------------------------------------
-
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-
-
-class _AbsentGpu:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Kernels launched inside are compiled for `arch`, collected and not run."""
-    from triton.runtime.jit import JITFunction
-
-    found: list[Any] = []
-    run = JITFunction.run
-    used = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        used.add(self)
-        self.device_caches.clear()
-        found.append(run(self, *args, grid=grid, warmup=True, **options))
-        return found[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(_env, "architecture", lambda *device: arch)
-        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
-        try:
-            yield found
-        finally:
-            for function in used:
-                function.device_caches.clear()
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"causal": 2},
-    "lengths": {"key_lengths": 1, "query_lengths": True},
-    "row_lengths": {"key_lengths": 2, "causal": 1},
-    "bool": {"mask": (torch.bool, (1, 1, 1024, 1024))},
-    "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
-    "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
-    "prepared": {"mask": (torch.bool, (1, 1, 1024, 1024)), "words": True},
-    "dropout": {"dropout_p": 0.1, "causal": 2},
-    "short": {"M": 1, "causal": 0},
-}
-
-
-def _launch(
-    D: int,
-    *,
-    M: int = 1024,
-    dtype: torch.dtype = torch.bfloat16,
-    mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
-    words: bool = False,
-    key_lengths: int = 0,
-    query_lengths: bool = False,
-    causal: int = 0,
-    dropout_p: float = 0.0,
-) -> None:
-    """A forward as the op would launch it, on tensors without memory."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    q, k = empty(2, 4, M, D), empty(2, 4, 1024, D)
-    lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
-    dense = None if mask is None else empty(*mask[1], dtype=mask[0])
-    args = (
-        q, k, k, dense, prepared.classify(dense) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
-        empty(1, dtype=torch.int64) if dropout_p else None, 3,
-    )  # fmt: skip
-    spaces = [
-        empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(*args)
-    ]
-    kernels.attention_fwd(*args, q, empty(2, 4, M, dtype=torch.float32), *spaces)
-
-
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
-    """Bytes of local memory, instructions that touch it, and tensor-core instructions."""
-    if "cubin" not in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        spilled = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
-        return {"spilled": spilled, "tensor": len(re.findall(r"\bv_mfma", text))}
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage, code = _tool("cuobjdump", "--dump-resource-usage", str(cubin)), ""
-    code = _tool("nvdisasm", "-c", str(cubin))
-    if kernel.metadata.target.arch == 90:
-        # One wait a product; more are ptxas's way to serialise them (C7510 to C7515).
-        assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 2
-    tensor = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(kernel.metadata.target.arch, r"\bHMMA")
-    return {
-        "spilled": max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
-        "tensor": len(re.findall(tensor, code)),
-    }
-
-
-def _tolerated_spills(D: int, feature: str) -> int:
-    """Bytes a thread: none in the loops that run all the time, little in those over edge tiles and
-    under dense masks, whose rows are chosen for the head dims up to 128.
-    """
-    return 0 if feature in ("plain", "causal") and D <= 128 else 96
-
-
-def _shipped() -> list[Any]:
-    """(arch, head dim, feature); all combinations in the slow run, a cross-section always."""
-    always = {
-        ("sm_90", 64): ("plain", "causal", "lengths", "bool", "bias", "dropout"),
-        ("sm_90", 128): ("plain", "causal", "lengths", "bias"),
-        ("sm_90", 256): ("causal",),
-        ("sm_90", 80): ("causal",),
-        ("sm_80", 64): ("causal", "bool"),
-        ("sm_80", 128): ("causal",),
-        ("sm_100", 64): ("causal",),
-        ("sm_100", 128): ("lengths",),
-        ("gfx942", 64): ("causal", "padding"),
-        ("gfx942", 128): ("lengths",),
-    }
-    cases = []
-    for arch in TARGETS:
-        for D in (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256):
-            for feature in FEATURES:
-                marks = () if feature in always.get((arch, D), ()) else (pytest.mark.slow,)
-                cases.append(
-                    pytest.param(arch, D, feature, marks=marks, id=f"{arch}-{D}-{feature}")
-                )
-    return cases
-
-
-@compiles
-@pytest.mark.parametrize("arch, D, feature", _shipped())
-def test_compiles(
-    arch: str, D: int, feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with _compiled(arch, monkeypatch) as found:
-        _launch(D, **FEATURES[feature])
-    kernel = found[-1]
-    assert kernel.metadata.name == "attention_fwd_kernel"
-    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
-    seen = _inspect(kernel, tmp_path)
-    assert seen["tensor"] > 0 or feature == "short"
-    assert seen["spilled"] <= _tolerated_spills(D, feature)
-
-
-@compiles
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in TARGETS])
-@pytest.mark.parametrize("D", [64, 128, 256])
-def test_fp32_compiles(arch: str, D: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On NVIDIA three TF32 products, never one: that would be three times fewer instructions."""
-    with _compiled(arch, monkeypatch) as found:
-        _launch(D, dtype=torch.float32, causal=2)
-    assert found[-1].metadata.shared <= SHARED_KB[arch] * 1024
-    assert "ptx" not in found[-1].asm or "mma" in found[-1].asm["ptx"]
-    if arch != "gfx942":
-        assert "inputPrecision = tf32x3" in found[-1].asm["ttir"]
-
-
-@compiles
-@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_packed_compiles(arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
-    offsets = torch.empty(9, dtype=torch.int32, device="meta")
-    lse = torch.empty(8, 4096, device="meta")
-    with _compiled(arch, monkeypatch) as found:
-        kernels.attention_varlen_fwd(
-            q, k, k, offsets, offsets, 700, 700, 2, -1, -1, 0.125, 0.0, None, 0, q, lse
-        )
-    seen = _inspect(found[-1], tmp_path)
-    assert seen["tensor"] > 0 and seen["spilled"] == 0
-
-
-@compiles
-def test_tma_is_used_on_hopper_alone_where_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _compiled("sm_90", monkeypatch) as found:
-        _launch(64)
-        _launch(80)  # two tiles a row: pointers
-    assert "cp.async.bulk.tensor" in found[0].asm["ptx"]
-    assert "cp.async.bulk.tensor" not in found[1].asm["ptx"]
-
-
-@compiles
-def test_a_full_tile_costs_no_mask_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without restrictions and with whole tiles there is one loop; restrictions add loops."""
-    with _compiled("sm_90", monkeypatch) as found:
-        _launch(64)
-        _launch(64, causal=2)
-        _launch(64, mask=(torch.bool, (1, 1, 1024, 1024)))
-    loops = [
-        kernel.asm["ttir"].count("scf.for") for kernel in found if "fwd" in kernel.metadata.name
-    ]
-    assert loops == [1, 2, 3]
-
-
-def test_configs_are_frozen() -> None:
-    config = ForwardConfig(64, 32, 4, 1)
-    assert replace(config, stages=2) != config
-    with pytest.raises(AttributeError):
-        config.stages = 2  # type: ignore[misc]

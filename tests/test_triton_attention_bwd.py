@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget
 from fastattn.ops.attention import config_bwd, prepared, reference, spec, spec_varlen
 from fastattn.ops.attention import triton_bwd as launchers
 from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.triton_tiles import band, mask_shape
@@ -109,20 +110,20 @@ class Call:
             torch.full_like(x, NAN) if needed else torch.empty(0, device=DEVICE)
             for x, needed in zip(moved[:4], needs, strict=True)
         ]
-        args = (
+        call = BackwardCall(
             _move(self.dout), _move(self.dlse), *moved, _move(self.out), _move(self.lse),
             *(_move(x) for x in self.options), needs,
         )  # fmt: skip
-        if reason := launchers.attention_bwd_unsupported(*args):
+        if reason := launchers.attention_bwd_unsupported(call):
             pytest.skip(reason)
         if config is not None:
-            launchers.attention_bwd_with_config(config, *args, *results)
+            launchers.attention_bwd_with_config(config, call, *results)
         else:
             spaces = [
                 torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
-                for shape, dtype, _ in launchers.attention_bwd_workspace(*args)
+                for shape, dtype, _ in launchers.attention_bwd_workspace(call)
             ]
-            launchers.attention_bwd(*args, *results, *spaces)
+            launchers.attention_bwd(call, *results, *spaces)
         return dict(zip(RESULTS, results, strict=True))
 
     def check(self, results: dict[str, Tensor]) -> None:
@@ -203,6 +204,7 @@ TILINGS = {
 _SHAPES = {
     "lengths": {"M": 70, "causal": True, "key_lengths": [70, 33], "query_lengths": [65, 70]},
     "mask": {"M": 70, "N": 66, "mask": "rows BMN"},
+    "mask in steps of eight": {"M": 70, "N": 72, "mask": "min HMN"},
     "dropout": {"H": 1, "M": 70, "N": 50, "dropout_p": 0.25},
 }
 
@@ -319,14 +321,14 @@ def test_packed_sample(sample: Sample) -> None:
     dout = torch.randn(out.shape, generator=generator).half()
     dlse = torch.randn(lse.shape, generator=generator)
     args = (dout, dlse, q, k, v, *offsets, out, lse, *options, [True] * 3)
-    moved = tuple(_move(x) for x in args)
-    assert launchers.attention_varlen_bwd_unsupported(*moved) is None
-    results = [torch.full_like(x, NAN) for x in moved[2:5]]
+    call = PackedBackwardCall(*(_move(x) for x in args))
+    assert launchers.attention_varlen_bwd_unsupported(call) is None
+    results = [torch.full_like(x, NAN) for x in (call.q, call.k, call.v)]
     spaces = [
         torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
-        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(*moved)
+        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
     ]
-    launchers.attention_varlen_bwd(*moved, *results, *spaces)
+    launchers.attention_varlen_bwd(call, *results, *spaces)
     wide = [x.double() if x.is_floating_point() else x for x in args[:7]]  # type: ignore[union-attr]
     exact = reference.attention_varlen_bwd(*wide, out.double(), lse.double(), *args[9:])
     same = reference.attention_varlen_bwd(*args)
@@ -428,7 +430,7 @@ def test_refuses_what_it_cannot_run() -> None:
 
     def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
         args = (v, None, q, k, v, None, None, None, None, v, v[..., 0])
-        return str(launchers.attention_bwd_unsupported(*args, *rest))
+        return str(launchers.attention_bwd_unsupported(BackwardCall(*args, *rest)))
 
     wide = torch.randn(1, 1, 4, 264)
     assert refusal(q, q, q) == "None"
@@ -528,8 +530,10 @@ def _launch(
     E: int | None = None,
     *,
     M: int = 1024,
+    N: int = 1024,
     K: int = 4,
     dtype: torch.dtype = torch.bfloat16,
+    dout: bool = True,
     mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
     words: bool = False,
     key_lengths: int = 0,
@@ -544,24 +548,26 @@ def _launch(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     E = E or D
-    q, k, v, out = empty(2, 4, M, D), empty(2, K, 1024, D), empty(2, K, 1024, E), empty(2, 4, M, E)
+    q, k, v, out = empty(2, 4, M, D), empty(2, K, N, D), empty(2, K, N, E), empty(2, 4, M, E)
+    lse = empty(2, 4, M, dtype=torch.float32)
     bias = None if mask is None else empty(*mask[1], dtype=mask[0])
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
     needs = [True, True, True, bias is not None and bias.is_floating_point()]
-    args = (
-        out, None, q, k, v, bias, prepared.classify(bias) if words else None, lengths,
+    call = BackwardCall(
+        out if dout else None, None if dout else lse, q, k, v,
+        bias, prepared.classify(bias) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None,
-        out, empty(2, 4, M, dtype=torch.float32), causal, -1, -1, 0.125, dropout_p,
+        out, lse, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip
     results = (q, k, v, bias if needs[3] else empty(0))
     if config is not None:
-        launchers.attention_bwd_with_config(config, *args, *results)
+        launchers.attention_bwd_with_config(config, call, *results)
         return
     spaces = [
-        empty(*shape, dtype=dtype) for shape, dtype, _ in launchers.attention_bwd_workspace(*args)
+        empty(*shape, dtype=dtype) for shape, dtype, _ in launchers.attention_bwd_workspace(call)
     ]
-    launchers.attention_bwd(*args, *results, *spaces)
+    launchers.attention_bwd(call, *results, *spaces)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -662,6 +668,35 @@ def test_compiles(
     assert {kernel.metadata.name for kernel in found} >= set(MAIN)
     for kernel in found:
         _examine(kernel, arch, tmp_path)
+
+
+@compiles
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+def test_wide_masks_fit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPUs with the least shared memory."""
+    with _compiled("sm_86", monkeypatch) as found:
+        _launch(64, mask=(dtype, (1, 4, 1024, 1024)))
+    for kernel in found:
+        assert kernel.metadata.shared <= SHARED_KB["sm_86"] * 1024, kernel.metadata.name
+
+
+@compiles
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"N": 60, "dropout_p": 0.1}, id="few keys: delta is summed once more"),
+        pytest.param({"M": 1, "N": 77, "dout": False}, id="one query, only lse counts"),
+        pytest.param({"M": 77, "N": 1, "dout": False}, id="one key, only lse counts"),
+        pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
+    ],
+)
+def test_compiles_at_the_ends(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the interpreter sees no difference."""
+    with _compiled("sm_90", monkeypatch) as found:
+        _launch(64, **options)
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
 
 
 @compiles

@@ -27,6 +27,7 @@ from fastattn.ops import _triton_launch  # noqa: E402
 from fastattn.ops.attention import triton as forward  # noqa: E402
 from fastattn.ops.attention import triton_bwd as backward  # noqa: E402
 from fastattn.ops.attention import triton_bwd_bind, triton_bwd_tiles, triton_tiles  # noqa: E402
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
 from fastattn.ops.ffn.config import GemmTile  # noqa: E402
@@ -141,24 +142,23 @@ class _Call:
         p = options.get("dropout_p", 0.0)
         seed = torch.tensor([1]) if p else None
         rest = (None, None, None, options.get("causal", 0), -1, -1, 0.125, p, seed, 5)
-        self.fwd = (q, k, v, options.get("mask"), *rest, out, lse)
+        self.fwd = ForwardCall(q, k, v, options.get("mask"), *rest)
         needs = [True, True, True, False]
         gradients = [torch.empty_like(x) for x in (q, k, v)]
-        self.bwd = (
-            dout, None, *self.fwd[:7], out, lse, *rest[3:], needs, *gradients, torch.empty(0)
-        )  # fmt: skip
+        self.bwd = BackwardCall(dout, None, *self.fwd[:7], out, lse, *rest[3:], needs)
+        self.results = [(out, lse), (*gradients, torch.empty(0))]
         spaces = (
-            forward.attention_fwd_workspace(*self.fwd[:-2]),
-            backward.attention_bwd_workspace(*self.bwd[:-4]),
+            forward.attention_fwd_workspace(self.fwd),
+            backward.attention_bwd_workspace(self.bwd),
         )
         self.scratch = [[torch.empty(s, dtype=t) for s, t, _ in space] for space in spaces]
 
     def __call__(self) -> None:
-        forward.attention_fwd(*self.fwd, *self.scratch[0])
-        backward.attention_bwd(*self.bwd, *self.scratch[1])
+        forward.attention_fwd(self.fwd, *self.results[0], *self.scratch[0])
+        backward.attention_bwd(self.bwd, *self.results[1], *self.scratch[1])
 
     def tensors(self) -> list[Tensor]:
-        every = (*self.fwd, *self.bwd, *self.scratch[0], *self.scratch[1])
+        every = (*self.fwd, *self.bwd, *self.results[1], *self.scratch[0], *self.scratch[1])
         return [x for x in every if isinstance(x, Tensor)]
 
 

@@ -18,9 +18,19 @@ SECOND_STREAM = tl.constexpr(_dropout.SECOND_STREAM)
 
 
 @triton.jit
+def begin(x):
+    """The first step of finalise, linear: begin(a) ^ begin(b) is begin(a ^ b)."""
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def finalise(x):
     """A bijection of uint32 with good avalanche."""
-    x = x ^ (x >> 16)
+    return finish(begin(x))
+
+
+@triton.jit
+def finish(x):
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
     x = x * 0x846CA68B
@@ -82,17 +92,43 @@ def drop(x, keep, keep_factor):
 
 
 @triton.jit
+def dropout_row_base(seed_ptr, stream, b, h):
+    """What `unit_keys` turns into keys of rows."""
+    rows = stream_key(ROW_TAG, seed_ptr, stream, False)
+    return absorb(absorb(rows, b.to(tl.uint32)), h.to(tl.uint32))
+
+
+@triton.jit
 def dropout_bases(seed_ptr, stream, b, h):
     """(row base, column base): what `unit_keys` turns into keys of rows and columns."""
-    rows = stream_key(ROW_TAG, seed_ptr, stream, False)
-    rows = absorb(absorb(rows, b.to(tl.uint32)), h.to(tl.uint32))
+    rows = dropout_row_base(seed_ptr, stream, b, h)
     return rows, stream_key(COLUMN_TAG, seed_ptr, stream, False)
 
 
 @triton.jit
 def unit_keys(base, start, UNITS: tl.constexpr):
-    """Keys of the lattice units of 2 UNITS lines from start, a multiple of 16, on."""
-    return absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32))
+    """Keys of the lattice units of 2 UNITS lines from start, a multiple of 16, on: already begun,
+    so that a word takes one step less.
+    """
+    return begin(absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32)))
+
+
+@triton.jit(do_not_specialize=["stream", "units"])
+def column_keys_kernel(seed_ptr, keys_ptr, stream, units, BLOCK: tl.constexpr):
+    """Keys of all column units, which batches, heads and rows share: every thread of a kernel would
+    hash those of its columns for every tile, as much work as the words.
+    """
+    start = tl.program_id(0) * BLOCK
+    keys = unit_keys(stream_key(COLUMN_TAG, seed_ptr, stream, False), 2 * start, BLOCK)
+    unit = start + tl.arange(0, BLOCK)
+    tl.store(keys_ptr + unit, keys.to(tl.int32, bitcast=True), mask=unit < units)
+
+
+@triton.jit
+def load_keys(keys_ptr, start, UNITS: tl.constexpr):
+    """unit_keys of columns, from what column_keys_kernel has left."""
+    keys = tl.load(keys_ptr + start // 2 + tl.arange(0, UNITS))
+    return keys.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -113,7 +149,7 @@ def dropout_kept(keys0, keys1, rows, columns, threshold, SIZE0: tl.constexpr, SI
     """Which weights of a tile [SIZE0, SIZE1] are kept, from the keys of the units of both sides;
     rows and columns as for byte_index.
     """
-    word = spread(finalise(keys0[:, None] ^ keys1[None, :]), SIZE0, SIZE1)
+    word = spread(finish(keys0[:, None] ^ keys1[None, :]), SIZE0, SIZE1)
     # The byte moves to the top; what lies below it cannot change the comparison.
     return (word << (24 - 8 * byte_index(rows, columns)).to(tl.uint32)) >= (
         threshold.to(tl.uint32) << 24
@@ -125,7 +161,7 @@ def kept_bits(keys0, keys1, threshold, SIZE0: tl.constexpr, SIZE1: tl.constexpr)
     """The decisions of all four bytes of a word at once, each in its byte's top bit; the other bits
     mean nothing. They need no predicates, of which a thread has seven. threshold: 1 to 255.
     """
-    word = finalise(keys0[:, None] ^ keys1[None, :])
+    word = finish(keys0[:, None] ^ keys1[None, :])
     # Differences of the lower seven bits, which borrow from nobody; the top bits decide the rest.
     low = (threshold & 0x7F).to(tl.uint32) * 0x01010101
     above = (word | 0x80808080) - low

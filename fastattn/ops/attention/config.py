@@ -47,13 +47,15 @@ class ForwardConfig:
 class Features:
     """What a call asks for, as far as it changes the best tiling.
 
-    band: causal or window. lengths: of keys or queries. dense: a mask tensor.
+    band: causal or window. lengths: of keys or queries. dense: a mask tensor; wide: of 8 bytes an
+    element.
     """
 
     band: bool = False
     lengths: bool = False
     dense: bool = False
     dropout: bool = False
+    wide: bool = False
 
 
 # Small blocks of the same code, so that small tensors have several tiles.
@@ -130,8 +132,11 @@ def forward_config(
             row = replace(row, overlap=2 if width <= 128 else 0)  # pointers take their registers
         elif row.overlap == 1 and features.dropout:
             # Bits of dropout take more issue slots than products take time. At D = 64 a tile's loop
-            # is 826 instructions and 168 registers, with overlap 1 888 and 240: scores are copied.
+            # is 709 instructions and 165 registers, with overlap 1 772 and 249: scores are copied.
             row = replace(row, overlap=2)
+    if features.wide:
+        # Several tiles of such a mask on their way need more shared memory than there is.
+        row = replace(row, stages=1, edge_stages=1, maxnreg=None)
     if M <= 16:
         # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
         return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)

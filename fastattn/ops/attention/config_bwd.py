@@ -144,10 +144,17 @@ def _row(rows: _Rows, width: int) -> BwdConfig:
 
 @functools.cache
 def bwd_config(
-    arch: str, dtype: torch.dtype, D: int, E: int, edges: bool = False, dense: bool = False
+    arch: str,
+    dtype: torch.dtype,
+    D: int,
+    E: int,
+    edges: bool = False,
+    dense: bool = False,
+    wide: bool = False,
 ) -> BwdConfig:
     """edges: some tiles are not full, as under causality, windows, lengths, or at ragged ends.
-    dense: a mask, or a key length for every query."""
+    dense: a mask, or a key length for every query. wide: a mask of 4 bytes an element or more.
+    """
     width = max(D, E)
     if arch == "interpreter":
         return _row(_INTERPRETER, width)
@@ -159,13 +166,19 @@ def bwd_config(
         return _sm90(D, E, edges, dense)
     if arch in ("sm_100", "sm_103"):
         return _row(_SM100, width)
-    if dense and 64 < width <= 128:
+    if arch == "sm_80":
+        if dense and 64 < width <= 128:
+            return _SM80_DENSE_128
+        # The edge loop under a dense mask keeps two more tiles in shared memory.
+        return _row(_SMALL if dense and width > 128 else _SM80, width)
+    if wide:  # tiles of the mask would not fit, least of all several on their way
+        small = _row(_SMALL, max(width, 128))
+        small = replace(small, dq=replace(small.dq, stages=1), dkdv=replace(small.dkdv, stages=1))
+    else:
         small = _row(_SMALL, width)
-        return _SM80_DENSE_128 if arch == "sm_80" else replace(small, dkdv=_SM80_DENSE_128.dkdv)
-    # The edge loop under a dense mask keeps two more tiles in shared memory.
-    if arch == "sm_80" and not (dense and width > 128):
-        return _row(_SM80, width)
-    return _row(_SMALL, width)
+        if dense and 64 < width <= 128:
+            small = replace(small, dkdv=_SM80_DENSE_128.dkdv)
+    return small
 
 
 def _sm90(D: int, E: int, edges: bool, dense: bool) -> BwdConfig:

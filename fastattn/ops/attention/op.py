@@ -6,15 +6,20 @@ data).
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastattn.ops._derivative import differentiable, gradient_like
 from fastattn.ops._op import OPS, PLAIN_TENSORS, Backend, Op
-from fastattn.ops.attention import jagged as jagged
+from fastattn.ops._road import Road
 from fastattn.ops.attention import reference
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    ForwardCall,
+    PackedBackwardCall,
+    PackedForwardCall,
+)
 from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
 from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
 from fastattn.ops.attention.prepared import classify as classify_mask  # noqa: F401
@@ -44,49 +49,19 @@ def _like_query(q: Tensor, E: int) -> Tensor:
     return q.new_empty(B, H, M, E)
 
 
-def _fwd_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...]:
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _like_query(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=statistics)
+def _statistics(q: Tensor) -> torch.dtype:
+    """Of lse."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _bwd_outputs(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    mask_tiles: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    inputs = zip(needs, (q, k, v, mask), strict=True)
-    return tuple(gradient_like(like, needed, q) for needed, like in inputs)
+def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
+    q = call.q
+    return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_statistics(q))
+
+
+def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
+    inputs = zip(call.needs, (call.q, call.k, call.v, call.mask), strict=True)
+    return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
 _RESTRICTIONS = "Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, Tensor? query_lengths"
@@ -103,6 +78,7 @@ attention = differentiable(
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
+        ForwardCall,
     ),
     Op(
         "attention_bwd",
@@ -112,17 +88,33 @@ attention = differentiable(
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
+        BackwardCall,
     ),
     reference.attention_bwd,
+    road=Road(
+        "attention_plain_fwd",
+        "attention_plain_bwd",
+        without={
+            "mask": None,
+            "mask_tiles": None,
+            "key_lengths": None,
+            "query_lengths": None,
+            "window_left": -1,
+            "window_right": -1,
+            "dropout_p": 0,
+            "dropout_seed": None,
+            "dropout_stream": 0,
+        },
+        casts=True,
+    ),
 )
 _FORWARD = OPS["attention_fwd"]
-_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_NATIVE = frozenset((torch.float32, torch.bfloat16, torch.float16))
+# Positions from which on checks cost nothing beside the work, and kernels have their limits.
+_MANY = 2**20
 
 
 def attention_at_once(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str | None
 ) -> tuple[Tensor, ...] | None:
     """out and lse of a call without restrictions on CPU tensors, or None where it must take the
     whole road. There checks in Python take longer than a small call's kernel: here the library's
@@ -130,76 +122,34 @@ def attention_at_once(
     """
     if torch.compiler.is_compiling():
         return None
-    graph = False
     for x in (q, k, v):
-        if type(x) not in PLAIN_TENSORS or not x.is_cpu or _is_functorch_wrapped(x):
+        if type(x) not in PLAIN_TENSORS:
             return None
-        graph = graph or x.requires_grad
-    if q.dtype not in _NATIVE or (direct := _FORWARD.at_once()) is None:
-        return None
     try:
         if scale is None:
             scale = q.size(3) ** -0.5
         elif type(scale) is not float or not math.isfinite(scale):
             return None
-        if causal and q.size(2) != k.size(2):
+        M, N = q.size(2), k.size(2)
+        if (causal and M != N) or M > _MANY or N > _MANY:
             return None
-        args = (q, k, v, None, None, None, None, int(causal), -1, -1, scale, 0.0, None, 0)
-        if graph and torch.is_grad_enabled():
-            if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-                return None  # gradients go through the copies that are made of such tensors
-            if _saved_tensors_hooks(False) is not None:
-                return None  # what they raise is theirs
-            return _FORWARD.with_graph(None, *args)
-        return direct(*args)
+        if torch.is_grad_enabled() and not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+            return None  # gradients go through the copies that are made of such tensors
     except (RuntimeError, IndexError, ZeroDivisionError):
         return None
+    return _FORWARD.short_road(
+        backend, q, k, v, None, None, None, None, int(causal), -1, -1, scale, 0.0, None, 0
+    )
 
 
-def _varlen_fwd_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...]:
-    T, H, _ = q.shape
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(T, H, v.shape[2]), q.new_empty(H, T, dtype=statistics)
+def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
+    q, (T, H, _) = call.q, call.q.shape
+    return q.new_empty(T, H, call.v.shape[2]), q.new_empty(H, T, dtype=_statistics(q))
 
 
-def _varlen_bwd_outputs(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    inputs = zip(needs, (q, k, v), strict=True)
-    return tuple(gradient_like(like, needed, q) for needed, like in inputs)
+def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
+    inputs = zip(call.needs, (call.q, call.k, call.v), strict=True)
+    return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
@@ -220,6 +170,7 @@ attention_varlen = differentiable(
         _varlen_fwd_outputs,
         _PACKAGE,
         _VARLEN_BACKENDS,
+        PackedForwardCall,
     ),
     Op(
         "attention_varlen_bwd",
@@ -229,6 +180,7 @@ attention_varlen = differentiable(
         _varlen_bwd_outputs,
         _PACKAGE,
         _VARLEN_BACKENDS,
+        PackedBackwardCall,
     ),
     reference.attention_varlen_bwd,
 )

@@ -5,7 +5,7 @@ What follows from shapes, strides and options is worked out once per combination
 bound launch; a call then only passes pointers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, Template, signature
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton_bwd import (  # noqa: F401  (the other half of this backend)
     attention_bwd,
@@ -22,12 +23,12 @@ from fastattn.ops.attention.triton_bwd import (  # noqa: F401  (the other half o
     attention_varlen_bwd_unsupported,
     attention_varlen_bwd_workspace,
 )
-from fastattn.ops.attention.triton_calls import ForwardCall, PackedForwardCall, split
 from fastattn.ops.attention.triton_fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton_operands import (
     architecture,
     describable,
     dropout_kind,
+    mask_steps,
     row_strides,
     section,
     stride_unit,
@@ -37,6 +38,8 @@ from fastattn.ops.attention.triton_operands import (
 from fastattn.ops.attention.triton_tiles import (
     Band,
     band,
+    column_hasher,
+    column_keys_space,
     dropout_numbers,
     mask_classifier,
     mask_shape,
@@ -47,11 +50,16 @@ from fastattn.ops.attention.triton_tiles import (
 
 
 class _Plan(NamedTuple):
-    """All that follows from shapes, strides and options. classify: for dense masks."""
+    """All that follows from shapes, strides and options. classify: for dense masks. hash_columns:
+    for dropout.
+    """
 
     attend: Callable[..., None]
     classify: Callable[..., None] | None
+    hash_columns: Callable[..., None] | None
 
+
+_Spaces = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 _plans = LaunchCache()
 
@@ -60,7 +68,8 @@ def _config(call: ForwardCall, limits: Band) -> ForwardConfig:
     q = call.q
     lengths = call.key_lengths is not None or call.query_lengths is not None
     banded = limits.has_low or limits.has_high
-    features = Features(banded, lengths, call.mask is not None, call.dropout_p > 0.0)
+    wide = call.mask is not None and call.mask.dtype.itemsize == 8
+    features = Features(banded, lengths, call.mask is not None, call.dropout_p > 0.0, wide)
     D, E = q.shape[3], call.v.shape[3]
     return forward_config(architecture(q), q.dtype, D, E, q.shape[2], features)
 
@@ -70,20 +79,23 @@ def _band(call: ForwardCall) -> Band:
     return band(call.causal, call.window_left, call.window_right, M, N)
 
 
-def attention_fwd_unsupported(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any
-) -> str | None:
-    return unsupported(mask, q, k, v)
+def attention_fwd_unsupported(call: ForwardCall) -> str | None:
+    return unsupported(call.mask, call.q, call.k, call.v)
 
 
-def attention_fwd_workspace(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Any
-) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
-    """The lists of tiles of a dense mask."""
-    if mask is None:
-        return []
-    call = ForwardCall(q, k, v, mask, *others)
-    return [(_list_shape(_config(call, _band(call)), call), torch.int32, False)]
+def attention_fwd_workspace(call: ForwardCall) -> _Spaces:
+    return _spaces(None, call)
+
+
+def _spaces(config: ForwardConfig | None, call: ForwardCall) -> _Spaces:
+    """The lists of tiles of a dense mask; the keys of columns for dropout."""
+    spaces: _Spaces = []
+    if call.mask is not None:
+        tiling = config or _config(call, _band(call))
+        spaces.append((_list_shape(tiling, call), torch.int32, False))
+    if call.dropout_p > 0.0:
+        spaces.append(column_keys_space(call.k.shape[2]))
+    return spaces
 
 
 def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
@@ -92,23 +104,24 @@ def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
     return tile_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N, by_key=False).shape
 
 
-def attention_fwd(*args: Any) -> None:
-    """Called with the op's arguments, out and lse, and the workspace."""
-    call, (out, lse, *lists) = split(ForwardCall, args)
-    _run(None, call, out, lse, lists[0] if lists else None)
+def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *spaces: Tensor) -> None:
+    _run(None, call, out, lse, spaces)
 
 
-def attention_fwd_with_config(config: ForwardConfig, *args: Any) -> None:
-    """attention_fwd (arguments and results, no workspace) in a given tiling: to tune and test."""
-    call, (out, lse) = split(ForwardCall, args)
-    lists: Tensor | None = None
-    if call.mask is not None:
-        lists = call.q.new_empty(_list_shape(config, call), dtype=torch.int32)
-    _run(config, call, out, lse, lists)
+def attention_fwd_with_config(
+    config: ForwardConfig, call: ForwardCall, out: Tensor, lse: Tensor
+) -> None:
+    """attention_fwd in a given tiling, to tune and test; allocates its own scratch memory."""
+    spaces = [call.q.new_empty(shape, dtype=dtype) for shape, dtype, _ in _spaces(config, call)]
+    _run(config, call, out, lse, spaces)
 
 
 def _run(
-    config: ForwardConfig | None, call: ForwardCall, out: Tensor, lse: Tensor, lists: Tensor | None
+    config: ForwardConfig | None,
+    call: ForwardCall,
+    out: Tensor,
+    lse: Tensor,
+    spaces: Sequence[Tensor],
 ) -> None:
     if lse.numel() == 0:
         return
@@ -127,11 +140,16 @@ def _run(
         limits = _band(call)
         plan = _bind(config or _config(call, limits), limits, call, out, key[-1])
         _plans.remember(key, plan)
+    lists = keys = None
     if plan.classify is not None:
+        lists = spaces[0]
         plan.classify(mask if mask_tiles is None else mask_tiles, lists)
+    if plan.hash_columns is not None:
+        keys = spaces[-1]
+        plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
         q, k, v, k, v, mask, lists, key_lengths, query_lengths,
-        dropout_seed if dropout_p > 0.0 else None, out, lse, dropout_stream,
+        None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
     )  # fmt: skip
 
 
@@ -148,8 +166,10 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
     q, k, v, mask, mask_tiles, key_lengths, query_lengths, *_ = call
     (B, H, M, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
     shape, classify, lists_strides = None, None, (0, 0, 0, 0)
+    mask_unit, dense_strides = mask_steps((0, 0, 0, 0), 1)
     if mask is not None:
         shape = mask_shape(mask)
+        mask_unit, dense_strides = mask_steps(shape.strides, N)
         layout = tile_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
         lists_strides = (layout.stride_b, layout.stride_h, layout.stride_outer, layout.inner)
         if mask_tiles is None:
@@ -160,13 +180,13 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
     strides = row_strides(q) + row_strides(k) + row_strides(v) + row_strides(out)
     described = _described(c, k, v, aligned)
     scalars = _scalars(
-        strides, (*(shape.strides if shape else (0, 0, 0, 0)), *lists_strides),
+        strides, (*dense_strides, *lists_strides),
         (
             0 if key_lengths is None else key_lengths.stride(0),
             key_lengths.stride(1) if per_query and key_lengths is not None else 0,
             0 if query_lengths is None else query_lengths.stride(0),
         ),
-        (H, H // K, M, N, B * H),
+        (H, H // K, M, N // mask_unit, B * H),
         section(limits, N * (D + E) * k.element_size(), H // K, B * H), limits,
         call.scale, call.dropout_p,
     )  # fmt: skip
@@ -174,6 +194,7 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
         c, strides, limits, q, E, call.scale, call.dropout_p, described[3] is not None,
         KEY_LENGTHS=0 if key_lengths is None else key_lengths.dim(),
         QUERY_LENGTHS=query_lengths is not None,
+        MASK_UNIT=mask_unit,
         DENSE=mask is not None,
         BIAS=mask is not None and mask.dtype != torch.bool,
         ROWS_SHARED=shape is not None and shape.sizes[2] == 1,
@@ -181,7 +202,12 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
         RAGGED=N % c.BLOCK_N != 0,
     )  # fmt: skip
     attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **c.options())
-    return _Plan(attend.over(triton.cdiv(M, c.BLOCK_M) * B * H), classify)
+    programs = triton.cdiv(M, c.BLOCK_M) * B * H
+    return _Plan(attend.over(programs), classify, _hash_columns(call.dropout_p, N))
+
+
+def _hash_columns(dropout_p: float, N: int) -> Callable[..., None] | None:
+    return column_hasher(N) if dropout_p > 0.0 else None
 
 
 def _described(
@@ -228,6 +254,7 @@ def _constants(
     *,
     KEY_LENGTHS: int,
     QUERY_LENGTHS: bool = False,
+    MASK_UNIT: int = 1,
     DENSE: bool = False,
     BIAS: bool = False,
     ROWS_SHARED: bool = False,
@@ -240,6 +267,7 @@ def _constants(
     (D0, D1), (E0, E1) = c.widths(D), c.widths(E)
     return {
         "STRIDE_UNIT": stride_unit(strides),
+        "MASK_UNIT": MASK_UNIT,
         "HAS_LOW": limits.has_low,
         "HAS_HIGH": limits.has_high,
         "KEY_LENGTHS": KEY_LENGTHS,
@@ -271,14 +299,19 @@ def _constants(
 # -- packed sequences -----------------------------------------------------------------------------
 
 
-def attention_varlen_fwd_unsupported(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> str | None:
+def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     # As [1, heads, tokens, dim].
-    return unsupported(None, *(x.transpose(0, 1)[None] for x in (q, k, v)))
+    return unsupported(None, *(x.transpose(0, 1)[None] for x in (call.q, call.k, call.v)))
 
 
-def attention_varlen_fwd(*args: Any) -> None:
-    """Called with the op's arguments, out, and lse [H, T]; the offsets are contiguous."""
-    call, (out, lse) = split(PackedForwardCall, args)
+def attention_varlen_fwd_workspace(call: PackedForwardCall) -> _Spaces:
+    return [column_keys_space(call.max_seqlen_k)] if call.dropout_p > 0.0 else []
+
+
+def attention_varlen_fwd(
+    call: PackedForwardCall, out: Tensor, lse: Tensor, *spaces: Tensor
+) -> None:
+    """lse [H, T]; the offsets are contiguous."""
     if lse.numel() == 0:
         return
     q, k, v, cu_seqlens_q, cu_seqlens_k, *options, dropout_p, dropout_seed, dropout_stream = call
@@ -290,9 +323,13 @@ def attention_varlen_fwd(*args: Any) -> None:
     plan = _plans.get(key)
     if plan is None:
         plan = _plans.remember(key, _bind_packed(call, out, key[-1]))
+    keys = None
+    if plan.hash_columns is not None:
+        keys = spaces[-1]
+        plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
         q, k, v, k, v, None, None, cu_seqlens_k, cu_seqlens_q,
-        dropout_seed if dropout_p > 0.0 else None, out, lse, dropout_stream,
+        None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
     )  # fmt: skip
 
 
@@ -318,4 +355,5 @@ def _bind_packed(call: PackedForwardCall, out: Tensor, aligned: bool) -> _Plan:
         KEY_LENGTHS=3, FROM_END=call.causal == 2,
     )  # fmt: skip
     attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **c.options())
-    return _Plan(attend.over(triton.cdiv(M, c.BLOCK_M) * entries * H), None)
+    programs = triton.cdiv(M, c.BLOCK_M) * entries * H
+    return _Plan(attend.over(programs), None, _hash_columns(call.dropout_p, N))

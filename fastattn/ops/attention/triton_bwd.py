@@ -14,48 +14,32 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
+from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig
 from fastattn.ops.attention.triton_bwd_bind import Plan, bind
 from fastattn.ops.attention.triton_bwd_layout import Packed, Spaces, layout_of, packed_layout
-from fastattn.ops.attention.triton_calls import (
-    BackwardCall,
-    Gradients,
-    PackedBackwardCall,
-    split,
-)
 from fastattn.ops.attention.triton_operands import architecture, unsupported
 from fastattn.ops.attention.triton_tiles import dropout_numbers
 
 _plans = LaunchCache()
 
 
-def attention_bwd_unsupported(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *others: Any,
-) -> str | None:
-    _, _, _, out, *_ = others
-    return unsupported(mask, q, k, v, out=out, dout=dout)
+def attention_bwd_unsupported(call: BackwardCall) -> str | None:
+    return unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
 
 
-def attention_bwd_workspace(*args: Any) -> Spaces:
-    call, _ = split(BackwardCall, args)
+def attention_bwd_workspace(call: BackwardCall) -> Spaces:
     return layout_of(None, call).spaces
 
 
-def attention_bwd(*args: Any) -> None:
-    """Called with the op's arguments, the gradients, and the workspace."""
-    call, (dq, dk, dv, dmask, *spaces) = split(BackwardCall, args)
+def attention_bwd(
+    call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, *spaces: Tensor
+) -> None:
     _run(None, call, Gradients(dq, dk, dv, dmask), spaces)
 
 
-def attention_bwd_with_config(config: BwdConfig, *args: Any) -> None:
+def attention_bwd_with_config(config: BwdConfig, call: BackwardCall, *gradients: Tensor) -> None:
     """attention_bwd in a given tiling, for tuning and tests; allocates its own scratch memory."""
-    call, gradients = split(BackwardCall, args)
     spaces = [
         torch.empty(size, dtype=dtype, device=call.q.device)
         for size, dtype, _ in layout_of(config, call).spaces
@@ -93,7 +77,8 @@ def _run(
         if packed is None:
             layout = layout_of(tiling, call)
         else:
-            layout = packed_layout(q, v, call.causal, call.window_left, call.window_right)
+            band = call.causal, call.window_left, call.window_right
+            layout = packed_layout(q, v, packed.N, *band, dropout_p)
         plan = bind(layout, call, gradients, key[-1], packed)
         _plans.remember(key, plan)
 
@@ -103,11 +88,15 @@ def _run(
         kinds, alive, lists_dq, lists_dkdv, *rest = rest
         plan.classify(mask, mask_tiles, key_lengths, query_lengths, kinds, alive)
     seed = dropout_seed if dropout_p > 0.0 else None
+    column_keys = None
+    if plan.hash_columns is not None:
+        column_keys = spaces[-1]
+        plan.hash_columns(seed, column_keys, dropout_stream)
     if plan.list_dq is not None:
         plan.list_dq(kinds, lists_dq)
     plan.dq(
         q, k, v, out, dout, k, k, v, v, lse, dlse, statistics, dq if needs[0] else None, mask,
-        lists_dq, alive, key_lengths, query_lengths, seed, dropout_stream,
+        lists_dq, alive, key_lengths, query_lengths, seed, column_keys, dropout_stream,
     )  # fmt: skip
     if plan.list_dkdv is not None:
         plan.list_dkdv(kinds, lists_dkdv)
@@ -164,23 +153,21 @@ def _heads_first(x: Any) -> Any:
     return x if x is None or x.dim() == 1 else x.transpose(0, 1)[None]
 
 
-def attention_varlen_bwd_unsupported(*args: Any) -> str | None:
-    call, _ = split(PackedBackwardCall, args)
+def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     q, k, v, out, dout = map(_heads_first, (call.q, call.k, call.v, call.out, call.dout))
     return unsupported(None, q, k, v, out=out, dout=dout)
 
 
-def attention_varlen_bwd_workspace(*args: Any) -> Spaces:
-    call, _ = split(PackedBackwardCall, args)
+def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Spaces:
     q, v = _heads_first(call.q), _heads_first(call.v)
-    return packed_layout(q, v, call.causal, call.window_left, call.window_right).spaces
+    band = call.causal, call.window_left, call.window_right
+    return packed_layout(q, v, call.max_seqlen_k, *band, call.dropout_p).spaces
 
 
-def attention_varlen_bwd(*args: Any) -> None:
-    """Called with the op's arguments, the gradients, and the workspace; q [T, H, D], k [S, K, D],
-    v [S, K, E], offsets contiguous, lse and dlse [H, T].
-    """
-    call, (dq, dk, dv, *spaces) = split(PackedBackwardCall, args)
+def attention_varlen_bwd(
+    call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, *spaces: Tensor
+) -> None:
+    """Offsets contiguous, lse and dlse [H, T]."""
     longest = call.max_seqlen_q, call.max_seqlen_k
     packed = Packed(call.cu_seqlens_q.numel() - 1, *longest, call.causal == 2)
     if 0 in longest:

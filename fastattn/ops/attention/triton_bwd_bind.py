@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, Template
 from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.calls import BackwardCall, Gradients
 from fastattn.ops.attention.config_bwd import BwdTile
 from fastattn.ops.attention.triton_bwd_dkdv_kernel import attention_bwd_dkdv_kernel
 from fastattn.ops.attention.triton_bwd_dmask_kernel import (
@@ -22,16 +23,16 @@ from fastattn.ops.attention.triton_bwd_dmask_kernel import (
 )
 from fastattn.ops.attention.triton_bwd_dq_kernel import attention_bwd_dq_kernel
 from fastattn.ops.attention.triton_bwd_layout import Layout, Packed
-from fastattn.ops.attention.triton_calls import BackwardCall, Gradients
 from fastattn.ops.attention.triton_operands import (
     describable,
     dropout_kind,
+    mask_steps,
     row_strides,
     section,
     stride_unit,
     templates,
 )
-from fastattn.ops.attention.triton_tiles import dropout_numbers
+from fastattn.ops.attention.triton_tiles import column_hasher, dropout_numbers
 
 # One tile of keys, and a band of few: summing delta over them once more costs next to nothing.
 _ONE_TILE, _FEW_KEYS = 64, 16
@@ -46,6 +47,7 @@ class Plan:
     classify: _Launch | None
     list_dq: _Launch | None
     list_dkdv: _Launch | None
+    hash_columns: _Launch | None
     dq: _Launch
     dkdv: tuple[tuple[_Launch, bool, bool], ...]  # with what it computes: dk, dv
     dmask: _Launch | None
@@ -73,7 +75,9 @@ def bind(
             list_dkdv = tiles.lister(layout.classes, layout.for_dkdv, True)
     if need_dmask:
         dmask, sum_splits = binder.dmask()
-    return Plan(classify, list_dq, list_dkdv, binder.dq(), dkdv, dmask, sum_splits)
+    walks = call.dout is not None and (need_dq or binder.exact_delta)
+    hash_columns = column_hasher(binder.N) if call.dropout_p > 0.0 and walks else None
+    return Plan(classify, list_dq, list_dkdv, hash_columns, binder.dq(), dkdv, dmask, sum_splits)
 
 
 class _Binder:
@@ -101,6 +105,9 @@ class _Binder:
         self.D, self.E = D, E
         self.widths = layout.config.widths(D), layout.config.widths(E)
         self.mask_strides = (0, 0, 0, 0) if layout.shape is None else layout.shape.strides
+        self.mask_unit, self.mask_steps = 1, self.mask_strides
+        if layout.shape is not None:
+            self.mask_unit, self.mask_steps = mask_steps(self.mask_strides, self.N)
         self.length_strides = self._length_strides()
 
     # -- numbers -----------------------------------------------------------------------------------
@@ -255,22 +262,27 @@ class _Binder:
 
     # -- the kernels -------------------------------------------------------------------------------
 
+    def _by_tma(self, tile: BwdTile) -> bool:
+        """Without dout ptxas 12.8 breaks down over descriptors of a single row."""
+        return tile.tma and self.aligned and self.call.dout is not None
+
     def dq(self) -> _Launch:
         call, layout, tile = self.call, self.layout, self.layout.config.dq
         lists, heads = layout.for_dq, self.B * self.H
         read_v = None if call.dout is None else call.v
-        tma = tile.tma and self.aligned and call.needs[0]
+        tma = self._by_tma(tile) and call.needs[0]
         tma = tma and describable(call.k) and describable(read_v)
         launch = BoundLaunch(
             attention_bwd_dq_kernel,
             (
-                *self.strides(0, 1, 2, 3, 4, 5), *self.mask_strides, *self.class_strides,
+                *self.strides(0, 1, 2, 3, 4, 5), *self.mask_steps, *self.class_strides,
                 *tiles.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
-                self.N, layout.padded_m, self.rows, heads,
+                self.N // self.mask_unit, layout.padded_m, self.rows, heads,
                 self.section(call.k, call.v, self.group, heads), *self.numbers,
             ),
             {
                 "STRIDE_UNIT": self.unit,
+                "MASK_UNIT": self.mask_unit,
                 "NEED_DQ": call.needs[0],
                 "HAS_DOUT": call.dout is not None,
                 "HAS_DLSE": call.dlse is not None,
@@ -301,17 +313,18 @@ class _Binder:
     def _dkdv(self, need_dk: bool, need_dv: bool) -> _Launch:
         call, layout, tile = self.call, self.layout, self.layout.config.dkdv
         lists, c, heads = layout.for_dkdv, layout.classes, self.B * self.K
-        tma = tile.tma and self.aligned and describable(call.q) and describable(call.dout)
+        tma = self._by_tma(tile) and describable(call.q) and describable(call.dout)
         launch = BoundLaunch(
             attention_bwd_dkdv_kernel,
             (
-                *self.strides(0, 1, 2, 4, 6, 7), *self.mask_strides, *self.class_strides,
+                *self.strides(0, 1, 2, 4, 6, 7), *self.mask_steps, *self.class_strides,
                 self.group if c is not None and c.heads > 1 else 1, *tiles.list_strides(lists),
-                *self.length_strides, self.H, self.K, self.group, self.M, self.N, layout.padded_m,
-                heads, self.section(call.q, call.v, 1, heads), *self.numbers,
+                *self.length_strides, self.H, self.K, self.group, self.M, self.N // self.mask_unit,
+                layout.padded_m, heads, self.section(call.q, call.v, 1, heads), *self.numbers,
             ),
             {
                 "STRIDE_UNIT": self.unit,
+                "MASK_UNIT": self.mask_unit,
                 "NEED_DK": need_dk,
                 "NEED_DV": need_dv,
                 "HAS_DOUT": call.dout is not None,

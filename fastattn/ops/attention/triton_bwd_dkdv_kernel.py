@@ -18,7 +18,6 @@ from fastattn.ops._triton_dropout import (
 from fastattn.ops.attention.triton_bwd_parts import (
     DEAD_ROW,
     load_part,
-    load_partial,
     packed_sequence,
     product,
     unpack_statistics,
@@ -33,6 +32,7 @@ from fastattn.ops.attention.triton_tiles import (
     clamped_length,
     key_bounds,
     load_mask,
+    load_partial,
     load_tile,
     program_tile,
     store_tile,
@@ -285,6 +285,7 @@ def attention_bwd_dkdv_kernel(
     threshold,
     keep_factor,
     STRIDE_UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
     HAS_DOUT: tl.constexpr,
@@ -321,6 +322,8 @@ def attention_bwd_dkdv_kernel(
     """Arguments as in attention_bwd_dq_kernel; batch_heads and section count key/value heads. LATE:
     dp is computed before p.
     """
+    mm = stride_mm * MASK_UNIT
+    N = N * MASK_UNIT
     # Causality makes the first keys' loops the longest.
     n_tile, batch_head = program_tile(N, batch_heads, section, BLOCK_N, False)
     b = batch_head // K
@@ -416,7 +419,8 @@ def attention_bwd_dkdv_kernel(
             statistics = statistics_ptr + h64 * padded_m + query0
         mask_head = mask_ptr
         if DENSE:
-            mask_head = mask_ptr + b64 * stride_mb + h64 * stride_mh + n64 * stride_mn
+            mask_head = mask_ptr + (b64 * stride_mb + h64 * stride_mh) * MASK_UNIT
+            mask_head += n64 * stride_mn
         n_full = full_last - full_first
         n_partial = 0
         n_edge = last - first - n_full
@@ -447,7 +451,7 @@ def attention_bwd_dkdv_kernel(
             dk0, dk1, dv0, dv1 = dkdv_tile(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
                 do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
+                stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                 stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_base,
                 column_keys, threshold, score_scale, FULL, LISTS, DENSE, BIAS, BY_VALUE,
                 ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV,
@@ -462,7 +466,7 @@ def attention_bwd_dkdv_kernel(
                 dk0, dk1, dv0, dv1 = dkdv_tile(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                    stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
+                    stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
                     row_base, column_keys, threshold, score_scale, PARTIAL, LISTS, DENSE, BIAS,
                     BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
@@ -479,7 +483,7 @@ def attention_bwd_dkdv_kernel(
                 dk0, dk1, dv0, dv1 = dkdv_tile(
                     dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                    stride_dom * STRIDE_UNIT, mask_head, stride_mm, stride_mn, key_lengths_ptr,
+                    stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
                     row_base, column_keys, threshold, score_scale, EDGE, LISTS, DENSE, BIAS,
                     BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,

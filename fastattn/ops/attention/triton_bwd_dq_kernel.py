@@ -8,10 +8,9 @@ triton_bwd_parts.py.
 import triton
 import triton.language as tl
 
-from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
+from fastattn.ops._triton_dropout import dropout_kept, dropout_row_base, load_keys, unit_keys
 from fastattn.ops.attention.triton_bwd_parts import (
     load_part,
-    load_partial,
     pack_statistics,
     packed_sequence,
     product,
@@ -27,6 +26,7 @@ from fastattn.ops.attention.triton_tiles import (
     clamped_length,
     key_bounds,
     load_mask,
+    load_partial,
     load_tile,
     program_tile,
     store_tile,
@@ -70,7 +70,7 @@ def dq_tile(
     touched_begin,
     touched_end,
     row_keys,
-    column_base,
+    column_keys_ptr,
     threshold,
     scale,
     KIND: tl.constexpr,
@@ -155,7 +155,7 @@ def dq_tile(
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
         p = tl.where(allowed, p, 0.0)
     if HAS_DOUT and DROPOUT:
-        column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+        column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
         keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
         dp = tl.where(keep, dp, 0.0)
     if SUM:
@@ -200,6 +200,7 @@ def attention_bwd_dq_kernel(
     key_lengths_ptr,
     query_lengths_ptr,
     seed_ptr,
+    column_keys_ptr,
     stream,
     stride_qb,
     stride_qh,
@@ -247,6 +248,7 @@ def attention_bwd_dq_kernel(
     threshold,
     keep_factor,
     STRIDE_UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     NEED_DQ: tl.constexpr,
     HAS_DOUT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
@@ -286,7 +288,8 @@ def attention_bwd_dq_kernel(
     EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much.
     PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
     M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
-    Strides of the tensors come divided by STRIDE_UNIT, so that the compiler sees their alignment.
+    Strides of the tensors come divided by STRIDE_UNIT, N and those of the mask but the last by
+    MASK_UNIT, so that the compiler sees their alignment.
     """
     m_tile, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
     b = batch_head // H
@@ -299,6 +302,8 @@ def attention_bwd_dq_kernel(
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
     m64 = m_start.to(tl.int64)
+    mm = stride_mm * MASK_UNIT
+    N = N * MASK_UNIT
     desc_b = b
     key0 = 0
     first_statistic = batch_head.to(tl.int64) * padded_m
@@ -368,15 +373,14 @@ def attention_bwd_dq_kernel(
             n_edge = tl.load(lists_ptr + EDGE)
             lists_ptr += LIST_HEADER
         if DENSE:
-            mask_ptr += b64 * stride_mb + h64 * stride_mh + m64 * stride_mm
+            mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
         q0 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, 0, D0, D, True)
         q1 = q0
         if D1 > 0:
             q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
         row_keys = i
-        column_base = b
         if DROPOUT:
-            row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
+            row_base = dropout_row_base(seed_ptr, stream, b, h)
             row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
     # -- statistics; dropout's factor of dp goes out of ds = p (dp - delta), into its sums' scale
@@ -388,10 +392,10 @@ def attention_bwd_dq_kernel(
             delta, _ = dq_tile(
                 delta, delta, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
                 v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
+                stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_base, threshold, score_scale, EDGE, LISTS, FACTOR_M, DENSE, BIAS,
-                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                row_keys, column_keys_ptr, threshold, score_scale, EDGE, LISTS, FACTOR_M, DENSE,
+                BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
                 PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
     elif HAS_DOUT:
@@ -430,10 +434,10 @@ def attention_bwd_dq_kernel(
             dq0, dq1 = dq_tile(
                 dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
                 v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr, stride_alive,
+                stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_base, threshold, score_scale, FULL, LISTS, FACTOR_M, DENSE, BIAS,
-                BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
+                row_keys, column_keys_ptr, threshold, score_scale, FULL, LISTS, FACTOR_M, DENSE,
+                BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
                 PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         if DENSE:
@@ -445,9 +449,9 @@ def attention_bwd_dq_kernel(
                 dq0, dq1 = dq_tile(
                     dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
                     v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_base, threshold, score_scale, PARTIAL, LISTS,
+                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, PARTIAL, LISTS,
                     FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,
@@ -462,9 +466,9 @@ def attention_bwd_dq_kernel(
                 dq0, dq1 = dq_tile(
                     dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
                     v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, stride_mm, stride_mn, alive_ptr,
+                    stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_base, threshold, score_scale, EDGE, LISTS,
+                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, EDGE, LISTS,
                     FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import signature
 from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention.calls import BackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig, bwd_config
-from fastattn.ops.attention.triton_calls import BackwardCall
 from fastattn.ops.attention.triton_operands import architecture
-from fastattn.ops.attention.triton_tiles import Band, MaskShape, band, mask_shape, packed_band
+from fastattn.ops.attention.triton_tiles import (
+    Band,
+    MaskShape,
+    band,
+    column_keys_space,
+    mask_shape,
+    packed_band,
+)
 
 # Rows of statistics are padded to a multiple of every block_m: full tiles load them aligned.
 _STATISTICS_ROWS = 128
@@ -52,7 +59,7 @@ class Layout:
     """The tiling of a call and its scratch memory.
 
     That is: statistics; with lists the kinds, the living keys and the lists of dq and dkdv; with
-    shares of dmask those.
+    shares of dmask those; with dropout the keys of columns.
     """
 
     config: BwdConfig
@@ -80,6 +87,7 @@ def layout_of(tiling: BwdConfig | None, call: BackwardCall) -> Layout:
         call.causal,
         call.window_left,
         call.window_right,
+        call.dropout_p > 0.0,
         bool(call.needs[3]),
     )
 
@@ -97,6 +105,7 @@ def _layout(
     causal: int,
     window_left: int,
     window_right: int,
+    dropout: bool,
     need_dmask: bool,
 ) -> Layout:
     """tiling: a config, or the architecture to choose one for. length_dims: of key_lengths."""
@@ -106,13 +115,15 @@ def _layout(
     if isinstance(tiling, str):
         edges = limits.has_low or limits.has_high or length_dims > 0 or has_query_lengths
         edges |= M % _STATISTICS_ROWS != 0 or N % _STATISTICS_ROWS != 0
-        config = bwd_config(tiling, dtype, D, E, edges, listed)
+        wide = mask is not None and mask[0].itemsize >= 4
+        config = bwd_config(tiling, dtype, D, E, edges, listed, wide)
     else:
         config = tiling
     padded_m = _padded(M)
     spaces: Spaces = [((B, H, padded_m), torch.int64, False)]
+    keys = [column_keys_space(N)] if dropout else []
     if not listed:
-        return Layout(config, limits, padded_m, spaces)
+        return Layout(config, limits, padded_m, spaces + keys)
     shape = None if mask is None else _mask_shape(*mask[1:])
     by_batch = length_dims > 0 or has_query_lengths
     base_m = min(config.dq.block_m, config.dkdv.block_m)
@@ -126,7 +137,7 @@ def _layout(
         sums = _dmask_sums(mask[1], B, H, c)
         if sums.splits > 1:
             spaces.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
-    return Layout(config, limits, padded_m, spaces, shape, c, for_dq, for_dkdv, sums)
+    return Layout(config, limits, padded_m, spaces + keys, shape, c, for_dq, for_dkdv, sums)
 
 
 def _padded(rows: int) -> int:
@@ -147,16 +158,28 @@ def _dmask_sums(sizes: tuple[int, ...], B: int, H: int, c: tiles.Classes) -> Sum
     return Sums(sizes, owned, summed, triton.cdiv(items, per_split), per_split)
 
 
-def packed_layout(q: Tensor, v: Tensor, causal: int, window_left: int, window_right: int) -> Layout:
-    """q [1, H, T, D], v [1, K, S, E]."""
+def packed_layout(
+    q: Tensor,
+    v: Tensor,
+    longest: int,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    dropout_p: float,
+) -> Layout:
+    """q [1, H, T, D], v [1, K, S, E]. longest: sequence of keys."""
     limits = packed_band(causal, window_left, window_right)
-    return _packed_layout(architecture(q), q.dtype, q.shape, v.shape[3], limits)
+    hashed = longest if dropout_p > 0.0 else None
+    return _packed_layout(architecture(q), q.dtype, q.shape, v.shape[3], limits, hashed)
 
 
 @functools.lru_cache(maxsize=2048)
 def _packed_layout(
-    arch: str, dtype: torch.dtype, q_shape: torch.Size, E: int, limits: Band
+    arch: str, dtype: torch.dtype, q_shape: torch.Size, E: int, limits: Band, hashed: int | None
 ) -> Layout:
+    """hashed: columns whose keys dropout wants."""
     _, H, T, D = q_shape
     config = bwd_config(arch, dtype, D, E, edges=True)
-    return Layout(config, limits, _padded(T), [((H, _padded(T)), torch.int64, False)])
+    spaces: Spaces = [((H, _padded(T)), torch.int64, False)]
+    keys = [] if hashed is None else [column_keys_space(hashed)]
+    return Layout(config, limits, _padded(T), spaces + keys)

@@ -14,7 +14,7 @@ which tiles to visit, triton_bwd_tiles.py has listed them (LISTS).
 import triton
 import triton.language as tl
 
-from fastattn.ops.attention.triton_tiles import LOG2E, blocked_value, load_tile
+from fastattn.ops.attention.triton_tiles import LOG2E, load_tile
 
 # A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf,
 # which makes its p 0; this is its word, with delta 0.
@@ -73,25 +73,6 @@ def weights(s, lse, bias, scale, BIAS: tl.constexpr, NATURAL: tl.constexpr):
         return tl.exp2((s - lse) * LOG2E)
     else:
         return tl.exp2(s * scale - lse)
-
-
-@triton.jit
-def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, ROWS_SHARED: tl.constexpr):
-    """(allowed, bias) as load_mask, of a partial tile: only lines that nothing is summed over may
-    lie outside `inside`."""
-    if ROWS_SHARED:
-        ptrs = tile_ptr + j * stride_mn
-    else:
-        ptrs = tile_ptr + i * stride_mm + j * stride_mn
-    value = tl.load(ptrs, mask=inside, other=0)
-    if tile_ptr.dtype.element_ty == tl.int1:
-        return value != 0, 0.0
-    elif tile_ptr.dtype.element_ty == tl.float64:
-        bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
-        return ~(value <= blocked_value(tl.float64)), bias
-    else:
-        bias = value.to(tl.float32)
-        return ~(bias <= blocked_value(tile_ptr.dtype.element_ty)), bias
 
 
 @triton.jit

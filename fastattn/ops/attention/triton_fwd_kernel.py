@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import (
-    dropout_bases,
     dropout_kept,
+    dropout_row_base,
     kept_bits,
+    load_keys,
     unit_keys,
     zero_dropped,
 )
@@ -32,6 +33,7 @@ from fastattn.ops.attention.triton_tiles import (
     key_bounds,
     listed_below,
     load_mask,
+    load_partial,
     load_tile,
     program_tile,
     store_tile,
@@ -83,7 +85,7 @@ def online_softmax(
     scale,
     n_start,
     row_keys,
-    column_base,
+    column_keys_ptr,
     threshold,
     SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -110,7 +112,7 @@ def online_softmax(
     alpha = tl.exp2((m - m_finite) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     if DROPOUT:
-        column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
+        column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
         rows = tl.arange(0, BLOCK_M)[:, None]
         columns = tl.arange(0, BLOCK_N)[None, :]
         if DROPOUT == 2:
@@ -199,7 +201,7 @@ def attend_tile(
     touched_begin,
     touched_end,
     row_keys,
-    column_base,
+    column_keys_ptr,
     threshold,
     scale,
     KIND: tl.constexpr,
@@ -207,6 +209,7 @@ def attend_tile(
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS_SHARED: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     ARITHMETIC: tl.constexpr,
     DEAD_KEYS: tl.constexpr,
     HOLES: tl.constexpr,
@@ -239,9 +242,16 @@ def attend_tile(
             local_i = tl.arange(0, BLOCK_M)[:, None]
             local_j = tl.arange(0, BLOCK_N)[None, :]
             mask_tile = mask_ptr + n_start.to(tl.int64) * stride_mn
-            dense, bias = load_mask(
-                mask_tile, local_i, local_j, stride_mm, stride_mn, rows, N - n_start, ROWS_SHARED
-            )
+            if KIND == PARTIAL and MASK_UNIT > 1:
+                inside = local_j < N - n_start if ROWS_SHARED else local_i < rows
+                dense, bias = load_partial(
+                    mask_tile, local_i, local_j, inside, stride_mm, stride_mn, ROWS_SHARED
+                )
+            else:
+                dense, bias = load_mask(
+                    mask_tile, local_i, local_j, stride_mm, stride_mn, rows, N - n_start,
+                    ROWS_SHARED,
+                )  # fmt: skip
             allowed = allowed & dense
             if BIAS:
                 s = s * scale + bias
@@ -254,7 +264,7 @@ def attend_tile(
         s = tl.where(allowed, s, NEG_INF)
 
     p, alpha, m, l = online_softmax(
-        s, m, l, scale, n_start, row_keys, column_base, threshold,
+        s, m, l, scale, n_start, row_keys, column_keys_ptr, threshold,
         BIAS and KIND != FULL, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     # Where no row of the tile may look, values are not read: they may be NaN.
@@ -331,6 +341,7 @@ def attention_fwd_kernel(
     key_lengths_ptr,
     query_lengths_ptr,
     seed_ptr,
+    column_keys_ptr,
     out_ptr,
     lse_ptr,
     dropout_stream,
@@ -369,6 +380,7 @@ def attention_fwd_kernel(
     threshold,
     keep_factor,
     STRIDE_UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     KEY_LENGTHS: tl.constexpr,
@@ -398,8 +410,8 @@ def attention_fwd_kernel(
     """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query, 3 packed sequences. RAGGED: N is not a
     multiple of BLOCK_N. DEAD_KEYS: there may be keys that no query attends. DROPOUT: 0 none, 1 on
     any GPU, 2 with an instruction of NVIDIA's. scale is positive; the sign, or a zero, is in
-    Q_FACTOR. Strides of q, k, v and out come divided by STRIDE_UNIT, so that the compiler sees
-    alignment.
+    Q_FACTOR. Strides of q, k, v and out come divided by STRIDE_UNIT, N and those of
+    the mask but the last by MASK_UNIT, so that the compiler sees alignment.
 
     Packed sequences: key_lengths_ptr and query_lengths_ptr are offsets, M and N upper bounds,
     stride_ub is the number of rows; FROM_END: low and high count from each one's bottom right. A
@@ -426,6 +438,8 @@ def attention_fwd_kernel(
     kn = stride_kn * STRIDE_UNIT
     vn = stride_vn * STRIDE_UNIT
     om = stride_om * STRIDE_UNIT
+    mm = stride_mm * MASK_UNIT
+    N = N * MASK_UNIT
     k_start = 0
     lse_start = batch_head.to(tl.int64) * M
     if VARLEN:
@@ -472,6 +486,8 @@ def attention_fwd_kernel(
         limit = tl.max(row_limit, 0)
         limit_all = tl.min(tl.where(i < q_limit, row_limit, N), 0)
     limit = tl.where(m_start < q_limit, limit, 0)
+    # Of rows beyond their length a band would still call some tiles full.
+    limit_all = tl.where(m_start < q_limit, limit_all, 0)
     first, full_first, full_last, last, touched_begin, touched_end = tile_range(
         m_start, m_end, limit, limit_all, low, high, HAS_LOW, HAS_HIGH, BLOCK_N
     )
@@ -482,7 +498,7 @@ def attention_fwd_kernel(
     partial_begin = 0
     partial_end = 0
     if DENSE:
-        mask_ptr += b64 * stride_mb + h64 * stride_mh + m64 * stride_mm
+        mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
         lists_ptr += b64 * stride_tb + h64 * stride_th + tile_m.to(tl.int64) * stride_tm
         full_list = lists_ptr + LIST_HEADER + FULL * inner
         partial_list = lists_ptr + LIST_HEADER + PARTIAL * inner
@@ -535,9 +551,8 @@ def attention_fwd_kernel(
     if E1 > 0:
         acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
     row_keys = i
-    column_base = b
     if DROPOUT:
-        row_base, column_base = dropout_bases(seed_ptr, dropout_stream, b, h)
+        row_base = dropout_row_base(seed_ptr, dropout_stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
     # -- the three loops; each in an if, because where a loop of no trips joins accumulators with
@@ -567,10 +582,10 @@ def attention_fwd_kernel(
                 acc0, acc1, m, l = attend_tile(
                     acc0, acc1, m, l, q0, q1, tile, k_ptr, v_ptr, k_desc, v_desc, b, k_start,
                     kv_head, kn, vn,
-                    mask_ptr, stride_mm, stride_mn, M - m_start, N, row_begin, row_end,
-                    touched_begin, touched_end, row_keys, column_base, threshold, scale,
-                    EDGE, VARLEN, DENSE, BIAS, ROWS_SHARED, ARITHMETIC, DEAD_KEYS, HOLES,
-                    DROPOUT, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    mask_ptr, mm, stride_mn, M - m_start, N, row_begin, row_end,
+                    touched_begin, touched_end, row_keys, column_keys_ptr, threshold, scale,
+                    EDGE, VARLEN, DENSE, BIAS, ROWS_SHARED, MASK_UNIT, ARITHMETIC, DEAD_KEYS,
+                    HOLES, DROPOUT, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
 
     if DENSE:
@@ -580,10 +595,10 @@ def attention_fwd_kernel(
                 acc0, acc1, m, l = attend_tile(
                     acc0, acc1, m, l, q0, q1, tile, k_ptr, v_ptr, k_desc, v_desc, b, k_start,
                     kv_head, kn, vn,
-                    mask_ptr, stride_mm, stride_mn, M - m_start, N, row_begin, row_end,
-                    touched_begin, touched_end, row_keys, column_base, threshold, scale,
-                    PARTIAL, VARLEN, DENSE, BIAS, ROWS_SHARED, ARITHMETIC, DEAD_KEYS, HOLES,
-                    DROPOUT, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    mask_ptr, mm, stride_mn, M - m_start, N, row_begin, row_end,
+                    touched_begin, touched_end, row_keys, column_keys_ptr, threshold, scale,
+                    PARTIAL, VARLEN, DENSE, BIAS, ROWS_SHARED, MASK_UNIT, ARITHMETIC, DEAD_KEYS,
+                    HOLES, DROPOUT, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
     if OVERLAP == 0:
         if full_begin < full_end:
@@ -594,10 +609,10 @@ def attention_fwd_kernel(
                 acc0, acc1, m, l = attend_tile(
                     acc0, acc1, m, l, q0, q1, tile, k_ptr, v_ptr, k_desc, v_desc, b, k_start,
                     kv_head, kn, vn,
-                    mask_ptr, stride_mm, stride_mn, M - m_start, N, row_begin, row_end,
-                    touched_begin, touched_end, row_keys, column_base, threshold, scale,
-                    FULL, VARLEN, DENSE, BIAS, ROWS_SHARED, ARITHMETIC, DEAD_KEYS, HOLES, DROPOUT,
-                    TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                    mask_ptr, mm, stride_mn, M - m_start, N, row_begin, row_end,
+                    touched_begin, touched_end, row_keys, column_keys_ptr, threshold, scale,
+                    FULL, VARLEN, DENSE, BIAS, ROWS_SHARED, MASK_UNIT, ARITHMETIC, DEAD_KEYS,
+                    HOLES, DROPOUT, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
     elif full_begin < full_end:
         # The product of the next scores is under way while the tensor cores would else wait for
@@ -626,7 +641,7 @@ def attention_fwd_kernel(
                         False, VARLEN, TMA, PRECISION, D, D0, D1, BLOCK_N,
                     )  # fmt: skip
                 p, alpha, m, l = online_softmax(
-                    s, m, l, scale, n_start, row_keys, column_base, threshold,
+                    s, m, l, scale, n_start, row_keys, column_keys_ptr, threshold,
                     False, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 p = p.to(q0.dtype)
@@ -645,7 +660,7 @@ def attention_fwd_kernel(
             tile = tl.load(full_list + tile)
         n_start = tile * BLOCK_N
         p, alpha, m, l = online_softmax(
-            s, m, l, scale, n_start, row_keys, column_base, threshold,
+            s, m, l, scale, n_start, row_keys, column_keys_ptr, threshold,
             False, q0.dtype, DROPOUT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         acc0, acc1 = add_values(

@@ -33,6 +33,15 @@ def stride_unit(strides: Sequence[int]) -> int:
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
+def mask_steps(strides: Sequence[int], N: int) -> tuple[int, tuple[int, ...]]:
+    """(unit, strides as the kernels get them) of a mask over N keys: what all of its strides but
+    the last, and N, are divided by for the kernels. Where one of them is odd, tiles of the mask are
+    read element by element, in every loop alike (else ptxas serialises products: C7515).
+    """
+    unit = stride_unit((*strides[:3], N))
+    return unit, (*(stride // unit for stride in strides[:3]), strides[3])
+
+
 def describable(x: Tensor | None) -> bool:
     """Whether tensor descriptors can cover an aligned x: nothing expanded, steps of 16 bytes."""
     if x is None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._dropout import keep_scale, threshold
+from fastattn.ops._triton_dropout import column_keys_kernel
 from fastattn.ops._triton_launch import BoundLaunch
 from fastattn.ops.attention import prepared
 
@@ -84,6 +85,22 @@ def split_width(width: int) -> tuple[int, int]:
 def dropout_numbers(p: float) -> tuple[int, float]:
     """(t, factor of what is kept): kept if the byte is >= t. p = 1 has factor 0, whatever stays."""
     return min(threshold(p), 255), keep_scale(p)
+
+
+# No tile has more columns.
+_WIDEST_TILE = 256
+
+
+def column_keys_space(N: int) -> tuple[tuple[int, ...], torch.dtype, bool]:
+    """Scratch memory for the keys of N columns and of those that the last tile has beyond them."""
+    return (triton.cdiv(max(N, 1), _WIDEST_TILE) * _WIDEST_TILE // 2,), torch.int32, False
+
+
+def column_hasher(N: int) -> Callable[..., None]:
+    """Called with (seed, keys of column_keys_space(N), stream): for `load_keys`."""
+    [units], _, _ = column_keys_space(N)
+    launch = BoundLaunch(column_keys_kernel, (units,), {"BLOCK": 256}, num_warps=4)
+    return launch.over(triton.cdiv(units, 256))
 
 
 # -- geometry, in kernels -------------------------------------------------------------------------
@@ -259,6 +276,25 @@ def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, ROWS_SHARED: 
             bias = value.to(tl.float32)
             allowed = inside & ~(bias <= blocked_value(tile_ptr.dtype.element_ty))
     return allowed, bias
+
+
+@triton.jit
+def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, ROWS_SHARED: tl.constexpr):
+    """(allowed, bias) as load_mask, of a partial tile: only lines that nothing is summed over may
+    lie outside `inside`."""
+    if ROWS_SHARED:
+        ptrs = tile_ptr + j * stride_mn
+    else:
+        ptrs = tile_ptr + i * stride_mm + j * stride_mn
+    value = tl.load(ptrs, mask=inside, other=0)
+    if tile_ptr.dtype.element_ty == tl.int1:
+        return value != 0, 0.0
+    elif tile_ptr.dtype.element_ty == tl.float64:
+        bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
+        return ~(value <= blocked_value(tl.float64)), bias
+    else:
+        bias = value.to(tl.float32)
+        return ~(bias <= blocked_value(tile_ptr.dtype.element_ty)), bias
 
 
 class MaskShape(NamedTuple):

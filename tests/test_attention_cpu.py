@@ -308,13 +308,14 @@ def test_short_road_is_left_where_somebody_looks(monkeypatch: pytest.MonkeyPatch
     q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
     made = []
 
-    def direct(*args: Any) -> Any:
-        results = cpu.attention_fwd_direct(*args)
+    def seen(*args: Any) -> Any:
+        results = road(*args)
         made.extend([] if results is None else [results])
         return results
 
     expected = fastattn.attention(q, k, v)
-    monkeypatch.setitem(OPS["attention_fwd"]._directs, "cpu", direct)
+    road = OPS["attention_fwd"].short_road
+    monkeypatch.setattr(OPS["attention_fwd"], "short_road", seen)
     assert torch.equal(fastattn.attention(q, k, v), expected)
     assert len(made) == 1
     assert fastattn.attention(q.double(), k.double(), v.double()).dtype == torch.float64
@@ -329,6 +330,19 @@ def test_short_road_is_left_where_somebody_looks(monkeypatch: pytest.MonkeyPatch
     with FlopCounterMode(display=False) as counter:
         fastattn.attention(q, k, v)
     assert counter.get_total_flops() == 4 * 2 * 5 * 5 * 8
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_short_road_chooses_nothing(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for what the automatic choice takes is as quick."""
+    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
+    expected = fastattn.attention(q, k, v, scale=8**-0.5)
+
+    def select(self: Op, args: Any, backend: str | None) -> str:
+        raise AssertionError(f"{self.name} chose a backend")
+
+    monkeypatch.setattr(Op, "select", select)
+    assert torch.equal(fastattn.attention(q, k, v, backend=backend), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -150,6 +150,20 @@ def test_plain_calls_take_it(taken: list[str]) -> None:
 
 
 @needs_library
+def test_automatic_choice_leaves_to_torch_what_it_does_as_fast(taken: list[str]) -> None:
+    x, weight, bias = _layer()
+    halves = (x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    assert functional.linear(*halves).equal(F.linear(*halves))
+    assert taken == []
+    assert functional.explain("linear", *halves).chosen == "reference"
+    taken.clear()
+    functional.linear(x, weight, bias)
+    assert functional.linear(*halves, backend="cpu").dtype == torch.bfloat16
+    assert taken == ["linear"] * 2
+    assert functional.explain("linear", x, weight, bias).chosen == "cpu"
+
+
+@needs_library
 def test_few_rows_are_torchs_but_where_their_order_matters(taken: list[str]) -> None:
     x, weight, bias = _layer()
     functional.quickest_linear(x[:1, :4], weight, bias)

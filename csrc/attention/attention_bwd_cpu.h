@@ -134,15 +134,15 @@ class Gradients {
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
     const float* lse = statistics_of(a_, a_.lse, sequence_, h_, first_row_);
     const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
-    with_flags(!rows.allows_all(first_key_, columns_), bias.rows != nullptr, bool(dropout),
+    with_flags(!rows.allows_all(first_key_, columns_), bool(bias), bool(dropout),
                [&](auto range, auto biased, auto drop) {
                  for (int i = live_.begin; i < live_.end; ++i) {
                    const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
                    const auto run = [&](int columns) __attribute__((always_inline)) {
                      gradient_row<range, biased, drop>(
                          memory_.s + i * kTileKeys, memory_.dp + i * kTileKeys, columns, scale_log2,
-                         rows.begin[i] - first_key_, rows.end[i] - first_key_,
-                         bias.rows + i * bias.stride, lse_log2, delta[i], dropout, keep_scale, i);
+                         rows.begin[i] - first_key_, rows.end[i] - first_key_, bias.row(i),
+                         lse_log2, delta[i], dropout, keep_scale, i);
                    };
                    columns_ == kTileKeys ? run(kTileKeys) : run(columns_);
                  }

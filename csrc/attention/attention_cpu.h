@@ -174,11 +174,10 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
                 s + live.begin * kTileKeys, kTileKeys, false);
     const TileDropout dropout(a, sequence.b, at.h, at.first, first_key);
     const bool restricted = !rows.allows_all(first_key, columns) || !(a.scale > 0.0f);
-    with_flags(restricted, bias.rows != nullptr, bool(dropout),
-               [&](auto range, auto biased, auto drop) {
-                 softmax_rows<C, range, biased, drop>(rows, live, scale_log2, bias, dropout,
-                                                      first_key, columns, s, p, t, o, E);
-               });
+    with_flags(restricted, bool(bias), bool(dropout), [&](auto range, auto biased, auto drop) {
+      softmax_rows<C, range, biased, drop>(rows, live, scale_log2, bias, dropout, first_key,
+                                           columns, s, p, t, o, E);
+    });
     const bool add = o_written || count < rows.count;
     if (add && !o_written) {
       memset(o, 0, sizeof(float) * rows.count * E);

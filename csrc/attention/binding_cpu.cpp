@@ -2,6 +2,7 @@
 // threads.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -142,10 +143,11 @@ void set_options(Problem& a, const Options& options) {
 Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
                 const std::optional<Tensor>& mask, const std::optional<Tensor>& key_lengths,
                 const std::optional<Tensor>& query_lengths, const Options& options) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+  const auto n = q.sizes(), n_k = k.sizes(), n_v = v.sizes();
+  STD_TORCH_CHECK(n.size() == 4 && n_k.size() == 4 && n_v.size() == 4,
                   "q, k and v must have 4 dimensions");
-  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), head_dim = q.size(3);
-  const int64_t kv_heads = k.size(1), keys = k.size(2), value_dim = v.size(3);
+  const int64_t batch = n[0], heads = n[1], queries = n[2], head_dim = n[3];
+  const int64_t kv_heads = n_k[1], keys = n_k[2], value_dim = n_v[3];
   Problem a = shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim);
   a.type = dtype_of(q, "q");
   a.q = view(q, "q", a.type, batch, heads, queries, head_dim);
@@ -214,6 +216,9 @@ int64_t threads() {
 
 // Torch's threads, as many as there are; one of them may serve several workers.
 constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
+  if (workers == 1) {
+    return body(0);
+  }
   torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
     for (int64_t worker = first; worker < last; ++worker) {
       body(worker);
@@ -252,6 +257,9 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
 bool has_rows(const Tensor& x) {
   return x.stride(3) == 1 || x.size(3) <= 1;
 }
+// Floats of scratch memory up to which a call takes them from its stack.
+constexpr int64_t kLocalFloats = 2048;
+
 Tensor rows_of(const Tensor& x) {
   return has_rows(x) ? x : torch::stable::contiguous(x);
 }
@@ -272,8 +280,9 @@ Tensor new_dense(const std::array<int64_t, kDims>& sizes, const std::array<int, 
 // [batch, heads, rows, columns] in the storage order of q.
 Tensor new_like_query(const Tensor& q, int64_t columns) {
   constexpr std::array<int, 4> kHeadsFirst = {0, 1, 2, 3}, kRowsFirst = {0, 2, 1, 3};
-  return new_dense<4>({q.size(0), q.size(1), q.size(2), columns},
-                      q.stride(1) < q.stride(2) ? kRowsFirst : kHeadsFirst, q.scalar_type());
+  const auto n = q.sizes(), stride = q.strides();
+  return new_dense<4>({n[0], n[1], n[2], columns}, stride[1] < stride[2] ? kRowsFirst : kHeadsFirst,
+                      q.scalar_type());
 }
 
 // What torch.empty_like gives. Tensors with heads inside rows, as projections write them, and
@@ -295,18 +304,28 @@ Options plain_options(int64_t causal, double scale) {
   return {causal, -1, -1, scale, 0.0, none, 0};
 }
 
+// No scale is head_dim ** -0.5.
 std::tuple<Tensor, Tensor> attention_plain_fwd(Tensor q, Tensor k, Tensor v, int64_t causal,
-                                               double scale) {
-  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v)};
-  Forward a = {problem(rows[0], rows[1], rows[2], {}, {}, {}, plain_options(causal, scale)),
-               {},
-               nullptr,
-               nullptr};
+                                               std::optional<double> scale) {
+  for (Tensor* x : {&q, &k, &v}) {
+    if (x->dim() == 4 && !has_rows(*x)) {
+      *x = torch::stable::contiguous(*x);
+    }
+  }
+  Forward a = {problem(q, k, v, {}, {}, {}, plain_options(causal, 1.0)), {}, nullptr, nullptr};
+  STD_TORCH_CHECK(scale || a.head_dim > 0, "scale must be given for a head dim of 0");
+  a.scale = static_cast<float>(scale ? *scale : std::pow(a.head_dim, -0.5));
   Tensor out = new_like_query(q, a.value_dim);
   Tensor lse = new_dense<3>({a.batch, a.heads, a.queries}, {0, 1, 2}, ScalarType::Float);
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.lse = static_cast<float*>(lse.data_ptr());
-  run_forward(a, new_dense<1>({forward_floats(a, threads())}, {0}, ScalarType::Float));
+  const int64_t floats = forward_floats(a, threads());
+  if (floats <= kLocalFloats) {
+    alignas(64) float local[kLocalFloats];
+    launch_forward(kernels(), a, local, floats, threads(), kOnThreads);
+  } else {
+    run_forward(a, new_dense<1>({floats}, {0}, ScalarType::Float));
+  }
   return {out, lse};
 }
 
@@ -471,7 +490,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, "
       "Tensor(e!) scratch) -> ()");
   m.def(
-      "attention_plain_fwd(Tensor q, Tensor k, Tensor v, int causal, float scale) "
+      "attention_plain_fwd(Tensor q, Tensor k, Tensor v, int causal, float? scale) "
       "-> (Tensor out, Tensor lse)");
   m.def(
       "attention_plain_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "

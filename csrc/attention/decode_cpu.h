@@ -342,13 +342,12 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
         continue;
       }
       const TileDropout dropout(a, sequence.b, h + g, 0, first);
-      with_flags(true, bias.rows != nullptr, bool(dropout),
-                 [&](auto range, auto biased, auto drop) {
-                   const float rescale = softmax_row<C, range, biased, drop>(
-                       s, columns, scale_log2, begin, end, bias.rows, dropout, 0, &part_m(part, E),
-                       &part_l(part, E), units<C>(s));
-                   rescale_row(part, E, rescale);
-                 });
+      with_flags(true, bool(bias), bool(dropout), [&](auto range, auto biased, auto drop) {
+        const float rescale = softmax_row<C, range, biased, drop>(
+            s, columns, scale_log2, begin, end, bias.row(0), dropout, 0, &part_m(part, E),
+            &part_l(part, E), units<C>(s));
+        rescale_row(part, E, rescale);
+      });
     }
     decode_values<C>(memory.s, begin, heads, v, parts, stride);
   }
@@ -400,21 +399,22 @@ inline void decode_sequence(const Forward& a, const Sequence& sequence, int64_t 
   }
   const int64_t E = padded(a.value_dim), stride = a.part_floats();
   for_heads(a, kv_head, [&](int64_t h, int heads) {
-    float *const parts = memory.parts, *const totals = parts + a.heads_at_once() * stride;
-    for (int g = 0; g < heads; ++g) {
-      clear_part(totals + g * stride, E);
-    }
-    for (int64_t split = 0; split * kSplitKeys < sequence.keys; ++split) {
+    float *const parts = memory.parts, *const rest = parts + a.heads_at_once() * stride;
+    const auto run = [&](int64_t split, float* results) {
       with_type(a.type, [&](auto element) {
-        decode_split<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, parts,
+        decode_split<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, results,
                                         stride);
       });
+    };
+    run(0, parts);
+    for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
+      run(split, rest);
       for (int g = 0; g < heads; ++g) {
-        join_part(totals + g * stride, parts + g * stride, E);
+        join_part(parts + g * stride, rest + g * stride, E);
       }
     }
     for (int g = 0; g < heads; ++g) {
-      finish_part(a, sequence, h + g, totals + g * stride);
+      finish_part(a, sequence, h + g, parts + g * stride);
     }
   });
 }
@@ -449,7 +449,10 @@ void join_splits(const Forward& a, Queue& queue, float* scratch) {
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group && sequence.queries > 0; ++h) {
       const float* parts = a.parts + (sequence.b * a.heads + h) * a.splits() * stride;
       clear_part(memory.parts, E);
-      for (int64_t split = 0; split * kSplitKeys < sequence.keys; ++split) {
+      if (sequence.keys > 0) {
+        memcpy(memory.parts, parts, sizeof(float) * stride);
+      }
+      for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
         join_part(memory.parts, parts + split * stride, E);
       }
       finish_part(a, sequence, h, memory.parts);

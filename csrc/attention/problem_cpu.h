@@ -198,7 +198,7 @@ struct ForwardScratch {
     s = carver.take(M * kTileKeys);
     p = carver.take(tile * kTileKeys);
     o = carver.take(tile * E);
-    bias = carver.take(M * kTileKeys);
+    bias = carver.take(kTileKeys);
     rows = carver.take(tile ? kTileKeys * (D > E ? D : E) : 0);
     k_columns = carver.take(tile ? N * D : 0);
     v_pairs = carver.take(tile ? N * E : 0);
@@ -233,7 +233,7 @@ struct BackwardScratch {
     p_pairs = carver.take(tile);
     ds_rows = carver.take(tile);
     ds_pairs = carver.take(tile);
-    bias = carver.take(tile);
+    bias = carver.take(kTileKeys);
     sums = carver.take(tile);
     dk = carver.take(kTileKeys * D);
     dv = carver.take(kTileKeys * E);

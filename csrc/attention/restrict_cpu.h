@@ -3,6 +3,7 @@
 #pragma once
 
 #include <climits>
+#include <cstring>
 #include <limits>
 
 #include "attention/problem_cpu.h"
@@ -122,96 +123,159 @@ inline int64_t mask_offset(const MaskView& mask, int64_t b, int64_t h, int64_t i
   return b * mask.strides[0] + h * mask.strides[1] + i * mask.strides[2] + j * mask.strides[3];
 }
 
-// What a mask adds to `count` scores of a row, -inf where it blocks; -inf behind them up to
-// kTileKeys. Their maximum comes back.
-template <class T>
-inline float mask_row_of(const T* source, int count, float lowest, float* bias) {
-  Float most = splat(-kInfinity);
-  int filled = 0;
-  for_vectors(count, [&](auto lanes, int64_t j) {
-    const Float v = lanes.load(source + j);
-    const Float allowed = v <= lowest ? splat(-kInfinity) : v;
-    store(bias + j, allowed);
-    filled = static_cast<int>(j) + kLanes;
-    most = most > allowed ? most : allowed;  // lanes behind the last hold 0: never a false "none"
-  });
-  for (; filled < kTileKeys; filled += kLanes) {
-    store(bias + filled, splat(-kInfinity));
-  }
-  for (int j = count; j % kLanes; ++j) {
-    bias[j] = -kInfinity;
-  }
-  float result = most[0];
-  for (int i = 1; i < kLanes; ++i) {
-    result = most[i] > result ? most[i] : result;
-  }
-  return result;
-}
-
-inline float mask_row(const MaskView& mask, int64_t offset, int count, float* bias) {
+// Calls with_row(pointer to the first value, the value at or below which one blocks) if a row's
+// values are numbers of one type side by side; whether they are.
+template <class Run>
+inline bool with_number_row(const MaskView& mask, int64_t offset, const Run& run) {
   constexpr float kHalfLowest = -65504.0f, kBf16Lowest = -0x1.FEp127f;
-  if (mask.strides[3] == 1) {
-    switch (mask.type) {
-      case MaskType::kFloat32:
-        return mask_row_of(static_cast<const float*>(mask.data) + offset, count,
-                           std::numeric_limits<float>::lowest(), bias);
-      case MaskType::kBFloat16:
-        return mask_row_of(static_cast<const BFloat16*>(mask.data) + offset, count, kBf16Lowest,
-                           bias);
-      case MaskType::kFloat16:
-        return mask_row_of(static_cast<const Float16*>(mask.data) + offset, count, kHalfLowest,
-                           bias);
-      case MaskType::kBool: {
-        const uint8_t* source = static_cast<const uint8_t*>(mask.data) + offset;
-        uint8_t bytes[kTileKeys] = {};
-        memcpy(bytes, source, count);
-        uint64_t any = 0;
-        for (int j = 0; j < kTileKeys; j += kLanes) {
-          const Word allowed = widen_bytes(load_bits<Byte>(bytes + j));
-          store(bias + j, allowed != 0u ? Float{} : splat(-kInfinity));
-        }
-        for (int j = 0; j < kTileKeys; j += 8) {
-          uint64_t word;
-          memcpy(&word, bytes + j, sizeof(word));
-          any |= word;
-        }
-        return any ? 0.0f : -kInfinity;
-      }
-      default:
-        break;
-    }
+  if (mask.strides[3] != 1) {
+    return false;
   }
-  float most = -kInfinity;
-  for (int j = 0; j < kTileKeys; ++j) {
-    bias[j] = j < count ? mask_value(mask, offset + j * mask.strides[3]) : -kInfinity;
-    most = bias[j] > most ? bias[j] : most;
+  switch (mask.type) {
+    case MaskType::kFloat32:
+      run(static_cast<const float*>(mask.data) + offset, std::numeric_limits<float>::lowest());
+      return true;
+    case MaskType::kBFloat16:
+      run(static_cast<const BFloat16*>(mask.data) + offset, kBf16Lowest);
+      return true;
+    case MaskType::kFloat16:
+      run(static_cast<const Float16*>(mask.data) + offset, kHalfLowest);
+      return true;
+    default:
+      return false;
   }
-  return most;
+}
+inline int bytes_of(MaskType type) {
+  switch (type) {
+    case MaskType::kBool:
+      return 1;
+    case MaskType::kBFloat16:
+    case MaskType::kFloat16:
+      return 2;
+    case MaskType::kFloat64:
+      return 8;
+    default:
+      return 4;
+  }
+}
+inline bool has_byte_row(const MaskView& mask) {
+  return mask.type == MaskType::kBool && mask.strides[3] == 1;
 }
 
-// The rows of a tile of a dense mask as numbers to add.
-struct TileBias {
-  const float* rows = nullptr;  // null: nothing to add
-  int stride = 0;               // 0: one row for all
-  bool none = false;            // nothing is allowed
+// What a mask adds to `count` scores of a row, -inf where it blocks; -inf behind them up to
+// kTileKeys.
+inline void mask_row(const MaskView& mask, int64_t offset, int count, float* bias) {
+  if (has_byte_row(mask)) {
+    uint8_t bytes[kTileKeys] = {};
+    memcpy(bytes, static_cast<const uint8_t*>(mask.data) + offset, count);
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+      const Word allowed = widen_bytes(load_bits<Byte>(bytes + j));
+      store(bias + j, allowed != 0u ? Float{} : splat(-kInfinity));
+    }
+    return;
+  }
+  int filled = 0;
+  const bool numbers = with_number_row(mask, offset, [&](const auto* source, float lowest) {
+    for_vectors(count, [&](auto lanes, int64_t j) {
+      const Float v = lanes.load(source + j);
+      store(bias + j, v <= lowest ? splat(-kInfinity) : v);
+    });
+    filled = count;
+  });
+  for (int j = filled; j < kTileKeys; ++j) {
+    const bool inside = !numbers && j < count;
+    bias[j] = inside ? mask_value(mask, offset + j * mask.strides[3]) : -kInfinity;
+  }
+}
 
+// Whether it allows any of them: the first row tells, as a rule.
+inline bool allows_some(const MaskView& mask, int64_t offset, int count) {
+  if (has_byte_row(mask)) {
+    uint8_t bytes[kTileKeys] = {};
+    memcpy(bytes, static_cast<const uint8_t*>(mask.data) + offset, count);
+    uint64_t any = 0;
+    for (int j = 0; j < kTileKeys; j += 8) {
+      uint64_t word;
+      memcpy(&word, bytes + j, sizeof(word));
+      any |= word;
+    }
+    return any != 0;
+  }
+  bool some = false;
+  const bool numbers = with_number_row(mask, offset, [&](const auto* source, float lowest) {
+    Float allowed = {};
+    int j = 0;
+    for (; j + kLanes <= count; j += kLanes) {
+      allowed += load(source + j) <= lowest ? Float{} : splat(1.0f);
+    }
+    some = sum(allowed) > 0.0f;
+    for (; j < count; ++j) {
+      some = some || !(load(source + j, 1)[0] <= lowest);
+    }
+  });
+  for (int j = 0; !numbers && !some && j < count; ++j) {
+    some = mask_value(mask, offset + j * mask.strides[3]) != -kInfinity;
+  }
+  return some;
+}
+
+// A tile of a dense mask, row by row as numbers to add.
+class TileBias {
+ public:
+  bool none = false;  // nothing is allowed
+
+  // scratch: kTileKeys floats, of the row that was last asked for.
   TileBias(const Problem& a, int64_t b, int64_t h, int first_row, Range live, int first_key,
-           float* scratch) {
+           float* scratch)
+      : mask_(a.mask), scratch_(scratch) {
     if (a.mask.type == MaskType::kNone) {
       return;
     }
-    const int keys = attention::smaller(kTileKeys, a.keys - first_key);
-    const bool same = a.mask.strides[2] == 0;
-    rows = scratch;
-    stride = same ? 0 : kTileKeys;
+    keys_ = attention::smaller(kTileKeys, a.keys - first_key);
+    first_ = mask_offset(a.mask, b, h, first_row, first_key);
+    same_ = a.mask.strides[2] == 0;
     none = true;
-    const Range read = same ? Range{0, 1} : live;
-    for (int i = read.begin; i < read.end; ++i) {
-      const int64_t offset = mask_offset(a.mask, b, h, first_row + i, first_key);
-      const float most = mask_row(a.mask, offset, keys, scratch + i * kTileKeys);
-      none = none && most == -kInfinity;
+    for (int i = live.begin; none && i < (same_ ? live.begin + 1 : live.end); ++i) {
+      none = !allows_some(a.mask, first_ + i * a.mask.strides[2], keys_);
+    }
+    if (same_ && !none) {
+      mask_row(a.mask, first_, keys_, scratch);
+    } else if (!none) {
+      for (int i = live.begin; i < live.begin + kRowsAhead; ++i) {
+        ask_for_row(i);
+      }
     }
   }
+  explicit operator bool() const { return mask_.type != MaskType::kNone; }
+
+  const float* row(int i) const {
+    if (!same_ && *this) {
+      ask_for_row(i + kRowsAhead);
+      mask_row(mask_, first_ + i * mask_.strides[2], keys_, scratch_);
+    }
+    return scratch_;
+  }
+
+ private:
+  // Memory does not guess where the next row begins. (2 x 8 heads of 512 x 512, bf16, forward, one
+  // Zen 5 thread: 6.4 ms become 4.5, without a mask 3.9.)
+  static constexpr int kRowsAhead = 8;
+  // Inlined by force: GCC 12 drops calls of a function without effects.
+  __attribute__((always_inline)) void ask_for_row(int i) const {
+    constexpr int kLine = 64;
+    const int size = bytes_of(mask_.type);
+    const char* row = static_cast<const char*>(mask_.data) + (first_ + i * mask_.strides[2]) * size;
+    const int bytes = mask_.strides[3] == 1 ? keys_ * size : 0;
+    for (int byte = 0; byte < bytes; byte += kLine) {
+      __builtin_prefetch(row + byte);
+    }
+  }
+
+  const MaskView& mask_;
+  float* scratch_;
+  int keys_ = 0;
+  int64_t first_ = 0;
+  bool same_ = false;  // one row for all
 };
 
 // -- dead keys -----------------------------------------------------------------------------------

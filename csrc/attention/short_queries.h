@@ -16,6 +16,17 @@ inline bool band_restricts(const ForwardProblem& p) {
   return keys.begin > 0 || keys.end < p.keys;
 }
 
+// Whether the banded instance is the better one: a band leaves out pairs, or all rows are those of
+// one warpgroup, of packed sequences on average, where this instance spares the others nearly all
+// of their blocks. At head dims of 96 and 128 nobody is spared, because warpgroups take turns.
+inline bool wants_band(const ForwardProblem& p) {
+  constexpr int kGroupRows = 64, kTurnsAbove = 64, kTurnsUpTo = 128;
+  const int dim = larger(p.head_dim, p.value_dim);
+  const bool spares = dim <= kTurnsAbove || dim > kTurnsUpTo;
+  const int rows = p.queries / larger(p.packing.sequences, 1);
+  return band_restricts(p) || (spares && rows <= kGroupRows);
+}
+
 inline Band no_band(int queries, int keys) {
   return {queries + keys, queries + keys, 0};
 }

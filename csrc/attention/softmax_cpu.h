@@ -137,8 +137,7 @@ void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const Til
     const auto run = [&](int count) __attribute__((always_inline)) {
       rescale = softmax_row<C, kRange, kBias, kDrop>(
           s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
-          bias.rows + i * bias.stride, dropout, i, t.m + i, t.l + i,
-          p + i * (kTileKeys / C::kDepth));
+          bias.row(i), dropout, i, t.m + i, t.l + i, p + i * (kTileKeys / C::kDepth));
     };
     columns == kTileKeys ? run(kTileKeys) : run(columns);
     rescale_row(o + i * o_stride, o_stride, rescale);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "common/dropout.h"
 #include "common/torch_binding.h"
@@ -142,7 +143,7 @@ struct ForwardScratch {
   ForwardScratch(const Shape& s, bool keeps_activated, Carver& carver) {
     first = carver.take(Product::packed_floats(s.rows, s.D, s.wide, s.gated()));
     second = carver.take(Product::packed_floats(s.rows, s.F, s.out));
-    activated = carver.take(keeps_activated ? 0 : s.rows * s.F, s.type);
+    activated = carver.take(keeps_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
     keys = carver.take(ceil_div(s.F, 4));
     output_keys = carver.take(ceil_div(s.out, 4));
   }
@@ -161,9 +162,9 @@ struct BackwardScratch {
     second = carver.take(std::max(
         {Product::packed_floats(s.rows, s.wide, s.D), Product::packed_floats(s.D, s.wide, s.rows),
          Product::packed_floats(s.out, s.rows, s.F), Product::packed_floats(s.F, s.rows, s.out)}));
-    activated = carver.take(kept_activated ? 0 : s.rows * s.F, s.type);
+    activated = carver.take(kept_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
     dropped = carver.take(drops ? s.rows * s.out : 0, s.type);
-    dhidden = carver.take(s.rows * s.wide, s.type);
+    dhidden = carver.take(s.rows * inner_pitch(s.wide, s.type), s.type);
     partials = carver.take(s.row_blocks() * s.wide);
     output_partials = carver.take(s.row_blocks() * s.out);
     keys = carver.take(ceil_div(s.F, 4));
@@ -298,6 +299,10 @@ class Team {
   Steps steps_;
 };
 
+Matrix inner(float* data, int64_t rows, int64_t columns, DType type) {
+  return {data, rows, columns, inner_pitch(columns, type), 1};
+}
+
 // out = a b
 Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const char* name, DType type) {
   Product result(type);
@@ -384,8 +389,8 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   const int first_step = team.multiply(first, first_panels, -1, -1);
 
   Product second(s.type);
-  void* activated = keeps ? first.finish.hidden : memory.activated;
-  second.a = {activated, s.rows, s.F, s.F, 1};
+  second.a = keeps ? Matrix{first.finish.hidden, s.rows, s.F, s.F, 1}
+                   : inner(memory.activated, s.rows, s.F, s.type);
   second.b = matrix(w2, "w2", s.out, s.F, s.type).transposed();
   second.finish.bias = vector_if(b2, "b2", s.out, s.type);
   second.finish.dropout = dropout_of(output_dropout_p, dropout_seed,
@@ -396,6 +401,46 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   STD_TORCH_CHECK(second.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(second, second_panels, first_step, -1, true, true);
   team.run();
+}
+
+// Calls whose results and scratch memory are made here: of few rows, making them in Python takes a
+// good part of the time.
+// A matrix that the products read as it lies, or a copy.
+Tensor readable(const Tensor& x) {
+  const bool strided = x.dim() == 2 && (x.stride(0) == 1 || x.stride(1) == 1);
+  return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+std::optional<Tensor> contiguous_if(const std::optional<Tensor>& x) {
+  return x && !x->is_contiguous() ? torch::stable::contiguous(*x) : x;
+}
+
+// Contiguous, with the leading dimensions of x.
+Tensor new_rows(const Tensor& x, int64_t columns) {
+  const auto n = x.sizes();
+  std::vector<int64_t> sizes(n.begin(), n.end()), strides(n.size());
+  sizes.back() = columns;
+  int64_t stride = 1;
+  for (size_t d = n.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
+    strides[d] = stride;
+  }
+  return new_tensor(sizes, strides, x.scalar_type());
+}
+
+Tensor new_scratch(int64_t floats) {
+  const int64_t stride = 1;
+  return new_tensor({&floats, 1}, {&stride, 1}, ScalarType::Float);
+}
+
+std::tuple<Tensor, Tensor> ffn_plain_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2,
+                                         std::optional<Tensor> b2, int64_t activation) {
+  const Shape s = shape_of(x, w1, w2);
+  Tensor y = new_rows(x, s.out), hidden = new_rows(x, s.wide);
+  ffn_fwd(
+      readable(x), readable(w1), contiguous_if(b1), readable(w2), contiguous_if(b2), {}, activation,
+      0.0, 0.0, {}, 0, y, hidden,
+      new_scratch(ffn_fwd_scratch(s.rows, s.D, s.wide, s.F, s.out, x.element_size(), activation)));
+  return {y, hidden};
 }
 
 void ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int64_t activation,
@@ -449,9 +494,9 @@ void ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int64_t a
   product.finish.dhidden = memory.dhidden;
   product.finish.activated = !kept_activated && wants_w2 ? memory.activated : nullptr;
   product.finish.partials = wants_b1 ? memory.partials : nullptr;
-  const Matrix dhidden = {memory.dhidden, s.rows, s.wide, s.wide, 1};
-  const Matrix activated = {kept_activated ? product.finish.hidden : memory.activated, s.rows, s.F,
-                            s.F, 1};
+  const Matrix dhidden = inner(memory.dhidden, s.rows, s.wide, s.type);
+  const Matrix activated = kept_activated ? Matrix{product.finish.hidden, s.rows, s.F, s.F, 1}
+                                          : inner(memory.activated, s.rows, s.F, s.type);
   int differentiated = -1;
   if (dx.numel() > 0 || dw1.numel() > 0 || wants_b1 || product.finish.activated) {
     differentiated = team.multiply(product, first_panels, dropped, -1, true);
@@ -534,6 +579,14 @@ void linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y, Tensor sc
   team.run();
 }
 
+Tensor linear_plain_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
+  const LinearShape s = linear_shape_of(x, w);
+  Tensor y = new_rows(x, s.out);
+  linear_fwd(readable(x), readable(w), contiguous_if(b), y,
+             new_scratch(linear_fwd_scratch(s.rows, s.D, s.out, x.element_size())));
+  return y;
+}
+
 void linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor dx, Tensor dw, Tensor db, Tensor scratch) {
   const LinearShape s = linear_shape_of(x, w);
   Carver carver(&scratch);
@@ -576,6 +629,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "float dropout_p, float output_dropout_p, Tensor? dropout_seed, int dropout_stream, "
       "Tensor(a!) dx, Tensor(b!) dw1, Tensor(c!) db1, Tensor(d!) dw2, Tensor(e!) db2, "
       "Tensor(f!) scratch) -> ()");
+  m.def(
+      "ffn_plain_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) "
+      "-> (Tensor y, Tensor hidden)");
+  m.def("linear_plain_fwd(Tensor x, Tensor w, Tensor? b) -> Tensor");
   m.def("batch_invariant(bool on) -> bool");
   m.def("linear_fwd_scratch(int rows, int d, int out, int element_bytes) -> int");
   m.def("linear_bwd_scratch(int rows, int d, int out, int element_bytes) -> int");
@@ -596,6 +653,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("ffn_fwd", TORCH_BOX(&fastattn::ffn::ffn_fwd));
   m.impl("ffn_bwd", TORCH_BOX(&fastattn::ffn::ffn_bwd));
+  m.impl("ffn_plain_fwd", TORCH_BOX(&fastattn::ffn::ffn_plain_fwd));
+  m.impl("linear_plain_fwd", TORCH_BOX(&fastattn::ffn::linear_plain_fwd));
   m.impl("linear_fwd", TORCH_BOX(&fastattn::ffn::linear_fwd));
   m.impl("linear_bwd", TORCH_BOX(&fastattn::ffn::linear_bwd));
 }

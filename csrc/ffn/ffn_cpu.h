@@ -166,7 +166,7 @@ void activate_block(const Product& p, const Block& block) {
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
     T* hidden = static_cast<T*>(finish.hidden) + row * wide;
-    T* activated = static_cast<T*>(finish.activated) + row * F;
+    T* activated = static_cast<T*>(finish.activated) + row * inner_pitch(F, p.type);
     const float* sums = block.sums + r * kSumPitch;
     if (mask) {
       mask.draw(row, first, last - first);
@@ -215,8 +215,10 @@ void differentiate_block(const Product& p, const Block& block) {
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
     const T* hidden = static_cast<const T*>(finish.hidden) + row * wide;
-    T* dhidden = static_cast<T*>(finish.dhidden) + row * wide;
-    T* activated = finish.activated ? static_cast<T*>(finish.activated) + row * F : nullptr;
+    T* dhidden = static_cast<T*>(finish.dhidden) + row * inner_pitch(wide, p.type);
+    T* activated = finish.activated
+                       ? static_cast<T*>(finish.activated) + row * inner_pitch(F, p.type)
+                       : nullptr;
     const float* sums = block.sums + r * kSumPitch;
     // What relu dropped is 0 in hidden.
     if (!kKeptActivated && mask) {

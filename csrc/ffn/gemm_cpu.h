@@ -98,17 +98,26 @@ inline int clamped(int64_t n, int most) {
 }
 
 // -- micro-kernel ---------------------------------------------------------------------------------
+// Memory that will be read soon, and how many units of it a step of the depth asks for: into the
+// second cache, where a micro-kernel has loads to spare.
+struct Ahead {
+  const uint32_t* at;
+  int64_t step;
+};
+
 // sums[row][kSumPitch] (+)= a panel of each operand. The left one's units of a row are kStep apart,
 // its rows kPitch.
 template <class C, int kR, int kPitch, int kStep>
 void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t depth, float* sums,
-                  bool add) {
+                  bool add, Ahead ahead) {
   Float c[kR][2];
 #pragma GCC unroll 12
   for (int i = 0; i < kR; ++i) {
     c[i][0] = c[i][1] = Float{};
   }
   for (int64_t d = 0; d < depth; ++d) {
+    __builtin_prefetch(ahead.at, 0, 2);
+    ahead.at += ahead.step;
 #pragma GCC unroll 12
     for (int i = 0; i < kR; ++i) {
       c[i][0] = C::product(a + i * kPitch, b, c[i][0]);
@@ -128,7 +137,7 @@ void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t 
 
 template <class C>
 using MicroKernel = void (*)(const typename C::Unit*, const typename C::Unit*, int64_t, float*,
-                             bool);
+                             bool, Ahead);
 
 template <class C, int kPitch, int kStep, int... kR>
 MicroKernel<C> micro_kernel_of(int rows, std::integer_sequence<int, kR...>) {
@@ -330,6 +339,52 @@ void dot_panel(const Product& p, int64_t panel, int64_t first_unit, int units,
 }
 
 // -- a block --------------------------------------------------------------------------------------
+// Inlined by force, as is what calls it: GCC 12 drops calls of a function without effects.
+template <class T>
+inline __attribute__((always_inline)) void ask_for(const T* numbers, int64_t count) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < count; i += kLine) {
+    __builtin_prefetch(numbers + i, 0, 2);
+  }
+}
+
+// The share of those rows' units, from first_unit on, as far as they are there.
+template <class T>
+inline __attribute__((always_inline)) void ask_for_left(const Matrix& a, int64_t first_row,
+                                                        int rows, int64_t first_unit, int64_t units,
+                                                        int64_t share, int64_t shares) {
+  const int64_t first = first_unit * UnitsOf<T>::kDepth;
+  const int numbers = clamped(a.columns - first, static_cast<int>(units * UnitsOf<T>::kDepth));
+  const T* data =
+      static_cast<const T*>(a.data) + first_row * a.row_stride + first * a.column_stride;
+  const bool by_rows = a.column_stride == 1;
+  const int64_t lines = by_rows ? rows : numbers, stride = by_rows ? a.row_stride : a.column_stride;
+  for (int64_t i = lines * share / shares; i < lines * (share + 1) / shares; ++i) {
+    ask_for(data + i * stride, by_rows ? numbers : rows);
+  }
+}
+
+// The share of what a block's sums are joined with.
+template <class T>
+inline __attribute__((always_inline)) void ask_for_finish(const Product& p, int64_t first_row,
+                                                          int rows, int64_t first_panel,
+                                                          int64_t last_panel, int64_t share,
+                                                          int64_t shares) {
+  if (p.finish.kind != Finish::kDifferentiate) {
+    return;
+  }
+  const int64_t first = first_panel * kPanel, wide = p.gate > 0 ? 2 * p.gate : p.b.columns;
+  const int columns =
+      clamped(p.b.columns - first, static_cast<int>((last_panel - first_panel) * kPanel));
+  for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; ++r) {
+    const T* hidden = static_cast<const T*>(p.finish.hidden) + (first_row + r) * wide + first;
+    ask_for(hidden, columns);
+    if (p.gate > 0) {
+      ask_for(hidden + p.gate, columns);
+    }
+  }
+}
+
 // Of a worker's memory.
 constexpr int64_t kSumsAt = kOperandFloats, kPanelAt = kSumsAt + kBlockRows * kSumPitch;
 
@@ -360,6 +415,7 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   const int64_t piece = ceil_div(even, kMaxLanes) * kMaxLanes;
   for (int64_t first_unit = 0; first_unit < units; first_unit += piece) {
     const int depth = clamped(units - first_unit, static_cast<int>(piece));
+    const int64_t after = first_unit + depth;
     pack_left<T>(p.a, first_row, rows, first_unit, depth, left);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       float* panel_sums = sums + (panel - first_panel) * kPanel;
@@ -367,22 +423,27 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
         dot_panel<T>(p, panel, first_unit, depth, left, rows, panel_sums, first_unit > 0);
         continue;
       }
-      const Unit* right = packed ? packed + (panel * units + first_unit) * kPanel : own;
-      if (packed) {
-        // The next panel's piece, into the second cache while this one is multiplied.
-        const Unit* next = right + units * kPanel;
-        for (int u = 0; panel + 1 < last_panel && u < depth * kPanel; u += kUnitsOfLine) {
-          __builtin_prefetch(next + u, 0, 2);
-        }
+      // While this panel is multiplied, its share of what comes after this piece is asked for.
+      const int64_t share = panel - first_panel, shares = last_panel - first_panel;
+      if (after < units) {
+        ask_for_left<T>(p.a, first_row, rows, after, piece, share, shares);
       } else {
+        ask_for_finish<T>(p, first_row, rows, first_panel, last_panel, share, shares);
+      }
+      const Unit* right = packed ? packed + (panel * units + first_unit) * kPanel : own;
+      Ahead ahead = {reinterpret_cast<const uint32_t*>(right), 0};
+      if (!packed) {
         pack_panel<T>(p, panel, first_unit, depth, own);
+      } else if (panel + 1 < last_panel) {  // the next panel's piece
+        ahead = {ahead.at + units * kPanel, ceil_div(kPanel * step, rows)};
       }
       for (int r = 0; r < rows; r += step) {
         const int height = step < rows - r ? step : rows - r;
         const auto kernel = by_rows ? micro_kernel_of<C, kOperandPitch, 1>(height, kAnyRows)
                                     : micro_kernel_of<C, 1, kAcrossPitch>(height, kAnyRows);
         const Unit* strip = left + r * (by_rows ? kOperandPitch : 1);
-        kernel(strip, right, depth, panel_sums + r * kSumPitch, first_unit > 0);
+        kernel(strip, right, depth, panel_sums + r * kSumPitch, first_unit > 0, ahead);
+        ahead.at += depth * ahead.step;
       }
     }
   }

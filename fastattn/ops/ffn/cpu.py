@@ -149,6 +149,26 @@ def ffn_fwd(
     )
 
 
+# Results made by the library: here they and the scratch memory take 5 us, of few rows' 30.
+def ffn_fwd_direct(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dropout_p: float,
+    output_dropout_p: float,
+    dropout_seed: Tensor | None,
+    dropout_stream: int,
+) -> tuple[Tensor, ...] | None:
+    if residual is None and dropout_p == 0.0 and output_dropout_p == 0.0 and x.dtype in _DTYPES:
+        activation_code = _ACTIVATIONS[activation]
+        return _library.ffn_plain_fwd.default._op(x, w1, b1, w2, b2, activation_code)
+    return None
+
+
 # -- backward -------------------------------------------------------------------------------------
 def ffn_bwd_unsupported(
     dy: Tensor,

@@ -15,6 +15,7 @@ from fastattn.ops.linear import reference
 
 _PACKAGE = "fastattn.ops.linear"
 _BACKENDS = (Backend("cpu"), Backend("reference"))
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _fwd_outputs(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
@@ -64,6 +65,15 @@ def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
             return False
     args = (x, w, b)
     return _forward.pays("cpu", args) and _forward.is_plain(args)
+
+
+def is_left_to_torch(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
+    """Whether a plain eager call that names no backend goes straight to torch's own op: on the CPU
+    it is as fast in bf16 and fp16.
+    """
+    if torch.compiler.is_compiling() or x.dtype not in _HALVES or not x.is_cpu:
+        return False
+    return _forward.direct_on_cpu() is not None and _forward.is_plain((x, w, b))
 
 
 @contextlib.contextmanager

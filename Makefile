@@ -33,7 +33,8 @@ CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE_SOURCES))
 # What `make native` insists on: everything whose compiler is here and whose sources exist.
 NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell command -v nvcc)
 comma := ,
-FASTATTN_NATIVE ?= cpu$(if $(and $(strip $(NVCC)),$(wildcard csrc/*/*_sm90*.cu)),$(comma)sm90)
+PYTHON_H := $(wildcard $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h)
+FASTATTN_NATIVE ?= cpu$(if $(PYTHON_H),$(comma)autograd)$(if $(and $(strip $(NVCC)),$(wildcard csrc/*/*_sm90*.cu)),$(comma)sm90)
 QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

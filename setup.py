@@ -2,9 +2,11 @@
 
 Each row of LIBRARIES becomes `fastattn/_C_<name>.abi3.so`, loaded by torch.ops.load_library: the
 sources are the files under csrc whose names contain `_<name>`. They use torch's stable ABI, so one
-build serves every torch >= 2.11, and no Python symbol, so it serves every Python. g++ compiles .cpp
-and nvcc .cu, in parallel (through ninja where it is installed, which also rebuilds only what
-changed). Development installs add `fastattn._host`, a pybind11 module for the tests.
+build serves every torch >= 2.11, and no Python symbol, so it serves every Python. The exception is
+autograd, whose nodes have no stable ABI: `_C_autograd_<torch's version>.<Python's suffix>` serves
+the torch and the Python it was built with. g++ compiles .cpp and nvcc .cu, in parallel (through
+ninja where it is installed, which also rebuilds only what changed). Development installs add
+`fastattn._host`, a pybind11 module for the tests.
 
 FASTATTN_NATIVE unset: build what the tools at hand allow, and say what was left out and why.
 FASTATTN_NATIVE=0: build nothing native.
@@ -20,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,12 +43,16 @@ OBJECTS = ROOT / "build" / "native"
 OLDEST_TORCH = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the C++ face of OLDEST_TORCH
 OLDEST_PYTHON = "cp310"
+OLDEST_TORCH_WITH_NODES = (2, 13)  # of the kind that csrc/autograd makes
 
 CXX_FLAGS = (
     "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden "
     "-fno-math-errno -ffp-contract=off "  # fused multiply-add only where the source says so
     "-Wall -Wextra -Wno-maybe-uninitialized"  # GCC 12 warns about its own intrinsics
 ).split()
+# torch's headers want C++20, Python's macros leave fields out; -O2 takes half the time to compile,
+# and nothing there has loops.
+EXTENSION_FLAGS = "-std=c++20 -O2 -Wno-missing-field-initializers".split()
 NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall".split()
 # The first error ends the process; frames and line numbers for its report.
 SANITIZER_FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
@@ -58,16 +65,27 @@ X86_FLAGS = {
 
 @dataclass(frozen=True)
 class Library:
-    """A native library. architectures: nvcc's -gencode values, none without CUDA code."""
+    """A native library. architectures: nvcc's -gencode values, none without CUDA code. extends:
+    whether it is a Python extension, built with the headers of one torch and one Python.
+    """
 
     name: str
     architectures: tuple[str, ...] = ()
+    extends: bool = False
+
+    def file_name(self, tools: Tools) -> str:
+        """Without the extension, which is Python's."""
+        if not self.extends:
+            return f"_C_{self.name}"
+        # As fastattn/ops/_native.py spells it.
+        return f"_C_{self.name}_{re.sub(r'[^0-9A-Za-z]', '_', tools.full_torch_version())}"
 
 
 LIBRARIES = {
     row.name: row
     for row in (
         Library("cpu"),
+        Library("autograd", extends=True),
         # Portable CUDA C++ in one fat binary; the last entry is PTX for architectures to come.
         Library(
             "cuda",
@@ -106,6 +124,14 @@ class Tools:
             cuda=_cuda_home(),
         )
 
+    def full_torch_version(self) -> str:
+        """torch.__version__, which names the variant (+cpu) where the package's may not."""
+        assert self.torch and self.torch_version
+        version = self.torch / "version.py"
+        text = version.read_text() if version.is_file() else ""
+        found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+        return found[1] if found else self.torch_version
+
 
 def _cuda_home() -> Path | None:
     candidates = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
@@ -115,6 +141,10 @@ def _cuda_home() -> Path | None:
         if home and (Path(home) / "bin" / "nvcc").is_file():
             return Path(home)
     return None
+
+
+def _has_python_headers() -> bool:
+    return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
 def sources(library: Library, csrc: Path = CSRC) -> list[Path]:
@@ -133,9 +163,12 @@ def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:
         raise Impossible("has no sources in this tree")
     if tools.torch is None or tools.torch_version is None:
         raise Impossible("needs torch, which the build does not see")
-    if tuple(int(part) for part in tools.torch_version.split(".")[:2]) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise Impossible(f"needs torch >= {oldest}, got {tools.torch_version}")
+    oldest = OLDEST_TORCH_WITH_NODES if library.extends else OLDEST_TORCH
+    if tuple(int(part) for part in tools.torch_version.split(".")[:2]) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise Impossible(f"needs torch >= {wanted}, got {tools.torch_version}")
+    if library.extends and not _has_python_headers():
+        raise Impossible("needs Python's headers (the package python3-dev, on many systems)")
     if tools.cxx is None:
         raise Impossible("needs a C++ compiler (g++, or the one that CXX names)")
     if library.architectures and tools.cuda is None:
@@ -215,9 +248,11 @@ def library_steps(
     """Compile every source, then link (the last step). sanitize: further flags for C++."""
     assert tools.torch and tools.cxx
     cuda = tools.cuda or Path()  # read only where the library has architectures
-    headers = [f"-I{csrc}", STABLE_ABI]
+    headers = [f"-I{csrc}"] if library.extends else [f"-I{csrc}", STABLE_ABI]
     for folder in ("include", "include/torch/csrc/api/include"):
         headers += ["-isystem", str(tools.torch / folder)]
+    if library.extends:
+        headers += ["-isystem", sysconfig.get_path("include"), *EXTENSION_FLAGS]
     steps = []
     for source in sources(library, csrc):
         output = objects / library.name / source.relative_to(csrc).with_suffix(source.suffix + ".o")
@@ -236,7 +271,12 @@ def library_steps(
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.
         links += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    steps.append(_link_step(tools.cxx, steps, objects / f"_C_{library.name}.abi3.so", links))
+    suffix = ".abi3.so"
+    if library.extends:
+        links.append("-ltorch_python")
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    target = objects / f"{library.file_name(tools)}{suffix}"
+    steps.append(_link_step(tools.cxx, steps, target, links))
     return steps
 
 
@@ -316,15 +356,15 @@ class BuildNative(build_ext):
 
     @staticmethod
     def _host_possible() -> bool:
-        has_headers = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
-        return has_headers and importlib.util.find_spec("pybind11") is not None
+        return _has_python_headers() and importlib.util.find_spec("pybind11") is not None
 
     def build_extensions(self) -> None:
         tools = Tools.found()
         sanitize = sanitizers(os.environ.get("FASTATTN_SANITIZE"))
         objects = Path(self.build_temp).resolve() if sanitize else OBJECTS
         for extension in self.extensions:
-            name = extension.name.rpartition("_")[2]
+            found = re.fullmatch(r"fastattn\._C_([a-z0-9]+)\w*", extension.name)
+            name = found[1] if found else "host"
             if name == "host":
                 steps = host_steps(tools, objects)
             else:
@@ -353,16 +393,16 @@ class SourceDistribution(sdist):
 
 
 def extensions() -> list[Extension]:
-    wish = os.environ.get("FASTATTN_NATIVE")
+    wish, tools = os.environ.get("FASTATTN_NATIVE"), Tools.found()
     return [
         Extension(
-            f"fastattn._C_{library.name}",
+            f"fastattn.{library.file_name(tools)}",
             sources=[str(path.relative_to(ROOT)) for path in sources(library)],
             depends=[str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h")],
-            py_limited_api=True,
+            py_limited_api=not library.extends,
             optional=not wish,
         )
-        for library in choose(wish, Tools.found())
+        for library in choose(wish, tools)
     ]
 
 

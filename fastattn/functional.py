@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
+from fastattn import _jagged as jagged
 from fastattn._arguments import (
     Causal,
     autocast,
@@ -28,6 +29,7 @@ from fastattn._arguments import (
     check_index,
     check_length,
     check_lengths,
+    check_linear_weights,
     check_mask,
     check_mask_dtype,
     check_parameter,
@@ -41,8 +43,8 @@ from fastattn._arguments import (
     sizes,
 )
 from fastattn.ops._dropout import draw_seed
-from fastattn.ops._op import Explanation, recording_choices
-from fastattn.ops.attention.op import PreparedMask, classify_mask, jagged
+from fastattn.ops._op import Explanation, explaining, recording_choices
+from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_at_once as _attention_at_once
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
@@ -50,10 +52,12 @@ from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.best_tokens.op import best_tokens as _best_tokens
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
+from fastattn.ops.layer_norm.op import ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
+from fastattn.ops.linear.op import is_left_to_torch as _linear_is_left_to_torch
 from fastattn.ops.linear.op import linear as _linear
 from fastattn.ops.linear.op import suits as _linear_suits
 
@@ -71,6 +75,8 @@ __all__ = [
     "prepare_mask",
     "rms_norm",
 ]
+
+_FP32_EPSILON = torch.finfo(torch.float32).eps
 
 
 class _Options(TypedDict, total=False):
@@ -172,13 +178,13 @@ def attention(
         and query_lengths is None
         and window is None
         and dropout_seed is None
-        and backend is None
+        and (backend is None or backend == "cpu")
         and type(dropout_p) is float
         and dropout_p == 0.0
         and type(dropout_stream) is int
         and dropout_stream == 0
         and (causal is False or causal is True)
-        and (made := _attention_at_once(q, k, v, causal, scale)) is not None
+        and (made := _attention_at_once(q, k, v, causal, scale, backend)) is not None
     ):
         return (made[0], made[1]) if return_lse else made[0]
     check_backend(backend)
@@ -414,13 +420,13 @@ def layer_norm(
     x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. eps: finite, >= 0. Statistics in fp32
     by two passes. Result in x's dtype.
     """
-    if backend is not None:
-        check_backend(backend)
+    if not torch.compiler.is_compiling():
+        if (made := LAYER_NORM.short_road(backend, x, weight, bias, eps)) is not None:
+            return made[0]
+    check_backend(backend)
     check_rows("x", x)
-    if weight is not None:
-        check_parameter("weight", weight, x)
-    if bias is not None:
-        check_parameter("bias", bias, x)
+    check_parameter("weight", weight, x)
+    check_parameter("bias", bias, x)
     return _layer_norm(x, weight, bias, check_eps(eps), backend=backend)[0]
 
 
@@ -481,6 +487,13 @@ def add_layer_norm(
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
         return_sum: return (y, z); pre-norm blocks carry z on.
     """
+    # Whoever wants a seed drawn needs all arguments checked before.
+    ready = dropout_seed is not None or (type(dropout_p) is float and dropout_p == 0.0)
+    if ready and not torch.compiler.is_compiling():
+        dropout = (dropout_p, dropout_seed, dropout_stream)
+        made = ADD_LAYER_NORM.short_road(backend, x, residual, x_bias, weight, bias, eps, *dropout)
+        if made is not None:
+            return (made[0], made[1]) if return_sum else made[0]
     check_backend(backend)
     check_rows("x", x)
     check_rows("residual", residual)
@@ -518,6 +531,10 @@ def rms_norm(
     x: [..., N]; weight: [N] or None. Result in x's dtype. eps: finite, >= 0; default finfo.eps of
     fp32 (of fp64 for fp64), as torch.
     """
+    if not torch.compiler.is_compiling():
+        made = RMS_NORM.short_road(backend, x, weight, _FP32_EPSILON if eps is None else eps)
+        if made is not None:
+            return made[0]
     check_backend(backend)
     check_rows("x", x)
     check_parameter("weight", weight, x)
@@ -588,22 +605,20 @@ def linear(
 ) -> Tensor:
     """x weightᵀ + bias, `torch.nn.functional.linear`.
 
-    x: [..., D]; weight: [E, D]; bias: [E] or None; all of one dtype.
+    x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
+    one dtype.
     """
     check_backend(backend)
+    if isinstance(x, Tensor) and x.is_nested:
+        jagged.check_rows("x", x)
+        return jagged.with_rows(linear(x.values(), weight, bias, backend=backend), x)
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
-        check_float(name, tensor)
-        check_device(name, tensor, x.device)
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name} must have x's dtype {x.dtype}, got {tensor.dtype}")
-    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {sizes(weight)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], got {sizes(bias)}")
+    check_linear_weights(x, weight, bias)
+    if backend is None and _linear_is_left_to_torch(x, weight, bias):
+        if not explaining():
+            return F.linear(x, weight, bias)
+        backend = "reference"
     return _linear(x, weight, bias, backend=backend)[0]
 
 

@@ -129,17 +129,19 @@ _LAYERS = (
     ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
     ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
     ("fastattn.ops._verified", ("fastattn.ops._env",)),
-    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._verified")),
-    ("fastattn.ops._derivative", ("fastattn.ops._op",)),
+    ("fastattn.ops._road", ("fastattn.ops._env", "fastattn.ops._native")),
+    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._road", "fastattn.ops._verified")),
+    ("fastattn.ops._derivative", ("fastattn.ops._op", "fastattn.ops._road")),
     # The reference is also the derivative of the backward op; other backends are found by name.
     (
         "fastattn.ops.<op>.op",
         (
             "fastattn.ops._op",
+            "fastattn.ops._road",
             "fastattn.ops._derivative",
             "fastattn.ops.<op>.reference",
+            "fastattn.ops.<op>.calls",
             "fastattn.ops.<op>.prepared",
-            "fastattn.ops.<op>.jagged",
         ),
     ),
     ("fastattn.ops.<op>.spec", ("fastattn",)),
@@ -156,10 +158,12 @@ _LAYERS = (
     ),
     ("fastattn.ops", ("fastattn.ops._op",)),
     ("fastattn._arguments", ("fastattn.ops._op", "fastattn.ops._dropout", "fastattn.ops.*.op")),
+    ("fastattn._jagged", ()),
     (
         "fastattn.functional",
         (
             "fastattn._arguments",
+            "fastattn._jagged",
             "fastattn.ops._op",
             "fastattn.ops._dropout",
             "fastattn.ops.*.op",
@@ -238,7 +242,7 @@ def questions_outside_env(package: Path) -> list[str]:
     found = []
     for name, path in _modules(package).items():
         kernels = name.startswith(
-            ("fastattn.ops", "fastattn._arguments", "fastattn.functional", "fastattn.nn")
+            ("fastattn.ops", "fastattn._", "fastattn.functional", "fastattn.nn")
         )
         for chain in _attributes(path):
             if re.match(r"torch\.library\b", chain) and name not in _REGISTRARS:
@@ -257,8 +261,10 @@ _SOURCES = (".h", ".cuh", ".cpp", ".cu")
 
 
 def includes_break_rules(csrc: Path) -> list[str]:
-    """5 and 6. ptx < tile < op, one op knows no other, torch_binding.h alone knows torch."""
-    shared = {"common", "sm90", "host"}
+    """5 and 6. ptx < tile < op, one op knows no other, torch_binding.h alone knows torch (but for
+    the extension that is built for one torch, and knows nothing else).
+    """
+    shared = {"common", "sm90", "host", "autograd"}
     ops = {path.name for path in csrc.iterdir() if path.is_dir()} - shared
     found = []
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in _SOURCES):
@@ -268,7 +274,10 @@ def includes_break_rules(csrc: Path) -> list[str]:
             first = include.split("/")[0]
             binding = file.name.startswith(("binding", "module"))
             why = None
-            if first in ("torch", "ATen", "c10") and file.name != "torch_binding.h":
+            if area == "autograd":
+                if first in {path.name for path in csrc.iterdir()} - {"autograd"}:
+                    why = "autograd knows torch alone"
+            elif first in ("torch", "ATen", "c10") and file.name != "torch_binding.h":
                 why = "torch_binding.h alone includes torch"
             elif include.endswith("torch_binding.h") and not binding:
                 why = "only bindings know torch"
@@ -365,6 +374,7 @@ def test_python_rules_can_fail(tmp_path: Path, rule: Rule, file: str, source: st
 _BROKEN_INCLUDES = (
     ("attention/attention_fwd_sm90.cuh", "common/torch_binding.h", "only bindings know torch"),
     ("common/math.h", "torch/csrc/stable/tensor.h", "alone includes torch"),
+    ("autograd/node.h", "common/torch_binding.h", "autograd knows torch alone"),
     ("attention/binding_sm90.cpp", "cuda_runtime.h", "no CUDA header"),
     ("attention/binding_sm90.cpp", "attention/mask.cuh", "no CUDA header"),
     ("sm90/ptx/tma.cuh", "sm90/tile/pipeline.cuh", "ptx knows no tile"),
@@ -377,7 +387,7 @@ _BROKEN_INCLUDES = (
 
 @pytest.mark.parametrize("file, include, why", _BROKEN_INCLUDES)
 def test_include_rules_can_fail(tmp_path: Path, file: str, include: str, why: str) -> None:
-    for folder in ("common", "sm90/ptx", "sm90/tile", "attention", "layer_norm"):
+    for folder in ("common", "sm90/ptx", "sm90/tile", "attention", "autograd", "layer_norm"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / file).write_text(f'#pragma once\n  # include "{include}"\n')
     [found] = includes_break_rules(tmp_path)

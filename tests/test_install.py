@@ -23,6 +23,11 @@ torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8,)))
 print(fastattn.explain("layer_norm", x).chosen)
 """
 
+NODE = """
+import torch, fastattn
+print(fastattn.layer_norm(torch.randn(2, 8, requires_grad=True)).grad_fn.name())
+"""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,11 +73,15 @@ def libraries(wheel: Path) -> list[str]:
 
 
 def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
-    wheel, _ = build(source, tmp_path, FASTATTN_NATIVE="cpu")
-    assert libraries(wheel) == ["_C_cpu.abi3.so"]
-    assert "-cp310-abi3-" in wheel.name
+    wheel, _ = build(source, tmp_path, FASTATTN_NATIVE="cpu,autograd")
+    extension, library = sorted(libraries(wheel))
+    assert extension.startswith("_C_autograd_") and library == "_C_cpu.abi3.so"
+    assert "-cp310-abi3-" in wheel.name, "the extension is left alone where it does not fit"
     assert "fastattn/py.typed" in zipfile.ZipFile(wheel).namelist()
     assert use(wheel, tmp_path) == "cpu"
+    installed = str(tmp_path / "installed")
+    node = run(sys.executable, "-c", NODE, cwd=tmp_path, PYTHONPATH=installed)
+    assert node.split() == ["LayerNormBackward"]
 
 
 def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 The norms' samples run here for each instruction set but the best, which tests/test_ops.py covers.
 """
 
+import importlib.machinery
 import importlib.util
 import random
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _dropout, _native
+from fastattn.ops import _dropout, _env, _native
 from fastattn.ops.layer_norm import cpu
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import OpSpec, Sample, all_specs
@@ -381,6 +382,20 @@ def test_absent_and_broken_libraries_are_reasons(
 
 
 @needs_library
+def test_the_extension_is_for_one_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_native, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_native, "unavailable", lambda library: None)
+    monkeypatch.setattr(_env, "torch_version", lambda: "2.14.0a0+cpu")
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    load = _native.extension_unavailable.__wrapped__
+    assert "for torch 2.14.0a0+cpu under this Python was not built: `pip install" in load()
+    (tmp_path / f"_C_autograd_2_13_0_cpu{suffix}").touch()
+    assert "was built for another" in load()
+    (tmp_path / f"_C_autograd_2_14_0a0_cpu{suffix}").write_bytes(b"not a library")
+    assert f"cannot load its extension _C_autograd_2_14_0a0_cpu{suffix}" in load()
+
+
+@needs_library
 def test_instruction_set_by_name() -> None:
     with pytest.raises(ValueError, match=r"name must be one of portable.*, got 'mmx'"):
         _native.use_cpu_isa("mmx")
@@ -404,7 +419,7 @@ def csrc(tmp_path: Path) -> Path:
     for name in ("norm_cpu_portable.cpp", "norm_cpu_avx2.cpp", "binding_cpu.cpp"):
         (folder / "norm").mkdir(parents=True, exist_ok=True)
         (folder / "norm" / name).touch()
-    for name in ("norm_sm90.cu", "binding_sm90.cpp", "norm.h"):
+    for name in ("norm_sm90.cu", "binding_sm90.cpp", "norm.h", "module_autograd.cpp"):
         (folder / "norm" / name).touch()
     return folder
 
@@ -422,14 +437,21 @@ def test_requests(build: ModuleType) -> None:
         build.requested("cpu,gpu")
 
 
-def test_what_is_built(build: ModuleType, csrc: Path) -> None:
+def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def names(value: str | None, **changes: Any) -> list[str]:
         return [row.name for row in build.choose(value, _tools(build, **changes), csrc)]
 
-    assert names(None) == ["cpu", "sm90"]
+    assert names(None) == ["cpu", "autograd", "sm90"]
     assert names("cpu") == ["cpu"]
     assert names("0") == []
-    assert names(None, cuda=None) == ["cpu"]
+    assert names(None, cuda=None) == ["cpu", "autograd"]
+    assert names(None, torch_version="2.12.1") == ["cpu", "sm90"]
+    with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.13, got 2\.12\.1"):
+        names("autograd", torch_version="2.12.1")
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: "/nowhere")
+    assert names(None) == ["cpu", "sm90"]
+    with pytest.raises(SystemExit, match="autograd needs Python's headers"):
+        names("autograd")
 
 
 @pytest.mark.parametrize(
@@ -475,6 +497,17 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-gencode=arch=compute_90a,code=sm_90a" in sm90["norm_sm90.cu.o"]
     assert sm90["binding_sm90.cpp.o"].startswith("g++")
     assert "-lcudart_static" in sm90["_C_sm90.abi3.so"]
+    compiled, linked = commands("autograd")
+    assert linked == f"_C_autograd_2_13_0_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    assert "TORCH_TARGET_VERSION" not in commands("autograd")[compiled]
+    assert "-ltorch_python" in commands("autograd")[linked]
+
+
+def test_the_variant_of_torch_is_part_of_the_name(build: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text("debug = False\n__version__ = '2.13.0+cu130'\n")
+    tools = _tools(build, torch=tmp_path, torch_version="2.13.0")
+    assert build.LIBRARIES["autograd"].file_name(tools) == "_C_autograd_2_13_0_cu130"
+    assert build.LIBRARIES["cpu"].file_name(tools) == "_C_cpu"
 
 
 def test_other_processors_get_the_portable_kernels(

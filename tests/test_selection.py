@@ -12,19 +12,17 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from small_calls import OPS, small_call
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops import _env, _op, _verified, backend_table
+from fastattn.ops import _env, _op, _road, _verified, backend_table
 from fastattn.ops._op import Backend, Op
-from fastattn.testing import all_specs, poisoned_results
+from fastattn.testing import poisoned_results
 
 _numbers = itertools.count()
 CUDA = torch.device("cuda", 0)
@@ -46,7 +44,11 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
     monkeypatch.syspath_prepend(tmp_path)
     defined = []
 
-    def make(rows: list[Backend], **sources: str) -> Op:
+    def make(rows: list[Backend], call_type: Any = None, **sources: str) -> Op:
+        def outputs(x: Any, *_: Any) -> tuple[Tensor, ...]:
+            like = x if call_type is None else x.x
+            return torch.empty_like(like), torch.empty_like(like)
+
         name = f"probe{next(_numbers)}"
         folder = tmp_path / f"{name}_package"
         folder.mkdir()
@@ -57,9 +59,10 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
             name,
             "Tensor x, float factor",
             "Tensor y, Tensor z",
-            lambda x, factor: (torch.empty_like(x), torch.empty_like(x)),
+            outputs,
             folder.name,
             rows,
+            call_type,
         )
         defined.append(op)
         return op
@@ -186,6 +189,35 @@ def PROBE_workspace(x, factor):
     assert counters.shape == (3, 500) and counters.dtype == torch.int32
     assert not counters.any()
     assert scratch.shape == (7,) and scratch.dtype == torch.float64
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    factor: float
+
+
+def test_a_call_type_stands_for_the_arguments(make_op: MakeOp) -> None:
+    source = """
+import torch
+
+def PROBE_unsupported(call):
+    return "multiplies by more than 0" if call.factor == 0.0 else None
+
+def PROBE_workspace(call):
+    return [(call.x.shape, torch.float32, True)]
+
+def PROBE(call, y, z, scratch):
+    y.copy_(call.x * call.factor + scratch)
+    z.copy_(-y)
+"""
+    rows = [Backend("cpu"), Backend("reference")]
+    op = make_op(rows, _Call, cpu=source, reference=_REFERENCE)
+    assert _value(op) == _value(op, "cpu") == _value(op, "reference") == 4
+    assert op.explain((torch.ones(3), 0.0), None).refusals == {"cpu": "multiplies by more than 0"}
+    with poisoned_results():
+        assert _value(op) == 4
+    y, _ = op.call(torch.ones(5, device="meta"), 4.0)
+    assert y.shape == (5,)
 
 
 def test_reference_returns_its_results(make_op: MakeOp) -> None:
@@ -342,29 +374,10 @@ def test_environment_that_refuses_does_not_fall_back(
 
 
 # -- explanations ---------------------------------------------------------------------------------
-def _calls(op: str) -> dict[str, Any]:
-    x = torch.ones(2, 3)
-    if op == "attention":
-        q = torch.ones(1, 2, 3, 4)
-        return {"q": q, "k": q, "v": q}
-    if op == "attention_varlen":
-        q, offsets = torch.ones(3, 2, 4), torch.tensor([0, 1, 3], dtype=torch.int32)
-        inputs = {"q": q, "k": q, "v": q, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-        return inputs | {"max_seqlen_q": 2, "max_seqlen_k": 2}
-    if op == "ffn":
-        return {"x": x, "w1": torch.ones(5, 3), "b1": None, "w2": torch.ones(3, 5), "b2": None}
-    if op == "linear":
-        return {"x": x, "weight": torch.ones(5, 3)}
-    return {"x": x, "residual": x} if op == "add_layer_norm" else {"x": x}
-
-
-OPS = tuple(all_specs())
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_explain(op: str) -> None:
     """What comes before the choice was refused; what comes after may not have been asked."""
-    explanation = fastattn.explain(op, **_calls(op))
+    explanation = fastattn.explain(op, **small_call(op))
     backends = list(_op.OPS[f"{op}_fwd"].backends)
     assert explanation.op == f"{op}_fwd"
     assert explanation.chosen in backends and explanation.chosen not in explanation.refusals
@@ -373,7 +386,7 @@ def test_explain(op: str) -> None:
     lines = str(explanation).splitlines()
     assert lines[0] == f"{op}_fwd: {explanation.chosen}"
     assert len(lines) == 1 + len(explanation.refusals)
-    asked = fastattn.explain(op, **_calls(op), backend="reference")
+    asked = fastattn.explain(op, **small_call(op), backend="reference")
     assert asked.chosen == "reference"
 
 
@@ -384,11 +397,11 @@ def test_explain_runs_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Op, "_launcher", launched)
     monkeypatch.setattr(Op, "direct", launched)
-    with pytest.raises(AssertionError, match="launched"):
-        getattr(fastattn, op)(**_calls(op))
+    with _road.closed(everywhere=True), pytest.raises(AssertionError, match="launched"):
+        getattr(fastattn, op)(**small_call(op))
     state = torch.get_rng_state()
     dropout = {} if op in ("layer_norm", "rms_norm", "linear") else {"dropout_p": 0.5}
-    assert fastattn.explain(op, **_calls(op), **dropout).chosen is not None
+    assert fastattn.explain(op, **small_call(op), **dropout).chosen is not None
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 
 
@@ -635,180 +648,3 @@ def test_unverified_architecture_warns_once(
             assert op.select(_on_cuda(), None) == "triton"
             assert len(caplog.records) == warnings
     assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()
-
-
-# -- without torch's dispatcher -------------------------------------------------------------------
-# Plain eager calls run the implementation themselves; whoever watches torch's ops still sees them.
-class _Names(TorchDispatchMode):
-    """The ops that pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(op.name())
-        return op(*args, **kwargs or {})
-
-
-def _differentiated(op: str, calls: dict[str, Any]) -> list[Tensor]:
-    """The first result and its gradients."""
-    leaves = {
-        name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in calls.items()
-    }
-    y = getattr(fastattn, op)(**leaves)
-    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y.sin().sum(), wanted)]
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_modes_see_the_ops(op: str) -> None:
-    """In the forward and in the backward, with the bits of a plain call."""
-    plain = _differentiated(op, _calls(op))
-    with _Names() as names:
-        watched = _differentiated(op, _calls(op))
-    seen = [name for name in names.seen if name.startswith("fastattn::")]
-    assert seen == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
-    for x, y in zip(plain, watched, strict=True):
-        assert torch.equal(x, y)
-
-
-def test_modes_see_a_backward_alone() -> None:
-    x = torch.randn(2, 3, requires_grad=True)
-    y = fastattn.layer_norm(x)
-    with _Names() as names:
-        y.sum().backward()
-    assert "fastattn::layer_norm_bwd" in names.seen
-
-
-def test_the_profiler_names_the_ops() -> None:
-    x = torch.randn(2, 3, requires_grad=True)
-    with torch.profiler.profile() as profile:
-        fastattn.layer_norm(x).sum().backward()
-    names = {event.key for event in profile.key_averages()}
-    assert {"fastattn::layer_norm_fwd", "fastattn::layer_norm_bwd"} <= names
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_function_modes_and_subclasses_see_the_ops(op: str) -> None:
-    seen: list[str] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(f))
-            return f(*args, **kwargs or {})
-
-    class Watched(Tensor):
-        @classmethod
-        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(f))
-            return super().__torch_function__(f, types, args, kwargs or {})
-
-    plain = _differentiated(op, _calls(op))
-    with Mode():
-        watched = _differentiated(op, _calls(op))
-    assert seen.count(f"fastattn.{op}_fwd.default") == 1
-    for x, y in zip(plain, watched, strict=True):
-        assert torch.equal(x, y)
-    seen.clear()
-    calls = _calls(op)
-    last = [name for name, x in calls.items() if isinstance(x, Tensor)][-1]
-    getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Watched)})
-    assert seen.count(f"fastattn.{op}_fwd.default") == 1
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_traces_hold_the_ops(op: str, requires_grad: bool) -> None:
-    calls = _calls(op)
-    names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
-
-    def function(*tensors: Tensor) -> Tensor:
-        return getattr(fastattn, op)(**calls | dict(zip(names, tensors, strict=True)))
-
-    examples = [calls[n].detach().requires_grad_(requires_grad) for n in names]
-    trace = torch.jit.trace(function, tuple(examples), check_trace=False)
-    others = [torch.randn_like(x) for x in examples]
-    assert torch.equal(trace(*others), function(*others))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_changed_inputs_are_noticed(op: str) -> None:
-    """What is changed in place before the backward pass is refused where it matters."""
-    calls = _calls(op)
-    names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
-    leaves = [torch.randn_like(calls[n]).requires_grad_() for n in names]
-    refused = []
-    for name in names:
-        given = {n: leaf * 1 for n, leaf in zip(names, leaves, strict=True)}
-        y = getattr(fastattn, op)(**calls | given)
-        expected = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
-        with torch.no_grad():
-            given[name].add_(1)
-        try:
-            found = torch.autograd.grad(y.sin().sum(), leaves)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-            refused.append(name)
-        else:
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
-    assert refused or op == "add_layer_norm"  # which keeps the sum alone
-
-
-class _Own(Tensor):
-    pass
-
-
-def test_results_keep_a_subclass() -> None:
-    x = torch.randn(2, 3)
-    y = fastattn.layer_norm(x.as_subclass(_Own))
-    assert type(y) is _Own and torch.equal(y, fastattn.layer_norm(x))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_lazily_negated_tensors(backend: str) -> None:
-    """Their memory holds the opposite of their values; so may that of gradients."""
-    if why := _op.OPS["layer_norm_fwd"].refusal(backend, (torch.ones(2, 3), None, None, 0.0)):
-        pytest.skip(f"backend {backend} {why}")
-    x = torch.randn(2, 3, dtype=torch.complex64).conj().imag
-    dy = torch.randn(2, 3, dtype=torch.complex64).conj().imag
-    assert x.is_neg() and dy.is_neg()
-
-    def results(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        x = x.detach().requires_grad_()
-        y = fastattn.layer_norm(x, backend=backend)
-        return y.detach(), *torch.autograd.grad(y, x, dy)
-
-    for lazy, plain in zip(results(x, dy), results(x.clone(), dy.clone()), strict=True):
-        assert torch.equal(lazy, plain)
-
-
-def test_tensors_that_outlived_a_transform() -> None:
-    kept = []
-
-    def loss(x: Tensor) -> Tensor:
-        kept.append(x)
-        return x.sum()
-
-    x = torch.randn(2, 3)
-    torch.func.grad(loss)(x)
-    assert torch.equal(fastattn.layer_norm(kept[0]), fastattn.layer_norm(x))
-    weight = torch.ones(3, requires_grad=True)
-    fastattn.layer_norm(kept[0], weight).sum().backward()
-    assert weight.grad is not None
-
-
-def test_forward_mode_derivatives_are_refused() -> None:
-    """Not dropped in silence. What carries none passes."""
-    x = torch.randn(2, 3)
-    with forward_ad.dual_level():
-        y = fastattn.layer_norm(x)
-        dual = forward_ad.make_dual(x, torch.ones(2, 3))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            fastattn.layer_norm(dual)
-        with pytest.raises(NotImplementedError, match="jvp"), torch.no_grad():
-            torch.ops.fastattn.layer_norm_fwd(dual, None, None, 1e-5)
-    assert torch.equal(y, fastattn.layer_norm(x))

@@ -1,5 +1,6 @@
 // fastattn_cpu's norms: from tensors to the kernels' arguments, and the split over torch's threads.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "common/dropout.h"
@@ -69,6 +70,7 @@ const float* parameter(const std::optional<Tensor>& tensor, const char* name, in
   }
   const DType type = dtype_of(*tensor, name);
   const void* data = data_of<void>(*tensor, name, columns, tensor->scalar_type());
+  STD_TORCH_CHECK(tensor->dim() == 1, name, " must have one dimension, got ", tensor->dim());
   if (type == DType::kFloat32) {
     return static_cast<const float*>(data);
   }
@@ -313,7 +315,7 @@ void add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> dz, Tens
 
 // -- ops that make their results -----------------------------------------------------------------
 // And their scratch memory: where rows are few, making them in Python takes as long as the kernel.
-// Rows are contiguous.
+// So does looking at arguments there: these refuse what fastattn.functional refuses, by name then.
 constexpr size_t kUsualDims = 16;
 
 Tensor new_contiguous(const int64_t* sizes, size_t dims, ScalarType type) {
@@ -340,15 +342,18 @@ Tensor new_statistic(const Tensor& x) {
 }
 
 // A gradient like rows, or of shape [0] where nobody wants it.
-Tensor new_gradient(const Tensor& like, bool wanted) {
+Tensor new_gradient(const Tensor& like, bool wanted, std::optional<ScalarType> type = {}) {
+  const auto sizes = like.sizes();
   const int64_t nothing = 0;
-  return wanted ? new_rows(like) : new_contiguous(&nothing, 1, like.scalar_type());
+  return wanted ? new_contiguous(sizes.data(), sizes.size(), type.value_or(like.scalar_type()))
+                : new_contiguous(&nothing, 1, like.scalar_type());
 }
 
-// The gradient of a parameter in the type of `weight`, or of x where there is none.
-Tensor new_parameter_gradient(const Tensor& x, const std::optional<Tensor>& weight, bool wanted) {
-  const int64_t columns = wanted ? x.size(-1) : 0;
-  return new_contiguous(&columns, 1, weight ? weight->scalar_type() : x.scalar_type());
+// That of a parameter of rows x.
+Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& parameter, bool wanted) {
+  const bool made = parameter && wanted;
+  const int64_t columns = made ? parameter->numel() : 0;
+  return new_contiguous(&columns, 1, (made ? *parameter : x).scalar_type());
 }
 
 // Scratch memory for `parameters` converted to float, the columns of a dropout and the shares of
@@ -382,18 +387,50 @@ Tensor dense(const Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
+// x, or a copy where `rows_of` cannot read it.
+Tensor readable_rows(const Tensor& x) {
+  const auto sizes = x.sizes();
+  const auto strides = x.strides();
+  const size_t leading = sizes.size() - 1;
+  if (sizes.empty() || x.is_contiguous()) {
+    return x;
+  }
+  if (sizes[leading] > 1 && strides[leading] != 1) {
+    return torch::stable::contiguous(x);
+  }
+  int64_t breaks = 0, expected = -1;
+  for (size_t d = leading; d-- > 0;) {
+    if (sizes[d] == 1) {
+      continue;
+    }
+    breaks += expected >= 0 && strides[d] != expected;
+    expected = strides[d] * sizes[d];
+  }
+  return breaks > 1 ? torch::stable::contiguous(x) : x;
+}
+
+std::optional<Tensor> readable_rows(const std::optional<Tensor>& x) {
+  return x ? std::optional(readable_rows(*x)) : x;
+}
+
+void check_eps(double eps) {
+  STD_TORCH_CHECK(eps >= 0.0 && std::isfinite(eps), "eps must be a finite number >= 0, got ", eps);
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd_direct(Tensor x, std::optional<Tensor> weight,
                                                          std::optional<Tensor> bias, double eps) {
+  check_eps(eps);
   Tensor y = new_rows(x), mean = new_statistic(x), rstd = new_statistic(x);
   OwnScratch own(x, 2, false, 0);
-  forward_op(x, weight, bias, eps, y, &mean, rstd, own.scratch);
+  forward_op(readable_rows(x), weight, bias, eps, y, &mean, rstd, own.scratch);
   return {y, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_fwd_direct(Tensor x, std::optional<Tensor> weight, double eps) {
+  check_eps(eps);
   Tensor y = new_rows(x), rstd = new_statistic(x);
   OwnScratch own(x, 1, false, 0);
-  forward_op(x, weight, std::nullopt, eps, y, nullptr, rstd, own.scratch);
+  forward_op(readable_rows(x), weight, std::nullopt, eps, y, nullptr, rstd, own.scratch);
   return {y, rstd};
 }
 
@@ -401,46 +438,59 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd_direct(
     Tensor x, Tensor residual, std::optional<Tensor> x_bias, std::optional<Tensor> weight,
     std::optional<Tensor> bias, double eps, double dropout_p, std::optional<Tensor> dropout_seed,
     int64_t dropout_stream) {
+  check_eps(eps);
+  STD_TORCH_CHECK(std::equal(x.sizes().begin(), x.sizes().end(), residual.sizes().begin(),
+                             residual.sizes().end()),
+                  "residual must have x's shape");
+  STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0 && dropout_stream >= 0 &&
+                      dropout_stream < dropout::kSecondStream,
+                  "dropout_p and dropout_stream must be in their ranges");
+  STD_TORCH_CHECK(!dropout_seed || dropout_seed->dim() == 1, "dropout_seed must be int64 [1]");
   Tensor y = new_rows(residual), z = new_rows(residual);
   Tensor mean = new_statistic(residual), rstd = new_statistic(residual);
   OwnScratch own(x, 3, dropout_p > 0.0, 0);
-  add_forward_op(x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream, y,
-                 z, mean, rstd, own.scratch);
+  add_forward_op(readable_rows(x), readable_rows(residual), x_bias, weight, bias, eps, dropout_p,
+                 dropout_seed, dropout_stream, y, z, mean, rstd, own.scratch);
   return {y, z, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd_direct(Tensor dy, Tensor x,
-                                                         std::optional<Tensor> weight, Tensor mean,
+                                                         std::optional<Tensor> weight,
+                                                         std::optional<Tensor> bias, Tensor mean,
                                                          Tensor rstd, bool needs_x,
                                                          bool needs_weight, bool needs_bias) {
   Tensor dx = new_gradient(x, needs_x);
-  Tensor dweight = new_parameter_gradient(x, weight, needs_weight);
-  Tensor dbias = new_parameter_gradient(x, weight, needs_bias);
+  Tensor dweight = new_gradient(x, weight, needs_weight);
+  Tensor dbias = new_gradient(x, bias, needs_bias);
   OwnScratch own(x, 1, false, needs_weight + needs_bias);
-  backward_op(dy, x, weight, dense(mean), dense(rstd), dx, dweight, dbias, own.scratch);
+  backward_op(readable_rows(dy), readable_rows(x), weight, dense(mean), dense(rstd), dx, dweight,
+              dbias, own.scratch);
   return {dx, dweight, dbias};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_bwd_direct(Tensor dy, Tensor x, std::optional<Tensor> weight,
                                                Tensor rstd, bool needs_x, bool needs_weight) {
-  Tensor dx = new_gradient(x, needs_x), dweight = new_parameter_gradient(x, weight, needs_weight);
+  Tensor dx = new_gradient(x, needs_x), dweight = new_gradient(x, weight, needs_weight);
   OwnScratch own(x, 1, false, needs_weight);
-  rms_backward_op(dy, x, weight, dense(rstd), dx, dweight, own.scratch);
+  rms_backward_op(readable_rows(dy), readable_rows(x), weight, dense(rstd), dx, dweight,
+                  own.scratch);
   return {dx, dweight};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd_direct(
-    std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z, std::optional<Tensor> weight,
-    Tensor mean, Tensor rstd, double dropout_p, std::optional<Tensor> dropout_seed,
+    std::optional<Tensor> dy, std::optional<Tensor> dz, Tensor z, std::optional<Tensor> x_bias,
+    std::optional<Tensor> weight, std::optional<Tensor> bias, Tensor mean, Tensor rstd,
+    ScalarType x_dtype, double dropout_p, std::optional<Tensor> dropout_seed,
     int64_t dropout_stream, bool needs_x, bool needs_residual, bool needs_x_bias, bool needs_weight,
     bool needs_bias) {
-  Tensor dx = new_gradient(z, needs_x), dresidual = new_gradient(z, needs_residual);
-  Tensor dx_bias = new_parameter_gradient(z, weight, needs_x_bias);
-  Tensor dweight = new_parameter_gradient(z, weight, needs_weight);
-  Tensor dbias = new_parameter_gradient(z, weight, needs_bias);
+  Tensor dx = new_gradient(z, needs_x, x_dtype), dresidual = new_gradient(z, needs_residual);
+  Tensor dx_bias = new_gradient(z, x_bias, needs_x_bias);
+  Tensor dweight = new_gradient(z, weight, needs_weight);
+  Tensor dbias = new_gradient(z, bias, needs_bias);
   OwnScratch own(z, 1, dropout_p > 0.0, needs_x_bias + needs_weight + needs_bias);
-  add_backward_op(dy, dz, z, weight, dense(mean), dense(rstd), dropout_p, dropout_seed,
-                  dropout_stream, dx, dresidual, dx_bias, dweight, dbias, own.scratch);
+  add_backward_op(readable_rows(dy), readable_rows(dz), readable_rows(z), weight, dense(mean),
+                  dense(rstd), dropout_p, dropout_seed, dropout_stream, dx, dresidual, dx_bias,
+                  dweight, dbias, own.scratch);
   return {dx, dresidual, dx_bias, dweight, dbias};
 }
 
@@ -473,8 +523,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "layer_norm_fwd_direct(Tensor x, Tensor? weight, Tensor? bias, float eps) "
       "-> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
-      "layer_norm_bwd_direct(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "bool needs_x, bool needs_weight, bool needs_bias) "
+      "layer_norm_bwd_direct(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor rstd, bool needs_x, bool needs_weight, bool needs_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def("rms_norm_fwd_direct(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)");
   m.def(
@@ -485,8 +535,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
       "Tensor? bias, float eps, float dropout_p, Tensor? dropout_seed, int dropout_stream) "
       "-> (Tensor y, Tensor z, Tensor mean, Tensor rstd)");
   m.def(
-      "add_layer_norm_bwd_direct(Tensor? dy, Tensor? dz, Tensor z, Tensor? weight, Tensor mean, "
-      "Tensor rstd, float dropout_p, Tensor? dropout_seed, int dropout_stream, bool needs_x, "
+      "add_layer_norm_bwd_direct(Tensor? dy, Tensor? dz, Tensor z, Tensor? x_bias, "
+      "Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, ScalarType x_dtype, "
+      "float dropout_p, Tensor? dropout_seed, int dropout_stream, bool needs_x, "
       "bool needs_residual, bool needs_x_bias, bool needs_weight, bool needs_bias) "
       "-> (Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias)");
 }

@@ -31,9 +31,9 @@ def _run_info(options: argparse.Namespace) -> int:
     import torch
 
     import fastattn
-    from fastattn.ops import _env, backend_table
+    from fastattn.ops import _env, _native, backend_table
 
-    rows = backend_table(device)
+    rows, missing = backend_table(device), _native.extension_unavailable()
     report = {
         "fastattn": fastattn.__version__,
         "versions": _env.versions(),
@@ -41,6 +41,7 @@ def _run_info(options: argparse.Namespace) -> int:
         "device_name": _env.device_name(device),
         "threads": torch.get_num_threads(),
         "backends": [asdict(row) for row in rows],
+        "extension": {"available": missing is None, "reason": missing or ""},
     }
     if options.json:
         print(json.dumps(report, indent=2))
@@ -57,6 +58,8 @@ def _run_info(options: argparse.Namespace) -> int:
     for line in table:
         cells = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
         print("  ".join([*cells, line[4]]).rstrip())
+    served = f"by Python, which takes longer: {missing}" if missing else "by the extension autograd"
+    print(f"\nGraphs of short norm and attention calls on the CPU are made {served}")
     return DONE
 
 

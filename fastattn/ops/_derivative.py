@@ -5,6 +5,7 @@ forward op inside an autograd.Function in ctx style, the cheapest; tracing and f
 other style; torch.compile sees one op, whose Autograd kernel is registered here too.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastattn.ops._op import PLAIN_TENSORS, Op, are_ops_watched
+from fastattn.ops import _road
+from fastattn.ops._op import PLAIN_TENSORS, Op, are_ops_watched, explaining
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # Gradients batched by torch.autograd.grad have none, and nothing else tells them apart.
 _has_storage = torch._C._has_storage
 
@@ -48,7 +51,7 @@ class _Wiring:
         forward: Op,
         backward: Op,
         passes_through: Mapping[str, str],
-        equal_gradients: Mapping[tuple[str, str], Callable[..., bool]],
+        equal_gradients: Mapping[tuple[str, str], str],
     ):
         inputs, results = forward.arguments, forward.results
         tensors = {inputs[i] for i in forward.tensors}
@@ -77,11 +80,24 @@ class _Wiring:
         self.gradients = _Picker(
             [self.wanted.index(i) + 1 if i in self.wanted else 0 for i in range(self.positions)]
         )
-        # The same among the backward's results: (spared, computed, when).
         ordered = [name.removeprefix("d") for name in backward.results]
-        self.equal = [
-            (ordered.index(x), ordered.index(y), when) for (x, y), when in equal_gradients.items()
+        # Among the backward's results (spared, computed), then among the arguments (x, y, zero).
+        self._equal = [
+            (*map(ordered.index, pair), *map(inputs.index, (*pair, zero)))
+            for pair, zero in equal_gradients.items()
         ]
+        self.wires = _road.Wires(
+            name="".join(word.capitalize() for word in forward.family.split("_")) + "Backward",
+            types=dict(zip(inputs, forward.types, strict=True)),
+            saved=saved_inputs + saved_results,
+            constants=constants,
+            typed=[inputs[i] for i in self._typed],
+            results=results,
+            differentiable=self.with_gradient,
+            gradients=ordered,
+            passed=list(passes_through.items()),
+            equal=[(x, y, zero) for (x, y), zero in equal_gradients.items()],
+        )
 
     def save(self, ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*self._saved(args + results))
@@ -89,6 +105,11 @@ class _Wiring:
         for i in self._typed:
             constants.append(args[i].dtype)
         ctx.constants = constants
+        ctx.equal = [
+            (spared, computed)
+            for spared, computed, x, y, zero in self._equal
+            if args[zero] == 0.0 and args[x].dtype == args[y].dtype
+        ]
         ctx.set_materialize_grads(False)
 
 
@@ -115,17 +136,19 @@ def differentiable(
     backward: Op,
     backward_maths: Callable[..., tuple[Tensor | None, ...]],
     passes_through: Mapping[str, str] = MappingProxyType({}),
-    equal_gradients: Mapping[tuple[str, str], Callable[..., bool]] = MappingProxyType({}),
+    equal_gradients: Mapping[tuple[str, str], str] = MappingProxyType({}),
+    road: _road.Road | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Joins two ops; returns `apply(*arguments, backend=None)`, the road that every public function
     takes; of the results, those without a gradient may be missing.
 
     backward_maths: the backward op's arguments -> its results (None where not needed) in
     differentiable torch, for double backward. passes_through: forward arguments whose gradient is
-    that of a result. equal_gradients: (x, y) -> whether x has the gradient of y, asked with the
-    backward op's arguments; then only y's is computed and both inputs get it, as those of a sum do
-    in torch. Eager calls use a Function in ctx style, the cheapest; tracing and functorch need the
-    other style.
+    that of a result. equal_gradients: (x, y) -> the argument that is 0 where both have the same
+    gradient, if they are of one dtype; then only y's is computed and both inputs get it, as those
+    of a sum do in torch. road: that of `forward.short_road`, which public functions try first where
+    torch.compile does not trace. Eager calls use a Function in ctx style, the cheapest; tracing and
+    functorch need the other style.
     """
     wiring = _Wiring(forward, backward, passes_through, equal_gradients)
 
@@ -188,8 +211,8 @@ def differentiable(
             sources = (*ctx.saved_tensors, *ctx.constants, needs, *rows)
             pick = wiring.arguments
             args = pick.traced(sources) if traced else pick.pick(sources)
-            for x, y, when in wiring.equal:
-                if wants[x] and wants[y] and when(*args):
+            for x, y in ctx.equal:
+                if wants[x] and wants[y]:
                     needs[x] = False
             if torch.is_grad_enabled():
                 results = Backward.apply(ctx.backend, *args)
@@ -203,7 +226,7 @@ def differentiable(
             for i, computed, result in zip(wiring.wanted, needs, results, strict=True):
                 if computed:
                     found[i] = result
-            for x, y, _ in wiring.equal:
+            for x, y in ctx.equal:
                 if wants[x] and not needs[x]:
                     found[wiring.wanted[x]] = results[y]
         for i, j in wiring.passed:
@@ -249,9 +272,23 @@ def differentiable(
 
         backward = staticmethod(run_backward)
 
+    class Direct(torch.autograd.Function):
+        """For the short road: nobody but the native op has checked these arguments."""
+
+        @staticmethod
+        def forward(ctx: Any, backend: str | None, *args: Any) -> tuple[Tensor, ...]:
+            results = native()(*args)
+            if results is None:
+                raise RuntimeError(f"{forward.name} takes the whole road")
+            ctx.backend = backend
+            wiring.save(ctx, args, results)
+            return results[: wiring.with_gradient]
+
+        backward = staticmethod(run_backward)
+
     # Function.apply looks for functorch's wrappers first: 1.5 us, and plain calls have none.
     apply_plain = super(torch.autograd.Function, Plain).apply
-    forward.with_graph = apply_plain
+    apply_direct = super(torch.autograd.Function, Direct).apply
 
     def needs_graph(args: Sequence[Any], tensors: Sequence[int]) -> bool:
         return torch.is_grad_enabled() and any(
@@ -296,6 +333,77 @@ def differentiable(
             return Transformable.apply(backend, *args)
         return eager(*args, backend=backend)
 
+    @functools.cache
+    def native() -> Callable[..., tuple[Tensor, ...] | None]:
+        """The native op itself if it takes all arguments: it asks what its backend asks before."""
+        assert road is not None
+        direct = forward.direct("cpu")
+        assert direct is not None  # says `at_once`
+        return direct if road.without else getattr(torch.ops.fastattn_cpu, road.forward).default._op
+
+    numbers = [
+        (i, {"float": float, "int": int}[kind])
+        for i, kind in enumerate(forward.types)
+        if kind in ("float", "int")
+    ]
+
+    def road_in_python(backend: str | None, *args: Any) -> tuple[Tensor, ...] | None:
+        if backend is not None and backend != "cpu":
+            return None
+        graph = False
+        for i in tensors:
+            x = args[i]
+            if x is not None:
+                if type(x) not in PLAIN_TENSORS or not x.is_cpu or _is_functorch_wrapped(x):
+                    return None
+                graph = graph or x.requires_grad
+        for i, kind in numbers:
+            if type(args[i]) is not kind:
+                return None
+        if args[anchor].dtype is torch.float64 or forward.at_once() is None:
+            return None
+        try:
+            if not graph or not torch.is_grad_enabled():
+                return native()(*args)
+            if _saved_tensors_hooks(False) is not None:
+                return None  # what they raise is theirs
+            return apply_direct(backend, *args)
+        except RuntimeError:
+            return None
+
+    class Context:
+        """What `run_backward` reads of a Function's, from a node in C++."""
+
+        equal = ()  # found by the node
+
+        def __init__(
+            self, backend: str | None, needed: tuple[bool, ...], saved: Any, constants: Any
+        ):
+            found = iter(needed)
+            inputs = range(wiring.positions - 1)
+            self.needs_input_grad = (False, *(i in tensors and next(found) for i in inputs))
+            self.backend, self.saved_tensors, self.constants = backend, saved, constants
+
+    def backward_in_python(
+        backend: str | None,
+        needed: tuple[bool, ...],
+        saved: tuple[Tensor | None, ...],
+        constants: tuple[Any, ...],
+        gradients: tuple[Tensor | None, ...],
+    ) -> list[Tensor | None]:
+        found = run_backward(Context(backend, needed, saved, constants), *gradients)
+        return [found[1 + i] for i in tensors]
+
+    def find_short_road(backend: str | None, *args: Any) -> tuple[Tensor, ...] | None:
+        if explaining():
+            return None
+        assert road is not None
+        native = _road.in_cpp(road, wiring.wires, backward_in_python)
+        forward.short_road = native or road_in_python
+        return forward.short_road(backend, *args)
+
+    if road is not None:
+        forward.short_road = forward.find_short_road = find_short_road
     # The raw torch.ops.fastattn.* are differentiable too.
     forward.implement(eager, "Autograd")
     backward.implement(eager_backward, "Autograd")

@@ -14,6 +14,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -67,6 +68,21 @@ def record_path() -> Path | None:
     return Path(cache, "fastattn", "verified.json")
 
 
+def watched_variables() -> tuple[Any, ...] | None:
+    """For the native road, which looks at each call: the dictionary of `os`, what stands there as
+    environ, its own dictionary and the keys of the variables above. None where that is not Python's
+    own.
+    """
+    data = getattr(os.environ, "_data", None)
+    if type(data) is not dict:
+        return None
+    return vars(os), os.environ, data, tuple(_KEYS.values())
+
+
+def torch_version() -> str:
+    return str(torch.__version__)
+
+
 def interpreting() -> bool:
     """Whether Triton kernels run in Triton's interpreter, which takes CPU tensors."""
     return _variable(_INTERPRET_VARIABLE) == "1"
@@ -111,6 +127,14 @@ def architecture(device_type: str, index: int) -> str:
         return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     major, minor = capability(index)
     return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device_type: str, index: int) -> int:
+    """Of a GPU; for what stands in for one, those of an H200."""
+    if device_type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.cache

@@ -1,13 +1,21 @@
-"""Loads the optional native libraries that stand beside the package; for backend modules only.
+"""Loads the optional native libraries that stand beside the package, for backend modules and the
+short road, which import it when they are first used.
 
 `unavailable("cpu")` loads fastattn/_C_cpu.abi3.so on first use, which defines
-torch.ops.fastattn_cpu, or says why it cannot.
+torch.ops.fastattn_cpu, or says why it cannot. `extension()` is fastattn._C_autograd, which was
+built for one torch and one Python: any other never loads it.
 """
 
 import functools
+import importlib.machinery
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The words of csrc/common/isa.h, in its order.
@@ -28,6 +36,35 @@ def unavailable(library: str) -> str | None:
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
     return None
+
+
+@functools.cache
+def extension_unavailable() -> str | None:
+    """Why there is no `extension()`, or None once it is loaded."""
+    version, suffix = _env.torch_version(), importlib.machinery.EXTENSION_SUFFIXES[0]
+    path = _PACKAGE / f"_C_autograd_{re.sub(r'[^0-9A-Za-z]', '_', version)}{suffix}"
+    if not path.is_file():
+        built = "was built for another" if any(_PACKAGE.glob("_C_autograd_*")) else "was not built"
+        return (
+            f"the extension autograd for torch {version} under this Python {built}: "
+            "`pip install --no-build-isolation .` builds it"
+        )
+    if why := unavailable("cpu"):
+        return why
+    loader = importlib.machinery.ExtensionFileLoader("fastattn._C_autograd", str(path))
+    spec = importlib.machinery.ModuleSpec(loader.name, loader, origin=str(path))
+    try:
+        module = loader.create_module(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return f"cannot load its extension {path.name}: {error}"
+    sys.modules[loader.name] = module
+    return None
+
+
+def extension() -> Any:
+    """The module fastattn._C_autograd, or None where it cannot serve."""
+    return None if extension_unavailable() else sys.modules["fastattn._C_autograd"]
 
 
 def usable_cpu_isas() -> tuple[str, ...]:

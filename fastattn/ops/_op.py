@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fastattn.ops import _env, _verified
+from fastattn.ops import _env, _road, _verified
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 OPS: dict[str, "Op"] = {}
@@ -89,6 +89,9 @@ class Op:
     every op gets. torch.ops returns a single result bare; everything here returns tuples.
     outputs: (*arguments) -> tuple of empty results.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
+    call_type: the NamedTuple of the arguments. `outputs` and the backends get it instead of them;
+    only the reference and a `<name>_direct` still get them one by one.
+    takes_requests: whether FASTATTN_BACKEND chooses for this op.
     """
 
     def __init__(
@@ -99,8 +102,12 @@ class Op:
         outputs: Callable[..., tuple[Tensor, ...]],
         package: str,
         backends: Sequence[Backend],
+        call_type: type[tuple[Any, ...]] | None = None,
+        *,
+        takes_requests: bool = True,
     ):
         self.name, self.outputs, self.package = name, outputs, package
+        self.call_type, self._takes_requests = call_type, takes_requests
         self.family = family(name)
         self.backends = {row.name: row for row in backends}
         self._automatic = tuple(row for row in backends if row.automatic)
@@ -115,13 +122,18 @@ class Op:
         fake = self._as_declared(self._fake)
         torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
         self.arguments = [a.name for a in schema.arguments if a.name != "backend"]
+        assert call_type is None or [*getattr(call_type, "_fields", ())] == self.arguments
         self.results = [r.name for r in schema.returns]
         types = [str(a.type) for a in schema.arguments]
+        self.types = types[: len(self.arguments)]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
         self.anchor = types.index("Tensor")  # its device is the op's device
         self._launchers: dict[str, Callable[..., None]] = {}
-        # (backend's name, *arguments) -> results, for plain calls that need a graph.
-        self.with_graph: Callable[..., tuple[Tensor, ...]] = self._without_derivative
+        # (backend's name, *arguments), which may be anything -> the results that have a gradient
+        # of a plain CPU call, or None where it must take the whole road, which says what is wrong.
+        self.short_road: Callable[..., tuple[Tensor, ...] | None] = self._no_road
+        # What that is before the first call.
+        self.find_short_road: Callable[..., tuple[Tensor, ...] | None] = self._no_road
         self._directs: dict[str, Callable[..., tuple[Tensor, ...] | None] | None] = {}
         self._modules: dict[str, ModuleType] = {}
         OPS[name] = self
@@ -155,7 +167,7 @@ class Op:
             module = self._module(backend)
         unsupported = getattr(module, self._unsupported, None)
         if unsupported is not None:
-            return unsupported(*args)
+            return unsupported(*self.given(args))
         return None if hasattr(module, self.name) else f"does not implement {self.name}"
 
     def import_failure(self, backend: str) -> str | None:
@@ -168,7 +180,7 @@ class Op:
     def select(self, args: Sequence[Any], backend: str | None) -> str:
         """The backend that runs this call. An explicit choice never falls back."""
         requested, argument = backend, "backend"
-        if backend is None and (request := _env.requested_backends()):
+        if backend is None and self._takes_requests and (request := _env.requested_backends()):
             requested, argument = _requested_backend(request, self.family), _env.BACKEND_VARIABLE
         if requested is not None:
             if requested not in self.backends:
@@ -252,9 +264,20 @@ class Op:
                 _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
 
     # -- execution ---------------------------------------------------------------------------------
+    def given(self, args: Sequence[Any]) -> Sequence[Any]:
+        """What `outputs` and the functions of backends are called with."""
+        if self.call_type is None:
+            return args
+        return (args if type(args) is self.call_type else self.named(args),)
+
+    def named(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments in their NamedTuple, if the op has one."""
+        # _make, which counts them first, takes 0.2 us longer.
+        return args if self.call_type is None else tuple.__new__(self.call_type, args)
+
     def allocate(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """The results before anything is written (`testing.poisoned_results` puts NaN there)."""
-        return self.outputs(*args)
+        return self.outputs(*self.given(args))
 
     def allocate_workspace(
         self, pieces: Sequence[tuple[Sequence[int], torch.dtype, bool]], device: torch.device
@@ -285,6 +308,7 @@ class Op:
         if direct is not None and torch._C._len_torch_dispatch_stack() == 0:
             if (made := direct(*args)) is not None:
                 return made
+        args = self.named(args)
         name = name or self.select(args, backend)
         results = self.allocate(args)
         launch, anchor = self._launcher(name), args[self.anchor]
@@ -331,7 +355,7 @@ class Op:
         )
 
     def _fake(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        return self.outputs(*args)
+        return self.outputs(*self.given(args))
 
     def _module(self, backend: str) -> ModuleType:
         module = self._modules.get(backend)
@@ -382,8 +406,9 @@ class Op:
         self._directs[backend] = direct
         return direct
 
-    def _without_derivative(self, *_: Any) -> tuple[Tensor, ...]:
-        raise NotImplementedError(f"{self.name} has no derivative")
+    @staticmethod
+    def _no_road(*_: Any) -> None:
+        return None
 
     def _make_launcher(self, backend: str) -> Callable[..., None]:
         module = self._module(backend)
@@ -396,16 +421,17 @@ class Op:
                     result.copy_(value)
 
         def launch(args: Sequence[Any], results: Sequence[Tensor]) -> None:
-            function(*args, *results)
+            function(*self.given(args), *results)
 
         def launch_with_workspace(args: Sequence[Any], results: Sequence[Tensor]) -> None:
             assert workspace is not None
-            pieces = workspace(*args)
+            call = self.given(args)
+            pieces = workspace(*call)
             if pieces:
                 scratch = self.allocate_workspace(pieces, args[self.anchor].device)
-                function(*args, *results, *scratch)
+                function(*call, *results, *scratch)
             else:
-                function(*args, *results)
+                function(*call, *results)
 
         # The reference is written to be believed: it returns its results.
         if backend == "reference":
@@ -476,7 +502,8 @@ def recording_choices() -> Iterator[list[Explanation]]:
     explanations: list[Explanation] = []
     _recording.explanations = explanations
     try:
-        yield explanations
+        with _road.closed():
+            yield explanations
     finally:
         _recording.explanations = None
 

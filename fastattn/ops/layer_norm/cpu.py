@@ -113,7 +113,7 @@ def layer_norm_fwd(
 def layer_norm_fwd_direct(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...] | None:
-    if x.is_contiguous() and _refusal((x,), (weight, bias)) is None:
+    if _refusal((x,), (weight, bias)) is None:
         return _library.layer_norm_fwd_direct.default._op(x, weight, bias, eps)
     return None
 
@@ -181,27 +181,9 @@ def layer_norm_bwd_direct(
     eps: float,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
-    if (
-        dy.is_contiguous()
-        and x.is_contiguous()
-        and (bias is None or bias.dtype is (x if weight is None else weight).dtype)
-        and _refusal((dy, x), (weight, bias)) is None
-    ):
-        needs = _of_given(needs, weight, bias)
-        return _library.layer_norm_bwd_direct.default._op(dy, x, weight, mean, rstd, *needs)
+    if _refusal((dy, x), (weight, bias)) is None:
+        return _library.layer_norm_bwd_direct.default._op(dy, x, weight, bias, mean, rstd, *needs)
     return None
-
-
-def _of_given(needs: Sequence[bool], *parameters: Tensor | None) -> Sequence[bool]:
-    """needs, whose last are those of parameters, without what is wanted of missing ones."""
-    for parameter in parameters:
-        if parameter is None:
-            break
-    else:
-        return needs
-    first = len(needs) - len(parameters)
-    wanted = zip(needs[first:], parameters, strict=True)
-    return [*needs[:first], *(need and p is not None for need, p in wanted)]
 
 
 # -- add_layer_norm -------------------------------------------------------------------------------
@@ -278,11 +260,7 @@ def add_layer_norm_fwd_direct(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> tuple[Tensor, ...] | None:
-    if (
-        x.is_contiguous()
-        and residual.is_contiguous()
-        and _refusal((x, residual), (x_bias, weight, bias)) is None
-    ):
+    if _refusal((x, residual), (x_bias, weight, bias)) is None:
         return _library.add_layer_norm_fwd_direct.default._op(
             x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream
         )
@@ -387,19 +365,10 @@ def add_layer_norm_bwd_direct(
     dropout_stream: int,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...] | None:
-    dtype = (z if weight is None else weight).dtype
-    if (
-        z.is_contiguous()
-        and (dy is None or dy.is_contiguous())
-        and (dz is None or dz.is_contiguous())
-        and x_dtype is z.dtype
-        and (bias is None or bias.dtype is dtype)
-        and (x_bias is None or x_bias.dtype is dtype)
-        and _refusal((dy, dz, z), (x_bias, weight, bias)) is None
-    ):
-        needs = _of_given(needs, x_bias, weight, bias)
+    if x_dtype in _DTYPES and _refusal((dy, dz, z), (x_bias, weight, bias)) is None:
+        parameters, dropout = (x_bias, weight, bias), (dropout_p, dropout_seed, dropout_stream)
         return _library.add_layer_norm_bwd_direct.default._op(
-            dy, dz, z, weight, mean, rstd, dropout_p, dropout_seed, dropout_stream, *needs
+            dy, dz, z, *parameters, mean, rstd, x_dtype, *dropout, *needs
         )
     return None
 
@@ -427,7 +396,7 @@ def rms_norm_fwd(
 
 
 def rms_norm_fwd_direct(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...] | None:
-    if x.is_contiguous() and _refusal((x,), (weight,)) is None:
+    if _refusal((x,), (weight,)) is None:
         return _library.rms_norm_fwd_direct.default._op(x, weight, eps)
     return None
 
@@ -469,7 +438,6 @@ def rms_norm_bwd(
 def rms_norm_bwd_direct(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
 ) -> tuple[Tensor, ...] | None:
-    if dy.is_contiguous() and x.is_contiguous() and _refusal((dy, x), (weight,)) is None:
-        needs = _of_given(needs, weight)
+    if _refusal((dy, x), (weight,)) is None:
         return _library.rms_norm_bwd_direct.default._op(dy, x, weight, rstd, *needs)
     return None

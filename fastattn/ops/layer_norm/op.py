@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._derivative import differentiable
-from fastattn.ops._op import Backend, Op
+from fastattn.ops._op import OPS, Backend, Op
+from fastattn.ops._road import Road
 from fastattn.ops.layer_norm import reference
 
 _PACKAGE = "fastattn.ops.layer_norm"
@@ -105,26 +106,6 @@ def _add_layer_norm_bwd_outputs(
     )
 
 
-def _dx_is_dresidual(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> bool:
-    """Both are the gradient of the sum: half of what the backward writes is spared."""
-    return dropout_p == 0.0 and x_dtype == z.dtype
-
-
 def _rms_norm_fwd_outputs(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     return _normalised(x)
 
@@ -156,6 +137,7 @@ layer_norm = differentiable(
         _layer_norm_bwd_outputs,
     ),
     reference.layer_norm_bwd,
+    road=Road("layer_norm_fwd_direct", "layer_norm_bwd_direct"),
 )
 
 add_layer_norm = differentiable(
@@ -174,7 +156,9 @@ add_layer_norm = differentiable(
         _add_layer_norm_bwd_outputs,
     ),
     reference.add_layer_norm_bwd,
-    equal_gradients={("x", "residual"): _dx_is_dresidual},
+    # Both are the gradient of the sum: half of what the backward writes is spared.
+    equal_gradients={("x", "residual"): "dropout_p"},
+    road=Road("add_layer_norm_fwd_direct", "add_layer_norm_bwd_direct"),
 )
 
 rms_norm = differentiable(
@@ -191,4 +175,8 @@ rms_norm = differentiable(
         _rms_norm_bwd_outputs,
     ),
     reference.rms_norm_bwd,
+    road=Road("rms_norm_fwd_direct", "rms_norm_bwd_direct"),
 )
+LAYER_NORM = OPS["layer_norm_fwd"]
+ADD_LAYER_NORM = OPS["add_layer_norm_fwd"]
+RMS_NORM = OPS["rms_norm_fwd"]

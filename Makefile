@@ -35,6 +35,10 @@ NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell comma
 comma := ,
 PYTHON_H := $(wildcard $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h)
 FASTATTN_NATIVE ?= cpu$(if $(PYTHON_H),$(comma)autograd)$(if $(and $(strip $(NVCC)),$(wildcard csrc/*/*_sm90*.cu)),$(comma)sm90)
+# What setting up builds: where there is no GPU, its kernels can wait for `make native`.
+ifeq ($(HAS_GPU),0)
+SETUP_NATIVE := $(if $(shell command -v $(CXX)),FASTATTN_NATIVE=$(subst $(comma)sm90,,$(FASTATTN_NATIVE)))
+endif
 QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -101,5 +105,5 @@ $(VENV)/torch:
 # What the build itself wants comes first.
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(NATIVE_SOURCES)
 	$(BIN)/python -m pip install --quiet "setuptools>=77" ninja "pybind11>=3"
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	$(SETUP_NATIVE) $(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@

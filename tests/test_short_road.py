@@ -191,6 +191,10 @@ def test_explanations_and_poison_close_it(op: str, short_road: str) -> None:
 X = torch.randn(3, 8)
 WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], ...] = (
     ("layer_norm", (3,), {}, TypeError, "x must be a tensor, got int"),
+    ("layer_norm", (None,), {}, TypeError, "x must be a tensor, got NoneType"),
+    ("add_layer_norm", (None, X), {}, TypeError, "x must be a tensor, got NoneType"),
+    ("add_layer_norm", (X, None), {}, TypeError, "residual must be a tensor, got NoneType"),
+    ("attention", (None, X, X), {}, TypeError, "q must be a tensor, got NoneType"),
     ("layer_norm", (torch.tensor(1.0),), {}, ValueError, "x must have at least one dimension"),
     ("layer_norm", (X.long(),), {}, TypeError, "x must be fp16, bf16, fp32 or fp64"),
     ("layer_norm", (X, torch.ones(7)), {}, ValueError, r"weight must be \[8\].* got \[7\]"),
@@ -219,6 +223,16 @@ WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], 
         {"dropout_seed": torch.ones(())},
         ValueError,
         r"dropout_seed must be int64 \[1\]",
+    ),
+    *(
+        (
+            "add_layer_norm",
+            (X, X),
+            {"dropout_seed": seed},  # though nothing is dropped
+            ValueError,
+            r"dropout_seed must be int64 \[1\]",
+        )
+        for seed in (torch.ones(1), torch.ones(5, dtype=torch.int64))
     ),
     (
         "add_layer_norm",
@@ -501,7 +515,8 @@ def test_nodes(op: str, road: str) -> None:
     inputs = _inputs(op)
     y = _call(op, inputs)
     node = y.grad_fn
-    assert node.name().endswith("Backward")
+    assert isinstance(node, torch.autograd.graph.Node)
+    assert node.name().endswith("Backward") and f"grad_fn=<{node.name()}>" in repr(y)
     leaves = [n.variable for n, _ in node.next_functions if n is not None]
     assert [any(leaf is x for x in inputs) for leaf in leaves] == [True] * len(inputs)
     expected = torch.autograd.grad(y.sum(), inputs, retain_graph=True)

@@ -266,9 +266,13 @@ bool make_types() {
   road_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   road_type.tp_vectorcall_offset = offsetof(RoadObject, vectorcall);
   road_type.tp_call = PyVectorcall_Call;
-  torch::autograd::_initFunctionPyTypeObject(node_type, "fastattn._C_autograd.OpBackward", nullptr,
+  // Nodes of a type of this name are printed under their own.
+  torch::autograd::_initFunctionPyTypeObject(node_type, "fastattn._C_autograd.CppFunction", nullptr,
                                              nullptr);
   torch::autograd::registerCppFunction(typeid(OpNode), &node_type);
+  pybind11::module_::import("torch.autograd.graph")
+      .attr("Node")
+      .attr("register")(pybind11::handle(reinterpret_cast<PyObject*>(&node_type)));
   return PyType_Ready(&road_type) == 0;
 }
 

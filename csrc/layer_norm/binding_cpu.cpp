@@ -445,7 +445,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd_direct(
   STD_TORCH_CHECK(dropout_p >= 0.0 && dropout_p <= 1.0 && dropout_stream >= 0 &&
                       dropout_stream < dropout::kSecondStream,
                   "dropout_p and dropout_stream must be in their ranges");
-  STD_TORCH_CHECK(!dropout_seed || dropout_seed->dim() == 1, "dropout_seed must be int64 [1]");
+  STD_TORCH_CHECK(!dropout_seed || (dropout_seed->dim() == 1 && dropout_seed->numel() == 1 &&
+                                    dropout_seed->scalar_type() == ScalarType::Long),
+                  "dropout_seed must be int64 [1]");
   Tensor y = new_rows(residual), z = new_rows(residual);
   Tensor mean = new_statistic(residual), rstd = new_statistic(residual);
   OwnScratch own(x, 3, dropout_p > 0.0, 0);

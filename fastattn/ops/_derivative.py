@@ -348,7 +348,7 @@ def differentiable(
     ]
 
     def road_in_python(backend: str | None, *args: Any) -> tuple[Tensor, ...] | None:
-        if backend is not None and backend != "cpu":
+        if (backend is not None and backend != "cpu") or args[anchor] is None:
             return None
         graph = False
         for i in tensors:

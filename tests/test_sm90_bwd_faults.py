@@ -99,7 +99,7 @@ def _samples(instance: str) -> Iterator[Sample]:
         yield _sample("packed", queries=[R + 9, 0, 9], keys=[9, 30, N + 9], slack=9, D=D, H=1,
                       causal="bottom_right")  # fmt: skip
     if kind == "kDropout":
-        yield _sample("dropout", dropout_p=0.3, M=3 * R, N=N + 12, **one)
+        yield _sample("dropout", dropout_p=0.3, M=5 * R, N=N + 12, **one)
     if kind == "kMask":
         yield _sample("mask", mask="rows MN", M=4 * R, N=N + 12, **one)
         yield _sample("mask, dead keys", mask="bool MN", M=R, N=N, key_lengths=[20], **one)

@@ -348,13 +348,16 @@ RECORDED = ("--op=rms_norm", "--backend=cpu", "--backend=reference", "--device=c
 def test_what_passes_is_recorded(
     pretended_gpu: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"op": "rms_norm", "backend": "cpu", "architecture": "sm_100"}
+    dtypes = ("float32", "bfloat16", "float16")
+    other = {"op": "rms_norm", "backend": "cpu", "dtype": "float32", "architecture": "sm_100"}
     check.write_json(pretended_gpu, {"passed": [other, other | {"architecture": "sm_90"}]})
     assert check.run(_options(*RECORDED)) == 0
-    assert "on sm_90 from now on: rms_norm by cpu (" in capsys.readouterr().out
-    assert _verified.passed(CUDA) == {("rms_norm", "cpu")}
-    kept, made = json.loads(pretended_gpu.read_text())["passed"]
-    assert kept == other and made["device"] == "a GPU" and made["results"] > 10
+    printed = capsys.readouterr().out
+    assert all(f"rms_norm by cpu in {dtype}" in printed for dtype in dtypes)
+    assert _verified.passed(CUDA) == {("rms_norm", "cpu", dtype) for dtype in dtypes}
+    kept, *made = json.loads(pretended_gpu.read_text())["passed"]
+    assert kept == other
+    assert all(entry["device"] == "a GPU" and entry["results"] > 10 for entry in made)
 
     _verified.passed.cache_clear()
     _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
@@ -363,9 +366,19 @@ def test_what_passes_is_recorded(
     assert _verified.passed(CUDA) == frozenset()
 
 
-@pytest.mark.parametrize(
-    "option", ["--quick", "--sample=odd", "--dtype=bf16", "--seconds=9", "--device=cpu"]
-)
+def test_a_dtype_that_fails_takes_no_other_along(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(args: Any, results: Any) -> None:
+        if args[0].dtype == torch.float16:
+            results[0].fill_(1.0)
+
+    _break(monkeypatch, "rms_norm_fwd", "cpu", spoil)
+    assert check.run(_options(*RECORDED, "--dtype=fp16", "--dtype=bf16")) == 1
+    assert _verified.passed(CUDA) == {("rms_norm", "cpu", "bfloat16")}
+
+
+@pytest.mark.parametrize("option", ["--quick", "--sample=odd", "--seconds=9", "--device=cpu"])
 def test_only_the_whole_suite_is_recorded(pretended_gpu: Path, option: str) -> None:
     with pytest.raises(ValueError, match="--record must go with"):
         check.run(_options(*RECORDED, option))

@@ -510,8 +510,8 @@ def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- on a GPU -------------------------------------------------------------------------------------
 def _on_cuda() -> tuple[Any, float]:
-    """Selection asks nothing but the device of a tensor."""
-    return SimpleNamespace(device=CUDA), 4.0
+    """Selection asks nothing but the device and the dtype of a tensor."""
+    return SimpleNamespace(device=CUDA, dtype=torch.bfloat16), 4.0
 
 
 @pytest.fixture(autouse=True)
@@ -528,8 +528,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     entries = []
 
     def write(op: str, backend: str, **other: str) -> None:
-        entry = {"op": op, "backend": backend, "architecture": "sm_90", **_verified.kernels()}
-        entries.append(entry | other)
+        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels()}
+        entries.append({"op": op, "backend": backend} | about | other)
         file.write_text(json.dumps({"passed": entries}))
         _verified.passed.cache_clear()
 
@@ -555,11 +555,24 @@ def test_what_passed_here_is_automatic_here(
     assert _value(op) == 4  # on the CPU nothing changes
 
 
+def test_the_table_names_the_dtypes_that_passed(
+    record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is not asked here")
+    record("rms_norm", "triton")
+    record("rms_norm", "triton", dtype="float16")
+    rows = {(row.op, row.backend): row for row in backend_table(CUDA)}
+    triton = rows["rms_norm", "triton"]
+    assert (triton.automatic, triton.automatic_for) == (False, ("bfloat16", "float16"))
+    assert rows["layer_norm", "triton"].automatic_for == ()
+
+
 @pytest.mark.parametrize(
     "other",
     [
         {"op": "another"},
         {"backend": "sm90"},
+        {"dtype": "float16"},
         {"architecture": "sm_100"},
         {"digest": "0" * 16},
         {"torch": "2.0.0"},

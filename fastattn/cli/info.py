@@ -52,7 +52,8 @@ def _run_info(options: argparse.Namespace) -> int:
     print("Backends in the order in which they are tried:\n")
     table = [("op", "backend", "available", "automatic", "")]
     for row in rows:
-        available, automatic = ("yes" if flag else "no" for flag in (row.available, row.automatic))
+        available = "yes" if row.available else "no"
+        automatic = "yes" if row.automatic else ", ".join(row.automatic_for) or "no"
         table.append((row.op, row.backend, available, automatic, row.reason))
     widths = [max(len(line[i]) for line in table) for i in range(4)]
     for line in table:

@@ -51,13 +51,18 @@ class Backend:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """What `fastattn info` shows of one backend of one op on one device."""
+    """What `fastattn info` shows of one backend of one op on one device.
+
+    automatic: whether it is taken without being asked for, whatever the dtype; where not,
+    automatic_for has the dtypes in which it is.
+    """
 
     op: str
     backend: str
     available: bool
     reason: str
     automatic: bool
+    automatic_for: tuple[str, ...] = ()
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Op:
         self.family = family(name)
         self.backends = {row.name: row for row in backends}
         self._automatic = tuple(row for row in backends if row.automatic)
-        self._orders: dict[torch.device, tuple[Backend, ...]] = {}
+        self._orders: dict[tuple[torch.device, torch.dtype], tuple[Backend, ...]] = {}
         self._unsupported = f"{name}_unsupported"
         LIBRARY.define(f"{name}({arguments}, *, str? backend=None) -> ({results})")
         overload = getattr(torch.ops.fastattn, name).default
@@ -191,32 +196,36 @@ class Op:
             if why := self.refusal(requested, args):
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")
             return requested
-        device, refusals = args[self.anchor].device, None
+        anchor, refusals = args[self.anchor], None
+        device = anchor.device
         on_gpu = device != _env.CPU and device.type == "cuda"
-        for row in self.order(device) if on_gpu else self._automatic:
+        for row in self.order(device, anchor.dtype) if on_gpu else self._automatic:
             why = self._refusal(row.name, device, args)
             if why is None:
                 if on_gpu:
-                    self._remark(row, device, refusals or {})
+                    self._remark(row, anchor, refusals or {})
                 return row.name
             refusals = refusals or {}
             refusals[row.name] = why
         raise NotImplementedError(str(Explanation(self.name, None, refusals or {})))
 
-    def order(self, device: torch.device) -> tuple[Backend, ...]:
+    def order(self, device: torch.device, dtype: torch.dtype) -> tuple[Backend, ...]:
         """What the automatic choice goes through on a device: its rows, and those of kernels that
-        have passed the equivalence suite on a GPU such as this one.
+        have passed the equivalence suite in this dtype on a GPU such as this one.
         """
-        order = self._orders.get(device)
+        order = self._orders.get((device, dtype))
         if order is None:
-            passed = _verified.passed(device)
             order = tuple(
                 row
                 for row in self.backends.values()
-                if row.automatic or (self.family, row.name) in passed
+                if row.automatic or self._has_passed(row.name, device, dtype)
             )
-            self._orders[device] = order
+            self._orders[device, dtype] = order
         return order
+
+    def _has_passed(self, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
+        name = str(dtype).removeprefix("torch.")
+        return (self.family, backend, name) in _verified.passed(device)
 
     def pays(self, backend: str, args: Sequence[Any]) -> bool:
         """Whether this call would take `backend` and that is faster than torch's own op, says the
@@ -231,7 +240,8 @@ class Op:
         return self.select(args, None) == backend
 
     def explain(self, args: Sequence[Any], backend: str | None) -> Explanation:
-        refusals, order = {}, self.order(args[self.anchor].device)
+        anchor = args[self.anchor]
+        refusals, order = {}, self.order(anchor.device, anchor.dtype)
         for name, row in self.backends.items():
             why = self.refusal(name, args)
             if why is None and row not in order:
@@ -246,12 +256,13 @@ class Op:
             refusals.pop(chosen, None)
         return Explanation(self.name, chosen, refusals)
 
-    def _remark(self, row: Backend, device: torch.device, refusals: dict[str, str]) -> None:
+    def _remark(self, row: Backend, anchor: Tensor, refusals: dict[str, str]) -> None:
+        device = anchor.device
         if row.name == "reference":
             others = (name for name in self.backends if name != "reference")
             if all(_env.refuses_device(name, device) for name in others):
                 return  # the op is torch's own there, not a slow stand-in
-            order = self.order(device)
+            order = self.order(device, anchor.dtype)
             for name, other in self.backends.items():
                 if other not in order and _env.refuses_device(name, device) is None:
                     refusals = {**refusals, name: _UNVERIFIED}
@@ -260,7 +271,7 @@ class Op:
         else:
             architecture = _env.architecture(device.type, device.index or 0)
             passed = architecture in row.verified
-            if not passed and (self.family, row.name) not in _verified.passed(device):
+            if not passed and not self._has_passed(row.name, device, anchor.dtype):
                 _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
 
     # -- execution ---------------------------------------------------------------------------------
@@ -485,9 +496,13 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 why = unavailable() if unavailable else None
             if why is None and not hasattr(op._module(row.name), op.name):
                 why = f"does not implement {op.name}"
-            automatic = row in op.order(device)
+            passed = tuple(
+                dtype
+                for name, backend, dtype in sorted(_verified.passed(device))
+                if (name, backend) == (op.family, row.name) and not row.automatic
+            )
             table.append(
-                BackendStatus(family(op.name), row.name, why is None, why or "", automatic)
+                BackendStatus(op.family, row.name, why is None, why or "", row.automatic, passed)
             )
     return table
 

@@ -42,8 +42,10 @@ def entries(file: Path) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def passed(device: torch.device) -> frozenset[tuple[str, str]]:
-    """(op, backend) of these very kernels that have passed on a GPU such as this one."""
+def passed(device: torch.device) -> frozenset[tuple[str, str, str]]:
+    """(op, backend, dtype) of these very kernels that have passed on a GPU such as this one; the
+    dtype as torch spells it, without the "torch.".
+    """
     file = _env.record_path()
     try:
         found = entries(file) if file is not None and device.type == "cuda" else []
@@ -54,7 +56,7 @@ def passed(device: torch.device) -> frozenset[tuple[str, str]]:
         return frozenset()
     wanted = {"architecture": _env.architecture("cuda", device.index or 0), **kernels()}
     return frozenset(
-        (str(entry.get("op")), str(entry.get("backend")))
+        (str(entry.get("op")), str(entry.get("backend")), str(entry.get("dtype")))
         for entry in found
         if wanted.items() <= entry.items()
     )

@@ -437,7 +437,7 @@ def _counts(rows: list[Row]) -> tuple[str, ...]:
 def _check_recordable(options: argparse.Namespace, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"--record must go with a cuda device, got {device}")
-    for option in ("sample", "dtype", "quick", "seconds"):
+    for option in ("sample", "quick", "seconds"):
         if getattr(options, option):
             raise ValueError(f"--record must go with every sample, got --{option}")
     file = _env.record_path()
@@ -449,10 +449,11 @@ def _check_recordable(options: argparse.Namespace, device: torch.device) -> None
 def _record(rows: Sequence[Row], device: torch.device) -> str:
     """Writes down what has passed, in place of earlier verdicts on the same; what it was."""
     architecture = _env.architecture(device.type, device.index or 0)
-    verdicts: dict[tuple[str, str], list[str]] = {}
+    verdicts: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.backend != "reference":
-            verdicts.setdefault((row.op, row.backend), []).append(row.status)
+            dtype = str(_DTYPES[row.dtype]).removeprefix("torch.")
+            verdicts.setdefault((row.op, row.backend, dtype), []).append(row.status)
     passed = [key for key, found in verdicts.items() if "ok" in found and found.count("FAIL") == 0]
     file = _env.record_path()
     assert file is not None  # _check_recordable
@@ -460,16 +461,18 @@ def _record(rows: Sequence[Row], device: torch.device) -> str:
         entry
         for entry in _verified.entries(file)
         if entry.get("architecture") != architecture
-        or (entry.get("op"), entry.get("backend")) not in verdicts
+        or (entry.get("op"), entry.get("backend"), entry.get("dtype")) not in verdicts
     ]
     about = {"architecture": architecture, **_verified.kernels()}
     about |= {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
     made = [
-        {"op": op, "backend": backend, **about, "results": verdicts[op, backend].count("ok")}
-        for op, backend in passed
+        dict(zip(("op", "backend", "dtype"), key, strict=True))
+        | about
+        | {"results": verdicts[key].count("ok")}
+        for key in passed
     ]
     write_json(file, {"passed": kept + made})
-    names = ", ".join(f"{op} by {backend}" for op, backend in passed) or "nothing"
+    names = ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in passed) or "nothing"
     return f"chosen automatically on {architecture} from now on: {names} ({file})"
 
 

@@ -72,7 +72,7 @@ struct View {
   operator TensorView() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
-// What binding_sm90.cpp fills in.
+// What the bindings fill in.
 struct Call {
   View q, k, v, out;
   float* lse;

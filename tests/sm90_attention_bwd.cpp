@@ -1,5 +1,6 @@
 // The Hopper attention backward on the host, for test_sm90_bwd_on_host.py: the kernels over the
-// machine of sm90_on_host, all instances, those of ONLY_HEAD_DIM in bf16, or of them ONLY_VARIANT.
+// machine of sm90_on_host, all instances, those of ONLY_HEAD_DIM in bf16, or of them ONLY_VARIANT;
+// with ONLY_DMASK nothing but the gradient of its mask, and what that needs.
 #include "machine.h"
 
 template <class Kernel, class Arguments>
@@ -65,6 +66,18 @@ const char* run(int head_dim, const BackwardProblem& problem) {
          : head_dim <= 192 ? run<kType, 192>(problem)
                            : run<kType, 256>(problem);
 }
+
+template <int kHeadDim, Variant kVariant>
+const char* run_dmask(const BackwardProblem& problem) {
+  using Traits = BackwardTraits<__nv_bfloat16, kHeadDim, kVariant>;
+  BackwardArguments args;
+  if (!set_arguments<Traits>(args, problem, TypeOf<DType::kBFloat16>::kMapType)) {
+    return kRefusedMap;
+  }
+  launch(attention_bwd_prepare_kernel<Traits>, args.row_blocks * problem.batch * problem.heads,
+         kPrepareThreads, 0, nullptr, args, false);
+  return launch_dmask<DType::kBFloat16, kHeadDim, Traits::kDropout>(problem, args, 0, nullptr);
+}
 }  // namespace
 
 struct View {
@@ -73,7 +86,7 @@ struct View {
   operator TensorView() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
-// What binding_sm90.cpp fills in.
+// What the bindings fill in.
 struct Call {
   View q, k, v, out, dout, dq, dk, dv;
   const float *lse, *dlse;
@@ -155,7 +168,9 @@ extern "C" const char* attention_bwd(const Call* c) {
     p.dmask.parts = static_cast<int>(c->parts);
     p.dmask.partial = c->partial;
   }
-#if defined(ONLY_VARIANT)  // compiles in seconds
+#if defined(ONLY_DMASK)
+  const char* failure = run_dmask<ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p);
+#elif defined(ONLY_VARIANT)  // compiles in seconds
   const char* failure =
       attention_bwd_sm90<DType::kBFloat16, ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p, nullptr);
 #elif defined(ONLY_HEAD_DIM)

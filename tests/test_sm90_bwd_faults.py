@@ -15,14 +15,22 @@ import pytest
 import test_sm90_bwd_on_host as backward
 import torch
 from sm90_model.backward import CONFIGS
-from sm90_on_host.backward_faults import BY_LAYOUT, INSTANCES, harmless_of, mutations_of
+from sm90_on_host.backward_faults import (
+    BY_LAYOUT,
+    DMASK,
+    DMASK_HARMLESS,
+    INSTANCES,
+    dmask_mutations_of,
+    harmless_of,
+    mutations_of,
+)
 from sm90_on_host.build import build, missing
 from sm90_on_host.guarded import guarded
 from sm90_on_host.saboteur import Saboteur
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
-from fastattn.ops.attention import sm90
+from fastattn.ops.attention import sm90, sm90_workspace
 from fastattn.ops.attention.spec import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import _run
@@ -113,6 +121,21 @@ def _samples(instance: str) -> Iterator[Sample]:
             yield _sample("bias of keys", mask="float N", M=4 * R, N=N + 13, **one)
 
 
+def _dmask_samples(instance: str) -> Iterator[Sample]:
+    """The same for the gradient of an additive mask: R rows and N keys of a tile."""
+    D, R, N = int(instance.split()[0]), 128, 64
+    one: dict[str, Any] = {"D": D, "B": 1, "H": 1}
+    if instance.endswith("Dropout"):
+        one["dropout_p"] = 0.3
+    yield _sample("fp32", "mask", mask="fp32 MN", M=R + 12, N=3 * N + 12, **one)
+    yield _sample("fp32, fetched", "mask", mask="fp32 MN", M=R + 9, N=3 * N + 13, **one)
+    yield _sample("rows summed", "mask", mask="float HN", M=3 * R, N=N + 8, **one | {"H": 2})
+    yield _sample("heads summed", "mask", mask="min_rows BMN", M=R, N=N, key_lengths=[N, 20],
+                  query_lengths=[R, R - 9], **one | {"B": 2, "H": 4, "K": 2})  # fmt: skip
+    yield _sample("all summed, fetched", "mask", mask="float N", M=R, N=N - 3, window=(20, 9),
+                  **one | {"B": 2, "H": 2})  # fmt: skip
+
+
 @pytest.mark.parametrize("instance", INSTANCES)
 def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
@@ -136,10 +159,32 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not saboteur.unused(harmless_of(instance))
 
 
+@pytest.mark.parametrize("instance", DMASK)
+def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    head_dim, variant = instance.split()
+    defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
+    source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
+    machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
+    saboteur = Backward(machine, mutations)
+    # Each tile has several pairs of blocks to add, in one part or two.
+    monkeypatch.setattr(sm90_workspace, "_multiprocessors", lambda x: 1)
+    for sample in _dmask_samples(instance):
+        with monkeypatch.context() as patch:
+            _examine(patch, saboteur, sample)
+    assert len(saboteur.noticed) > 60
+    assert not saboteur.unreached()
+    assert not saboteur.unnoticed((*DMASK_HARMLESS, *BY_LAYOUT))
+    assert not saboteur.unused(DMASK_HARMLESS)
+
+
 def _examine(patch: pytest.MonkeyPatch, saboteur: Backward, sample: Sample) -> None:
     patch.setattr(sm90, "_library", backward.Simulator(saboteur))
     patch.setattr(sm90, "unavailable", lambda: None)
     patch.setattr(sm90, "_IN_ORDER", sample.name != "any order")
+    if "fetched" in sample.name:  # nobody has copied it to where the copy engine can read it
+        patch.setattr(sm90, "placed", lambda mask: mask)
     patch.setattr(Op, "allocate_workspace", lambda op, *given: saboteur.allocate(op, *given))
     for name in ("attention_bwd", "attention_varlen_bwd"):
         patch.setitem(OPS[name]._launchers, "reference", partial(saboteur.launch, OPS[name]))

@@ -3,281 +3,19 @@
 As test_sm90_protocol.py does for the forward: every warp of attention_bwd_sm90.cuh is a coroutine,
 copies and additions finish whenever chance has it, and only as many thread blocks run at once as
 the GPU has room for. Checked besides: the blocks of keys add to a block of rows in their order,
-each once, and none waits for one that has not begun. What a thread block visits comes from the
-kernel's own headers, which are checked against the definition.
+each once, and none waits for one that has not begun; an additive mask comes into the place of dS
+when nobody reads that any more, and nothing takes its place before it has been read. What a thread
+block visits comes from the kernel's own headers, which are checked against the definition.
 """
 
 import ctypes
-import itertools
-import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 from sm90_model import backward
-from sm90_model.backward import CONFIGS, PROBLEMS, Arithmetic, Config, Problem, Step, Work
-from sm90_model.hardware import (
-    WARPS,
-    Barrier,
-    Buffer,
-    ConsumerWarp,
-    NamedBarrier,
-    Position,
-    Role,
-    SharedMemory,
-    Slot,
-)
-
-
-class ThreadBlock(SharedMemory):
-    def __init__(self, world: "World", index: int):
-        super().__init__(world.events)
-        self.world, self.arithmetic = world, world.arithmetic
-        c = self.config = world.problem.config
-        self.work = self.arithmetic.work(world.draw(index))
-        self.k, self.v = Buffer(), Buffer()
-        self.kv_full = Barrier(2, "kv.full")
-        stages, groups = range(c.stages), range(c.groups)
-        self.q, self.dout = [Buffer() for _ in stages], [Buffer() for _ in stages]
-        self.lse2, self.delta = [Buffer() for _ in stages], [Buffer() for _ in stages]
-        # What each warp of each warpgroup has written of dS and P.
-        self.ds = [[[Buffer() for _ in range(WARPS)] for _ in groups] for _ in stages]
-        self.p = [[Buffer() for _ in range(WARPS)] for _ in groups]
-        self.dq = [Buffer() for _ in groups]
-        self.q_slots = [Slot(f"q{i}", 2, c.groups) for i in stages]
-        self.dout_slots = [Slot(f"dout{i}", 2, c.groups) for i in stages]
-        self.dq_slots = [Slot(f"dq{g}", WARPS, 1) for g in groups]
-        self.scores = NamedBarrier(c.groups * WARPS)
-        self.meetings = [NamedBarrier(WARPS) for _ in groups]
-        self.issued = [[0] * WARPS for _ in groups]
-
-    def roles(self) -> Iterator[Role]:
-        if any(True for _ in self.arithmetic.steps(self.work)):
-            yield self.load()
-            for g in range(self.config.groups):
-                yield self.add_dq(g)
-        for g, w in itertools.product(range(self.config.groups), range(WARPS)):
-            yield Consumer(self, g, w).run()
-
-    def load(self) -> Role:
-        self.copy(self.k, "k", self.kv_full)
-        self.copy(self.v, "v", self.kv_full)
-        stage = Position(self.config.stages)
-        for step in self.arithmetic.steps(self.work):
-            s = stage.index
-            yield stage.empty(self.q_slots[s])
-            self.copy(self.q[s], ("q", step), self.q_slots[s].full)
-            self.copy(self.lse2[s], ("lse2", step), self.q_slots[s].full)
-            yield stage.empty(self.dout_slots[s])
-            self.copy(self.dout[s], ("dout", step), self.dout_slots[s].full)
-            self.copy(self.delta[s], ("delta", step), self.dout_slots[s].full)
-            stage.advance()
-
-    def add_dq(self, group: int) -> Role:
-        position, slot, buffer = Position(1), self.dq_slots[group], self.dq[group]
-        for step in self.arithmetic.steps(self.work):
-            yield position.full(slot)
-            chunk = (step.head, step.row_block, group)
-            rank = self.arithmetic.rank(self.work.key_block, step.row_block, self.work.batch)
-            if self.world.problem.ordered:
-                yield lambda chunk=chunk, rank=rank: self.world.turns.get(chunk, 0) == rank
-            assert buffer.holds == step
-            buffer.readers += 1
-            added = self.world.add(chunk, self.work.key_block)
-            yield added.has_read
-            buffer.readers -= 1
-            slot.empty.arrive()
-            if self.world.problem.ordered:
-                yield added.is_complete
-                self.world.turns[chunk] = rank + 1
-            position.advance()
-
-
-class Consumer(ConsumerWarp):
-    def __init__(self, block: ThreadBlock, group: int, warp: int):
-        super().__init__(block, group, warp)
-        self.block, self.config = block, block.config
-        self.stage, self.dq_position = Position(self.config.stages), Position(1)
-
-    def run(self) -> Role:
-        b = self.block
-        steps = list(b.arithmetic.steps(b.work))
-        if steps:
-            yield partial(b.kv_full.passed, 0, 0)
-            if b.work.plan.keys != (0, self.config.keys):
-                yield from self.wait_at(b.meetings[self.group])
-        for step in steps:
-            yield from self.take_rows(step)
-        if self.warp == 0:
-            b.world.write(b.work, self.group)
-
-    def take_rows(self, step: Step) -> Role:
-        b, s = self.block, self.stage.index
-        if not b.work.plan.clean[0] <= step.row_block < b.work.plan.clean[1]:
-            yield self.stage.full(b.q_slots[s])
-            yield self.stage.full(b.dout_slots[s])
-            assert b.q[s].holds == ("q", step) and b.dout[s].holds == ("dout", step)
-            yield from self.wait_at(b.meetings[self.group])
-        yield self.stage.full(b.q_slots[s])
-        self.issue([(b.k, "k"), (b.q[s], ("q", step))])
-        yield self.stage.full(b.dout_slots[s])
-        self.issue([(b.v, "v"), (b.dout[s], ("dout", step))])
-        yield from self.finish(1)
-        assert b.lse2[s].holds == ("lse2", step)
-        yield from self.finish(0)
-        assert b.delta[s].holds == ("delta", step)
-        if self.config.splits_keys:
-            self.store(b.ds[s], step)
-            yield None
-            self.issue([(b.dout[s], ("dout", step))])
-            yield from self.show_scores()
-        else:
-            self.store(b.p, step)
-            self.store(b.ds[s], step)
-            yield None
-            yield from self.show_scores()
-            self.issue([(b.dout[s], ("dout", step)), *self.all_of(b.p, step)])
-        self.issue([(b.k, "k"), *self.all_of(b.ds[s], step)])
-        yield from self.finish(1)
-        self.release(b.dout_slots[s])
-        scores = [] if self.config.splits_keys else self.all_of(b.ds[s], step)
-        self.issue([(b.q[s], ("q", step)), *scores])
-        yield from self.finish(1)
-        yield self.dq_position.empty(b.dq_slots[self.group])
-        assert b.dq[self.group].readers == 0, "dQ overwritten while it is added"
-        b.dq[self.group].holds = step
-        yield None
-        b.dq_slots[self.group].full.arrive()
-        self.dq_position.advance()
-        yield from self.finish(0)
-        self.release(b.q_slots[s])
-        self.stage.advance()
-
-    def store(self, pieces: list[list[Buffer]], step: Step) -> None:
-        own = pieces[self.group][self.warp]
-        assert own.readers == 0, "scores overwritten while products read them"
-        own.holds = step
-
-    @staticmethod
-    def all_of(pieces: list[list[Buffer]], step: Step) -> list[tuple[Buffer, object]]:
-        return [(piece, step) for group in pieces for piece in group]
-
-    def show_scores(self) -> Role:
-        yield from self.wait_at(self.block.scores)
-
-    def release(self, slot: Slot) -> None:
-        if self.warp == 0:
-            slot.empty.arrive()
-
-
-class Addition:
-    """A bulk addition: first it has read its shared memory, then it is complete."""
-
-    def __init__(self) -> None:
-        self.progress = 0
-
-    def has_read(self) -> bool:
-        return self.progress > 0
-
-    def is_complete(self) -> bool:
-        return self.progress > 1
-
-
-class World:
-    """Global memory, time and chance."""
-
-    def __init__(self, arithmetic: Arithmetic, seed: int):
-        self.arithmetic, self.problem = arithmetic, arithmetic.problem
-        self.chance = random.Random(seed)
-        self.events: list[Callable[[], None]] = []
-        self.turns: dict[tuple[int, int, int], int] = {}
-        self.added: dict[tuple[int, int, int], list[int]] = {}
-        self.running: dict[tuple[int, int, int], Addition] = {}
-        self.written: set[tuple[Work, int]] = set()
-        self.counter = 0
-
-    def draw(self, index: int) -> int:
-        del index  # thread blocks may begin in any order: the counter numbers them
-        self.counter += 1
-        return self.counter - 1
-
-    def add(self, chunk: tuple[int, int, int], key_block: int) -> Addition:
-        before = self.running.get(chunk)
-        if self.problem.ordered:
-            assert before is None or before.is_complete(), "added before the last one was complete"
-        self.added.setdefault(chunk, []).append(key_block)
-        addition = self.running[chunk] = Addition()
-
-        def advance() -> None:
-            addition.progress += 1
-            if addition.progress == 1:
-                self.events.append(advance)
-
-        self.events.append(advance)
-        return addition
-
-    def write(self, work: Work, group: int) -> None:
-        assert (work, group) not in self.written
-        self.written.add((work, group))
-
-    def play(self) -> None:
-        waiting = list(range(self.arithmetic.blocks))
-        resident: list[list[list]] = []
-        patience: dict[int, int] = {}
-        while waiting or resident:
-            while waiting and len(resident) < self.problem.resident:
-                block = ThreadBlock(self, waiting.pop(0))
-                # Some warps are slow in this run.
-                resident.append([[role, None] for role in block.roles()])
-                for entry in resident[-1]:
-                    patience[id(entry)] = self.chance.choice((1, 1, 1, 8, 60))
-            live = [(roles, entry) for roles in resident for entry in roles]
-            ready = [(roles, e) for roles, e in live if e[1] is None or e[1]()]
-            if self.events and (not ready or self.chance.random() < 0.2):
-                self.events.pop(self.chance.randrange(len(self.events)))()
-                continue
-            assert ready, "waiting for ever"
-            roles, entry = self.chance.choice(ready)
-            if self.chance.randrange(patience[id(entry)]) and len(ready) > 1:
-                continue
-            try:
-                entry[1] = next(entry[0])
-            except StopIteration:
-                roles.remove(entry)
-                if not roles:
-                    resident.remove(roles)
-        self.check()
-
-    def check(self) -> None:
-        p = self.problem
-        c = p.config
-        assert len(self.written) == self.arithmetic.blocks * c.groups
-        for batch, head, row_block in itertools.product(
-            range(len(p.lengths)), range(p.kv_heads * p.group), range(p.row_blocks)
-        ):
-            expected = [
-                n
-                for n in range(p.key_blocks)
-                if not p.is_empty(n, row_block)
-                and any(
-                    p.allowed(batch, i, j)
-                    for i in range(row_block * c.rows, (row_block + 1) * c.rows)
-                    for j in range(n * c.keys, (n + 1) * c.keys)
-                )
-            ]
-            for g in range(c.groups):
-                chunk = (batch * p.kv_heads * p.group + head, row_block, g)
-                found = self.added.get(chunk, [])
-                assert (found if p.ordered else sorted(found)) == expected
-
-
-# Blocks of keys pass over blocks of rows, and their turns with them.
-DENSE = {
-    "dense mask": Problem(
-        400, 500, group=2, resident=3, empty=((0, 0), (1, 2), (2, 0), (2, 2), (0, 2))
-    ),
-    "dense mask, one at a time": Problem(400, 500, resident=1, right=0, empty=((0, 1), (1, 1))),
-}
+from sm90_model.backward import CONFIGS, DENSE, PROBLEMS, Arithmetic, Config, Problem, Work
+from sm90_model.backward_roles import Consumer, ThreadBlock, World
+from sm90_model.hardware import Barrier, Position, Role
 
 
 @pytest.fixture(scope="module")
@@ -354,3 +92,111 @@ def test_model_notices_an_order_against_the_turns(
 
     monkeypatch.setattr(Arithmetic, "work", backwards)
     _notices(native, PROBLEMS["one at a time"])
+
+
+_FLOATS = "bias 32, head dim 128"
+
+
+def test_model_notices_a_last_step_that_is_asked_for_too_late(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When Q has been handed back, the note beside it may be another step's."""
+    release = Consumer.release_rows
+
+    def late(self: Consumer) -> None:
+        release(self)
+        self.note()
+
+    monkeypatch.setattr(Consumer, "release_rows", late)
+    _notices(native, DENSE["dense mask"])
+
+
+@pytest.mark.parametrize("way", ["", ", fetched"])
+def test_model_notices_floats_that_come_too_early(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Half of them lie where the products with dS of the step before still read."""
+
+    def at_once(self: ThreadBlock, step: int) -> Callable[[], bool]:
+        return lambda: True
+
+    monkeypatch.setattr(ThreadBlock, "after_scores", at_once)
+    _notices(native, DENSE[f"bias 32{way}, head dim 128"])
+
+
+def test_model_notices_scores_handed_back_too_early(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the last note has been looked at, before the products with dS are complete."""
+    look, release = Consumer.look_whether_last, Consumer.release_scores
+
+    def early(self: Consumer) -> Role:
+        release(self)
+        return (yield from look(self))
+
+    monkeypatch.setattr(Consumer, "look_whether_last", early)
+    monkeypatch.setattr(Consumer, "release_scores", lambda self: None)
+    _notices(native, DENSE[_FLOATS])
+
+
+def test_model_notices_one_warpgroup_that_reads_for_all(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of dS are every warpgroup's: one arrival does not speak for the other."""
+    make = ThreadBlock.__init__
+
+    def careless(self: ThreadBlock, world: World, index: int) -> None:
+        make(self, world, index)
+        self.scores_read = Barrier(1, "scores_read")
+
+    def first(self: Consumer) -> None:
+        if self.warp == 0 and self.group == 0 and self.block.shares_bias_place:
+            self.block.scores_read.arrive()
+
+    monkeypatch.setattr(ThreadBlock, "__init__", careless)
+    monkeypatch.setattr(Consumer, "release_scores", first)
+    _notices(native, DENSE[_FLOATS])
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        _FLOATS,  # other warps of the warpgroup read them
+        "bias 32, fetched, head dim 64",
+        "bias 32, head dim 192",
+        "bias 16, one row, head dim 192",  # other warpgroups do
+        "bias 16, one row fetched, head dim 256",
+    ],
+)
+def test_model_notices_scores_over_a_mask_that_is_still_read(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    def careless(self: Consumer) -> Role:
+        yield None
+
+    monkeypatch.setattr(Consumer, "meet_before_stores", careless)
+    _notices(native, DENSE[problem])
+
+
+def test_model_notices_warpgroups_that_do_not_meet_over_one_row(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one row serves warpgroups that share keys, the meeting is for all of them."""
+
+    def careless(self: Consumer) -> Role:
+        yield from self.wait_at(self.block.meetings[self.group])
+
+    monkeypatch.setattr(Consumer, "meet_before_stores", careless)
+    _notices(native, DENSE["bias 32, one row, head dim 256"])
+
+
+def test_model_notices_a_mask_that_nobody_waits_for(
+    native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier = Position.barrier
+
+    def careless(self: Position, full: Barrier) -> Callable[[], bool]:
+        return (lambda: True) if full.name.startswith("bias") else barrier(self, full)
+
+    monkeypatch.setattr(Position, "barrier", careless)
+    _notices(native, DENSE["bias 16, head dim 64"])

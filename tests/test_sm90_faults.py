@@ -16,6 +16,9 @@ from sm90_on_host.saboteur import Harmless, Saboteur
 TESTS = Path(__file__).resolve().parent
 pytestmark = pytest.mark.slow
 
+# All of it stays in the kernel: it does no harm to this machine, or by an accident of what lies
+# around it. Where a launch ends is not said to be where its asynchronous stores do, and barriers
+# that stand in for another are there for something else.
 HARMLESS = (
     Harmless("no pin", "ptx::pin(rP)", "the operand's next values come from pinned scores"),
     Harmless(

@@ -20,8 +20,8 @@
 // once a thread. A dense mask is looked at beforehand (backward_classes_sm90.cuh): blocks that it
 // empties are passed over; an additive one comes into the place that dS takes afterwards.
 //
-// To be read in this order: backward_config.cuh, _tiles, _storage, then the roles in _movers and
-// _consumer, and the other two launches in _ends.
+// To be read in this order: backward_config.cuh, _tiles, _storage, then the roles: _movers, and
+// _part, _bias, _weights, _masks and _consumer; and the other two launches in _ends.
 #pragma once
 
 #include <algorithm>
@@ -29,12 +29,12 @@
 #include <cstdint>
 
 #include "attention/backward_consumer.cuh"
-#include "attention/backward_dmask.cuh"
+#include "attention/backward_dmask_launch.cuh"
 #include "attention/backward_ends.cuh"
+#include "attention/backward_launch.cuh"
 #include "attention/backward_movers.cuh"
 #include "common/cuda_launch.cuh"
 #include "sm90/ptx/grid.cuh"
-#include "sm90/tile/tensor_map.cuh"
 
 namespace fastattn::attention {
 
@@ -44,10 +44,9 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
   constexpr int kTwoAnnouncements = 2;
   shared.kv_full.init(kTwoAnnouncements);
   for (int stage = 0; stage < Traits::kStages; ++stage) {
-    for (Slot* slot : {&shared.q_slots[stage], &shared.dout_slots[stage]}) {
-      slot->full.init(kTwoAnnouncements);
-      slot->empty.init(Traits::kGroups);
-    }
+    shared.q_slots[stage].full.init(kTwoAnnouncements);
+    shared.q_slots[stage].empty.init(Traits::kGroups);
+    shared.dout_full[stage].init(kTwoAnnouncements);
   }
   for (Slot& slot : shared.dq_slots) {
     slot.full.init(kWarpsPerGroup);
@@ -57,7 +56,9 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
     for (Barrier& full : shared.bias.full) {
       full.init(1);
     }
-    shared.bias.scores_read.init(Traits::kGroups);
+    if (Traits::kSplitsKeys) {
+      shared.bias.scores_read.init(Traits::kGroups);
+    }
   }
   shared.passed.init(1);
   shared.passed.arrive();
@@ -146,152 +147,22 @@ inline int section_heads(const BackwardProblem& p) {
   return static_cast<int>(std::min<int64_t>(fitting, int64_t{p.batch} * p.kv_heads));
 }
 
-// dependent: the kernel waits for the one before it by itself.
-template <class Kernel, class Arguments>
-cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   const Arguments& args, bool dependent) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
-
-// Whether the copy engine can bring an additive mask from where it is.
-inline bool can_come_by_tma(const DenseMask& mask, int keys) {
-  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
-  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
-  return strides >= 0 && strides * bytes % sm90::kPieceBytes == 0 &&
-         (mask.column_stride == 1 || keys == 1) &&
-         reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
-}
-
-// An additive mask as 16-bit columns. Where one row serves all, boxes have one.
-inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
-                        int box_rows) {
-  const int halves = mask.type == MaskType::kFloat32 ? 2 : 1;
-  const int rows = mask.row_stride == 0 ? 1 : queries;
-  return sm90::encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                                 {const_cast<void*>(mask.data), mask.batch_stride * halves,
-                                  mask.head_stride * halves, mask.row_stride * halves},
-                                 {mask.layout.batches, mask.layout.heads, rows, keys * halves},
-                                 rows > 1 ? box_rows : 1);
-}
-
+// False if the driver refuses a tensor map.
 template <class Traits>
-cudaError_t launch_dmask_tiles(const DmaskArguments& args, int device, cudaStream_t stream) {
-  using Shared = DmaskStorage<Traits>;
-  static_assert(sizeof(Shared) <= kMaxSharedBytes);
-  static std::atomic<uint64_t> allowed{0};
-  const auto kernel = attention_bwd_dmask_kernel<Traits>;
-  if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), device, allowed)) {
-    return error;
-  }
-  const int* sizes = args.dmask.sizes;
-  const int tiles = sizes[0] * sizes[1] * pieces(sizes[2], Traits::kRows) *
-                    pieces(sizes[3], Traits::kKeys) * args.dmask.parts;
-  return launch(kernel, tiles, Traits::kThreads, sizeof(Shared), stream, args, false);
-}
-
-// After the launches that leave and read the statistics in `args`.
-template <DType kType, int kHeadDim, bool kDropout>
-const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args, int device,
-                         cudaStream_t stream) {
-  using Traits = DmaskTraits<typename TypeOf<kType>::Element, kHeadDim, kDropout>;
-  constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
-  DmaskArguments d;
+bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMapDataType type) {
   const bool encoded =
-      sm90::encode_tensor_map(&d.q_map, kMapType, p.q, {p.batch, p.heads, p.queries, p.head_dim},
+      sm90::encode_tensor_map(&args.q_map, type, p.q, {p.batch, p.heads, p.queries, p.head_dim},
                               Traits::kRows) &&
-      sm90::encode_tensor_map(&d.k_map, kMapType, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
+      sm90::encode_tensor_map(&args.k_map, type, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
                               Traits::kKeys) &&
-      sm90::encode_tensor_map(&d.v_map, kMapType, p.v, {p.batch, p.kv_heads, p.keys, p.value_dim},
+      sm90::encode_tensor_map(&args.v_map, type, p.v, {p.batch, p.kv_heads, p.keys, p.value_dim},
                               Traits::kKeys) &&
-      sm90::encode_tensor_map(&d.dout_map, kMapType, p.dout,
-                              {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  d.bias_comes = args.bias_comes;
-  if (!encoded ||
-      (d.bias_comes && !encode_bias(&d.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
-    return "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
-  }
-  d.lse = args.lse2;
-  d.delta = args.delta;
-  d.statistics_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim);
-  d.dlse = nullptr;
-  d.row_keys = args.row_keys;
-  d.batch = p.batch;
-  d.heads = p.heads;
-  d.heads_per_kv = args.heads_per_kv;
-  d.queries = p.queries;
-  d.keys = p.keys;
-  d.query_lengths = p.query_lengths;
-  d.key_lengths = p.key_lengths;
-  d.band = p.band;
-  d.dropout = p.dropout;
-  d.mask = p.mask;
-  d.dmask = p.dmask;
-  d.scale = p.scale;
-  const int* sizes = p.dmask.sizes;
-  if (p.dmask.type == MaskType::kFloat32 || sizes[3] == 1) {
-    DmaskArguments exact = d;
-    exact.delta = nullptr;
-    exact.dlse = p.dlse;
-    exact.dmask = {args.delta,
-                   MaskType::kFloat32,
-                   {p.batch, p.heads, p.queries, 1},
-                   {p.heads * d.statistics_rows, d.statistics_rows, 1, 0},
-                   1,
-                   nullptr};
-    if (cudaError_t error = launch_dmask_tiles<Traits>(exact, device, stream)) {
-      return cudaGetErrorString(error);
-    }
-  }
-  cudaError_t error = launch_dmask_tiles<Traits>(d, device, stream);
-  if (!error && p.dmask.parts > 1) {
-    const int64_t count = int64_t{1} * sizes[0] * sizes[1] * sizes[2] * sizes[3];
-    const int64_t blocks = (count + kAddPartsThreads - 1) / kAddPartsThreads;
-    error = launch(add_dmask_parts_kernel<Traits>, static_cast<int>(blocks), kAddPartsThreads, 0,
-                   stream, d.dmask, false);
-  }
-  return error ? cudaGetErrorString(error) : nullptr;
-}
-
-template <DType kType, int kHeadDim, Variant kVariant>
-const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
-  using Traits = BackwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
-  using Shared = BackwardStorage<Traits>;
-  static_assert(sizeof(Shared) <= kMaxSharedBytes);
-  constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
-
-  int index = 0;
-  cuda::Device device;
-  if (cudaError_t error = cuda::current_device(&index, &device)) {
-    return cudaGetErrorString(error);
-  }
-  if (device.capability != kHopper) {
-    return "this kernel is built for Hopper (compute capability 9.0) only";
-  }
-
-  BackwardArguments args;
-  const bool encoded =
-      sm90::encode_tensor_map(&args.q_map, kMapType, p.q, {p.batch, p.heads, p.queries, p.head_dim},
-                              Traits::kRows) &&
-      sm90::encode_tensor_map(&args.k_map, kMapType, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
-                              Traits::kKeys) &&
-      sm90::encode_tensor_map(&args.v_map, kMapType, p.v,
-                              {p.batch, p.kv_heads, p.keys, p.value_dim}, Traits::kKeys) &&
-      sm90::encode_tensor_map(&args.dout_map, kMapType, p.dout,
+      sm90::encode_tensor_map(&args.dout_map, type, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
   args.bias_comes = Traits::kBias && can_come_by_tma(p.mask, p.keys);
   if (!encoded ||
       (args.bias_comes && !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
-    return "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
+    return false;
   }
   args.out = p.out;
   args.dout = p.dout;
@@ -326,8 +197,29 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
   args.lse2 = p.statistics;
   args.delta = args.lse2 + int64_t{row_blocks} * Traits::kRows;
   args.row_keys = reinterpret_cast<uint32_t*>(args.delta + int64_t{row_blocks} * Traits::kRows);
-  const int key_blocks = blocks_of(p.keys, Traits::kKeys);
-  args.order = {key_blocks, p.batch * p.kv_heads, section_heads(p)};
+  args.order = {blocks_of(p.keys, Traits::kKeys), p.batch * p.kv_heads, section_heads(p)};
+  return true;
+}
+
+template <DType kType, int kHeadDim, Variant kVariant>
+const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
+  using Traits = BackwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+  using Shared = BackwardStorage<Traits>;
+  static_assert(sizeof(Shared) <= kMaxSharedBytes);
+
+  int index = 0;
+  cuda::Device device;
+  if (cudaError_t error = cuda::current_device(&index, &device)) {
+    return cudaGetErrorString(error);
+  }
+  if (device.capability != kHopper) {
+    return "this kernel is built for Hopper (compute capability 9.0) only";
+  }
+
+  BackwardArguments args;
+  if (!set_arguments<Traits>(args, p, TypeOf<kType>::kMapType)) {
+    return kRefusedMap;
+  }
 
   static std::atomic<uint64_t> allowed{0};
   const auto kernel = attention_bwd_kernel<Traits>;
@@ -340,11 +232,12 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
       return failure;
     }
   }
+  const int row_blocks = args.row_blocks * p.batch * p.heads;
+  const int key_blocks = args.order.row_tiles * args.order.heads;
   cudaError_t error = launch(attention_bwd_prepare_kernel<Traits>, row_blocks, kPrepareThreads, 0,
                              stream, args, false);
   if (!error) {
-    error = launch(kernel, key_blocks * p.batch * p.kv_heads, Traits::kThreads, sizeof(Shared),
-                   stream, args, true);
+    error = launch(kernel, key_blocks, Traits::kThreads, sizeof(Shared), stream, args, true);
   }
   if (!error && p.dq.data) {
     error = launch(attention_bwd_finish_kernel<Traits>, row_blocks, kFinishThreads,

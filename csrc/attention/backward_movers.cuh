@@ -100,11 +100,10 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
                                  ptx::kEvictLast);
     load_statistics(shared.lse2[stage.index()], args.lse2 + statistics, q_slot.full);
 
-    Slot& dout_slot = shared.dout_slots[stage.index()];
-    dout_slot.empty.wait(stage.phase() ^ 1);
-    shared.dout[stage.index()].load(&args.dout_map, dout_slot.full, row, head, sequence.entry,
+    Barrier& dout_full = shared.dout_full[stage.index()];
+    shared.dout[stage.index()].load(&args.dout_map, dout_full, row, head, sequence.entry,
                                     ptx::kEvictLast);
-    load_statistics(shared.delta[stage.index()], args.delta + statistics, dout_slot.full);
+    load_statistics(shared.delta[stage.index()], args.delta + statistics, dout_full);
     if constexpr (Traits::kBias) {
       if (args.bias_comes) {
         load_bias<Traits>(shared, args, stage);

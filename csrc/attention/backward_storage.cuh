@@ -66,10 +66,12 @@ struct BackwardStorage {
   alignas(16) float dq[Traits::kGroups][Traits::kChunkFloats];
   alignas(16) float lse2[Traits::kStages][Traits::kRows], delta[Traits::kStages][Traits::kRows];
 
-  // Full when TMA has brought the bytes of both tiles, or of a tile and its rows' statistics;
-  // empty when one thread of each consumer warpgroup has seen the products that read it complete.
+  // Full when TMA has brought the bytes of both tiles, or of a tile and its rows' statistics; empty
+  // when one thread of each consumer warpgroup has seen the products that read it complete. Those
+  // with Q are a step's last: who hands it back hands back dO, and whatever else the step had.
   Barrier kv_full;
-  Slot q_slots[Traits::kStages], dout_slots[Traits::kStages];
+  Slot q_slots[Traits::kStages];
+  Barrier dout_full[Traits::kStages];
   // Full when the four warps have written, empty when the addition has read.
   Slot dq_slots[Traits::kGroups];
   // Complete from the start: a wait that always passes, see weigh.

@@ -3,6 +3,7 @@
 """
 
 import ctypes
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +119,19 @@ class Problem:
     resident: int = 2  # thread blocks that run at once
     ordered: bool = True
     head_dim: int = 128
+    dropout: bool = False
+    mask: str = ""  # "bool", or the bits of an additive one: "16", "32"
+    one_row: bool = False  # of the mask, for all rows
+    fetched: bool = False  # an additive one: by the consumers, otherwise by TMA
     # Blocks of (keys, rows) that a dense mask empties, by the remainder of their numbers.
     empty: tuple[tuple[int, int], ...] = ()
 
     def is_empty(self, key_block: int, row_block: int) -> bool:
         return (key_block % 3, row_block % 3) in self.empty
+
+    @property
+    def bias(self) -> bool:
+        return self.mask in ("16", "32")
 
     def sizes(self, batch: int) -> tuple[int, int]:
         queries, keys = self.lengths[batch]
@@ -168,6 +177,19 @@ class Step:
 
     head: int
     row_block: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """StepNote, of step number `number`. changes: by groups of 64 keys, whether an additive mask
+    changes their scores.
+    """
+
+    number: int
+    step: Step
+    last: bool
+    changes: tuple[bool, ...]
+    has_dead: bool
 
 
 class Arithmetic:
@@ -223,6 +245,19 @@ class Arithmetic:
             if not p.is_empty(work.key_block, at[1]):
                 yield Step(head, at[1])
 
+    def notes(self, work: Work) -> list[Note]:
+        """Of the steps under a dense mask. Which of them it changes, and which have dead rows, is
+        left to chance.
+        """
+        steps, groups = list(self.steps(work)), -(-self.problem.config.keys // 64)
+        result = []
+        for number, step in enumerate(steps):
+            chance = random.Random(f"{work.key_block} {step}")
+            changes = tuple(chance.random() < 0.7 for _ in range(groups))
+            last = number == len(steps) - 1
+            result.append(Note(number, step, last, changes, chance.random() < 0.3))
+        return result
+
     def rank(self, key_block: int, row_block: int, batch: int) -> int:
         """How many blocks of keys add to a block of rows before this one."""
         first = self.visitors(row_block, batch)[0]
@@ -253,4 +288,28 @@ PROBLEMS = {
     "causal lengths": Problem(
         300, 300, right=0, section=4, lengths=((300, 130), (0, 300), (70, 300), (200, 0))
     ),
+    "dropout": Problem(300, 300, right=0, dropout=True),
+}
+# Blocks of keys pass over blocks of rows, and their turns with them; additive masks come into the
+# places of dS and P.
+_SOME = ((0, 0), (1, 2), (2, 0), (2, 2), (0, 2))
+DENSE = {
+    "dense mask": Problem(400, 500, group=2, resident=3, mask="bool", empty=_SOME),
+    "dense mask, one at a time": Problem(
+        400, 500, resident=1, right=0, mask="bool", empty=((0, 1), (1, 1))
+    ),
+    "dense mask, head dim 256": Problem(300, 200, head_dim=256, mask="bool", empty=((0, 0),)),
+} | {
+    f"bias {bits}{way}, head dim {head_dim}": Problem(
+        3 * CONFIGS[head_dim].rows + 20,
+        CONFIGS[head_dim].keys + 20,
+        head_dim=head_dim,
+        mask=bits,
+        one_row="row" in way,
+        fetched="fetched" in way,
+        empty=((0, 1), (1, 2)),
+    )
+    for head_dim in CONFIGS
+    for bits in ("16", "32")
+    for way in ("", ", one row", ", fetched", ", one row fetched")
 }

@@ -5,7 +5,7 @@ a coroutine yields. What a kernel does wrong here fails an assertion.
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -98,8 +98,11 @@ class Position:
         return self.passed % self.slots
 
     def full(self, slot: Slot) -> Callable[[], bool]:
+        return self.barrier(slot.full)
+
+    def barrier(self, full: Barrier) -> Callable[[], bool]:
         phase = self.passed // self.slots
-        return partial(slot.full.passed, phase % 2, phase)
+        return partial(full.passed, phase % 2, phase)
 
     def empty(self, slot: Slot) -> Callable[[], bool]:
         phase = self.passed // self.slots
@@ -121,19 +124,31 @@ class SharedMemory:
         self.events = events
         self.issued: list[list[int]] = []  # products, by warpgroup and warp
 
-    def copy(self, buffer: Buffer, content: object, full: Barrier, arrives: bool = True) -> None:
-        """arrives: it does besides announcing the bytes."""
-        assert buffer.readers == 0 and not buffer.writing, (
-            f"{buffer.holds} overwritten by {content}"
-        )
-        buffer.writing, buffer.holds = True, None
-        if arrives:
+    def copy(
+        self,
+        to: Buffer | Sequence[Buffer],
+        content: object,
+        full: Barrier,
+        arrives: bool = True,
+        announces: bool = True,
+    ) -> None:
+        """Of one box into one or several buffers. It announces its bytes, with an arrival or
+        without one, unless they have been announced.
+        """
+        buffers = [to] if isinstance(to, Buffer) else to
+        for buffer in buffers:
+            assert buffer.readers == 0 and not buffer.writing, (
+                f"{buffer.holds} overwritten by {content}"
+            )
+            buffer.writing, buffer.holds = True, None
+        if announces and arrives:
             full.arrive(1)
-        else:
+        elif announces:
             full.bytes += 1
 
         def land() -> None:
-            buffer.writing, buffer.holds = False, content
+            for buffer in buffers:
+                buffer.writing, buffer.holds = False, content
             full.deliver(1)
 
         self.events.append(land)

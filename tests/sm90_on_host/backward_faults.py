@@ -1,5 +1,6 @@
 """Faults of the Hopper attention backward, for test_sm90_bwd_faults.py: those that are written in
-its source, what is there and what would be wrong instead; and those that do no harm.
+its source, what is there and what would be wrong instead; and those that do no harm. At the end
+those of the launches that compute an additive mask's gradient.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from sm90_on_host.saboteur import Harmless
 BAND = ("64 kBand", "128 kBand", "256 kBand")
 DROPOUT, DENSE, BIAS = ("128 kDropout",), ("128 kMask",), ("128 kBias", "256 kBias")
 INSTANCES = BAND + DROPOUT + DENSE + BIAS
+# Of the mask's gradient: two blocks in shared memory, or one.
+DMASK = ("64 kBias", "192 kBiasDropout")
 STAGES = BAND[:2]  # two of them
 ONCE = BAND[1:2]
 
@@ -62,7 +65,7 @@ classes("block.flags & kHasWork ? 1 : 0", "1", only=DENSE)
 
 # -- the main launch: barriers, the draw of a block of keys
 main = _Source("attention_bwd_sm90.cuh")
-main("slot->empty.init(Traits::kGroups);", "slot->empty.init(1);")
+main("shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);")
 main("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
 main("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
 main("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
@@ -99,50 +102,47 @@ movers("rank + 1", "rank", "rank + 2")
 # -- consumers
 consumer = _Source("backward_consumer.cuh")
 consumer("clear(rDk);", "")
-consumer("hash_keys();", "", only=DROPOUT)
-consumer("clear_dead_keys();", "")
-consumer("clear_dead_rows(row_block);", "")
-consumer("mask_operands(rP, rDs, row_block);", "")
+consumer("hash_keys(own);", "", only=DROPOUT)
+consumer("clear_dead_keys(own);", "")
+consumer("clear_dead_rows(own, row_block);", "")
+consumer("mask_operands(own, rP, rDs, row_block);", "")
 consumer("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
 consumer(
-    "store_scores(shared.ds[stage.index()], rDs);\n      issue_gradient(rDv, rP, dout_columns);",
+    "store_scores(shared.ds[slot()], rDs);\n      issue_gradient(rDv, rP, dout_columns);",
     "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns);",
     only=STAGES,
 )
-consumer("shared.lse2[stage.index()]", "shared.lse2[0]", only=STAGES)
-consumer("shared.delta[stage.index()]", "shared.delta[0]", only=STAGES)
-consumer("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
+consumer("sm90::descriptor_at(ds_dq, slot() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
 consumer(
-    "sm90::descriptor_at(ds_dq, stage.index() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES
-)
-consumer(
-    "release(shared.q_slots[stage.index()]);",
-    "release(shared.q_slots[stage.index()]);"
-    "if constexpr (Traits::kDense) { last = shared.dense.notes[stage.index()].last; }",
+    "    release_rows();",
+    "    release_rows(); if constexpr (Traits::kDense) { last = own.note().last; }",
     only=DENSE,
 )
-consumer("if (leader) {\n      slot.empty.arrive();\n    }", "slot.empty.arrive();")
-_SHOWN = "ptx::fence_proxy_async();\n    ptx::bar_sync({}, {});"
 consumer(
-    _SHOWN.format("kScoresBarrier", "Traits::kGroups * kWarpgroup"),
-    _SHOWN.format("kScoresBarrier", "kWarpgroup").replace("\n", ""),
-    _SHOWN.format("kMeetBarrier + group", "kWarpgroup").replace("\n", ""),
+    "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
+    "shared.q_slots[slot()].empty.arrive();",
 )
-consumer("contains(shared.work.plan.clean, row_block)", "true")
-consumer("!contains(shared.work.plan.full, row_block)", "false")
-consumer("note.flags & kHasDead", "false", only=DENSE)
-consumer("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
-consumer(
-    "args.packing.key_offsets ? kKeys : smaller(args.keys - shared.work.first_key, kKeys)",
-    "smaller(args.keys - shared.work.first_key, kKeys)",
-)
+consumer("ptx::fence_proxy_async();\n    own.meet_all();",
+         "ptx::fence_proxy_async(); own.meet();")  # fmt: skip
+consumer("meet_before_stores(own);", "", only=BIAS)
 consumer("sm90::scale_rows(rDk, factors);", "")
-consumer("meet_before_stores();", "", only=BIAS)
 consumer("!view.data", "false", "!view.data")
 consumer("sequence.key_rows - key", "kKeys")
 consumer("columns - column", "kOwnColumns")
+weights = _Source("backward_weights.cuh")
+weights("own.shared.lse2[own.stage.index()]", "own.shared.lse2[0]", only=STAGES)
+weights("own.shared.delta[own.stage.index()]", "own.shared.delta[0]", only=STAGES)
+weights("own.shared.dropout.rows[own.stage.index()]", "own.shared.dropout.rows[0]", only=DROPOUT)
+masks = _Source("backward_masks.cuh")
+masks("contains(own.shared.work.plan.clean, row_block)", "true")
+masks("!contains(work.plan.full, row_block)", "false")
+masks("note.flags & kHasDead", "false", only=DENSE)
+masks("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
+masks("own.args.packing.key_offsets", "nullptr")
+part = _Source("backward_part.cuh")
+part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 
-_SOURCES = (ends, tiles, classes, main, movers, consumer)
+_SOURCES = (ends, tiles, classes, main, movers, consumer, weights, masks, part)
 
 
 def mutations_of(instance: str) -> list[Mutation]:
@@ -150,7 +150,9 @@ def mutations_of(instance: str) -> list[Mutation]:
 
 
 # -- what does no harm -----------------------------------------------------------------------------
-# Whether these show depends on where g++ puts the registers of a thread.
+# All of it stays in the kernels: it does no harm to this machine, or by an accident of what lies
+# around it. What is said of fences and pins holds for one order of instructions, and PTX and the
+# compiler want them whatever it is. Whether they show depends on where g++ puts registers.
 BY_LAYOUT = (
     Harmless(
         "no wgmma fence",
@@ -164,16 +166,20 @@ BY_LAYOUT = (
         "ordinary code only reads the accumulator, and the product overwrites it",
     ),
     Harmless("no pin", "issue_dq(rDq);", "as before"),
+    Harmless("no pin", "issue_product(rS, tiles.q, tiles.k);", "as before"),
+    Harmless("no pin", "issue_product(rDp, tiles.dout, tiles.v);", "as before"),
     Harmless("no pin", "ptx::pin(rP);", "the operand's next values come from pinned scores"),
     Harmless("no pin", "ptx::pin(rDs);", "as before"),
     Harmless("no pin", "ptx::pin(lane);", "no product has it: it saves registers"),
 )
-_FULL = "full.wait(stage.phase());"
 HARMLESS = (
-    # Whoever has handed back Q has handed back dO before.
-    Harmless("no mbarrier wait", "dout_slot.empty.wait(", "the wait for Q covers it"),
-    Harmless("no mbarrier wait", "shared.passed.wait(", "passes at once"),
-    Harmless("no bulk wait", "} ptx::cp_async_bulk_wait_group();", "launches end with it"),
+    Harmless(
+        "no mbarrier wait",
+        "shared.passed.wait(",
+        "passes at once: it keeps exponentials before the wait for dP",
+    ),
+    # Where a launch ends is not said to be where its asynchronous additions do.
+    Harmless("no bulk wait", "} ptx::cp_async_bulk_wait_group();", "launches end with it here"),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),
 )
 BAND_HARMLESS = (
@@ -182,31 +188,84 @@ BAND_HARMLESS = (
     Harmless("mutation", "!view.data -> !view.data", "the same: what is noticed falsely shows"),
     # A packed sequence that ends where the tensor does, from its beginning, is the only one.
     Harmless("mutation", "kNoEnd : args.queries -> args.queries", "behind it TMA has zeroed"),
-    Harmless("mutation", "args.packing.key_offsets ? kKeys : ", "as before"),
-)
-DENSE_HARMLESS = (
-    Harmless(
-        "no mbarrier wait",
-        f"clear_dead_rows(row_block); shared.q_slots[stage.index()].{_FULL} < "
-        f"shared.q_slots[stage.index()].{_FULL} last = take_rows(",
-        "the loop has waited for Q and the note that comes with it",
-    ),
-)
-
-
-COLUMNS_HARMLESS = (
-    Harmless(
-        "one more arrival expected",
-        "shared.bias.scores_read.init(",
-        "only who shares out keys arrives there, or waits",
-    ),
+    Harmless("mutation", "args.packing.key_offsets -> nullptr", "as before"),
 )
 
 
 def harmless_of(instance: str) -> tuple[Harmless, ...]:
-    return (
-        *HARMLESS,
-        *(BAND_HARMLESS if instance in BAND else ()),
-        *(DENSE_HARMLESS if instance in DENSE + BIAS else ()),
-        *(COLUMNS_HARMLESS if instance == "256 kBias" else ()),
-    )
+    return (*HARMLESS, *(BAND_HARMLESS if instance in BAND else ()))
+
+
+# -- an additive mask's gradient -------------------------------------------------------------------
+_DROPS = ("192 kBiasDropout",)
+_dmask = _Source("backward_dmask.cuh")
+for right, *wrong in (
+    # which blocks
+    ("sizes[0] == 1 ? args.batch : 1", "1"),
+    ("sizes[1] == 1 ? args.heads : 1", "1"),
+    ("sizes[2] == 1 ? row_tiles : 1", "1"),
+    ("sizes[3] == 1 ? key_tiles : 1", "1"),
+    ("walk.row_tile = tile % own_rows;", "walk.row_tile = 0;"),
+    ("walk.key_tile = tile % own_keys;", "walk.key_tile = 0;"),
+    ("walk.head = tile % sizes[1];", "walk.head = 0;"),
+    ("walk.head + number % walk.heads", "walk.head"),
+    ("static_cast<int>(all * part / args.dmask.parts)", "0"),
+    ("static_cast<int>(all * (part + 1) / args.dmask.parts)", "static_cast<int>(all)"),
+    # what comes
+    ("one_row ? 0 : item.row", "0"),
+    ("layout.heads > 1 ? item.head : 0", "0"),
+    ("layout.batches > 1 ? item.batch : 0", "0"),
+    ("item.key * halves + half * sm90::kChunkColumns", "item.key * halves"),
+    ("item.head / args.heads_per_kv", "0"),
+    ("smaller(item.row + line, args.queries - 1)", "item.row + line"),
+    ("smaller(item.key + key, args.keys - 1)", "item.key + key"),
+    ("args.bias_comes && has_one_row(args.mask)", "false"),
+    ("threadIdx.x % kWarpgroup == 0", "true"),
+    ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
+    ("shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);",
+     "shared.bias_slot.empty.init(1);"),
+    # what is added
+    ("group * kMmaRows * sm90::kRowBytes", "0"),
+    ("row < queries ? keys_of_row(row, args.band, keys) : Range{0, 0}",
+     "keys_of_row(row, args.band, keys)"),
+    ("contains(allowed[half], key)", "true"),
+    ("!(added <= kLowest<MaskElement>)", "true"),
+    ("args.delta[head + existing]", "0.0f"),
+    ("first[half] ^ place % sm90::kRowBytes", "first[half]"),
+    ("is_allowed ? p * (kept - delta[half]) : 0.0f", "p * (kept - delta[half])"),
+    # what is written
+    ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
+    ("sums_keys ? kKeys : key + 1", "key + 1"),
+    ("smaller(dmask.sizes[2] - walk.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),
+    ("smaller(dmask.sizes[3] - walk.key_tile * kKeys, kKeys)", "kKeys"),
+    ("sum -= args.dlse[head * args.queries + at.row];", ""),
+    ("int64_t{part} * sizes[0] + at.batch", "at.batch"),
+    ("dmask.partial[part * count + number]", "dmask.partial[number]"),
+):  # fmt: skip
+    _dmask(right, *wrong, only=DMASK)
+for right, wrong in (
+    (
+        "head * (args.statistics_rows / 2) + dropout::lattice_unit(row)",
+        "dropout::lattice_unit(row)",
+    ),
+    ("dropout::lattice_unit(item.key) + thread.first_column()", "thread.first_column()"),
+    ("word << (24 - 8 * byte)", "word << 24"),
+    ("words[octet / 2 * 2 + j]", "words[j]"),
+):
+    _dmask(right, wrong, only=_DROPS)
+_dmask_launch = _Source("backward_dmask_launch.cuh")
+_dmask_launch("exact.delta = nullptr;", "", only=DMASK)
+_dmask_launch("exact.dlse = p.dlse;", "", only=DMASK)
+_dmask_launch("p.dmask.type == MaskType::kFloat32 || sizes[3] == 1", "false", only=DMASK)
+
+
+DMASK_HARMLESS = (
+    Harmless(
+        "no wgmma commit", "issue_product(rS, tiles.q, tiles.k);", "the next product's covers it"
+    ),
+)
+
+
+def dmask_mutations_of(instance: str) -> list[Mutation]:
+    found = (*_dmask.found, *_dmask_launch.found)
+    return [m for m, only in found if instance in only]

@@ -29,6 +29,7 @@ import itertools
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,24 +103,28 @@ class Machine:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.order = RANDOM
+        self.place: Place | None = None
         self.library = ctypes.CDLL(str(path))
         self.library.on_host_failure.restype = ctypes.c_char_p
         self.library.on_host_order.argtypes = [ctypes.c_uint64]
         self.library.on_host_fault.argtypes = [ctypes.c_int, ctypes.c_uint32]
 
     def call(self, function: str, *arguments: object) -> str | None:
-        """Calls a function that returns a message or null; the message, or the machine's own."""
+        """Calls a function that returns a message or null; the message, or the machine's own, with
+        lines of source if no fault explains it.
+        """
         entry = self.library[function]
         entry.restype = ctypes.c_char_p
         self.library.on_host_order(self.order)
         message = entry(*arguments)
         failure = self.library.on_host_failure()
         if failure is not None:
-            return self.located(failure.decode())
+            return self.located(failure.decode()) if self.place is None else failure.decode()
         return None if message is None else message.decode()
 
     def commit(self, place: Place | None) -> None:
         """From now on with this fault, or with none."""
+        self.place = place
         self.library.on_host_fault(*((place.fault, place.address) if place else (0, 0)))
 
     def record(self, on: bool) -> None:
@@ -146,8 +151,14 @@ class Machine:
 
 
 @functools.cache
-def _engine(folder: Path) -> Path:
-    path = folder / "engine.o"
+def _workshop() -> tempfile.TemporaryDirectory[str]:
+    """For what this process makes once."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _engine() -> Path:
+    path = Path(_workshop().name) / "engine.o"
     flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", f"-I{HERE}", "-c"]
     _compile(*flags, "-o", path, HERE / "engine.cpp")
     return path
@@ -186,9 +197,7 @@ def build(
     name: str = "kernels",
     mutations: Sequence[Mutation] = (),
 ) -> Machine:
-    """`source` with the kernels of `csrc` that it includes. What is made lies in `folder`; parts
-    that other calls need as well in its parent.
-    """
+    """`source` with the kernels of `csrc` that it includes. What is made lies in `folder`."""
     for path in csrc.rglob("*.cuh"):
         text = path.read_text()
         rewritten = _mutable(text, str(path.relative_to(csrc)), mutations)
@@ -205,5 +214,5 @@ def build(
     flags += [f"-D{define}" for define in defines]
     _compile(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
     # Linked without -fsanitize=thread: the machine has what the compiler calls.
-    _compile("-shared", "-fno-gnu-unique", "-o", library, made, _engine(folder.parent))
+    _compile("-shared", "-fno-gnu-unique", "-o", library, made, _engine())
     return Machine(library)

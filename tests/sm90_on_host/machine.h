@@ -157,6 +157,7 @@ template <class T, int kCount>
 ON_HOST void pin(T (&registers)[kCount]) {
   on_host::pin(registers, sizeof(registers));
 }
+ON_HOST void pin(uint64_t&) {}  // no product has it
 constexpr int kMajorK = 0, kMajorN = 1;
 
 // Registers of A are taken by reference: they are read when the product is computed.

@@ -47,6 +47,9 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[kCount]) {
     asm volatile("" : "+r"(registers[i])::"memory");
   }
 }
+__device__ __forceinline__ void pin(uint64_t& value) {
+  asm volatile("" : "+l"(value)::"memory");
+}
 
 // How the 16 x N tile of B lies in shared memory: with k or with n contiguous.
 constexpr int kMajorK = 0, kMajorN = 1;

@@ -1,0 +1,190 @@
+// fastattn_sm90's attention forward: its workspace and its launch.
+#include "attention/binding_sm90.h"
+#include "attention/short_queries.h"
+
+namespace fastattn::attention {
+namespace {
+
+// Dropout with its column keys. keys: columns that weights may have.
+Dropout hashed_dropout(double p, const std::optional<Tensor>& seed, int64_t stream,
+                       const std::optional<Tensor>& column_keys, const Tensor& q, int64_t keys) {
+  Dropout result = dropout_of(p, seed, stream, q);
+  if (result.seed) {
+    constexpr int64_t kMaxBlock = 128;
+    STD_TORCH_CHECK(column_keys, "dropout needs scratch for its column keys");
+    result.column_keys = reinterpret_cast<uint32_t*>(
+        cuda_data_of<int>(*column_keys, "column_keys", q, ScalarType::Int,
+                          dropout::units(static_cast<int>(keys + kMaxBlock))));
+  }
+  return result;
+}
+
+// Whether the copy engine can bring an additive mask from where it is.
+bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
+  constexpr int64_t kAlignment = 16;
+  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
+  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
+  return (mask.type == own || mask.type == MaskType::kFloat32) &&
+         strides * bytes % kAlignment == 0 && (mask.column_stride == 1 || keys == 1) &&
+         reinterpret_cast<uintptr_t>(mask.data) % kAlignment == 0;
+}
+
+// Words of dropout's column keys where a dense mask's workspace follows them, aligned for it.
+int64_t column_key_words(const ForwardProblem& p) {
+  constexpr int kMaxBlock = 128, kAlignedWords = 4;
+  return p.dropout.seed ? pieces(dropout::units(p.keys + kMaxBlock), kAlignedWords) * kAlignedWords
+                        : 0;
+}
+
+// A mask with its workspace.
+DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
+                  const std::optional<Tensor>& scratch, const ForwardProblem& p, const Tensor& q) {
+  int sizes[4];
+  DenseMask result = described_mask(mask, tiles, p, q, sizes);
+  const bool additive = result.type != MaskType::kBool;
+  STD_TORCH_CHECK(!additive || mask.size(3) == p.keys, "an additive mask must have all keys");
+  const int head_dim = std::max(p.head_dim, p.value_dim);
+  const Variant variant = variant_of(p, result.type);
+  result.layout = mask_layout(
+      sizes[0], sizes[1], sizes[2], p.batch, p.key_lengths.data || p.query_lengths.data, p.queries,
+      p.keys, forward_tile_rows(head_dim, variant), forward_block(head_dim, variant));
+  const MaskType own =
+      dtype_of(q, "q") == DType::kBFloat16 ? MaskType::kBFloat16 : MaskType::kFloat16;
+  const bool copied = additive && !read_in_place(result, own, p.keys);
+  result.copy_type = result.type == own ? own : MaskType::kFloat32;
+  constexpr int64_t kClassWords = sizeof(BlockClass) / sizeof(int);
+  const int64_t bits = bit_words(result.layout), plain = plain_count(result.layout);
+  const int64_t classes = class_count(result.layout);
+  const int64_t copy = copied ? copied_elements(result.layout, p.queries, p.keys) /
+                                    (result.copy_type == MaskType::kFloat32 ? 1 : 2)
+                              : 0;
+  const int64_t first = column_key_words(p);
+  const int64_t total = first + bits + classes * kClassWords + copy + plain;
+  STD_TORCH_CHECK(std::max(plain, classes) < kMaxTiles, "the mask is too large");
+  STD_TORCH_CHECK(scratch, "a dense mask needs scratch");
+  int* words = cuda_data_of<int>(*scratch, "scratch", q, ScalarType::Int, total) + first;
+  result.bits = reinterpret_cast<uint32_t*>(words);
+  result.classes = reinterpret_cast<BlockClass*>(words + bits);
+  result.copy = copied ? words + bits + classes * kClassWords : nullptr;
+  result.plain = words + bits + classes * kClassWords + copy;
+  return result;
+}
+
+// parts [count, rows * (value_dim + 2)]: room for outputs of all parts, then for their statistics.
+KeySplits splits_of(const std::optional<Tensor>& parts, const ForwardProblem& p,
+                    const CallSizes& sizes) {
+  if (!parts) {
+    return {};
+  }
+  constexpr int64_t kStatistics = sizeof(RowStatistics) / sizeof(float);
+  const int64_t rows = sizes.batch * sizes.heads * sizes.queries;
+  STD_TORCH_CHECK(parts->dim() == 2 && parts->size(0) > 0 && parts->size(0) <= kMaxSplits &&
+                      parts->size(1) == rows * (p.value_dim + kStatistics),
+                  "parts must be 1 to ", kMaxSplits, " times ", rows * (p.value_dim + kStatistics));
+  const int64_t count = parts->size(0);
+  STD_TORCH_CHECK(sizes.tiles(sizes.queries) * count <= kMaxTiles, "the tensors are too large");
+  float* data = cuda_data_of<float>(*parts, "parts", sizes.q, ScalarType::Float, parts->numel());
+  return {static_cast<int>(count), rows, data,
+          reinterpret_cast<RowStatistics*>(data + count * rows * p.value_dim)};
+}
+
+// What both forms of a call have: sizes, operands, results.
+ForwardProblem problem_of(const CallSizes& sizes, const Tensor& k, const Tensor& v,
+                          const Tensor& out, const Tensor& lse, double scale) {
+  ForwardProblem problem;
+  set_operands(problem, sizes, k, v, sizes.queries, scale);
+  problem.out = sizes.of_queries(out, "out", sizes.value_dim);
+  problem.lse = cuda_data_of<float>(lse, "lse", sizes.q, ScalarType::Float,
+                                    sizes.batch * sizes.heads * sizes.queries);
+  return problem;
+}
+
+void launch(const ForwardProblem& problem, const Tensor& q, Variant variant) {
+  launch(problem, variant, q, "attention_fwd", [](auto type, auto head_dim, auto kind) {
+    return &attention_fwd_sm90<type(), head_dim(), kind()>;
+  });
+}
+
+// scratch: column keys of dropout, then what a dense mask needs, or without either room for the
+// parts that keys are cut into.
+void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
+                   std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
+                   std::optional<Tensor> query_lengths, int64_t causal, int64_t window_left,
+                   int64_t window_right, double scale, double dropout_p,
+                   std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
+                   Tensor lse, std::optional<Tensor> counter, std::optional<Tensor> scratch) {
+  const CallSizes sizes = sizes_of(q, k, v);
+  if (!sizes.has_queries()) {
+    return;
+  }
+  ForwardProblem problem = problem_of(sizes, k, v, out, lse, scale);
+  problem.query_lengths = lengths_of(query_lengths, "query_lengths", q);
+  problem.key_lengths = lengths_of(key_lengths, "key_lengths", q);
+  problem.band = band_of(causal, window_left, window_right, sizes.queries, sizes.keys);
+  problem.dropout = hashed_dropout(dropout_p, dropout_seed, dropout_stream, scratch, q, sizes.keys);
+  problem.counter =
+      counter ? cuda_data_of<int>(*counter, "counter", q, ScalarType::Int, 1) : nullptr;
+  if (mask) {
+    problem.mask = mask_of(*mask, mask_tiles, scratch, problem, q);
+    launch(problem, q, variant_of(problem, problem.mask.type));
+    return;
+  }
+  if (problem.dropout.seed) {
+    launch(problem, q, Variant::kDropout);
+    return;
+  }
+  problem.splits = splits_of(scratch, problem, sizes);
+  cut_keys_of_one_query(problem);
+  merge_groups(problem);
+  launch(problem, q, wants_band(problem) ? Variant::kBand : Variant::kFull);
+}
+
+// counter: one zero, then room for the order of the sequences or nothing.
+void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                          int64_t max_seqlen_k, int64_t causal, int64_t window_left,
+                          int64_t window_right, double scale, double dropout_p,
+                          std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
+                          Tensor lse, Tensor counter, std::optional<Tensor> scratch) {
+  const CallSizes sizes = packed_sizes_of(q, k, v, cu_seqlens_q);
+  if (!sizes.has_queries()) {
+    return;
+  }
+  ForwardProblem problem = problem_of(sizes, k, v, out, lse, scale);
+  set_packing(problem, sizes, cu_seqlens_q, cu_seqlens_k, sizes.queries, max_seqlen_k, causal,
+              window_left, window_right);
+  problem.dropout =
+      hashed_dropout(dropout_p, dropout_seed, dropout_stream, scratch, q, problem.packing.max_keys);
+  if (!problem.dropout.seed) {
+    problem.splits = splits_of(scratch, problem, sizes);
+  }
+  const bool ordered = counter.numel() > 1;
+  problem.counter = cuda_data_of<int>(counter, "counter", q, ScalarType::Int,
+                                      1 + (ordered ? sizes.sequences : 0));
+  problem.packing.order = ordered ? problem.counter + 1 : nullptr;
+  const bool banded = causal != 0 || window_left >= 0 || window_right >= 0 || wants_band(problem);
+  launch(problem, q,
+         problem.dropout.seed ? Variant::kDropout
+         : banded             ? Variant::kBand
+                              : Variant::kFull);
+}
+
+}  // namespace
+}  // namespace fastattn::attention
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
+  m.def(
+      "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_tiles, "
+      "Tensor? key_lengths, Tensor? query_lengths, int causal, int window_left, int window_right, "
+      "float scale, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, "
+      "Tensor(b!) lse, Tensor? counter, Tensor(c!)? scratch) -> ()");
+  m.def(
+      "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
+      "Tensor cu_seqlens_k, int max_seqlen_k, int causal, int window_left, int window_right, "
+      "float scale, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, "
+      "Tensor(b!) lse, Tensor counter, Tensor(c!)? scratch) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastattn_sm90, CUDA, m) {
+  m.impl("attention_fwd", TORCH_BOX(&fastattn::attention::attention_fwd));
+  m.impl("attention_varlen_fwd", TORCH_BOX(&fastattn::attention::attention_varlen_fwd));
+}

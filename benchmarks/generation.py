@@ -77,7 +77,7 @@ def _workload(size: DecodeSize, devices: tuple[str, ...]) -> DecodeWorkload:
 DECODE_WORKLOADS = (
     *[_workload(DecodeSize(512, 8, 2048, 6, 32000, B, 64, 128), ("cuda",)) for B in (1, 32, 256)],
     _workload(DecodeSize(512, 8, 2048, 6, 32000, 32, 64, 128, beams=4), ("cuda",)),
-    _workload(DecodeSize(256, 4, 1024, 3, 8000, 8, 24, 24), ("cpu",)),
+    *[_workload(DecodeSize(256, 4, 1024, 3, 8000, B, 24, 24), ("cpu",)) for B in (8, 64)],
     _workload(DecodeSize(256, 4, 1024, 3, 8000, 2, 24, 24, beams=4), ("cpu",)),
 )
 

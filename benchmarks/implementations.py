@@ -23,6 +23,9 @@ Forward = Callable[[Inputs], Any]
 # As `Implementation.workloads`: runs only when asked for by name.
 ON_REQUEST = "(?!)"
 _DEVICE_OF_BACKEND = {"triton": "cuda", "sm90": "cuda", "cpu": "cpu"}
+# Ops that leave some calls to torch's own where no backend is named: measured so, too.
+_LEAVES_CALLS_TO_TORCH = ("linear",)
+_AUTOMATIC = "automatic"
 
 
 @dataclass(frozen=True)
@@ -69,24 +72,28 @@ class Implementation:
 
 
 def ours(spec: OpSpec, device_type: str) -> list[Implementation]:
-    """fastattn's backends that serve a kind of device, each forced."""
+    """fastattn's backends that serve a kind of device, each forced, and None, its own choice, where
+    that may be none of them.
+    """
 
-    def of(backend: str) -> Implementation:
+    def of(backend: str | None) -> Implementation:
         def build(task: Task) -> Forward:
             return lambda inputs: spec.function(**inputs, backend=backend)
 
         return Implementation(
-            f"fastattn-{backend}",
+            f"fastattn-{backend or _AUTOMATIC}",
             (spec.name,),
             build,
             version=lambda: fastattn.__version__,
             unsupported=_reference_is_too_large if backend == "reference" else lambda task: None,
-            backend=backend,
+            backend=backend or _AUTOMATIC,
             ours=True,
             workloads=ON_REQUEST if (backend, device_type) == ("reference", "cuda") else "",
         )
 
-    return [of(b) for b in spec.backends if _DEVICE_OF_BACKEND.get(b, device_type) == device_type]
+    chosen: list[str | None] = [None] if spec.name in _LEAVES_CALLS_TO_TORCH else []
+    chosen += [b for b in spec.backends if _DEVICE_OF_BACKEND.get(b, device_type) == device_type]
+    return [of(b) for b in chosen]
 
 
 def _reference_is_too_large(task: Task) -> str | None:

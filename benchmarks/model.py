@@ -174,7 +174,7 @@ def asked_backends(device_type: str) -> str:
         return ""
     ops = {family(name): op for name, op in OPS.items() if name.endswith("_fwd")}
     gpu = torch.device(device_type, 0)
-    if any(row.name in ("sm90", "triton") for row in ops["attention"].order(gpu)):
+    if any(row.name in ("sm90", "triton") for row in ops["attention"].order(gpu, torch.bfloat16)):
         return ""
     return ",".join(f"{name}=triton" for name, op in ops.items() if "triton" in op.backends)
 

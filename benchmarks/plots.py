@@ -40,6 +40,7 @@ _OUR_COLOURS = {
     "fastattn": "#c8322b",
     "fastattn-compile": "#e8833a",
     "fastattn-packed": "#8e1b4a",
+    "fastattn-automatic": "#8e1b4a",
     "fastattn-reference": "#e0b7a0",
 }
 _SPARE_COLOURS = ("#6b4e16", "#14808a", "#a3458f", "#5f6b1f")

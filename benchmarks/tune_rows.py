@@ -83,7 +83,7 @@ class NormTask(_RowTask):
             forward = (x, weight, bias, _EPS)
         else:
             forward = (x, weight, _EPS)
-        results = OPS[f"{self.op}_fwd"].outputs(*forward)
+        results = OPS[f"{self.op}_fwd"].allocate(forward)
         if self.direction == "fwd":
             return Case(forward, results, size * (4 if self.op == "add_layer_norm" else 2))
         dy = normal(self.rows, self.N).to(dtype)
@@ -96,7 +96,7 @@ class NormTask(_RowTask):
             args = (dy, z, weight, bias, mean, rstd, _EPS, [True, *needs])
         else:
             args = (dy, z, weight, rstd, _EPS, [True, *needs])
-        results = OPS[f"{self.op}_bwd"].outputs(*args)
+        results = OPS[f"{self.op}_bwd"].allocate(args)
         return Case(args, results, size * (4 if self.op == "add_layer_norm" else 3))
 
     def _saved(self, forward: tuple[Any, ...], device: str) -> tuple[Tensor, Any, Tensor]:
@@ -210,18 +210,21 @@ class FfnTask(_RowTask):
         none = (self.activation, 0.0, 0.0, None, 0)
         forward = (x, w1, b1, w2, b2, None, *none)
         if self.direction == "fwd":
-            return Case(forward, OPS["ffn_fwd"].outputs(*forward), flops)
+            return Case(forward, OPS["ffn_fwd"].allocate(forward), flops)
         dy = normal(self.rows, self.D).to(dtype)
         hidden = F.linear(x, w1, b1)
         hidden = hidden.relu() if self.activation == "relu" else hidden
         args = (dy, x, w1, b1, w2, b2, hidden, *none, [True] * 5)
-        return Case(args, OPS["ffn_bwd"].outputs(*args), 2 * flops)
+        return Case(args, OPS["ffn_bwd"].allocate(args), 2 * flops)
 
     def launch(self, config: Any, case: Case) -> None:
         from fastattn.ops.ffn import triton
+        from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 
-        run = triton.ffn_fwd_with_config if self.direction == "fwd" else triton.ffn_bwd_with_config
-        run(config, *case.args, *case.results)
+        if self.direction == "fwd":
+            triton.ffn_fwd_with_config(config, ForwardCall(*case.args), *case.results)
+        else:
+            triton.ffn_bwd_with_config(config, BackwardCall(*case.args), *case.results)
 
     def expected(self, case: Case) -> Sequence[Tensor | None]:
         from fastattn.ops.ffn import reference

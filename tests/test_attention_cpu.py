@@ -193,6 +193,34 @@ def test_a_value_with_one_reader_is_alive(dtype: torch.dtype, through: str) -> N
     assert out[0, 2:].isfinite().all()
 
 
+# -- how a mask lies ------------------------------------------------------------------------------
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES, torch.float64])
+def test_where_a_mask_lies_changes_no_bit(
+    isa: str, mask_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Values that kernels read as they lie, rows that they widen first, numbers that block."""
+    M, N, D = 101, 144, 16
+    q, k, v = (_randn(1, 2, n, D, dtype=dtype, seed=n) for n in (M, N, N))
+    mask = _randn(1, 2, M, N, seed=5)
+    blocked = mask > 0.5
+    if mask_dtype is torch.bool:
+        mask = ~blocked
+    else:
+        mask = mask.to(mask_dtype)
+        mask[blocked] = -torch.inf
+        mask[..., ::7] = torch.finfo(mask_dtype).min
+    apart = torch.stack([mask, mask], -1)[..., 0]
+    assert apart.stride(-1) == 2
+
+    lying, strided = (
+        _outputs_and_gradients([q, k, v], mask=m, backend="cpu") for m in (mask, apart)
+    )
+    for one, other in zip(lying, strided, strict=True):
+        assert torch.equal(one, other)
+
+
 # -- gradients that are asked for -----------------------------------------------------------------
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "mask", "qv", "kmask"])
 @pytest.mark.parametrize("through", ["out", "lse"])

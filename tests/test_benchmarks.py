@@ -235,6 +235,19 @@ def test_packed_gate() -> None:
     assert subject.details(candidate, "fwd")["peak_bytes"] > 0
 
 
+def test_automatic_choice_is_a_candidate_where_it_may_be_none_of_the_backends() -> None:
+    """A bf16 linear layer on the CPU is torch's own unless a backend is named."""
+    workload = next(w for w in cases.workloads("linear") if w.name == "16x256x768")
+    subject = OpSubject(cases.specs()["linear"], workload, CPU, torch.bfloat16)
+    found = cases.implementations_of("linear", "cpu")
+    [chosen] = [c for c in found if c.name == "fastattn-automatic"]
+    assert chosen.ours
+    subject.build(chosen)
+    subject.prepare_oracle(chosen)
+    assert subject.judge(chosen, "fwd").ok and subject.judge(chosen, "bwd").ok
+    assert not [c for c in cases.implementations_of("ffn", "cpu") if c.name == chosen.name]
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_gate(beams: int) -> None:
     """Another token than the likeliest, a wrong log-probability, too few tokens are seen."""

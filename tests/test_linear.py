@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import functional
 from fastattn.ops import _env, _native
+from fastattn.ops.linear.op import is_torchs_at_once
 from fastattn.ops.linear.spec import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import Sample, all_specs
@@ -105,6 +106,44 @@ def test_batch_invariant(isa: str) -> None:
             pass
         assert differ() == []
     assert 1 in differ() and 97 not in differ()
+
+
+# -- calls that are left to torch -----------------------------------------------------------------
+@needs_library
+def test_left_to_torch() -> None:
+    """Half precision without a named backend is torch's, at once where nothing is in the way."""
+    x, weight, bias = (t.detach().bfloat16() for t in _layer())
+    left = is_torchs_at_once(x, weight, bias), is_torchs_at_once(x[0, 0], weight, None)
+    assert left == (True, True)
+    assert torch.equal(functional.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert not is_torchs_at_once(x.float(), weight.float(), bias.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_torchs_at_once(x, weight, bias)
+    with FlopCounterMode(display=False):
+        assert not is_torchs_at_once(x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        ({"weight": torch.zeros(4)}, r"weight must be \[E, 4\]"),
+        ({"weight": torch.zeros(8, 5)}, r"weight must be \[E, 4\]"),
+        ({"weight": None}, "weight must be a tensor"),
+        ({"bias": torch.zeros(1)}, r"bias must be \[8\]"),
+        ({"bias": torch.zeros(1, 8)}, r"bias must be \[8\]"),
+        ({"bias": torch.zeros(8, dtype=torch.float64)}, "bias must have x's dtype"),
+        ({"x": torch.zeros(())}, "at least one dimension"),
+    ],
+)
+def test_left_to_torch_is_checked_first(change: dict[str, Any], error: str) -> None:
+    """What torch would take or word otherwise."""
+    given = {"x": torch.zeros(3, 4), "weight": torch.zeros(8, 4), "bias": None} | change
+    halves = {
+        name: t.bfloat16() if isinstance(t, Tensor) and t.dtype == torch.float32 else t
+        for name, t in given.items()
+    }
+    with pytest.raises((TypeError, ValueError), match=error):
+        functional.linear(**halves)
 
 
 # -- which calls take it --------------------------------------------------------------------------

@@ -14,5 +14,5 @@ def _build(task: Task) -> Any:
 
 PEERS = (
     # Seconds a call where batches are large or many tokens are wanted.
-    Implementation("torch-prefix", (GENERATION,), _build, workloads=r"_new24"),
+    Implementation("torch-prefix", (GENERATION,), _build, workloads=r"_b\d_.*_new24"),
 )

@@ -22,47 +22,31 @@ inline const float* statistics_of(const Problem& a, const float* values, const S
 }
 
 // -- one tile ------------------------------------------------------------------------------------
-// Scores and dp of a row become dropout(p) and ds, in place. lse_log2: the exponent of the row's
-// sum.
-template <bool kRange, bool kBias, bool kDrop>
-inline __attribute__((always_inline)) void gradient_row(float* s, float* dp, int columns,
-                                                        float scale_log2, int begin, int end,
-                                                        const float* bias, float lse_log2,
-                                                        float delta, const TileDropout& dropout,
-                                                        float keep_scale, int row) {
-  const TileDropout::Row drawn = dropout.row(row);
-  const Float shift = splat(kPowerShift - lse_log2);
-  for (int j = 0; j < columns; j += kLanes) {
-    const Float x = exponents<kRange, kBias>(s, j, scale_log2, begin, end, bias);
-    const Float p = power(x + shift);
-    Float g = load(dp + j);
-    Float kept = p;
+// A vector of dropout(p) and of ds.
+struct Weights {
+  Float kept, ds;
+};
+
+// A row of scores and dp, and what makes weights of them.
+template <bool kRange, bool kDrop, class Bias>
+struct GradientRow {
+  const float *s, *dp;
+  int begin, end;  // its keys
+  Bias bias;
+  float shift;  // less the exponent of the row's sum
+  float delta;
+  TileDropout::Row drawn;
+
+  Weights at(int j, float scale_log2, float keep_scale) const {
+    const Float p = power(exponents<kRange>(s, j, scale_log2, shift, begin, end, bias));
+    Float g = load(dp + j), kept = p;
     if constexpr (kDrop) {
       g = drawn.apply(g * keep_scale, j);
       kept = drawn.apply(p * keep_scale, j);
     }
-    store(s + j, kept);
-    store(dp + j, p * (g - delta));
+    return {kept, p * (g - delta)};
   }
-}
-
-#if defined(__AVX512BF16__)
-// Two rows of sums to the rows form (if wanted) and the pairs form.
-inline void narrow_rows(const float* first, const float* second, int columns, uint16_t* first_row,
-                        uint16_t* second_row, uint32_t* pairs) {
-  for (int j = 0; j < columns; j += kLanes) {
-    const Short low = rounded_to_bf16(load(first + j));
-    const Short high = second ? rounded_to_bf16(load(second + j)) : Short{};
-    if (first_row) {
-      store_bits(first_row + j, low);
-      if (second) {
-        store_bits(second_row + j, high);
-      }
-    }
-    store_bits(pairs + j, joined(low, high));
-  }
-}
-#endif
+};
 
 // A worker's tiles: packs queries and keys, computes p and ds of a pair of tiles.
 template <class C>
@@ -76,11 +60,13 @@ class Gradients {
     first_key_ = tile * kTileKeys;
     const int count = attention::smaller(kTileKeys, s.keys - first_key_);
     const int upto = round_up(count, kBlock);
-    const bool whole = upto == count && dead.none(first_key_, count);
     const auto rows_of = [&](const TensorView& x, int dim) {
       const int64_t offset = key_offset(x, s, kv_head, first_key_);
-      if (const auto rows = where_it_lies(x, offset, dim, kBlock); whole && rows.data) {
-        return rows;
+      if (upto == count) {
+        const auto rows = where_it_lies(x, offset, dim, kBlock);
+        if (rows.data && no_key_is_dead(dead, first_key_, count, rows, dim)) {
+          return rows;
+        }
       }
       Unit* rows = units<C>(memory_.k_rows);
       pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, upto, dim, rows,
@@ -133,21 +119,23 @@ class Gradients {
     }
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
     const float* lse = statistics_of(a_, a_.lse, sequence_, h_, first_row_);
-    const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
-    with_flags(!rows.allows_all(first_key_, columns_), bool(bias), bool(dropout),
-               [&](auto range, auto biased, auto drop) {
-                 for (int i = live_.begin; i < live_.end; ++i) {
-                   const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
-                   const auto run = [&](int columns) __attribute__((always_inline)) {
-                     gradient_row<range, biased, drop>(
-                         memory_.s + i * kTileKeys, memory_.dp + i * kTileKeys, columns, scale_log2,
-                         rows.begin[i] - first_key_, rows.end[i] - first_key_, bias.row(i),
-                         lse_log2, delta[i], dropout, keep_scale, i);
-                   };
-                   columns_ == kTileKeys ? run(kTileKeys) : run(columns_);
-                 }
-               });
-    narrow(for_keys, for_queries);
+    bias.with_rows([&](const auto& bias_row) {
+      with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
+        const auto row = [&](int i) __attribute__((always_inline)) {
+          const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
+          return GradientRow<range, drop, decltype(bias_row(i))>{memory_.s + i * kTileKeys,
+                                                                 memory_.dp + i * kTileKeys,
+                                                                 rows.begin[i] - first_key_,
+                                                                 rows.end[i] - first_key_,
+                                                                 bias_row(i),
+                                                                 kPowerShift - lse_log2,
+                                                                 delta[i],
+                                                                 dropout.row(i)};
+        };
+        columns_ == kTileKeys ? write_weights(row, kTileKeys, for_keys, for_queries)
+                              : write_weights(row, columns_, for_keys, for_queries);
+      });
+    });
     return true;
   }
 
@@ -221,30 +209,48 @@ class Gradients {
     }
   }
 
-  void narrow(bool for_keys, bool for_queries) {
+  // Scores and dp become dropout(p) and ds, as operands: floats in their place, bf16 in the rows
+  // form of queries' gradients and the pairs form of keys'. row(i): the GradientRow.
+  template <class RowOf>
+  inline __attribute__((always_inline)) void write_weights(const RowOf& row, int columns,
+                                                           bool for_keys, bool for_queries) {
+    const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
     if constexpr (C::kDepth == 1) {
       (void)for_keys;
       (void)for_queries;
       p_pairs_ = memory_.s;
       ds_pairs_ = ds_rows_ = memory_.dp;
+      for (int i = live_.begin; i < live_.end; ++i) {
+        const auto gradient = row(i);
+        for (int j = 0; j < columns; j += kLanes) {
+          const Weights w = gradient.at(j, scale_log2, keep_scale);
+          store(memory_.s + i * kTileKeys + j, w.kept);
+          store(memory_.dp + i * kTileKeys + j, w.ds);
+        }
+      }
     } else {
 #if defined(__AVX512BF16__)
       p_pairs_ = units<C>(memory_.p_pairs);
       ds_pairs_ = units<C>(memory_.ds_pairs);
       ds_rows_ = units<C>(memory_.ds_rows);
-      auto* ds_rows = reinterpret_cast<uint16_t*>(memory_.ds_rows);
       for (int i = live_.begin; i < live_.end; i += 2) {
         const bool two = i + 1 < live_.end;
-        const float *s = memory_.s + i * kTileKeys, *dp = memory_.dp + i * kTileKeys;
-        const int pair = i / 2 * kTileKeys;
-        uint16_t* row = for_queries ? ds_rows + i * kTileKeys : nullptr;
-        uint16_t* next_row = for_queries ? row + kTileKeys : nullptr;
-        if (for_keys) {
-          narrow_rows(s, two ? s + kTileKeys : nullptr, columns_, nullptr, nullptr,
-                      units<C>(memory_.p_pairs) + pair);
+        const auto first = row(i), second = row(two ? i + 1 : i);
+        Unit* const p = units<C>(memory_.p_pairs) + i / 2 * kTileKeys;
+        Unit* const ds = units<C>(memory_.ds_pairs) + i / 2 * kTileKeys;
+        auto* const ds_row = reinterpret_cast<uint16_t*>(memory_.ds_rows) + i * kTileKeys;
+        for (int j = 0; j < columns; j += kLanes) {
+          const Weights w = first.at(j, scale_log2, keep_scale);
+          const Weights next = two ? second.at(j, scale_log2, keep_scale) : Weights{};
+          const TwoRows rows = rounded_to_bf16(w.ds, next.ds);
+          if (for_queries) {
+            store_halves(ds_row + j, ds_row + kTileKeys + j, rows);
+          }
+          if (for_keys) {
+            store_bits(ds + j, joined(rows));
+            store_bits(p + j, joined(rounded_to_bf16(w.kept, next.kept)));
+          }
         }
-        narrow_rows(dp, two ? dp + kTileKeys : nullptr, columns_, row, next_row,
-                    units<C>(memory_.ds_pairs) + pair);
       }
 #endif
     }

@@ -80,11 +80,10 @@ class PackedKeys {
     const int first = tile * kTileKeys;
     const int count = attention::smaller(kTileKeys, sequence_.keys - first);
     const int upto = round_up(count, kBlock);
-    const bool whole = upto == count && dead_.none(first, count);
-    const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim, whole);
+    const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
     to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
     if (!v_in_place_.data) {
-      const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim, whole);
+      const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
       to_pairs(v, upto, a_.value_dim, units<C>(memory_.v_pairs) + tile * v_units());
     }
   }
@@ -104,12 +103,14 @@ class PackedKeys {
   int64_t k_units() const { return kTileKeys * padded(a_.head_dim) / C::kDepth; }
   int64_t v_units() const { return kTileKeys * padded(a_.value_dim) / C::kDepth; }
 
-  // whole: blocks of keys of which none is dead. They are read where they lie if units lie there.
-  Operand<C> rows_of(const TensorView& x, int first, int count, int upto, int dim,
-                     bool whole) const {
+  // Whole blocks of keys of which none is dead are read where they lie if units lie there.
+  Operand<C> rows_of(const TensorView& x, int first, int count, int upto, int dim) const {
     const int64_t offset = key_offset(x, sequence_, kv_head_, first);
-    if (const Operand<C> rows = in_place<C>(a_.type, x, offset, dim, kBlock); whole && rows.data) {
-      return rows;
+    if (upto == count) {
+      const Operand<C> rows = in_place<C>(a_.type, x, offset, dim, kBlock);
+      if (rows.data && no_key_is_dead(dead_, first, count, rows, dim)) {
+        return rows;
+      }
     }
     auto* rows = units<C>(memory_.rows);
     pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, upto, dim, rows,
@@ -174,9 +175,11 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
                 s + live.begin * kTileKeys, kTileKeys, false);
     const TileDropout dropout(a, sequence.b, at.h, at.first, first_key);
     const bool restricted = !rows.allows_all(first_key, columns) || !(a.scale > 0.0f);
-    with_flags(restricted, bool(bias), bool(dropout), [&](auto range, auto biased, auto drop) {
-      softmax_rows<C, range, biased, drop>(rows, live, scale_log2, bias, dropout, first_key,
-                                           columns, s, p, t, o, E);
+    bias.with_rows([&](const auto& bias_row) {
+      with_flags(restricted, bool(dropout), [&](auto range, auto drop) {
+        softmax_rows<C, range, drop>(rows, live, scale_log2, bias_row, dropout, first_key, columns,
+                                     s, p, t, o, E);
+      });
     });
     const bool add = o_written || count < rows.count;
     if (add && !o_written) {

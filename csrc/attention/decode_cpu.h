@@ -296,6 +296,21 @@ inline void clear_part(float* part, int64_t E) {
   part_l(part, E) = 0.0f;
 }
 
+// The first tile of keys that is read after those of a kv head, as a rule: the next head's.
+template <class T>
+inline Rows<T> first_keys_behind(const Forward& a, const Sequence& sequence, int64_t kv_head) {
+  const bool last = kv_head + 1 == a.kv_heads;
+  if (last && sequence.b + 1 == a.batch) {
+    return {};
+  }
+  const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
+  const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
+  const int count = attention::smaller(keys.end - keys.begin, kTileKeys);
+  const T* data =
+      static_cast<const T*>(a.k.data) + key_offset(a.k, next, last ? 0 : kv_head + 1, keys.begin);
+  return {data, a.k.row_stride, count, a.head_dim, true};
+}
+
 // Parts of `heads` heads from `h` on (a group's, which share keys and values): the keys of a split.
 template <class T>
 void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, int64_t h, int heads,
@@ -330,8 +345,13 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
     decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin);
     const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
-    const Rows<T> next = left > 0 ? rows_of(a.k, kTileKeys, left, a.head_dim) : Rows<T>{};
-    for (int j = 0; j < left; ++j) {
+    Rows<T> next = {};
+    if (left > 0) {
+      next = rows_of(a.k, kTileKeys, left, a.head_dim);
+    } else if (k.ask_all && h + heads == (kv_head + 1) * a.group()) {
+      next = first_keys_behind<T>(a, sequence, kv_head);
+    }
+    for (int j = 0; j < next.count; ++j) {
       next.ask_for(j);
     }
     for (int g = 0; g < heads; ++g) {
@@ -342,12 +362,15 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
         continue;
       }
       const TileDropout dropout(a, sequence.b, h + g, 0, first);
-      with_flags(true, bool(bias), bool(dropout), [&](auto range, auto biased, auto drop) {
-        const float rescale = softmax_row<C, range, biased, drop>(
-            s, columns, scale_log2, begin, end, bias.row(0), dropout, 0, &part_m(part, E),
-            &part_l(part, E), units<C>(s));
-        rescale_row(part, E, rescale);
-      });
+      const auto run = [&](auto row) {
+        with_flags(true, bool(dropout), [&](auto range, auto drop) {
+          const float rescale =
+              softmax_row<C, range, drop>(s, columns, scale_log2, begin, end, row, dropout, 0,
+                                          &part_m(part, E), &part_l(part, E), units<C>(s));
+          rescale_row(part, E, rescale);
+        });
+      };
+      bias ? run(bias.floats(0)) : run(NoBias{});
     }
     decode_values<C>(memory.s, begin, heads, v, parts, stride);
   }

@@ -50,7 +50,7 @@ inline Float larger_of(Float a, Float b) {
 // 2^(t - kPowerShift) for exponents not much above 0, within 2 units in the last place; exactly 1
 // at 0, 0 at -inf, NaN for NaN. The shift saves AVX-512 an instruction: its remainder is that of
 // the floor.
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+constexpr float kLn2 = 0.693147181f;
 #if defined(__AVX512F__)
 constexpr float kPowerShift = 0.5f;
 
@@ -160,13 +160,30 @@ struct Pairs {
 inline Short rounded_to_bf16(Float v) {
   return bit_cast<Short>(_mm512_cvtneps_pbh(v));
 }
-// The units of two rows: `first` in the low half.
-inline Word joined(Short first, Short second) {
-  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 takes several instructions for its own conversion
-  const auto wide = [](Short v) {
-    return bit_cast<Word>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(v)));
-  };
-  return wide(first) | (wide(second) << 16);
+// Two rows of numbers, one behind the other.
+using TwoRows = uint16_t __attribute__((vector_size(4 * kLanes)));
+
+inline TwoRows rounded_to_bf16(Float first, Float second) {
+  return bit_cast<TwoRows>(_mm512_cvtne2ps_pbh(second, first));
+}
+inline TwoRows two_rows(Short first, Short second) {
+  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
+  return bit_cast<TwoRows>(_mm512_maskz_inserti32x8(
+      kAll, _mm512_castsi256_si512(bit_cast<__m256i>(first)), bit_cast<__m256i>(second), 1));
+}
+inline void store_halves(uint16_t* first, uint16_t* second, TwoRows rows) {
+  constexpr __mmask8 kAll = 0xFF;
+  const __m512i both = bit_cast<__m512i>(rows);
+  store_bits(first, _mm512_castsi512_si256(both));
+  store_bits(second, _mm512_maskz_extracti32x8_epi32(kAll, both, 1));
+}
+// The units of two rows: the first in the low half.
+inline Word joined(TwoRows rows) {
+  constexpr TwoRows kColumns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  constexpr __mmask32 kAll = ~__mmask32{0};
+  return bit_cast<Word>(
+      _mm512_maskz_permutexvar_epi16(kAll, bit_cast<__m512i>(kColumns), bit_cast<__m512i>(rows)));
 }
 #endif
 
@@ -293,12 +310,13 @@ inline bool pack_row(const T* source, int dim, int64_t width, float* result) {
 }
 
 #if defined(__AVX512BF16__)
+constexpr uint16_t kBf16Exponent = 0x7F80;  // all of its bits: infinite or NaN
+
 // The same as units of bf16, which only bf16 data come in.
 template <class T>
 inline bool pack_row(const T* source, int dim, int64_t width, uint32_t* result) {
   uint16_t* row = reinterpret_cast<uint16_t*>(result);
-  constexpr uint16_t kExponent = 0x7F80;
-  const __m512i exponent = _mm512_set1_epi16(kExponent);
+  const __m512i exponent = _mm512_set1_epi16(kBf16Exponent);
   __mmask32 found = 0;
   for (int64_t c = 0; c < width; c += 2 * kLanes) {
     const int64_t left = dim - c < 0 ? 0 : dim - c;
@@ -336,6 +354,30 @@ inline Operand<C> in_place(DType type, const TensorView& x, int64_t offset, int 
   }
   return {reinterpret_cast<const typename C::Unit*>(data), x.row_stride / C::kDepth};
 }
+
+// Whether no number of these rows is infinite or NaN; units of whole vectors.
+inline bool all_finite(const Operand<Floats>& rows, int count, int dim) {
+  Float check = {};
+  for (int i = 0; i < count; ++i) {
+    for (int d = 0; d < dim; d += kLanes) {
+      check = fma(load(rows.row(i) + d), Float{}, check);
+    }
+  }
+  return !holds_nan(check);
+}
+#if defined(__AVX512BF16__)
+inline bool all_finite(const Operand<Pairs>& rows, int count, int dim) {
+  const __m512i exponent = _mm512_set1_epi16(kBf16Exponent);
+  __mmask32 found = 0;
+  for (int i = 0; i < count; ++i) {
+    for (int d = 0; d < dim / Pairs::kDepth; d += kLanes) {
+      const __m512i v = _mm512_loadu_si512(rows.row(i) + d);
+      found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(v, exponent), exponent);
+    }
+  }
+  return found == 0;
+}
+#endif
 
 // X's positions [0, count) in the rows form; positions in [count, upto) and those for which
 // dead(i, finite) are 0.
@@ -460,8 +502,8 @@ inline void to_pairs(const Operand<Pairs>& rows, int count, int dim, uint32_t* p
   const int64_t width = padded(dim);
   for (int i = 0; i < count; i += 2) {
     for (int64_t d = 0; d < width; d += kLanes) {
-      store_bits(pairs + i / 2 * width + d, joined(load_bits<Short>(rows.row(i) + d / 2),
-                                                   load_bits<Short>(rows.row(i + 1) + d / 2)));
+      const auto at = [&](int row) { return load_bits<Short>(rows.row(row) + d / 2); };
+      store_bits(pairs + i / 2 * width + d, joined(two_rows(at(i), at(i + 1))));
     }
   }
 }

@@ -25,6 +25,8 @@ namespace fastattn::attention {
 // 13.4). Both are multiples of 16, the period of the dropout lattice.
 constexpr int kTileRows = 96;
 constexpr int kTileKeys = 128;
+// Rows of a dense mask that are floats at a time: gradients in bf16 are made of two rows.
+constexpr int kBiasRows = 2;
 
 // One query (decoding): keys whose results are a task of their own. Wherever the work is not split
 // over workers the results are joined in the same way, so that the bits are the same.
@@ -198,7 +200,7 @@ struct ForwardScratch {
     s = carver.take(M * kTileKeys);
     p = carver.take(tile * kTileKeys);
     o = carver.take(tile * E);
-    bias = carver.take(kTileKeys);
+    bias = carver.take(kBiasRows * kTileKeys);
     rows = carver.take(tile ? kTileKeys * (D > E ? D : E) : 0);
     k_columns = carver.take(tile ? N * D : 0);
     v_pairs = carver.take(tile ? N * E : 0);
@@ -233,7 +235,7 @@ struct BackwardScratch {
     p_pairs = carver.take(tile);
     ds_rows = carver.take(tile);
     ds_pairs = carver.take(tile);
-    bias = carver.take(kTileKeys);
+    bias = carver.take(kBiasRows * kTileKeys);
     sums = carver.take(tile);
     dk = carver.take(kTileKeys * D);
     dv = carver.take(kTileKeys * E);

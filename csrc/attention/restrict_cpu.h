@@ -22,6 +22,11 @@ using attention::Range;
 using attention::Sequence;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504f;  // scores times this are powers of two
+
+// Numbers of a mask not above these block.
+constexpr float kFloatLowest = std::numeric_limits<float>::lowest();
+constexpr float kBf16Lowest = -0x1.FEp127f, kHalfLowest = -65504.0f;
 
 // -- lengths, causal masks, windows --------------------------------------------------------------
 inline int clamped(int64_t length, int most) {
@@ -93,8 +98,7 @@ struct RowRanges {
 
 // -- dense masks ---------------------------------------------------------------------------------
 inline float mask_value(const MaskView& mask, int64_t offset) {
-  constexpr float kHalfLowest = -65504.0f, kBf16Lowest = -0x1.FEp127f;
-  float value = 0.0f, lowest = std::numeric_limits<float>::lowest();
+  float value = 0.0f, lowest = kFloatLowest;
   switch (mask.type) {
     case MaskType::kNone:
       return 0.0f;
@@ -127,13 +131,12 @@ inline int64_t mask_offset(const MaskView& mask, int64_t b, int64_t h, int64_t i
 // values are numbers of one type side by side; whether they are.
 template <class Run>
 inline bool with_number_row(const MaskView& mask, int64_t offset, const Run& run) {
-  constexpr float kHalfLowest = -65504.0f, kBf16Lowest = -0x1.FEp127f;
   if (mask.strides[3] != 1) {
     return false;
   }
   switch (mask.type) {
     case MaskType::kFloat32:
-      run(static_cast<const float*>(mask.data) + offset, std::numeric_limits<float>::lowest());
+      run(static_cast<const float*>(mask.data) + offset, kFloatLowest);
       return true;
     case MaskType::kBFloat16:
       run(static_cast<const BFloat16*>(mask.data) + offset, kBf16Lowest);
@@ -161,6 +164,32 @@ inline int bytes_of(MaskType type) {
 inline bool has_byte_row(const MaskView& mask) {
   return mask.type == MaskType::kBool && mask.strides[3] == 1;
 }
+
+// What a mask does to a vector of exponents, which are powers of two, from column j of its row on.
+struct NoBias {
+  static constexpr bool kAny = false;
+  Float add_to(Float exponents, int) const { return exponents; }
+};
+// Numbers are read as they lie; those not above `lowest` block.
+template <class T>
+struct NumberRow {
+  static constexpr bool kAny = true;
+  const T* data;
+  float lowest;
+
+  Float add_to(Float exponents, int j) const {
+    const Float bias = load(data + j);
+    return bias <= lowest ? splat(-kInfinity) : fma(bias, splat(kLog2E), exponents);
+  }
+};
+struct ByteRow {
+  static constexpr bool kAny = true;
+  const uint8_t* data;
+
+  Float add_to(Float exponents, int j) const {
+    return widen_bytes(load_bits<Byte>(data + j)) != 0u ? exponents : splat(-kInfinity);
+  }
+};
 
 // What a mask adds to `count` scores of a row, -inf where it blocks; -inf behind them up to
 // kTileKeys.
@@ -219,12 +248,12 @@ inline bool allows_some(const MaskView& mask, int64_t offset, int count) {
   return some;
 }
 
-// A tile of a dense mask, row by row as numbers to add.
+// A tile of a dense mask, row by row.
 class TileBias {
  public:
   bool none = false;  // nothing is allowed
 
-  // scratch: kTileKeys floats, of the row that was last asked for.
+  // scratch: kBiasRows rows of kTileKeys floats, those that were last asked for.
   TileBias(const Problem& a, int64_t b, int64_t h, int first_row, Range live, int first_key,
            float* scratch)
       : mask_(a.mask), scratch_(scratch) {
@@ -248,12 +277,49 @@ class TileBias {
   }
   explicit operator bool() const { return mask_.type != MaskType::kNone; }
 
-  const float* row(int i) const {
-    if (!same_ && *this) {
-      ask_for_row(i + kRowsAhead);
-      mask_row(mask_, first_ + i * mask_.strides[2], keys_, scratch_);
+  // Calls run(row), where row(i) is the mask's row as it is best read: whole vectors of values side
+  // by side where they lie. (One head of 512 x 512, a bf16 bias, forward, one Zen 5 thread: 0.20 ms
+  // instead of 0.21 by way of rows of floats.)
+  template <class Run>
+  inline __attribute__((always_inline)) void with_rows(const Run& run) const {
+    if (!*this) {
+      return run([](int) { return NoBias{}; });
     }
-    return scratch_;
+    if (!same_ && mask_.strides[3] == 1 && keys_ % kLanes == 0) {
+      const auto row = [this](auto* data, int i) __attribute__((always_inline)) {
+        ask_for_row(i + kRowsAhead);
+        return data + first_ + i * mask_.strides[2];
+      };
+      switch (mask_.type) {
+        case MaskType::kBool:
+          return run([&](int i) __attribute__((always_inline)) {
+            return ByteRow{row(static_cast<const uint8_t*>(mask_.data), i)};
+          });
+        case MaskType::kFloat32:
+          return run([&](int i) __attribute__((always_inline)) {
+            return NumberRow<float>{row(static_cast<const float*>(mask_.data), i), kFloatLowest};
+          });
+        case MaskType::kBFloat16:
+          return run([&](int i) __attribute__((always_inline)) {
+            return NumberRow<BFloat16>{row(static_cast<const BFloat16*>(mask_.data), i),
+                                       kBf16Lowest};
+          });
+        default:
+          break;
+      }
+    }
+    run([this](int i) { return floats(i); });
+  }
+
+  // A row as floats. It serves until the next but one.
+  NumberRow<float> floats(int i) const {
+    float* row = scratch_;
+    if (!same_) {
+      row += i % attention::kBiasRows * kTileKeys;
+      ask_for_row(i + kRowsAhead);
+      mask_row(mask_, first_ + i * mask_.strides[2], keys_, row);
+    }
+    return {row, -kInfinity};
   }
 
  private:
@@ -312,8 +378,11 @@ class DeadKeys {
   // Whether none of these keys is dead, whatever they hold.
   bool none(int first, int count) const {
     return a_.mask.type == MaskType::kNone &&
-           (!a_.key_lengths.data || a_.key_lengths.stride == 0) && live_.begin <= first &&
-           first + count <= live_.end;
+           (!a_.key_lengths.data || a_.key_lengths.stride == 0) && none_if_finite(first, count);
+  }
+  // Whether none of these keys is dead if all hold finite numbers.
+  bool none_if_finite(int first, int count) const {
+    return live_.begin <= first && first + count <= live_.end;
   }
 
  private:

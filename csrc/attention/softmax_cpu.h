@@ -38,6 +38,14 @@ template <class T>
 using UnitsOf = Floats;
 #endif
 
+// Whether none of a tile's keys is dead, which have these rows.
+template <class C>
+inline bool no_key_is_dead(const DeadKeys& dead, int first, int count, const Operand<C>& rows,
+                           int dim) {
+  return dead.none(first, count) ||
+         (dead.none_if_finite(first, count) && all_finite(rows, count, dim));
+}
+
 // -- online softmax ------------------------------------------------------------------------------
 // Exponents are powers of two: scores are multiplied by scale * log2(e).
 struct Statistics {
@@ -55,16 +63,12 @@ struct Statistics {
   float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
 };
 
-// The exponents of a vector of scores, -inf where nothing is allowed. begin, end: the row's keys,
-// counted from the tile's first.
-template <bool kRange, bool kBias>
-inline Float exponents(const float* s, int j, float scale_log2, int begin, int end,
-                       const float* bias) {
-  Float x = load(s + j) * scale_log2;
-  if constexpr (kBias) {
-    const Float add = load(bias + j);
-    x = add == -kInfinity ? add : fma(add, splat(kLog2E), x);
-  }
+// The exponents of a vector of scores plus `shift`, -inf where nothing is allowed. begin, end: the
+// row's keys, counted from the tile's first.
+template <bool kRange, class Bias>
+inline Float exponents(const float* s, int j, float scale_log2, float shift, int begin, int end,
+                       Bias bias) {
+  Float x = bias.add_to(fma(load(s + j), splat(scale_log2), splat(shift)), j);
   if constexpr (kRange) {
     const Mask key = lane_numbers() + j;
     x = (key >= begin) & (key < end) ? x : splat(-kInfinity);
@@ -74,19 +78,19 @@ inline Float exponents(const float* s, int j, float scale_log2, int begin, int e
 
 // Scores of a row become weights 2^(exponent - m), kept in `p` where dropout keeps them. Returns
 // the factor of what was summed before.
-template <class C, bool kRange, bool kBias, bool kDrop>
+template <class C, bool kRange, bool kDrop, class Bias>
 inline __attribute__((always_inline)) float softmax_row(float* s, int columns, float scale_log2,
-                                                        int begin, int end, const float* bias,
+                                                        int begin, int end, Bias bias,
                                                         const TileDropout& dropout, int row,
                                                         float* m, float* l, typename C::Unit* p) {
   // Without restrictions and with a positive scale, scores are in the order of their exponents.
-  constexpr bool kRaw = !kRange && !kBias;
+  constexpr bool kRaw = !kRange && !Bias::kAny;
   Float most = splat(-kInfinity);
   for (int j = 0; j < columns; j += kLanes) {
     if constexpr (kRaw) {
       most = larger_of(load(s + j), most);
     } else {
-      const Float x = exponents<kRange, kBias>(s, j, scale_log2, begin, end, bias);
+      const Float x = exponents<kRange>(s, j, scale_log2, 0.0f, begin, end, bias);
       store(s + j, x);
       most = larger_of(x, most);
     }
@@ -128,16 +132,16 @@ inline void rescale_row(float* o, int64_t width, float factor) {
   }
 }
 
-template <class C, bool kRange, bool kBias, bool kDrop>
-void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const TileBias& bias,
+template <class C, bool kRange, bool kDrop, class BiasRows>
+void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const BiasRows& bias,
                   const TileDropout& dropout, int first_key, int columns, float* s,
                   typename C::Unit* p, Statistics& t, float* o, int64_t o_stride) {
   for (int i = live.begin; i < live.end; ++i) {
     float rescale;
     const auto run = [&](int count) __attribute__((always_inline)) {
-      rescale = softmax_row<C, kRange, kBias, kDrop>(
+      rescale = softmax_row<C, kRange, kDrop>(
           s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
-          bias.row(i), dropout, i, t.m + i, t.l + i, p + i * (kTileKeys / C::kDepth));
+          bias(i), dropout, i, t.m + i, t.l + i, p + i * (kTileKeys / C::kDepth));
     };
     columns == kTileKeys ? run(kTileKeys) : run(columns);
     rescale_row(o + i * o_stride, o_stride, rescale);
@@ -145,13 +149,8 @@ void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const Til
 }
 
 template <class Run>
-inline void with_flags(bool range, bool bias, bool drop, const Run& run) {
-  const auto third = [&](auto r, auto b) {
-    drop ? run(r, b, std::true_type{}) : run(r, b, std::false_type{});
-  };
-  const auto second = [&](auto r) {
-    bias ? third(r, std::true_type{}) : third(r, std::false_type{});
-  };
+inline void with_flags(bool range, bool drop, const Run& run) {
+  const auto second = [&](auto r) { drop ? run(r, std::true_type{}) : run(r, std::false_type{}); };
   range ? second(std::true_type{}) : second(std::false_type{});
 }
 

@@ -40,8 +40,8 @@ ifeq ($(HAS_GPU),0)
 SETUP_NATIVE := $(if $(shell command -v $(CXX)),FASTATTN_NATIVE=$(subst $(comma)sm90,,$(FASTATTN_NATIVE)))
 endif
 QUICK_FLAG := $(if $(QUICK),--quick)
-# Tests run in parallel processes, so each takes one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Tests run in parallel processes, so each takes one thread; neighbours stay together and share what they build.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The demo's idle threads sleep (OMP_WAIT_POLICY): where cores are shared, spinning ones cost ten times the time.
 

@@ -28,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +44,6 @@ OBJECTS = ROOT / "build" / "native"
 OLDEST_TORCH = (2, 11)
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the C++ face of OLDEST_TORCH
 OLDEST_PYTHON = "cp310"
-OLDEST_TORCH_WITH_NODES = (2, 13)  # of the kind that csrc/autograd makes
 
 CXX_FLAGS = (
     "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden "
@@ -53,7 +53,14 @@ CXX_FLAGS = (
 # torch's headers want C++20, Python's macros leave fields out; -O2 takes half the time to compile,
 # and nothing there has loops.
 EXTENSION_FLAGS = "-std=c++20 -O2 -Wno-missing-field-initializers".split()
-NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall".split()
+NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v".split()
+# Runs the command after the first argument, and keeps there what it says. What it says of every
+# kernel (registers, spills) is for who reads that file; the rest is repeated.
+LOGGED = (
+    'log=$1; shift; "$@" > "$log" 2>&1; status=$?; '
+    "grep -Ev '^ptxas info +: ([0-9]|Compil|Function |Used )|bytes stack frame,' "
+    '"$log" >&2; exit $status'
+)
 # The first error ends the process; frames and line numbers for its report.
 SANITIZER_FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
 # One translation unit per instruction set; which one runs is decided on the machine it runs on.
@@ -163,9 +170,8 @@ def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:
         raise Impossible("has no sources in this tree")
     if tools.torch is None or tools.torch_version is None:
         raise Impossible("needs torch, which the build does not see")
-    oldest = OLDEST_TORCH_WITH_NODES if library.extends else OLDEST_TORCH
-    if tuple(int(part) for part in tools.torch_version.split(".")[:2]) < oldest:
-        wanted = ".".join(map(str, oldest))
+    if tuple(int(part) for part in tools.torch_version.split(".")[:2]) < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
         raise Impossible(f"needs torch >= {wanted}, got {tools.torch_version}")
     if library.extends and not _has_python_headers():
         raise Impossible("needs Python's headers (the package python3-dev, on many systems)")
@@ -231,7 +237,9 @@ def sanitizers(value: str | None) -> list[str]:
 # -- commands -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
-    """One compiler call. Compilations write a dependency file beside their output."""
+    """One compiler call. Compilations write a dependency file beside their output; what nvcc said
+    is kept there as well.
+    """
 
     output: Path
     inputs: tuple[Path, ...]
@@ -253,11 +261,14 @@ def library_steps(
         headers += ["-isystem", str(tools.torch / folder)]
     if library.extends:
         headers += ["-isystem", sysconfig.get_path("include"), *EXTENSION_FLAGS]
+    # Torch's headers are no dependency (-MMD): what needs one torch's has a folder for each torch.
+    place = objects / (library.file_name(tools) if library.extends else library.name)
     steps = []
     for source in sources(library, csrc):
-        output = objects / library.name / source.relative_to(csrc).with_suffix(source.suffix + ".o")
+        output = place / source.relative_to(csrc).with_suffix(source.suffix + ".o")
         if source.suffix == ".cu":
-            compiler = [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
+            compiler = ["sh", "-c", LOGGED, "sh", str(log_of(output))]
+            compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
             compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD"]
         else:
             isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
@@ -278,6 +289,11 @@ def library_steps(
     target = objects / f"{library.file_name(tools)}{suffix}"
     steps.append(_link_step(tools.cxx, steps, target, links))
     return steps
+
+
+def log_of(output: Path) -> Path:
+    """What nvcc said when it made this."""
+    return output.with_name(f"{output.name}.log")
 
 
 def host_steps(tools: Tools, objects: Path = OBJECTS) -> list[Step]:
@@ -317,6 +333,22 @@ def execute(steps: list[Step], objects: Path = OBJECTS) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for stage in ([step for step in steps if step not in links], links):
             list(pool.map(lambda step: subprocess.run(step.command, check=True), stage))
+
+
+def outdated(steps: list[Step], objects: Path = OBJECTS) -> set[Path]:
+    """What `execute` would make again; everything where there is no ninja to ask."""
+    ninja = _ninja()
+    if ninja is None or not objects.is_dir():
+        return {step.output for step in steps}
+    with tempfile.TemporaryDirectory() as folder:
+        # Of copies: who reads a log mends it as well, which nobody may while another one writes.
+        for log in objects.glob(".ninja_*"):
+            shutil.copy(log, folder)
+        (Path(folder) / "build.ninja").write_text(_ninja_file(steps))
+        command = [ninja, "-C", folder, "-n", "-v"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    commands = {line.partition("] ")[2] for line in said.splitlines()}
+    return {step.output for step in steps if shlex.join(step.command) in commands}
 
 
 def _ninja() -> str | None:

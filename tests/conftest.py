@@ -1,5 +1,6 @@
 """For every test: one torch thread a worker, the same random numbers, the device to test on."""
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # all that collecting tests makes stays
     os.environ[_env.RECORD_VARIABLE] = ""  # the same choices on every machine
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -29,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,13 @@
 The norms' samples run here for each instruction set but the best, which tests/test_ops.py covers.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
 import random
+import re
+import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,11 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from native_build import build_script
 from torch import Tensor
 
 import fastattn
+from fastattn import cli
 from fastattn.ops import _dropout, _env, _native
+from fastattn.ops._op import OPS
 from fastattn.ops.layer_norm import cpu
+from fastattn.ops.layer_norm.calls import LayerNormCall
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import OpSpec, Sample, all_specs
 
@@ -376,7 +382,8 @@ def test_absent_and_broken_libraries_are_reasons(
     (tmp_path / "_C_cpu.abi3.so").write_bytes(b"not a library")
     assert "cannot load its native library _C_cpu.abi3.so" in load("cpu")
     monkeypatch.setattr(_native, "unavailable", load)
-    assert "cannot load" in (cpu.layer_norm_fwd_unsupported(torch.zeros(2, 3), None, None, 0) or "")
+    call = LayerNormCall(torch.zeros(2, 3), None, None, 0.0)
+    assert "cannot load" in (cpu.layer_norm_fwd_unsupported(call) or "")
     with pytest.raises(RuntimeError, match="cannot load"):
         _native.usable_cpu_isas()
 
@@ -396,6 +403,51 @@ def test_the_extension_is_for_one_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @needs_library
+@pytest.mark.parametrize(
+    "broken, reason",
+    [
+        ("no library", "cannot load its extension {}: ImportError: .*file too short"),
+        ("another library", "cannot load its extension {}: ImportError: .*PyInit__C_autograd"),
+        ("raises", "cannot load its extension {}: AttributeError: no Node"),
+        ("other sources", "the extension {} was built from other sources: `pip install"),
+    ],
+)
+def test_a_broken_extension_leaves_nodes_to_python(
+    broken: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def raising(loader: Any, spec: Any) -> None:
+        raise AttributeError("no Node")
+
+    version = re.sub(r"[^0-9A-Za-z]", "_", str(torch.__version__))
+    file = tmp_path / f"_C_autograd_{version}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    shutil.copy(torch._C.__file__, file)
+    loader = importlib.machinery.ExtensionFileLoader
+    if broken == "no library":
+        file.write_bytes(b"no library")
+    elif broken == "raises":
+        monkeypatch.setattr(loader, "create_module", raising)
+    elif broken == "other sources":
+        monkeypatch.setattr(loader, "create_module", lambda _, spec: ModuleType(spec.name))
+        monkeypatch.setattr(loader, "exec_module", lambda *_: None)
+    find = functools.cache(_native.extension_unavailable.__wrapped__)
+    op = OPS["layer_norm_fwd"]
+    monkeypatch.setattr(_native, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(_native, "extension_unavailable", find)
+    monkeypatch.setattr(op, "short_road", op.find_short_road)
+    x = torch.randn(2, 8, requires_grad=True)
+    y = fastattn.layer_norm(x)
+    assert y.grad_fn is not None and y.grad_fn.name() == "DirectBackward"
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8,)))
+    assert cli.main(["info", "--device=cpu"]) == 0
+    expected = f"by Python, which takes longer: {reason.format(re.escape(file.name))}"
+    assert re.search(expected, capsys.readouterr().out)
+
+
+@needs_library
 def test_instruction_set_by_name() -> None:
     with pytest.raises(ValueError, match=r"name must be one of portable.*, got 'mmx'"):
         _native.use_cpu_isa("mmx")
@@ -404,13 +456,7 @@ def test_instruction_set_by_name() -> None:
 # -- the build ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    pytest.importorskip("setuptools")
-    spec = importlib.util.spec_from_file_location("fastattn_setup", ROOT / "setup.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return build_script()
 
 
 @pytest.fixture
@@ -445,9 +491,9 @@ def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.Monkey
     assert names("cpu") == ["cpu"]
     assert names("0") == []
     assert names(None, cuda=None) == ["cpu", "autograd"]
-    assert names(None, torch_version="2.12.1") == ["cpu", "sm90"]
-    with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.13, got 2\.12\.1"):
-        names("autograd", torch_version="2.12.1")
+    assert names(None, torch_version="2.11.0") == ["cpu", "autograd", "sm90"]
+    with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.11, got 2\.10\.1"):
+        names("autograd", torch_version="2.10.1")
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name: "/nowhere")
     assert names(None) == ["cpu", "sm90"]
     with pytest.raises(SystemExit, match="autograd needs Python's headers"):
@@ -493,7 +539,7 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-march" not in cpu_commands["norm_cpu_portable.cpp.o"]
     assert all("TORCH_TARGET_VERSION" in c for n, c in cpu_commands.items() if n.endswith(".o"))
     sm90 = commands("sm90")
-    assert sm90["norm_sm90.cu.o"].startswith("/cuda/bin/nvcc -ccbin g++")
+    assert " /cuda/bin/nvcc -ccbin g++" in sm90["norm_sm90.cu.o"]
     assert "-gencode=arch=compute_90a,code=sm_90a" in sm90["norm_sm90.cu.o"]
     assert sm90["binding_sm90.cpp.o"].startswith("g++")
     assert "-lcudart_static" in sm90["_C_sm90.abi3.so"]
@@ -503,11 +549,74 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-ltorch_python" in commands("autograd")[linked]
 
 
+def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
+    """By the sources and headers, and by the command."""
+    if build._ninja() is None or shutil.which("g++") is None:
+        pytest.skip("needs ninja and g++")
+    header, names = tmp_path / "shared.h", ("one", "two")
+    header.write_text("inline int shared() { return 1; }")
+    (tmp_path / "one.cpp").write_text('#include "shared.h"\nint one() { return shared(); }')
+    (tmp_path / "two.cpp").write_text("int two() { return 2; }")
+
+    def steps(*flags: str) -> list[Any]:
+        paths = [(tmp_path / f"{name}.cpp", tmp_path / f"{name}.o") for name in names]
+        return [build._compile_step(["g++", "-MMD", *flags], *path) for path in paths]
+
+    one, two = (step.output for step in steps())
+    assert build.outdated(steps(), tmp_path / "absent") == {one, two}
+    assert build.outdated(steps(), tmp_path) == {one, two}
+    build.execute(steps(), tmp_path)
+    assert build.outdated(steps(), tmp_path) == set()
+    header.write_text("inline int shared() { return 3; }")
+    assert build.outdated(steps(), tmp_path) == {one}
+    assert build.outdated(steps("-O1"), tmp_path) == {one, two}
+    build.execute(steps(), tmp_path)
+    two.unlink()
+    assert build.outdated(steps(), tmp_path) == {two}
+
+
+def test_what_nvcc_says_is_kept(
+    build: ModuleType, csrc: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All of it beside the object; who builds is not told of every kernel's registers."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    said = (
+        "ptxas info    : Used 40 registers\n    0 bytes stack frame, 0 bytes spill stores\n",
+        "ptxas info    : (C7510) Potential Performance Loss\n",
+    )
+    nvcc.write_text(f"#!/bin/sh\nprintf '{said[0]}{said[1]}' >&2\nexit 3\n")
+    nvcc.chmod(0o755)
+    tools = _tools(build, cuda=tmp_path / "cuda")
+    steps = build.library_steps(build.LIBRARIES["sm90"], tools, csrc, tmp_path)
+    [step] = [step for step in steps if step.output.name == "norm_sm90.cu.o"]
+    step.output.parent.mkdir(parents=True)
+    assert subprocess.run(step.command).returncode == 3
+    assert build.log_of(step.output).read_text() == "".join(said)
+    assert capfd.readouterr().err == said[1]
+
+
 def test_the_variant_of_torch_is_part_of_the_name(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text("debug = False\n__version__ = '2.13.0+cu130'\n")
     tools = _tools(build, torch=tmp_path, torch_version="2.13.0")
     assert build.LIBRARIES["autograd"].file_name(tools) == "_C_autograd_2_13_0_cu130"
     assert build.LIBRARIES["cpu"].file_name(tools) == "_C_cpu"
+
+
+def test_objects_of_an_extension_serve_one_torch(
+    build: ModuleType, csrc: Path, tmp_path: Path
+) -> None:
+    """Where torch was replaced, neither the compiler's command nor a file that ninja knows of tells
+    its headers from those of before.
+    """
+
+    def outputs(name: str, version: str) -> set[Path]:
+        tools = _tools(build, torch_version=version)
+        steps = build.library_steps(build.LIBRARIES[name], tools, csrc, tmp_path)
+        return {step.output for step in steps}
+
+    assert not outputs("autograd", "2.12.1") & outputs("autograd", "2.13.0")
+    assert outputs("cpu", "2.12.1") == outputs("cpu", "2.13.0")
 
 
 def test_other_processors_get_the_portable_kernels(

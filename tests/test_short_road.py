@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,10 +103,10 @@ def _whole_road(function: Callable[..., Any], op: str, *args: Any, **options: An
 @each_op
 def test_plain_calls_take_it(op: str, short_road: str) -> None:
     inputs = _inputs(op)
-    node = _call(op, inputs).grad_fn
+    y = _call(op, inputs)
     name = "".join(word.capitalize() for word in op.split("_")) + "Backward"
-    assert node is not None
-    assert node.name() == (name if short_road == "extension" else "DirectBackward")
+    assert y.grad_fn is not None
+    assert y.grad_fn.name() == (name if short_road == "extension" else "DirectBackward")
     assert _takes(op, inputs) and _takes(op, [x.detach() for x in inputs])
     with torch.no_grad():
         assert _takes(op, inputs) and not _call(op, inputs).requires_grad
@@ -187,6 +188,27 @@ def test_explanations_and_poison_close_it(op: str, short_road: str) -> None:
     assert _takes(op, inputs)
 
 
+@each_op
+def test_plain_gradients_do_not_enter_python(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[bool] = []
+
+    def watched(road: Any, wires: Any, in_python: Callable[..., Any]) -> Any:
+        def seen(*args: Any) -> Any:
+            entered.append(True)
+            return in_python(*args)
+
+        return in_cpp(road, wires, seen)
+
+    in_cpp = _road.in_cpp
+    monkeypatch.setattr(_road, "in_cpp", watched)
+    _use("extension", monkeypatch)
+    inputs = _inputs(op)
+    torch.autograd.grad(_call(op, inputs).sum(), inputs)
+    assert not entered
+    torch.autograd.grad(_call(op, inputs).sum(), inputs, create_graph=True)
+    assert entered
+
+
 # -- what is wrong is said by the checks ----------------------------------------------------------
 X = torch.randn(3, 8)
 WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], ...] = (
@@ -206,7 +228,17 @@ WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], 
     ("layer_norm", (X,), {"eps": float("inf")}, ValueError, "eps must be a finite number >= 0"),
     ("layer_norm", (X,), {"eps": "small"}, TypeError, "eps must be a number"),
     ("layer_norm", (X,), {"eps": True}, TypeError, "eps must be a number"),
-    ("layer_norm", (X,), {"backend": 3}, TypeError, "backend must be a name or None"),
+    *(
+        (op, args, {"backend": backend}, TypeError, "backend must be a name or None")
+        for op, args in (
+            ("attention", (X[None, None],) * 3),
+            ("layer_norm", (X,)),
+            ("add_layer_norm", (X, X)),
+            ("rms_norm", (X,)),
+        )
+        # Arrays are equal to "cpu" element by element.
+        for backend in (3, np.array(["cpu", "reference"]))
+    ),
     ("rms_norm", (X, torch.ones(1, 8)), {}, ValueError, r"weight must be \[8\]"),
     ("rms_norm", (X,), {"eps": -1.0}, ValueError, "eps must be a finite number >= 0"),
     ("add_layer_norm", (X, X.view(3, 2, 4)), {}, ValueError, "residual must have x's shape"),
@@ -426,6 +458,29 @@ def test_saved_tensors_are_freed(op: str, road: str) -> None:
     loss.backward()
     gc.collect()
     assert finalised and y.grad_fn is not None
+
+
+def test_long_graphs_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without recursion, which would end the process: this stack holds some thousand calls."""
+    _use("extension", monkeypatch)
+    freed: list[bool] = []
+
+    def make_and_free() -> None:
+        weight, y = torch.ones(1), torch.ones(1, requires_grad=True)
+        for _ in range(20_000):
+            y = fastattn.rms_norm(y, weight)
+        assert _is_short(y)
+        del y
+        freed.append(True)
+
+    before = threading.stack_size(1 << 19)
+    try:
+        thread = threading.Thread(target=make_and_free)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert freed
 
 
 @each_op

@@ -11,6 +11,7 @@
 #include <atomic>
 
 #include "autograd/node.h"
+#include "autograd/torch_versions.h"
 
 namespace fastattn::autograd {
 namespace {
@@ -105,7 +106,7 @@ const Tensor& tensor_at(PyObject* const* args, int i) {
 // Joins the results to the graph. Saved-tensor hooks may run Python here, and raise.
 void join(const Road& road, bool asked_for, PyObject* const* args,
           const torch::jit::Stack& results) {
-  auto node = c10::make_intrusive<OpNode>(road, asked_for);
+  auto node = make_node<OpNode>(road, asked_for);
   torch::autograd::edge_list edges;
   edges.reserve(road.tensors.size());
   for (int i : road.tensors) {
@@ -289,6 +290,7 @@ PyMODINIT_FUNC PyInit__C_autograd() {
     return nullptr;
   }
   auto m = pybind11::reinterpret_borrow<pybind11::module_>(created);
+  m.attr("interface") = kInterface;
   m.def("road", &make_road);
   m.def("watch_environment", &watch_environment);
   m.def("close_here", [](int more) { closed_here += more; });

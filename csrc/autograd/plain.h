@@ -9,6 +9,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
+#include "autograd/torch_versions.h"
+
 namespace fastattn::autograd {
 
 // Modes, transforms, tracers and autocast are dispatch keys that a thread includes, or no longer
@@ -17,6 +19,7 @@ inline bool is_plain_thread(bool casts) {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   uint64_t included = keys.included_.raw_repr() ^ c10::default_included_set.raw_repr();
   uint64_t excluded = keys.excluded_.raw_repr() ^ c10::default_excluded_set.raw_repr();
+  excluded &= ~kNames.raw_repr();
   if (c10::InferenceMode::is_enabled()) {
     included &= ~c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView).raw_repr();
     excluded &= ~c10::autograd_dispatch_keyset.raw_repr();

@@ -10,6 +10,10 @@
 
 namespace fastattn::autograd {
 
+// Goes up with what `road(...)` takes, in fastattn/ops/_native.py too: built for another one, the
+// extension is not used.
+constexpr int kInterface = 1;
+
 // The backend that all roads lead to.
 constexpr const char* kBackend = "cpu";
 

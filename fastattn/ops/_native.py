@@ -20,6 +20,7 @@ from fastattn.ops import _env
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The words of csrc/common/isa.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
+_INTERFACE = 1  # kInterface of csrc/autograd/road.h
 
 
 @functools.cache
@@ -43,12 +44,10 @@ def extension_unavailable() -> str | None:
     """Why there is no `extension()`, or None once it is loaded."""
     version, suffix = _env.torch_version(), importlib.machinery.EXTENSION_SUFFIXES[0]
     path = _PACKAGE / f"_C_autograd_{re.sub(r'[^0-9A-Za-z]', '_', version)}{suffix}"
+    remedy = "`pip install --no-build-isolation .` builds it"
     if not path.is_file():
         built = "was built for another" if any(_PACKAGE.glob("_C_autograd_*")) else "was not built"
-        return (
-            f"the extension autograd for torch {version} under this Python {built}: "
-            "`pip install --no-build-isolation .` builds it"
-        )
+        return f"the extension autograd for torch {version} under this Python {built}: {remedy}"
     if why := unavailable("cpu"):
         return why
     loader = importlib.machinery.ExtensionFileLoader("fastattn._C_autograd", str(path))
@@ -56,8 +55,10 @@ def extension_unavailable() -> str | None:
     try:
         module = loader.create_module(spec)
         loader.exec_module(module)
-    except ImportError as error:
-        return f"cannot load its extension {path.name}: {error}"
+    except Exception as error:  # what it does first is register its nodes with torch
+        return f"cannot load its extension {path.name}: {type(error).__name__}: {error}"
+    if getattr(module, "interface", None) != _INTERFACE:
+        return f"the extension {path.name} was built from other sources: {remedy}"
     sys.modules[loader.name] = module
     return None
 

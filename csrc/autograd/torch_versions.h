@@ -1,0 +1,36 @@
+// All in which the versions of torch differ that the extension is built with.
+#pragma once
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/headeronly/version.h>
+
+#include <memory>
+#include <utility>
+
+namespace fastattn::autograd {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+
+// Nodes have shared pointers, whose deleter frees long graphs without recursion.
+template <class Node, class... Arguments>
+std::shared_ptr<Node> make_node(Arguments&&... arguments) {
+  return {new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode};
+}
+
+// Dimensions may have names. A thread that runs a node excludes this key: it ignores them.
+constexpr c10::DispatchKeySet kNames(c10::DispatchKey::Named);
+
+#else
+
+template <class Node, class... Arguments>
+c10::intrusive_ptr<Node> make_node(Arguments&&... arguments) {
+  return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
+}
+
+constexpr c10::DispatchKeySet kNames;
+
+#endif
+
+}  // namespace fastattn::autograd

@@ -1,0 +1,131 @@
+"""Compiles Triton's kernels for GPUs that are not there, and reads what came of them."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from fastattn.ops import _env
+
+compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# One of each kind: sm_86 differs from sm_80 by its shared memory alone.
+GENERATIONS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# Bytes of shared memory that a program may have.
+SHARED_MEMORY = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+    "gfx942": 64 << 10,
+}  # fmt: skip
+# The instructions of the tensor cores.
+TENSOR = {
+    "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA",
+    "gfx942": r"\bv_mfma",
+}  # fmt: skip
+
+
+class _AbsentGpu:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_for(arch: str) -> Iterator[list[Any]]:
+    """Kernels launched inside are compiled for `arch`, collected and not run."""
+    found: list[Any] = []
+    run = JITFunction.run
+    used = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        used.add(self)
+        self.device_caches.clear()
+        found.append(run(self, *args, grid=grid, warmup=True, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(_env, "architecture", lambda *device: arch)
+        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
+        try:
+            yield found
+        finally:
+            for function in used:
+                function.device_caches.clear()
+
+
+def by_name(kernels: Sequence[Any]) -> dict[str, Any]:
+    """The last kernel of each name."""
+    return {kernel.metadata.name: kernel for kernel in kernels}
+
+
+def cuda_tool(name: str) -> Path:
+    """A program of the CUDA toolkit that comes with Triton."""
+    return Path(triton.backends.nvidia.__file__).parent / "bin" / name
+
+
+def _run_tool(kernel: Any, name: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [cuda_tool(name), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(kernel: Any) -> str:
+    """The kernel in the GPU's own language, an instruction a line."""
+    if "cubin" not in kernel.asm:
+        return kernel.asm["amdgcn"]
+    return _run_tool(kernel, "nvdisasm", "-c")
+
+
+def loops(kernel: Any) -> list[list[str]]:
+    """Instructions of the innermost loops, in the order of the code. NVIDIA only."""
+    code = _run_tool(kernel, "cuobjdump", "-sass")
+    lines = [(int(a, 16), t) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)]
+    found = []
+    for address, text in lines:
+        target = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            found.append((int(target[1], 16), address))
+    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [[t for x, t in lines if a <= x <= b] for a, b in sorted(inner)]
+
+
+def spills_and_registers(kernel: Any) -> tuple[int, int]:
+    """Bytes (AMD: registers) a thread keeps in memory, and the registers it has."""
+    if "cubin" not in kernel.asm:
+        text, patterns = kernel.asm["amdgcn"], (r"\.vgpr_spill_count:\s*", r"\.vgpr_count:\s*")
+    else:
+        text, patterns = _run_tool(kernel, "cuobjdump", "--dump-resource-usage"), ("STACK:", "REG:")
+    spilled, registers = (max(map(int, re.findall(rf"{p}(\d+)", text))) for p in patterns)
+    return spilled, registers
+
+
+def spilled(kernel: Any) -> int:
+    """Bytes (AMD: registers) a thread keeps in memory."""
+    return spills_and_registers(kernel)[0]

@@ -137,14 +137,33 @@ def check_index(name: str, index: Tensor | slice | None, size: int, device: torc
     return index.to(device=device, dtype=torch.int64) % max(size, 1)
 
 
-def check_mask(
-    mask: Tensor | PreparedMask | None, B: int, H: int, M: int, N: int, device: torch.device
+def check_restrictions(
+    mask: Tensor | PreparedMask | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    B: int,
+    H: int,
+    M: int,
+    N: int,
+    device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
+    """The mask and its tiles."""
+    tiles = None
+    if mask is not None:
+        mask, tiles = check_mask(mask, B, H, M, N, device)
+    if key_lengths is not None:
+        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), device)
+    if query_lengths is not None:
+        check_lengths("query_lengths", query_lengths, ((B,),), device)
+    return mask, tiles
+
+
+def check_mask(
+    mask: Tensor | PreparedMask, B: int, H: int, M: int, N: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """The mask as a 4-dimensional view with its size-1 dimensions kept; the tiles of a prepared
     one.
     """
-    if mask is None:
-        return None, None
     tiles = None
     if isinstance(mask, PreparedMask):
         mask, tiles = mask

@@ -28,12 +28,11 @@ from fastattn._arguments import (
     check_float,
     check_index,
     check_length,
-    check_lengths,
     check_linear_weights,
-    check_mask,
     check_mask_dtype,
     check_parameter,
     check_probability,
+    check_restrictions,
     check_rows,
     check_scale,
     check_varlen_inputs,
@@ -58,6 +57,7 @@ from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
 from fastattn.ops.linear.op import is_left_to_torch as _linear_is_left_to_torch
+from fastattn.ops.linear.op import is_torchs_at_once as _is_torchs_linear_at_once
 from fastattn.ops.linear.op import linear as _linear
 from fastattn.ops.linear.op import suits as _linear_suits
 
@@ -178,7 +178,7 @@ def attention(
         and query_lengths is None
         and window is None
         and dropout_seed is None
-        and (backend is None or backend == "cpu")
+        and (backend is None or (isinstance(backend, str) and backend == "cpu"))
         and type(dropout_p) is float
         and dropout_p == 0.0
         and type(dropout_stream) is int
@@ -197,46 +197,27 @@ def attention(
             if given is not None:
                 raise ValueError(f"{name} must be None with nested tensors, which have lengths")
         return _attention_nested(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            scale=scale,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            dropout_stream=dropout_stream,
-            return_lse=return_lse,
+            q, k, v, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, dropout_stream=dropout_stream, return_lse=return_lse,
             backend=backend,
-        )
+        )  # fmt: skip
     q, k, v = autocast(q, k, v)
     B, H, M, D, N = check_attention_inputs(q, k, v)
     mask_tiles = None
-    if mask is not None:
-        mask, mask_tiles = check_mask(mask, B, H, M, N, q.device)
-    if key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
-    if query_lengths is not None:
-        check_lengths("query_lengths", query_lengths, ((B,),), q.device)
-    window_left, window_right = check_window(window)
+    if mask is not None or key_lengths is not None or query_lengths is not None:
+        mask, mask_tiles = check_restrictions(
+            mask, key_lengths, query_lengths, B, H, M, N, q.device
+        )
+    left, right = check_window(window)
+    code, scale = causal_code(causal, M, N), check_scale(scale, D)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
         q if q.stride(-1) == 1 else contiguous_rows(q),
         k if k.stride(-1) == 1 else contiguous_rows(k),
         v if v.stride(-1) == 1 else contiguous_rows(v),
-        mask,
-        mask_tiles,
-        key_lengths,
-        query_lengths,
-        causal_code(causal, M, N),
-        window_left,
-        window_right,
-        check_scale(scale, D),
-        float(dropout_p),
-        seed,
-        dropout_stream,
-        backend=backend,
-    )
+        mask, mask_tiles, key_lengths, query_lengths, code, left, right, scale, float(dropout_p),
+        seed, dropout_stream, backend=backend,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -250,17 +231,11 @@ def _attention_nested(
     jagged.check_sequences(k, v)
     rows_q, offsets_q, longest_q = jagged.pack(q)
     rows_k, offsets_k, longest_k = jagged.pack(k)
+    rows_v, *_ = jagged.pack(v)
     out, lse = attention_varlen(
-        rows_q,
-        rows_k,
-        jagged.pack(v)[0],
-        offsets_q,
-        offsets_k,
-        longest_q,
-        longest_k,
-        return_lse=True,
+        rows_q, rows_k, rows_v, offsets_q, offsets_k, longest_q, longest_k, return_lse=True,
         **options,
-    )
+    )  # fmt: skip
     nested = jagged.unpack(out, q)
     return (nested, jagged.unpack(lse.t(), q)) if return_lse else nested
 
@@ -341,25 +316,16 @@ def attention_varlen(
     check_backend(backend)
     q, k, v = autocast(q, k, v)
     check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    window_left, window_right = check_window(window)
+    max_seqlen_q = check_length("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = check_length("max_seqlen_k", max_seqlen_k)
+    left, right = check_window(window)
+    code, scale = causal_code(causal, 0, 0), check_scale(scale, q.shape[2])
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention_varlen(
-        contiguous_rows(q),
-        contiguous_rows(k),
-        contiguous_rows(v),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        check_length("max_seqlen_q", max_seqlen_q),
-        check_length("max_seqlen_k", max_seqlen_k),
-        causal_code(causal, 0, 0),
-        window_left,
-        window_right,
-        check_scale(scale, q.shape[2]),
-        float(dropout_p),
-        seed,
-        dropout_stream,
-        backend=backend,
-    )
+        contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, code, left, right, scale, float(dropout_p), seed,
+        dropout_stream, backend=backend,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -386,25 +352,13 @@ def attention_weights(
         [B, heads, rows, N], fp32 (fp64 for fp64), differentiable. Rows without a key are 0.
     """
     q, k = autocast(q, k)
-    check_attention_inputs(q, k, k)
-    (B, H, M, D), N = q.shape, k.shape[2]
-    mask, _ = check_mask(mask, B, H, M, N, q.device)
-    if key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), q.device)
-    if query_lengths is not None:
-        check_lengths("query_lengths", query_lengths, ((B,),), q.device)
+    B, H, M, D, N = check_attention_inputs(q, k, k)
+    mask, _ = check_restrictions(mask, key_lengths, query_lengths, B, H, M, N, q.device)
     return _attention_weights(
-        q,
-        k,
-        mask,
-        key_lengths,
-        query_lengths,
-        causal_code(causal, M, N),
-        *check_window(window),
+        q, k, mask, key_lengths, query_lengths, causal_code(causal, M, N), *check_window(window),
         check_scale(scale, D),
-        check_index("rows", rows, M, q.device),
-        check_index("heads", heads, H, q.device),
-    )
+        check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
+    )  # fmt: skip
 
 
 def layer_norm(
@@ -505,17 +459,9 @@ def add_layer_norm(
     check_parameter("bias", bias, residual)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device)
     y, z, *_ = _add_layer_norm(
-        x,
-        residual,
-        x_bias,
-        weight,
-        bias,
-        check_eps(eps),
-        float(dropout_p),
-        seed,
-        dropout_stream,
+        x, residual, x_bias, weight, bias, check_eps(eps), float(dropout_p), seed, dropout_stream,
         backend=backend,
-    )
+    )  # fmt: skip
     return (y, z) if return_sum else y
 
 
@@ -585,19 +531,9 @@ def ffn(
     output_dropout_p = check_probability("output_dropout_p", output_dropout_p)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, x.device, output_dropout_p)
     return _ffn(
-        x,
-        w1,
-        b1,
-        w2,
-        b2,
-        residual,
-        activation,
-        float(dropout_p),
-        output_dropout_p,
-        seed,
-        dropout_stream,
-        backend=backend,
-    )[0]
+        x, w1, b1, w2, b2, residual, activation, float(dropout_p), output_dropout_p, seed,
+        dropout_stream, backend=backend,
+    )[0]  # fmt: skip
 
 
 def linear(
@@ -608,6 +544,8 @@ def linear(
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
     one dtype.
     """
+    if backend is None and _is_torchs_linear_at_once(x, weight, bias):
+        return F.linear(x, weight, bias)
     check_backend(backend)
     if isinstance(x, Tensor) and x.is_nested:
         jagged.check_rows("x", x)

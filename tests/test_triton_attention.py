@@ -6,10 +6,6 @@ interpreter, on the samples that are small enough.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
-import os
-import re
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -17,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -539,9 +536,4 @@ def test_configs_are_frozen() -> None:
 @compiles
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the GPU runs them")
 def test_in_the_interpreter() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 60
+    assert passed_in_the_interpreter(__file__) >= 60

@@ -7,19 +7,15 @@ no spills in the loops that matter, tensor cores in use, shared memory within th
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -30,7 +26,16 @@ if _env.interpreting():
 
     bf16_interpreter.install()
 
-from triton.backends.compiler import GPUTarget
+from compiled_kernels import (
+    SHARED_MEMORY,
+    TARGETS,
+    TENSOR,
+    compiled_for,
+    compiles,
+    instructions,
+    loops,
+    spilled,
+)
 
 from fastattn.ops.attention import config_bwd, prepared, reference, spec, spec_varlen
 from fastattn.ops.attention import triton_bwd as launchers
@@ -48,7 +53,6 @@ runs = pytest.mark.skipif(
     not NATIVE and not _env.interpreting(),
     reason="runs on a GPU, or in the interpreter's own process",
 )
-compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
 # Dead rows and keys hold NaN, and what the kernels make of them is selected away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 RESULTS = ("dq", "dk", "dv", "dmask")
@@ -258,6 +262,17 @@ def test_rows_of_few_keys(name: str) -> None:
 
 
 @runs
+@pytest.mark.parametrize("N", [60, 80])
+def test_gradients_of_what_is_hardly_kept(N: int) -> None:
+    """fp16 holds dS at its own size, but not divided by 256, dropout's factor: of peaked softmax
+    that is too small.
+    """
+    options = {"B": 1, "H": 1, "M": 20, "N": N, "D": 1, "dropout_p": 0.999, "amplitude": 20.0}
+    call = Call(_small("hardly kept 0", **options), torch.float16, True, False)
+    call.check(call.run())
+
+
+@runs
 def test_scores_far_below_zero() -> None:
     """Rows whose lse is below log of the smallest float, in tiles that are not whole."""
     sample = _small("low scores", B=1, H=1, M=192, D=16, mask="bool MN", amplitude=0.01)
@@ -446,25 +461,11 @@ def test_refuses_what_it_cannot_run() -> None:
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_in_the_interpreter(which: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-x", "-m", which, "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 25
+    assert passed_in_the_interpreter(__file__, "-m", which) >= 25
 
 
 # -- compilers ------------------------------------------------------------------------------------
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_86": GPUTarget("cuda", 86, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_KB = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 TENSOR_MEMORY_COLUMNS = 512
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -481,48 +482,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32, "causal": 2},
     "ragged": {"M": 1001},
 }
-
-
-class _AbsentGpu:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Kernels launched inside are compiled for `arch`, collected and not run."""
-    from triton.runtime.jit import JITFunction
-
-    found: list[Any] = []
-    run = JITFunction.run
-    used = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        used.add(self)
-        self.device_caches.clear()
-        found.append(run(self, *args, grid=grid, warmup=True, **options))
-        return found[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(_env, "architecture", lambda *device: arch)
-        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
-        try:
-            yield found
-        finally:
-            for function in used:
-                function.device_caches.clear()
 
 
 def _launch(
@@ -570,65 +529,39 @@ def _launch(
     launchers.attention_bwd(call, *results, *spaces)
 
 
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _loops(code: str) -> list[list[str]]:
-    """Instructions of the innermost loops, in the order of the code. Reads `cuobjdump -sass`."""
-    lines = [(int(a, 16), t) for a, t in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)]
-    found = []
-    for address, text in lines:
-        target = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
-            found.append((int(target[1], 16), address))
-    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [[t for x, t in lines if a <= x <= b] for a, b in sorted(inner)]
-
-
 def _count(pattern: str, code: Sequence[str]) -> int:
     return sum(bool(re.search(pattern, line)) for line in code)
 
 
-TENSOR = r"\bHGMMA|\bUTC\w*MMA|\bHMMA"
 # The kernels over whole tiles; the others read masks or add up, once a call.
 MAIN = ("attention_bwd_dq_kernel", "attention_bwd_dkdv_kernel")
 
 
-def _examine(kernel: Any, arch: str, folder: Path) -> None:
+def _examine(kernel: Any, arch: str) -> None:
     """Fits on the GPU, uses its tensor cores, and does not spill where the time goes."""
     name = kernel.metadata.name
-    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024, name
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch], name
     if arch == "gfx942":
-        text = kernel.asm["amdgcn"]
-        assert name not in MAIN or "v_mfma" in text
-        spilled = [int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)]
-        assert max(spilled) <= (2 if name in MAIN else 0), f"{name} spills {max(spilled)}"
+        assert name not in MAIN or re.search(TENSOR[arch], instructions(kernel))
+        assert (n := spilled(kernel)) <= (2 if name in MAIN else 0), f"{name} spills {n}"
         return
     assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS
     if name not in MAIN:
         return
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    code = _tool("cuobjdump", "-sass", str(cubin))
-    wanted = {"sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA"}.get(arch, r"\bHMMA")
+    wanted = TENSOR[arch]
     if "tf32x3" in kernel.asm["ttir"]:  # blocks of 32: mma.sync everywhere
         wanted = r"\bHMMA"
-    loops = [body for body in _loops(code) if _count(wanted, body)]
-    assert loops, f"{name} has no loop with {wanted}"
+    bodies = [body for body in loops(kernel) if _count(wanted, body)]
+    assert bodies, f"{name} has no loop with {wanted}"
     # The first loop runs over full tiles.
     # Two registers out and in cost nothing that shows.
-    assert _count(r"\b(STL|LDL)", loops[0]) <= 4, f"{name} spills in its loop over full tiles"
+    assert _count(r"\b(STL|LDL)", bodies[0]) <= 4, f"{name} spills in its loop over full tiles"
     if arch == "sm_90" and wanted == r"\bHGMMA":
         # More waits than that, and ptxas has serialised the products of a warpgroup.
-        for body in loops:
+        for body in bodies:
             assert _count(r"WARPGROUP\.DEPBAR", body) <= max(8, _count(wanted, body) // 2), name
     # Around those loops, and in those over edge tiles, a little may be kept in memory.
-    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    assert max(int(n) for n in re.findall(r"STACK:(\d+)", usage)) <= 384, name
+    assert spilled(kernel) <= 384, name
 
 
 # What runs always, and what the slow run adds: two features everywhere, on Hopper all of them.
@@ -660,26 +593,47 @@ def _shipped() -> list[Any]:
 
 @compiles
 @pytest.mark.parametrize("arch, D, feature", _shipped())
-def test_compiles(
-    arch: str, D: int, feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with _compiled(arch, monkeypatch) as found:
+def test_compiles(arch: str, D: int, feature: str) -> None:
+    with compiled_for(arch) as found:
         _launch(D, **FEATURES[feature])
     assert {kernel.metadata.name for kernel in found} >= set(MAIN)
     for kernel in found:
-        _examine(kernel, arch, tmp_path)
+        _examine(kernel, arch)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_packed_compiles(arch: str, dropout_p: float) -> None:
+    q, k = (torch.empty(4096, H, 64, dtype=torch.bfloat16, device="meta") for H in (8, 2))
+    offsets = torch.empty(9, dtype=torch.int32, device="meta")
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
+    call = PackedBackwardCall(
+        q, None, q, k, k, offsets, offsets, q, torch.empty(8, 4096, device="meta"), 700, 700,
+        2, 200, -1, 0.125, dropout_p, seed, 0, [True] * 3,
+    )  # fmt: skip
+    with compiled_for(arch) as found:
+        spaces = [
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
+        ]
+        launchers.attention_varlen_bwd(call, q, k, k, *spaces)
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
+    for kernel in found:
+        _examine(kernel, arch)
 
 
 @compiles
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-def test_wide_masks_fit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_masks_fit(dtype: torch.dtype) -> None:
     """On the GPUs with the least shared memory."""
-    with _compiled("sm_86", monkeypatch) as found:
+    with compiled_for("sm_86") as found:
         _launch(64, mask=(dtype, (1, 4, 1024, 1024)))
     for kernel in found:
-        assert kernel.metadata.shared <= SHARED_KB["sm_86"] * 1024, kernel.metadata.name
+        assert kernel.metadata.shared <= SHARED_MEMORY["sm_86"], kernel.metadata.name
 
 
 @compiles
@@ -692,19 +646,31 @@ def test_wide_masks_fit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
     ],
 )
-def test_compiles_at_the_ends(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_at_the_ends(options: dict[str, Any]) -> None:
     """Where the interpreter sees no difference."""
-    with _compiled("sm_90", monkeypatch) as found:
+    with compiled_for("sm_90") as found:
         _launch(64, **options)
     assert {kernel.metadata.name for kernel in found} >= set(MAIN)
 
 
 @compiles
-def test_spills_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_spills_are_seen() -> None:
     """A tiling with more accumulators than registers fails the examination above."""
-    config = BwdConfig(BwdTile(64, 32, 4, 2), BwdTile(32, 128, 4, 1))
-    with _compiled("sm_90", monkeypatch) as found:
-        _launch(256, causal=1, config=config)
+    config = BwdConfig(BwdTile(64, 32, 4, 2), BwdTile(64, 128, 4, 1))
+    with compiled_for("sm_90") as found:
+        _launch(128, causal=1, config=config)
     dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
     with pytest.raises(AssertionError, match="spills in its loop"):
-        _examine(dkdv, "sm_90", tmp_path)
+        _examine(dkdv, "sm_90")
+
+
+@compiles
+def test_dropout_computes_a_word_once_for_its_four_weights() -> None:
+    """And no key of a row or column between them."""
+    with compiled_for("sm_90") as found:
+        _launch(64, dropout_p=0.1)
+    for kernel in found:
+        if kernel.metadata.name in MAIN:
+            full_tiles = max(loops(kernel), key=len)
+            # 64 x 128 weights of 256 threads.
+            assert _count(r"0x7feb352d", full_tiles) == 64 * 128 // 256 // 4, kernel.metadata.name

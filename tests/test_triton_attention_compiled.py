@@ -4,21 +4,23 @@ tensor cores in use, shared memory within the limit.
 
 # ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
 
-import contextlib
 import re
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env
-
 triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget
+from compiled_kernels import (
+    GENERATIONS,
+    SHARED_MEMORY,
+    TENSOR,
+    compiled_for,
+    compiles,
+    instructions,
+    spilled,
+)
 
 from fastattn.ops.attention import prepared
 from fastattn.ops.attention import triton as kernels
@@ -26,58 +28,6 @@ from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-
-
-class _AbsentGpu:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Kernels launched inside are compiled for `arch`, collected and not run."""
-    from triton.runtime.jit import JITFunction
-
-    found: list[Any] = []
-    run = JITFunction.run
-    used = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        used.add(self)
-        self.device_caches.clear()
-        found.append(run(self, *args, grid=grid, warmup=True, **options))
-        return found[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(_env, "architecture", lambda *device: arch)
-        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
-        try:
-            yield found
-        finally:
-            for function in used:
-                function.device_caches.clear()
-
-
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": 2},
@@ -124,31 +74,12 @@ def _launch(
     kernels.attention_fwd(call, q, empty(2, 4, M, dtype=torch.float32), *spaces)
 
 
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
-    """Bytes of local memory, instructions that touch it, and tensor-core instructions."""
-    if "cubin" not in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        spilled = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
-        return {"spilled": spilled, "tensor": len(re.findall(r"\bv_mfma", text))}
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage, code = _tool("cuobjdump", "--dump-resource-usage", str(cubin)), ""
-    code = _tool("nvdisasm", "-c", str(cubin))
-    if kernel.metadata.target.arch == 90:
+def _tensor_instructions(kernel: Any, arch: str) -> int:
+    code = instructions(kernel)
+    if arch == "sm_90":
         # One wait a product; more are ptxas's way to serialise them (C7510 to C7515).
         assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 2
-    tensor = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(kernel.metadata.target.arch, r"\bHMMA")
-    return {
-        "spilled": max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
-        "tensor": len(re.findall(tensor, code)),
-    }
+    return len(re.findall(TENSOR[arch], code))
 
 
 def _tolerated_spills(D: int, feature: str) -> int:
@@ -173,7 +104,7 @@ def _shipped() -> list[Any]:
         ("gfx942", 128): ("lengths",),
     }
     cases = []
-    for arch in TARGETS:
+    for arch in GENERATIONS:
         for D in (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256):
             for feature in FEATURES:
                 marks = () if feature in always.get((arch, D), ()) else (pytest.mark.slow,)
@@ -185,27 +116,24 @@ def _shipped() -> list[Any]:
 
 @compiles
 @pytest.mark.parametrize("arch, D, feature", _shipped())
-def test_compiles(
-    arch: str, D: int, feature: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with _compiled(arch, monkeypatch) as found:
+def test_compiles(arch: str, D: int, feature: str) -> None:
+    with compiled_for(arch) as found:
         _launch(D, **FEATURES[feature])
     kernel = found[-1]
     assert kernel.metadata.name == "attention_fwd_kernel"
-    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
-    seen = _inspect(kernel, tmp_path)
-    assert seen["tensor"] > 0 or feature == "short"
-    assert seen["spilled"] <= _tolerated_spills(D, feature)
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch]
+    assert _tensor_instructions(kernel, arch) > 0 or feature == "short"
+    assert spilled(kernel) <= _tolerated_spills(D, feature)
 
 
 @compiles
-@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in TARGETS])
+@pytest.mark.parametrize("arch", [pytest.param(a, marks=pytest.mark.slow) for a in GENERATIONS])
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_fp32_compiles(arch: str, D: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fp32_compiles(arch: str, D: int) -> None:
     """On NVIDIA three TF32 products, never one: that would be three times fewer instructions."""
-    with _compiled(arch, monkeypatch) as found:
+    with compiled_for(arch) as found:
         _launch(D, dtype=torch.float32, causal=2)
-    assert found[-1].metadata.shared <= SHARED_KB[arch] * 1024
+    assert found[-1].metadata.shared <= SHARED_MEMORY[arch]
     assert "ptx" not in found[-1].asm or "mma" in found[-1].asm["ptx"]
     if arch != "gfx942":
         assert "inputPrecision = tf32x3" in found[-1].asm["ttir"]
@@ -213,44 +141,41 @@ def test_fp32_compiles(arch: str, D: int, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @compiles
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_packed_compiles(arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_packed_compiles(arch: str) -> None:
     q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="meta")
     offsets = torch.empty(9, dtype=torch.int32, device="meta")
     lse = torch.empty(8, 4096, device="meta")
-    with _compiled(arch, monkeypatch) as found:
+    with compiled_for(arch) as found:
         call = PackedForwardCall(
             q, k, k, offsets, offsets, 700, 700, 2, -1, -1, 0.125, 0.0, None, 0
         )
         kernels.attention_varlen_fwd(call, q, lse)
-    seen = _inspect(found[-1], tmp_path)
-    assert seen["tensor"] > 0 and seen["spilled"] == 0
+    assert _tensor_instructions(found[-1], arch) > 0 and spilled(found[-1]) == 0
 
 
 @compiles
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.bool, marks=pytest.mark.slow)]
 )
-def test_masks_in_steps_of_eight_are_read_in_vectors(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_masks_in_steps_of_eight_are_read_in_vectors(dtype: torch.dtype) -> None:
     """An address for every element would spill."""
-    with _compiled("sm_90", monkeypatch) as found:
+    with compiled_for("sm_90") as found:
         _launch(64, M=1000, N=1016, mask=(dtype, (1, 4, 1000, 1016)))
-    assert _inspect(found[-1], tmp_path)["spilled"] == 0
+    assert spilled(found[-1]) == 0
 
 
 @compiles
 @pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_wide_masks_fit(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _compiled("sm_90", monkeypatch) as found:
+def test_wide_masks_fit(D: int) -> None:
+    with compiled_for("sm_90") as found:
         _launch(D, mask=(torch.float64, (1, 1, 1024, 1024)))
-    assert found[-1].metadata.shared <= SHARED_KB["sm_90"] * 1024
+    assert found[-1].metadata.shared <= SHARED_MEMORY["sm_90"]
 
 
 @compiles
-def test_tma_is_used_on_hopper_alone_where_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _compiled("sm_90", monkeypatch) as found:
+def test_tma_is_used_on_hopper_alone_where_strides_allow() -> None:
+    with compiled_for("sm_90") as found:
         _launch(64)
         _launch(80)  # two tiles a row: pointers
     assert "cp.async.bulk.tensor" in found[0].asm["ptx"]
@@ -258,9 +183,9 @@ def test_tma_is_used_on_hopper_alone_where_strides_allow(monkeypatch: pytest.Mon
 
 
 @compiles
-def test_a_full_tile_costs_no_mask_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_tile_costs_no_mask_arithmetic() -> None:
     """Without restrictions and with whole tiles there is one loop; restrictions add loops."""
-    with _compiled("sm_90", monkeypatch) as found:
+    with compiled_for("sm_90") as found:
         _launch(64)
         _launch(64, causal=2)
         _launch(64, mask=(torch.bool, (1, 1, 1024, 1024)))

@@ -8,19 +8,15 @@ there: no spills, tensor cores in use, shared memory within the limit.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -32,10 +28,20 @@ if _env.interpreting():
 
     bf16_interpreter.install()
 
-from triton.backends.compiler import GPUTarget
+import compiled_kernels
+from compiled_kernels import (
+    GENERATIONS,
+    TENSOR,
+    by_name,
+    compiled_for,
+    compiles,
+    instructions,
+    spilled,
+)
 
 from fastattn.ops.ffn import reference
 from fastattn.ops.ffn import triton as launchers
+from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 from fastattn.ops.ffn.config import (
     GATED,
     SUMMED,
@@ -64,7 +70,6 @@ runs = pytest.mark.skipif(
     reason="runs on a GPU, or in the interpreter's own process",
 )
 slow = pytest.mark.slow
-compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
 [SPEC] = SPECS
 NAN = float("nan")
 TENSORS = ("x", "w1", "b1", "w2", "b2", "residual")
@@ -99,14 +104,14 @@ class Call:
         """(y, hidden), by the launcher."""
         tensors = [self._move(t) for t in self.tensors]
         options = [self._move(o) for o in self.options]
-        args = (*tensors, *options)
-        assert launchers.ffn_fwd_unsupported(*args) is None
+        call = ForwardCall(*tensors, *options)
+        assert launchers.ffn_fwd_unsupported(call) is None
         y, hidden = (torch.full_like(r, NAN, device=DEVICE) for r in self.same)
         if config is not None:
-            launchers.ffn_fwd_with_config(config, *args, y, hidden)
+            launchers.ffn_fwd_with_config(config, call, y, hidden)
         else:
-            spaces = [_space(*s) for s in launchers.ffn_fwd_workspace(*args)]
-            launchers.ffn_fwd(*args, y, hidden, *spaces)
+            spaces = [_space(*s) for s in launchers.ffn_fwd_workspace(call)]
+            launchers.ffn_fwd(call, y, hidden, *spaces)
         return y, hidden
 
     def backward(
@@ -116,17 +121,19 @@ class Call:
         tensors = [self._move(t) for t in self.tensors[:5]]
         options = [self._move(o) for o in self.options]
         needs = [n and t is not None for n, t in zip(needs, tensors, strict=True)]
-        args = (self._move(self.dy), *tensors, self._move(self.same[1]), *options, needs)
-        assert launchers.ffn_bwd_unsupported(*args) is None
+        call = BackwardCall(
+            self._move(self.dy), *tensors, self._move(self.same[1]), *options, needs
+        )
+        assert launchers.ffn_bwd_unsupported(call) is None
         results = [
             torch.full_like(t, NAN) if n else torch.empty(0, device=DEVICE)
             for n, t in zip(needs, tensors, strict=True)
         ]
         if config is not None:
-            launchers.ffn_bwd_with_config(config, *args, *results)
+            launchers.ffn_bwd_with_config(config, call, *results)
         else:
-            spaces = [_space(*s) for s in launchers.ffn_bwd_workspace(*args)]
-            launchers.ffn_bwd(*args, *results, *spaces)
+            spaces = [_space(*s) for s in launchers.ffn_bwd_workspace(call)]
+            launchers.ffn_bwd(call, *results, *spaces)
         return results
 
     def wide(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...], dict[str, Tensor]]:
@@ -292,12 +299,7 @@ def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 def test_in_the_interpreter() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 80
+    assert passed_in_the_interpreter(__file__) >= 80
 
 
 # -- who computes what ----------------------------------------------------------------------------
@@ -305,7 +307,7 @@ def test_in_the_interpreter() -> None:
 
 @compiles
 def test_every_product_has_a_reason() -> None:
-    for arch in TARGETS:
+    for arch in GENERATIONS:
         for dtype in (torch.bfloat16, torch.float32):
             for shape in ((16384, 1024, 4096, 1024), (1, 1, 1, 1), (0, 8, 8, 8)):
                 forward = forward_config(arch, dtype, *shape, "gelu")
@@ -321,7 +323,7 @@ def test_every_product_has_a_reason() -> None:
 @compiles
 def test_tuning_starts_from_what_ships() -> None:
     shape = (16384, 1024, 4096, 1024)
-    for arch in TARGETS:
+    for arch in GENERATIONS:
         for activation in ("relu", "swiglu"):
             for direction, rule in (("fwd", forward_config), ("bwd", backward_config)):
                 found = candidates(direction, arch, torch.bfloat16, *shape, activation)
@@ -352,57 +354,8 @@ def test_groups_of_rows_cover_all_and_stay_few() -> None:
 # -- compilers ------------------------------------------------------------------------------------
 
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-# sm_80's rows serve every GPU from there on, of which the smallest have 99 KB.
-SHARED_KB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-
-
-class _AbsentGpu:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Kernels launched inside are compiled for `arch`, collected by name and not run."""
-    from triton.runtime.jit import JITFunction
-
-    found: dict[str, Any] = {}
-    run = JITFunction.run
-    used = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        used.add(self)
-        self.device_caches.clear()
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found[kernel.metadata.name] = kernel
-        return kernel
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(_env, "architecture", lambda *device: arch)
-        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
-        try:
-            yield found
-        finally:
-            for function in used:
-                function.device_caches.clear()
+# sm_80's rows serve every GPU from there on, of which the smallest have sm_86's.
+SHARED_MEMORY = compiled_kernels.SHARED_MEMORY | {"sm_80": compiled_kernels.SHARED_MEMORY["sm_86"]}
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -421,10 +374,11 @@ def _launch_forward(
     rows, D, F = sizes
     W = 2 * F if activation in GATED else F
     e = partial(_empty, dtype=dtype)
-    launchers.ffn_fwd_with_config(
-        config, e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, D) if residual else None,
-        activation, p, p, _empty(1, dtype=torch.int64), 3, e(rows, D), e(rows, W),
+    call = ForwardCall(
+        e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, D) if residual else None,
+        activation, p, p, _empty(1, dtype=torch.int64), 3,
     )  # fmt: skip
+    launchers.ffn_fwd_with_config(config, call, e(rows, D), e(rows, W))
 
 
 def _launch_backward(
@@ -437,10 +391,11 @@ def _launch_backward(
     rows, D, F = sizes
     W = 2 * F if activation in GATED else F
     e = partial(_empty, dtype=dtype)
-    launchers.ffn_bwd_with_config(
-        config, e(rows, D), e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, W), activation, p, p,
-        _empty(1, dtype=torch.int64), 3, [True] * 5, e(rows, D), e(W, D), e(W), e(D, F), e(D),
+    call = BackwardCall(
+        e(rows, D), e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, W), activation, p, p,
+        _empty(1, dtype=torch.int64), 3, [True] * 5,
     )  # fmt: skip
+    launchers.ffn_bwd_with_config(config, call, e(rows, D), e(W, D), e(W), e(D, F), e(D))
 
 
 LIBRARY = Product(None, "the library's")
@@ -449,35 +404,9 @@ LIBRARY_BACKWARD = BackwardConfig(LIBRARY, LIBRARY, LIBRARY, LIBRARY)
 OURS = ("up_kernel", "down_kernel", "dhidden_kernel", "product_kernel")
 
 
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
-    """Bytes of local memory, tensor-core instructions, loads of 16 bytes a thread."""
-    if "cubin" not in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        spilled = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))
-        wide = text.count("global_load_dwordx4") + text.count("buffer_load_dwordx4")
-        return {"spilled": spilled, "tensor": len(re.findall(r"\bv_mfma", text)), "wide": wide}
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    code = _tool("nvdisasm", "-c", str(cubin))
-    arch = kernel.metadata.target.arch
-    if arch == 90 and "HGMMA" in code:
-        # Three waits at most: in the loop, after it, before the end of a tile. More are ptxas's way
-        # to serialise products (C7510 to C7515).
-        assert code.count("WARPGROUP.DEPBAR") <= 3
-    tensor = {90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}.get(arch, r"\bHMMA")
-    return {
-        "spilled": max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
-        "tensor": len(re.findall(tensor, code)),
-        "wide": len(re.findall(r"LDG\.E\.128", code)),
-    }
+def _wide_loads(code: str) -> int:
+    """Loads of 16 bytes a thread."""
+    return len(re.findall(r"LDG\.E\.128|(?:global|buffer)_load_dwordx4", code))
 
 
 @compiles
@@ -490,29 +419,29 @@ def _inspect(kernel: Any, folder: Path) -> dict[str, int]:
             p,
             marks=() if (arch, activation, p) == ("sm_90", "swiglu", 0.1) else slow,
         )
-        for arch in TARGETS
+        for arch in GENERATIONS
         for activation in ("relu", "gelu", "swiglu")
         for p in (0.0, 0.1)
     ],
 )
-def test_elementwise_kernels_compile(
-    arch: str, activation: str, p: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> None:
     """Without spills, and reading 16 bytes at a time."""
-    with _compiled(arch, monkeypatch) as found:
+    with compiled_for(arch) as found:
         _launch_forward(LIBRARY_FORWARD, activation, p=p)
         _launch_backward(LIBRARY_BACKWARD, activation, p=p)
+    kernels = by_name(found)
     names = {"finish_kernel", "drop_gradient_kernel", "differentiate_kernel", "sum_groups_kernel"}
-    assert set(found) == names | (set() if activation == "relu" and not p else {"activate_kernel"})
-    for kernel in found.values():
-        seen = _inspect(kernel, tmp_path)
-        assert seen["spilled"] == 0 and seen["wide"] > 0
+    if activation != "relu" or p:
+        names.add("activate_kernel")
+    assert set(kernels) == names
+    for kernel in kernels.values():
+        assert spilled(kernel) == 0 and _wide_loads(instructions(kernel)) > 0
 
 
 def _ours() -> list[Any]:
     """(arch, dtype, product, tile, activation): Hopper's in the slow run, a few always."""
     cases = []
-    for arch in TARGETS:
+    for arch in GENERATIONS:
         for dtype in (torch.bfloat16, torch.float32):
             for product in ("up", "down", "dhidden", "dx", "dw1"):
                 for activation in ("relu", "gelu", "swiglu"):
@@ -541,37 +470,38 @@ def test_our_products_compile(
     product: str,
     tile: GemmTile,
     activation: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     """With dropout at every place: tensor cores in use, no spills, shared memory in bounds."""
     if product == "dw1":
         tile = replace(tile, splits=4)
     ours = {product: Product(tile, "tested")}
-    with _compiled(arch, monkeypatch) as found:
+    with compiled_for(arch) as found:
         if product in ("up", "down"):
             _launch_forward(replace(LIBRARY_FORWARD, **ours), activation, dtype, 0.1)
         else:
             _launch_backward(replace(LIBRARY_BACKWARD, **ours), activation, dtype, 0.1)
-    [kernel] = [k for name, k in found.items() if name in OURS]
-    assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
+    [kernel] = [k for name, k in by_name(found).items() if name in OURS]
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch]
     if dtype == torch.float32 and arch != "gfx942":
         # Three TF32 products, never one.
         assert "inputPrecision = tf32x3" in kernel.asm["ttir"]
-    seen = _inspect(kernel, tmp_path)
-    assert seen["tensor"] > 0 and seen["spilled"] == 0
+    code = instructions(kernel)
+    assert re.search(TENSOR[arch], code) and spilled(kernel) == 0
     if arch == "sm_90":
+        # Three waits at most: in the loop, after it, before the end of a tile. More are ptxas's way
+        # to serialise products (C7510 to C7515).
+        assert code.count("WARPGROUP.DEPBAR") <= 3
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == tile.tma
         # Products run on while the next tiles come; three of them for one do not.
         assert dtype == torch.float32 or "pendings = 1" in kernel.asm["ttgir"]
 
 
 @compiles
-def test_descriptors_only_where_layouts_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_descriptors_only_where_layouts_allow() -> None:
     """Rows of 1001 elements are no multiple of 16 bytes apart: pointers."""
     tile = Product(GemmTile(64, 64, 64, 4, 2, tma=True), "tested")
     config = ForwardConfig(tile, LIBRARY)
     for sizes, tma in (((256, 1024, 128), True), ((256, 1001, 128), False)):
-        with _compiled("sm_90", monkeypatch) as found:
+        with compiled_for("sm_90") as found:
             _launch_forward(config, "relu", sizes=sizes)
-        assert ("cp.async.bulk.tensor" in found["up_kernel"].asm["ptx"]) == tma
+        assert ("cp.async.bulk.tensor" in by_name(found)["up_kernel"].asm["ptx"]) == tma

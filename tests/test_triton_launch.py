@@ -32,6 +32,11 @@ from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
 from fastattn.ops.ffn.config import GemmTile  # noqa: E402
 from fastattn.ops.layer_norm import triton as norms  # noqa: E402
+from fastattn.ops.layer_norm.calls import (  # noqa: E402
+    AddLayerNormCall,
+    LayerNormBackwardCall,
+    LayerNormCall,
+)
 
 _wrap = nvidia.wrap_handle_tensordesc
 
@@ -177,16 +182,16 @@ class _Norms:
     def __init__(self, rows: int):
         x, row = torch.empty(rows, 512, dtype=torch.bfloat16), torch.empty(rows)
         w, seed = torch.empty(512, dtype=torch.bfloat16), torch.tensor([rows])
-        self.fwd = (x, w, w, 1e-5, x, row, row)
-        self.add = (x, x, w, w, w, 1e-5, 0.1, seed, rows, x, x, row, row)
-        self.bwd = (x, x, w, w, row, row, 1e-5, [True] * 3)
-        spaces = norms.layer_norm_bwd_workspace(*self.bwd)
+        self.fwd = (LayerNormCall(x, w, w, 1e-5), x, row, row)
+        self.add = (AddLayerNormCall(x, x, w, w, w, 1e-5, 0.1, seed, rows), x, x, row, row)
+        self.bwd = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
+        spaces = norms.layer_norm_bwd_workspace(self.bwd)
         self.results = (x, w, w, *(torch.empty(s, dtype=t) for s, t, _ in spaces))
 
     def __call__(self) -> None:
         norms.layer_norm_fwd(*self.fwd)
         norms.add_layer_norm_fwd(*self.add)
-        norms.layer_norm_bwd(*self.bwd, *self.results)
+        norms.layer_norm_bwd(self.bwd, *self.results)
 
 
 class _Products:
@@ -389,10 +394,12 @@ def test_numbers_may_change_from_call_to_call(launches: list[tuple[Any, ...]]) -
     call = _Norms(64)
     assert _goes_past_triton(call, launches)
     assert list(norms._forward_plans.values()) == plans
-    x = call.fwd[0]
-    norms.add_layer_norm_fwd(*call.add[:6], 0.5, *call.add[7:])
+    add, *results = call.add
+    norms.add_layer_norm_fwd(add._replace(dropout_p=0.5), *results)
     threshold, keep_factor = launches[-1][_HOOKS[1] + 13 : _HOOKS[1] + 15]
-    assert (threshold, keep_factor) == (128, 2.0) and launches[-1][_HOOKS[1] + 1] == x.data_ptr()
+    assert (threshold, keep_factor) == (128, 2.0) and launches[-1][
+        _HOOKS[1] + 1
+    ] == add.x.data_ptr()
 
 
 def test_addresses_of_another_alignment_are_looked_up(launches: list[tuple[Any, ...]]) -> None:

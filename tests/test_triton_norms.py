@@ -7,18 +7,13 @@ no spills, all programs on a core at once, shared memory within the limit.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from subprocesses import passed_in_the_interpreter
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -29,12 +24,26 @@ if _env.interpreting():
 
     bf16_interpreter.install()
 
-from triton.backends.compiler import GPUTarget
+from compiled_kernels import (
+    GENERATIONS,
+    SHARED_MEMORY,
+    compiled_for,
+    compiles,
+    instructions,
+    spills_and_registers,
+)
 
 import fastattn
 from fastattn.ops._triton_launch import LaunchCache
 from fastattn.ops.layer_norm import config, spec
 from fastattn.ops.layer_norm import triton as kernels
+from fastattn.ops.layer_norm.calls import (
+    AddLayerNormBackwardCall,
+    AddLayerNormCall,
+    LayerNormBackwardCall,
+    LayerNormCall,
+    RmsNormCall,
+)
 from fastattn.ops.layer_norm.config import BackwardConfig, ForwardConfig
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.compare import compare
@@ -46,7 +55,6 @@ runs = pytest.mark.skipif(
     not NATIVE and not _env.interpreting(),
     reason="runs on a GPU, or in the interpreter's own process",
 )
-compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
 SPECS = {s.name: s for s in spec.SPECS}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -281,16 +289,16 @@ def test_rows_are_copied_only_where_no_stride_fits() -> None:
 def test_refuses_what_it_cannot_run() -> None:
     x, wide = torch.randn(3, 8), torch.randn(3, 8).double()
     refusal = kernels.layer_norm_fwd_unsupported
-    assert refusal(x, None, None, 1e-5) is None
-    assert "got torch.float64" in str(refusal(wide, None, None, 1e-5))
-    assert "got torch.float64" in str(refusal(x, wide[0], None, 1e-5))
+    assert refusal(LayerNormCall(x, None, None, 1e-5)) is None
+    assert "got torch.float64" in str(refusal(LayerNormCall(wide, None, None, 1e-5)))
+    assert "got torch.float64" in str(refusal(LayerNormCall(x, wide[0], None, 1e-5)))
     long = torch.empty(1, (1 << 30) + 1, dtype=FP16, device="meta")
-    assert "rows of up to" in str(refusal(long, None, None, 1e-5))
+    assert "rows of up to" in str(refusal(LayerNormCall(long, None, None, 1e-5)))
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_75")
-    refusal = kernels.rms_norm_fwd_unsupported(torch.randn(3, 8), None, 1e-5)
+    refusal = kernels.rms_norm_fwd_unsupported(RmsNormCall(torch.randn(3, 8), None, 1e-5))
     assert refusal == "needs compute capability 8.0 or newer, got sm_75"
 
 
@@ -334,65 +342,10 @@ def test_searches_start_from_what_ships() -> None:
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 def test_in_the_interpreter() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert int(re.findall(r"(\d+) passed", result.stdout)[-1]) >= 40
+    assert passed_in_the_interpreter(__file__) >= 40
 
 
 # -- compilers ------------------------------------------------------------------------------------
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-SHARED_KB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
-
-
-class _AbsentGpu:
-    """As much of a driver as compiling needs."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _compiled(arch: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Kernels launched inside are compiled for `arch`, collected and not run."""
-    from triton.runtime.jit import JITFunction
-
-    found: list[Any] = []
-    run = JITFunction.run
-    used = set()
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        used.add(self)
-        self.device_caches.clear()
-        found.append(run(self, *args, grid=grid, warmup=True, **options))
-        return found[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(_env, "architecture", lambda *device: arch)
-        patch.setattr(triton.runtime.driver, "_active", _AbsentGpu(TARGETS[arch]))
-        try:
-            yield found
-        finally:
-            for function in used:
-                function.device_caches.clear()
 
 
 def _empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -415,21 +368,23 @@ def _launch(
     dropout = (dropout_p, _empty(1, dtype=torch.int64), 3)
     if direction == "fwd":
         if add:
-            kernels.add_layer_norm_fwd(x, x, w, w, w, 1e-5, *dropout, x, x, row, row)
+            call = AddLayerNormCall(x, x, w, w, w, 1e-5, *dropout)
+            kernels.add_layer_norm_fwd(call, x, x, row, row)
         else:
-            kernels.layer_norm_fwd(x, w, w, 1e-5, x, row, row)
+            kernels.layer_norm_fwd(LayerNormCall(x, w, w, 1e-5), x, row, row)
         return
-    args: tuple[Any, ...]
     if add:
-        args = (x, x if dz else None, x, w, w, w, row, row, 1e-5, dtype, *dropout, [True] * 5)
-        spaces = kernels.add_layer_norm_bwd_workspace(*args)
+        backward = AddLayerNormBackwardCall(
+            x, x if dz else None, x, w, w, w, row, row, 1e-5, dtype, *dropout, [True] * 5
+        )
+        spaces = kernels.add_layer_norm_bwd_workspace(backward)
         scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
-        kernels.add_layer_norm_bwd(*args, x, x, w, w, w, *scratch)
+        kernels.add_layer_norm_bwd(backward, x, x, w, w, w, *scratch)
     else:
-        args = (x, x, w, w, row, row, 1e-5, [True] * 3)
-        spaces = kernels.layer_norm_bwd_workspace(*args)
+        plain = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
+        spaces = kernels.layer_norm_bwd_workspace(plain)
         scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
-        kernels.layer_norm_bwd(*args, x, w, w, *scratch)
+        kernels.layer_norm_bwd(plain, x, w, w, *scratch)
 
 
 CALLS: dict[str, Any] = {
@@ -440,29 +395,6 @@ CALLS: dict[str, Any] = {
     "bwd_fp32": partial(_launch, "bwd", dtype=FP32),
     "add_bwd": partial(_launch, "bwd", add=True, dz=True, dropout_p=0.1),
 }
-
-
-def _tool(name: str, *arguments: str) -> str:
-    import triton.backends.nvidia
-
-    path = Path(triton.backends.nvidia.__file__).parent / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _spills_and_registers(kernel: Any, folder: Path) -> tuple[int, int]:
-    """Bytes (AMD: registers) a thread spills, and the registers it has."""
-    if "cubin" not in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        counts = [
-            max(int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", text))
-            for name in ("vgpr_spill_count", "vgpr_count")
-        ]
-        return counts[0], counts[1]
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    spilled, registers = (max(map(int, re.findall(rf"{n}:(\d+)", usage))) for n in ("STACK", "REG"))
-    return spilled, registers
 
 
 def _shipped() -> list[Any]:
@@ -482,7 +414,7 @@ def _shipped() -> list[Any]:
             arch, N, call, id=f"{arch}-{N}-{call}",
             marks=() if call in always.get((arch, N), ()) else (pytest.mark.slow,),
         )
-        for arch in TARGETS
+        for arch in GENERATIONS
         for N in lengths.get(arch, (33, 512, 4096, 16384, 65536))
         for call in CALLS
     ]  # fmt: skip
@@ -490,10 +422,8 @@ def _shipped() -> list[Any]:
 
 @compiles
 @pytest.mark.parametrize("arch, N, call", _shipped())
-def test_compiles(
-    arch: str, N: int, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with _compiled(arch, monkeypatch) as found:
+def test_compiles(arch: str, N: int, call: str) -> None:
+    with compiled_for(arch) as found:
         CALLS[call](N)
     names = [kernel.metadata.name for kernel in found]
     if "bwd" in call:
@@ -506,18 +436,18 @@ def test_compiles(
         whole = config.forward_config(arch, N, "add" in call, N % 16 == 0).BLOCK >= N
         assert names == ["norm_fwd_kernel" if whole else "norm_fwd_long_kernel"]
     for kernel in found:
-        spilled, registers = _spills_and_registers(kernel, tmp_path)
+        spilled, registers = spills_and_registers(kernel)
         assert spilled <= (16 if N == 16384 and "add" in call else 0), kernel.metadata.name
         if kernel.metadata.name == "norm_bwd_kernel" and arch != "gfx942":
             assert c.programs * c.warps * 32 * registers <= 1 << 16
-            assert c.programs * kernel.metadata.shared <= SHARED_KB[arch] * 1024
-        assert kernel.metadata.shared <= SHARED_KB[arch] * 1024
+            assert c.programs * kernel.metadata.shared <= SHARED_MEMORY[arch]
+        assert kernel.metadata.shared <= SHARED_MEMORY[arch]
 
 
 @compiles
-def test_rows_move_in_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_move_in_vectors() -> None:
     """16 bytes a thread, asynchronously in the backward; single elements where rows are odd."""
-    with _compiled("sm_90", monkeypatch) as found:
+    with compiled_for("sm_90") as found:
         _launch("fwd", 1024)
         _launch("bwd", 1024)
         _launch("fwd", 1023)
@@ -529,8 +459,49 @@ def test_rows_move_in_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiles
-def test_the_weight_is_not_staged_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weight_is_not_staged_with_the_rows() -> None:
     """Two programs a row at 16384: four pieces of 16 KB are, twice, and the rows' numbers."""
-    with _compiled("sm_90", monkeypatch) as found:
+    with compiled_for("sm_90") as found:
         _launch("bwd", 16384)
     assert 128 << 10 <= found[0].metadata.shared < 132 << 10
+
+
+# Row length, type, and the widest piece of its rows in one register access.
+_IN_STEPS = {"eight": (1000, BF16, 128), "four": (1004, BF16, 64), "four_fp32": (1004, FP32, 128)}
+
+
+@compiles
+@pytest.mark.parametrize("steps", _IN_STEPS)
+def test_rows_in_steps_of_four_and_eight_move_in_vectors(steps: str) -> None:
+    """Triton alone would see alignment in multiples of 16, and single elements in all others."""
+    N, dtype, bits = _IN_STEPS[steps]
+    with compiled_for("sm_90") as found:
+        _launch("fwd", N, dtype)
+        _launch("fwd", N, dtype, add=True, dropout_p=0.1)
+        _launch("bwd", N, dtype)
+        _launch("bwd", N, dtype, add=True, dz=True, dropout_p=0.1)
+        x = _empty(64, N, dtype=dtype)
+        kernels.rms_norm_fwd(RmsNormCall(x, x[0], 1e-5), x, _empty(64))
+    for kernel in found:
+        name, code = kernel.metadata.name, instructions(kernel)
+        assert not re.search(r"\b(LDG|STG)\.E\.U16\b", code) or name == "sum_partials_kernel"
+        if name == "norm_bwd_kernel":
+            assert re.search(rf"\bLDGSTS\.E\.[\w.]*{bits}\b", code)
+        elif name == "norm_fwd_kernel":
+            assert re.search(rf"\bLDG\.E\.[\w.]*{bits}\b", code)
+        assert re.search(rf"\bSTG\.E\.[\w.]*{bits}\b", code) or name == "sum_partials_kernel"
+
+
+@runs
+@pytest.mark.parametrize("N", [24, 72, 40])
+def test_rows_apart_in_steps_of_eight(N: int) -> None:
+    """Rows of a wider tensor, whose stride has another power of two than their length."""
+    wide = torch.randn(5, N + 8, device=DEVICE)
+    w, b = torch.randn(2, N, device=DEVICE)
+    results = []
+    for rows in (wide[:, :N], wide[:, :N].contiguous()):
+        x = rows.detach().requires_grad_()
+        y = fastattn.layer_norm(x, w, b, backend="triton")
+        results.append((y, *torch.autograd.grad(y, x, wide[:, :N])))
+    for apart, together in zip(*results, strict=True):
+        assert torch.equal(apart, together)

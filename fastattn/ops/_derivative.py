@@ -113,14 +113,12 @@ class _Wiring:
         ctx.set_materialize_grads(False)
 
 
-def gradient_like(
-    like: Tensor | None, needed: bool, anchor: Tensor, dtype: torch.dtype | None = None
-) -> Tensor:
+def gradient_like(like: Tensor | None, needed: bool, anchor: Tensor) -> Tensor:
     """An empty gradient of `like` (its shape and order of strides), or one of shape [0] where
     nobody wants it.
     """
     if needed and like is not None:
-        return torch.empty_like(like, dtype=dtype or like.dtype)
+        return torch.empty_like(like)
     return anchor.new_empty(0)
 
 
@@ -348,7 +346,9 @@ def differentiable(
     ]
 
     def road_in_python(backend: str | None, *args: Any) -> tuple[Tensor, ...] | None:
-        if (backend is not None and backend != "cpu") or args[anchor] is None:
+        if not (backend is None or (isinstance(backend, str) and backend == "cpu")):
+            return None
+        if args[anchor] is None:
             return None
         graph = False
         for i in tensors:

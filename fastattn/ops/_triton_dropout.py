@@ -113,6 +113,13 @@ def unit_keys(base, start, UNITS: tl.constexpr):
     return begin(absorb(base, (start // 2 + tl.arange(0, UNITS)).to(tl.uint32)))
 
 
+@triton.jit
+def unit_rows(start, UNITS: tl.constexpr):
+    """The first row of each unit of unit_keys."""
+    unit = tl.arange(0, UNITS)
+    return start + unit // 8 * 16 + unit % 8
+
+
 @triton.jit(do_not_specialize=["stream", "units"])
 def column_keys_kernel(seed_ptr, keys_ptr, stream, units, BLOCK: tl.constexpr):
     """Keys of all column units, which batches, heads and rows share: every thread of a kernel would

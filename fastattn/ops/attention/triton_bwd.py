@@ -88,6 +88,7 @@ def _run(
         kinds, alive, lists_dq, lists_dkdv, *rest = rest
         plan.classify(mask, mask_tiles, key_lengths, query_lengths, kinds, alive)
     seed = dropout_seed if dropout_p > 0.0 else None
+    row_keys = None if seed is None else spaces[-2]
     column_keys = None
     if plan.hash_columns is not None:
         column_keys = spaces[-1]
@@ -96,7 +97,8 @@ def _run(
         plan.list_dq(kinds, lists_dq)
     plan.dq(
         q, k, v, out, dout, k, k, v, v, lse, dlse, statistics, dq if needs[0] else None, mask,
-        lists_dq, alive, key_lengths, query_lengths, seed, column_keys, dropout_stream,
+        lists_dq, alive, key_lengths, query_lengths, seed, column_keys, row_keys,
+        dropout_stream,
     )  # fmt: skip
     if plan.list_dkdv is not None:
         plan.list_dkdv(kinds, lists_dkdv)
@@ -104,7 +106,7 @@ def _run(
         launch(
             q, k, v, dout, q, q, dout, dout, statistics, dk if writes_dk else None,
             dv if writes_dv else None, mask, lists_dkdv, alive, key_lengths, query_lengths, seed,
-            dropout_stream,
+            row_keys, dropout_stream,
         )  # fmt: skip
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask

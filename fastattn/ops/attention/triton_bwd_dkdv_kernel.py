@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import (
-    dropout_bases,
+    COLUMN_TAG,
     kept_bits,
     negate_dropped,
+    stream_key,
     unit_keys,
+    unit_rows,
     zero_dropped,
 )
 from fastattn.ops.attention.triton_bwd_parts import (
@@ -77,10 +79,11 @@ def dkdv_tile(
     live_end,
     low,
     high,
-    row_base,
+    row_keys_ptr,
     column_keys,
     threshold,
     scale,
+    shift,
     KIND: tl.constexpr,
     LISTS: tl.constexpr,
     DENSE: tl.constexpr,
@@ -167,13 +170,19 @@ def dkdv_tile(
         allowed, bias = load_partial(
             mask_ptr, rows, columns, columns < keys_left, stride_mm, stride_mn, ROWS_SHARED
         )
-    p = weights(s, lse[None, :], bias, scale, BIAS and KIND != FULL, NATURAL)
+    p = weights(s, lse[None, :], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0)
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
         p = tl.where(allowed, p, 0.0)
 
     if HAS_DOUT:
         if DROPOUT:
-            row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
+            # From dq: every thread would hash those of its rows again, as much work as the words.
+            first_rows = unit_rows(m_start, BLOCK_M // 2)
+            if KIND == EDGE:
+                row_keys = tl.load(row_keys_ptr + first_rows, mask=first_rows < M, other=0)
+            else:
+                row_keys = tl.load(row_keys_ptr + first_rows)
+            row_keys = row_keys.to(tl.uint32, bitcast=True)
             bits = kept_bits(column_keys, row_keys, threshold, BLOCK_N, BLOCK_M)
             if DROPOUT == 1:
                 # The decision waits for dp in p's sign: 32 predicates would not.
@@ -237,6 +246,7 @@ def attention_bwd_dkdv_kernel(
     key_lengths_ptr,
     query_lengths_ptr,
     seed_ptr,
+    row_keys_ptr,
     stream,
     stride_qb,
     stride_qh,
@@ -348,6 +358,7 @@ def attention_bwd_dkdv_kernel(
             dout_ptr += query0.to(tl.int64) * stride_dom * STRIDE_UNIT
     k_ptr += (b64 * stride_kb + kv64 * stride_kh + n64 * stride_kn) * STRIDE_UNIT
     v_ptr += (b64 * stride_vb + kv64 * stride_vh + n64 * stride_vn) * STRIDE_UNIT
+    shift = tl.log2(keep_factor)
     score_scale = scale
     if not NATURAL:
         score_scale = scale * LOG2E
@@ -414,9 +425,10 @@ def attention_bwd_dkdv_kernel(
         dout_head = dout_ptr
         if HAS_DOUT:
             dout_head = dout_ptr + (b64 * stride_dob + h64 * stride_doh) * STRIDE_UNIT
-        statistics = statistics_ptr + (b64 * H + h64) * padded_m
+        first_statistic = (b64 * H + h64) * padded_m
         if PACKED:
-            statistics = statistics_ptr + h64 * padded_m + query0
+            first_statistic = h64 * padded_m + query0
+        statistics = statistics_ptr + first_statistic
         mask_head = mask_ptr
         if DENSE:
             mask_head = mask_ptr + (b64 * stride_mb + h64 * stride_mh) * MASK_UNIT
@@ -433,10 +445,11 @@ def attention_bwd_dkdv_kernel(
             n_partial = tl.load(list_ptr + PARTIAL)
             n_edge = tl.load(list_ptr + EDGE)
             list_ptr += LIST_HEADER
-        row_base = b
+        row_keys = row_keys_ptr
         column_keys = j
-        if DROPOUT:
-            row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
+        if HAS_DOUT and DROPOUT:
+            row_keys = row_keys_ptr + first_statistic
+            column_base = stream_key(COLUMN_TAG, seed_ptr, stream, False)
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
         next_tile = full_first
@@ -452,8 +465,8 @@ def attention_bwd_dkdv_kernel(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
                 do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                 stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
-                stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_base,
-                column_keys, threshold, score_scale, FULL, LISTS, DENSE, BIAS, BY_VALUE,
+                stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_keys,
+                column_keys, threshold, score_scale, shift, FULL, LISTS, DENSE, BIAS, BY_VALUE,
                 ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV,
                 NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -468,8 +481,8 @@ def attention_bwd_dkdv_kernel(
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_base, column_keys, threshold, score_scale, PARTIAL, LISTS, DENSE, BIAS,
-                    BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
+                    row_keys, column_keys, threshold, score_scale, shift, PARTIAL, LISTS, DENSE,
+                    BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
                     NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
                     E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
@@ -485,7 +498,7 @@ def attention_bwd_dkdv_kernel(
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_base, column_keys, threshold, score_scale, EDGE, LISTS, DENSE, BIAS,
+                    row_keys, column_keys, threshold, score_scale, shift, EDGE, LISTS, DENSE, BIAS,
                     BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
                     NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
                     E1, BLOCK_M, BLOCK_N,
@@ -496,19 +509,15 @@ def attention_bwd_dkdv_kernel(
     used = (j < key_limit)[:, None]
     if NEED_DK:
         dk_ptr += (b64 * stride_dkb + kv64 * stride_dkh + n64 * stride_dkn) * STRIDE_UNIT
-        dk0 = tl.where(used, dk0 * (scale * keep_factor), 0.0)
+        dk0 = tl.where(used, dk0 * scale, 0.0)
         store_tile(dk_ptr, stride_dkn * STRIDE_UNIT, dk0, stored, BLOCK_N, 0, D0, D)
         if D1 > 0:
-            dk1 = tl.where(used, dk1 * (scale * keep_factor), 0.0)
+            dk1 = tl.where(used, dk1 * scale, 0.0)
             store_tile(dk_ptr, stride_dkn * STRIDE_UNIT, dk1, stored, BLOCK_N, D0, D1, D)
     if NEED_DV:
         dv_ptr += (b64 * stride_dvb + kv64 * stride_dvh + n64 * stride_dvn) * STRIDE_UNIT
-        if DROPOUT:
-            dv0 = dv0 * keep_factor
         dv0 = tl.where(used, dv0, 0.0)
         store_tile(dv_ptr, stride_dvn * STRIDE_UNIT, dv0, stored, BLOCK_N, 0, E0, E)
         if E1 > 0:
-            if DROPOUT:
-                dv1 = dv1 * keep_factor
             dv1 = tl.where(used, dv1, 0.0)
             store_tile(dv_ptr, stride_dvn * STRIDE_UNIT, dv1, stored, BLOCK_N, E0, E1, E)

@@ -122,6 +122,7 @@ def attention_bwd_dmask_kernel(
     local_i = tl.arange(0, BLOCK_M)
     local_j = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    shift = tl.log2(keep_factor)
     summed = summed_b * summed_h * summed_m * summed_n
     last = tl.minimum((split + 1) * per_split, summed)
     for item in tl.range(split * per_split, last, num_stages=1):
@@ -170,7 +171,7 @@ def attention_bwd_dmask_kernel(
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
             word = tl.load(statistics_ptr + (b * H + h) * padded_m + i)
             lse, delta = unpack_statistics(word)
-            p = weights(s, lse[:, None], bias, scale, True, True)
+            p = weights(s, lse[:, None], bias, scale, shift, True, True, DROPOUT > 0)
             if HAS_DOUT:
                 do_at = (b * stride_dob + h * stride_doh + m64 * stride_dom) * STRIDE_UNIT
                 v_at = (b * stride_vb + kv_head * stride_vh + n64 * stride_vn) * STRIDE_UNIT
@@ -209,7 +210,7 @@ def attention_bwd_dmask_kernel(
     dmask_ptr += split * stride_rs + own_b * stride_rb + own_h * stride_rh
     tl.store(
         dmask_ptr + rows * stride_rm + columns * stride_rn,
-        (total * keep_factor).to(dmask_ptr.dtype.element_ty),
+        total.to(dmask_ptr.dtype.element_ty),
         mask=inside,
     )
 

@@ -8,7 +8,13 @@ triton_bwd_parts.py.
 import triton
 import triton.language as tl
 
-from fastattn.ops._triton_dropout import dropout_kept, dropout_row_base, load_keys, unit_keys
+from fastattn.ops._triton_dropout import (
+    dropout_kept,
+    dropout_row_base,
+    load_keys,
+    unit_keys,
+    unit_rows,
+)
 from fastattn.ops.attention.triton_bwd_parts import (
     load_part,
     pack_statistics,
@@ -73,6 +79,7 @@ def dq_tile(
     column_keys_ptr,
     threshold,
     scale,
+    shift,
     KIND: tl.constexpr,
     LISTS: tl.constexpr,
     FACTOR_M: tl.constexpr,
@@ -151,7 +158,9 @@ def dq_tile(
         allowed, bias = load_partial(
             mask_ptr, rows, columns, inside, stride_mm, stride_mn, ROWS_SHARED
         )
-    p = weights(s, lse[:, None], bias, scale, BIAS and KIND != FULL, NATURAL)
+    p = weights(
+        s, lse[:, None], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0 and not SUM
+    )
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
         p = tl.where(allowed, p, 0.0)
     if HAS_DOUT and DROPOUT:
@@ -201,6 +210,7 @@ def attention_bwd_dq_kernel(
     query_lengths_ptr,
     seed_ptr,
     column_keys_ptr,
+    row_keys_ptr,
     stream,
     stride_qb,
     stride_qh,
@@ -289,7 +299,8 @@ def attention_bwd_dq_kernel(
     PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
     M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
     Strides of the tensors come divided by STRIDE_UNIT, N and those of the mask but the last by
-    MASK_UNIT, so that the compiler sees their alignment.
+    MASK_UNIT, so that the compiler sees their alignment. row_keys_ptr: for dkdv, dropout's key of
+    each unit of rows, at the place of its first row among the statistics.
     """
     m_tile, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
     b = batch_head // H
@@ -345,6 +356,19 @@ def attention_bwd_dq_kernel(
         if E1 > 0:
             do1 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
 
+    row_keys = i
+    if HAS_DOUT and DROPOUT:
+        row_base = dropout_row_base(seed_ptr, stream, b, h)
+        row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
+        first_rows = unit_rows(m_start, BLOCK_M // 2)
+        row_keys_ptr += first_statistic
+        if PACKED:
+            tl.store(
+                row_keys_ptr + first_rows, row_keys.to(tl.int32, bitcast=True), mask=first_rows < M
+            )
+        else:
+            tl.store(row_keys_ptr + first_rows, row_keys.to(tl.int32, bitcast=True))
+
     # -- which tiles, and what stays on chip
     if NEED_DQ or EXACT_DELTA:
         m_end = tl.minimum(m_start + BLOCK_M, q_limit)
@@ -378,12 +402,9 @@ def attention_bwd_dq_kernel(
         q1 = q0
         if D1 > 0:
             q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
-        row_keys = i
-        if DROPOUT:
-            row_base = dropout_row_base(seed_ptr, stream, b, h)
-            row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
-    # -- statistics; dropout's factor of dp goes out of ds = p (dp - delta), into its sums' scale
+    # -- statistics
+    shift = tl.log2(keep_factor)
     if EXACT_DELTA:
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
             tile = first + index
@@ -394,9 +415,9 @@ def attention_bwd_dq_kernel(
                 v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
                 stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_keys_ptr, threshold, score_scale, EDGE, LISTS, FACTOR_M, DENSE,
-                BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
-                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
+                row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE, LISTS, FACTOR_M,
+                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
+                TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
     elif HAS_DOUT:
         out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
@@ -409,6 +430,8 @@ def attention_bwd_dq_kernel(
         dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
         delta -= dlse / keep_factor
     delta = tl.where(live, delta, 0.0)
+    if DROPOUT and not NATURAL:
+        lse -= shift
     word = pack_statistics(lse, delta)
     statistics_ptr += first_statistic
     if PACKED:
@@ -436,9 +459,9 @@ def attention_bwd_dq_kernel(
                 v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
                 stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_keys_ptr, threshold, score_scale, FULL, LISTS, FACTOR_M, DENSE,
-                BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS, TMA,
-                PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
+                row_keys, column_keys_ptr, threshold, score_scale, shift, FULL, LISTS, FACTOR_M,
+                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
+                TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         if DENSE:
             partial = lists_ptr + n_full
@@ -451,8 +474,8 @@ def attention_bwd_dq_kernel(
                     v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
                     stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, PARTIAL, LISTS,
-                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, PARTIAL,
+                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,
                 )  # fmt: skip
@@ -468,16 +491,16 @@ def attention_bwd_dq_kernel(
                     v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
                     stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, EDGE, LISTS,
-                    FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE,
+                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,
                 )  # fmt: skip
 
         dq_ptr += (b64 * stride_dqb + h64 * stride_dqh + m64 * stride_dqm) * STRIDE_UNIT
         # A dead row's sums may be NaN: its q and dout were read as they are.
-        dq0 = tl.where(live[:, None], dq0 * (scale * keep_factor), 0.0)
+        dq0 = tl.where(live[:, None], dq0 * scale, 0.0)
         store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq0, i < M, BLOCK_M, 0, D0, D)
         if D1 > 0:
-            dq1 = tl.where(live[:, None], dq1 * (scale * keep_factor), 0.0)
+            dq1 = tl.where(live[:, None], dq1 * scale, 0.0)
             store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq1, i < M, BLOCK_M, D0, D1, D)

@@ -59,7 +59,7 @@ class Layout:
     """The tiling of a call and its scratch memory.
 
     That is: statistics; with lists the kinds, the living keys and the lists of dq and dkdv; with
-    shares of dmask those; with dropout the keys of columns.
+    shares of dmask those; with dropout the keys of rows and of columns.
     """
 
     config: BwdConfig
@@ -121,7 +121,7 @@ def _layout(
         config = tiling
     padded_m = _padded(M)
     spaces: Spaces = [((B, H, padded_m), torch.int64, False)]
-    keys = [column_keys_space(N)] if dropout else []
+    keys = _dropout_keys(B * H * padded_m, N) if dropout else []
     if not listed:
         return Layout(config, limits, padded_m, spaces + keys)
     shape = None if mask is None else _mask_shape(*mask[1:])
@@ -138,6 +138,11 @@ def _layout(
         if sums.splits > 1:
             spaces.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
     return Layout(config, limits, padded_m, spaces + keys, shape, c, for_dq, for_dkdv, sums)
+
+
+def _dropout_keys(statistics: int, columns: int) -> Spaces:
+    """For one key, at most, beside each of the statistics."""
+    return [((statistics,), torch.int32, False), column_keys_space(columns)]
 
 
 def _padded(rows: int) -> int:
@@ -181,5 +186,5 @@ def _packed_layout(
     _, H, T, D = q_shape
     config = bwd_config(arch, dtype, D, E, edges=True)
     spaces: Spaces = [((H, _padded(T)), torch.int64, False)]
-    keys = [] if hashed is None else [column_keys_space(hashed)]
+    keys = [] if hashed is None else _dropout_keys(H * _padded(T), hashed)
     return Layout(config, limits, _padded(T), spaces + keys)

@@ -3,6 +3,8 @@
 Scores are computed again tile by tile: p = exp(s - lse), dp = dropout(dout vᵀ), and with
 delta = Σ out·dout - dlse
     ds = p (dp - delta),  dq = scale ds k,  dk = scale dsᵀ q,  dv = dropout(p)ᵀ dout,  dmask = Σ ds.
+Dropout's factor of what is kept is in p, where it costs nothing: then dp has none, and delta is
+divided by it. After the products it would come too late: fp16 could not hold so small a ds.
 Every result has one owner that adds in a fixed order: no atomics, the same bits from run to run.
 
 Tiles are FULL (every pair allowed: no mask work), PARTIAL (a dense mask blocks some pairs, nothing
@@ -63,14 +65,21 @@ def load_part(
 
 
 @triton.jit
-def weights(s, lse, bias, scale, BIAS: tl.constexpr, NATURAL: tl.constexpr):
+def weights(
+    s, lse, bias, scale, shift, BIAS: tl.constexpr, NATURAL: tl.constexpr, SHIFTED: tl.constexpr
+):
     """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
-    for a bias, which may be of any size."""
+    for a bias, which may be of any size. SHIFTED: times 2 ** shift, which lse, unless NATURAL, has
+    in it.
+    """
     if NATURAL:
         s = s * scale
         if BIAS:
             s = s + bias
-        return tl.exp2((s - lse) * LOG2E)
+        if SHIFTED:
+            return tl.exp2((s - lse) * LOG2E + shift)
+        else:
+            return tl.exp2((s - lse) * LOG2E)
     else:
         return tl.exp2(s * scale - lse)
 

@@ -6,12 +6,13 @@ the whole forward or backward. Weights may be stored either way; other layouts a
 """
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.ops import _native
+from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 
 _library = torch.ops.fastattn_cpu
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,155 +78,55 @@ def _refusal(*tensors: Tensor | None) -> str | None:
 
 
 # -- forward --------------------------------------------------------------------------------------
-def ffn_fwd_unsupported(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> str | None:
-    return _refusal(x, residual)
+def ffn_fwd_unsupported(call: ForwardCall) -> str | None:
+    return _refusal(call.x, call.residual)
 
 
-def ffn_fwd_workspace(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> _Workspace:
-    wide, D = w1.shape
-    out, F = w2.shape
+def ffn_fwd_workspace(call: ForwardCall) -> _Workspace:
+    x, (wide, D), (out, F) = call.x, call.w1.shape, call.w2.shape
     floats = _fwd_floats(
-        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[activation],
+        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[call.activation],
         torch.get_num_threads(),
     )  # fmt: skip
     return [((floats,), torch.float32, False)]
 
 
-def ffn_fwd(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    y: Tensor,
-    hidden: Tensor,
-    scratch: Tensor,
-) -> None:
-    _library.ffn_fwd.default(
-        _matrix(x),
-        _matrix(w1),
-        None if b1 is None else b1.contiguous(),
-        _matrix(w2),
-        None if b2 is None else b2.contiguous(),
-        None if residual is None else residual.contiguous(),
-        _ACTIVATIONS[activation],
-        dropout_p,
-        output_dropout_p,
-        dropout_seed,
-        dropout_stream,
-        y,
-        hidden,
-        scratch,
-    )
+def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor, scratch: Tensor) -> None:
+    # A name for each: gathering the options in a list takes longer.
+    x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, seed, stream = call
+    _library.ffn_fwd.default._op(
+        _matrix(x), _matrix(w1), b1 if b1 is None else b1.contiguous(),
+        _matrix(w2), b2 if b2 is None else b2.contiguous(),
+        residual if residual is None else residual.contiguous(), _ACTIVATIONS[activation],
+        dropout_p, output_dropout_p, seed, stream, y, hidden, scratch,
+    )  # fmt: skip
 
 
 # Results made by the library: here they and the scratch memory take 5 us, of few rows' 30.
-def ffn_fwd_direct(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...] | None:
+def ffn_fwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, _, _ = args
     if residual is None and dropout_p == 0.0 and output_dropout_p == 0.0 and x.dtype in _DTYPES:
-        activation_code = _ACTIVATIONS[activation]
-        return _library.ffn_plain_fwd.default._op(x, w1, b1, w2, b2, activation_code)
+        return _library.ffn_plain_fwd.default._op(x, w1, b1, w2, b2, _ACTIVATIONS[activation])
     return None
 
 
 # -- backward -------------------------------------------------------------------------------------
-def ffn_bwd_unsupported(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> str | None:
-    return _refusal(dy, x)
+def ffn_bwd_unsupported(call: BackwardCall) -> str | None:
+    return _refusal(call.dy, call.x)
 
 
-def ffn_bwd_workspace(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> _Workspace:
-    wide, D = w1.shape
-    out, F = w2.shape
+def ffn_bwd_workspace(call: BackwardCall) -> _Workspace:
+    x, (wide, D), (out, F) = call.x, call.w1.shape, call.w2.shape
+    drops = call.output_dropout_p > 0 or call.dy.dtype != x.dtype
     floats = _bwd_floats(
-        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[activation],
-        output_dropout_p > 0 or dy.dtype != x.dtype, torch.get_num_threads(),
+        _rows_in(x), D, wide, F, out, x.element_size(), _ACTIVATIONS[call.activation], drops,
+        torch.get_num_threads(),
     )  # fmt: skip
     return [((floats,), torch.float32, False)]
 
 
 def ffn_bwd(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    call: BackwardCall,
     dx: Tensor,
     dw1: Tensor,
     db1: Tensor,
@@ -233,29 +134,17 @@ def ffn_bwd(
     db2: Tensor,
     scratch: Tensor,
 ) -> None:
+    dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, seed, stream, _ = call
     # An input of more than two dimensions may have its rows in any order; so has its gradient.
     dx_rows = (
         dx
         if dx.dim() <= 2 or dx.is_contiguous()
         else torch.empty_like(dx, memory_format=torch.contiguous_format)
     )
-    _library.ffn_bwd.default(
-        _rows(dy),
-        _matrix(x),
-        _matrix(w1),
-        _matrix(w2),
-        hidden.contiguous(),
-        _ACTIVATIONS[activation],
-        dropout_p,
-        output_dropout_p,
-        dropout_seed,
-        dropout_stream,
-        dx_rows,
-        dw1,
-        db1,
-        dw2,
-        db2,
-        scratch,
-    )
+    _library.ffn_bwd.default._op(
+        _rows(dy), _matrix(x), _matrix(w1), _matrix(w2), hidden.contiguous(),
+        _ACTIVATIONS[activation], dropout_p, output_dropout_p, seed, stream, dx_rows, dw1, db1, dw2,
+        db2, scratch,
+    )  # fmt: skip
     if dx_rows is not dx:
         dx.copy_(dx_rows)

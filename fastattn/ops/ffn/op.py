@@ -5,13 +5,12 @@ One hidden tensor is saved: for relu the activation after dropout [..., F], else
 ([..., 2F] gated).
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fastattn.ops._derivative import differentiable, gradient_like
 from fastattn.ops._op import Backend, Op
 from fastattn.ops.ffn import reference
+from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)
 GATED_ACTIVATIONS = tuple(reference.GATED)
@@ -19,40 +18,16 @@ _PACKAGE = "fastattn.ops.ffn"
 _BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
 
 
-def _fwd_outputs(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...]:
+def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
+    x, residual, leading = call.x, call.residual, call.x.shape[:-1]
     dtype = x.dtype if residual is None else residual.dtype
-    y = x.new_empty((*x.shape[:-1], w2.shape[0]), dtype=dtype)
-    return y, x.new_empty((*x.shape[:-1], w1.shape[0]))
+    y = x.new_empty((*leading, call.w2.shape[0]), dtype=dtype)
+    return y, x.new_empty((*leading, call.w1.shape[0]))
 
 
-def _bwd_outputs(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    inputs = zip(needs, (x, w1, b1, w2, b2), strict=True)
+def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
+    x = call.x
+    inputs = zip(call.needs, (x, call.w1, call.b1, call.w2, call.b2), strict=True)
     return tuple(gradient_like(like, needed, x) for needed, like in inputs)
 
 
@@ -69,6 +44,7 @@ ffn = differentiable(
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
+        ForwardCall,
     ),
     Op(
         "ffn_bwd",
@@ -78,6 +54,7 @@ ffn = differentiable(
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
+        BackwardCall,
     ),
     reference.backward_maths,
     passes_through={"residual": "y"},

@@ -9,9 +9,9 @@ fp32 products are IEEE or three TF32 products for one; the library's are what to
 (torch.backends.cuda.matmul), which is IEEE unless somebody asked for TF32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fastattn.ops._triton_launch import (
     too_old,
 )
 from fastattn.ops.ffn import triton_steps as steps
+from fastattn.ops.ffn.calls import BackwardCall, ForwardCall, Gradients
 from fastattn.ops.ffn.config import (
     GATED,
     BackwardConfig,
@@ -94,66 +95,30 @@ def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
 # -- forward --------------------------------------------------------------------------------------
 
 
-def ffn_fwd_unsupported(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    *_: Any,
-) -> str | None:
-    return _unsupported(x, residual)
+def ffn_fwd_unsupported(call: ForwardCall) -> str | None:
+    return _unsupported(call.x, call.residual)
 
 
-def ffn_fwd_workspace(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    *_: Any,
-) -> Workspace:
-    return _forward_workspace(_forward_config(x, w2, activation), x, w2, residual, activation)
+def ffn_fwd_workspace(call: ForwardCall) -> Workspace:
+    return _forward_workspace(_forward_config(call.x, call.w2, call.activation), call)
 
 
-def _forward_workspace(
-    config: ForwardConfig, x: Tensor, w2: Tensor, residual: Tensor | None, activation: str
-) -> Workspace:
+def _forward_workspace(config: ForwardConfig, call: ForwardCall) -> Workspace:
     """What the second product reads (for relu that is the hidden tensor), and the second product
     where y has another dtype.
     """
+    x, residual, (E, F) = call.x, call.residual, call.w2.shape
     rows = x.shape[:-1].numel()
     spaces: Workspace = []
-    if activation != "relu":
-        spaces.append(((rows, w2.shape[1]), x.dtype, False))
+    if call.activation != "relu":
+        spaces.append(((rows, F), x.dtype, False))
     if config.down.tile is None and residual is not None and residual.dtype != x.dtype:
-        spaces.append(((rows, w2.shape[0]), x.dtype, False))
+        spaces.append(((rows, E), x.dtype, False))
     return spaces
 
 
-def ffn_fwd(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    y: Tensor,
-    hidden: Tensor,
-    *spaces: Tensor,
-) -> None:
-    _forward(
-        None, x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, dropout_seed,
-        dropout_stream, y, hidden, spaces,
-    )  # fmt: skip
+def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor, *spaces: Tensor) -> None:
+    _forward(None, call, y, hidden, spaces)
 
 
 class _ForwardPlan(NamedTuple):
@@ -173,21 +138,15 @@ _plans = LaunchCache()
 
 def _forward(
     config: ForwardConfig | None,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    call: ForwardCall,
     y: Tensor,
     hidden: Tensor,
     spaces: Sequence[Tensor],
 ) -> None:
+    (
+        x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, dropout_seed,
+        dropout_stream,
+    ) = call  # fmt: skip
     x, y, hidden = _rows(x), _rows(y), _rows(hidden)
     residual = None if residual is None else _kernel_rows(residual)
     a = hidden if activation == "relu" else spaces[0]
@@ -202,9 +161,7 @@ def _forward(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _bind_forward(
-            config, x, w1, b1, w2, residual, activation, dropout_p, output_dropout_p, a, key[-1]
-        )
+        plan = _bind_forward(config, call._replace(x=x, residual=residual), a, key[-1])
         _plans.remember(key, plan)
 
     if plan.up is not None:
@@ -234,18 +191,9 @@ def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _bind_forward(
-    config: ForwardConfig,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    a: Tensor,
-    can_describe: bool,
+    config: ForwardConfig, call: ForwardCall, a: Tensor, can_describe: bool
 ) -> _ForwardPlan:
+    x, w1, b1, w2, _, residual, activation, dropout_p, output_dropout_p, *_ = call
     rows, (E, F) = x.shape[0], w2.shape
     relu_in_product = activation == "relu" and dropout_p == 0.0 and b1 is not None
     up = activate = down = finish = None
@@ -263,39 +211,17 @@ def _bind_forward(
 # -- backward -------------------------------------------------------------------------------------
 
 
-def ffn_bwd_unsupported(dy: Tensor, x: Tensor, *_: Any) -> str | None:
-    return _unsupported(x, dy)
+def ffn_bwd_unsupported(call: BackwardCall) -> str | None:
+    return _unsupported(call.x, call.dy)
 
 
-def ffn_bwd_workspace(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> Workspace:
-    config = _backward_config(x, w2, activation)
-    spaces = _backward_spaces(config, dy, x, w1, w2, activation, output_dropout_p, needs)
+def ffn_bwd_workspace(call: BackwardCall) -> Workspace:
+    spaces = _backward_spaces(_backward_config(call.x, call.w2, call.activation), call)
     return [(shape, dtype, False) for shape, dtype in spaces.values()]
 
 
 def _backward_spaces(
-    config: BackwardConfig,
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    activation: str,
-    output_dropout_p: float,
-    needs: Sequence[bool],
+    config: BackwardConfig, call: BackwardCall
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Scratch memory by name. dropped: dy after dropout, in x's dtype. dpre: gradient of the
     pre-activation. a: the activation after dropout. sums: partial sums of groups of rows. pieces:
@@ -303,12 +229,13 @@ def _backward_spaces(
 
     The library's dy w2 lies where dpre or, if gated, a will be.
     """
+    dy, x, w1, w2, activation = call.dy, call.x, call.w1, call.w2, call.activation
     rows, (E, F) = x.shape[:-1].numel(), w2.shape
-    need_x, need_w1, need_b1, need_w2, need_b2 = needs
+    need_x, need_w1, need_b1, need_w2, need_b2 = call.needs
     below = need_x or need_w1 or need_b1
     tile = _tile(config.dhidden, True, rows * F)
     spaces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    if output_dropout_p > 0.0 or dy.dtype != x.dtype:
+    if call.output_dropout_p > 0.0 or dy.dtype != x.dtype:
         spaces["dropped"] = (rows, E), x.dtype
     if need_b2:
         spaces["dy_sums"] = (steps.group_count(rows, E), E), torch.float32
@@ -330,19 +257,7 @@ def _backward_spaces(
 
 
 def ffn_bwd(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    call: BackwardCall,
     dx: Tensor,
     dw1: Tensor,
     db1: Tensor,
@@ -350,10 +265,7 @@ def ffn_bwd(
     db2: Tensor,
     *spaces: Tensor,
 ) -> None:
-    _backward(
-        None, dy, x, w1, w2, hidden, activation, dropout_p, output_dropout_p, dropout_seed,
-        dropout_stream, needs, dx, dw1, db1, dw2, db2, spaces,
-    )  # fmt: skip
+    _backward(None, call, Gradients(dx, dw1, db1, dw2, db2), spaces)
 
 
 class _BackwardPlan(NamedTuple):
@@ -375,24 +287,15 @@ class _BackwardPlan(NamedTuple):
 
 def _backward(
     config: BackwardConfig | None,
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    hidden: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-    dx: Tensor,
-    dw1: Tensor,
-    db1: Tensor,
-    dw2: Tensor,
-    db2: Tensor,
+    call: BackwardCall,
+    gradients: Gradients,
     spaces: Sequence[Tensor],
 ) -> None:
+    (
+        dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, dropout_seed,
+        dropout_stream, needs,
+    ) = call  # fmt: skip
+    dx, dw1, db1, dw2, db2 = gradients
     need_x, need_w1, _, need_w2, _ = needs
     dy, x, hidden = _kernel_rows(dy), _rows(x), _rows(hidden).contiguous()
     rows = x.shape[0]
@@ -405,10 +308,8 @@ def _backward(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _bind_backward(
-            config, dy, x, w1, w2, activation, dropout_p, output_dropout_p, needs, hidden, dx, dw1,
-            dw2, spaces, key[-1],
-        )  # fmt: skip
+        rows_call = call._replace(dy=dy, x=x, hidden=hidden)
+        plan = _bind_backward(config, rows_call, gradients, spaces, key[-1])
         _plans.remember(key, plan)
     space = dict(zip(plan.names, spaces, strict=True))
     dropped, dy_sums, dpre, dpre_sums = (
@@ -462,24 +363,15 @@ def _weight_gradient(
 
 def _bind_backward(
     config: BackwardConfig,
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    activation: str,
-    dropout_p: float,
-    output_dropout_p: float,
-    needs: Sequence[bool],
-    hidden: Tensor,
-    dx: Tensor,
-    dw1: Tensor,
-    dw2: Tensor,
+    call: BackwardCall,
+    gradients: Gradients,
     spaces: Sequence[Tensor],
     can_describe: bool,
 ) -> _BackwardPlan:
+    dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, *_ = call
     rows, (E, F), W = x.shape[0], w2.shape, w1.shape[0]
-    need_x, need_w1, _, need_w2, _ = needs
-    shapes = _backward_spaces(config, dy, x, w1, w2, activation, output_dropout_p, needs)
+    need_x, need_w1, _, need_w2, _ = call.needs
+    shapes = _backward_spaces(config, call)
     space = dict(zip(shapes, spaces, strict=True))
     drop = dhidden = differentiate = activate = None
     if "dropped" in shapes or "dy_sums" in shapes:
@@ -509,29 +401,27 @@ def _bind_backward(
         differentiate,
         steps.SumOverGroups(W) if "dpre_sums" in shapes else None,
         activate,
-        product(config.dx, space["dpre"], w1.t(), dx, False) if need_x else None,
-        product(config.dw1, space["dpre"].t(), x.t(), dw1, True) if need_w1 else None,
-        product(config.dw2, dy.t(), a.t(), dw2, True) if need_w2 else None,
+        product(config.dx, space["dpre"], w1.t(), gradients.dx, False) if need_x else None,
+        product(config.dw1, space["dpre"].t(), x.t(), gradients.dw1, True) if need_w1 else None,
+        product(config.dw2, dy.t(), a.t(), gradients.dw2, True) if need_w2 else None,
     )
 
 
 # -- a given configuration, to tune and test ------------------------------------------------------
 
 
-def ffn_fwd_with_config(config: ForwardConfig, *args: Any) -> None:
-    """ffn_fwd (arguments and results, no workspace) with given products."""
-    x, _, _, w2, _, residual, activation, *_ = args
-    spaces = _forward_workspace(config, x, w2, residual, activation)
-    run: Callable[..., None] = _forward
-    run(config, *args, [x.new_empty(shape, dtype=dtype) for shape, dtype, _ in spaces])
+def ffn_fwd_with_config(
+    config: ForwardConfig, call: ForwardCall, y: Tensor, hidden: Tensor
+) -> None:
+    """ffn_fwd with given products, and a workspace of its own."""
+    spaces = _forward_workspace(config, call)
+    new = call.x.new_empty
+    _forward(config, call, y, hidden, [new(shape, dtype=dtype) for shape, dtype, _ in spaces])
 
 
-def ffn_bwd_with_config(config: BackwardConfig, *args: Any) -> None:
-    """ffn_bwd (arguments and results, no workspace) with given products."""
-    dy, x, w1, _, w2, _, hidden, activation, p, output_p, seed, stream, needs, *results = args
-    spaces = _backward_spaces(config, dy, x, w1, w2, activation, output_p, needs)
-    run: Callable[..., None] = _backward
-    run(
-        config, dy, x, w1, w2, hidden, activation, p, output_p, seed, stream, needs, *results,
-        [x.new_empty(shape, dtype=dtype) for shape, dtype in spaces.values()],
-    )  # fmt: skip
+def ffn_bwd_with_config(config: BackwardConfig, call: BackwardCall, *gradients: Tensor) -> None:
+    """ffn_bwd with given products, and a workspace of its own."""
+    spaces = _backward_spaces(config, call).values()
+    new = call.x.new_empty
+    results = Gradients(*gradients)
+    _backward(config, call, results, [new(shape, dtype=dtype) for shape, dtype in spaces])

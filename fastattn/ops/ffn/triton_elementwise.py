@@ -90,7 +90,86 @@ def keep_tile(seed_ptr, stream, rows, column_start, local, threshold, SECOND: tl
     return row_kept(row_key, column_key, local[None, :], threshold)
 
 
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def hidden_gradient(
+    da,
+    hidden,
+    up,
+    keep,
+    scale,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """(dpre or gated dgate, dup, a) from the gradient of the dropped activation and what the
+    forward saved; relu, which saved a itself, reads the dropout off it.
+    """
+    if ACTIVATION == "relu" and not GATED:
+        dpre = tl.where(hidden > 0, da * scale, 0.0)
+        return dpre, dpre, hidden
+    else:
+        a, slope = activate_and_derive(hidden, ACTIVATION, EXACT)
+        dup = da * a
+        if GATED:
+            a = a * up
+            slope = slope * up
+        dpre = da * slope
+        if DROPOUT:
+            a = drop(a, keep, scale)
+            dpre = drop(dpre, keep, scale)
+            dup = drop(dup, keep, scale)
+        return dpre, dup, a
+
+
+@triton.jit
+def gradient_from(
+    da,
+    hidden_ptr,
+    wide,
+    width,
+    mask,
+    offs_m,
+    start,
+    local,
+    seed_ptr,
+    stream,
+    threshold,
+    scale,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """`hidden_gradient` of a tile of what the forward saved at offsets `wide` (gated: up lies width
+    further on), whose columns are start + local.
+    """
+    hidden = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
+    up = hidden
+    if GATED:
+        up = tl.load(hidden_ptr + wide + width, mask=mask, other=0.0).to(tl.float32)
+    keep = mask
+    if DROPOUT and (GATED or ACTIVATION != "relu"):
+        keep = keep_tile(seed_ptr, stream, offs_m, start, local, threshold, False)
+    return hidden_gradient(da, hidden, up, keep, scale, ACTIVATION, GATED, DROPOUT, EXACT)
+
+
 # -- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tile_of(index, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows, first column, columns from there on, columns and mask of a tile, counted row by row."""
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    offs_m = (index // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    local = tl.arange(0, BLOCK_N)
+    start = index % tiles_n * BLOCK_N
+    offs_n = start + local
+    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    return offs_m, start, local, offs_n, mask
 
 
 @triton.jit(do_not_specialize=["stream", "rows", "threshold"])
@@ -113,13 +192,7 @@ def activate_kernel(
     """a [rows, width] = dropout(act(pre)); gated: pre [rows, 2 width] is gate and up. a may be
     pre.
     """
-    tiles_n = tl.cdiv(width, BLOCK_N)
-    tile = tl.program_id(0)
-    offs_m = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    local = tl.arange(0, BLOCK_N)
-    start = tile % tiles_n * BLOCK_N
-    offs_n = start + local
-    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    offs_m, start, local, offs_n, mask = tile_of(tl.program_id(0), rows, width, BLOCK_M, BLOCK_N)
     offs = offs_m[:, None] * width + offs_n[None, :]
     if GATED:
         wide = 2 * offs_m[:, None] * width + offs_n[None, :]
@@ -151,13 +224,7 @@ def finish_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """y = dropout(product) + residual. y may be product; residual_ptr may be None."""
-    tiles_n = tl.cdiv(width, BLOCK_N)
-    tile = tl.program_id(0)
-    offs_m = (tile // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    local = tl.arange(0, BLOCK_N)
-    start = tile % tiles_n * BLOCK_N
-    offs_n = start + local
-    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    offs_m, start, local, offs_n, mask = tile_of(tl.program_id(0), rows, width, BLOCK_M, BLOCK_N)
     offs = offs_m[:, None] * width + offs_n[None, :]
     y = tl.load(product_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if DROPOUT:
@@ -253,16 +320,10 @@ def differentiate_kernel(
         offs = offs_m[:, None] * width + offs_n[None, :]
         wide = offs + offs_m[:, None] * width if GATED else offs
         da = tl.load(da_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        hidden = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
-        up = hidden
-        if GATED:
-            up = tl.load(hidden_ptr + wide + width, mask=mask, other=0.0).to(tl.float32)
-        keep = mask
-        if DROPOUT and (GATED or ACTIVATION != "relu"):
-            keep = keep_tile(seed_ptr, stream, offs_m, start, local, threshold, False)
-        dpre, dup, a = hidden_gradient(
-            da, hidden, up, keep, scale, ACTIVATION, GATED, DROPOUT, EXACT
-        )
+        dpre, dup, a = gradient_from(
+            da, hidden_ptr, wide, width, mask, offs_m, start, local, seed_ptr, stream, threshold,
+            scale, ACTIVATION, GATED, DROPOUT, EXACT,
+        )  # fmt: skip
         if a_ptr is not None:
             tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
         tl.store(dpre_ptr + wide, dpre.to(dpre_ptr.dtype.element_ty), mask=mask)
@@ -276,38 +337,6 @@ def differentiate_kernel(
         tl.store(sums_ptrs, tl.sum(sums, 0), mask=offs_n < width)
         if GATED:
             tl.store(sums_ptrs + width, tl.sum(up_sums, 0), mask=offs_n < width)
-
-
-@triton.jit
-def hidden_gradient(
-    da,
-    hidden,
-    up,
-    keep,
-    scale,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """(dpre or gated dgate, dup, a) from the gradient of the dropped activation and what the
-    forward saved; relu, which saved a itself, reads the dropout off it.
-    """
-    if ACTIVATION == "relu" and not GATED:
-        dpre = tl.where(hidden > 0, da * scale, 0.0)
-        return dpre, dpre, hidden
-    else:
-        a, slope = activate_and_derive(hidden, ACTIVATION, EXACT)
-        dup = da * a
-        if GATED:
-            a = a * up
-            slope = slope * up
-        dpre = da * slope
-        if DROPOUT:
-            a = drop(a, keep, scale)
-            dpre = drop(dpre, keep, scale)
-            dup = drop(dup, keep, scale)
-        return dpre, dup, a
 
 
 @triton.jit(do_not_specialize=["groups"])

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import drop
-from fastattn.ops.ffn.triton_elementwise import activate, hidden_gradient, keep_tile
+from fastattn.ops.ffn.triton_elementwise import activate, gradient_from, keep_tile
 
 # -- pieces ---------------------------------------------------------------------------------------
 
@@ -138,6 +138,16 @@ def halves(x):
 
 
 @triton.jit
+def tile_from(m_start, n_start, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows, columns from the first on, columns and mask of the tile that begins there."""
+    local = tl.arange(0, BLOCK_N)
+    offs_m = m_start.to(tl.int64) + tl.arange(0, BLOCK_M)
+    offs_n = n_start + local
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    return offs_m, local, offs_n, mask
+
+
+@triton.jit
 def add_bias(x, bias_ptr, offs_n, N):
     if bias_ptr is None:
         return x
@@ -188,10 +198,7 @@ def finish_up(
         )  # fmt: skip
     else:
         dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-        local = tl.arange(0, BLOCK_N)
-        offs_m = m_start.to(tl.int64) + tl.arange(0, BLOCK_M)
-        offs_n = n_start + local
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        offs_m, local, offs_n, mask = tile_from(m_start, n_start, M, N, BLOCK_M, BLOCK_N)
         offs = offs_m[:, None] * N + offs_n[None, :]
         # The backward sees the rounded pre-activation, so the activation is of that.
         pre = add_bias(acc, bias_ptr, offs_n, N).to(dtype)
@@ -297,10 +304,7 @@ def finish_down(
             M, N, residual_stride, threshold, scale, DROPOUT, PARTS // 2,
         )  # fmt: skip
     else:
-        local = tl.arange(0, BLOCK_N)
-        offs_m = m_start.to(tl.int64) + tl.arange(0, BLOCK_M)
-        offs_n = n_start + local
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        offs_m, local, offs_n, mask = tile_from(m_start, n_start, M, N, BLOCK_M, BLOCK_N)
         y = add_bias(acc, bias_ptr, offs_n, N)
         if DROPOUT:
             y = drop(y, keep_tile(seed_ptr, stream, offs_m, n_start, local, threshold, True), scale)
@@ -395,22 +399,13 @@ def finish_dhidden(
     else:
         WIDTHS: tl.constexpr = 2 if GATED else 1
         dtype: tl.constexpr = dpre_ptr.dtype.element_ty
-        local = tl.arange(0, BLOCK_N)
-        offs_m = m_start.to(tl.int64) + tl.arange(0, BLOCK_M)
-        offs_n = n_start + local
-        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        offs_m, local, offs_n, mask = tile_from(m_start, n_start, M, N, BLOCK_M, BLOCK_N)
         offs = offs_m[:, None] * N + offs_n[None, :]
         wide = offs_m[:, None] * (WIDTHS * N) + offs_n[None, :]
-        hidden = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
-        up = hidden
-        if GATED:
-            up = tl.load(hidden_ptr + wide + N, mask=mask, other=0.0).to(tl.float32)
-        keep = mask
-        if DROPOUT and (GATED or ACTIVATION != "relu"):
-            keep = keep_tile(seed_ptr, stream, offs_m, n_start, local, threshold, False)
-        dpre, dup, a = hidden_gradient(
-            da, hidden, up, keep, scale, ACTIVATION, GATED, DROPOUT, EXACT
-        )
+        dpre, dup, a = gradient_from(
+            da, hidden_ptr, wide, N, mask, offs_m, n_start, local, seed_ptr, stream, threshold,
+            scale, ACTIVATION, GATED, DROPOUT, EXACT,
+        )  # fmt: skip
         tl.store(dpre_ptr + wide, dpre.to(dtype), mask=mask)
         if GATED:
             tl.store(dpre_ptr + wide + N, dup.to(dtype), mask=mask)

@@ -81,6 +81,8 @@ _CORES = {
 }
 # Bytes of shared memory a core has for its programs. Ampere: of the consumer products.
 _SHARED = {"hopper": 227 << 10, "blackwell": 227 << 10, "nvidia": 99 << 10, "amd": 64 << 10}
+# Rows that lie so many elements apart, or a multiple of it, are read in vectors.
+ALIGNED = 4
 # Elements that are loaded one by one have an address each: so many times fewer rows at once.
 _UNALIGNED = 4
 _LONGEST_WHOLE_FORWARD = 8192
@@ -145,7 +147,7 @@ def _short(width: int, elements: int) -> int:
 
 @functools.cache
 def forward_config(arch: str, N: int, add: bool, aligned: bool = True) -> ForwardConfig:
-    """add: of add_layer_norm. aligned: row length and strides are multiples of 16."""
+    """add: of add_layer_norm. aligned: row length and strides are multiples of ALIGNED."""
     kind, width = family(arch), width_of(N)
     if kind == "interpreter":
         # Several tiles and both kernels on small tensors.
@@ -176,7 +178,7 @@ def backward_config(
     arch: str, N: int, itemsize: int, tensors: int, sums: int, aligned: bool = True
 ) -> BackwardConfig:
     """itemsize: bytes of an element. tensors: how many are read. sums: parameter gradients.
-    aligned: row length and strides are multiples of 16.
+    aligned: row length and strides are multiples of ALIGNED.
     """
     kind, width = family(arch), width_of(N)
     if kind == "interpreter":

@@ -9,11 +9,20 @@ scratch memory itself.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.ops import _native
+from fastattn.ops.layer_norm.calls import (
+    AddLayerNormBackwardCall,
+    AddLayerNormCall,
+    LayerNormBackwardCall,
+    LayerNormCall,
+    RmsNormBackwardCall,
+    RmsNormCall,
+)
 
 _library = torch.ops.fastattn_cpu
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -83,246 +92,109 @@ def _refusal(
 
 
 # -- layer_norm -----------------------------------------------------------------------------------
-def layer_norm_fwd_unsupported(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> str | None:
-    return _refusal((x,), (weight, bias))
+def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
+    return _refusal((call.x,), (call.weight, call.bias))
 
 
-def layer_norm_fwd_workspace(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, 0, weight, bias)
+def layer_norm_fwd_workspace(call: LayerNormCall) -> _Workspace:
+    return _scratch(call.x.shape[-1], 0.0, 0, call.weight, call.bias)
 
 
 def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    y: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scratch: Tensor | None = None,
+    call: LayerNormCall, y: Tensor, mean: Tensor, rstd: Tensor, scratch: Tensor | None = None
 ) -> None:
-    _library.layer_norm_fwd.default(
+    x, weight, bias, eps = call
+    _library.layer_norm_fwd.default._op(
         x if x.is_contiguous() else _rows(x), weight, bias, eps, y, mean, rstd, scratch
     )
 
 
-def layer_norm_fwd_direct(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, ...] | None:
+def layer_norm_fwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    x, weight, bias, _ = args
     if _refusal((x,), (weight, bias)) is None:
-        return _library.layer_norm_fwd_direct.default._op(x, weight, bias, eps)
+        return _library.layer_norm_fwd_direct.default._op(*args)
     return None
 
 
-def layer_norm_bwd_unsupported(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-) -> str | None:
-    return _refusal((dy, x), (weight, bias))
+def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
+    return _refusal((call.dy, call.x), (call.weight, call.bias))
 
 
-def layer_norm_bwd_workspace(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, _partials(x, needs[1] + needs[2]), weight)
+def layer_norm_bwd_workspace(call: LayerNormBackwardCall) -> _Workspace:
+    x, needs = call.x, call.needs
+    return _scratch(x.shape[-1], 0.0, _partials(x, needs[1] + needs[2]), call.weight)
 
 
 def layer_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
+    call: LayerNormBackwardCall,
     dx: Tensor,
     dweight: Tensor,
     dbias: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    _library.layer_norm_bwd.default(
-        dy if dy.is_contiguous() else _rows(dy),
-        x if x.is_contiguous() else _rows(x),
-        weight,
+    dy, x, weight, _, mean, rstd, _, _ = call
+    _library.layer_norm_bwd.default._op(
+        dy if dy.is_contiguous() else _rows(dy), x if x.is_contiguous() else _rows(x), weight,
         mean if mean.is_contiguous() else mean.contiguous(),
-        rstd if rstd.is_contiguous() else rstd.contiguous(),
-        dx,
-        dweight,
-        dbias,
-        scratch,
-    )
+        rstd if rstd.is_contiguous() else rstd.contiguous(), dx, dweight, dbias, scratch,
+    )  # fmt: skip
 
 
-def layer_norm_bwd_direct(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...] | None:
+def layer_norm_bwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    dy, x, weight, bias, mean, rstd, _, needs = args
     if _refusal((dy, x), (weight, bias)) is None:
         return _library.layer_norm_bwd_direct.default._op(dy, x, weight, bias, mean, rstd, *needs)
     return None
 
 
 # -- add_layer_norm -------------------------------------------------------------------------------
-def add_layer_norm_fwd_unsupported(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> str | None:
-    return _refusal((x, residual), (x_bias, weight, bias))
+def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
+    return _refusal((call.x, call.residual), (call.x_bias, call.weight, call.bias))
 
 
-def add_layer_norm_fwd_workspace(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> _Workspace:
-    return _scratch(x.shape[-1], dropout_p, 0, x_bias, weight, bias)
+def add_layer_norm_fwd_workspace(call: AddLayerNormCall) -> _Workspace:
+    parameters = call.x_bias, call.weight, call.bias
+    return _scratch(call.x.shape[-1], call.dropout_p, 0, *parameters)
 
 
 def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
+    call: AddLayerNormCall,
     y: Tensor,
     z: Tensor,
     mean: Tensor,
     rstd: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    _library.add_layer_norm_fwd.default(
+    # A name for each: gathering the others in a list takes longer.
+    x, residual, x_bias, weight, bias, eps, dropout_p, seed, stream = call
+    _library.add_layer_norm_fwd.default._op(
         x if x.is_contiguous() else _rows(x),
-        residual if residual.is_contiguous() else _rows(residual),
-        x_bias,
-        weight,
-        bias,
-        eps,
-        dropout_p,
-        dropout_seed,
-        dropout_stream,
-        y,
-        z,
-        mean,
-        rstd,
-        scratch,
-    )
+        residual if residual.is_contiguous() else _rows(residual), x_bias, weight, bias, eps,
+        dropout_p, seed, stream, y, z, mean, rstd, scratch,
+    )  # fmt: skip
 
 
-def add_layer_norm_fwd_direct(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...] | None:
+def add_layer_norm_fwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    x, residual, x_bias, weight, bias, _, _, _, _ = args
     if _refusal((x, residual), (x_bias, weight, bias)) is None:
-        return _library.add_layer_norm_fwd_direct.default._op(
-            x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream
-        )
+        return _library.add_layer_norm_fwd_direct.default._op(*args)
     return None
 
 
-def add_layer_norm_bwd_unsupported(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> str | None:
-    if x_dtype not in _DTYPES:
-        return f"has kernels for fp32, bf16 and fp16, got {x_dtype}"
-    return _refusal((dy, dz, z), (x_bias, weight, bias))
+def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
+    if call.x_dtype not in _DTYPES:
+        return f"has kernels for fp32, bf16 and fp16, got {call.x_dtype}"
+    return _refusal((call.dy, call.dz, call.z), (call.x_bias, call.weight, call.bias))
 
 
-def add_layer_norm_bwd_workspace(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> _Workspace:
+def add_layer_norm_bwd_workspace(call: AddLayerNormBackwardCall) -> _Workspace:
+    z, needs = call.z, call.needs
     partials = _partials(z, needs[2] + needs[3] + needs[4])
-    return _scratch(z.shape[-1], dropout_p, partials, weight)
+    return _scratch(z.shape[-1], call.dropout_p, partials, call.weight)
 
 
 def add_layer_norm_bwd(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    call: AddLayerNormBackwardCall,
     dx: Tensor,
     dresidual: Tensor,
     dx_bias: Tensor,
@@ -330,114 +202,68 @@ def add_layer_norm_bwd(
     dbias: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    _library.add_layer_norm_bwd.default(
-        _optional_rows(dy),
-        _optional_rows(dz),
-        z if z.is_contiguous() else _rows(z),
-        weight,
+    dy, dz, z, _, weight, _, mean, rstd, _, _, dropout_p, seed, stream, _ = call
+    _library.add_layer_norm_bwd.default._op(
+        _optional_rows(dy), _optional_rows(dz), z if z.is_contiguous() else _rows(z), weight,
         mean if mean.is_contiguous() else mean.contiguous(),
-        rstd if rstd.is_contiguous() else rstd.contiguous(),
-        dropout_p,
-        dropout_seed,
-        dropout_stream,
-        dx,
-        dresidual,
-        dx_bias,
-        dweight,
-        dbias,
-        scratch,
-    )
+        rstd if rstd.is_contiguous() else rstd.contiguous(), dropout_p, seed, stream, dx, dresidual,
+        dx_bias, dweight, dbias, scratch,
+    )  # fmt: skip
 
 
-def add_layer_norm_bwd_direct(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...] | None:
+def add_layer_norm_bwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    dy, dz, z, x_bias, weight, bias, mean, rstd, _, x_dtype, *dropout, needs = args
     if x_dtype in _DTYPES and _refusal((dy, dz, z), (x_bias, weight, bias)) is None:
-        parameters, dropout = (x_bias, weight, bias), (dropout_p, dropout_seed, dropout_stream)
         return _library.add_layer_norm_bwd_direct.default._op(
-            dy, dz, z, *parameters, mean, rstd, x_dtype, *dropout, *needs
+            dy, dz, z, x_bias, weight, bias, mean, rstd, x_dtype, *dropout, *needs
         )
     return None
 
 
 # -- rms_norm -------------------------------------------------------------------------------------
-def rms_norm_fwd_unsupported(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
-    return _refusal((x,), (weight,))
+def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
+    return _refusal((call.x,), (call.weight,))
 
 
-def rms_norm_fwd_workspace(x: Tensor, weight: Tensor | None, eps: float) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, 0, weight)
+def rms_norm_fwd_workspace(call: RmsNormCall) -> _Workspace:
+    return _scratch(call.x.shape[-1], 0.0, 0, call.weight)
 
 
-def rms_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    y: Tensor,
-    rstd: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
-    _library.rms_norm_fwd.default(
+def rms_norm_fwd(call: RmsNormCall, y: Tensor, rstd: Tensor, scratch: Tensor | None = None) -> None:
+    x, weight, eps = call
+    _library.rms_norm_fwd.default._op(
         x if x.is_contiguous() else _rows(x), weight, eps, y, rstd, scratch
     )
 
 
-def rms_norm_fwd_direct(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...] | None:
+def rms_norm_fwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    x, weight, _ = args
     if _refusal((x,), (weight,)) is None:
-        return _library.rms_norm_fwd_direct.default._op(x, weight, eps)
+        return _library.rms_norm_fwd_direct.default._op(*args)
     return None
 
 
-def rms_norm_bwd_unsupported(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> str | None:
-    return _refusal((dy, x), (weight,))
+def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
+    return _refusal((call.dy, call.x), (call.weight,))
 
 
-def rms_norm_bwd_workspace(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> _Workspace:
-    return _scratch(x.shape[-1], 0.0, _partials(x, int(needs[1])), weight)
+def rms_norm_bwd_workspace(call: RmsNormBackwardCall) -> _Workspace:
+    x = call.x
+    return _scratch(x.shape[-1], 0.0, _partials(x, int(call.needs[1])), call.weight)
 
 
 def rms_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-    dx: Tensor,
-    dweight: Tensor,
-    scratch: Tensor | None = None,
+    call: RmsNormBackwardCall, dx: Tensor, dweight: Tensor, scratch: Tensor | None = None
 ) -> None:
-    _library.rms_norm_bwd.default(
-        dy if dy.is_contiguous() else _rows(dy),
-        x if x.is_contiguous() else _rows(x),
-        weight,
-        rstd if rstd.is_contiguous() else rstd.contiguous(),
-        dx,
-        dweight,
-        scratch,
-    )
+    dy, x, weight, rstd, _, _ = call
+    _library.rms_norm_bwd.default._op(
+        dy if dy.is_contiguous() else _rows(dy), x if x.is_contiguous() else _rows(x), weight,
+        rstd if rstd.is_contiguous() else rstd.contiguous(), dx, dweight, scratch,
+    )  # fmt: skip
 
 
-def rms_norm_bwd_direct(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> tuple[Tensor, ...] | None:
+def rms_norm_bwd_direct(*args: Any) -> tuple[Tensor, ...] | None:
+    dy, x, weight, rstd, _, needs = args
     if _refusal((dy, x), (weight,)) is None:
         return _library.rms_norm_bwd_direct.default._op(dy, x, weight, rstd, *needs)
     return None

@@ -3,7 +3,7 @@
 Statistics are saved in fp32 (fp64 for fp64 data); any backward may follow any forward.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from fastattn.ops._derivative import differentiable
 from fastattn.ops._op import OPS, Backend, Op
 from fastattn.ops._road import Road
 from fastattn.ops.layer_norm import reference
+from fastattn.ops.layer_norm.calls import (
+    AddLayerNormBackwardCall,
+    AddLayerNormCall,
+    LayerNormBackwardCall,
+    LayerNormCall,
+    RmsNormBackwardCall,
+    RmsNormCall,
+)
 
 _PACKAGE = "fastattn.ops.layer_norm"
 _BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
@@ -42,82 +50,47 @@ def _contiguous(
     return anchor.new_empty(0)
 
 
-def _layer_norm_fwd_outputs(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, ...]:
-    y, mean = _normalised(x)
+def _layer_norm_fwd_outputs(call: LayerNormCall) -> tuple[Tensor, ...]:
+    y, mean = _normalised(call.x)
     return y, mean, torch.empty_like(mean)
 
 
-def _layer_norm_bwd_outputs(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _layer_norm_bwd_outputs(call: LayerNormBackwardCall) -> tuple[Tensor, ...]:
+    x, needs = call.x, call.needs
     return (
         _contiguous(x, needs[0], x),
-        _contiguous(weight, needs[1], x),
-        _contiguous(bias, needs[2], x),
+        _contiguous(call.weight, needs[1], x),
+        _contiguous(call.bias, needs[2], x),
     )
 
 
-def _add_layer_norm_fwd_outputs(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-) -> tuple[Tensor, ...]:
-    y, mean = _normalised(residual)
+def _add_layer_norm_fwd_outputs(call: AddLayerNormCall) -> tuple[Tensor, ...]:
+    y, mean = _normalised(call.residual)
     return y, torch.empty_like(y), mean, torch.empty_like(mean)
 
 
-def _add_layer_norm_bwd_outputs(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _add_layer_norm_bwd_outputs(call: AddLayerNormBackwardCall) -> tuple[Tensor, ...]:
+    z, needs = call.z, call.needs
     return (
-        _contiguous(z, needs[0], z, x_dtype),
+        _contiguous(z, needs[0], z, call.x_dtype),
         _contiguous(z, needs[1], z),
-        _contiguous(x_bias, needs[2], z),
-        _contiguous(weight, needs[3], z),
-        _contiguous(bias, needs[4], z),
+        _contiguous(call.x_bias, needs[2], z),
+        _contiguous(call.weight, needs[3], z),
+        _contiguous(call.bias, needs[4], z),
     )
 
 
-def _rms_norm_fwd_outputs(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    return _normalised(x)
+def _rms_norm_fwd_outputs(call: RmsNormCall) -> tuple[Tensor, ...]:
+    return _normalised(call.x)
 
 
-def _rms_norm_bwd_outputs(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    return _contiguous(x, needs[0], x), _contiguous(weight, needs[1], x)
+def _rms_norm_bwd_outputs(call: RmsNormBackwardCall) -> tuple[Tensor, ...]:
+    x, needs = call.x, call.needs
+    return _contiguous(x, needs[0], x), _contiguous(call.weight, needs[1], x)
 
 
-def _op(name: str, arguments: str, results: str, outputs) -> Op:  # type: ignore[no-untyped-def]
-    return Op(name, arguments, results, outputs, _PACKAGE, _BACKENDS)
+def _op(name: str, arguments: str, results: str, outputs: Any, call_type: Any) -> Op:
+    return Op(name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type)
 
 
 _DROPOUT = "float dropout_p, Tensor? dropout_seed, int dropout_stream"
@@ -128,6 +101,7 @@ layer_norm = differentiable(
         "Tensor x, Tensor? weight, Tensor? bias, float eps",
         "Tensor y, Tensor mean, Tensor rstd",
         _layer_norm_fwd_outputs,
+        LayerNormCall,
     ),
     _op(
         "layer_norm_bwd",
@@ -135,6 +109,7 @@ layer_norm = differentiable(
         "bool[3] needs",
         "Tensor dx, Tensor dweight, Tensor dbias",
         _layer_norm_bwd_outputs,
+        LayerNormBackwardCall,
     ),
     reference.layer_norm_bwd,
     road=Road("layer_norm_fwd_direct", "layer_norm_bwd_direct"),
@@ -147,6 +122,7 @@ add_layer_norm = differentiable(
         + _DROPOUT,
         "Tensor y, Tensor z, Tensor mean, Tensor rstd",
         _add_layer_norm_fwd_outputs,
+        AddLayerNormCall,
     ),
     _op(
         "add_layer_norm_bwd",
@@ -154,6 +130,7 @@ add_layer_norm = differentiable(
         f"Tensor mean, Tensor rstd, float eps, ScalarType x_dtype, {_DROPOUT}, bool[5] needs",
         "Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias",
         _add_layer_norm_bwd_outputs,
+        AddLayerNormBackwardCall,
     ),
     reference.add_layer_norm_bwd,
     # Both are the gradient of the sum: half of what the backward writes is spared.
@@ -167,12 +144,14 @@ rms_norm = differentiable(
         "Tensor x, Tensor? weight, float eps",
         "Tensor y, Tensor rstd",
         _rms_norm_fwd_outputs,
+        RmsNormCall,
     ),
     _op(
         "rms_norm_bwd",
         "Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, bool[2] needs",
         "Tensor dx, Tensor dweight",
         _rms_norm_bwd_outputs,
+        RmsNormBackwardCall,
     ),
     reference.rms_norm_bwd,
     road=Road("rms_norm_fwd_direct", "rms_norm_bwd_direct"),

@@ -7,7 +7,7 @@ the number of rows. Rows that are not one stride apart, or not contiguous themse
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from torch import Tensor
 from fastattn.ops import _env
 from fastattn.ops._dropout import keep_scale, threshold
 from fastattn.ops._triton_launch import DTYPES, BoundLaunch, LaunchCache, too_old
+from fastattn.ops.layer_norm.calls import (
+    AddLayerNormBackwardCall,
+    AddLayerNormCall,
+    LayerNormBackwardCall,
+    LayerNormCall,
+    RmsNormBackwardCall,
+    RmsNormCall,
+)
 from fastattn.ops.layer_norm.config import (
+    ALIGNED,
     BackwardConfig,
     ForwardConfig,
     backward_config,
@@ -63,6 +72,16 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if x is None else _rows(x)
+
+
+def _unit(N: int, *strides: int) -> int:
+    """What row length and strides are divided by for the kernels, whose compiler then sees how many
+    elements lie behind one aligned address: the largest power of two up to 16.
+    """
+    together = N
+    for stride in strides:
+        together |= stride
+    return min(together & -together, 16)
 
 
 def _parameter(x: Tensor | None) -> Tensor | None:
@@ -138,10 +157,10 @@ def norm_fwd(
     )  # fmt: skip
     plan = _forward_plans.get(key)
     if plan is None:
-        aligned = (N | stride_x | stride_residual) & 15 == 0
-        c = config or forward_config(arch, N, z is not None, aligned)
+        unit = _unit(N, stride_x, stride_residual)
+        c = config or forward_config(arch, N, z is not None, unit >= ALIGNED)
         most = c.programs * cores(arch) if c.programs else _MOST_PROGRAMS
-        launch = _bind_forward(c, N, stride_x, stride_residual, dropout)
+        launch = _bind_forward(c, N, (stride_x, stride_residual), unit, dropout)
         plan = _forward_plans.remember(key, _ForwardPlan(launch, c.ROWS, most))
     programs = min((M - 1) // plan.ROWS + 1, plan.most_programs)
     plan.launch(
@@ -151,11 +170,12 @@ def norm_fwd(
 
 
 def _bind_forward(
-    c: ForwardConfig, N: int, stride_x: int, stride_residual: int, dropout: bool
+    c: ForwardConfig, N: int, strides: tuple[int, int], unit: int, dropout: bool
 ) -> BoundLaunch:
-    scalars = (N, stride_x, stride_residual)
+    scalars = (N // unit, *(stride // unit for stride in strides))
     if c.BLOCK < N:
         constants = {
+            "UNIT": unit,
             "DROPOUT": dropout,
             "EXACT": N % c.BLOCK == 0,
             "BLOCK": c.BLOCK,
@@ -163,6 +183,7 @@ def _bind_forward(
         }
         return BoundLaunch(norm_fwd_long_kernel, scalars, constants, **c.options())
     constants = {
+        "UNIT": unit,
         "DROPOUT": dropout,
         "EXACT": N == c.BLOCK,
         "ROWS": c.ROWS,
@@ -201,7 +222,9 @@ def _lines(c: BackwardConfig, arch: str, M: int, N: int) -> int:
 def norm_bwd_config(dy: Tensor | None, dz: Tensor | None, z: Tensor, sums: int) -> BackwardConfig:
     """The shipped tiling. sums: how many parameters want their gradient."""
     tensors, N = 2 * (dy is not None) + (dz is not None), z.shape[-1]
-    return backward_config(_arch(z), N, z.element_size(), max(1, tensors), sums, N & 15 == 0)
+    return backward_config(
+        _arch(z), N, z.element_size(), max(1, tensors), sums, _unit(N) >= ALIGNED
+    )
 
 
 def norm_bwd_workspace(c: BackwardConfig, z: Tensor, sums: int) -> _Workspace:
@@ -288,7 +311,10 @@ def _bind_backward(
     normalised: bool,
 ) -> _BackwardPlan:
     """wanted: gradients of weight, bias and x_bias. normalised: dy is given."""
+    unit = _unit(N, *strides)
+    stride_dy, stride_dz, stride_z = (stride // unit for stride in strides)
     constants = {
+        "UNIT": unit,
         "DWEIGHT": wanted[0],
         "DBIAS": wanted[1],
         "DX_BIAS": wanted[2],
@@ -300,187 +326,91 @@ def _bind_backward(
         "KEEP_WEIGHT": c.keep_weight,
         "STAGES": c.stages,
     }
-    walk = BoundLaunch(norm_bwd_kernel, (N, *strides), constants, **c.options())
+    scalars = (N // unit, stride_dy, stride_dz, stride_z)
+    walk = BoundLaunch(norm_bwd_kernel, scalars, constants, **c.options())
     row_sums = total = None
     if c.PARTS == 0 and normalised:
         tile = row_sums_config(arch)
-        constants = {"EXACT": N % tile.BLOCK == 0, "BLOCK": tile.BLOCK}
-        scalars = (N, strides[0], strides[2])
-        row_sums = BoundLaunch(norm_row_sums_kernel, scalars, constants, **tile.options())
+        constants = {"UNIT": unit, "EXACT": N % tile.BLOCK == 0, "BLOCK": tile.BLOCK}
+        lengths = (N // unit, stride_dy, stride_z)
+        row_sums = BoundLaunch(norm_row_sums_kernel, lengths, constants, **tile.options())
     if any(wanted):
         tile = sum_config(arch, N)
-        constants = {"LINES": tile.LINES, "BLOCK": tile.BLOCK}
-        total = BoundLaunch(sum_partials_kernel, (N,), constants, **tile.options())
+        constants = {"UNIT": _unit(N), "LINES": tile.LINES, "BLOCK": tile.BLOCK}
+        total = BoundLaunch(sum_partials_kernel, (N // _unit(N),), constants, **tile.options())
     return _BackwardPlan(c, walk, row_sums, total)
 
 
 # -- layer_norm -----------------------------------------------------------------------------------
 
 
-def layer_norm_fwd_unsupported(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
-) -> str | None:
-    return _refusal((x,), (weight, bias))
+def layer_norm_fwd_unsupported(call: LayerNormCall) -> str | None:
+    return _refusal((call.x,), (call.weight, call.bias))
 
 
-def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    y: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-) -> None:
+def layer_norm_fwd(call: LayerNormCall, y: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    x, weight, bias, eps = call
     norm_fwd(x, None, None, weight, bias, eps, 0.0, None, 0, y, None, mean, rstd)
 
 
-def layer_norm_bwd_unsupported(
-    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
-) -> str | None:
-    return _refusal((dy, x), (weight, bias))
+def layer_norm_bwd_unsupported(call: LayerNormBackwardCall) -> str | None:
+    return _refusal((call.dy, call.x), (call.weight, call.bias))
 
 
-def layer_norm_bwd_workspace(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-) -> _Workspace:
+def layer_norm_bwd_workspace(call: LayerNormBackwardCall) -> _Workspace:
+    dy, x, weight, bias, _, _, _, needs = call
     sums = (needs[1] and weight is not None) + (needs[2] and bias is not None)
     return norm_bwd_workspace(norm_bwd_config(dy, None, x, sums), x, sums)
 
 
 def layer_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-    dx: Tensor,
-    dweight: Tensor,
-    dbias: Tensor,
-    *scratch: Tensor,
+    call: LayerNormBackwardCall, dx: Tensor, dweight: Tensor, dbias: Tensor, *scratch: Tensor
 ) -> None:
+    dy, x, weight, bias, mean, rstd, _, needs = call
     norm_bwd(
-        dy,
-        None,
-        x,
-        weight,
-        mean,
-        rstd,
-        0.0,
-        None,
-        0,
-        dx if needs[0] else None,
-        None,
+        dy, None, x, weight, mean, rstd, 0.0, None, 0,
+        dx if needs[0] else None, None,
         dweight if needs[1] and weight is not None else None,
-        dbias if needs[2] and bias is not None else None,
-        None,
-        *scratch,
-    )
+        dbias if needs[2] and bias is not None else None, None, *scratch,
+    )  # fmt: skip
 
 
 # -- add_layer_norm -------------------------------------------------------------------------------
 
 
-def add_layer_norm_fwd_unsupported(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *_: Any,
-) -> str | None:
-    return _refusal((x, residual), (x_bias, weight, bias))
+def add_layer_norm_fwd_unsupported(call: AddLayerNormCall) -> str | None:
+    return _refusal((call.x, call.residual), (call.x_bias, call.weight, call.bias))
 
 
 def add_layer_norm_fwd(
-    x: Tensor,
-    residual: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    y: Tensor,
-    z: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    call: AddLayerNormCall, y: Tensor, z: Tensor, mean: Tensor, rstd: Tensor
 ) -> None:
-    norm_fwd(
-        x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed, dropout_stream, y, z, mean,
-        rstd,
-    )  # fmt: skip
+    norm_fwd(*call, y, z, mean, rstd)
 
 
-def add_layer_norm_bwd_unsupported(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    *_: Any,
-) -> str | None:
-    if x_dtype not in DTYPES:
-        return f"has kernels for float16, bfloat16 and float32, got {x_dtype}"
-    return _refusal((dy, dz, z), (x_bias, weight, bias))
+def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None:
+    if call.x_dtype not in DTYPES:
+        return f"has kernels for float16, bfloat16 and float32, got {call.x_dtype}"
+    return _refusal((call.dy, call.dz, call.z), (call.x_bias, call.weight, call.bias))
 
 
-def _add_sums(
-    x_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool]
-) -> tuple[bool, bool, bool]:
+def _add_sums(call: AddLayerNormBackwardCall) -> tuple[bool, bool, bool]:
     """Whether x_bias, weight and bias want their gradients."""
+    needs = call.needs
     return (
-        needs[2] and x_bias is not None,
-        needs[3] and weight is not None,
-        needs[4] and bias is not None,
+        needs[2] and call.x_bias is not None,
+        needs[3] and call.weight is not None,
+        needs[4] and call.bias is not None,
     )
 
 
-def add_layer_norm_bwd_workspace(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *others: Any,
-) -> _Workspace:
-    *_, needs = others
-    sums = sum(_add_sums(x_bias, weight, bias, needs))
-    return norm_bwd_workspace(norm_bwd_config(dy, dz, z, sums), z, sums)
+def add_layer_norm_bwd_workspace(call: AddLayerNormBackwardCall) -> _Workspace:
+    z, sums = call.z, sum(_add_sums(call))
+    return norm_bwd_workspace(norm_bwd_config(call.dy, call.dz, z, sums), z, sums)
 
 
 def add_layer_norm_bwd(
-    dy: Tensor | None,
-    dz: Tensor | None,
-    z: Tensor,
-    x_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    x_dtype: torch.dtype,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    dropout_stream: int,
-    needs: Sequence[bool],
+    call: AddLayerNormBackwardCall,
     dx: Tensor,
     dresidual: Tensor,
     dx_bias: Tensor,
@@ -488,75 +418,41 @@ def add_layer_norm_bwd(
     dbias: Tensor,
     *scratch: Tensor,
 ) -> None:
-    sums = _add_sums(x_bias, weight, bias, needs)
+    dy, dz, z, _, weight, _, mean, rstd, _, _, dropout_p, seed, stream, needs = call
+    sums = _add_sums(call)
     norm_bwd(
-        dy,
-        dz,
-        z,
-        weight,
-        mean,
-        rstd,
-        dropout_p,
-        dropout_seed,
-        dropout_stream,
-        dx if needs[0] else None,
-        dresidual if needs[1] else None,
-        dweight if sums[1] else None,
-        dbias if sums[2] else None,
-        dx_bias if sums[0] else None,
+        dy, dz, z, weight, mean, rstd, dropout_p, seed, stream,
+        dx if needs[0] else None, dresidual if needs[1] else None,
+        dweight if sums[1] else None, dbias if sums[2] else None, dx_bias if sums[0] else None,
         *scratch,
-    )
+    )  # fmt: skip
 
 
 # -- rms_norm -------------------------------------------------------------------------------------
 
 
-def rms_norm_fwd_unsupported(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
-    return _refusal((x,), (weight,))
+def rms_norm_fwd_unsupported(call: RmsNormCall) -> str | None:
+    return _refusal((call.x,), (call.weight,))
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, y: Tensor, rstd: Tensor) -> None:
+def rms_norm_fwd(call: RmsNormCall, y: Tensor, rstd: Tensor) -> None:
+    x, weight, eps = call
     norm_fwd(x, None, None, weight, None, eps, 0.0, None, 0, y, None, None, rstd)
 
 
-def rms_norm_bwd_unsupported(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> str | None:
-    return _refusal((dy, x), (weight,))
+def rms_norm_bwd_unsupported(call: RmsNormBackwardCall) -> str | None:
+    return _refusal((call.dy, call.x), (call.weight,))
 
 
-def rms_norm_bwd_workspace(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, needs: Sequence[bool]
-) -> _Workspace:
-    sums = int(needs[1] and weight is not None)
-    return norm_bwd_workspace(norm_bwd_config(dy, None, x, sums), x, sums)
+def rms_norm_bwd_workspace(call: RmsNormBackwardCall) -> _Workspace:
+    sums = int(call.needs[1] and call.weight is not None)
+    return norm_bwd_workspace(norm_bwd_config(call.dy, None, call.x, sums), call.x, sums)
 
 
-def rms_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-    dx: Tensor,
-    dweight: Tensor,
-    *scratch: Tensor,
-) -> None:
+def rms_norm_bwd(call: RmsNormBackwardCall, dx: Tensor, dweight: Tensor, *scratch: Tensor) -> None:
+    dy, x, weight, rstd, _, needs = call
     norm_bwd(
-        dy,
-        None,
-        x,
-        weight,
-        None,
-        rstd,
-        0.0,
-        None,
-        0,
-        dx if needs[0] else None,
-        None,
-        dweight if needs[1] and weight is not None else None,
-        None,
-        None,
-        *scratch,
-    )
+        dy, None, x, weight, None, rstd, 0.0, None, 0,
+        dx if needs[0] else None, None,
+        dweight if needs[1] and weight is not None else None, None, None, *scratch,
+    )  # fmt: skip

@@ -5,6 +5,9 @@ with `z_ptr` the forward first adds the branch to the residual. `norm_fwd_kernel
 `norm_bwd_kernel` hold whole rows in registers and read them once; the others walk along rows that
 are longer. Parameter gradients leave the backward as fp32 partial sums, one line per program, which
 `sum_partials_kernel` adds in a fixed order. All arithmetic is fp32; results are rounded once.
+
+Row length and strides come divided by UNIT: of a number alone the compiler would only see whether
+it is a multiple of 16, and read rows of other lengths element by element.
 """
 
 # Kernels are in Triton's language: no Python types.
@@ -81,6 +84,7 @@ def norm_fwd_kernel(
     N,
     stride_x,
     stride_residual,
+    UNIT: tl.constexpr,
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -89,6 +93,7 @@ def norm_fwd_kernel(
     STAGES: tl.constexpr,
 ):
     """Tiles of ROWS whole rows, BLOCK >= N columns (EXACT: BLOCK == N)."""
+    N = N * UNIT
     MASKED: tl.constexpr = ROWS > 1 or not EXACT
     cols = tl.arange(0, BLOCK)
     mask_n = cols < N
@@ -103,10 +108,10 @@ def norm_fwd_kernel(
         mask = mask_m[:, None] & mask_n[None, :]
         if EXACT:
             mask = tl.broadcast_to(mask_m[:, None], [ROWS, BLOCK])
-        z = load_tile(x_ptr + rows[:, None] * stride_x + cols, mask, MASKED, "evict_first")
+        z = load_tile(x_ptr + rows[:, None] * stride_x * UNIT + cols, mask, MASKED, "evict_first")
         offs = rows[:, None] * N + cols[None, :]
         if z_ptr is not None:
-            residual_ptrs = residual_ptr + rows[:, None] * stride_residual + cols
+            residual_ptrs = residual_ptr + rows[:, None] * stride_residual * UNIT + cols
             residual = load_tile(residual_ptrs, mask, MASKED, "evict_first")
         if PARAMETERS == WITH_ROWS:
             weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
@@ -157,6 +162,7 @@ def norm_fwd_long_kernel(
     N,
     stride_x,
     stride_residual,
+    UNIT: tl.constexpr,
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,  # N is a multiple of BLOCK
     BLOCK: tl.constexpr,
@@ -167,15 +173,16 @@ def norm_fwd_long_kernel(
     Every lane keeps the mean and the squared deviations of its own columns (Welford's recurrence);
     the lanes are combined at the end of the row.
     """
+    N = N * UNIT
     MASKED: tl.constexpr = not EXACT
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * stride_x
+    x_ptr += row * stride_x * UNIT
     y_ptr += row * N
     local = tl.arange(0, BLOCK)
     lane_mean = tl.zeros([BLOCK], tl.float32)
     lane_squares = tl.zeros([BLOCK], tl.float32)
     if z_ptr is not None:
-        residual_ptr += row * stride_residual
+        residual_ptr += row * stride_residual * UNIT
         z_ptr += row * N
     if DROPOUT:
         r = row_keys(seed_ptr, stream, row)
@@ -242,12 +249,14 @@ def norm_row_sums_kernel(
     N,
     stride_dy,
     stride_z,
+    UNIT: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A row a program, BLOCK columns at a time: [2, M], the sums of g and of g * xhat along rows,
     where g = dy * weight.
     """
+    N = N * UNIT
     MASKED: tl.constexpr = not EXACT
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
@@ -259,10 +268,10 @@ def norm_row_sums_kernel(
     for start in tl.range(0, N, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < N
-        g = load_tile(dy_ptr + row * stride_dy + cols, mask, MASKED, "")
+        g = load_tile(dy_ptr + row * stride_dy * UNIT + cols, mask, MASKED, "")
         if weight_ptr is not None:
             g *= load_tile(weight_ptr + cols, mask, MASKED, "evict_last")
-        z = load_tile(z_ptr + row * stride_z + cols, mask, MASKED, "")
+        z = load_tile(z_ptr + row * stride_z * UNIT + cols, mask, MASKED, "")
         along += g
         across += g * ((z - mean) * rstd)
     tl.store(sums_ptr + row, tl.sum(along, axis=0))
@@ -334,6 +343,7 @@ def norm_bwd_kernel(
     stride_dy,
     stride_dz,
     stride_z,
+    UNIT: tl.constexpr,
     DWEIGHT: tl.constexpr,
     DBIAS: tl.constexpr,
     DX_BIAS: tl.constexpr,
@@ -351,6 +361,7 @@ def norm_bwd_kernel(
     programs read all of it for the sums along the row. With PARTS = 0 these are given, and there
     are as many blocks as it takes.
     """
+    N = N * UNIT
     MASKED: tl.constexpr = ROWS > 1 or not EXACT
     parts = PARTS
     if PARTS == 0:
@@ -372,8 +383,8 @@ def norm_bwd_kernel(
         if EXACT:
             mask = tl.broadcast_to(mask_m[:, None], [ROWS, BLOCK])
         if dy_ptr is not None:
-            dy = load_tile(dy_ptr + rows[:, None] * stride_dy + cols, mask, MASKED, "")
-            xhat = load_tile(z_ptr + rows[:, None] * stride_z + cols, mask, MASKED, "")
+            dy = load_tile(dy_ptr + rows[:, None] * stride_dy * UNIT + cols, mask, MASKED, "")
+            xhat = load_tile(z_ptr + rows[:, None] * stride_z * UNIT + cols, mask, MASKED, "")
             rstd = tl.load(rstd_ptr + rows, mask=mask_m, other=0.0)[:, None]
             mean = 0.0
             if mean_ptr is not None:
@@ -392,8 +403,8 @@ def norm_bwd_kernel(
                     others = (1 - part) * BLOCK + tl.arange(0, BLOCK)
                     mask_n_o = others < N
                     mask_o = mask_m[:, None] & mask_n_o[None, :]
-                    dy_ptrs = dy_ptr + rows[:, None] * stride_dy + others
-                    z_ptrs = z_ptr + rows[:, None] * stride_z + others
+                    dy_ptrs = dy_ptr + rows[:, None] * stride_dy * UNIT + others
+                    z_ptrs = z_ptr + rows[:, None] * stride_z * UNIT + others
                     g_o = load_tile(dy_ptrs, mask_o, MASKED, "")
                     g_o *= loop_columns(weight_ptr, others, mask_n_o, 1.0, ROWS, EXACT)
                     along += g_o
@@ -414,7 +425,7 @@ def norm_bwd_kernel(
         else:
             dsum = tl.zeros([ROWS, BLOCK], tl.float32)
         if dz_ptr is not None:
-            dz_ptrs = dz_ptr + rows[:, None] * stride_dz + cols
+            dz_ptrs = dz_ptr + rows[:, None] * stride_dz * UNIT + cols
             dsum += load_tile(dz_ptrs, mask, MASKED, "")
         offs = rows[:, None] * N + cols[None, :]
         if dresidual_ptr is not None:
@@ -443,12 +454,14 @@ def sum_partials_kernel(
     dx_bias_ptr,
     lines,
     N,
+    UNIT: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The second stage of the parameter gradients: one block of columns of one of them a program,
     its lines added in a fixed order.
     """
+    N = N * UNIT
     which = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask_n = cols < N

@@ -1,0 +1,219 @@
+// What the bindings of the products share: tensors as the operands and results of products, their
+// scratch memory, and a team on torch's threads.
+#pragma once
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+#include "common/dropout.h"
+#include "common/torch_binding.h"
+#include "ffn/ffn.h"
+#include "ffn/team_cpu.h"
+
+namespace fastattn::ffn {
+
+// -- arguments ------------------------------------------------------------------------------------
+inline int64_t rows_in(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
+    rows *= x.size(d);
+  }
+  return rows;
+}
+
+// Contiguous of any rank, or of two dimensions, one of them contiguous.
+inline Matrix matrix(const Tensor& x, const char* name, int64_t rows, int64_t columns, DType type) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && dtype_of(x, name) == type && rows_in(x) == rows &&
+                      x.size(-1) == columns,
+                  name, " must be a CPU tensor of ", rows, " rows of ", columns,
+                  " elements of the expected type");
+  Matrix result = {memory_of(x, name), rows, columns, columns, 1};
+  if (x.is_contiguous()) {
+    return result;
+  }
+  STD_TORCH_CHECK(x.dim() == 2, name, " must be contiguous or have two dimensions");
+  result.row_stride = x.stride(0);
+  result.column_stride = x.stride(1);
+  if (columns <= 1) {
+    result.column_stride = 1;
+  } else if (result.column_stride != 1 && rows <= 1) {
+    result.row_stride = 1;
+  }
+  STD_TORCH_CHECK(result.row_stride == 1 || result.column_stride == 1, name,
+                  " must be contiguous in one dimension");
+  return result;
+}
+
+inline void* vector_if(const std::optional<Tensor>& x, const char* name, int64_t count,
+                       DType type) {
+  if (!x || x->numel() == 0) {
+    return nullptr;
+  }
+  STD_TORCH_CHECK(dtype_of(*x, name) == type, name, " must have the expected type");
+  return data_of<void>(*x, name, count, x->scalar_type());
+}
+
+inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, uint32_t stream,
+                          int64_t columns, float* keys) {
+  Dropout result;
+  result.threshold = dropout::threshold(p);
+  if (result.threshold == 0) {
+    return result;
+  }
+  STD_TORCH_CHECK(seed.has_value(), "dropout_seed must be given when dropout_p > 0");
+  result.scale = dropout::keep_scale(result.threshold);
+  result.seed = *data_of<const int64_t>(*seed, "dropout_seed", 1, ScalarType::Long);
+  result.stream = stream;
+  uint32_t* words = reinterpret_cast<uint32_t*>(keys);
+  const uint32_t key = dropout::stream_key(dropout::kColumnTag, result.seed, stream);
+  for (int64_t unit = 0; unit < ceil_div(columns, 4); ++unit) {
+    words[unit] = dropout::absorb(key, static_cast<uint32_t>(unit));
+  }
+  result.column_keys = words;
+  return result;
+}
+
+// -- results --------------------------------------------------------------------------------------
+// For calls whose results and scratch memory are made here: of few rows, making them in Python
+// takes a good part of the time.
+
+// A matrix that the products read as it lies, or a copy.
+inline Tensor readable(const Tensor& x) {
+  const bool strided = x.dim() == 2 && (x.stride(0) == 1 || x.stride(1) == 1);
+  return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+inline std::optional<Tensor> contiguous_if(const std::optional<Tensor>& x) {
+  return x && !x->is_contiguous() ? torch::stable::contiguous(*x) : x;
+}
+
+// Contiguous, with the leading dimensions of x.
+inline Tensor new_rows(const Tensor& x, int64_t columns) {
+  const auto n = x.sizes();
+  std::vector<int64_t> sizes(n.begin(), n.end()), strides(n.size());
+  sizes.back() = columns;
+  int64_t stride = 1;
+  for (size_t d = n.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
+    strides[d] = stride;
+  }
+  return new_tensor(sizes, strides, x.scalar_type());
+}
+
+inline Tensor new_scratch(int64_t floats) {
+  const int64_t stride = 1;
+  return new_tensor({&floats, 1}, {&stride, 1}, ScalarType::Float);
+}
+
+// -- scratch memory -------------------------------------------------------------------------------
+// Fresh memory gets its pages when it is touched: 4 KB take 1.3 us, 2 MB 90 us (Linux 6.18 on a
+// virtual EPYC), so small pages are a tenth of a backward pass in bf16. A large workspace has room
+// to begin and end where large pages do.
+constexpr int64_t kLargePage = 2 << 20, kLargePages = 4;
+
+inline int64_t with_room_for_large_pages(int64_t floats) {
+  const bool large = floats * static_cast<int64_t>(sizeof(float)) >= kLargePages * kLargePage;
+  return large ? floats + 2 * kLargePage / static_cast<int64_t>(sizeof(float)) : floats;
+}
+
+// Pieces of the workspace; without one it only measures.
+class Carver {
+ public:
+  explicit Carver(const Tensor* workspace) {
+    if (workspace) {
+      left_ = workspace->numel();
+      next_ = data_of<float>(*workspace, "scratch", left_, ScalarType::Float);
+      if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
+        use_large_pages();
+      }
+    }
+  }
+
+  float* take(int64_t floats) {
+    floats = ceil_div(floats, kMaxLanes) * kMaxLanes;
+    used_ += floats;
+    if (!next_) {
+      return nullptr;
+    }
+    STD_TORCH_CHECK(floats <= left_, "scratch must have ", floats - left_, " more elements");
+    float* piece = next_;
+    next_ += floats;
+    left_ -= floats;
+    return piece;
+  }
+  float* take(int64_t count, DType type) {
+    return take(type == DType::kFloat32 ? count : ceil_div(count, 2));
+  }
+  int64_t used() const { return used_; }
+  int64_t left() const { return left_; }
+
+ private:
+  void use_large_pages() {
+#if defined(__linux__)
+    const uintptr_t start = reinterpret_cast<uintptr_t>(next_);
+    const uintptr_t first = ceil_div(start, kLargePage) * kLargePage;
+    next_ = reinterpret_cast<float*>(first);
+    left_ -= (first - start) / sizeof(float);
+    const int64_t bytes = left_ * static_cast<int64_t>(sizeof(float)) / kLargePage * kLargePage;
+    madvise(next_, bytes, MADV_HUGEPAGE);  // a refusal changes nothing
+#endif
+  }
+
+  float* next_ = nullptr;
+  int64_t left_ = 0, used_ = 0;
+};
+
+inline DType type_of_size(int64_t bytes) {
+  return bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
+}
+
+// -- products -------------------------------------------------------------------------------------
+inline Matrix inner(float* data, int64_t rows, int64_t columns, DType type) {
+  return {data, rows, columns, inner_pitch(columns, type), 1};
+}
+
+// out = a b
+inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const char* name,
+                      DType type) {
+  Product result(type);
+  result.a = a;
+  result.b = b;
+  result.finish.out_type = type;
+  result.finish.out = matrix(out, name, a.rows, b.columns, type);
+  return result;
+}
+
+// -- threads --------------------------------------------------------------------------------------
+inline int64_t threads() {
+  return torch::stable::get_num_threads();
+}
+
+// Whether a row's fp32 products have the same bits among any number of rows.
+inline thread_local bool batch_invariant = false;
+
+// The scratch memory of an op that takes `used` floats and makes so many multiply-adds.
+inline int64_t with_workers(int64_t used, int64_t work) {
+  return with_room_for_large_pages(used + workers_for(work, threads()) * kWorkerFloats);
+}
+
+// What is left of the workspace belongs to the workers.
+inline Team team_of(Carver& carver) {
+  const int64_t workers = std::min(carver.left() / kWorkerFloats, threads());
+  STD_TORCH_CHECK(workers > 0, "scratch must have room for a worker");
+  return Team(workers, carver.take(workers * kWorkerFloats), batch_invariant);
+}
+
+inline void run(Team& team) {
+  team.run([](int64_t workers, const auto& body) {
+    torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+      for (int64_t worker = first; worker < last; ++worker) {
+        body(worker);
+      }
+    });
+  });
+}
+
+}  // namespace fastattn::ffn

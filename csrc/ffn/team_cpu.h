@@ -1,0 +1,138 @@
+// The products of a feed-forward network as steps that a team of workers shares: how each is cut
+// into tasks, who packs its right operand, and what it waits for. For any kind of threads:
+// `parallel(workers, body)` calls body(worker) for each of [0, workers), in parallel or not, and
+// returns when all have returned.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "ffn/ffn.h"
+#include "ffn/steps.h"
+
+namespace fastattn::ffn {
+
+// Multiply-adds below which another thread costs more than it brings, and numbers packed, dropped
+// or summed by a task.
+constexpr int64_t kGrain = 1 << 21;
+constexpr int64_t kPackGrain = 1 << 15;
+// Tasks for each worker, where the shape allows them.
+constexpr int64_t kTasksPerWorker = 4;
+constexpr int64_t kLeastPanels = 2;
+
+// Workers worth starting for so many multiply-adds.
+inline int64_t workers_for(int64_t work, int64_t threads) {
+  return std::clamp<int64_t>(work / kGrain, 1, threads);
+}
+
+// Memory for the panels of one product at a time. An op has two, used in turn: one product's panels
+// are packed while another's are read.
+struct Panels {
+  float* data;
+  int reader = -1;  // the step that reads them
+};
+
+class Team {
+ public:
+  // scratch: kWorkerFloats for each worker. batch_invariant: a row's fp32 products have the same
+  // bits among any number of rows.
+  Team(int64_t workers, float* scratch, bool batch_invariant)
+      : workers_(workers), scratch_(scratch), batch_invariant_(batch_invariant) {}
+
+  // Adds a product and the packing of its right operand; returns the former's step. left, right:
+  // the steps that write its operands, -1 for none; by_blocks: the left one's groups are blocks of
+  // rows.
+  int multiply(Product p, Panels& panels, int left, int right, bool by_blocks = false,
+               bool in_turns = false) {
+    // Of a weight's gradient, both of whose operands lie across the depth, the smaller one is
+    // packed; other results are written as they lie.
+    const bool across = p.a.column_stride != 1 && p.b.column_stride == 1;
+    if (p.finish.kind == Finish::kStore &&
+        (across ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
+      const Matrix a = p.a;
+      p.a = p.b.transposed();
+      p.b = a.transposed();
+      p.finish.out = p.finish.out.transposed();
+      std::swap(left, right);
+      by_blocks = false;
+    }
+    if (p.a.rows == 0 || p.b.columns == 0) {
+      return -1;
+    }
+    const Kernels& isa = kernels();
+    p.unpacked = p.can_be_unpacked() && (batch_invariant_ || p.a.rows <= isa.unpacked_rows);
+    const bool gated = p.gate > 0 && p.gate != p.b.columns;
+    const int64_t count =
+        gated ? ceil_div(p.gate, isa.panel / 2) : ceil_div(p.b.columns, isa.panel);
+    Needs needs;
+    (by_blocks ? needs.same_group : needs.step) = left;
+    if (p.shares_panels()) {
+      p.packed = panels.data;
+      needs.other_step =
+          for_pieces(count, std::max<int64_t>(p.b.rows, 1) * isa.panel, {right, panels.reader},
+                     [&isa, p](int64_t first, int64_t last) { isa.pack(p, first, last); });
+    } else {
+      p.packed = nullptr;
+      needs.other_step = right;
+    }
+
+    const int64_t row_blocks = p.row_blocks();
+    int64_t most = kBlockPanels;
+    while (most > kLeastPanels && workers_ > 1 &&
+           row_blocks * ceil_div(count, most) < kTasksPerWorker * workers_) {
+      most /= 2;
+    }
+    const int64_t column_blocks = ceil_div(count, most);
+    const int step = steps_.add(
+        row_blocks * column_blocks, column_blocks, needs,
+        [&isa, p, column_blocks, most, count](int64_t task, float* scratch) {
+          const int64_t first = task % column_blocks * most;
+          isa.multiply(p, task / column_blocks, first, std::min(first + most, count), scratch);
+        });
+    panels.reader = step;
+    if (by_blocks && left >= 0 && in_turns) {
+      steps_.draw_in_turns(left, workers_ == 1 ? 0 : ceil_div(workers_, column_blocks));
+    }
+    return step;
+  }
+
+  // run(first, last) for pieces of [0, count), each item of which is `numbers` numbers.
+  template <class Run>
+  int for_pieces(int64_t count, int64_t numbers, const Needs& needs, Run run) {
+    const int64_t each = std::max<int64_t>(1, kPackGrain / std::max<int64_t>(numbers, 1));
+    return steps_.add(ceil_div(count, each), 1, needs, [run, each, count](int64_t task, float*) {
+      run(task * each, std::min(count, (task + 1) * each));
+    });
+  }
+
+  // Drops an output's gradient and sums its columns by blocks of rows, which are the step's groups.
+  int drop_output(const Output& output) {
+    const Kernels& isa = kernels();
+    return steps_.add(ceil_div(output.rows, kBlockRows), 1, {},
+                      [&isa, output](int64_t block, float*) { isa.drop_output(output, block); });
+  }
+
+  // Adds up the sums of blocks that the step `needed` leaves: result [columns].
+  void reduce(const float* partials, int64_t blocks, void* result, int64_t columns, DType type,
+              int needed) {
+    const Kernels& isa = kernels();
+    for_pieces(columns, blocks, {needed},
+               [&isa, partials, blocks, columns, result, type](int64_t first, int64_t last) {
+                 isa.reduce(partials, blocks, columns, result, type, first, last);
+               });
+  }
+
+  // Runs what was added.
+  template <class Parallel>
+  void run(const Parallel& parallel) {
+    parallel(workers_, [&](int64_t worker) { steps_.work(scratch_ + worker * kWorkerFloats); });
+  }
+
+ private:
+  int64_t workers_;
+  float* scratch_;
+  bool batch_invariant_;
+  Steps steps_;
+};
+
+}  // namespace fastattn::ffn

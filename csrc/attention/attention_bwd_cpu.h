@@ -38,7 +38,7 @@ struct GradientRow {
   TileDropout::Row drawn;
 
   Weights at(int j, float scale_log2, float keep_scale) const {
-    const Float p = power(exponents<kRange>(s, j, scale_log2, shift, begin, end, bias));
+    const Float p = power(exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift);
     Float g = load(dp + j), kept = p;
     if constexpr (kDrop) {
       g = drawn.apply(g * keep_scale, j);

@@ -63,12 +63,12 @@ struct Statistics {
   float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
 };
 
-// The exponents of a vector of scores plus `shift`, -inf where nothing is allowed. begin, end: the
-// row's keys, counted from the tile's first.
+// The exponents of a vector of scores, -inf where nothing is allowed. begin, end: the row's keys,
+// counted from the tile's first. Rounded alike in both directions: what is then subtracted may be
+// as large as they are.
 template <bool kRange, class Bias>
-inline Float exponents(const float* s, int j, float scale_log2, float shift, int begin, int end,
-                       Bias bias) {
-  Float x = bias.add_to(fma(load(s + j), splat(scale_log2), splat(shift)), j);
+inline Float exponents(const float* s, int j, float scale_log2, int begin, int end, Bias bias) {
+  Float x = bias.add_to(load(s + j) * scale_log2, j);
   if constexpr (kRange) {
     const Mask key = lane_numbers() + j;
     x = (key >= begin) & (key < end) ? x : splat(-kInfinity);
@@ -90,7 +90,7 @@ inline __attribute__((always_inline)) float softmax_row(float* s, int columns, f
     if constexpr (kRaw) {
       most = larger_of(load(s + j), most);
     } else {
-      const Float x = exponents<kRange>(s, j, scale_log2, 0.0f, begin, end, bias);
+      const Float x = exponents<kRange>(s, j, scale_log2, begin, end, bias);
       store(s + j, x);
       most = larger_of(x, most);
     }

@@ -71,6 +71,11 @@ def _mask(
         bias = torch.full_like(bias, smallest).triu(1)
     elif what == "near_min":
         bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest / 2, bias)
+    elif what.startswith("padding"):  # the first keys and all that are ahead: whole rows of it
+        outside = torch.ones(shape, dtype=torch.bool).triu(1)
+        outside[..., :9] = True
+        number = -float(what.removeprefix("padding"))
+        bias = torch.where(outside, max(number, smallest / 2), 0.0)
     elif what == "low":
         bias = bias - 100
     elif what == "inf":
@@ -380,6 +385,11 @@ SAMPLES = (
     _s("bias_min_causal", "causality as a finite mask", mask="min_causal MN", M=65),
     _s("bias_near_min", "half of finfo.min does not block: weight 0, not dead",
        mask="near_min HMN", M=40, N=65),
+    _s("bias_padding", "causality and left padding as a large number, in some rows nothing else",
+       "interpreter", mask="padding1e9 BMN", M=65),
+    _s("bias_padding_1e10", "the same, larger", mask="padding1e10 BMN", M=65),
+    _s("bias_padding_dropout", "factors of weights beside large logarithms", "interpreter",
+       mask="padding1e9 BMN", M=33, dropout_p=0.5),
     _s("bias_low", "others: NaN dQ at S % 128 == 64 where lse < -88", "interpreter",
        mask="low BHMN", M=64, D=64),
     _s("bias_low_192", "the same beyond one tile", mask="low MN", M=192, D=64, B=1, H=1),

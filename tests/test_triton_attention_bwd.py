@@ -553,9 +553,10 @@ def _examine(kernel: Any, arch: str) -> None:
         wanted = r"\bHMMA"
     bodies = [body for body in loops(kernel) if _count(wanted, body)]
     assert bodies, f"{name} has no loop with {wanted}"
-    # The first loop runs over full tiles.
-    # Two registers out and in cost nothing that shows.
-    assert _count(r"\b(STL|LDL)", bodies[0]) <= 4, f"{name} spills in its loop over full tiles"
+    # The first loop runs over full tiles. Two registers out and in cost nothing that shows, nor do
+    # more in fp32's loops, which are several times as long.
+    most = max(4, len(bodies[0]) // 64)
+    assert _count(r"\b(STL|LDL)", bodies[0]) <= most, f"{name} spills in its loop over full tiles"
     if arch == "sm_90" and wanted == r"\bHGMMA":
         # More waits than that, and ptxas has serialised the products of a warpgroup.
         for body in bodies:
@@ -601,27 +602,44 @@ def test_compiles(arch: str, D: int, feature: str) -> None:
         _examine(kernel, arch)
 
 
+def _launch_packed(D: int, *, heads: int, left: int = -1, dropout_p: float = 0.0) -> None:
+    """Eight sequences under causality, two heads of keys, on tensors without memory."""
+    q, k = (torch.empty(4096, H, D, dtype=torch.bfloat16, device="meta") for H in (heads, 2))
+    offsets = torch.empty(9, dtype=torch.int32, device="meta")
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
+    call = PackedBackwardCall(
+        q, None, q, k, k, offsets, offsets, q, torch.empty(heads, 4096, device="meta"), 700, 700,
+        2, left, -1, 0.125, dropout_p, seed, 0, [True] * 3,
+    )  # fmt: skip
+    spaces = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
+    ]
+    launchers.attention_varlen_bwd(call, q, k, k, *spaces)
+
+
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_packed_compiles(arch: str, dropout_p: float) -> None:
-    q, k = (torch.empty(4096, H, 64, dtype=torch.bfloat16, device="meta") for H in (8, 2))
-    offsets = torch.empty(9, dtype=torch.int32, device="meta")
-    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
-    call = PackedBackwardCall(
-        q, None, q, k, k, offsets, offsets, q, torch.empty(8, 4096, device="meta"), 700, 700,
-        2, 200, -1, 0.125, dropout_p, seed, 0, [True] * 3,
-    )  # fmt: skip
     with compiled_for(arch) as found:
-        spaces = [
-            torch.empty(shape, dtype=dtype, device="meta")
-            for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
-        ]
-        launchers.attention_varlen_bwd(call, q, k, k, *spaces)
+        _launch_packed(64, heads=8, left=200, dropout_p=dropout_p)
     assert {kernel.metadata.name for kernel in found} >= set(MAIN)
     for kernel in found:
         _examine(kernel, arch)
+
+
+@compiles
+@pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int) -> None:
+    """A copy for every row takes registers that dk and dv of 128 columns leave nobody."""
+    with compiled_for("sm_90") as found:
+        _launch_packed(128, heads=heads)
+    dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
+    full_tiles = loops(dkdv)[0]
+    assert _count(r"\bLDGSTS\S*\.128", full_tiles) == _count(r"\bLDGSTS", full_tiles) > 0
+    assert _count(r"\b(STL|LDL)", full_tiles) <= 4
 
 
 @compiles

@@ -3,7 +3,11 @@ architecture, dtype and head dims. Nothing is tuned at run time; benchmarks/tune
 `candidates` offers off-line.
 
 The reasons given are what the compiler made of a row (Triton 3.6, ptxas 12.8): registers a thread
-and, where it says so, words spilled. None of the shipped rows spills in its loops over full tiles.
+and, where it says so, words spilled; of a loop, the instructions that move such words. In half
+precision plain and causal calls of one query head to a key head spill at most 4 in a loop over full
+tiles; what spills more there under other features stands beside its row. Loops over edge tiles
+spill tens, as do those that read masks of 4 and 8 bytes an element. dmask has one loop: on sm_90 it
+spills 9 to 35 for some masks at D = 32, 256 and, of 4 and 8 bytes, at D = 64.
 """
 
 import functools
@@ -76,10 +80,12 @@ _INTERPRETER: _Rows = (
 # Hopper: two warpgroups of 64 rows each. Descriptors save 20 to 60 registers over pointers, but
 # where several loops use them they are kept in more registers than pointers are.
 _SM90: _Rows = (
-    # dq 122 registers, so two programs an SM; dkdv 202. With dropout their loops over full tiles
-    # are 435 and 529 instructions, without 266 and 338.
+    # dq 122 registers, so two programs an SM; dkdv 194. With dropout their loops over full tiles
+    # are 435 and 521 instructions, without 266 and 325.
     (64, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
-    # dq 181, dkdv 255: it saves 2 to 6 of them around its loops.
+    # dq 181, dkdv 255. Its loop over full tiles is 349 to 371 instructions, and spills where more
+    # than its accumulators stays: 0 to 2 for grouped heads, packed sequences or lengths; 2 to 6 for
+    # padded windows, 1 to 13 for packed ones; with dropout 0 to 13 padded, 1 to 24 packed.
     (128, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
     # One accumulator [128, 256] at a time; with both every tile spills 42 words.
     (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2), separate=True)),
@@ -91,7 +97,8 @@ _SM90_DENSE: _Rows = (
     (128, _C(_T(128, 64, 8, 2, tma=True), _T(32, 128, 8, 3))),
     (256, _C(_T(128, 32, 8, 2), _T(32, 128, 8, 2), separate=True)),
 )
-# D = 192 with E = 128: both accumulators fit (255 registers).
+# D = 192 with E = 128: both accumulators fit (255 registers); grouped heads under causality or
+# lengths, and packed sequences, spill 2 or 3 in dkdv's loop over full tiles.
 _SM90_192_128 = _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2, tma=True))
 
 # Blackwell: accumulators live in tensor memory.
@@ -104,7 +111,8 @@ _SM100: _Rows = (
 # Ampere: mma.sync, 163 KiB of shared memory.
 _SM80: _Rows = (
     (64, _C(_T(128, 64, 8, 2), _T(32, 128, 8, 2))),  # dq 186 registers, dkdv 218
-    (128, _C(_T(64, 64, 4, 2), _T(32, 64, 4, 2))),  # 255 both; 128 keys spill
+    # 255 both; 128 keys spill. Dropout under causality spills 7 in dq's loop over full tiles.
+    (128, _C(_T(64, 64, 4, 2), _T(32, 64, 4, 2))),
     (192, _C(_T(64, 32, 8, 1), _T(32, 64, 8, 1), separate=True)),  # 64 x 64 spills in dq
     (256, _C(_T(64, 64, 8, 1), _T(32, 64, 8, 1), separate=True)),  # dq 251, dk 201, dv 174
 )
@@ -196,7 +204,7 @@ def _sm90(D: int, E: int, edges: bool, dense: bool) -> BwdConfig:
 
 
 # By architecture (fp32: any NVIDIA) and widest head dim: tiles for dq, tiles for dkdv. Those of
-# half precision compile without spills in their loops over full tiles.
+# half precision compile without spills in their loops over full tiles for plain calls.
 _CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...]]] = {
     ("fp32", 64): (
         (_T(64, 32, 4, 1), _T(32, 64, 4, 1), _T(32, 32, 8, 1), _T(64, 32, 8, 1)),

@@ -78,7 +78,7 @@ def _run(
             layout = layout_of(tiling, call)
         else:
             band = call.causal, call.window_left, call.window_right
-            layout = packed_layout(q, v, packed.N, *band, dropout_p)
+            layout = packed_layout(q, v, packed.sequences, packed.N, *band, dropout_p)
         plan = bind(layout, call, gradients, key[-1], packed)
         _plans.remember(key, plan)
 
@@ -163,7 +163,8 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
 def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Spaces:
     q, v = _heads_first(call.q), _heads_first(call.v)
     band = call.causal, call.window_left, call.window_right
-    return packed_layout(q, v, call.max_seqlen_k, *band, call.dropout_p).spaces
+    sequences = call.cu_seqlens_q.numel() - 1
+    return packed_layout(q, v, sequences, call.max_seqlen_k, *band, call.dropout_p).spaces
 
 
 def attention_varlen_bwd(

@@ -21,6 +21,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     DEAD_ROW,
     load_part,
     packed_sequence,
+    packed_statistics,
     product,
     unpack_statistics,
     weights,
@@ -86,6 +87,7 @@ def dkdv_tile(
     shift,
     KIND: tl.constexpr,
     LISTS: tl.constexpr,
+    MOVING: tl.constexpr,
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     BY_VALUE: tl.constexpr,
@@ -111,16 +113,21 @@ def dkdv_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds query tile `tile` of head (b, h) to dk and dv."""
+    """Adds query tile `tile` of head (b, h) to dk and dv. statistics_ptr and row_keys_ptr: of the
+    tile with MOVING and KIND FULL, else of the head.
+    """
     m_start = tile * BLOCK_M
     local_i = tl.arange(0, BLOCK_M)
     i = m_start + local_i
+    stored_start = m_start
+    if MOVING and KIND == FULL:
+        stored_start = 0
     # Edge tiles read rows that attend no key here as 0: 0 · NaN would reach every key.
     live = (i >= live_begin) & (i < live_end)
     if KIND == EDGE:
         word = tl.load(statistics_ptr + i, mask=(i < M) if LISTS else live, other=DEAD_ROW)
     else:
-        word = tl.load(statistics_ptr + i)
+        word = tl.load(statistics_ptr + (stored_start + local_i))
     lse, delta = unpack_statistics(word)
     if KIND == EDGE and LISTS:
         live = lse != float("inf")
@@ -177,7 +184,7 @@ def dkdv_tile(
     if HAS_DOUT:
         if DROPOUT:
             # From dq: every thread would hash those of its rows again, as much work as the words.
-            first_rows = unit_rows(m_start, BLOCK_M // 2)
+            first_rows = unit_rows(stored_start, BLOCK_M // 2)
             if KIND == EDGE:
                 row_keys = tl.load(row_keys_ptr + first_rows, mask=first_rows < M, other=0)
             else:
@@ -418,6 +425,9 @@ def attention_bwd_dkdv_kernel(
         dv1 = tl.zeros([BLOCK_N, E1], tl.float32)
 
     # -- every query head of the group in turn
+    # A pointer that the loop over full tiles moves on takes fewer registers than an offset for
+    # every tile, but more where the first of them may be any.
+    MOVING: tl.constexpr = not LISTS and not HAS_LOW
     for g in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + g
         h64 = h.to(tl.int64)
@@ -427,7 +437,7 @@ def attention_bwd_dkdv_kernel(
             dout_head = dout_ptr + (b64 * stride_dob + h64 * stride_doh) * STRIDE_UNIT
         first_statistic = (b64 * H + h64) * padded_m
         if PACKED:
-            first_statistic = h64 * padded_m + query0
+            first_statistic = h64 * padded_m + packed_statistics(query0, b)
         statistics = statistics_ptr + first_statistic
         mask_head = mask_ptr
         if DENSE:
@@ -445,7 +455,7 @@ def attention_bwd_dkdv_kernel(
             n_partial = tl.load(list_ptr + PARTIAL)
             n_edge = tl.load(list_ptr + EDGE)
             list_ptr += LIST_HEADER
-        row_keys = row_keys_ptr
+        row_keys = statistics
         column_keys = j
         if HAS_DOUT and DROPOUT:
             row_keys = row_keys_ptr + first_statistic
@@ -455,6 +465,11 @@ def attention_bwd_dkdv_kernel(
         next_tile = full_first
         if LISTS:
             next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
+        tile_statistics = statistics
+        tile_row_keys = row_keys
+        if MOVING:
+            tile_statistics += full_first * BLOCK_M
+            tile_row_keys += full_first * BLOCK_M
         for index in tl.range(0, n_full, num_stages=STAGES):
             tile = next_tile
             if LISTS:
@@ -463,13 +478,17 @@ def attention_bwd_dkdv_kernel(
                 tile = full_first + index
             dk0, dk1, dv0, dv1 = dkdv_tile(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
-                do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
+                do0_desc, do1_desc, tile_statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                 stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
-                stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high, row_keys,
-                column_keys, threshold, score_scale, shift, FULL, LISTS, DENSE, BIAS, BY_VALUE,
-                ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT, NEED_DK, NEED_DV,
-                NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+                stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
+                tile_row_keys, column_keys, threshold, score_scale, shift, FULL, LISTS, MOVING,
+                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E,
+                E0, E1, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+            if MOVING:
+                tile_statistics += BLOCK_M
+                tile_row_keys += BLOCK_M
         if DENSE:
             partial = list_ptr + n_full
             next_tile = tl.load(partial, mask=n_partial > 0, other=0)
@@ -481,10 +500,10 @@ def attention_bwd_dkdv_kernel(
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_keys, column_keys, threshold, score_scale, shift, PARTIAL, LISTS, DENSE,
-                    BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
-                    NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
-                    E1, BLOCK_M, BLOCK_N,
+                    row_keys, column_keys, threshold, score_scale, shift, PARTIAL, LISTS, MOVING,
+                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                    HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
+                    E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
@@ -498,10 +517,10 @@ def attention_bwd_dkdv_kernel(
                     do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_keys, column_keys, threshold, score_scale, shift, EDGE, LISTS, DENSE, BIAS,
-                    BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT, HAS_DOUT,
-                    NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E, E0,
-                    E1, BLOCK_M, BLOCK_N,
+                    row_keys, column_keys, threshold, score_scale, shift, EDGE, LISTS, MOVING,
+                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                    HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
+                    E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
 
     # -- results; keys beyond their length hold whatever their row became

@@ -19,6 +19,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     load_part,
     pack_statistics,
     packed_sequence,
+    packed_statistics,
     product,
     weights,
 )
@@ -324,7 +325,7 @@ def attention_bwd_dq_kernel(
             query_lengths_ptr + b, key_lengths_ptr + b, low, high, FROM_END
         )
         desc_b = 0
-        first_statistic = h64 * padded_m + query0
+        first_statistic = h64 * padded_m + packed_statistics(query0, b)
         first_row = h64 * rows + query0
         k_ptr += key0.to(tl.int64) * stride_kn * STRIDE_UNIT
         v_ptr += key0.to(tl.int64) * stride_vn * STRIDE_UNIT

@@ -15,6 +15,7 @@ from fastattn.ops._triton_launch import signature
 from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.calls import BackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig, bwd_config
+from fastattn.ops.attention.triton_bwd_parts import STATISTICS_STEP
 from fastattn.ops.attention.triton_operands import architecture
 from fastattn.ops.attention.triton_tiles import (
     Band,
@@ -166,6 +167,7 @@ def _dmask_sums(sizes: tuple[int, ...], B: int, H: int, c: tiles.Classes) -> Sum
 def packed_layout(
     q: Tensor,
     v: Tensor,
+    sequences: int,
     longest: int,
     causal: int,
     window_left: int,
@@ -175,16 +177,23 @@ def packed_layout(
     """q [1, H, T, D], v [1, K, S, E]. longest: sequence of keys."""
     limits = packed_band(causal, window_left, window_right)
     hashed = longest if dropout_p > 0.0 else None
-    return _packed_layout(architecture(q), q.dtype, q.shape, v.shape[3], limits, hashed)
+    rows = _padded(q.shape[2] + (STATISTICS_STEP.value - 1) * sequences)
+    return _packed_layout(architecture(q), q.dtype, q.shape, v.shape[3], limits, rows, hashed)
 
 
 @functools.lru_cache(maxsize=2048)
 def _packed_layout(
-    arch: str, dtype: torch.dtype, q_shape: torch.Size, E: int, limits: Band, hashed: int | None
+    arch: str,
+    dtype: torch.dtype,
+    q_shape: torch.Size,
+    E: int,
+    limits: Band,
+    rows: int,
+    hashed: int | None,
 ) -> Layout:
-    """hashed: columns whose keys dropout wants."""
-    _, H, T, D = q_shape
+    """rows: of statistics. hashed: columns whose keys dropout wants."""
+    _, H, _, D = q_shape
     config = bwd_config(arch, dtype, D, E, edges=True)
-    spaces: Spaces = [((H, _padded(T)), torch.int64, False)]
-    keys = [] if hashed is None else _dropout_keys(H * _padded(T), hashed)
-    return Layout(config, limits, _padded(T), spaces + keys)
+    spaces: Spaces = [((H, rows), torch.int64, False)]
+    keys = [] if hashed is None else _dropout_keys(H * rows, hashed)
+    return Layout(config, limits, rows, spaces + keys)

@@ -21,6 +21,9 @@ from fastattn.ops.attention.triton_tiles import LOG2E, load_tile
 # A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf,
 # which makes its p 0; this is its word, with delta 0.
 DEAD_ROW = tl.constexpr(0x7F800000)
+# Those of a packed sequence begin at a multiple of this, wherever its rows do: full tiles load
+# them, and dropout's keys beside them, 16 bytes at a time.
+STATISTICS_STEP = tl.constexpr(4)
 
 
 @triton.jit
@@ -91,6 +94,14 @@ def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
     if SECOND > 0:
         c = tl.dot(a1, tl.trans(b1), c, input_precision=PRECISION)
     return c
+
+
+@triton.jit
+def packed_statistics(query0, b):
+    """Where the statistics of sequence b begin, whose first query is query0: every sequence before
+    it may have moved it by a step, less one.
+    """
+    return (query0 + b * (STATISTICS_STEP - 1)) // STATISTICS_STEP * STATISTICS_STEP
 
 
 @triton.jit

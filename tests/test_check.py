@@ -350,7 +350,9 @@ def test_what_passes_is_recorded(
 ) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     other = {"op": "rms_norm", "backend": "cpu", "dtype": "float32", "architecture": "sm_100"}
-    check.write_json(pretended_gpu, {"passed": [other, other | {"architecture": "sm_90"}]})
+    without_dtype = {"op": "ffn", "backend": "cpu", "architecture": "sm_90"}
+    here = other | {"architecture": "sm_90"}
+    check.write_json(pretended_gpu, {"passed": [other, here, without_dtype]})
     assert check.run(_options(*RECORDED)) == 0
     printed = capsys.readouterr().out
     assert all(f"rms_norm by cpu in {dtype}" in printed for dtype in dtypes)

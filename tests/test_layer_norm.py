@@ -262,3 +262,14 @@ def test_raw_backward_of_a_missing_weight_is_empty() -> None:
     x = torch.randn(2, 3)
     results = torch.ops.fastattn.rms_norm_bwd(x, x, None, torch.ones(2), 1e-5, [True, True])
     assert results[1].shape == (0,)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_of_nothing_have_gradients(backend: str) -> None:
+    x, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((3, 0), (0,), (0,)))
+    for y in (
+        fastattn.layer_norm(x, weight, bias, backend=backend),
+        fastattn.add_layer_norm(x, x, weight, bias, backend=backend),
+    ):
+        gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
+        assert [g.shape for g in gradients] == [x.shape, weight.shape, bias.shape]

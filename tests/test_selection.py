@@ -555,6 +555,19 @@ def test_what_passed_here_is_automatic_here(
     assert _value(op) == 4  # on the CPU nothing changes
 
 
+def test_forward_and_backward_go_by_the_same_verdict() -> None:
+    x, wide = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    for name, given in (
+        ("ffn_fwd", {"x": x, "residual": wide}),
+        ("ffn_bwd", {"dy": wide, "x": x}),
+        ("add_layer_norm_fwd", {"x": x, "residual": wide}),
+        ("add_layer_norm_bwd", {"dy": wide, "z": wide, "x_dtype": x.dtype}),
+        ("attention_bwd", {"q": x, "mask": wide}),
+    ):
+        op = _op.OPS[name]
+        assert op.data_dtype([given.get(n) for n in op.arguments]) is torch.bfloat16, name
+
+
 def test_the_table_names_the_dtypes_that_passed(
     record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,9 @@ class Op:
         self.types = types[: len(self.arguments)]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
         self.anchor = types.index("Tensor")  # its device is the op's device
+        # What has the dtype of the data, in a backward too, where gradients may have another.
+        named = (self.arguments.index(n) for n in ("x_dtype", "x", "q") if n in self.arguments)
+        self._data = next(named, self.anchor)
         self._launchers: dict[str, Callable[..., None]] = {}
         # (backend's name, *arguments), which may be anything -> the results that have a gradient
         # of a plain CPU call, or None where it must take the whole road, which says what is wrong.
@@ -196,14 +199,13 @@ class Op:
             if why := self.refusal(requested, args):
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")
             return requested
-        anchor, refusals = args[self.anchor], None
-        device = anchor.device
+        device, refusals = args[self.anchor].device, None
         on_gpu = device != _env.CPU and device.type == "cuda"
-        for row in self.order(device, anchor.dtype) if on_gpu else self._automatic:
+        for row in self.order(device, self.data_dtype(args)) if on_gpu else self._automatic:
             why = self._refusal(row.name, device, args)
             if why is None:
                 if on_gpu:
-                    self._remark(row, anchor, refusals or {})
+                    self._remark(row, device, self.data_dtype(args), refusals or {})
                 return row.name
             refusals = refusals or {}
             refusals[row.name] = why
@@ -223,6 +225,11 @@ class Op:
             self._orders[device, dtype] = order
         return order
 
+    def data_dtype(self, args: Sequence[Any]) -> torch.dtype:
+        """That of the verdicts on backends which a call goes by, forward and backward alike."""
+        data = args[self._data]
+        return data if isinstance(data, torch.dtype) else data.dtype
+
     def _has_passed(self, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
         name = str(dtype).removeprefix("torch.")
         return (self.family, backend, name) in _verified.passed(device)
@@ -240,8 +247,7 @@ class Op:
         return self.select(args, None) == backend
 
     def explain(self, args: Sequence[Any], backend: str | None) -> Explanation:
-        anchor = args[self.anchor]
-        refusals, order = {}, self.order(anchor.device, anchor.dtype)
+        refusals, order = {}, self.order(args[self.anchor].device, self.data_dtype(args))
         for name, row in self.backends.items():
             why = self.refusal(name, args)
             if why is None and row not in order:
@@ -256,13 +262,14 @@ class Op:
             refusals.pop(chosen, None)
         return Explanation(self.name, chosen, refusals)
 
-    def _remark(self, row: Backend, anchor: Tensor, refusals: dict[str, str]) -> None:
-        device = anchor.device
+    def _remark(
+        self, row: Backend, device: torch.device, dtype: torch.dtype, refusals: dict[str, str]
+    ) -> None:
         if row.name == "reference":
             others = (name for name in self.backends if name != "reference")
             if all(_env.refuses_device(name, device) for name in others):
                 return  # the op is torch's own there, not a slow stand-in
-            order = self.order(device, anchor.dtype)
+            order = self.order(device, dtype)
             for name, other in self.backends.items():
                 if other not in order and _env.refuses_device(name, device) is None:
                     refusals = {**refusals, name: _UNVERIFIED}
@@ -271,7 +278,7 @@ class Op:
         else:
             architecture = _env.architecture(device.type, device.index or 0)
             passed = architecture in row.verified
-            if not passed and not self._has_passed(row.name, device, anchor.dtype):
+            if not passed and not self._has_passed(row.name, device, dtype):
                 _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
 
     # -- execution ---------------------------------------------------------------------------------

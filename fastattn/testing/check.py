@@ -460,8 +460,11 @@ def _record(rows: Sequence[Row], device: torch.device) -> str:
     kept = [
         entry
         for entry in _verified.entries(file)
-        if entry.get("architecture") != architecture
-        or (entry.get("op"), entry.get("backend"), entry.get("dtype")) not in verdicts
+        if "dtype" in entry  # as the first records had not
+        and (
+            entry.get("architecture") != architecture
+            or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in verdicts
+        )
     ]
     about = {"architecture": architecture, **_verified.kernels()}
     about |= {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}

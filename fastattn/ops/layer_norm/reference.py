@@ -30,7 +30,7 @@ def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def _sum_rows(x: Tensor, like: Tensor | None, needed: bool) -> Tensor | None:
     """Gradient of a parameter that every row shares: [..., N] -> [N]."""
-    return x.reshape(-1, x.shape[-1]).sum(0).to(like.dtype) if needed and like is not None else None
+    return x.sum_to_size(x.shape[-1:]).to(like.dtype) if needed and like is not None else None
 
 
 def _norm_bwd(

@@ -21,7 +21,8 @@
 // empties are passed over; an additive one comes into the place that dS takes afterwards.
 //
 // To be read in this order: backward_config.cuh, _tiles, _storage, then the roles: _movers, and
-// _part, _bias, _weights, _masks and _consumer; and the other two launches in _ends.
+// _part, _bias, _weights, _masks and _consumer; the other two launches in _ends; the host's side in
+// _launch and _dmask_launch.
 #pragma once
 
 #include <algorithm>

@@ -16,8 +16,7 @@ __device__ __forceinline__ char* own_bias(const BackwardPart<Traits>& own, int h
          row * sm90::kRowBytes;
 }
 
-// -- fetching
-// --------------------------------------------------------------------------------------
+// -- fetching -------------------------------------------------------------------------------------
 template <class Word, class Traits>
 __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, int row_block) {
   constexpr int kLineKeys = sm90::kWarpRows;  // of a warp
@@ -63,10 +62,9 @@ __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int 
   }
 }
 
-// -- adding
-// ---------------------------------------------------------------------------------------- S = S *
-// scale + mask, from rows of queries in 16 bits: what store_scores does, backwards. The warp reads
-// exactly what it will overwrite with dS.
+// -- adding ---------------------------------------------------------------------------------------
+// S = S * scale + mask, from rows of queries in 16 bits: what store_scores does, backwards. The
+// warp reads exactly what it will overwrite with dS.
 template <class MaskElement, class Traits>
 __device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
                                           typename BackwardPart<Traits>::Scores& s) {
@@ -145,10 +143,9 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
   }
 }
 
-// -- handing over the place
-// ------------------------------------------------------------------------ Floats of the mask lie
-// where other warps of the warpgroup store dS and P, and a row that serves all where one of the
-// warpgroups that share keys does: all have read theirs.
+// -- handing over the place -----------------------------------------------------------------------
+// Floats of the mask lie where other warps of the warpgroup store dS and P, and a row that serves
+// all where one of the warpgroups that share keys does: all have read theirs.
 template <class Traits>
 __device__ __forceinline__ void meet_before_stores(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kBias) {

@@ -8,8 +8,7 @@
 
 namespace fastattn::attention {
 
-// -- pairs
-// -----------------------------------------------------------------------------------------
+// -- pairs ----------------------------------------------------------------------------------------
 template <class Traits>
 __device__ __forceinline__ bool needs_mask(const BackwardPart<Traits>& own, int row_block) {
   const KeyBlock& work = own.shared.work;
@@ -84,10 +83,9 @@ __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
   }
 }
 
-// -- what nothing may read
-// ------------------------------------------------------------------------- Weights of dead rows
-// and keys are 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does it for itself before it
-// reads a block; they write the same.
+// -- what nothing may read ------------------------------------------------------------------------
+// Weights of dead rows and keys are 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does it
+// for itself before it reads a block; they write the same.
 template <class Traits>
 __device__ __forceinline__ void show_writes_to_wgmma(const BackwardPart<Traits>& own) {
   ptx::fence_proxy_async();

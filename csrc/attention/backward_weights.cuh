@@ -8,9 +8,8 @@
 
 namespace fastattn::attention {
 
-// -- dropout
-// --------------------------------------------------------------------------------------- Which
-// weights it keeps: a byte has eight bits, of which each is one place in a unit.
+// -- dropout --------------------------------------------------------------------------------------
+// Which weights it keeps: a byte has eight bits, of which each is one place in a unit.
 template <class Traits>
 using KeptBits = uint32_t[(Traits::kScoreRows / 8 + 7) / 8];
 
@@ -73,9 +72,8 @@ __device__ __forceinline__ void mark_dropped(typename BackwardPart<Traits>::Scor
   }
 }
 
-// -- weights
-// --------------------------------------------------------------------------------------- Scores
-// become weights: 2^(s scale_log2 - lse2).
+// -- weights --------------------------------------------------------------------------------------
+// Scores become weights: 2^(s scale_log2 - lse2).
 template <class Traits>
 __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
                                       typename BackwardPart<Traits>::Scores& s,

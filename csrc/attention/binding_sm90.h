@@ -13,10 +13,10 @@
 namespace fastattn::attention {
 
 // Sizes up to here keep every sum of positions inside 32 bits.
-constexpr int64_t kMaxRows = int64_t{1} << 28;
-constexpr int64_t kMaxTiles = int64_t{1} << 30;
-constexpr int64_t kMaxHeadDim = 256;
-constexpr int kBottomRight = 2;
+inline constexpr int64_t kMaxRows = int64_t{1} << 28;
+inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
+inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int kBottomRight = 2;
 
 // -- memory --------------------------------------------------------------------------------------
 // The data of a contiguous tensor of `count` elements or more on q's device.
@@ -35,6 +35,8 @@ inline Lengths lengths_of(const std::optional<Tensor>& lengths, const char* name
   if (!lengths) {
     return {};
   }
+  STD_TORCH_CHECK(lengths->dim() == 1 && lengths->size(0) == q.size(0), name, " must be [",
+                  q.size(0), "]");
   const bool wide = lengths->scalar_type() == ScalarType::Long;
   return {
       cuda_data_of<void>(*lengths, name, q, wide ? ScalarType::Long : ScalarType::Int, q.size(0)),
@@ -140,6 +142,8 @@ void set_packing(Problem& p, const CallSizes& sizes, const Tensor& cu_seqlens_q,
                  const Tensor& cu_seqlens_k, int64_t max_queries, int64_t max_keys, int64_t causal,
                  int64_t left, int64_t right) {
   const auto offsets_of = [&](const Tensor& offsets, const char* name) {
+    STD_TORCH_CHECK(offsets.dim() == 1 && offsets.size(0) == sizes.sequences + 1, name,
+                    " must be [", sizes.sequences + 1, "]");
     return cuda_data_of<const int>(offsets, name, sizes.q, ScalarType::Int, sizes.sequences + 1);
   };
   p.packing.query_offsets = offsets_of(cu_seqlens_q, "cu_seqlens_q");

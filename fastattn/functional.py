@@ -55,9 +55,10 @@ from fastattn.ops.layer_norm.op import ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
+from fastattn.ops.linear.op import LINEAR
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
-from fastattn.ops.linear.op import is_left_to_torch as _linear_is_left_to_torch
-from fastattn.ops.linear.op import is_torchs_at_once as _is_torchs_linear_at_once
+from fastattn.ops.linear.op import is_left_to_torch as _is_linear_left_to_torch
+from fastattn.ops.linear.op import is_worth_taking as _is_linear_worth_taking
 from fastattn.ops.linear.op import linear as _linear
 from fastattn.ops.linear.op import suits as _linear_suits
 
@@ -544,8 +545,10 @@ def linear(
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
     one dtype.
     """
-    if backend is None and _is_torchs_linear_at_once(x, weight, bias):
-        return F.linear(x, weight, bias)
+    left_to_torch = backend is None and _is_linear_left_to_torch(x)
+    if not left_to_torch and not torch.compiler.is_compiling():
+        if (made := LINEAR.short_road(backend, x, weight, bias)) is not None:
+            return made[0]
     check_backend(backend)
     if isinstance(x, Tensor) and x.is_nested:
         jagged.check_rows("x", x)
@@ -553,7 +556,7 @@ def linear(
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
     check_linear_weights(x, weight, bias)
-    if backend is None and _linear_is_left_to_torch(x, weight, bias):
+    if left_to_torch:
         if not explaining():
             return F.linear(x, weight, bias)
         backend = "reference"
@@ -566,12 +569,13 @@ def quickest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """
     if (
         not torch.compiler.is_compiling()
-        and x.dtype is weight.dtype is torch.float32
-        and not torch._C._is_any_autocast_enabled()
         and not torch._C._is_tracing()  # where sizes are tensors
-        and _linear_suits(x, weight, bias)
+        and _is_linear_worth_taking(x, weight, bias)
     ):
-        return _linear(x, weight, bias)[0]
+        if (made := LINEAR.short_road(None, x, weight, bias)) is not None:
+            return made[0]
+        if _linear_suits(x, weight, bias):
+            return _linear(x, weight, bias)[0]
     return F.linear(x, weight, bias)
 
 

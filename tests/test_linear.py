@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastattn
 from fastattn import functional
 from fastattn.ops import _env, _native
-from fastattn.ops.linear.op import is_torchs_at_once
+from fastattn.ops._op import explaining
+from fastattn.ops.linear.op import LINEAR
 from fastattn.ops.linear.spec import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import Sample, all_specs
@@ -109,20 +110,6 @@ def test_batch_invariant(isa: str) -> None:
 
 
 # -- calls that are left to torch -----------------------------------------------------------------
-@needs_library
-def test_left_to_torch() -> None:
-    """Half precision without a named backend is torch's, at once where nothing is in the way."""
-    x, weight, bias = (t.detach().bfloat16() for t in _layer())
-    left = is_torchs_at_once(x, weight, bias), is_torchs_at_once(x[0, 0], weight, None)
-    assert left == (True, True)
-    assert torch.equal(functional.linear(x, weight, bias), F.linear(x, weight, bias))
-    assert not is_torchs_at_once(x.float(), weight.float(), bias.float())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not is_torchs_at_once(x, weight, bias)
-    with FlopCounterMode(display=False):
-        assert not is_torchs_at_once(x, weight, bias)
-
-
 @pytest.mark.parametrize(
     "change, error",
     [
@@ -135,8 +122,12 @@ def test_left_to_torch() -> None:
         ({"x": torch.zeros(())}, "at least one dimension"),
     ],
 )
-def test_left_to_torch_is_checked_first(change: dict[str, Any], error: str) -> None:
-    """What torch would take or word otherwise."""
+@pytest.mark.parametrize("left", [False, True])
+def test_checks_come_first(
+    left: bool, change: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the native op or torch would take or word otherwise."""
+    monkeypatch.setattr(_env, "has_quick_products", lambda dtype: left)
     given = {"x": torch.zeros(3, 4), "weight": torch.zeros(8, 4), "bias": None} | change
     halves = {
         name: t.bfloat16() if isinstance(t, Tensor) and t.dtype == torch.float32 else t
@@ -149,16 +140,22 @@ def test_left_to_torch_is_checked_first(change: dict[str, Any], error: str) -> N
 # -- which calls take it --------------------------------------------------------------------------
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts the calls of the op on a machine with a slow library."""
+    """Counts the calls that the op has served, on a machine where torch's products are slow."""
     calls: list[str] = []
-    op = functional._linear
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append("linear")
-        return op(*args, **kwargs)
+    def counted(serve: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            served = serve(*args, **kwargs)
+            if served is not None and not explaining():
+                calls.append("linear")
+            return served
+
+        return call
 
     monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
-    monkeypatch.setattr(functional, "_linear", counted)
+    monkeypatch.setattr(_env, "has_quick_products", lambda dtype: False)
+    monkeypatch.setattr(functional, "_linear", counted(functional._linear))
+    monkeypatch.setattr(LINEAR, "short_road", counted(LINEAR.short_road))
     return calls
 
 
@@ -189,27 +186,63 @@ def test_plain_calls_take_it(taken: list[str]) -> None:
 
 
 @needs_library
-def test_automatic_choice_leaves_to_torch_what_it_does_as_fast(taken: list[str]) -> None:
-    x, weight, bias = _layer()
-    halves = (x.bfloat16(), weight.bfloat16(), bias.bfloat16())
-    assert functional.linear(*halves).equal(F.linear(*halves))
-    assert taken == []
-    assert functional.explain("linear", *halves).chosen == "reference"
-    taken.clear()
-    functional.linear(x, weight, bias)
-    assert functional.linear(*halves, backend="cpu").dtype == torch.bfloat16
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_automatic_choice_is_ours(dtype: torch.dtype, taken: list[str]) -> None:
+    given = [t.to(dtype) for t in _layer()]
+    y = functional.linear(*given)
+    assert y.equal(functional.linear(*given, backend="cpu")) and y.dtype == dtype
     assert taken == ["linear"] * 2
-    assert functional.explain("linear", x, weight, bias).chosen == "cpu"
+    assert functional.explain("linear", *given).chosen == "cpu"
 
 
 @needs_library
-def test_few_rows_are_torchs_but_where_their_order_matters(taken: list[str]) -> None:
+def test_quick_products_in_half_precision_are_left_to_torch(
+    taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "has_quick_products", lambda dtype: dtype == torch.bfloat16)
+    halves = [t.bfloat16() for t in _layer()]
+    for linear in (functional.linear, functional.quickest_linear):
+        assert linear(*halves).equal(F.linear(*halves))
+    assert taken == []
+    assert functional.explain("linear", *halves).chosen == "reference"
+    functional.linear(*halves, backend="cpu")
+    functional.linear(*_layer())
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, "linear=cpu")
+    functional.linear(*halves)
+    assert taken == ["linear"] * 3
+
+
+@pytest.mark.parametrize(
+    "flag, dtype", [("amx_bf16", torch.bfloat16), ("avx512_fp16", torch.float16)]
+)
+def test_quick_products_are_flags_of_the_processor(
+    flag: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nvmx flags\t: none\nflags\t\t: fpu {flag} sse\n")
+    opened = open
+    monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
+    quick = [d for d in (*DTYPES, torch.float64) if _env.has_quick_products.__wrapped__(d)]
+    assert quick == [dtype]
+
+
+@needs_library
+def test_little_work_is_torchs_but_where_its_order_matters(taken: list[str]) -> None:
     x, weight, bias = _layer()
-    functional.quickest_linear(x[:1, :4], weight, bias)
+    few = x[:1, :4]  # rows whose gradients cost more than they gain
+    functional.quickest_linear(few, weight, bias)
+    functional.quickest_linear(few[:, :1].detach(), weight[:64].detach())
     assert taken == []
     with functional.batch_invariant():
-        functional.quickest_linear(x[:1, :4], weight, bias)
+        functional.quickest_linear(few, weight, bias)
     assert taken == ["linear"]
+
+
+@needs_library
+def test_few_rows_without_gradients(taken: list[str]) -> None:
+    x, weight, bias = (t.detach() for t in _layer())
+    functional.quickest_linear(x[:1, :4], weight, bias)
+    assert taken == ["linear"] * (_native.extension() is not None)
 
 
 class _Subclass(Tensor):
@@ -241,7 +274,6 @@ def _traced(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 TORCHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "small": lambda x, w, b: functional.quickest_linear(x, w[:100], b[:100]),
     "fp64": lambda x, w, b: functional.quickest_linear(x.double(), w.double(), b.double()),
-    "bf16": lambda x, w, b: functional.quickest_linear(x.bfloat16(), w.bfloat16(), b.bfloat16()),
     "meta": lambda x, w, b: functional.quickest_linear(x.to("meta"), w.to("meta"), b.to("meta")),
     "subclass": lambda x, w, b: functional.quickest_linear(x.as_subclass(_Subclass), w, b),
     "autocast": _in_autocast,

@@ -26,8 +26,8 @@ from fastattn.ops._op import OPS, recording_choices
 from fastattn.testing import poisoned_results
 
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
-PARAMETERS = {"layer_norm": 2, "add_layer_norm": 2, "rms_norm": 1}
-ROADS = (*NORMS, "attention")
+PARAMETERS = {"layer_norm": 2, "add_layer_norm": 2, "rms_norm": 1, "linear": 1}
+ROADS = (*NORMS, "attention", "linear")
 each_norm = pytest.mark.parametrize("op", NORMS)
 each_op = pytest.mark.parametrize("op", ROADS)
 
@@ -60,13 +60,18 @@ def short_road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _inputs(op: str, shape: tuple[int, ...] = (3, 8), **types: torch.dtype) -> list[Tensor]:
-    """x, residual for add_layer_norm, then the parameters; or q, k, v; all require gradients."""
+    """x, residual for add_layer_norm, then the parameters (of linear a square weight); or q, k, v;
+    all require gradients.
+    """
     generator = torch.Generator().manual_seed(0)
     if op == "attention":
         shape = (*(1,) * (4 - len(shape)), *shape)
     rows = [shape] * {"attention": 3, "add_layer_norm": 2}.get(op, 1)
     made = [torch.randn(s, generator=generator) for s in rows]
     made = [x.to(types.get("dtype")) for x in made]
+    if op == "linear":
+        weight = torch.randn(shape[-1], shape[-1], generator=generator)
+        made.append(weight.to(types.get("parameters")))
     for _ in range(PARAMETERS.get(op, 0)):
         made.append(torch.randn(shape[-1:], generator=generator).to(types.get("parameters")))
     return [x.requires_grad_() for x in made]
@@ -87,6 +92,8 @@ def _takes(op: str, inputs: list[Tensor]) -> bool:
         args = [*inputs, *(None,) * 4, 0, -1, -1, 0.5, 0.0, None, 0]
     elif op == "add_layer_norm":
         args = [*inputs[:2], None, *inputs[2:], 1e-5, 0.0, None, 0]
+    elif op == "linear":
+        args = inputs
     else:
         args = [*inputs, 1e-5]
     return OPS[f"{op}_fwd"].short_road(None, *args) is not None
@@ -241,6 +248,13 @@ WRONG: tuple[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str], 
     ),
     ("rms_norm", (X, torch.ones(1, 8)), {}, ValueError, r"weight must be \[8\]"),
     ("rms_norm", (X,), {"eps": -1.0}, ValueError, "eps must be a finite number >= 0"),
+    ("linear", (3, X), {}, TypeError, "x must be a tensor, got int"),
+    ("linear", (X, X[0]), {}, ValueError, r"weight must be \[E, 8\]"),
+    ("linear", (X, X[:, :4]), {}, ValueError, r"weight must be \[E, 8\]"),
+    ("linear", (X, X, X[:, 0].double()), {}, TypeError, "bias must have x's dtype"),
+    ("linear", (X, X, X[:1, 0]), {}, ValueError, r"bias must be \[3\]"),
+    ("linear", (X, X, X[:0, 0]), {}, ValueError, r"bias must be \[3\]"),
+    ("linear", (X, X, X[:, :1]), {}, ValueError, r"bias must be \[3\]"),
     ("add_layer_norm", (X, X.view(3, 2, 4)), {}, ValueError, "residual must have x's shape"),
     ("add_layer_norm", (X.view(3, 1, 8), X), {}, ValueError, "residual must have x's shape"),
     ("add_layer_norm", (X, X), {"x_bias": torch.ones(8, 1)}, ValueError, "x_bias must be"),
@@ -324,7 +338,9 @@ VARIANTS: dict[str, Callable[[str], tuple[list[Tensor], dict[str, Any]]]] = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_bits(op: str, variant: str, short_road: str) -> None:
     inputs, options = VARIANTS[variant](op)
-    if op == "attention" and variant in ("no columns", "many rows", "eps"):
+    norms_alone = ("no columns", "many rows", "eps")
+    mixed = ("fp16, fp32 parameters", "fp32, bf16 parameters", "fp64")
+    if variant in {"attention": norms_alone, "linear": (*mixed, "eps")}.get(op, ()):
         pytest.skip("is a variant of the norms")
     found = _results(op, inputs, **options)
     whole = _whole_road(_results, op, inputs, **options)
@@ -425,6 +441,8 @@ def test_changed_inputs_are_seen(op: str, road: str) -> None:
             continue  # the sum is kept instead of them
         inputs = [x * 1 for x in _inputs(op)]
         y = _call(op, inputs)
+        if op == "linear" and i == 2:
+            continue  # nobody reads a bias again
         if op != "rms_norm" and i == len(inputs) - 1:
             torch.autograd.grad(y.sum(), inputs[0], retain_graph=True)
         inputs[i].add_(1)
@@ -495,8 +513,7 @@ def test_saved_tensors_hooks(op: str, road: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i]):
         y = _call(op, inputs)
-    kept = 3 if op == "rms_norm" else 5
-    assert len(packed) == kept
+    assert len(packed) == {"linear": 2, "rms_norm": 3}.get(op, 5)
     for a, b in zip(torch.autograd.grad(y.sum(), inputs), expected, strict=True):
         assert torch.equal(a, b)
     with torch.autograd.graph.save_on_cpu():

@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "common/dtype.h"
+#include "common/large_pages.h"
 
 namespace fastattn {
 
@@ -51,6 +52,16 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
   return static_cast<T*>(memory_of(tensor, name));
 }
 
+// A result that is about to be written. (2048 x 8000 floats of a product 256 deep, two Zen 4
+// threads: with small pages 81 ms, with large ones 59.)
+inline const Tensor& fresh(const Tensor& result) {
+  const int64_t bytes = result.numel() * static_cast<int64_t>(result.element_size());
+  if (bytes >= kAlwaysFresh) {
+    ask_for_large_pages(memory_of(result, "a result"), bytes);
+  }
+  return result;
+}
+
 // An uninitialised CPU tensor.
 inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                          torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type) {
@@ -59,7 +70,7 @@ inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
                                                   strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &result));
-  return Tensor(result);
+  return fresh(Tensor(result));
 }
 
 // Consecutive pieces of a float32 workspace, or of `local` memory where no workspace was given.

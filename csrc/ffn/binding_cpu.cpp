@@ -104,7 +104,7 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   first.finish.bias = vector_if(b1, "b1", s.wide, s.type);
   first.finish.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
   first.finish.activation = static_cast<Activation>(activation);
-  first.finish.hidden = vector_if(hidden, "hidden", s.rows * s.wide, s.type);
+  first.finish.hidden = vector_if(fresh(hidden), "hidden", s.rows * s.wide, s.type);
   first.finish.activated = memory.activated;
   const int first_step = team.multiply(first, first_panels, -1, -1);
 
@@ -116,7 +116,7 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   second.finish.dropout = dropout_of(output_dropout_p, dropout_seed,
                                      stream + dropout::kSecondStream, s.out, memory.output_keys);
   second.finish.out_type = dtype_of(y, "y");
-  second.finish.out = matrix(y, "y", s.rows, s.out, second.finish.out_type);
+  second.finish.out = matrix(fresh(y), "y", s.rows, s.out, second.finish.out_type);
   second.finish.residual = vector_if(residual, "residual", s.rows * s.out, second.finish.out_type);
   STD_TORCH_CHECK(second.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(second, second_panels, first_step, -1, true, true);

@@ -62,7 +62,7 @@ void linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y, Tensor sc
   product.b = matrix(w, "w", s.out, s.D, s.type).transposed();
   product.finish.bias = vector_if(b, "b", s.out, s.type);
   product.finish.out_type = s.type;
-  product.finish.out = matrix(y, "y", s.rows, s.out, s.type);
+  product.finish.out = matrix(fresh(y), "y", s.rows, s.out, s.type);
   STD_TORCH_CHECK(product.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(product, panels, -1, -1);
   run(team);
@@ -70,6 +70,7 @@ void linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y, Tensor sc
 
 Tensor linear_plain_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
   const LinearShape s = linear_shape_of(x, w);
+  STD_TORCH_CHECK(!b || (b->dim() == 1 && b->size(0) == s.out), "b must be [", s.out, "]");
   Tensor y = new_rows(x, s.out);
   linear_fwd(readable(x), readable(w), contiguous_if(b), y,
              new_scratch(linear_fwd_scratch(s.rows, s.D, s.out, x.element_size())));
@@ -100,6 +101,16 @@ void linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor dx, Tensor dw, Tensor db, 
   run(team);
 }
 
+std::tuple<Tensor, Tensor, Tensor> linear_plain_bwd(Tensor dy, Tensor x, Tensor w, bool needs_x,
+                                                    bool needs_w, bool needs_b) {
+  const LinearShape s = linear_shape_of(x, w);
+  Tensor dx = new_gradient(x, needs_x), dw = new_gradient(w, needs_w);
+  Tensor db = new_vector(needs_b ? s.out : 0, x.scalar_type());
+  linear_bwd(readable(dy), readable(x), readable(w), dx, dw, db,
+             new_scratch(linear_bwd_scratch(s.rows, s.D, s.out, x.element_size())));
+  return {dx, dw, db};
+}
+
 }  // namespace
 }  // namespace fastattn::ffn
 
@@ -109,6 +120,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
   m.def("linear_bwd_scratch(int rows, int d, int out, int element_bytes) -> int");
   m.def("linear_fwd(Tensor x, Tensor w, Tensor? b, Tensor(a!) y, Tensor(b!) scratch) -> ()");
   m.def("linear_plain_fwd(Tensor x, Tensor w, Tensor? b) -> Tensor");
+  m.def(
+      "linear_plain_bwd(Tensor dy, Tensor x, Tensor w, bool needs_x, bool needs_w, bool needs_b) "
+      "-> (Tensor dx, Tensor dw, Tensor db)");
   m.def(
       "linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor(a!) dx, Tensor(b!) dw, Tensor(c!) db, "
       "Tensor(d!) scratch) -> ()");
@@ -123,5 +137,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
   m.impl("linear_fwd", TORCH_BOX(&fastattn::ffn::linear_fwd));
   m.impl("linear_plain_fwd", TORCH_BOX(&fastattn::ffn::linear_plain_fwd));
+  m.impl("linear_plain_bwd", TORCH_BOX(&fastattn::ffn::linear_plain_bwd));
   m.impl("linear_bwd", TORCH_BOX(&fastattn::ffn::linear_bwd));
 }

@@ -2,14 +2,11 @@
 // scratch memory, and a team on torch's threads.
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <vector>
 
 #include "common/dropout.h"
+#include "common/large_pages.h"
 #include "common/torch_binding.h"
 #include "ffn/ffn.h"
 #include "ffn/team_cpu.h"
@@ -103,16 +100,23 @@ inline Tensor new_rows(const Tensor& x, int64_t columns) {
   return new_tensor(sizes, strides, x.scalar_type());
 }
 
-inline Tensor new_scratch(int64_t floats) {
+inline Tensor new_vector(int64_t count, ScalarType type) {
   const int64_t stride = 1;
-  return new_tensor({&floats, 1}, {&stride, 1}, ScalarType::Float);
+  return new_tensor({&count, 1}, {&stride, 1}, type);
+}
+
+// Contiguous and of x's shape, or of shape [0] where nobody wants it.
+inline Tensor new_gradient(const Tensor& x, bool wanted) {
+  return wanted ? new_rows(x, x.size(-1)) : new_vector(0, x.scalar_type());
+}
+
+inline Tensor new_scratch(int64_t floats) {
+  return new_vector(floats, ScalarType::Float);
 }
 
 // -- scratch memory -------------------------------------------------------------------------------
-// Fresh memory gets its pages when it is touched: 4 KB take 1.3 us, 2 MB 90 us (Linux 6.18 on a
-// virtual EPYC), so small pages are a tenth of a backward pass in bf16. A large workspace has room
-// to begin and end where large pages do.
-constexpr int64_t kLargePage = 2 << 20, kLargePages = 4;
+// A large workspace has room to begin and end where large pages do.
+constexpr int64_t kLargePages = 4;
 
 inline int64_t with_room_for_large_pages(int64_t floats) {
   const bool large = floats * static_cast<int64_t>(sizeof(float)) >= kLargePages * kLargePage;
@@ -127,7 +131,9 @@ class Carver {
       left_ = workspace->numel();
       next_ = data_of<float>(*workspace, "scratch", left_, ScalarType::Float);
       if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
-        use_large_pages();
+        float* first = static_cast<float*>(ask_for_large_pages(next_, left_ * sizeof(float)));
+        left_ -= first - next_;
+        next_ = first;
       }
     }
   }
@@ -151,17 +157,6 @@ class Carver {
   int64_t left() const { return left_; }
 
  private:
-  void use_large_pages() {
-#if defined(__linux__)
-    const uintptr_t start = reinterpret_cast<uintptr_t>(next_);
-    const uintptr_t first = ceil_div(start, kLargePage) * kLargePage;
-    next_ = reinterpret_cast<float*>(first);
-    left_ -= (first - start) / sizeof(float);
-    const int64_t bytes = left_ * static_cast<int64_t>(sizeof(float)) / kLargePage * kLargePage;
-    madvise(next_, bytes, MADV_HUGEPAGE);  // a refusal changes nothing
-#endif
-  }
-
   float* next_ = nullptr;
   int64_t left_ = 0, used_ = 0;
 };
@@ -182,7 +177,7 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
   result.a = a;
   result.b = b;
   result.finish.out_type = type;
-  result.finish.out = matrix(out, name, a.rows, b.columns, type);
+  result.finish.out = matrix(fresh(out), name, a.rows, b.columns, type);
   return result;
 }
 

@@ -158,15 +158,30 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def has_slow_blas() -> bool:
-    """Whether torch's matrix products on the CPU are Intel's and the processor is not."""
+    """Whether torch's fp32 products on the CPU are Intel's and the processor is not."""
     if not torch.backends.mkl.is_available():
         return False
+    return "GenuineIntel" not in _cpuinfo("vendor_id", "GenuineIntel")
+
+
+@functools.cache
+def has_quick_products(dtype: torch.dtype) -> bool:
+    """Whether the processor has instructions for products in half precision that torch's library
+    takes and the kernels here do not.
+    """
+    wanted = {torch.bfloat16: ("amx_bf16",), torch.float16: ("amx_fp16", "avx512_fp16")}
+    flags = _cpuinfo("flags", "").split()
+    return any(flag in flags for flag in wanted.get(dtype, ()))
+
+
+def _cpuinfo(name: str, otherwise: str) -> str:
+    """The first processor's line of that name."""
     try:
         with open("/proc/cpuinfo") as lines:
-            vendors = (line for line in lines if line.startswith("vendor_id"))
-            return "GenuineIntel" not in next(vendors, "GenuineIntel")
+            found = (line for line in lines if line.split(":")[0].strip() == name)
+            return next(found, otherwise)
     except OSError:
-        return False
+        return otherwise
 
 
 def default_device() -> torch.device:

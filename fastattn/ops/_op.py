@@ -234,12 +234,10 @@ class Op:
         name = str(dtype).removeprefix("torch.")
         return (self.family, backend, name) in _verified.passed(device)
 
-    def pays(self, backend: str, args: Sequence[Any]) -> bool:
-        """Whether this call would take `backend` and that is faster than torch's own op, says the
-        module's `<name>_pays` with the op's arguments.
+    def would_take(self, backend: str, args: Sequence[Any]) -> bool:
+        """Whether a call that names no backend takes this one; False where the environment asks for
+        another that cannot run it.
         """
-        if not getattr(self._module(backend), f"{self.name}_pays")(*args):
-            return False
         if request := _env.requested_backends():
             requested = _requested_backend(request, self.family)
             if requested is not None:

@@ -1,7 +1,8 @@
 """A linear layer on CPU in C++, on the matrix products of the feed-forward network (csrc/ffn).
 
 torch's fp32 products come from Intel's MKL, which is far from the speed of other makers' processors
-(on AMD's Zen 5 about half of it): there these products are worth taking from torch.
+(on AMD's Zen 5 about half of it): there these products are worth taking from torch. So are those of
+half precision where no instruction multiplies matrices.
 """
 
 import functools
@@ -17,9 +18,9 @@ _library = torch.ops.fastattn_cpu
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
-# Multiply-adds from which on a call gains more than the 8 us that finding this op takes (one Zen 5
-# thread; one row of 512 to 2048 features, 2 ** 20, is at 0.9 of torch's speed, 16 of 256 to 256 at
-# 1.2). Batch-invariant calls are those of generation, recorded once: all are taken there.
+# Multiply-adds from which a call is worth taking: looking at it takes 2 us. Where the op must be
+# found in Python that is 8 us more, and gradients are dearer (of one row, twice torch's time).
+_WORTH_A_LOOK = 1 << 15
 _WORTH_TAKING = 3 << 19
 
 
@@ -46,10 +47,22 @@ def batch_invariant(on: bool) -> bool:
     return before
 
 
-def linear_fwd_pays(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
-    if x.dtype is not torch.float32 or not _env.has_slow_blas():
+def is_left_to_torch(dtype: torch.dtype) -> bool:
+    """Whether torch's own products are quicker, for all that is known of the processor."""
+    return _env.has_quick_products(dtype)
+
+
+def is_worth_taking(x: Tensor, w: Tensor, graph: bool) -> bool:
+    """Whether torch's own product of these would take longer; graph: gradients will be computed."""
+    dtype = x.dtype
+    quick = not _env.has_slow_blas() if dtype is torch.float32 else is_left_to_torch(dtype)
+    if quick or dtype not in _DTYPES:
         return False
-    return _order.batch_invariant or x.numel() * w.shape[0] >= _WORTH_TAKING
+    # Batch-invariant calls are those of generation, recorded once: all are taken there.
+    if _order.batch_invariant:
+        return True
+    slow = graph or _native.extension() is None
+    return x.numel() * w.shape[0] >= (_WORTH_TAKING if slow else _WORTH_A_LOOK)
 
 
 def _refusal(x: Tensor) -> str | None:

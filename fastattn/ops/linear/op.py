@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._derivative import differentiable, gradient_like
-from fastattn.ops._op import PLAIN_TENSORS, Backend, Op
+from fastattn.ops._op import Backend, Op
+from fastattn.ops._road import Road
 from fastattn.ops.linear import reference
 
 _PACKAGE = "fastattn.ops.linear"
 _BACKENDS = (Backend("cpu"), Backend("reference"))
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _fwd_outputs(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
@@ -28,12 +28,12 @@ def _bwd_outputs(dy: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> tup
     return gradient_like(x, needs[0], x), gradient_like(w, needs[1], x), db
 
 
-_forward = Op(
+LINEAR = Op(
     "linear_fwd", "Tensor x, Tensor w, Tensor? b", "Tensor y", _fwd_outputs, _PACKAGE, _BACKENDS
 )
 
 linear = differentiable(
-    _forward,
+    LINEAR,
     Op(
         "linear_bwd",
         "Tensor dy, Tensor x, Tensor w, bool[3] needs",
@@ -43,62 +43,49 @@ linear = differentiable(
         _BACKENDS,
     ),
     reference.linear_bwd,
+    road=Road("linear_plain_fwd", "linear_plain_bwd", casts=True),
 )
 
 
+def is_worth_taking(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
+    """Whether an eager call is faster through this op than through torch's own if it is plain, and
+    the gradients that are wanted read both x and w, for both are kept.
+    """
+    graph = torch.is_grad_enabled() and w.requires_grad
+    if torch.is_grad_enabled() and not (graph and x.requires_grad):
+        if graph or x.requires_grad or (b is not None and b.requires_grad):
+            return False
+    return LINEAR._module("cpu").is_worth_taking(x, w, graph)
+
+
 def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
-    """Whether an eager call is faster through this op than through torch's own, nobody watches
-    torch's ops, and the difference shows nowhere: the arguments are strided matrices that fit, and
-    the gradients that are wanted read both of them, for both are kept.
+    """Whether a call that the short road does not serve is the CPU kernels' all the same, and the
+    difference shows nowhere: strided matrices that fit, and nobody who watches torch's ops but
+    those who record what is launched.
     """
     if (
-        not x.is_cpu
+        torch._C._is_any_autocast_enabled()
+        or not x.is_cpu
         or w.dim() != 2
         or x.dim() == 0
         or x.shape[-1] != w.shape[1]
-        or x.layout is not torch.strided
-        or w.layout is not torch.strided
-        or not (b is None or (b.dim() == 1 and b.shape[0] == w.shape[0] and b.dtype == x.dtype))
+        or any(t is not None and t.layout is not torch.strided for t in (x, w, b))
+        or w.dtype is not x.dtype
+        or not (b is None or (b.dim() == 1 and b.shape[0] == w.shape[0] and b.dtype is x.dtype))
     ):
         return False
-    if torch.is_grad_enabled() and not (x.requires_grad and w.requires_grad):
-        if x.requires_grad or w.requires_grad or (b is not None and b.requires_grad):
-            return False
     args = (x, w, b)
-    return _forward.pays("cpu", args) and _forward.is_plain(args)
+    return LINEAR.would_take("cpu", args) and LINEAR.is_plain(args)
 
 
-def is_left_to_torch(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
-    """Whether a plain eager call that names no backend goes straight to torch's own op: on the CPU
-    it is as fast in bf16 and fp16.
-    """
-    if torch.compiler.is_compiling() or x.dtype not in _HALVES or not x.is_cpu:
-        return False
-    return _forward.direct_on_cpu() is not None and _forward.is_plain((x, w, b))
-
-
-def is_torchs_at_once(x: Any, w: Any, b: Any) -> bool:
-    """`is_left_to_torch` of arguments as a caller gives them: False where they would be refused or
-    cast, or the choice explained. (Where it is True a call takes 1.2 us less than by the checks.)
-    """
+def is_left_to_torch(x: Any) -> bool:
+    """Whether an eager call with this x that names no backend goes straight to torch's own op."""
     return (
-        not torch.compiler.is_compiling()
-        and type(x) in PLAIN_TENSORS
-        and type(w) in PLAIN_TENSORS
-        and (b is None or type(b) in PLAIN_TENSORS)
-        and (dtype := x.dtype) in _HALVES
-        and w.dtype is dtype
+        isinstance(x, Tensor)
+        and LINEAR._module("cpu").is_left_to_torch(x.dtype)
         and x.is_cpu
-        and w.is_cpu
-        and not (x.is_nested or w.is_nested)
-        and len(w_shape := w.shape) == 2
-        and x.dim() > 0
-        and x.shape[-1] == w_shape[1]
-        and (
-            b is None
-            or (b.dtype is dtype and b.is_cpu and b.dim() == 1 and b.shape[0] == w_shape[0])
-        )
-        and _forward.at_once() is not None
+        and not torch.compiler.is_compiling()
+        and LINEAR.direct_on_cpu() is not None
     )
 
 
@@ -107,7 +94,7 @@ def batch_invariant() -> Iterator[None]:
     """Inside, a row's fp32 products on the CPU have the same bits among any number of rows, where
     they are ours: not where torch's are as quick, see `suits`.
     """
-    set_to = _forward._module("cpu").batch_invariant
+    set_to = LINEAR._module("cpu").batch_invariant
     before = set_to(True)
     try:
         yield

@@ -226,8 +226,9 @@ def summary(results: Sequence[Row]) -> list[Block]:
             peers = ", ".join(dict.fromkeys(r["best_peer"] for r in best))
             name = f"{op}, {DIRECTIONS[direction]}, {dtype}"
             lines.append((name, str(len(ratios)), f"**{figures[0]}**", *figures[1:], peers))
-        versions = ", ".join(_distinct([r for r in results if machine_of(r) == machine], "torch"))
-        found.append(Text(f"{machine}, torch {versions}: the best peer's time over ours."))
+        of_machine = [r for r in results if machine_of(r) == machine]
+        versions, dates = (", ".join(_distinct(of_machine, key)) for key in ("torch", "date"))
+        found.append(Text(f"{machine}, torch {versions}, {dates}: the best peer's time over ours."))
         columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
         found.append(Table(columns, tuple(lines)))
     if not any(r["gpu"] for r in results):

@@ -165,7 +165,7 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
     for _ in range(2):
         assert report.main([str(path), "--update", str(document)]) == 0
         text = document.read_text()
-        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2: the best peer's")
+        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, 20")
         assert text.endswith(f"|\n{report._END}After\n") and "old" not in text
         assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
         assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text

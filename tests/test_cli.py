@@ -392,6 +392,18 @@ def test_diverged_training_says_so(capsys, pairs_file, tmp_path, monkeypatch):
 # info and check
 
 
+@pytest.mark.parametrize(
+    "model, name",
+    [("AMD EPYC", "AMD EPYC, family 26"), ("AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core")],
+)
+def test_processors_whose_name_tells_little_show_their_family(model, name, monkeypatch, tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 17\nmodel name\t: {model}\n")
+    opened = open
+    monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
+    assert _env.device_name(torch.device("cpu")) == name
+
+
 def test_info_reports_the_backend_table(capsys):
     code, out, _ = call(capsys, "info", "--json", "--device=cpu")
     assert code == 0

@@ -146,14 +146,10 @@ def device_name(device: torch.device) -> str:
     """The name people know the device by."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    # A virtual machine's "AMD EPYC" may be of any generation.
+    family = "" if any(map(str.isdigit, name)) else _cpuinfo("cpu family")
+    return f"{name}, family {family}" if family else name
 
 
 @functools.cache
@@ -161,7 +157,7 @@ def has_slow_blas() -> bool:
     """Whether torch's fp32 products on the CPU are Intel's and the processor is not."""
     if not torch.backends.mkl.is_available():
         return False
-    return "GenuineIntel" not in _cpuinfo("vendor_id", "GenuineIntel")
+    return _cpuinfo("vendor_id") not in ("", "GenuineIntel")
 
 
 @functools.cache
@@ -170,18 +166,21 @@ def has_quick_products(dtype: torch.dtype) -> bool:
     takes and the kernels here do not.
     """
     wanted = {torch.bfloat16: ("amx_bf16",), torch.float16: ("amx_fp16", "avx512_fp16")}
-    flags = _cpuinfo("flags", "").split()
+    flags = _cpuinfo("flags").split()
     return any(flag in flags for flag in wanted.get(dtype, ()))
 
 
-def _cpuinfo(name: str, otherwise: str) -> str:
-    """The first processor's line of that name."""
+def _cpuinfo(name: str) -> str:
+    """What the system says of the first processor, "" where it says nothing."""
     try:
         with open("/proc/cpuinfo") as lines:
-            found = (line for line in lines if line.split(":")[0].strip() == name)
-            return next(found, otherwise)
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == name:
+                    return value.strip()
     except OSError:
-        return otherwise
+        pass
+    return ""
 
 
 def default_device() -> torch.device:

@@ -105,9 +105,18 @@ inline Tensor new_vector(int64_t count, ScalarType type) {
   return new_tensor({&count, 1}, {&stride, 1}, type);
 }
 
-// Contiguous and of x's shape, or of shape [0] where nobody wants it.
+// As torch.empty_like(x) lies, of the layouts that products write; of shape [0] where nobody wants
+// it.
 inline Tensor new_gradient(const Tensor& x, bool wanted) {
-  return wanted ? new_rows(x, x.size(-1)) : new_vector(0, x.scalar_type());
+  if (!wanted) {
+    return new_vector(0, x.scalar_type());
+  }
+  if (x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1)) {
+    return new_rows(x, x.size(-1));
+  }
+  STD_TORCH_CHECK(x.dim() == 2 && x.stride(0) == 1, "a gradient must be a matrix");
+  const int64_t strides[] = {1, x.size(0)};
+  return new_tensor(x.sizes(), {strides, 2}, x.scalar_type());
 }
 
 inline Tensor new_scratch(int64_t floats) {

@@ -81,10 +81,10 @@ def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
 def is_left_to_torch(x: Any) -> bool:
     """Whether an eager call with this x that names no backend goes straight to torch's own op."""
     return (
-        isinstance(x, Tensor)
-        and LINEAR._module("cpu").is_left_to_torch(x.dtype)
+        not torch.compiler.is_compiling()
+        and isinstance(x, Tensor)
         and x.is_cpu
-        and not torch.compiler.is_compiling()
+        and LINEAR._module("cpu").is_left_to_torch(x.dtype)
         and LINEAR.direct_on_cpu() is not None
     )
 

@@ -4,6 +4,7 @@ bits that do not depend on the threads, what dead positions may hold, and memory
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import fastattn
 from fastattn.ops import _native
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import cpu
+from fastattn.ops.attention.spec import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
@@ -62,6 +64,20 @@ TYPICAL = (
     "sample", [s for s in SPEC.samples if s.name in TYPICAL], ids=lambda sample: sample.name
 )
 def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
+    rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
+    assert rows and not [row for row in rows if row.status != "ok"]
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize(
+    "dtype, scale",
+    # In fp16 a larger scale takes gradients of lse beyond the numbers.
+    [(torch.float32, 100.0), (torch.bfloat16, 100.0), (torch.float16, 0.125)],
+)
+def test_huge_scores(isa: str, dtype: torch.dtype, scale: float) -> None:
+    """Rounding a score and rounding lse differ by more than any exponent: no weight exceeds 1."""
+    options = {"amplitude": 1e4, "key_amplitude": 1e4, "M": 65, "N": 128, "scale": scale}
+    sample = Sample("huge", "", partial(make_inputs, **options), ("q", "k", "v"))
     rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
     assert rows and not [row for row in rows if row.status != "ok"]
 
@@ -172,6 +188,25 @@ def test_live_values_are_not_silenced(dtype: torch.dtype) -> None:
     out = fastattn.attention(q, k, v, window=(3, 3), backend="cpu")
     assert out[..., 7:14, :].isnan().all()
     assert out[..., 300:, :].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M, window", [(5, None), (1, None), (1, (20, -1))])
+def test_a_query_of_nan_is_not_silenced(
+    dtype: torch.dtype, M: int, window: tuple[int, int] | None
+) -> None:
+    """Its lse is no dead row's, and its gradients show it: in several tiles and splits, too."""
+    q, k, v = (_randn(1, 1, n, 16, dtype=dtype, seed=n) for n in (M, 1100, 1100))
+    q[..., -1, :] = float("nan")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {"causal": "bottom_right" if window else False, "window": window}
+    out, lse = fastattn.attention(*inputs, **options, return_lse=True, backend="cpu")
+    assert out[..., -1, :].isnan().all() and lse[..., -1].isnan().all()
+    assert out[..., :-1, :].isfinite().all() and lse[..., :-1].isfinite().all()
+    dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
+    assert dq[..., -1, :].isnan().all() and dq[..., :-1, :].isfinite().all()
+    first = 1100 - 21 if window else 0
+    assert dk[..., first:, :].isnan().all() and dv[..., first:, :].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,7 +38,9 @@ struct GradientRow {
   TileDropout::Row drawn;
 
   Weights at(int j, float scale_log2, float keep_scale) const {
-    const Float p = power(exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift);
+    // Of large scores the difference to lse is their rounding, and may be far above 0.
+    const Float exponent = exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift;
+    const Float p = power(smaller_of(splat(kPowerShift), exponent));
     Float g = load(dp + j), kept = p;
     if constexpr (kDrop) {
       g = drawn.apply(g * keep_scale, j);

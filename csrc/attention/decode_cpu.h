@@ -379,7 +379,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
 // Adds a split's part to what the splits before it gave.
 inline void join_part(float* total, const float* part, int64_t E) {
   const float m = part[E], before = part_m(total, E);
-  if (m == -kInfinity) {
+  if (part[E + 1] == 0.0f) {
     return;
   }
   const float now = m > before ? m : before;

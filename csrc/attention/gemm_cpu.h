@@ -36,7 +36,7 @@ inline float largest(Float v) {
 #endif
 }
 
-// NaN in either stays NaN in b only; callers compare finite scores or -inf.
+// The larger and the smaller, lane by lane. NaN in either stays NaN in b only.
 inline Float larger_of(Float a, Float b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
@@ -44,6 +44,16 @@ inline Float larger_of(Float a, Float b) {
   return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+inline Float smaller_of(Float a, Float b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xFFFF, a, b);  // GCC 12 warns about the form without a mask
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 

@@ -58,7 +58,7 @@ struct Statistics {
       l[i] = 0.0f;
     }
   }
-  bool dead(int i) const { return m[i] == -kInfinity; }
+  bool dead(int i) const { return l[i] == 0.0f; }  // of a row of NaN m is -inf, too, but l NaN
   float lse(int i) const { return dead(i) ? -kInfinity : m[i] * kLn2 + std::log(l[i]); }
   float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
 };
@@ -105,8 +105,9 @@ inline __attribute__((always_inline)) float softmax_row(float* s, int columns, f
   Float total = {};
   const TileDropout::Row drawn = dropout.row(row);
   for (int j = 0; j < columns; j += kLanes) {
-    const Float x = load(s + j);
-    Float weight = power(kRaw ? fma(x, splat(scale_log2), shift) : x + shift);
+    // Rounded as `highest` is: with fma, the highest weight of large scores would be anything.
+    const Float x = kRaw ? load(s + j) * scale_log2 : load(s + j);
+    Float weight = power(x + shift);
     total += weight;
     if constexpr (kDrop) {
       weight = drawn.apply(weight, j);

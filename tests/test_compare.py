@@ -14,6 +14,11 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", list(EPS), ids=lambda d: str(d).removeprefix("torch."))
 
 
+def _smallest(dtype: torch.dtype) -> float:
+    """The number next to 0, the step of all below the normal ones."""
+    return torch.finfo(dtype).smallest_normal * EPS[dtype]
+
+
 def _exact(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -42,10 +47,24 @@ def test_correct_rounding_passes(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_exact_zeros_need_no_allowance(dtype: torch.dtype) -> None:
+def test_zeros_are_exact(dtype: torch.dtype) -> None:
     zeros = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
     comparison = _judge(zeros.to(dtype), zeros)
-    assert comparison.ok and comparison.allowed == 0 and comparison.ratio == 0
+    assert comparison.ok and comparison.error == 0 and comparison.ratio == 0
+    assert not _judge((zeros + _smallest(dtype)).to(dtype), zeros).ok
+
+
+@DTYPES
+@pytest.mark.parametrize("steps", [0.5, 1.5, 3.25, 3.5, -2.5])
+def test_rounding_below_the_normal_numbers(dtype: torch.dtype, steps: float) -> None:
+    """There it costs half a step however small the result; the reference need not lose it too."""
+    exact = torch.full((1, 1, 1, 1), steps * _smallest(dtype), dtype=torch.float64)
+    rounded = exact.to(dtype)
+    assert _judge(rounded, exact, same=exact).ok
+    for sign in (1, -1):
+        off = (rounded.double() + sign * 2 * _smallest(dtype)).to(dtype)
+        assert (off.double() - rounded).abs() == 2 * _smallest(dtype)
+        assert not _judge(off, exact, same=exact).ok
 
 
 @pytest.mark.parametrize("shape, slice_dims", [((0, 2, 3, 4), 2), ((2, 2, 0, 4), 2), ((0,), 0)])
@@ -95,9 +114,9 @@ def test_bound_of_every_term(dtype: torch.dtype, term: str) -> None:
     outside[0, 0, 0, 0] -= allowed + step * 16
     results = [_judge(x.to(dtype), exact, same=same, mag=mag) for x in (inside, outside)]
     assert [x.ok for x in results] == [True, False]
-    assert results[0].allowed == pytest.approx(allowed)
+    assert results[0].allowed == pytest.approx(allowed, abs=_smallest(dtype))
     assert results[0].error == pytest.approx(allowed)
-    assert results[0].ratio == pytest.approx(1.0) and results[1].ratio > 1
+    assert results[0].ratio == pytest.approx(1.0, rel=1e-4) and results[1].ratio > 1
 
 
 def test_non_finite_reference_error_counts_as_zero() -> None:

@@ -4,11 +4,12 @@ Per slice (a batch and head of attention, a row of a norm), once non-finite posi
 the fp64 result cast to the result's dtype:
 
     |kernel - ref64| <= 2 max|ref(same dtype) - ref64| + 2 eps(dtype) max|ref64| + 8 eps(fp32)
-    max(mag)
+    max(mag) + half the smallest number of the dtype
 
-`mag` is the result's formula on absolute values: without it single-key rows, windows of one key and
-constant rows would reject correct kernels. A maximum per slice, because one over the whole tensor
-would let a large slice hide a wrong one.
+The last term is what rounding costs below the normal numbers. `mag` is the result's formula on
+absolute values: without it single-key rows, windows of one key and constant rows would reject
+correct kernels. A maximum per slice, because one over the whole tensor would let a large slice hide
+a wrong one.
 """
 
 from dataclasses import dataclass
@@ -65,10 +66,12 @@ def compare(
     error, reference_error = error_of(got), error_of(near)
     largest = torch.where(finite, expected.abs(), 0).reshape(slices).amax(-1)
     magnitude = torch.where(mag.isfinite(), mag, 0).expand_as(expected).reshape(slices).amax(-1)
+    dtype = torch.finfo(actual.dtype)
     allowed = (
         2 * reference_error
-        + 2 * torch.finfo(actual.dtype).eps * largest
+        + 2 * dtype.eps * largest
         + 8 * _FP32_EPS * magnitude
+        + dtype.smallest_normal * dtype.eps / 2
     )
     excess = (error / allowed.clamp_min(torch.finfo(torch.float64).tiny)).flatten()
     worst = int(excess.argmax())

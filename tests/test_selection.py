@@ -124,6 +124,31 @@ def test_refusal_depends_on_the_call(make_op: MakeOp) -> None:
     assert _run(op, x=torch.ones(5)).tolist() == [4.0] * 5
 
 
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_what_makes_its_own_results_is_not_selected(
+    make_op: MakeOp, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked once; a call that it leaves is selected once."""
+    own = (
+        "asked = []\n"
+        "def unavailable():\n    return None\n"
+        "def PROBE_direct(x, factor):\n"
+        "    asked.append(x.shape[0])\n"
+        "    return (x * 7, x * -7) if x.shape[0] == 3 else None\n"
+    )
+    op = make_op([Backend("cpu")], cpu=_writes(2) + own)
+    selected, select = [], Op.select
+
+    def count(self: Op, args: Any, backend: str | None) -> str:
+        selected.append(args[0].shape[0])
+        return select(self, args, backend)
+
+    monkeypatch.setattr(Op, "select", count)
+    assert _run(op, backend).tolist() == [7.0] * 3
+    assert _run(op, backend, torch.ones(5)).tolist() == [2.0] * 5
+    assert (op._module("cpu").asked, selected) == ([3, 5], [5])
+
+
 def test_later_backends_are_not_imported(make_op: MakeOp) -> None:
     op = make_op([Backend("cpu"), Backend("triton")], cpu=_writes(2), triton="raise ImportError\n")
     assert _value(op) == 2
@@ -428,6 +453,8 @@ def test_explanations_belong_to_their_thread() -> None:
 def test_explain_refuses_what_a_call_refuses() -> None:
     with pytest.raises(ValueError, match=r"op must be one of attention, .*'conv'"):
         fastattn.explain("conv")
+    with pytest.raises(ValueError, match=r"op must be one of attention, .*\['ffn'\]"):
+        fastattn.explain(["ffn"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weight must be"):
         fastattn.explain("layer_norm", torch.ones(2, 3), torch.ones(4))
     fastattn.layer_norm(torch.ones(2, 3))

@@ -92,7 +92,7 @@ class Op:
 
     schema: arguments and named results, without the name and without the `backend` argument that
     every op gets. torch.ops returns a single result bare; everything here returns tuples.
-    outputs: (*arguments) -> tuple of empty results.
+    outputs: (*arguments), or (call) of an op with a call_type, -> tuple of empty results.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
     call_type: the NamedTuple of the arguments. `outputs` and the backends get it instead of them;
     only the reference and a `<name>_direct` still get them one by one.
@@ -231,8 +231,7 @@ class Op:
         return data if isinstance(data, torch.dtype) else data.dtype
 
     def _has_passed(self, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-        name = str(dtype).removeprefix("torch.")
-        return (self.family, backend, name) in _verified.passed(device)
+        return (self.family, backend, _verified.name(dtype)) in _verified.passed(device)
 
     def would_take(self, backend: str, args: Sequence[Any]) -> bool:
         """Whether a call that names no backend takes this one; False where the environment asks for
@@ -317,20 +316,13 @@ class Op:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():  # torch ops inside a launcher change no dtypes
                 return self.run(args, backend)
-        name, call = None, args
-        direct = self.direct_on_cpu() if backend is None and args[self.anchor].is_cpu else None
-        if direct is None:
-            call = self.named(args)
-            name = self.select(call, backend)
-            direct = self.direct(name)
-        # A mode that sees launches wants them to write into what `allocate` made.
-        if direct is not None and torch._C._len_torch_dispatch_stack() == 0:
+        anchor = args[self.anchor]
+        if anchor.is_cpu and (direct := self._direct_of(backend)) is not None:
             if (made := direct(*args)) is not None:
                 return made
-        call = self.named(call)
-        name = name or self.select(call, backend)
+        call = self.named(args)
+        launch = self._launcher(self.select(call, backend))
         results = self.allocate(call)
-        launch, anchor = self._launcher(name), call[self.anchor]
         if anchor.is_cuda and _env.several_gpus():
             with torch.cuda.device(anchor.device):
                 launch(call, results)
@@ -389,6 +381,16 @@ class Op:
             launcher = self._make_launcher(backend)
             self._launchers[backend] = launcher
         return launcher
+
+    def _direct_of(self, backend: str | None) -> Callable[..., tuple[Tensor, ...] | None] | None:
+        """What serves a call with CPU tensors and this choice without being selected: it refuses
+        what its backend does.
+        """
+        if torch._C._len_torch_dispatch_stack() > 0:
+            return None  # a mode that sees launches: they write into what `allocate` made
+        if backend is None:
+            return self.direct_on_cpu()
+        return self.direct(backend) if backend == "cpu" in self.backends else None
 
     def direct(self, backend: str) -> Callable[..., tuple[Tensor, ...] | None] | None:
         """`<name>_direct` of a backend: makes the results itself, like `outputs` but quicker than

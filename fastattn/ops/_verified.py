@@ -41,10 +41,15 @@ def entries(file: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{file} must be a record of `fastattn check --record`: {error}") from None
 
 
+def name(dtype: torch.dtype) -> str:
+    """A dtype in the record: as torch spells it, without the "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.cache
 def passed(device: torch.device) -> frozenset[tuple[str, str, str]]:
-    """(op, backend, dtype) of these very kernels that have passed on a GPU such as this one; the
-    dtype as torch spells it, without the "torch.".
+    """(op, backend, dtype's name) of these very kernels that have passed on a GPU such as this
+    one.
     """
     file = _env.record_path()
     try:

@@ -452,8 +452,8 @@ def _record(rows: Sequence[Row], device: torch.device) -> str:
     verdicts: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.backend != "reference":
-            dtype = str(_DTYPES[row.dtype]).removeprefix("torch.")
-            verdicts.setdefault((row.op, row.backend, dtype), []).append(row.status)
+            key = row.op, row.backend, _verified.name(_DTYPES[row.dtype])
+            verdicts.setdefault(key, []).append(row.status)
     passed = [key for key, found in verdicts.items() if "ok" in found and found.count("FAIL") == 0]
     file = _env.record_path()
     assert file is not None  # _check_recordable

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import SECOND_STREAM, draw_seed
-from fastattn.ops._op import explaining
+from fastattn.ops._op import PLAIN_TENSORS, are_ops_watched, explaining
 from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask
 from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
 Causal = Literal["top_left", "bottom_right"] | bool
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
+_DENSE = torch.strided
+_POSITIONS = 2**31  # as offsets in int32 count them: more than any sequence has
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -39,7 +41,9 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _casts(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    if not isinstance(x, Tensor) or x.layout is not _DENSE:
+        return False
+    return x.is_floating_point() and x.dtype != torch.float64
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
@@ -49,10 +53,13 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.layout is not _DENSE or x.is_nested:
+        got = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        raise TypeError(f"{name} must be a dense tensor here, got {got}")
 
 
 def check_float(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.layout is not _DENSE or x.is_nested:
         check_tensor(name, x)
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name} must be fp16, bf16, fp32 or fp64, got {x.dtype}")
@@ -66,13 +73,10 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """The sizes B, H, M, D, N."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-            check_float(name, x)
+        check_float(name, x)
         if x.dim() != 4:
             layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
             raise ValueError(f"{name} must have 4 dimensions {layout}, got {sizes(x)}")
-        if x.is_nested:
-            raise TypeError(f"{name} must be a dense tensor here, got a nested one")
     if not (k.device == q.device == v.device and k.dtype is q.dtype is v.dtype):
         for name, x in (("k", k), ("v", v)):
             check_device(name, x, q.device)
@@ -123,18 +127,34 @@ def check_heads(H: int, K: int, D: int, key_D: int) -> None:
 
 def check_length(name: str, length: Any) -> int:
     length = _integer(name, length)
-    if length < 0:
-        raise ValueError(f"{name} must be >= 0, got {length}")
+    if not 0 <= length < _POSITIONS:
+        raise ValueError(f"{name} must be >= 0 and < 2 ** 31, got {length}")
     return length
 
 
 def check_index(name: str, index: Tensor | slice | None, size: int, device: torch.device) -> Tensor:
     """Chosen positions as an int64 index; negative ones count from the end, as in Python."""
-    if index is None or isinstance(index, slice):
-        return torch.arange(size, device=device)[index or slice(None)]
+    if index is None:
+        return torch.arange(size, device=device)
+    if isinstance(index, slice):
+        try:
+            return torch.arange(size, device=device)[index]
+        except (TypeError, ValueError) as error:
+            wanted = "a slice of integers with a step >= 1"
+            raise type(error)(f"{name} must be {wanted}, got {index!r}") from None
     if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
         raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
-    return index.to(device=device, dtype=torch.int64) % max(size, 1)
+    check_tensor(name, index)
+    if _is_on_host(index) and not bool(((index >= -size) & (index < size)).all()):
+        raise IndexError(f"{name} must hold positions from {-size} to {size - 1}, got {index!r}")
+    index = index.to(device=device, dtype=torch.int64)
+    return torch.where(index < 0, index + size, index)
+
+
+def _is_on_host(x: Tensor) -> bool:
+    """Whether looking at the values is free and traces nothing."""
+    traced = torch.compiler.is_compiling() or are_ops_watched()
+    return not traced and type(x) in PLAIN_TENSORS and x.is_cpu
 
 
 def check_restrictions(
@@ -223,7 +243,10 @@ def _number(name: str, value: Any) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got a larger integer") from None
 
 
 def check_eps(eps: Any) -> float:
@@ -252,7 +275,7 @@ def check_window(window: tuple[int, int] | None) -> tuple[int, int]:
     left, right = (_integer("window", side) for side in window)
     if left < -1 or right < -1:
         raise ValueError(f"window must hold numbers >= 0, or -1 for unlimited, got {window!r}")
-    return left, right
+    return -1 if left >= _POSITIONS else left, -1 if right >= _POSITIONS else right
 
 
 def check_scale(scale: float | None, D: int) -> float:
@@ -314,8 +337,7 @@ def check_dropout(
 
 
 def check_rows(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-        check_float(name, x)
+    check_float(name, x)
     if x.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension, got a scalar")
 
@@ -324,8 +346,7 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
     if parameter is None:
         return
     N = x.shape[-1]
-    if not isinstance(parameter, Tensor) or parameter.dtype not in _FLOATS:
-        check_float(name, parameter)
+    check_float(name, parameter)
     if parameter.shape != (N,):
         raise ValueError(f"{name} must be [{N}] like the last dimension, got {sizes(parameter)}")
     if parameter.device != x.device:
@@ -345,8 +366,7 @@ def _check_of_xs_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
     for name, tensor in named:
         if tensor is None and name[0] == "b":
             continue
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
-            check_float(name, tensor)
+        check_float(name, tensor)
         assert tensor is not None
         if tensor.device != x.device:
             check_device(name, tensor, x.device)

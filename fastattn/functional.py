@@ -624,7 +624,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Runs nothing.
     """
     functions = {f.__name__: f for f in _FUNCTIONS}
-    if op not in functions:
+    if not isinstance(op, str) or op not in functions:
         raise ValueError(f"op must be one of {', '.join(functions)}, got {op!r}")
     with torch.no_grad(), recording_choices() as explanations:
         functions[op](*args, **kwargs)

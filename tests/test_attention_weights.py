@@ -60,6 +60,23 @@ def test_chosen_rows_and_heads(name: str) -> None:
         torch.testing.assert_close(_weights(inputs, rows=rows, heads=heads), expected)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("rows", [None, slice(1, None), slice(-2, None), torch.tensor([0, -1])])
+def test_export_keeps_sizes(rows: Tensor | slice | None, strict: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return fastattn.attention_weights(q, k, causal="bottom_right", rows=rows)
+
+    def inputs(B: int, M: int, N: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(B, 4, M, 8), torch.randn(B, 2, N, 8)
+
+    B, M, N = torch.export.Dim("B"), torch.export.Dim("M", min=3), torch.export.Dim("N")
+    shapes = ({0: B, 2: M}, {0: B, 2: N})
+    program = torch.export.export(Module(), inputs(2, 6, 7), dynamic_shapes=shapes, strict=strict)
+    q, k = inputs(3, 9, 5)
+    torch.testing.assert_close(program.module()(q, k), Module()(q, k))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
     [sample] = [s for s in SAMPLES if s.name == "bias_row"]
@@ -76,6 +93,11 @@ def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
         ({"rows": torch.zeros(2)}, TypeError, "rows must be a slice or an int32 or int64 index"),
         ({"rows": 3}, TypeError, "rows must be a slice"),
         ({"heads": torch.zeros(1, 1).int()}, TypeError, "heads must be a slice"),
+        ({"heads": torch.tensor([0]).to_sparse()}, TypeError, "heads must be a dense tensor"),
+        ({"rows": slice(None, None, -1)}, ValueError, "rows must be a slice of integers with a"),
+        ({"rows": slice(0.5, 2)}, TypeError, "rows must be a slice of integers with a step >= 1"),
+        ({"rows": torch.tensor([0, 3])}, IndexError, "rows must hold positions from -3 to 2"),
+        ({"heads": torch.tensor([-3])}, IndexError, "heads must hold positions from -2 to 1"),
         ({"q": torch.zeros(1, 2, 3)}, ValueError, "q must have 4 dimensions"),
         ({"k": torch.zeros(1, 2, 5, 7)}, ValueError, "k must have q's head dim 4, got 7"),
         ({"mask": torch.ones(9).bool()}, ValueError, "mask must be broadcastable"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastattn
 from fastattn.ops import _env
 from fastattn.ops._op import recording_choices
 from fastattn.ops.attention import spec as spec_of_attention
@@ -143,6 +144,12 @@ def _weights(**changes: Any) -> Inputs:
     return inputs | {"w2": torch.zeros(4, 8), "b2": None} | changes
 
 
+def _packed(**changes: Any) -> Inputs:
+    inputs: Inputs = dict.fromkeys("qkv", torch.zeros(3, 2, 4))
+    inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 3]).int())
+    return inputs | {"max_seqlen_q": 3, "max_seqlen_k": 3} | changes
+
+
 @pytest.mark.parametrize(
     "op, argument, inputs",
     [
@@ -152,9 +159,15 @@ def _weights(**changes: Any) -> Inputs:
         ("attention", "window", _vectors(window=(1.5, 2))),
         ("attention", "window", _vectors(window=("1", 2))),
         ("attention", "scale", _vectors(scale="large")),
+        ("attention", "scale", _vectors(scale=10**400)),
         ("attention", "dropout_p", _vectors(dropout_p="0.1")),
         ("attention", "dropout_stream", _vectors(dropout_p=0.1, dropout_stream=1.5)),
         ("attention", "backend", _vectors(backend=3)),
+        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=2**31)),
+        ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**40)),
+        ("attention_varlen", "max_seqlen_k", _packed(max_seqlen_k=2**70)),
+        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=-1)),
+        ("attention_varlen", "max_seqlen_q", _packed(max_seqlen_q=True)),
         ("layer_norm", "eps", {"x": torch.zeros(3, 4), "eps": "small"}),
         ("layer_norm", "weight", {"x": torch.zeros(3, 4), "weight": [1.0] * 4}),
         ("add_layer_norm", "residual", {"x": torch.zeros(3, 4), "residual": None}),
@@ -176,6 +189,85 @@ def test_wrong_type_names_the_argument(
         pytest.raises((TypeError, ValueError), match=f"^{argument} must "),
     ):
         SPECS[op].function(**inputs)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 2**70])
+def test_windows_beyond_every_position_are_unlimited(size: int, backend: str | None) -> None:
+    q = torch.randn(1, 1, 5, 4)
+    k = torch.randn(1, 1, 7, 4)
+    for window, same in (((size, 0), (-1, 0)), ((0, size), (0, -1)), ((size, size), None)):
+        options: Inputs = {"causal": "bottom_right", "backend": backend}
+        wide = fastattn.attention(q, k, k, window=window, **options)
+        assert torch.equal(wide, fastattn.attention(q, k, k, window=same, **options))
+
+
+_OFFSETS = torch.tensor([0, 1, 3], dtype=torch.int32)
+_SEEDED: Inputs = {"dropout_p": 0.5, "dropout_seed": torch.tensor([1])}
+_LENGTHS: Inputs = {
+    "mask": torch.ones(3, 3),
+    "key_lengths": torch.tensor([2]),
+    "query_lengths": torch.tensor([2]),
+}
+_ROWS = {"x": torch.ones(2, 3), "weight": torch.ones(3)}
+# Calls of the public functions with every tensor that they take.
+_COMPLETE: dict[str, Inputs] = {
+    "attention": dict.fromkeys("qkv", torch.ones(1, 2, 3, 4)) | _LENGTHS | _SEEDED,
+    "attention_varlen": dict.fromkeys("qkv", torch.ones(3, 2, 4))
+    | {"cu_seqlens_q": _OFFSETS, "cu_seqlens_k": _OFFSETS, "max_seqlen_q": 2, "max_seqlen_k": 2}
+    | _SEEDED,
+    "attention_weights": dict.fromkeys("qk", torch.ones(1, 2, 3, 4)) | _LENGTHS,
+    "add_layer_norm": _ROWS
+    | {"residual": torch.ones(2, 3), "x_bias": torch.ones(3), "bias": torch.ones(3)}
+    | _SEEDED,
+    "ffn": {"x": torch.ones(2, 3), "w1": torch.ones(5, 3), "b1": torch.ones(5)}
+    | {"w2": torch.ones(3, 5), "b2": torch.ones(3), "residual": torch.ones(2, 3)}
+    | _SEEDED,
+    "layer_norm": _ROWS | {"bias": torch.ones(3)},
+    "linear": {"x": torch.ones(2, 3), "weight": torch.ones(5, 3), "bias": torch.ones(5)},
+    "prepare_mask": {"mask": torch.ones(3, 3)},
+    "rms_norm": _ROWS,
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda x: x.to_sparse(),
+    "csr": lambda x: x.to_sparse_csr(),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([*x], dtype=x.dtype),
+    "jagged": lambda x: torch.nested.nested_tensor([*x], dtype=x.dtype, layout=torch.jagged),
+}
+
+
+def _in_other_layouts() -> list[Any]:
+    found = []
+    for op, inputs in _COMPLETE.items():
+        for argument, x in inputs.items():
+            if not isinstance(x, Tensor):
+                continue
+            for layout in LAYOUTS:
+                lacks = {"csr": x.dim() < 2, "jagged": x.dim() < 2}
+                lacks["mkldnn"] = not x.is_floating_point() or x.dim() < 2
+                takes_jagged = (op, argument) in (("attention", "q"), ("linear", "x"))
+                if not lacks.get(layout) and not (takes_jagged and layout in ("nested", "jagged")):
+                    found.append((op, argument, layout))
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("op, argument, layout", _in_other_layouts())
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_other_layouts_are_refused_by_name(
+    op: str, argument: str, layout: str, autocast: bool
+) -> None:
+    inputs = _COMPLETE[op]
+    function = getattr(fastattn, op)
+    function(**inputs)
+    x = LAYOUTS[layout](inputs[argument])
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(TypeError, match=f"^{argument} must be a dense tensor here, got "),
+    ):
+        function(**inputs | {argument: x})
 
 
 # -- derivatives ----------------------------------------------------------------------------------

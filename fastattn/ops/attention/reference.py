@@ -39,7 +39,7 @@ def allowed_pairs(
     i = rows[:, None]
     j = torch.arange(N, device=q.device)
     diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
-    allowed = torch.ones(1, 1, len(rows), N, dtype=torch.bool, device=q.device)
+    allowed = torch.ones(1, 1, rows.shape[0], N, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed & (j <= diagonal)
     if window_left >= 0:

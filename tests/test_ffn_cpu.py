@@ -204,6 +204,22 @@ def test_nan_stays_where_it_is() -> None:
     assert y.isnan().all(1).tolist() == [row == 7 for row in range(30)]
 
 
+def test_reference_drops_a_half_residuals_gradient_in_full_precision() -> None:
+    """What is allowed is twice the reference's error, so its own rounding must be that of x."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = make_inputs(generator, torch.float32, output_dropout_p=0.3)
+    leaves = [inputs["x"].requires_grad_(), inputs["w2"].requires_grad_()]
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        y = fastattn.ffn(
+            **inputs, residual=torch.zeros_like(inputs["x"], dtype=dtype), backend="reference"
+        )
+        dy = torch.linspace(-1, 1, y.numel()).view(y.shape).bfloat16().to(y.dtype)
+        gradients.append(torch.autograd.grad(y, leaves, dy))
+    for exact, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
 def test_refuses_double() -> None:
     with pytest.raises(NotImplementedError, match="backend cpu has kernels for fp32, bf16 and"):
         fastattn.ffn(torch.zeros(2, 3, dtype=torch.float64), *_double_weights(), backend="cpu")

@@ -116,7 +116,8 @@ def ffn_bwd(
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
     need_x, need_w1, need_b1, need_w2, need_b2 = needs
-    dy = drop_rows(dy, output_dropout_p, dropout_seed, dropout_stream + SECOND_STREAM).to(x.dtype)
+    stream = dropout_stream + SECOND_STREAM
+    dy = drop_rows(_wide(dy), output_dropout_p, dropout_seed, stream).to(x.dtype)
     rows = dy.reshape(-1, dy.shape[-1])
     if activation == "relu":
         a = hidden

@@ -197,15 +197,16 @@ def backends_here() -> str:
 
 def support() -> str:
     """Which samples of the attention's spec each backend takes, wherever it can run at all."""
-    from fastattn.ops.attention import spec
+    from fastattn.ops.attention import sm90, spec
 
     backends, attention = OPS["attention_fwd"].backends, spec.SPECS[0].function
     rows = []
     for sample in spec.SAMPLES:
         dtype = torch.bfloat16 if torch.bfloat16 in sample.dtypes else sample.dtypes[0]
-        # Asked as if this machine had every device; nothing is computed.
+        # Asked as if this machine had every device and compiler; nothing is computed.
         with (
             mock.patch.object(_env, "refuses_device", lambda *_: None),
+            mock.patch.object(sm90, "unavailable", lambda: None),
             torch.no_grad(),
             recording_choices() as explanations,
         ):

@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ TENSOR = {
     "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA",
     "gfx942": r"\bv_mfma",
 }  # fmt: skip
+
+
+def in_turns(
+    arch: str, sizes: Sequence[Any], features: Iterable[Any], whole: Sequence[Any] = ()
+) -> set[tuple[Any, Any]]:
+    """(size, feature) pairs to compile: every size and every feature at least once, in other pairs
+    on each GPU, and all features with the sizes in `whole`.
+    """
+    features, shift = list(features), list(TARGETS).index(arch)
+    turns = range(max(len(sizes), len(features)))
+    pairs = {(sizes[(i + shift) % len(sizes)], features[i % len(features)]) for i in turns}
+    return pairs | {(size, feature) for size in whole for feature in features}
 
 
 class _AbsentGpu:

@@ -427,6 +427,7 @@ def test_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert status == 0, text  # a failing peer is not our failure
 
 
+@pytest.mark.slow
 def test_pytest_benchmark_carries_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "misbehaving.py"
     path.write_text(PEERS)

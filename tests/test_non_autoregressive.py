@@ -176,6 +176,7 @@ def test_what_needs_one_token_after_the_other_is_refused():
         other.length_logits(other.encode(source, source == PAD))
 
 
+@pytest.mark.slow
 def test_runs_are_evaluated_side_by_side(tmp_path):
     pairs = toy_pairs(120)
     rows = []

@@ -35,6 +35,7 @@ from compiled_kernels import (
     by_name,
     compiled_for,
     compiles,
+    in_turns,
     instructions,
     spilled,
 )
@@ -180,12 +181,13 @@ def _sample(name: str) -> Sample:
 
 
 def _samples() -> list[Any]:
+    """In the interpreter two dtypes, always one of them, in turn."""
     cases = []
-    for sample in SAMPLES:
-        dtypes = sample.dtypes if NATIVE else sample.dtypes[:2]
-        for dtype in dtypes:
-            short = str(dtype).removeprefix("torch.")
-            cases.append(pytest.param(sample, dtype, id=f"{sample.name}-{short}"))
+    for n, sample in enumerate(SAMPLES):
+        for i, dtype in enumerate(sample.dtypes if NATIVE else sample.dtypes[:2]):
+            marks = () if NATIVE or i == n % 2 else slow
+            id = f"{sample.name}-{str(dtype).removeprefix('torch.')}"
+            cases.append(pytest.param(sample, dtype, marks=marks, id=id))
     return cases
 
 
@@ -298,8 +300,9 @@ def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
-def test_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__) >= 80
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=slow)])
+def test_in_the_interpreter(which: str) -> None:
+    assert passed_in_the_interpreter(__file__, "-m", which) >= 25
 
 
 # -- who computes what ----------------------------------------------------------------------------
@@ -409,19 +412,16 @@ def _wide_loads(code: str) -> int:
     return len(re.findall(r"LDG\.E\.128|(?:global|buffer)_load_dwordx4", code))
 
 
+HOPPERS_GATE = ("sm_90", "swiglu")
+
+
 @compiles
 @pytest.mark.parametrize(
     "arch, activation, p",
     [
-        pytest.param(
-            arch,
-            activation,
-            p,
-            marks=() if (arch, activation, p) == ("sm_90", "swiglu", 0.1) else slow,
-        )
+        pytest.param(arch, activation, p, marks=() if (arch, activation) == HOPPERS_GATE else slow)
         for arch in GENERATIONS
-        for activation in ("relu", "gelu", "swiglu")
-        for p in (0.0, 0.1)
+        for p, activation in sorted(in_turns(arch, (0.0, 0.1), ("relu", "gelu", "swiglu")))
     ],
 )
 def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> None:
@@ -441,16 +441,27 @@ def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> No
 def _ours() -> list[Any]:
     """(arch, dtype, product, tile, activation): Hopper's in the slow run, a few always."""
     cases = []
+    products = ("up", "down", "dhidden", "dx", "dw1")
+    activations = ("relu", "gelu", "swiglu")
     for arch in GENERATIONS:
+        pairs = in_turns(arch, products, activations, whole=products if arch == "sm_90" else ())
         for dtype in (torch.bfloat16, torch.float32):
-            for product in ("up", "down", "dhidden", "dx", "dw1"):
-                for activation in ("relu", "gelu", "swiglu"):
-                    if product in ("down", "dx", "dw1") and activation != "relu":
+            for product in products:
+                for activation in activations:
+                    if product in ("down", "dx", "dw1"):
+                        if activation != "relu":
+                            continue
+                    elif (product, activation) not in pairs:
                         continue
                     known = tiles(arch, dtype, product, activation)
-                    # Elsewhere than on Hopper the first one, which a tuner would start from.
-                    for tile in known if arch == "sm_90" else known[:1]:
-                        first = tile is known[0]
+                    # The first one is what a tuner would start from.
+                    every = arch == "sm_90" and dtype == torch.bfloat16
+                    for i, tile in enumerate(known if every else known[:1]):
+                        first = i == 0
+                        # The others in turn with the activations.
+                        if product in ("up", "dhidden") and activation != activations[i % 3]:
+                            if not first:
+                                continue
                         always = arch == "sm_90" and dtype == torch.bfloat16 and first
                         always = always and (activation == "gelu" or product in ("down", "dw1"))
                         short = str(dtype).removeprefix("torch.")

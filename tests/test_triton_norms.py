@@ -29,6 +29,7 @@ from compiled_kernels import (
     SHARED_MEMORY,
     compiled_for,
     compiles,
+    in_turns,
     instructions,
     spills_and_registers,
 )
@@ -398,7 +399,7 @@ CALLS: dict[str, Any] = {
 
 
 def _shipped() -> list[Any]:
-    """(arch, row length, call): all of them in the slow run, a cross-section always."""
+    """(arch, row length, call): a cross-section always, a wider one in the slow run."""
     always = {
         ("sm_90", 512): ("fwd", "bwd", "add_bwd"),
         ("sm_90", 4096): ("add_fwd", "bwd"),
@@ -409,15 +410,17 @@ def _shipped() -> list[Any]:
         ("gfx942", 512): ("fwd", "bwd"),
     }
     lengths = {"sm_90": (33, 64, 512, 1024, 4096, 4095, 8192, 16384, 65536)}
-    return [
-        pytest.param(
-            arch, N, call, id=f"{arch}-{N}-{call}",
-            marks=() if call in always.get((arch, N), ()) else (pytest.mark.slow,),
-        )
-        for arch in GENERATIONS
-        for N in lengths.get(arch, (33, 512, 4096, 16384, 65536))
-        for call in CALLS
-    ]  # fmt: skip
+    cases = []
+    for arch in GENERATIONS:
+        sizes = lengths.get(arch, (33, 512, 4096, 16384, 65536))
+        pairs = in_turns(arch, sizes, CALLS, whole=(512, 16384) if arch == "sm_90" else ())
+        for N in sizes:
+            for call in CALLS:
+                short = call in always.get((arch, N), ())
+                if short or (N, call) in pairs:
+                    marks = () if short else (pytest.mark.slow,)
+                    cases.append(pytest.param(arch, N, call, id=f"{arch}-{N}-{call}", marks=marks))
+    return cases
 
 
 @compiles
@@ -471,7 +474,9 @@ _IN_STEPS = {"eight": (1000, BF16, 128), "four": (1004, BF16, 64), "four_fp32": 
 
 
 @compiles
-@pytest.mark.parametrize("steps", _IN_STEPS)
+@pytest.mark.parametrize(
+    "steps", ["eight", *(pytest.param(s, marks=pytest.mark.slow) for s in ("four", "four_fp32"))]
+)
 def test_rows_in_steps_of_four_and_eight_move_in_vectors(steps: str) -> None:
     """Triton alone would see alignment in multiples of 16, and single elements in all others."""
     N, dtype, bits = _IN_STEPS[steps]

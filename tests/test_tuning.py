@@ -35,6 +35,7 @@ for task in tasks:
 """
 
 
+@pytest.mark.slow
 def test_tuning_of_norms_and_ffn_times_only_what_is_right() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TUNING], capture_output=True, text=True, cwd=ROOT,

@@ -32,9 +32,11 @@ from compiled_kernels import (
     TENSOR,
     compiled_for,
     compiles,
+    in_turns,
     instructions,
     loops,
     spilled,
+    spills_and_registers,
 )
 
 from fastattn.ops.attention import config_bwd, prepared, reference, spec, spec_varlen
@@ -209,6 +211,7 @@ _SHAPES = {
     "lengths": {"M": 70, "causal": True, "key_lengths": [70, 33], "query_lengths": [65, 70]},
     "mask": {"M": 70, "N": 66, "mask": "rows BMN"},
     "mask in steps of eight": {"M": 70, "N": 72, "mask": "min HMN"},
+    "mask of one column": {"M": 70, "N": 50, "mask": "bool BM"},
     "dropout": {"H": 1, "M": 70, "N": 50, "dropout_p": 0.25},
 }
 
@@ -565,7 +568,7 @@ def _examine(kernel: Any, arch: str) -> None:
     assert spilled(kernel) <= 384, name
 
 
-# What runs always, and what the slow run adds: two features everywhere, on Hopper all of them.
+# What runs always; the slow run adds two features elsewhere, on Hopper all of them.
 _ALWAYS = {
     ("sm_90", 64): ("plain", "causal", "bool"),
     ("sm_90", 128): ("causal", "bias"),
@@ -580,11 +583,15 @@ _ALWAYS = {
 
 def _shipped() -> list[Any]:
     cases = []
+    sizes = (64, 80, 128, 192, 256)
     for arch in TARGETS:
-        for D in (64, 80, 128, 192, 256):
+        hopper = arch == "sm_90"
+        features = FEATURES if hopper else ("causal", "bool")
+        pairs = in_turns(arch, sizes, features, whole=(64,) if hopper else ())
+        for D in sizes:
             for feature in FEATURES:
                 always = feature in _ALWAYS.get((arch, D), ())
-                if not (always or feature in ("causal", "bool") or (arch == "sm_90" and D != 192)):
+                if not always and (D, feature) not in pairs:
                     continue
                 marks = () if always else (pytest.mark.slow,)
                 id = f"{arch}-{D}-{feature}"
@@ -631,15 +638,50 @@ def test_packed_compiles(arch: str, dropout_p: float) -> None:
 
 
 @compiles
+@pytest.mark.parametrize("left", [-1, pytest.param(200, id="window")])
 @pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int) -> None:
+def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int, left: int) -> None:
     """A copy for every row takes registers that dk and dv of 128 columns leave nobody."""
     with compiled_for("sm_90") as found:
-        _launch_packed(128, heads=heads)
+        _launch_packed(128, heads=heads, left=left)
     dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
     full_tiles = loops(dkdv)[0]
     assert _count(r"\bLDGSTS\S*\.128", full_tiles) == _count(r"\bLDGSTS", full_tiles) > 0
     assert _count(r"\b(STL|LDL)", full_tiles) <= 4
+
+
+@compiles
+@pytest.mark.parametrize("dropout_p", [0.0, pytest.param(0.1, id="dropout")])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_programs_of_dq_share_a_core(packed: bool, dropout_p: float) -> None:
+    with compiled_for("sm_90") as found:
+        if packed:
+            _launch_packed(64, heads=8, dropout_p=dropout_p)
+        else:
+            _launch(64, key_lengths=1, query_lengths=True, causal=2, dropout_p=dropout_p)
+    dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
+    _examine(dq, "sm_90")
+    registers, threads = spills_and_registers(dq)[1], dq.metadata.num_warps * 32
+    assert 2 * registers * threads <= 1 << 16
+    assert 2 * dq.metadata.shared <= SHARED_MEMORY["sm_90"]
+
+
+@compiles
+def test_fp32_pads_small_head_dims_to_one_tile() -> None:
+    """Two tiles triple the instructions, and spill."""
+    with compiled_for("sm_80") as found:
+        _launch(40, 64, dtype=torch.float32, causal=2)
+    for kernel in found:
+        _examine(kernel, "sm_80")
+
+
+@compiles
+def test_odd_strides_spill_nothing() -> None:
+    """The addresses of single elements get all registers there are."""
+    with compiled_for("sm_90") as found:
+        _launch(57, M=1001, N=999, causal=2)
+    for kernel in found:
+        _examine(kernel, "sm_90")
 
 
 @compiles

@@ -18,6 +18,7 @@ from compiled_kernels import (
     TENSOR,
     compiled_for,
     compiles,
+    in_turns,
     instructions,
     spilled,
 )
@@ -35,6 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "row_lengths": {"key_lengths": 2, "causal": 1},
     "bool": {"mask": (torch.bool, (1, 1, 1024, 1024))},
     "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
+    "column": {"mask": (torch.bool, (2, 1, 1024, 1))},
     "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
     "prepared": {"mask": (torch.bool, (1, 1, 1024, 1024)), "words": True},
     "dropout": {"dropout_p": 0.1, "causal": 2},
@@ -90,9 +92,9 @@ def _tolerated_spills(D: int, feature: str) -> int:
 
 
 def _shipped() -> list[Any]:
-    """(arch, head dim, feature); all combinations in the slow run, a cross-section always."""
+    """(arch, head dim, feature): a cross-section always, a wider one in the slow run."""
     always = {
-        ("sm_90", 64): ("plain", "causal", "lengths", "bool", "bias", "dropout"),
+        ("sm_90", 64): ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
         ("sm_90", 128): ("plain", "causal", "lengths", "bias"),
         ("sm_90", 256): ("causal",),
         ("sm_90", 80): ("causal",),
@@ -105,9 +107,14 @@ def _shipped() -> list[Any]:
     }
     cases = []
     for arch in GENERATIONS:
-        for D in (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256):
+        sizes = (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256)
+        pairs = in_turns(arch, sizes, FEATURES, whole=(64,) if arch == "sm_90" else ())
+        for D in sizes:
             for feature in FEATURES:
-                marks = () if feature in always.get((arch, D), ()) else (pytest.mark.slow,)
+                short = feature in always.get((arch, D), ())
+                if not short and (D, feature) not in pairs:
+                    continue
+                marks = () if short else (pytest.mark.slow,)
                 cases.append(
                     pytest.param(arch, D, feature, marks=marks, id=f"{arch}-{D}-{feature}")
                 )
@@ -140,6 +147,22 @@ def test_fp32_compiles(arch: str, D: int) -> None:
 
 
 @compiles
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dtype": torch.float32, "causal": 2}, id="fp32"),
+        pytest.param({"M": 1}, id="one query"),
+    ],
+)
+def test_no_smaller_head_dim_takes_more_products(options: dict[str, Any]) -> None:
+    with compiled_for("sm_80") as found:
+        _launch(80, **options)
+        _launch(128, **options)
+    small, large = (_tensor_instructions(kernel, "sm_80") for kernel in found)
+    assert 0 < small <= large
+
+
+@compiles
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_packed_compiles(arch: str) -> None:
     q = torch.empty(4096, 8, 64, dtype=torch.bfloat16, device="meta")
@@ -162,6 +185,14 @@ def test_masks_in_steps_of_eight_are_read_in_vectors(dtype: torch.dtype) -> None
     """An address for every element would spill."""
     with compiled_for("sm_90") as found:
         _launch(64, M=1000, N=1016, mask=(dtype, (1, 4, 1000, 1016)))
+    assert spilled(found[-1]) == 0
+
+
+@compiles
+def test_odd_strides_under_a_mask_spill_nothing() -> None:
+    """The addresses of single elements get all registers there are."""
+    with compiled_for("sm_90") as found:
+        _launch(57, mask=(torch.bool, (1, 1, 1024, 1024)))
     assert spilled(found[-1]) == 0
 
 

@@ -18,7 +18,8 @@ class ForwardConfig:
     stages: depth of the load pipeline over full and partial tiles; edge_stages: over edge tiles.
     overlap: of a tile's exponentials with products, within a program: 0 none (other programs on the
     same core must), 1 with the next scores, 2 with the last values.
-    tma: K and V through tensor descriptors. precision: of fp32 products, never plain TF32.
+    tma: K and V through tensor descriptors. maxnreg: a cap on registers a thread. precision: of
+    fp32 products, never plain TF32.
     whole: head dims are one tile, padded, even where two would pad less.
     """
 
@@ -37,10 +38,14 @@ class ForwardConfig:
         """The two tiles of a head dim; the second may be 0."""
         return (max(16, 1 << (width - 1).bit_length()), 0) if self.whole else split_width(width)
 
-    def options(self) -> dict[str, int]:
-        """Launch options of the kernel."""
+    def options(self, vectors: bool) -> dict[str, int]:
+        """Launch options of the kernel. vectors: K and V are read in whole vectors, else an address
+        for every element wants the registers beyond the cap.
+        """
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+        if self.maxnreg is not None and vectors:
+            options["maxnreg"] = self.maxnreg
+        return options
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,7 @@ _HALF = {
     # programs of 8 warps) ptxas serialises the products of head dim 128 (C7512).
     ("hopper", 64, False): ForwardConfig(128, 128, 8, 2, 2, tma=True, overlap=1),
     # Under dense masks of D = 64 two programs share a core. Full tiles spill nothing; partial and
-    # edge tiles of a mask of one column spill (99 to 134 instructions), edge tiles of others less
-    # (up to 53).
+    # edge tiles spill where masks are read element by element (12 to 57 instructions).
     ("hopper", 64, True): ForwardConfig(128, 64, 8, 4, 2, tma=True, maxnreg=128, overlap=2),
     ("hopper", 128, False): ForwardConfig(128, 64, 8, 3, 2, tma=True, overlap=1),
     ("hopper", 128, True): ForwardConfig(128, 64, 8, 3, 2, tma=True, overlap=2),
@@ -101,7 +105,8 @@ _HALF = {
 _SINGLE = {
     # Three TF32 products for one: correct to fp32's last bits and several times faster than FMA.
     ("nvidia", 64): ForwardConfig(64, 32, 4, 2, 1, precision="tf32x3"),
-    ("nvidia", 128): ForwardConfig(32, 32, 4, 2, 1, precision="tf32x3"),
+    # D = 80 as two tiles is 1890 instructions a key tile, padded to one 1197.
+    ("nvidia", 128): ForwardConfig(32, 32, 4, 2, 1, precision="tf32x3", whole=True),
     ("nvidia", 256): ForwardConfig(32, 16, 4, 1, 1, precision="tf32x3"),
     # The matrix cores multiply fp32 as it is.
     ("amd", 64): ForwardConfig(64, 32, 4, 1, 1),
@@ -141,6 +146,10 @@ def forward_config(
         # Several tiles of such a mask on their way need more shared memory than there is.
         row = replace(row, stages=1, edge_stages=1, maxnreg=None)
     if M <= 16:
+        # Four warps cannot share a second tile of 16 columns: on sm_90 a key tile of D = 80 is 413
+        # instructions, padded to one tile 273.
+        narrow = width <= 128 and 16 in (split_width(D)[1], split_width(E)[1])
+        row = replace(row, whole=row.whole or narrow)
         # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
         return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)
     if M <= 64 and row.BLOCK_M > 64:

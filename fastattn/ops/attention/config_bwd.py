@@ -25,7 +25,8 @@ class BwdTile:
 
     stages: depth of the load pipeline of the loops over full and partial tiles; edge_stages: of the
     loop over edge tiles. tma: what the loops read comes through tensor descriptors. late: dkdv
-    computes dp before p. maxnreg: a cap on registers a thread.
+    computes dp before p. maxnreg: a cap on registers a thread; pointers in place of descriptors
+    would not fit below it.
     """
 
     block_m: int
@@ -37,10 +38,12 @@ class BwdTile:
     edge_stages: int = 1
     maxnreg: int | None = None
 
-    def options(self) -> dict[str, Any]:
-        """Launch options of the kernel."""
+    def options(self, tma: bool) -> dict[str, Any]:
+        """Launch options of the kernel. tma: descriptors cover the call's tensors."""
         options: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+        if self.maxnreg is not None and (tma or not self.tma):
+            options["maxnreg"] = self.maxnreg
+        return options
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,13 @@ _INTERPRETER: _Rows = (
 # Hopper: two warpgroups of 64 rows each. Descriptors save 20 to 60 registers over pointers, but
 # where several loops use them they are kept in more registers than pointers are.
 _SM90: _Rows = (
-    # dq 122 registers, so two programs an SM; dkdv 194. With dropout their loops over full tiles
-    # are 435 and 521 instructions, without 266 and 325.
-    (64, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
+    # dq 128 registers, so two programs an SM (up to 163 without the cap, which spills nothing in
+    # loops over full tiles, up to 8 under dropout over edge tiles); dkdv 194. With dropout their
+    # loops over full tiles are 432 and 521 instructions, without 266 and 325.
+    (64, _C(_T(128, 64, 8, 3, tma=True, maxnreg=128), _T(64, 128, 8, 3, tma=True))),
     # dq 181, dkdv 255. Its loop over full tiles is 349 to 371 instructions, and spills where more
-    # than its accumulators stays: 0 to 2 for grouped heads, packed sequences or lengths; 2 to 6 for
-    # padded windows, 1 to 13 for packed ones; with dropout 0 to 13 padded, 1 to 24 packed.
+    # than its accumulators stays: 0 to 2 for grouped heads, packed sequences, lengths or padded
+    # windows, up to 4 for packed windows; with dropout 0 to 15 padded, 1 to 20 packed.
     (128, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
     # One accumulator [128, 256] at a time; with both every tile spills 42 words.
     (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2), separate=True)),
@@ -127,8 +131,10 @@ _SMALL: _Rows = (
 )
 
 # fp32 as three TF32 products; "ieee" runs beside the tensor cores and takes ptxas 40 s at D = 128.
+# Small tiles of so many warps repeat each other's products: dkdv's loop is 2258 instructions where
+# D = 40 is two tiles, 808 where it is one.
 _FP32: _Rows = (
-    (64, _C(_T(32, 32, 4, 1), _T(32, 32, 8, 1), precision="tf32x3")),
+    (64, _C(_T(32, 32, 4, 1), _T(32, 32, 8, 1), precision="tf32x3", halves=64)),
     (96, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", halves=128)),
     (128, _C(_T(32, 32, 8, 1), _T(32, 32, 8, 1), precision="tf32x3", halves=64)),
     (256, _C(_T(16, 32, 8, 1), _T(32, 16, 8, 1), True, "tf32x3", halves=128)),

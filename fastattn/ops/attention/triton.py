@@ -45,6 +45,7 @@ from fastattn.ops.attention.triton_tiles import (
     mask_shape,
     packed_band,
     prepared_lister,
+    shared_lines,
     tile_lists,
 )
 
@@ -197,11 +198,12 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
         MASK_UNIT=mask_unit,
         DENSE=mask is not None,
         BIAS=mask is not None and mask.dtype != torch.bool,
-        ROWS_SHARED=shape is not None and shape.sizes[2] == 1,
+        SHARED=0 if shape is None else shared_lines(shape),
         DEAD_KEYS=_dead_keys(call, limits),
         RAGGED=N % c.BLOCK_N != 0,
     )  # fmt: skip
-    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **c.options())
+    options = c.options(vectors=aligned and constants["STRIDE_UNIT"] > 1)
+    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * B * H
     return _Plan(attend.over(programs), classify, _hash_columns(call.dropout_p, N))
 
@@ -257,7 +259,7 @@ def _constants(
     MASK_UNIT: int = 1,
     DENSE: bool = False,
     BIAS: bool = False,
-    ROWS_SHARED: bool = False,
+    SHARED: int = 0,
     DEAD_KEYS: bool = True,
     FROM_END: bool = False,
     RAGGED: bool = True,
@@ -274,7 +276,7 @@ def _constants(
         "QUERY_LENGTHS": QUERY_LENGTHS,
         "DENSE": DENSE,
         "BIAS": BIAS,
-        "ROWS_SHARED": ROWS_SHARED,
+        "SHARED": SHARED,
         "DEAD_KEYS": DEAD_KEYS,
         "FROM_END": FROM_END,
         "DROPOUT": dropout_kind(q, dropout_p),
@@ -354,6 +356,7 @@ def _bind_packed(call: PackedForwardCall, out: Tensor, aligned: bool) -> _Plan:
         c, strides, limits, q, E, call.scale, call.dropout_p, described[3] is not None,
         KEY_LENGTHS=3, FROM_END=call.causal == 2,
     )  # fmt: skip
-    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **c.options())
+    options = c.options(vectors=aligned and constants["STRIDE_UNIT"] > 1)
+    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * entries * H
     return _Plan(attend.over(programs), None, _hash_columns(call.dropout_p, N))

@@ -32,7 +32,12 @@ from fastattn.ops.attention.triton_operands import (
     stride_unit,
     templates,
 )
-from fastattn.ops.attention.triton_tiles import column_hasher, dropout_numbers
+from fastattn.ops.attention.triton_tiles import (
+    ROWS,
+    column_hasher,
+    dropout_numbers,
+    shared_lines,
+)
 
 # One tile of keys, and a band of few: summing delta over them once more costs next to nothing.
 _ONE_TILE, _FEW_KEYS = 64, 16
@@ -229,7 +234,7 @@ class _Binder:
             "BIAS": bias,
             # The lowest value of these makes exp of any score 0, without a comparison.
             "BY_VALUE": mask is not None and mask.dtype in (torch.bfloat16, torch.float32),
-            "ROWS_SHARED": shape is not None and shape.sizes[2] == 1,
+            "SHARED": 0 if shape is None else shared_lines(shape),
             "DROPOUT": dropout_kind(self.call.q, self.call.dropout_p),
             "NATURAL": self.call.q.dtype == torch.float32 or bias,
         }
@@ -299,7 +304,7 @@ class _Binder:
                 **self.sizes(tile),
             },
             self.described(5, call.k, read_v, tile.block_n, tma),
-            **tile.options(),
+            **tile.options(tma),
         )  # fmt: skip
         return launch.over(triton.cdiv(self.M, tile.block_m) * heads)
 
@@ -340,7 +345,7 @@ class _Binder:
                 **self.sizes(tile),
             },
             self.described(4, call.q, call.dout, tile.block_m, tma),
-            **tile.options(),
+            **tile.options(tma),
         )  # fmt: skip
         return launch.over(triton.cdiv(self.N, tile.block_n) * heads)
 
@@ -374,7 +379,7 @@ class _Binder:
                 "STRIDE_UNIT": self.unit,
                 "HAS_DOUT": self.call.dout is not None,
                 **self.restrictions,
-                "ROWS_SHARED": of_mask["ROWS_SHARED"],
+                "ROWS_SHARED": of_mask["SHARED"] == ROWS.value,
                 "DROPOUT": of_mask["DROPOUT"],
                 "SUM_ROWS": sm == 1,
                 "SUM_COLUMNS": sn == 1,

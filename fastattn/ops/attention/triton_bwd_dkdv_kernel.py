@@ -27,6 +27,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     weights,
 )
 from fastattn.ops.attention.triton_tiles import (
+    COLUMNS,
     EDGE,
     FULL,
     LIST_HEADER,
@@ -91,7 +92,7 @@ def dkdv_tile(
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     BY_VALUE: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr,
     KEY_LENGTHS: tl.constexpr,
@@ -170,13 +171,12 @@ def dkdv_tile(
             allowed = allowed & (j[:, None] >= row_begin)
         if DENSE:
             dense, bias = load_mask(
-                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, keys_left, ROWS_SHARED
+                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, keys_left, SHARED
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        allowed, bias = load_partial(
-            mask_ptr, rows, columns, columns < keys_left, stride_mm, stride_mn, ROWS_SHARED
-        )
+        inside = rows < M - m_start if SHARED == COLUMNS else columns < keys_left
+        allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(s, lse[None, :], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0)
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
         p = tl.where(allowed, p, 0.0)
@@ -317,7 +317,7 @@ def attention_bwd_dkdv_kernel(
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     BY_VALUE: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
+    SHARED: tl.constexpr,
     DROPOUT: tl.constexpr,
     NATURAL: tl.constexpr,
     EDGES: tl.constexpr,
@@ -426,8 +426,8 @@ def attention_bwd_dkdv_kernel(
 
     # -- every query head of the group in turn
     # A pointer that the loop over full tiles moves on takes fewer registers than an offset for
-    # every tile, but more where the first of them may be any.
-    MOVING: tl.constexpr = not LISTS and not HAS_LOW
+    # every tile.
+    MOVING: tl.constexpr = not LISTS
     for g in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + g
         h64 = h.to(tl.int64)
@@ -482,7 +482,7 @@ def attention_bwd_dkdv_kernel(
                 stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                 stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
                 tile_row_keys, column_keys, threshold, score_scale, shift, FULL, LISTS, MOVING,
-                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
                 HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E,
                 E0, E1, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -501,7 +501,7 @@ def attention_bwd_dkdv_kernel(
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
                     row_keys, column_keys, threshold, score_scale, shift, PARTIAL, LISTS, MOVING,
-                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                    DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
                     HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
                     E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
@@ -518,7 +518,7 @@ def attention_bwd_dkdv_kernel(
                     stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
                     stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
                     row_keys, column_keys, threshold, score_scale, shift, EDGE, LISTS, MOVING,
-                    DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+                    DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
                     HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
                     E, E0, E1, BLOCK_M, BLOCK_N,
                 )  # fmt: skip

@@ -11,9 +11,11 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import (
     dropout_kept,
     dropout_row_base,
+    kept_bits,
     load_keys,
     unit_keys,
     unit_rows,
+    zero_dropped,
 )
 from fastattn.ops.attention.triton_bwd_parts import (
     load_part,
@@ -30,6 +32,7 @@ from fastattn.ops.attention.triton_tiles import (
     LOG2E,
     NEG_INF,
     PARTIAL,
+    ROWS,
     clamped_length,
     key_bounds,
     load_mask,
@@ -87,7 +90,7 @@ def dq_tile(
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     BY_VALUE: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_LOW: tl.constexpr,
     DROPOUT: tl.constexpr,
     HAS_DOUT: tl.constexpr,
@@ -151,14 +154,12 @@ def dq_tile(
             allowed = allowed & (j[None, :] >= row_begin[:, None])
         if DENSE:
             dense, bias = load_mask(
-                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start, ROWS_SHARED
+                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start, SHARED
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = columns < N - n_start if ROWS_SHARED else rows < M - m_start
-        allowed, bias = load_partial(
-            mask_ptr, rows, columns, inside, stride_mm, stride_mn, ROWS_SHARED
-        )
+        inside = columns < N - n_start if SHARED == ROWS else rows < M - m_start
+        allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(
         s, lse[:, None], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0 and not SUM
     )
@@ -166,8 +167,12 @@ def dq_tile(
         p = tl.where(allowed, p, 0.0)
     if HAS_DOUT and DROPOUT:
         column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
-        keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
-        dp = tl.where(keep, dp, 0.0)
+        if DROPOUT == 2:
+            bits = kept_bits(row_keys, column_keys, threshold, BLOCK_M, BLOCK_N)
+            dp = zero_dropped(dp, bits, rows, columns)
+        else:
+            keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp, 0.0)
     if SUM:
         dq0 += tl.sum(p * dp, 1)
     else:
@@ -276,7 +281,7 @@ def attention_bwd_dq_kernel(
     DENSE: tl.constexpr,
     BIAS: tl.constexpr,
     BY_VALUE: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
+    SHARED: tl.constexpr,
     DROPOUT: tl.constexpr,
     NATURAL: tl.constexpr,
     EDGES: tl.constexpr,
@@ -417,7 +422,7 @@ def attention_bwd_dq_kernel(
                 stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
                 row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE, LISTS, FACTOR_M,
-                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
+                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
                 TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
             )  # fmt: skip
     elif HAS_DOUT:
@@ -461,7 +466,7 @@ def attention_bwd_dq_kernel(
                 stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
                 base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
                 row_keys, column_keys_ptr, threshold, score_scale, shift, FULL, LISTS, FACTOR_M,
-                DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
+                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
                 TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
         if DENSE:
@@ -476,7 +481,7 @@ def attention_bwd_dq_kernel(
                     stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
                     touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, PARTIAL,
-                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,
                 )  # fmt: skip
@@ -493,7 +498,7 @@ def attention_bwd_dq_kernel(
                     stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
                     stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
                     touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE,
-                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, ROWS_SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
+                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
                     NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
                     False,
                 )  # fmt: skip

@@ -30,6 +30,10 @@ PARTIAL = tl.constexpr(1)
 EDGE = tl.constexpr(2)
 LIST_HEADER = tl.constexpr(4)
 
+# What one line of a mask serves, if anything: all queries or all keys.
+ROWS = tl.constexpr(1)
+COLUMNS = tl.constexpr(2)
+
 # A prepared mask's words (prepared.py). A tile outside the mask has no lines and misses none.
 TILE = tl.constexpr(prepared.TILE)
 KEYS = tl.constexpr(prepared.KEYS)
@@ -250,19 +254,31 @@ def blocked_value(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, ROWS_SHARED: tl.constexpr):
+def mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED: tl.constexpr):
+    """Of the pairs i, j, one of a line that SHARED says serves all."""
+    if SHARED == ROWS:
+        return tile_ptr + j * stride_mn
+    elif SHARED == COLUMNS:
+        return tile_ptr + i * stride_mm
+    else:
+        return tile_ptr + i * stride_mm + j * stride_mn
+
+
+@triton.jit
+def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, SHARED: tl.constexpr):
     """(allowed, bias) of the pairs i, j counted from the tile's corner, where tile_ptr points.
 
     bias is 0.0 for a boolean mask. Pairs outside [rows, columns], which is what the mask has left
-    from the corner on, are not allowed. With ROWS_SHARED (one mask row serves all queries,
-    stride_mm is 0) i and rows do not matter and the results have one row.
+    from the corner on, are not allowed. Where one row serves all queries i and rows do not matter,
+    and the results have one row; where one column serves all keys, the bias has one column.
     """
-    if ROWS_SHARED:
+    ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
+    if SHARED == ROWS:
         inside = j < columns
-        ptrs = tile_ptr + j * stride_mn
+    elif SHARED == COLUMNS:
+        inside = i < rows
     else:
         inside = (i < rows) & (j < columns)
-        ptrs = tile_ptr + i * stride_mm + j * stride_mn
     if tile_ptr.dtype.element_ty == tl.int1:
         allowed = tl.load(ptrs, mask=inside, other=0) != 0
         bias = 0.0
@@ -275,17 +291,16 @@ def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, ROWS_SHARED: 
         else:
             bias = value.to(tl.float32)
             allowed = inside & ~(bias <= blocked_value(tile_ptr.dtype.element_ty))
+    if SHARED == COLUMNS:
+        allowed = allowed & (j < columns)
     return allowed, bias
 
 
 @triton.jit
-def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, ROWS_SHARED: tl.constexpr):
+def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, SHARED: tl.constexpr):
     """(allowed, bias) as load_mask, of a partial tile: only lines that nothing is summed over may
-    lie outside `inside`."""
-    if ROWS_SHARED:
-        ptrs = tile_ptr + j * stride_mn
-    else:
-        ptrs = tile_ptr + i * stride_mm + j * stride_mn
+    lie outside `inside`. Where one line serves all, the results have one."""
+    ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
     value = tl.load(ptrs, mask=inside, other=0)
     if tile_ptr.dtype.element_ty == tl.int1:
         return value != 0, 0.0
@@ -308,6 +323,13 @@ def mask_shape(mask: torch.Tensor) -> MaskShape:
     pairs = list(zip(mask.shape, mask.stride(), strict=True))
     sizes = tuple(1 if stride == 0 else size for size, stride in pairs)
     return MaskShape(sizes, tuple(0 if size == 1 else stride for size, stride in pairs))
+
+
+def shared_lines(mask: MaskShape) -> int:
+    """SHARED of the kernels: ROWS, COLUMNS or 0."""
+    if mask.sizes[2] == 1:
+        return ROWS.value
+    return COLUMNS.value if mask.sizes[3] == 1 else 0
 
 
 class TileLists(NamedTuple):
@@ -368,10 +390,8 @@ def classify_mask_kernel(
     mask_ptr += batch_head // heads * stride_mb + batch_head % heads * stride_mh
     lists_ptr += pid.to(tl.int64) * (LIST_HEADER + 3 * inner)
     # A broadcast dimension is read as one line that stands for all.
-    ROWS: tl.constexpr = 1 if ROWS_SHARED else BLOCK_M
-    COLUMNS: tl.constexpr = 1 if COLUMNS_SHARED else BLOCK_N
-    i = tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, COLUMNS)[None, :]
+    i = tl.arange(0, 1 if ROWS_SHARED else BLOCK_M)[:, None]
+    j = tl.arange(0, 1 if COLUMNS_SHARED else BLOCK_N)[None, :]
     n_full = 0
     n_partial = 0
     n_edge = 0

@@ -1,0 +1,281 @@
+"""One step of attention's forward in Triton: what a tile of queries does with a tile of keys.
+
+`attend_tile` reads as the step does: scores, restrictions, online softmax, product with the values.
+What a program has in hand goes from function to function in three tuples: the Case it is compiled
+for, the Operands that it only reads, and the Sums of its rows. Softmax is in base 2, but the
+running maximum stays in natural units, because an additive mask may come close to the largest
+finite number.
+"""
+
+# Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: E741
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastattn.ops._triton_dropout import dropout_kept, kept_bits, load_keys, zero_dropped
+from fastattn.ops.attention.triton_tiles import (
+    EDGE,
+    FULL,
+    LOG2E,
+    NEG_INF,
+    PARTIAL,
+    ROWS,
+    load_mask,
+    load_partial,
+    load_tile,
+)
+
+# -- what a program has in hand -------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What is known to the compiler. D columns of q and k are on chip as tiles of D0 and D1 (or 0),
+    E of v as E0 and E1. PACKED: sequences lie one behind the other. ARITHMETIC: lengths, causality
+    or a window restrict rows. HOLES: some key between others may have no row in the tile.
+    DEAD_KEYS: there may be keys that no query attends. DROPOUT: 0 none, 1 on any GPU, 2 with an
+    instruction of NVIDIA's.
+    """
+
+    PACKED: Any
+    DENSE: Any
+    BIAS: Any
+    SHARED: Any
+    MASK_UNIT: Any
+    ARITHMETIC: Any
+    HOLES: Any
+    DEAD_KEYS: Any
+    DROPOUT: Any
+    TMA: Any
+    PRECISION: Any
+    D: Any
+    D0: Any
+    D1: Any
+    E: Any
+    E0: Any
+    E1: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+
+
+class Source(NamedTuple):
+    """Keys or values of one head, from key 0 at ptr; or, with TMA, through desc: of head `head` in
+    batch b or, PACKED, from its row `start` on.
+    """
+
+    ptr: Any
+    stride: Any
+    desc: Any
+    b: Any
+    head: Any
+    start: Any
+
+
+class Mask(NamedTuple):
+    """The dense mask [M, N], from its row m_start on."""
+
+    ptr: Any
+    stride_m: Any
+    stride_n: Any
+    M: Any
+    N: Any
+    m_start: Any
+
+
+class Reach(NamedTuple):
+    """Keys by arithmetic: [row_begin, row_end) [BLOCK_M] of each row, none outside [begin, end)."""
+
+    row_begin: Any
+    row_end: Any
+    begin: Any
+    end: Any
+
+
+class Dropout(NamedTuple):
+    row_keys: Any
+    column_keys_ptr: Any
+    threshold: Any
+
+
+class Operands(NamedTuple):
+    """scale is positive. q1 is used where there is D1."""
+
+    q0: Any
+    q1: Any
+    k: Source
+    v: Source
+    mask: Mask
+    reach: Reach
+    dropout: Dropout
+    scale: Any
+
+
+class Sums(NamedTuple):
+    """Of every row: the maximum m of its scores, l = Σ p and acc = Σ p v of the weights against m;
+    acc1 is used where there is E1.
+    """
+
+    m: Any
+    l: Any
+    acc0: Any
+    acc1: Any
+
+
+# -- the parts of a step --------------------------------------------------------------------------
+
+
+@triton.jit
+def load_lines(
+    x,
+    n_start,
+    touched,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    CASE: tl.constexpr,
+):
+    """[BLOCK_N, WIDTH] from line n_start and column START of a Source. MASKED: what is not touched
+    is 0, without TMA.
+    """
+    if CASE.TMA and CASE.PACKED:
+        return x.desc.load([x.start + n_start, x.head, START]).reshape([CASE.BLOCK_N, WIDTH])
+    elif CASE.TMA:
+        return x.desc.load([x.b, x.head, n_start, START]).reshape([CASE.BLOCK_N, WIDTH])
+    else:
+        ptr = x.ptr + n_start.to(tl.int64) * x.stride
+        return load_tile(ptr, x.stride, touched, CASE.BLOCK_N, START, WIDTH, LIMIT, MASKED)
+
+
+@triton.jit
+def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
+    """q kᵀ of the keys from n_start on, unscaled: [BLOCK_M, BLOCK_N]."""
+    k0 = load_lines(given.k, n_start, touched, 0, CASE.D0, CASE.D, MASKED, CASE)
+    s = tl.dot(given.q0, tl.trans(k0), input_precision=CASE.PRECISION)
+    if CASE.D1 > 0:
+        k1 = load_lines(given.k, n_start, touched, CASE.D0, CASE.D1, CASE.D, MASKED, CASE)
+        s = tl.dot(given.q1, tl.trans(k1), s, input_precision=CASE.PRECISION)
+    return s
+
+
+@triton.jit
+def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constexpr):
+    """(scores, -inf where nothing may be attended; what may be). Scaled if there is a bias."""
+    allowed = tl.full([CASE.BLOCK_M, CASE.BLOCK_N], True, tl.int1)
+    if CASE.DENSE:
+        mask = given.mask
+        local_i = tl.arange(0, CASE.BLOCK_M)[:, None]
+        local_j = tl.arange(0, CASE.BLOCK_N)[None, :]
+        ptr = mask.ptr + n_start.to(tl.int64) * mask.stride_n
+        rows = mask.M - mask.m_start
+        columns = mask.N - n_start
+        if KIND == PARTIAL and CASE.MASK_UNIT > 1:
+            inside = local_j < columns if CASE.SHARED == ROWS else local_i < rows
+            dense, bias = load_partial(
+                ptr, local_i, local_j, inside, mask.stride_m, mask.stride_n, CASE.SHARED
+            )
+        else:
+            dense, bias = load_mask(
+                ptr, local_i, local_j, mask.stride_m, mask.stride_n, rows, columns, CASE.SHARED
+            )
+        allowed = allowed & dense
+        if CASE.BIAS:
+            s = s * given.scale + bias
+    if KIND == EDGE:
+        if CASE.ARITHMETIC:
+            after = j[None, :] >= given.reach.row_begin[:, None]
+            allowed = allowed & after & (j[None, :] < given.reach.row_end[:, None])
+        elif not CASE.DENSE:
+            allowed = allowed & touched[None, :]
+    return tl.where(allowed, s, NEG_INF), allowed
+
+
+@triton.jit
+def online_softmax(s, m, l, given, n_start, SCALED: tl.constexpr, CASE: tl.constexpr):
+    """(p after dropout, alpha, m, l): weights against the new maximum m, what the old sums shrink
+    by, the sum l of the weights before dropout. SCALED: s is scaled already.
+    """
+    scale = given.scale
+    if SCALED:
+        m_new = tl.maximum(m, tl.max(s, 1))
+    else:
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    # A row without any key yet keeps -inf, and -inf - (-inf) is NaN.
+    m_finite = tl.where(m_new == NEG_INF, 0.0, m_new)
+    if SCALED:
+        p = tl.exp2((s - m_finite[:, None]) * LOG2E)
+    elif given.q0.dtype == tl.float32:
+        # Large logits would lose their last bits to a rounded m * log2(e).
+        p = tl.exp2((s * scale - m_finite[:, None]) * LOG2E)
+    else:
+        p = tl.exp2(s * (scale * LOG2E) - (m_finite * LOG2E)[:, None])
+    alpha = tl.exp2((m - m_finite) * LOG2E)
+    l = l * alpha + tl.sum(p, 1)
+    if CASE.DROPOUT:
+        p = drop(p, given, n_start, CASE)
+    return p, alpha, m_new, l
+
+
+@triton.jit
+def drop(p, given, n_start, CASE: tl.constexpr):
+    """p with 0 for what is dropped; the outputs are scaled at the end."""
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    row_keys, column_keys_ptr, threshold = given.dropout
+    column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    if CASE.DROPOUT == 2:
+        bits = kept_bits(row_keys, column_keys, threshold, BLOCK_M, BLOCK_N)
+        return zero_dropped(p.to(given.q0.dtype), bits, i, j)
+    else:
+        keep = dropout_kept(row_keys, column_keys, i, j, threshold, BLOCK_M, BLOCK_N)
+        # A zero the compiler cannot see keeps it from selecting on packed 16-bit halves.
+        return tl.where(keep, p, given.scale * 0.0)
+
+
+@triton.jit
+def add_values(
+    acc0, acc1, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr
+):
+    """alpha acc + p v of the keys from n_start on; MASKED: keys not touched count as zeros."""
+    v0 = load_lines(given.v, n_start, touched, 0, CASE.E0, CASE.E, MASKED, CASE)
+    if CASE.TMA and MASKED and CASE.DEAD_KEYS:
+        v0 = tl.where(touched[:, None], v0, 0.0)
+    p = p.to(v0.dtype)
+    acc0 = acc0 * alpha[:, None]
+    if CASE.E1 > 0:
+        v1 = load_lines(given.v, n_start, touched, CASE.E0, CASE.E1, CASE.E, MASKED, CASE)
+        # Both accumulators are ready before either product: else ptxas serialises them (C7515).
+        acc1 = acc1 * alpha[:, None]
+        acc0 = tl.dot(p, v0, acc0, input_precision=CASE.PRECISION)
+        acc1 = tl.dot(p, v1, acc1, input_precision=CASE.PRECISION)
+    else:
+        acc0 = tl.dot(p, v0, acc0, input_precision=CASE.PRECISION)
+    return acc0, acc1
+
+
+# -- the step -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
+    """The sums with those over key tile `tile`; edge tiles are read where they are touched."""
+    MASKED: tl.constexpr = KIND == EDGE
+    SCALED: tl.constexpr = CASE.BIAS and KIND != FULL
+    m, l, acc0, acc1 = sums
+    n_start = tile * CASE.BLOCK_N
+    j = n_start + tl.arange(0, CASE.BLOCK_N)
+    touched = (j >= given.reach.begin) & (j < given.reach.end)
+    s = tile_scores(given, n_start, touched, MASKED, CASE)
+    if KIND != FULL:
+        s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
+    p, alpha, m, l = online_softmax(s, m, l, given, n_start, SCALED, CASE)
+    # Where no row of the tile may look, values are not read: they may be NaN.
+    if MASKED and CASE.HOLES:
+        touched = tl.max(allowed.to(tl.int32), 0) > 0
+    acc0, acc1 = add_values(acc0, acc1, p, alpha, given, n_start, touched, MASKED, CASE)
+    return Sums(m, l, acc0, acc1)

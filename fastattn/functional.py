@@ -545,8 +545,9 @@ def linear(
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
     one dtype.
     """
-    left_to_torch = backend is None and _is_linear_left_to_torch(x)
-    if not left_to_torch and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not (
+        backend is None and _is_linear_left_to_torch(x, weight, bias)
+    ):
         if (made := LINEAR.short_road(backend, x, weight, bias)) is not None:
             return made[0]
     check_backend(backend)
@@ -556,7 +557,7 @@ def linear(
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
     check_linear_weights(x, weight, bias)
-    if left_to_torch:
+    if backend is None and _is_linear_left_to_torch(x, weight, bias):
         if not explaining():
             return F.linear(x, weight, bias)
         backend = "reference"

@@ -222,8 +222,11 @@ def test_quick_products_are_flags_of_the_processor(
     file.write_text(f"processor\t: 0\nvmx flags\t: none\nflags\t\t: fpu {flag} sse\n")
     opened = open
     monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
+    monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
     quick = [d for d in (*DTYPES, torch.float64) if _env.has_quick_products.__wrapped__(d)]
     assert quick == [dtype]
+    monkeypatch.setattr(_env.platform, "machine", lambda: "aarch64")
+    assert _env.has_quick_products.__wrapped__(dtype)
 
 
 @needs_library
@@ -343,7 +346,8 @@ def test_what_torch_does_not_keep_may_change(trained: str, taken: list[str]) -> 
     names = {"x": x, "weight": weight, "bias": bias}
     for name in trained.split():
         names[name].requires_grad_()
-    functional.quickest_linear(x, weight, bias)
+    for linear in (functional.quickest_linear, functional.linear):
+        linear(x, weight, bias)
     assert taken == []
 
 
@@ -370,6 +374,8 @@ def test_torch_answers_for_what_does_not_fit(taken: list[str]) -> None:
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         functional.quickest_linear(x, weight[:, 1:], None)
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        functional.quickest_linear(x, weight[0, 0], None)
     assert taken == []
 
 
@@ -380,3 +386,38 @@ def test_long_sums_keep_their_digits() -> None:
     weight = torch.randn(64, 64, requires_grad=True)
     (dw,) = torch.autograd.grad(fastattn.linear(x, weight), weight, dy)
     torch.testing.assert_close(dw, (dy.double().t() @ x.double()).float(), rtol=3e-6, atol=0.0)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [50, 130])
+def test_columns_before_rows(rows: int, dtype: torch.dtype) -> None:
+    """Of x and weight both; whatever product is computed, the bias is added."""
+    x, w = (torch.randn(40, n).to(dtype).t() for n in (rows, 300))
+    for bias in (torch.randn(300).to(dtype), None):
+        expected = F.linear(x.double(), w.double(), bias if bias is None else bias.double())
+        for linear in (fastattn.linear, functional.quickest_linear):
+            y = linear(x, w, bias)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-1)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_in_one_graph(dtype: torch.dtype) -> None:
+    given = [t.detach().to(dtype) for t in _layer()]
+    compiled = torch.compile(fastattn.linear, backend="eager", fullgraph=True)
+    assert compiled(*given).equal(fastattn.linear(*given, backend="cpu"))
+
+
+@needs_library
+def test_quick_products_are_asked_for_after_casting(
+    taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "has_quick_products", lambda dtype: dtype == torch.bfloat16)
+    given = [t.detach() for t in _layer()]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert functional.explain("linear", *given).chosen == "reference"
+        assert functional.linear(*given).equal(F.linear(*given))
+    with torch.autocast("cpu", torch.float16):
+        halves = [t.bfloat16() for t in given]
+        assert functional.explain("linear", *halves).chosen == "cpu"

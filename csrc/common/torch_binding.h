@@ -56,7 +56,7 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
 // threads: with small pages 81 ms, with large ones 59.)
 inline const Tensor& fresh(const Tensor& result) {
   const int64_t bytes = result.numel() * static_cast<int64_t>(result.element_size());
-  if (bytes >= kAlwaysFresh) {
+  if (bytes >= kAlwaysFresh && result.is_contiguous()) {
     ask_for_large_pages(memory_of(result, "a result"), bytes);
   }
   return result;
@@ -70,7 +70,7 @@ inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
                                                   strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &result));
-  return fresh(Tensor(result));
+  return Tensor(result);
 }
 
 // Consecutive pieces of a float32 workspace, or of `local` memory where no workspace was given.

@@ -179,7 +179,7 @@ inline Matrix inner(float* data, int64_t rows, int64_t columns, DType type) {
   return {data, rows, columns, inner_pitch(columns, type), 1};
 }
 
-// out = a b
+// out = a b, for which there is memory to pack either operand
 inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const char* name,
                       DType type) {
   Product result(type);
@@ -187,6 +187,7 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
   result.b = b;
   result.finish.out_type = type;
   result.finish.out = matrix(fresh(out), name, a.rows, b.columns, type);
+  result.either_way = true;
   return result;
 }
 

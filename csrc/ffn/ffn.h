@@ -102,6 +102,9 @@ struct Product {
   float* packed = nullptr;
   // Both operands are contiguous along the depth and read as they lie.
   bool unpacked = false;
+  // Its transpose may be computed in its place: the sums alone are stored, and there is memory to
+  // pack either operand.
+  bool either_way = false;
   Finish finish;
 
   int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }

@@ -45,10 +45,9 @@ class Team {
   int multiply(Product p, Panels& panels, int left, int right, bool by_blocks = false,
                bool in_turns = false) {
     // Of a weight's gradient, both of whose operands lie across the depth, the smaller one is
-    // packed; other results are written as they lie.
+    // packed; other gradients are written as they lie.
     const bool across = p.a.column_stride != 1 && p.b.column_stride == 1;
-    if (p.finish.kind == Finish::kStore &&
-        (across ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
+    if (p.either_way && (across ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
       const Matrix a = p.a;
       p.a = p.b.transposed();
       p.b = a.transposed();

@@ -326,7 +326,7 @@ Tensor new_contiguous(const int64_t* sizes, size_t dims, ScalarType type) {
     strides[d] = stride;
     stride *= std::max<int64_t>(sizes[d], 1);
   }
-  return new_tensor({sizes, dims}, {strides, dims}, type);
+  return fresh(new_tensor({sizes, dims}, {strides, dims}, type));
 }
 
 Tensor new_rows(const Tensor& like) {

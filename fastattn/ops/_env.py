@@ -163,8 +163,10 @@ def has_slow_blas() -> bool:
 @functools.cache
 def has_quick_products(dtype: torch.dtype) -> bool:
     """Whether the processor has instructions for products in half precision that torch's library
-    takes and the kernels here do not.
+    takes and the kernels here do not, or may have: they are written for x86.
     """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return dtype in (torch.bfloat16, torch.float16)
     wanted = {torch.bfloat16: ("amx_bf16",), torch.float16: ("amx_fp16", "avx512_fp16")}
     flags = _cpuinfo("flags").split()
     return any(flag in flags for flag in wanted.get(dtype, ()))

@@ -47,14 +47,22 @@ linear = differentiable(
 )
 
 
+def _keeps_too_much(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
+    """Whether the gradients that are wanted do not read both x and w, which the op keeps: what
+    torch does not keep may be changed in place.
+    """
+    if not torch.is_grad_enabled() or (x.requires_grad and w.requires_grad):
+        return False
+    return x.requires_grad or w.requires_grad or (b is not None and b.requires_grad)
+
+
 def is_worth_taking(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
     """Whether an eager call is faster through this op than through torch's own if it is plain, and
     the gradients that are wanted read both x and w, for both are kept.
     """
-    graph = torch.is_grad_enabled() and w.requires_grad
-    if torch.is_grad_enabled() and not (graph and x.requires_grad):
-        if graph or x.requires_grad or (b is not None and b.requires_grad):
-            return False
+    if w.dim() != 2 or _keeps_too_much(x, w, b):
+        return False
+    graph = w.requires_grad and torch.is_grad_enabled()
     return LINEAR._module("cpu").is_worth_taking(x, w, graph)
 
 
@@ -78,13 +86,15 @@ def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
     return LINEAR.would_take("cpu", args) and LINEAR.is_plain(args)
 
 
-def is_left_to_torch(x: Any) -> bool:
-    """Whether an eager call with this x that names no backend goes straight to torch's own op."""
+def is_left_to_torch(x: Any, w: Any, b: Any) -> bool:
+    """Whether an eager call that names no backend goes straight to torch's own op."""
     return (
         not torch.compiler.is_compiling()
         and isinstance(x, Tensor)
+        and isinstance(w, Tensor)
+        and (b is None or isinstance(b, Tensor))
         and x.is_cpu
-        and LINEAR._module("cpu").is_left_to_torch(x.dtype)
+        and (_keeps_too_much(x, w, b) or LINEAR._module("cpu").is_left_to_torch(x.dtype))
         and LINEAR.direct_on_cpu() is not None
     )
 
@@ -92,7 +102,7 @@ def is_left_to_torch(x: Any) -> bool:
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
     """Inside, a row's fp32 products on the CPU have the same bits among any number of rows, where
-    they are ours: not where torch's are as quick, see `suits`.
+    they are ours: not where torch's are as quick, see `is_worth_taking`.
     """
     set_to = LINEAR._module("cpu").batch_invariant
     before = set_to(True)

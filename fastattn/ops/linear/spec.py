@@ -35,7 +35,9 @@ def make_inputs(
 
     x = data(*rows, 2 * D)[..., :D] if layout == "rows" else data(*rows, D)
     weight = data(out, D, scale=max(D, 1) ** -0.5)
-    if layout == "weight":  # the last dimension is not contiguous
+    if layout == "both":
+        x = x.t().contiguous().t()
+    if layout in ("weight", "both"):  # the last dimension is not contiguous
         weight = weight.t().contiguous().t()
     elif layout == "part":  # of a larger weight, as of packed projections
         weight = data(3 * out, D, scale=max(D, 1) ** -0.5)[out : 2 * out]
@@ -60,6 +62,14 @@ SAMPLES = (
     _s("deep", "more depth than a kernel sums at once", rows=(7,), D=1100, out=19),
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows"),
     _s("weight_transposed", "a weight stored the other way", layout="weight"),
+    _s(
+        "both_transposed",
+        "neither's last dimension is contiguous",
+        layout="both",
+        rows=(50,),
+        out=150,
+    ),
+    _s("both_transposed_long", "and more rows than a block", layout="both", rows=(130,), out=150),
     _s("weight_part", "rows of a larger weight", "interpreter", layout="part"),
 )
 

@@ -115,7 +115,7 @@ _SM100: _Rows = (
 # Ampere: mma.sync, 163 KiB of shared memory.
 _SM80: _Rows = (
     (64, _C(_T(128, 64, 8, 2), _T(32, 128, 8, 2))),  # dq 186 registers, dkdv 218
-    # 255 both; 128 keys spill. Dropout under causality spills 7 in dq's loop over full tiles.
+    # 255 both; 128 keys spill.
     (128, _C(_T(64, 64, 4, 2), _T(32, 64, 4, 2))),
     (192, _C(_T(64, 32, 8, 1), _T(32, 64, 8, 1), separate=True)),  # 64 x 64 spills in dq
     (256, _C(_T(64, 64, 8, 1), _T(32, 64, 8, 1), separate=True)),  # dq 251, dk 201, dv 174
@@ -223,7 +223,8 @@ _CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...
     ("fp32", 256): ((_T(32, 32, 8, 1), _T(16, 16, 4, 1)), (_T(32, 32, 8, 1), _T(16, 16, 8, 1))),
     ("sm_90", 64): (
         (
-            _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True), _T(64, 64, 4, 3, tma=True),
+            _T(128, 64, 8, 3, tma=True), _T(128, 64, 8, 3), _T(64, 64, 4, 2, tma=True),
+            _T(64, 64, 4, 3, tma=True),
             _T(64, 64, 4, 3), _T(128, 128, 8, 2, tma=True), _T(64, 128, 4, 2, tma=True),
             _T(128, 64, 8, 2, tma=True), _T(128, 64, 8, 3, tma=True, edge_stages=2),
         ),

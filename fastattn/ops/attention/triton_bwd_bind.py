@@ -33,7 +33,7 @@ from fastattn.ops.attention.triton_operands import (
     templates,
 )
 from fastattn.ops.attention.triton_tiles import (
-    ROWS,
+    ONE_ROW,
     column_hasher,
     dropout_numbers,
     shared_lines,
@@ -379,7 +379,7 @@ class _Binder:
                 "STRIDE_UNIT": self.unit,
                 "HAS_DOUT": self.call.dout is not None,
                 **self.restrictions,
-                "ROWS_SHARED": of_mask["SHARED"] == ROWS.value,
+                "ROWS_SHARED": of_mask["SHARED"] == ONE_ROW.value,
                 "DROPOUT": of_mask["DROPOUT"],
                 "SUM_ROWS": sm == 1,
                 "SUM_COLUMNS": sn == 1,

@@ -27,11 +27,11 @@ from fastattn.ops.attention.triton_bwd_parts import (
     weights,
 )
 from fastattn.ops.attention.triton_tiles import (
-    COLUMNS,
     EDGE,
     FULL,
     LIST_HEADER,
     LOG2E,
+    ONE_COLUMN,
     PARTIAL,
     clamped_length,
     key_bounds,
@@ -175,7 +175,7 @@ def dkdv_tile(
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = rows < M - m_start if SHARED == COLUMNS else columns < keys_left
+        inside = rows < M - m_start if SHARED == ONE_COLUMN else columns < keys_left
         allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(s, lse[None, :], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0)
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):

@@ -14,6 +14,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     weights,
 )
 from fastattn.ops.attention.triton_tiles import (
+    ONE_ROW,
     clamped_length,
     key_bounds,
     load_mask,
@@ -166,7 +167,7 @@ def attention_bwd_dmask_kernel(
             mask_tile = mask_ptr + b * stride_mb + h * stride_mh + m64 * stride_mm + n64 * stride_mn
             allowed, bias = load_mask(
                 mask_tile, local_i[:, None], local_j[None, :], stride_mm, stride_mn,
-                M - m_start, N - n_start, ROWS_SHARED,
+                M - m_start, N - n_start, ONE_ROW if ROWS_SHARED else 0,
             )  # fmt: skip
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
             word = tl.load(statistics_ptr + (b * H + h) * padded_m + i)

@@ -31,8 +31,8 @@ from fastattn.ops.attention.triton_tiles import (
     LIST_HEADER,
     LOG2E,
     NEG_INF,
+    ONE_ROW,
     PARTIAL,
-    ROWS,
     clamped_length,
     key_bounds,
     load_mask,
@@ -158,7 +158,7 @@ def dq_tile(
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = columns < N - n_start if SHARED == ROWS else rows < M - m_start
+        inside = columns < N - n_start if SHARED == ONE_ROW else rows < M - m_start
         allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(
         s, lse[:, None], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0 and not SUM

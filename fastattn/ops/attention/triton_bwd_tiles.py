@@ -21,6 +21,7 @@ from fastattn.ops.attention.triton_tiles import (
     FULL,
     KEYS,
     LIST_HEADER,
+    ONE_ROW,
     PARTIAL,
     QUERIES,
     TILE,
@@ -253,8 +254,9 @@ def classify_tiles_kernel(
         mask_ptr += b * stride_mb + h * stride_mh
         mask_ptr += m_start.to(tl.int64) * stride_mm + n_start.to(tl.int64) * stride_mn
         dense, bias = load_mask(
-            mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start, ROWS_SHARED
-        )
+            mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start,
+            ONE_ROW if ROWS_SHARED else 0,
+        )  # fmt: skip
         allowed = allowed & dense
         plain = allowed
         if BIAS:

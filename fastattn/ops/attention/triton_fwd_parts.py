@@ -22,8 +22,8 @@ from fastattn.ops.attention.triton_tiles import (
     FULL,
     LOG2E,
     NEG_INF,
+    ONE_ROW,
     PARTIAL,
-    ROWS,
     load_mask,
     load_partial,
     load_tile,
@@ -173,7 +173,7 @@ def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constex
         rows = mask.M - mask.m_start
         columns = mask.N - n_start
         if KIND == PARTIAL and CASE.MASK_UNIT > 1:
-            inside = local_j < columns if CASE.SHARED == ROWS else local_i < rows
+            inside = local_j < columns if CASE.SHARED == ONE_ROW else local_i < rows
             dense, bias = load_partial(
                 ptr, local_i, local_j, inside, mask.stride_m, mask.stride_n, CASE.SHARED
             )

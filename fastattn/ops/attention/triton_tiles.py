@@ -31,8 +31,8 @@ EDGE = tl.constexpr(2)
 LIST_HEADER = tl.constexpr(4)
 
 # What one line of a mask serves, if anything: all queries or all keys.
-ROWS = tl.constexpr(1)
-COLUMNS = tl.constexpr(2)
+ONE_ROW = tl.constexpr(1)
+ONE_COLUMN = tl.constexpr(2)
 
 # A prepared mask's words (prepared.py). A tile outside the mask has no lines and misses none.
 TILE = tl.constexpr(prepared.TILE)
@@ -256,9 +256,9 @@ def blocked_value(DTYPE: tl.constexpr):
 @triton.jit
 def mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED: tl.constexpr):
     """Of the pairs i, j, one of a line that SHARED says serves all."""
-    if SHARED == ROWS:
+    if SHARED == ONE_ROW:
         return tile_ptr + j * stride_mn
-    elif SHARED == COLUMNS:
+    elif SHARED == ONE_COLUMN:
         return tile_ptr + i * stride_mm
     else:
         return tile_ptr + i * stride_mm + j * stride_mn
@@ -273,9 +273,9 @@ def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, SHARED: tl.co
     and the results have one row; where one column serves all keys, the bias has one column.
     """
     ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
-    if SHARED == ROWS:
+    if SHARED == ONE_ROW:
         inside = j < columns
-    elif SHARED == COLUMNS:
+    elif SHARED == ONE_COLUMN:
         inside = i < rows
     else:
         inside = (i < rows) & (j < columns)
@@ -291,7 +291,7 @@ def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, SHARED: tl.co
         else:
             bias = value.to(tl.float32)
             allowed = inside & ~(bias <= blocked_value(tile_ptr.dtype.element_ty))
-    if SHARED == COLUMNS:
+    if SHARED == ONE_COLUMN:
         allowed = allowed & (j < columns)
     return allowed, bias
 
@@ -326,10 +326,10 @@ def mask_shape(mask: torch.Tensor) -> MaskShape:
 
 
 def shared_lines(mask: MaskShape) -> int:
-    """SHARED of the kernels: ROWS, COLUMNS or 0."""
+    """SHARED of the kernels: ONE_ROW, ONE_COLUMN or 0."""
     if mask.sizes[2] == 1:
-        return ROWS.value
-    return COLUMNS.value if mask.sizes[3] == 1 else 0
+        return ONE_ROW.value
+    return ONE_COLUMN.value if mask.sizes[3] == 1 else 0
 
 
 class TileLists(NamedTuple):
@@ -401,7 +401,7 @@ def classify_mask_kernel(
         rows = 1 if ROWS_SHARED else M - m_start
         columns = 1 if COLUMNS_SHARED else N - n_start
         tile_ptr = mask_ptr + (m_start.to(tl.int64) * stride_mm + n_start.to(tl.int64) * stride_mn)
-        allowed, bias = load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, False)
+        allowed, bias = load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, 0)
         plain = allowed
         if mask_ptr.dtype.element_ty != tl.int1:
             plain = plain & (bias == 0.0)

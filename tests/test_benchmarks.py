@@ -345,6 +345,7 @@ def test_peers_refuse_what_they_cannot_do() -> None:
 
 
 # -- worker and runner -----------------------------------------------------------------------------
+@pytest.mark.slow
 def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
     """Wrong, dying, hanging, raising, absent candidates get a row; the good ones get times."""
     path = tmp_path / "misbehaving.py"

@@ -85,6 +85,7 @@ def test_layer_as_torch() -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_import_order_does_not_matter() -> None:
     code = (
         "import sys, torch\n"

@@ -7,6 +7,7 @@ interpreter, on the samples that are small enough.
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,17 +110,22 @@ def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
         assert result.ok, f"{name}: {result.message}, allowed {result.allowed:.3g}"
 
 
+NATIVE = DEVICE.type == "cuda"
+
+
+def _chosen(samples: Sequence[Sample]) -> list[tuple[Sample, Any]]:
+    """Those that run, and their marks: of the interpreter's every other one in the quick run."""
+    chosen = [s for s in samples if NATIVE or "interpreter" in s.tags]
+    return [(s, () if NATIVE or i % 2 == 0 else pytest.mark.slow) for i, s in enumerate(chosen)]
+
+
 def _samples() -> list[Any]:
-    cases = []
-    for sample in spec.SAMPLES:
-        native = DEVICE.type == "cuda"
-        if not native and "interpreter" not in sample.tags:
-            continue
-        halves = (torch.bfloat16, torch.float16) if native else (torch.bfloat16,)
-        for dtype in (*halves, torch.float32) if native else halves:
-            short = str(dtype).removeprefix("torch.")
-            cases.append(pytest.param(sample, dtype, id=f"{sample.name}-{short}"))
-    return cases
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if NATIVE else (torch.bfloat16,)
+    return [
+        pytest.param(sample, dtype, marks=marks, id=f"{sample.name}-{str(dtype)[6:]}")
+        for sample, marks in _chosen(spec.SAMPLES)
+        for dtype in dtypes
+    ]
 
 
 def _sample(name: str) -> Sample:
@@ -136,12 +142,8 @@ def test_sample(sample: Sample, dtype: torch.dtype) -> None:
 
 
 def _packed_samples() -> list[Any]:
-    native = DEVICE.type == "cuda"
-    return [
-        pytest.param(sample, id=sample.name)
-        for sample in spec_varlen.SAMPLES
-        if native or "interpreter" in sample.tags
-    ]
+    chosen = _chosen(spec_varlen.SAMPLES)
+    return [pytest.param(sample, marks=marks, id=sample.name) for sample, marks in chosen]
 
 
 @runs
@@ -555,6 +557,7 @@ def test_configs_are_frozen() -> None:
 
 
 @compiles
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the GPU runs them")
-def test_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__) >= 60
+@pytest.mark.skipif(NATIVE, reason="the GPU runs them")
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_the_interpreter(which: str) -> None:
+    assert passed_in_the_interpreter(__file__, "-m", which) >= 15

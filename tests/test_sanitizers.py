@@ -100,4 +100,4 @@ def test_samples_under_sanitizers(package: Path, isa: str) -> None:
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     [ran] = re.findall(r"^(\d+) ran$", result.stdout, re.M)
-    assert int(ran) > 300  # and not everything refused
+    assert int(ran) > (150 if isa == "portable" else 300)  # and not everything refused

@@ -120,11 +120,11 @@ def _chosen(samples: Sequence[Sample]) -> list[tuple[Sample, Any]]:
 
 
 def _samples() -> list[Any]:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32) if NATIVE else (torch.bfloat16,)
     return [
         pytest.param(sample, dtype, marks=marks, id=f"{sample.name}-{str(dtype)[6:]}")
         for sample, marks in _chosen(spec.SAMPLES)
-        for dtype in dtypes
+        for dtype in sample.dtypes
+        if NATIVE or dtype == torch.bfloat16
     ]
 
 

@@ -1,0 +1,298 @@
+"""What the compilers make of attention's backward in Triton, for GPUs that are not there: no spills
+in the loops that matter, tensor cores in use, shared memory within the limit.
+"""
+
+# ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+from compiled_kernels import (
+    SHARED_MEMORY,
+    TARGETS,
+    TENSOR,
+    compiled_for,
+    compiles,
+    in_turns,
+    instructions,
+    loops,
+    spilled,
+    spills_and_registers,
+)
+
+from fastattn.ops.attention import prepared
+from fastattn.ops.attention import triton_bwd as launchers
+from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
+
+TENSOR_MEMORY_COLUMNS = 512
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": 2},
+    "grouped": {"causal": 2, "K": 2},
+    "lengths": {"key_lengths": 1, "query_lengths": True},
+    "row_lengths": {"key_lengths": 2, "causal": 1},
+    "bool": {"mask": (torch.bool, (2, 1, 1024, 1024))},
+    "padding": {"mask": (torch.bool, (2, 1, 1, 1024))},
+    "prepared": {"mask": (torch.bool, (2, 1, 1024, 1024)), "words": True},
+    "bias": {"mask": (torch.bfloat16, (1, 4, 1024, 1024))},
+    "fp32_bias": {"mask": (torch.float32, (1, 4, 1, 1024)), "causal": 1},
+    "dropout": {"dropout_p": 0.1, "causal": 2},
+    "fp32": {"dtype": torch.float32, "causal": 2},
+    "ragged": {"M": 1001},
+}
+
+
+def _launch(
+    D: int,
+    E: int | None = None,
+    *,
+    M: int = 1024,
+    N: int = 1024,
+    K: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    dout: bool = True,
+    mask: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    words: bool = False,
+    key_lengths: int = 0,
+    query_lengths: bool = False,
+    causal: int = 0,
+    dropout_p: float = 0.0,
+    config: BwdConfig | None = None,
+) -> None:
+    """A backward as the op would launch it, on tensors without memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    E = E or D
+    q, k, v, out = empty(2, 4, M, D), empty(2, K, N, D), empty(2, K, N, E), empty(2, 4, M, E)
+    lse = empty(2, 4, M, dtype=torch.float32)
+    bias = None if mask is None else empty(*mask[1], dtype=mask[0])
+    lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
+    needs = [True, True, True, bias is not None and bias.is_floating_point()]
+    call = BackwardCall(
+        out if dout else None, None if dout else lse, q, k, v,
+        bias, prepared.classify(bias) if words else None, lengths,
+        empty(2, dtype=torch.int32) if query_lengths else None,
+        out, lse, causal, -1, -1, 0.125, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
+    )  # fmt: skip
+    results = (q, k, v, bias if needs[3] else empty(0))
+    if config is not None:
+        launchers.attention_bwd_with_config(config, call, *results)
+        return
+    spaces = [
+        empty(*shape, dtype=dtype) for shape, dtype, _ in launchers.attention_bwd_workspace(call)
+    ]
+    launchers.attention_bwd(call, *results, *spaces)
+
+
+def _count(pattern: str, code: Sequence[str]) -> int:
+    return sum(bool(re.search(pattern, line)) for line in code)
+
+
+# The kernels over whole tiles; the others read masks or add up, once a call.
+MAIN = ("attention_bwd_dq_kernel", "attention_bwd_dkdv_kernel")
+
+
+def _examine(kernel: Any, arch: str) -> None:
+    """Fits on the GPU, uses its tensor cores, and does not spill where the time goes."""
+    name = kernel.metadata.name
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch], name
+    if arch == "gfx942":
+        assert name not in MAIN or re.search(TENSOR[arch], instructions(kernel))
+        assert (n := spilled(kernel)) <= (2 if name in MAIN else 0), f"{name} spills {n}"
+        return
+    assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS
+    if name not in MAIN:
+        return
+    wanted = TENSOR[arch]
+    if "tf32x3" in kernel.asm["ttir"]:  # blocks of 32: mma.sync everywhere
+        wanted = r"\bHMMA"
+    bodies = [body for body in loops(kernel) if _count(wanted, body)]
+    assert bodies, f"{name} has no loop with {wanted}"
+    # The first loop runs over full tiles: at most two registers out and in, of fp32's long loops
+    # one instruction in 64.
+    most = len(bodies[0]) // 64 if "tf32x3" in kernel.asm["ttir"] else 4
+    assert _count(r"\b(STL|LDL)", bodies[0]) <= most, f"{name} spills in its loop over full tiles"
+    if arch == "sm_90" and wanted == r"\bHGMMA":
+        # More waits than that, and ptxas has serialised the products of a warpgroup.
+        for body in bodies:
+            assert _count(r"WARPGROUP\.DEPBAR", body) <= max(8, _count(wanted, body) // 2), name
+    # Around those loops, and in those over edge tiles, a little may be kept in memory.
+    assert spilled(kernel) <= 384, name
+
+
+# What runs always; the slow run adds one feature or two at every head dim, on Hopper all at 64.
+_ALWAYS = {
+    ("sm_90", 64): ("plain", "causal", "bool"),
+    ("sm_90", 128): ("causal", "bias"),
+    ("sm_90", 256): ("causal",),
+    ("sm_80", 64): ("causal",),
+    ("sm_80", 128): ("lengths",),
+    ("sm_100", 128): ("causal",),
+    ("gfx942", 64): ("causal", "padding"),
+    ("gfx942", 128): ("plain",),
+}
+
+
+def _shipped() -> list[Any]:
+    cases = []
+    sizes = (64, 80, 128, 192, 256)
+    for arch in TARGETS:
+        hopper = arch == "sm_90"
+        features = FEATURES if hopper else ("causal", "bool")
+        pairs = in_turns(arch, sizes, features, whole=(64,) if hopper else ())
+        for D in sizes:
+            for feature in FEATURES:
+                always = feature in _ALWAYS.get((arch, D), ())
+                if not always and (D, feature) not in pairs:
+                    continue
+                marks = () if always else (pytest.mark.slow,)
+                id = f"{arch}-{D}-{feature}"
+                cases.append(pytest.param(arch, D, feature, marks=marks, id=id))
+    return cases
+
+
+@compiles
+@pytest.mark.parametrize("arch, D, feature", _shipped())
+def test_compiles(arch: str, D: int, feature: str) -> None:
+    with compiled_for(arch) as found:
+        _launch(D, **FEATURES[feature])
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
+    for kernel in found:
+        _examine(kernel, arch)
+
+
+def _launch_packed(D: int, *, heads: int, left: int = -1, dropout_p: float = 0.0) -> None:
+    """Eight sequences under causality, two heads of keys, on tensors without memory."""
+    q, k = (torch.empty(4096, H, D, dtype=torch.bfloat16, device="meta") for H in (heads, 2))
+    offsets = torch.empty(9, dtype=torch.int32, device="meta")
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
+    call = PackedBackwardCall(
+        q, None, q, k, k, offsets, offsets, q, torch.empty(heads, 4096, device="meta"), 700, 700,
+        2, left, -1, 0.125, dropout_p, seed, 0, [True] * 3,
+    )  # fmt: skip
+    spaces = [
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
+    ]
+    launchers.attention_varlen_bwd(call, q, k, k, *spaces)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_packed_compiles(arch: str, dropout_p: float) -> None:
+    with compiled_for(arch) as found:
+        _launch_packed(64, heads=8, left=200, dropout_p=dropout_p)
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
+    for kernel in found:
+        _examine(kernel, arch)
+
+
+@compiles
+@pytest.mark.parametrize("left", [-1, pytest.param(200, id="window")])
+@pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int, left: int) -> None:
+    """A copy for every row takes registers that dk and dv of 128 columns leave nobody."""
+    with compiled_for("sm_90") as found:
+        _launch_packed(128, heads=heads, left=left)
+    dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
+    full_tiles = loops(dkdv)[0]
+    assert _count(r"\bLDGSTS\S*\.128", full_tiles) == _count(r"\bLDGSTS", full_tiles) > 0
+    assert _count(r"\b(STL|LDL)", full_tiles) <= 4
+
+
+@compiles
+@pytest.mark.parametrize("dropout_p", [0.0, pytest.param(0.1, id="dropout")])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_programs_of_dq_share_a_core(packed: bool, dropout_p: float) -> None:
+    with compiled_for("sm_90") as found:
+        if packed:
+            _launch_packed(64, heads=8, dropout_p=dropout_p)
+        else:
+            _launch(64, key_lengths=1, query_lengths=True, causal=2, dropout_p=dropout_p)
+    dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
+    _examine(dq, "sm_90")
+    registers, threads = spills_and_registers(dq)[1], dq.metadata.num_warps * 32
+    assert 2 * registers * threads <= 1 << 16
+    assert 2 * dq.metadata.shared <= SHARED_MEMORY["sm_90"]
+
+
+@compiles
+def test_fp32_pads_small_head_dims_to_one_tile() -> None:
+    """Two tiles triple the instructions, and spill."""
+    with compiled_for("sm_80") as found:
+        _launch(40, 64, dtype=torch.float32, causal=2)
+    for kernel in found:
+        _examine(kernel, "sm_80")
+
+
+@compiles
+def test_odd_strides_spill_nothing() -> None:
+    """The addresses of single elements get all registers there are."""
+    with compiled_for("sm_90") as found:
+        _launch(57, M=1001, N=999, causal=2)
+    for kernel in found:
+        _examine(kernel, "sm_90")
+
+
+@compiles
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+def test_wide_masks_fit(dtype: torch.dtype) -> None:
+    """On the GPUs with the least shared memory."""
+    with compiled_for("sm_86") as found:
+        _launch(64, mask=(dtype, (1, 4, 1024, 1024)))
+    for kernel in found:
+        assert kernel.metadata.shared <= SHARED_MEMORY["sm_86"], kernel.metadata.name
+
+
+@compiles
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"N": 60, "dropout_p": 0.1}, id="few keys: delta is summed once more"),
+        pytest.param({"M": 1, "N": 77, "dout": False}, id="one query, only lse counts"),
+        pytest.param({"M": 77, "N": 1, "dout": False}, id="one key, only lse counts"),
+        pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
+    ],
+)
+def test_compiles_at_the_ends(options: dict[str, Any]) -> None:
+    """Where the interpreter sees no difference."""
+    with compiled_for("sm_90") as found:
+        _launch(64, **options)
+    assert {kernel.metadata.name for kernel in found} >= set(MAIN)
+
+
+@compiles
+def test_spills_are_seen() -> None:
+    """A tiling with more accumulators than registers fails the examination above."""
+    config = BwdConfig(BwdTile(64, 32, 4, 2), BwdTile(64, 128, 4, 1))
+    with compiled_for("sm_90") as found:
+        _launch(128, causal=1, config=config)
+    dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
+    with pytest.raises(AssertionError, match="spills in its loop"):
+        _examine(dkdv, "sm_90")
+
+
+@compiles
+def test_dropout_computes_a_word_once_for_its_four_weights() -> None:
+    """And no key of a row or column between them."""
+    with compiled_for("sm_90") as found:
+        _launch(64, dropout_p=0.1)
+    for kernel in found:
+        if kernel.metadata.name in MAIN:
+            full_tiles = max(loops(kernel), key=len)
+            # 64 x 128 weights of 256 threads.
+            assert _count(r"0x7feb352d", full_tiles) == 64 * 128 // 256 // 4, kernel.metadata.name

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from probe_op import make_op as make_op
 
 from fastattn.ops import _env
 

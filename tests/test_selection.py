@@ -1,30 +1,22 @@
 """Which backend a call takes: order of preference, explicit choices, the environment, explanations.
 
-Most tests define an op of their own, `fastattn::probe<n>`, whose backends are modules written into
-a temporary package.
+Most tests define an op of their own (probe_op). What a GPU changes is in test_selection_on_gpu.
 """
 
-import itertools
-import json
-import logging
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
 from small_calls import OPS, small_call
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _env, _op, _road, _verified, backend_table
+from fastattn.ops import _env, _op, _road, backend_table
 from fastattn.ops._op import Backend, Op
 from fastattn.testing import poisoned_results
 
-_numbers = itertools.count()
 CUDA = torch.device("cuda", 0)
 
 
@@ -34,94 +26,29 @@ def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_op, "_warned", set())
 
 
-MakeOp = Callable[..., Op]
-
-
-@pytest.fixture
-def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]:
-    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU."""
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
-    monkeypatch.syspath_prepend(tmp_path)
-    defined = []
-
-    def make(rows: list[Backend], call_type: Any = None, **sources: str) -> Op:
-        def outputs(x: Any, *_: Any) -> tuple[Tensor, ...]:
-            like = x if call_type is None else x.x
-            return torch.empty_like(like), torch.empty_like(like)
-
-        name = f"probe{next(_numbers)}"
-        folder = tmp_path / f"{name}_package"
-        folder.mkdir()
-        (folder / "__init__.py").touch()
-        for backend, source in sources.items():
-            (folder / f"{backend}.py").write_text(source.replace("PROBE", name))
-        op = Op(
-            name,
-            "Tensor x, float factor",
-            "Tensor y, Tensor z",
-            outputs,
-            folder.name,
-            rows,
-            call_type,
-        )
-        defined.append(op)
-        return op
-
-    yield make
-    for op in defined:
-        _op.OPS.pop(op.name)
-        for module in [m for m in sys.modules if m.startswith(op.package)]:
-            del sys.modules[module]
-
-
-def _writes(value: float) -> str:
-    """A backend that takes everything and says who it is: y = value."""
-    return f"def PROBE(x, factor, y, z):\n    y.fill_({value})\n    z.fill_(-{value})\n"
-
-
-def _refuses(why: str) -> str:
-    return (
-        "def PROBE(x, factor, y, z):\n    raise AssertionError('launched after refusing')\n"
-        f"def PROBE_unsupported(x, factor):\n    return {why!r}\n"
-    )
-
-
-_REFERENCE = "def PROBE(x, factor):\n    return x * factor, -x * factor\n"
-
-
-def _run(op: Op, backend: str | None = None, x: Tensor | None = None) -> Tensor:
-    y, z = op.call(torch.ones(3) if x is None else x, 4.0, backend=backend)
-    assert torch.equal(z.nan_to_num(), -y.nan_to_num())
-    return y
-
-
-def _value(op: Op, backend: str | None = None) -> float:
-    return _run(op, backend)[0].item()
-
-
 # -- order of preference --------------------------------------------------------------------------
 def test_first_without_objection(make_op: MakeOp) -> None:
     rows = [Backend("sm90"), Backend("triton"), Backend("cpu"), Backend("reference")]
     op = make_op(
-        rows, sm90=_refuses("is full"), triton=_writes(1), cpu=_writes(2), reference=_REFERENCE
+        rows, sm90=refuses("is full"), triton=writes(1), cpu=writes(2), reference=REFERENCE
     )
-    assert _value(op) == 1
+    assert value_of(op) == 1
     assert op.select((torch.ones(3), 4.0), None) == "triton"
 
 
 def test_order_is_the_rows_order(make_op: MakeOp) -> None:
-    op = make_op([Backend("cpu"), Backend("triton")], triton=_writes(1), cpu=_writes(2))
-    assert _value(op) == 2
+    op = make_op([Backend("cpu"), Backend("triton")], triton=writes(1), cpu=writes(2))
+    assert value_of(op) == 2
 
 
 def test_refusal_depends_on_the_call(make_op: MakeOp) -> None:
-    source = _writes(1) + (
+    source = writes(1) + (
         "def PROBE_unsupported(x, factor):\n"
         "    return None if x.shape[0] == 3 else f'is built for 3, got {x.shape[0]}'\n"
     )
-    op = make_op([Backend("cpu"), Backend("reference")], cpu=source, reference=_REFERENCE)
-    assert _value(op) == 1
-    assert _run(op, x=torch.ones(5)).tolist() == [4.0] * 5
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=source, reference=REFERENCE)
+    assert value_of(op) == 1
+    assert run_op(op, x=torch.ones(5)).tolist() == [4.0] * 5
 
 
 @pytest.mark.parametrize("backend", [None, "cpu"])
@@ -136,7 +63,7 @@ def test_what_makes_its_own_results_is_not_selected(
         "    asked.append(x.shape[0])\n"
         "    return (x * 7, x * -7) if x.shape[0] == 3 else None\n"
     )
-    op = make_op([Backend("cpu")], cpu=_writes(2) + own)
+    op = make_op([Backend("cpu")], cpu=writes(2) + own)
     selected, select = [], Op.select
 
     def count(self: Op, args: Any, backend: str | None) -> str:
@@ -144,21 +71,21 @@ def test_what_makes_its_own_results_is_not_selected(
         return select(self, args, backend)
 
     monkeypatch.setattr(Op, "select", count)
-    assert _run(op, backend).tolist() == [7.0] * 3
-    assert _run(op, backend, torch.ones(5)).tolist() == [2.0] * 5
+    assert run_op(op, backend).tolist() == [7.0] * 3
+    assert run_op(op, backend, torch.ones(5)).tolist() == [2.0] * 5
     assert (op._module("cpu").asked, selected) == ([3, 5], [5])
 
 
 def test_later_backends_are_not_imported(make_op: MakeOp) -> None:
-    op = make_op([Backend("cpu"), Backend("triton")], cpu=_writes(2), triton="raise ImportError\n")
-    assert _value(op) == 2
+    op = make_op([Backend("cpu"), Backend("triton")], cpu=writes(2), triton="raise ImportError\n")
+    assert value_of(op) == 2
 
 
 def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
     rows = [Backend("sm90", automatic=False), Backend("reference")]
-    op = make_op(rows, sm90=_writes(1), reference=_REFERENCE)
-    assert _value(op) == 4
-    assert _value(op, "sm90") == 1
+    op = make_op(rows, sm90=writes(1), reference=REFERENCE)
+    assert value_of(op) == 4
+    assert value_of(op, "sm90") == 1
     explanation = op.explain((torch.ones(3), 4.0), None)
     assert explanation.chosen == "reference"
     assert "only when asked for" in explanation.refusals["sm90"]
@@ -167,9 +94,9 @@ def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
 
 def test_nobody_can(make_op: MakeOp) -> None:
     rows = [Backend("triton"), Backend("cpu")]
-    op = make_op(rows, triton=_refuses("is tired"), cpu=_refuses("is busy"))
+    op = make_op(rows, triton=refuses("is tired"), cpu=refuses("is busy"))
     with pytest.raises(NotImplementedError) as failure:
-        _run(op)
+        run_op(op)
     for reason in ("backend triton is tired", "backend cpu is busy", op.name):
         assert reason in str(failure.value)
     explanation = op.explain((torch.ones(3), 4.0), None)
@@ -179,13 +106,13 @@ def test_nobody_can(make_op: MakeOp) -> None:
 
 def test_op_missing_from_a_module(make_op: MakeOp) -> None:
     rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu="def something_else():\n    pass\n", reference=_REFERENCE)
-    assert _value(op) == 4
+    op = make_op(rows, cpu="def something_else():\n    pass\n", reference=REFERENCE)
+    assert value_of(op) == 4
     assert op.explain((torch.ones(3), 4.0), None).refusals == {
         "cpu": f"does not implement {op.name}"
     }
     with pytest.raises(NotImplementedError, match=f"backend cpu does not implement {op.name}"):
-        _run(op, "cpu")
+        run_op(op, "cpu")
 
 
 # -- launching ------------------------------------------------------------------------------------
@@ -207,7 +134,7 @@ def PROBE_workspace(x, factor):
     used = [torch.full((3, 500), 9, dtype=torch.int32) for _ in range(8)]
     del used
     x = torch.ones(3)
-    y = _run(op, x=x)
+    y = run_op(op, x=x)
     [(seen_x, factor, seen_y, counters, scratch)] = op._module("cpu").seen
     assert y.tolist() == [4.0] * 3 and factor == 4.0
     assert seen_x.data_ptr() == x.data_ptr() and seen_y.data_ptr() == y.data_ptr()
@@ -236,53 +163,53 @@ def PROBE(call, y, z, scratch):
     z.copy_(-y)
 """
     rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, _Call, cpu=source, reference=_REFERENCE)
-    assert _value(op) == _value(op, "cpu") == _value(op, "reference") == 4
+    op = make_op(rows, _Call, cpu=source, reference=REFERENCE)
+    assert value_of(op) == value_of(op, "cpu") == value_of(op, "reference") == 4
     assert op.explain((torch.ones(3), 0.0), None).refusals == {"cpu": "multiplies by more than 0"}
     with poisoned_results():
-        assert _value(op) == 4
+        assert value_of(op) == 4
     y, _ = op.call(torch.ones(5, device="meta"), 4.0)
     assert y.shape == (5,)
 
 
 def test_reference_returns_its_results(make_op: MakeOp) -> None:
-    op = make_op([Backend("reference")], reference=_REFERENCE)
-    assert _value(op) == 4
+    op = make_op([Backend("reference")], reference=REFERENCE)
+    assert value_of(op) == 4
 
 
 def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
     rows = [Backend("cpu"), Backend("reference")]
     op = make_op(
-        rows, cpu="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=_REFERENCE
+        rows, cpu="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=REFERENCE
     )
     with poisoned_results():
-        assert _run(op).isnan().tolist() == [False, False, True]
-        assert not _run(op, "reference").isnan().any()
+        assert run_op(op).isnan().tolist() == [False, False, True]
+        assert not run_op(op, "reference").isnan().any()
     with pytest.raises(AssertionError), poisoned_results():
-        torch.testing.assert_close(_run(op), torch.full((3,), 4.0))
+        torch.testing.assert_close(run_op(op), torch.full((3,), 4.0))
 
 
 def test_poisoned_results_end(make_op: MakeOp) -> None:
     op = make_op([Backend("cpu")], cpu="def PROBE(x, factor, y, z):\n    pass\n")
     op.outputs = lambda x, factor: (torch.zeros(3), torch.zeros(3))
     with poisoned_results():
-        assert _run(op).isnan().all()
+        assert run_op(op).isnan().all()
     with pytest.raises(RuntimeError), poisoned_results():
         raise RuntimeError
-    assert _run(op).tolist() == [0.0] * 3
+    assert run_op(op).tolist() == [0.0] * 3
 
 
 # -- explicit choices -----------------------------------------------------------------------------
 def test_explicit_choice_never_falls_back(make_op: MakeOp) -> None:
     rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
-    op = make_op(rows, triton=_refuses("is out"), cpu=_writes(2), reference=_REFERENCE)
-    assert _value(op, "reference") == 4
+    op = make_op(rows, triton=refuses("is out"), cpu=writes(2), reference=REFERENCE)
+    assert value_of(op, "reference") == 4
     with pytest.raises(NotImplementedError, match=f"{op.name}: backend triton is out"):
-        _run(op, "triton")
+        run_op(op, "triton")
     with pytest.raises(ValueError, match=r"backend must be one of triton, cpu, reference.*'sm90'"):
-        _run(op, "sm90")
+        run_op(op, "sm90")
     with pytest.raises(ValueError, match="backend must be one of"):
-        _run(op, "")
+        run_op(op, "")
 
 
 def test_explicit_choice_holds_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +239,7 @@ def _request(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 @pytest.fixture
 def probe(make_op: MakeOp) -> Op:
     rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
-    return make_op(rows, triton=_writes(1), cpu=_writes(2), reference=_REFERENCE)
+    return make_op(rows, triton=writes(1), cpu=writes(2), reference=REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -333,16 +260,16 @@ def test_environment(
     probe: Op, monkeypatch: pytest.MonkeyPatch, value: str, expected: float
 ) -> None:
     _request(monkeypatch, value.replace("PROBE", probe.name))
-    assert _value(probe) == expected
-    assert _value(probe, "triton") == 1, "an argument is nearer than the environment"
+    assert value_of(probe) == expected
+    assert value_of(probe, "triton") == 1, "an argument is nearer than the environment"
 
 
 def test_environment_is_read_at_every_call(probe: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _value(probe) == 1
+    assert value_of(probe) == 1
     _request(monkeypatch, "cpu")
-    assert _value(probe) == 2
+    assert value_of(probe) == 2
     monkeypatch.delenv(_env.BACKEND_VARIABLE)
-    assert _value(probe) == 1
+    assert value_of(probe) == 1
 
 
 def test_environment_serves_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +292,7 @@ def test_nonsense_in_the_environment(
 ) -> None:
     _request(monkeypatch, value)
     with pytest.raises(ValueError, match=_env.BACKEND_VARIABLE) as failure:
-        _run(probe)
+        run_op(probe)
     assert value in str(failure.value)
 
 
@@ -381,10 +308,10 @@ def test_environment_asks_for_a_backend_the_op_lacks(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not fall back, and the message says where the request came from."""
-    op = make_op([Backend("reference")], reference=_REFERENCE)
+    op = make_op([Backend("reference")], reference=REFERENCE)
     _request(monkeypatch, "triton")
     with pytest.raises((ValueError, NotImplementedError), match="triton") as failure:
-        _run(op)
+        run_op(op)
     assert _env.BACKEND_VARIABLE in str(failure.value)
 
 
@@ -392,10 +319,10 @@ def test_environment_that_refuses_does_not_fall_back(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu=_refuses("is closed"), reference=_REFERENCE)
+    op = make_op(rows, cpu=refuses("is closed"), reference=REFERENCE)
     _request(monkeypatch, "cpu")
     with pytest.raises(NotImplementedError, match="backend cpu is closed"):
-        _run(op)
+        run_op(op)
 
 
 # -- explanations ---------------------------------------------------------------------------------
@@ -462,7 +389,7 @@ def test_explain_refuses_what_a_call_refuses() -> None:
 
 def test_explain_reports_a_refused_choice(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu=_refuses("is closed"), reference=_REFERENCE)
+    op = make_op(rows, cpu=refuses("is closed"), reference=REFERENCE)
     for backend, variable in (("cpu", ""), (None, "cpu")):
         _request(monkeypatch, variable)
         explanation = op.explain((torch.ones(3), 4.0), backend)
@@ -533,171 +460,3 @@ def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "cuda"):
         reason = _env.refuses_device("triton", torch.device(device))
         assert reason == "needs the triton package, which is not installed"
-
-
-# -- on a GPU -------------------------------------------------------------------------------------
-def _on_cuda() -> tuple[Any, float]:
-    """Selection asks nothing but the device and the dtype of a tensor."""
-    return SimpleNamespace(device=CUDA, dtype=torch.bfloat16), 4.0
-
-
-@pytest.fixture(autouse=True)
-def _pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine without one would be asked for."""
-    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """record(op, backend, **other): the record says that it passed on sm_90, or other things."""
-    file = tmp_path / "verified.json"
-    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
-    entries = []
-
-    def write(op: str, backend: str, **other: str) -> None:
-        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels()}
-        entries.append({"op": op, "backend": backend} | about | other)
-        file.write_text(json.dumps({"passed": entries}))
-        _verified.passed.cache_clear()
-
-    _verified.passed.cache_clear()
-    yield write
-    _verified.passed.cache_clear()
-
-
-def _verifiable(make_op: MakeOp) -> Op:
-    rows = [Backend("triton", automatic=False), Backend("reference")]
-    return make_op(rows, triton=_writes(1), reference=_REFERENCE)
-
-
-def test_what_passed_here_is_automatic_here(
-    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    op = _verifiable(make_op)
-    record(op.name, "triton")
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert op.select(_on_cuda(), None) == "triton"
-        assert op.explain(_on_cuda(), None).chosen == "triton"
-    assert not caplog.records
-    assert _value(op) == 4  # on the CPU nothing changes
-
-
-def test_forward_and_backward_go_by_the_same_verdict() -> None:
-    x, wide = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
-    for name, given in (
-        ("ffn_fwd", {"x": x, "residual": wide}),
-        ("ffn_bwd", {"dy": wide, "x": x}),
-        ("add_layer_norm_fwd", {"x": x, "residual": wide}),
-        ("add_layer_norm_bwd", {"dy": wide, "z": wide, "x_dtype": x.dtype}),
-        ("attention_bwd", {"q": x, "mask": wide}),
-    ):
-        op = _op.OPS[name]
-        assert op.data_dtype([given.get(n) for n in op.arguments]) is torch.bfloat16, name
-
-
-def test_the_table_names_the_dtypes_that_passed(
-    record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is not asked here")
-    record("rms_norm", "triton")
-    record("rms_norm", "triton", dtype="float16")
-    rows = {(row.op, row.backend): row for row in backend_table(CUDA)}
-    triton = rows["rms_norm", "triton"]
-    assert (triton.automatic, triton.automatic_for) == (False, ("bfloat16", "float16"))
-    assert rows["layer_norm", "triton"].automatic_for == ()
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"op": "another"},
-        {"backend": "sm90"},
-        {"dtype": "float16"},
-        {"architecture": "sm_100"},
-        {"digest": "0" * 16},
-        {"torch": "2.0.0"},
-        {"triton": "2.0.0"},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_verdict_counts_for_what_it_was_made_on(
-    make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
-) -> None:
-    op = _verifiable(make_op)
-    record(**{"op": op.name, "backend": "triton"} | other)
-    assert op.select(_on_cuda(), None) == "reference"
-
-
-def test_the_reference_says_how_to_verify(
-    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
-    assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"passed": 3}', '{"passed": [3]}'])
-def test_a_broken_record_counts_for_nothing(
-    make_op: MakeOp,
-    record: Callable[..., None],
-    content: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "verified.json").write_text(content)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
-    assert "verified.json" in caplog.text
-
-
-def test_the_record_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_env.RECORD_VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert _env.record_path() == Path("/caches/fastattn/verified.json")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
-
-
-def test_ops_without_gpu_kernels_do_not_warn(
-    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    op = make_op([Backend("cpu"), Backend("reference")], cpu=_writes(1), reference=_REFERENCE)
-    elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: elsewhere.get(backend))
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert op.select(_on_cuda(), None) == "reference"
-    assert not caplog.records
-
-
-def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [Backend("sm90"), Backend("triton"), Backend("reference")]
-    op = make_op(rows, sm90=_refuses("is cold"), triton=_refuses("is warm"), reference=_REFERENCE)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        for _ in range(3):
-            assert op.select(_on_cuda(), None) == "reference"
-    [record] = caplog.records
-    for part in (op.name, "slow reference", "backend sm90 is cold", "backend triton is warm"):
-        assert part in record.getMessage()
-
-
-def test_no_warning_where_the_reference_is_expected(
-    make_op: MakeOp, caplog: pytest.LogCaptureFixture
-) -> None:
-    op = make_op([Backend("cpu"), Backend("reference")], cpu=_refuses("no"), reference=_REFERENCE)
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        _run(op)
-        op.select(_on_cuda(), "reference")
-    assert not caplog.records
-
-
-def test_unverified_architecture_warns_once(
-    make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    op = make_op([Backend("triton", verified=("sm_90",))], triton=_writes(1))
-    with caplog.at_level(logging.WARNING, logger="fastattn"):
-        for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
-            monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
-            assert op.select(_on_cuda(), None) == "triton"
-            assert len(caplog.records) == warnings
-    assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

@@ -1,0 +1,79 @@
+"""Ops of the tests' own, `fastattn::probe<n>`: backends are modules in a temporary package."""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattn.ops import _env, _op
+from fastattn.ops._op import Backend, Op
+
+_numbers = itertools.count()
+MakeOp = Callable[..., Op]
+
+
+@pytest.fixture
+def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]:
+    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU."""
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
+    monkeypatch.syspath_prepend(tmp_path)
+    defined = []
+
+    def make(rows: list[Backend], call_type: Any = None, **sources: str) -> Op:
+        def outputs(x: Any, *_: Any) -> tuple[Tensor, ...]:
+            like = x if call_type is None else x.x
+            return torch.empty_like(like), torch.empty_like(like)
+
+        name = f"probe{next(_numbers)}"
+        folder = tmp_path / f"{name}_package"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        for backend, source in sources.items():
+            (folder / f"{backend}.py").write_text(source.replace("PROBE", name))
+        op = Op(
+            name,
+            "Tensor x, float factor",
+            "Tensor y, Tensor z",
+            outputs,
+            folder.name,
+            rows,
+            call_type,
+        )
+        defined.append(op)
+        return op
+
+    yield make
+    for op in defined:
+        _op.OPS.pop(op.name)
+        for module in [m for m in sys.modules if m.startswith(op.package)]:
+            del sys.modules[module]
+
+
+def writes(value: float) -> str:
+    """A backend that takes everything and says who it is: y = value."""
+    return f"def PROBE(x, factor, y, z):\n    y.fill_({value})\n    z.fill_(-{value})\n"
+
+
+def refuses(why: str) -> str:
+    return (
+        "def PROBE(x, factor, y, z):\n    raise AssertionError('launched after refusing')\n"
+        f"def PROBE_unsupported(x, factor):\n    return {why!r}\n"
+    )
+
+
+REFERENCE = "def PROBE(x, factor):\n    return x * factor, -x * factor\n"
+
+
+def run_op(op: Op, backend: str | None = None, x: Tensor | None = None) -> Tensor:
+    y, z = op.call(torch.ones(3) if x is None else x, 4.0, backend=backend)
+    assert torch.equal(z.nan_to_num(), -y.nan_to_num())
+    return y
+
+
+def value_of(op: Op, backend: str | None = None) -> float:
+    return run_op(op, backend)[0].item()

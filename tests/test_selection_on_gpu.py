@@ -1,0 +1,192 @@
+"""Which backend a call takes on a GPU: what passed there, what was recorded, what is said once.
+
+No GPU is needed: selection asks nothing but the device and the dtype of a tensor.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
+
+from fastattn.ops import _env, _op, _verified, backend_table
+from fastattn.ops._op import Backend, Op
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(_op, "_warned", set())
+
+
+def _on_cuda() -> tuple[Any, float]:
+    return SimpleNamespace(device=CUDA, dtype=torch.bfloat16), 4.0
+
+
+@pytest.fixture(autouse=True)
+def _pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine without one would be asked for."""
+    monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """record(op, backend, **other): the record says that it passed on sm_90, or other things."""
+    file = tmp_path / "verified.json"
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
+    entries = []
+
+    def write(op: str, backend: str, **other: str) -> None:
+        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels()}
+        entries.append({"op": op, "backend": backend} | about | other)
+        file.write_text(json.dumps({"passed": entries}))
+        _verified.passed.cache_clear()
+
+    _verified.passed.cache_clear()
+    yield write
+    _verified.passed.cache_clear()
+
+
+def _verifiable(make_op: MakeOp) -> Op:
+    rows = [Backend("triton", automatic=False), Backend("reference")]
+    return make_op(rows, triton=writes(1), reference=REFERENCE)
+
+
+def test_what_passed_here_is_automatic_here(
+    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    op = _verifiable(make_op)
+    record(op.name, "triton")
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert op.select(_on_cuda(), None) == "triton"
+        assert op.explain(_on_cuda(), None).chosen == "triton"
+    assert not caplog.records
+    assert value_of(op) == 4  # on the CPU nothing changes
+
+
+def test_forward_and_backward_go_by_the_same_verdict() -> None:
+    x, wide = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+    for name, given in (
+        ("ffn_fwd", {"x": x, "residual": wide}),
+        ("ffn_bwd", {"dy": wide, "x": x}),
+        ("add_layer_norm_fwd", {"x": x, "residual": wide}),
+        ("add_layer_norm_bwd", {"dy": wide, "z": wide, "x_dtype": x.dtype}),
+        ("attention_bwd", {"q": x, "mask": wide}),
+    ):
+        op = _op.OPS[name]
+        assert op.data_dtype([given.get(n) for n in op.arguments]) is torch.bfloat16, name
+
+
+def test_the_table_names_the_dtypes_that_passed(
+    record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is not asked here")
+    record("rms_norm", "triton")
+    record("rms_norm", "triton", dtype="float16")
+    rows = {(row.op, row.backend): row for row in backend_table(CUDA)}
+    triton = rows["rms_norm", "triton"]
+    assert (triton.automatic, triton.automatic_for) == (False, ("bfloat16", "float16"))
+    assert rows["layer_norm", "triton"].automatic_for == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"op": "another"},
+        {"backend": "sm90"},
+        {"dtype": "float16"},
+        {"architecture": "sm_100"},
+        {"digest": "0" * 16},
+        {"torch": "2.0.0"},
+        {"triton": "2.0.0"},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_verdict_counts_for_what_it_was_made_on(
+    make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
+) -> None:
+    op = _verifiable(make_op)
+    record(**{"op": op.name, "backend": "triton"} | other)
+    assert op.select(_on_cuda(), None) == "reference"
+
+
+def test_the_reference_says_how_to_verify(
+    make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+    assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"passed": 3}', '{"passed": [3]}'])
+def test_a_broken_record_counts_for_nothing(
+    make_op: MakeOp,
+    record: Callable[..., None],
+    content: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "verified.json").write_text(content)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+    assert "verified.json" in caplog.text
+
+
+def test_the_record_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_env.RECORD_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert _env.record_path() == Path("/caches/fastattn/verified.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
+
+
+def test_ops_without_gpu_kernels_do_not_warn(
+    make_op: MakeOp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=writes(1), reference=REFERENCE)
+    elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: elsewhere.get(backend))
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        assert op.select(_on_cuda(), None) == "reference"
+    assert not caplog.records
+
+
+def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [Backend("sm90"), Backend("triton"), Backend("reference")]
+    op = make_op(rows, sm90=refuses("is cold"), triton=refuses("is warm"), reference=REFERENCE)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        for _ in range(3):
+            assert op.select(_on_cuda(), None) == "reference"
+    [record] = caplog.records
+    for part in (op.name, "slow reference", "backend sm90 is cold", "backend triton is warm"):
+        assert part in record.getMessage()
+
+
+def test_no_warning_where_the_reference_is_expected(
+    make_op: MakeOp, caplog: pytest.LogCaptureFixture
+) -> None:
+    op = make_op([Backend("cpu"), Backend("reference")], cpu=refuses("no"), reference=REFERENCE)
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        run_op(op)
+        op.select(_on_cuda(), "reference")
+    assert not caplog.records
+
+
+def test_unverified_architecture_warns_once(
+    make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = make_op([Backend("triton", verified=("sm_90",))], triton=writes(1))
+    with caplog.at_level(logging.WARNING, logger="fastattn"):
+        for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
+            monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
+            assert op.select(_on_cuda(), None) == "triton"
+            assert len(caplog.records) == warnings
+    assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

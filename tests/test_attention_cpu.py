@@ -16,7 +16,7 @@ import fastattn
 from fastattn.ops import _native
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import cpu
-from fastattn.ops.attention.spec import make_inputs
+from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs

@@ -15,6 +15,7 @@ import fastattn
 from fastattn.ops import _native
 from fastattn.ops.attention import spec as attention_spec
 from fastattn.ops.attention import spec_varlen
+from fastattn.ops.attention.spec_inputs import dead_positions, make_inputs
 from fastattn.ops.ffn import spec as ffn_spec
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.layer_norm import spec as norm_spec
@@ -119,7 +120,7 @@ def attention_options(draw: st.DrawFn) -> Options:
 
 
 def _attention(options: Options) -> Sample:
-    return _sample("attention", attention_spec.make_inputs, options)
+    return _sample("attention", make_inputs, options)
 
 
 @examples(600)
@@ -165,7 +166,7 @@ def test_second_derivatives_do_not_see_padding(name: str) -> None:
     found = []
     for value in (0.5, torch.nan):
         inputs = sample.inputs(CPU, torch.float64)
-        dead = attention_spec.dead_positions(inputs)
+        dead = dead_positions(inputs)
         for key in inputs.keys() & dead.keys():
             fill_positions(inputs[key], dead[key], value)
         out, _ = fastattn.attention(**inputs, backend="reference")

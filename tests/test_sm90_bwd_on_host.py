@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.spec import make_inputs
+from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import Oracle, _run
 from fastattn.testing.poison import poisoned_results

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec as padded
+from fastattn.ops.attention.spec_inputs import dead
 from fastattn.ops.attention.spec_workloads import PACKED_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
@@ -193,7 +194,7 @@ def _dead_positions(inputs: Inputs) -> dict[str, Tensor]:
     """Keys and rows without a partner in their sequence, and what lies behind the last one."""
     pieces: dict[str, list[Tensor]] = {"q": [], "k": []}
     for call in _sequences(inputs):
-        rows, keys = padded.dead(call)
+        rows, keys = dead(call)
         pieces["q"].append(rows)
         pieces["k"].append(keys)
     rows, keys = (

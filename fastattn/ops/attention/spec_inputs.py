@@ -1,0 +1,216 @@
+"""Inputs for samples of attention: layouts, masks, lengths, and what of them nothing may read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.ops.attention import reference
+from fastattn.ops.attention.op import CAUSAL
+from fastattn.testing.properties import fill_positions
+from fastattn.testing.spec import Entry, Inputs
+
+_SEED = -0x1234_5678_9ABC
+
+
+def _tensor(
+    generator: torch.Generator, dtype: torch.dtype, layout: str, B: int, H: int, S: int, D: int
+) -> Tensor:
+    """[B, H, S, D] in one of the storages that models have."""
+    if layout == "bhsd":
+        return torch.randn(B, H, S, D, generator=generator).to(dtype)
+    if layout == "bshd":
+        return torch.randn(B, S, H, D, generator=generator).to(dtype).transpose(1, 2)
+    if layout == "packed":  # a slice of one projection of q, k and v
+        return torch.randn(B, S, H, 3 * D, generator=generator).to(dtype)[..., :D].transpose(1, 2)
+    if layout == "shared":  # one storage for every batch entry
+        return torch.randn(1, H, S, D, generator=generator).to(dtype).expand(B, H, S, D)
+    if layout == "columns":  # the last dimension is not contiguous
+        return torch.randn(B, H, D, S, generator=generator).to(dtype).mT
+    raise ValueError(f"unknown layout {layout!r}")
+
+
+def _mask(
+    generator: torch.Generator, dtype: torch.dtype, kind: str, B: int, H: int, M: int, N: int
+) -> Tensor:
+    """kind: what it holds, then the broadcast shape as letters of BHMN, such as "bool BHMN"."""
+    what, letters = kind.split()
+    sizes = {"B": B, "H": H, "M": M, "N": N}
+    shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
+    if "expanded" in what:
+        return torch.rand(1, 1, *shape[2:], generator=generator).gt(0.3).expand(shape)
+    if what == "bool":
+        return torch.rand(shape, generator=generator) > 0.3
+    if what == "none":
+        return torch.zeros(shape, dtype=torch.bool)
+    if what == "blocks":  # empty, full and partial tiles; dead rows and keys
+        mask = torch.rand(shape, generator=generator) > 0.2
+        mask[..., :40, :40] = True
+        mask[..., 40:, 40:72] = False
+        mask[..., 7] = False
+        mask[..., 50, :] = False
+        return mask
+    if what == "rows":  # whole rows and whole keys blocked
+        mask = torch.rand(shape, generator=generator) > 0.2
+        mask[..., ::3, :] = False
+        mask[..., 1::4] = False
+        return mask
+    bias = torch.randn(shape, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    smallest = torch.finfo(dtype).min
+    if what == "min":
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest, bias)
+    elif what == "min_rows":  # whole rows and whole keys
+        bias[..., ::3, :] = smallest
+        bias[..., 1::4] = smallest
+    elif what == "min_causal":
+        bias = torch.full_like(bias, smallest).triu(1)
+    elif what == "near_min":
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest / 2, bias)
+    elif what.startswith("padding"):  # the first keys and all that are ahead: whole rows of it
+        outside = torch.ones(shape, dtype=torch.bool).triu(1)
+        outside[..., :9] = True
+        number = -float(what.removeprefix("padding"))
+        bias = torch.where(outside, max(number, smallest / 2), 0.0)
+    elif what == "low":
+        bias = bias - 100
+    elif what == "inf":
+        bias = torch.where(torch.rand(shape, generator=generator) < 0.3, -torch.inf, bias)
+    return bias.to(torch.float32 if what == "fp32" else dtype)
+
+
+def _mask_in(layout: str, mask: Tensor) -> Tensor:
+    """The same values in a storage that callers have."""
+    if layout == "transposed":
+        return mask.mT.contiguous().mT
+    if layout == "slice":  # of a mask for longer sequences
+        larger = mask.new_zeros(*mask.shape[:-2], mask.shape[-2] + 3, mask.shape[-1] + 5)
+        larger[..., 1:-2, 2:-3] = mask
+        return larger[..., 1:-2, 2:-3]
+    if layout == "few dimensions":  # without leading ones
+        return mask.reshape(mask.shape[[*(n != 1 for n in mask.shape), True].index(True) :])
+    return mask
+
+
+def make_inputs(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    B: int = 2,
+    H: int = 2,
+    K: int | None = None,
+    M: int = 65,
+    N: int | None = None,
+    D: int = 32,
+    E: int | None = None,
+    layout: str = "bhsd",
+    mask: str | None = None,
+    mask_layout: str = "",
+    key_lengths: Any = None,
+    query_lengths: list[int] | None = None,
+    causal: Any = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    amplitude: float = 1.0,
+    key_amplitude: float = 1.0,
+    poison: bool = True,
+    prepared: bool = False,
+) -> Inputs:
+    N = M if N is None else N
+    K = H if K is None else K
+    q = _tensor(generator, dtype, layout, B, H, M, D)
+    q = q if amplitude == 1.0 else q * amplitude
+    k = _tensor(generator, dtype, layout, B, K, N, D)
+    k = k if key_amplitude == 1.0 else k * key_amplitude
+    v = _tensor(generator, dtype, layout, B, K, N, D if E is None else E)
+    inputs: Inputs = {"q": q, "k": k, "v": v}
+    if mask is not None:
+        inputs["mask"] = _mask_in(mask_layout, _mask(generator, dtype, mask, B, H, M, N))
+    if key_lengths is not None:
+        inputs["key_lengths"] = (
+            torch.randint(0, N + 1, (B, M), generator=generator, dtype=torch.int32)
+            if key_lengths == "per query"
+            else torch.tensor(key_lengths, dtype=torch.int64)
+        )
+    if query_lengths is not None:
+        inputs["query_lengths"] = torch.tensor(query_lengths, dtype=torch.int32)
+    inputs |= {"causal": causal, "window": window, "scale": scale, "return_lse": True}
+    if dropout_p > 0:
+        inputs |= {
+            "dropout_p": dropout_p,
+            "dropout_seed": torch.tensor([_SEED]),
+            "dropout_stream": 7,
+        }
+    if prepared:
+        inputs["prepared"] = True
+    if poison:
+        _poison(inputs)
+    return inputs
+
+
+def allowed_of(inputs: Inputs) -> Tensor:
+    """Which pairs are allowed, [B, H, M, N]."""
+    q, k = inputs["q"], inputs["k"]
+    (B, H, M, _), N = q.shape, k.shape[2]
+    mask = inputs.get("mask")
+    left, right = inputs.get("window") or (-1, -1)
+    causal = inputs["causal"]
+    return reference.allowed_pairs(
+        q,
+        k,
+        None if mask is None else mask[(None,) * (4 - mask.dim())],
+        inputs.get("key_lengths"),
+        inputs.get("query_lengths"),
+        CAUSAL["top_left" if causal is True else causal],
+        left,
+        right,
+    ).expand(B, H, M, N)
+
+
+def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Rows without a key [B, H, M] and keys without a row [B, K, N]."""
+    allowed = allowed_of(inputs)
+    heads = allowed.any(-2)
+    K = inputs["k"].shape[1]
+    keys = heads.unflatten(1, (K, -1)).any(2) if K else heads
+    return ~allowed.any(-1), ~keys
+
+
+def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
+    """What nothing may read. Of a floating mask: where other restrictions block every pair that it
+    serves; its own blocked values say what is blocked.
+    """
+    rows, keys = (x[..., None] for x in dead(inputs))
+    positions = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
+    mask = inputs.get("mask")
+    if mask is not None and mask.is_floating_point():
+        live = allowed_of(inputs | {"mask": None})
+        shape = (1,) * (4 - mask.dim()) + mask.shape
+        for dim in range(4):
+            if shape[dim] == 1:
+                live = live.any(dim, keepdim=True)
+        positions["mask"] = ~live.reshape(mask.shape)
+    return positions
+
+
+def _poison(inputs: Inputs) -> None:
+    """NaN and inf wherever nothing may be read."""
+    values = {"q": float("nan"), "k": float("inf"), "v": float("nan"), "mask": float("nan")}
+    for name, positions in dead_positions(inputs).items():
+        if name in inputs:
+            fill_positions(inputs[name], positions, values[name])
+
+
+def entries(inputs: Inputs) -> tuple[Entry, ...]:
+    """Each batch entry. The bits of dropout count batches, so there only the first."""
+    B = inputs["q"].shape[0]
+    mask = inputs.get("mask")
+    batched = mask is not None and mask.dim() == 4 and mask.shape[0] == B
+    names = ["q", "k", "v", "key_lengths", "query_lengths", *(["mask"] if batched else [])]
+    results = ["out", "lse", "dq", "dk", "dv", *(["dmask"] if batched else [])]
+    found = []
+    for b in range(0 if B < 2 else 1 if inputs.get("dropout_p") else B):
+        alone = {name: inputs[name][b : b + 1] for name in names if name in inputs}
+        where = dict.fromkeys(results, (slice(b, b + 1),))
+        found.append(Entry(f"batch entry {b}", inputs | alone, where))
+    return tuple(found)

@@ -24,14 +24,14 @@ from sm90_on_host.backward_faults import (
     harmless_of,
     mutations_of,
 )
-from sm90_on_host.build import build, missing
+from sm90_on_host.build import RANDOM, build, missing
 from sm90_on_host.guarded import guarded
 from sm90_on_host.saboteur import Saboteur
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
 from fastattn.ops.attention import sm90, sm90_workspace
-from fastattn.ops.attention.spec import make_inputs
+from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import _run
 from fastattn.testing.spec import OpSpec, Sample, all_specs
@@ -92,18 +92,20 @@ def _sample(name: str, gradients: str = "q k v", **options: object) -> Sample:
 
 
 def _samples(instance: str) -> Iterator[Sample]:
-    """Small, and between them everything that an instance has: R rows are a block, N keys."""
+    """Small, and between them everything that an instance has, the quickest first: R rows are a
+    block, N keys.
+    """
     D, kind = int(instance.split()[0]), instance.split()[1]
     R, N = CONFIGS[D].rows, CONFIGS[D].keys
     one: dict[str, Any] = {"D": D, "B": 1, "H": 1}
     if kind == "kBand":
         most = 2 * N + 20 if D == 128 else N + 20
-        yield _sample("gqa", causal="bottom_right", M=R + 20, N=most, **one | {"H": 2, "K": 1})
-        yield _sample("window", M=3 * R, N=3 * N, window=(9, 5), **one | {"D": D - 8, "E": D - 16})
-        yield _sample("dead keys", M=R, N=N, key_lengths=[33], **one)
         yield _sample("dead rows", M=R + 9, N=N, query_lengths=[R - 9], **one)
+        yield _sample("dead keys", M=R, N=N, key_lengths=[33], **one)
         yield _sample("only dq", gradients="q", M=R, N=N, **one)
         yield _sample("any order", M=2 * R, N=N + 9, **one)
+        yield _sample("gqa", causal="bottom_right", M=R + 20, N=most, **one | {"H": 2, "K": 1})
+        yield _sample("window", M=3 * R, N=3 * N, window=(9, 5), **one | {"D": D - 8, "E": D - 16})
         yield _sample("packed", queries=[R + 9, 0, 9], keys=[9, 30, N + 9], slack=9, D=D, H=1,
                       causal="bottom_right")  # fmt: skip
     if kind == "kDropout":
@@ -149,6 +151,7 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             mutations=mutations_of(instance),
         ),
         mutations_of(instance),
+        later=(RANDOM,),
     )
     for sample in _samples(instance):
         with monkeypatch.context() as patch:
@@ -167,7 +170,7 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
-    saboteur = Backward(machine, mutations)
+    saboteur = Backward(machine, mutations, later=(RANDOM,))
     # Each tile has several pairs of blocks to add, in one part or two.
     monkeypatch.setattr(sm90_workspace, "_multiprocessors", lambda x: 1)
     for sample in _dmask_samples(instance):

@@ -23,10 +23,17 @@ class Harmless:
 
 
 class Saboteur:
-    """run: returns the machine's message; is_same: whether the last run's results are right."""
+    """run: returns the machine's message; is_same: whether the last run's results are right.
+    later: the orders in which it runs again with a fault that an earlier call did not notice.
+    """
 
-    def __init__(self, machine: Machine, mutations: Sequence[Mutation] = ()) -> None:
-        self.machine, self.mutations = machine, mutations
+    def __init__(
+        self,
+        machine: Machine,
+        mutations: Sequence[Mutation] = (),
+        later: Sequence[int] = ORDERS,
+    ) -> None:
+        self.machine, self.mutations, self.later = machine, mutations, later
         self.noticed: dict[tuple[int, int], bool] = {}
 
     def examine(
@@ -44,15 +51,20 @@ class Saboteur:
         self.machine.record(False)
         for place in places:
             if not self.noticed.get(place.key):
-                self.noticed[place.key] = self._notices(run, is_same, place)
+                orders = self.later if place.key in self.noticed else ORDERS
+                self.noticed[place.key] = self._notices(run, is_same, place, orders)
         return run()
 
     def _notices(
-        self, run: Callable[[], str | None], is_same: Callable[[], bool], place: Place
+        self,
+        run: Callable[[], str | None],
+        is_same: Callable[[], bool],
+        place: Place,
+        orders: Sequence[int],
     ) -> bool:
         self.machine.commit(place)
         try:
-            for self.machine.order in ORDERS:
+            for self.machine.order in orders:
                 if run() is not None or (place.fault == MUTATION and not is_same()):
                     return True
         finally:

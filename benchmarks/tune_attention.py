@@ -46,9 +46,10 @@ _FORWARD = {
         (128, 64, 8, 1, 1, None, 0), (64, 64, 4, 1, 1, None, 0),
     ),
 }  # fmt: skip
+# (BLOCK_M, BLOCK_N, warps, stages, edge_stages)
 _SINGLE_PRECISION = (
-    (64, 32, 4, 2, 1, None), (32, 32, 4, 2, 1, None), (64, 32, 8, 2, 1, None),
-    (64, 64, 8, 2, 1, None), (32, 16, 4, 1, 1, None), (128, 32, 8, 2, 1, None),
+    (64, 32, 4, 2, 1), (32, 32, 4, 2, 1), (64, 32, 4, 1, 1), (32, 32, 4, 1, 1), (64, 32, 8, 2, 1),
+    (64, 64, 8, 2, 1), (32, 16, 4, 1, 1), (16, 32, 4, 1, 1), (128, 32, 8, 2, 1),
 )  # fmt: skip
 
 
@@ -88,15 +89,19 @@ class AttentionTask:
 
     def _forward(self, arch: str) -> list[Any]:
         from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
+        from fastattn.ops.attention.triton_tiles import split_width
 
         dtype, D = DTYPES[self.dtype], self.D
         lengths, dropout = "lengths" in self.feature, self.feature == "dropout"
         features = Features(self._banded, lengths, self._dense, dropout)
         shipped = forward_config(arch, dtype, D, D, self.S, features)
+        two_tiles = split_width(D)[1] > 0  # or one, padded
         if dtype is torch.float32:
+            precisions = ("tf32x3", "ieee") if arch.startswith("sm_") else ("ieee",)
+            forms = (shipped.whole, not shipped.whole) if two_tiles else (shipped.whole,)
             return [shipped] + [
-                ForwardConfig(*row[:5], tma=False, maxnreg=row[5], precision=precision)
-                for row, precision in itertools.product(_SINGLE_PRECISION, ("tf32x3", "ieee"))
+                ForwardConfig(*row, precision=precision, whole=whole)
+                for precision, whole, row in itertools.product(precisions, forms, _SINGLE_PRECISION)
             ]
         width = 64 if D <= 64 else 128 if D <= 128 else 256
         rows = [
@@ -107,7 +112,7 @@ class AttentionTask:
         rows = [replace(row, stages=row.stages + 1) for row in rows] if self._dense else rows
         if shipped.tma:
             rows.insert(6, replace(rows[2], tma=False))
-        if shipped.widths(D)[1] > 0:  # two tiles a head dim: or one, padded
+        if two_tiles:
             rows[1:1] = [replace(row, whole=True) for row in rows[:4]]
         return [shipped, *rows]
 

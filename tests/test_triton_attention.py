@@ -37,6 +37,7 @@ from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.op import CAUSAL
+from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -219,7 +220,7 @@ def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
 @pytest.mark.parametrize("mask", ["blocks MN", "min HMN", "float N"])
 def test_masks_in_steps_of_eight(mask: str) -> None:
     options = {"M": 70, "N": 104, "mask": mask, "D": 16, "causal": "bottom_right"}
-    sample = Sample("steps", "", partial(spec.make_inputs, **options), ())
+    sample = Sample("steps", "", partial(make_inputs, **options), ())
     _check(_arguments(sample, torch.float16))
 
 
@@ -229,7 +230,7 @@ def test_masks_in_steps_of_eight(mask: str) -> None:
 def test_masks_of_one_column(mask: str, restricted: bool) -> None:
     lengths = {"causal": "bottom_right", "key_lengths": [50, 33]} if restricted else {}
     options = {"B": 2, "M": 70, "N": 50, "mask": mask, "D": 16, **lengths}
-    sample = Sample("column", "", partial(spec.make_inputs, **options), ())
+    sample = Sample("column", "", partial(make_inputs, **options), ())
     _check(_arguments(sample, torch.float16))
 
 
@@ -241,6 +242,17 @@ def test_the_first_column_of_a_wider_mask() -> None:
     k, v = (torch.randn(1, 2, 104, 16, generator=generator).half() for _ in range(2))
     mask = (torch.rand(1, 1, 70, 104, generator=generator) > 0.3)[..., :1]
     _check((q, k, v, mask, None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+
+
+@runs
+def test_a_row_for_all_queries_is_read_up_to_its_end() -> None:
+    """Partial tiles read it without tests, and NaN lies behind it."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(1, 1, 40, 16, generator=generator).half()
+    k, v = (torch.randn(1, 1, 72, 16, generator=generator).half() for _ in range(2))
+    row = torch.full((1, 1, 1, 80), float("nan"))
+    row[..., :72] = torch.randn(72, generator=generator)
+    _check((q, k, v, row[..., :72], None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
 
 
 @runs
@@ -544,6 +556,32 @@ def test_tuning_starts_from_what_ships() -> None:
         # Where head dims are cut in two, one padded tile is tried too; fp32's rows have it.
         padded = D in (80, 96, 192) or dtype == "fp32"
         assert any(config.whole for config in found) == padded
+
+
+@compiles
+def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
+    """Addresses of single elements of these would not fit below it; those of q are gone before."""
+    config = forward_config("sm_90", torch.bfloat16, 64, 64, 256, Features(dense=True))
+
+    def cap(D: int, q_row: int, k_row: int, k_head: int | None = None, aligned: bool = True) -> Any:
+        def meta(row: int, head: int) -> Tensor:
+            strides = (4 * 256 * row, head, row, 1)
+            return torch.empty_strided((2, 4, 256, D), strides, dtype=torch.bfloat16, device="meta")
+
+        q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
+        call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+        plan = kernels._bind(config, triton_tiles.band(0, -1, -1, 256, 256), call, q, aligned)
+        return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
+
+    assert config.maxnreg == 128
+    assert cap(64, 64, 64) == cap(40, 40, 40) == 128
+    assert cap(64, 65, 64) == 128  # descriptors read k and v, however q lies
+    assert cap(57, 64, 64) == 128
+    assert cap(64, 64, 64, k_head=0) == 128  # no descriptor covers what is expanded
+    assert cap(57, 64, 64, k_head=0) is None  # rows of 57, whatever lies between them
+    assert cap(57, 57, 57) is None
+    assert cap(64, 64, 64, aligned=False) is None
+    assert cap(40, 41, 40) is None  # one unit of strides for all that is read by address
 
 
 def test_configs_are_frozen() -> None:

@@ -63,7 +63,9 @@ def _launch(
     key_lengths: int = 0,
     query_lengths: bool = False,
     causal: int = 0,
+    left: int = -1,
     dropout_p: float = 0.0,
+    dq_alone: bool = False,
     config: BwdConfig | None = None,
 ) -> None:
     """A backward as the op would launch it, on tensors without memory."""
@@ -77,11 +79,13 @@ def _launch(
     bias = None if mask is None else empty(*mask[1], dtype=mask[0])
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
     needs = [True, True, True, bias is not None and bias.is_floating_point()]
+    if dq_alone:
+        needs[1:] = [False] * 3
     call = BackwardCall(
         out if dout else None, None if dout else lse, q, k, v,
         bias, prepared.classify(bias) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None,
-        out, lse, causal, -1, -1, 0.125, dropout_p,
+        out, lse, causal, left, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip
     results = (q, k, v, bias if needs[3] else empty(0))
@@ -223,9 +227,24 @@ def test_two_programs_of_dq_share_a_core(packed: bool, dropout_p: float) -> None
             _launch(64, key_lengths=1, query_lengths=True, causal=2, dropout_p=dropout_p)
     dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
     _examine(dq, "sm_90")
-    registers, threads = spills_and_registers(dq)[1], dq.metadata.num_warps * 32
+    _two_share_a_core(dq)
+
+
+def _two_share_a_core(kernel: Any) -> None:
+    registers, threads = spills_and_registers(kernel)[1], kernel.metadata.num_warps * 32
     assert 2 * registers * threads <= 1 << 16
-    assert 2 * dq.metadata.shared <= SHARED_MEMORY["sm_90"]
+    assert 2 * kernel.metadata.shared <= SHARED_MEMORY["sm_90"]
+
+
+@compiles
+def test_no_loop_of_dq_spills_where_delta_is_summed_once_more() -> None:
+    """One loop more, and head dims of two tiles, below the cap on registers."""
+    with compiled_for("sm_90") as found:
+        _launch(40, causal=2, left=8, dropout_p=0.1, dq_alone=True)
+    dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
+    bodies = [body for body in loops(dq) if _count(TENSOR["sm_90"], body)]
+    assert len(bodies) == 3 and not any(_count(r"\b(STL|LDL)", body) for body in bodies)
+    _two_share_a_core(dq)
 
 
 @compiles

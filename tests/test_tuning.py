@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,6 +52,23 @@ def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
         task = AttentionTask("bwd", feature, 128, 4096, 16384, 2048, "bf16")
         shipped = bwd_config("sm_90", torch.bfloat16, 128, 128, edges, False)
         assert tune.candidates(task, "sm_90")[0] == shipped
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: str) -> None:
+    from fastattn.ops.attention.config import Features, forward_config
+    from fastattn.ops.attention.triton_tiles import split_width
+
+    for D in (40, 64, 80, 128, 144, 256):
+        found = tune.candidates(AttentionTask("fwd", "plain", D, 4096, 16384, 2048, "fp32"), arch)
+        tilings = [(config.widths(D), replace(config, whole=False)) for config in found]
+        assert len(set(tilings)) == len(tilings), D
+        if split_width(D)[1] > 0:
+            assert replace(found[0], whole=not found[0].whole) in found
+        # What ships for other head dims may be right for this one.
+        for other in (64, 128, 256):
+            row = forward_config(arch, torch.float32, other, other, 4096, Features())
+            assert (row.widths(D), replace(row, whole=False)) in tilings, (D, other)
 
 
 def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:

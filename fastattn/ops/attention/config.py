@@ -39,8 +39,8 @@ class ForwardConfig:
         return (max(16, 1 << (width - 1).bit_length()), 0) if self.whole else split_width(width)
 
     def options(self, vectors: bool) -> dict[str, int]:
-        """Launch options of the kernel. vectors: K and V are read in whole vectors, else an address
-        for every element wants the registers beyond the cap.
+        """Launch options of the kernel. vectors: K and V are read by descriptors or 16 bytes at a
+        time, else an address for every element wants the registers beyond the cap.
         """
         options = {"num_warps": self.warps, "num_stages": self.stages}
         if self.maxnreg is not None and vectors:
@@ -105,10 +105,19 @@ _HALF = {
 _SINGLE = {
     # Three TF32 products for one: correct to fp32's last bits and several times faster than FMA.
     ("nvidia", 64): ForwardConfig(64, 32, 4, 2, 1, precision="tf32x3"),
-    # D = 80 as two tiles is 1890 instructions a key tile, padded to one 1197.
+    # D of 72 to 96 as two tiles is 1750 to 2174 instructions a key tile, padded 1169 to 1205.
     ("nvidia", 128): ForwardConfig(32, 32, 4, 2, 1, precision="tf32x3", whole=True),
+    # 64 rows go to wgmma, smaller tiles to mma.sync, where two of four warps repeat the others'
+    # products: the warps' instructions for a pair of query and key are 2.4 to 3.7, with 32 rows 4.5
+    # to 5.7. Elsewhere 64 rows spill (sm_80: 235 instructions).
+    ("hopper", 128): ForwardConfig(64, 32, 4, 1, 1, precision="tf32x3", whole=True),
     ("nvidia", 256): ForwardConfig(32, 16, 4, 1, 1, precision="tf32x3"),
-    # The matrix cores multiply fp32 as it is.
+    # D = 256 spills in every tiling: here 228 to 408 instructions in loops of 2348 to 3178, 9.2 to
+    # 12.4 for a pair; with 16 keys 177 to 567 in loops of 1856 to 2819, 14.5 to 22.0 for a pair.
+    # Either way two programs share a core; on sm_80 one of these would be alone.
+    ("hopper", 256): ForwardConfig(32, 32, 4, 1, 1, precision="tf32x3"),
+    ("blackwell", 256): ForwardConfig(32, 32, 4, 1, 1, precision="tf32x3"),
+    # The matrix cores multiply fp32 as it is; D of 72 to 96 is 387 to 447 instructions, padded 533.
     ("amd", 64): ForwardConfig(64, 32, 4, 1, 1),
     ("amd", 128): ForwardConfig(64, 32, 4, 1, 1),
     ("amd", 256): ForwardConfig(32, 32, 4, 1, 1),
@@ -133,6 +142,8 @@ def forward_config(
     width = 64 if widest <= 64 else 128 if widest <= 128 else 256
     if dtype is torch.float32:
         row = _SINGLE["amd" if kind == "amd" else "nvidia", width]
+        if M > 16:
+            row = _SINGLE.get((kind, width), row)
     else:
         row = _HALF[kind, width, features.dense]
         two_tiles = split_width(D)[1] > 0 or split_width(E)[1] > 0
@@ -146,9 +157,13 @@ def forward_config(
         # Several tiles of such a mask on their way need more shared memory than there is.
         row = replace(row, stages=1, edge_stages=1, maxnreg=None)
     if M <= 16:
-        # Four warps cannot share a second tile of 16 columns: on sm_90 a key tile of D = 80 is 413
-        # instructions, padded to one tile 273.
-        narrow = width <= 128 and 16 in (split_width(D)[1], split_width(E)[1])
+        # Four warps cannot share a second tile of 16 columns. Instructions of a key tile, as two
+        # tiles and padded to one, on sm_80, sm_90, sm_100 and gfx942:
+        #   D = 40    243, 173    590, 335    325, 203    212, 179
+        #   D = 80    252, 227    413, 273    409, 294    220, 223
+        #   D = 144   353, 329    625, 472    622, 458    268, 316
+        narrow = kind != "amd" or width == 64
+        narrow = narrow and 16 in (split_width(D)[1], split_width(E)[1])
         row = replace(row, whole=row.whole or narrow)
         # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
         return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)

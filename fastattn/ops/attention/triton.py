@@ -202,7 +202,7 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
         DEAD_KEYS=_dead_keys(call, limits),
         RAGGED=N % c.BLOCK_N != 0,
     )  # fmt: skip
-    options = c.options(vectors=aligned and constants["STRIDE_UNIT"] > 1)
+    options = c.options(_in_vectors(constants, aligned))
     attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * B * H
     return _Plan(attend.over(programs), classify, _hash_columns(call.dropout_p, N))
@@ -223,6 +223,12 @@ def _described(
     if not (c.tma and aligned and one_tile_each and describable(k) and describable(v)):
         return {3: None, 4: None}
     return {3: templates(k, c.BLOCK_N, widths[0])[0], 4: templates(v, c.BLOCK_N, widths[1])[0]}
+
+
+def _in_vectors(constants: Mapping[str, Any], aligned: bool) -> bool:
+    """Whether K and V are read through descriptors, or else 16 bytes at a time."""
+    whole_rows = constants["D"] % 8 == constants["E"] % 8 == 0
+    return constants["TMA"] or (aligned and constants["STRIDE_UNIT"] > 1 and whole_rows)
 
 
 def _scalars(
@@ -356,7 +362,7 @@ def _bind_packed(call: PackedForwardCall, out: Tensor, aligned: bool) -> _Plan:
         c, strides, limits, q, E, call.scale, call.dropout_p, described[3] is not None,
         KEY_LENGTHS=3, FROM_END=call.causal == 2,
     )  # fmt: skip
-    options = c.options(vectors=aligned and constants["STRIDE_UNIT"] > 1)
+    options = c.options(_in_vectors(constants, aligned))
     attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * entries * H
     return _Plan(attend.over(programs), None, _hash_columns(call.dropout_p, N))

@@ -175,7 +175,7 @@ def dkdv_tile(
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = rows < M - m_start if SHARED == ONE_COLUMN else columns < keys_left
+        inside = None if SHARED == ONE_COLUMN else columns < keys_left
         allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(s, lse[None, :], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0)
     if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):

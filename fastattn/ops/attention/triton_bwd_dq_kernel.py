@@ -158,7 +158,7 @@ def dq_tile(
             )
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = columns < N - n_start if SHARED == ONE_ROW else rows < M - m_start
+        inside = None if SHARED == ONE_ROW else rows < M - m_start
         allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
     p = weights(
         s, lse[:, None], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0 and not SUM

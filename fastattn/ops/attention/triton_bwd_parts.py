@@ -45,25 +45,25 @@ def load_part(
     desc,
     b,
     h,
-    row0,
+    line0,
     start,
     keep,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[ROWS, WIDTH] from row start and column START of what ptr points at: (b, h) from row0 on.
+    """[BLOCK, WIDTH] from line start and column START of what ptr points at: (b, h) from line0 on.
 
     With TMA by the descriptor, which reads 0 beyond the tensor; else as load_tile.
     """
     if TMA:
-        return desc.load([b, h, row0 + start, START]).reshape([ROWS, WIDTH])
+        return desc.load([b, h, line0 + start, START]).reshape([BLOCK, WIDTH])
     else:
         return load_tile(
-            ptr + start.to(tl.int64) * stride, stride, keep, ROWS, START, WIDTH, LIMIT, MASKED
+            ptr + start.to(tl.int64) * stride, stride, keep, BLOCK, START, WIDTH, LIMIT, MASKED
         )
 
 

@@ -34,10 +34,12 @@ from fastattn.ops.attention.triton_tiles import (
 
 class Case(NamedTuple):
     """What is known to the compiler. D columns of q and k are on chip as tiles of D0 and D1 (or 0),
-    E of v as E0 and E1. PACKED: sequences lie one behind the other. ARITHMETIC: lengths, causality
-    or a window restrict rows. HOLES: some key between others may have no row in the tile.
-    DEAD_KEYS: there may be keys that no query attends. DROPOUT: 0 none, 1 on any GPU, 2 with an
-    instruction of NVIDIA's.
+    E of v as E0 and E1. PACKED: sequences lie one behind the other. DENSE: there is a mask; BIAS:
+    it is added; SHARED: which of its lines serves all (ONE_ROW, ONE_COLUMN or 0); MASK_UNIT: all of
+    its strides but the last are multiples of this. ARITHMETIC: lengths, causality or a window
+    restrict rows. HOLES: some key between others may have no row in the tile. DEAD_KEYS: there may
+    be keys that no query attends. DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's.
+    TMA: descriptors read keys and values. PRECISION: of fp32 products.
     """
 
     PACKED: Any
@@ -141,10 +143,11 @@ def load_lines(
     """[BLOCK_N, WIDTH] from line n_start and column START of a Source. MASKED: what is not touched
     is 0, without TMA.
     """
+    tl.static_assert(START == 0 or not CASE.TMA, "descriptors are for head dims of one tile")
     if CASE.TMA and CASE.PACKED:
-        return x.desc.load([x.start + n_start, x.head, START]).reshape([CASE.BLOCK_N, WIDTH])
+        return x.desc.load([x.start + n_start, x.head, 0]).reshape([CASE.BLOCK_N, WIDTH])
     elif CASE.TMA:
-        return x.desc.load([x.b, x.head, n_start, START]).reshape([CASE.BLOCK_N, WIDTH])
+        return x.desc.load([x.b, x.head, n_start, 0]).reshape([CASE.BLOCK_N, WIDTH])
     else:
         ptr = x.ptr + n_start.to(tl.int64) * x.stride
         return load_tile(ptr, x.stride, touched, CASE.BLOCK_N, START, WIDTH, LIMIT, MASKED)
@@ -173,7 +176,7 @@ def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constex
         rows = mask.M - mask.m_start
         columns = mask.N - n_start
         if KIND == PARTIAL and CASE.MASK_UNIT > 1:
-            inside = local_j < columns if CASE.SHARED == ONE_ROW else local_i < rows
+            inside = None if CASE.SHARED == ONE_ROW else local_i < rows
             dense, bias = load_partial(
                 ptr, local_i, local_j, inside, mask.stride_m, mask.stride_n, CASE.SHARED
             )

@@ -194,26 +194,26 @@ def load_tile(
     ptr,
     stride,
     keep,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """[ROWS, WIDTH] from column START of the rows at ptr, whose last stride is 1.
+    """[BLOCK, WIDTH] from column START of the lines (queries or keys) at ptr; the last stride is 1.
 
-    Columns from LIMIT on are 0; with MASKED also the rows where keep [ROWS] is false.
+    Columns from LIMIT on are 0; with MASKED also the lines where keep [BLOCK] is false.
     """
-    offs_r = tl.arange(0, ROWS)
+    offs_l = tl.arange(0, BLOCK)
     offs_c = START + tl.arange(0, WIDTH)
-    ptrs = ptr + offs_r[:, None] * stride + offs_c[None, :]
+    ptrs = ptr + offs_l[:, None] * stride + offs_c[None, :]
     if START + WIDTH > LIMIT:
-        mask = tl.broadcast_to(offs_c[None, :] < LIMIT, [ROWS, WIDTH])
+        mask = tl.broadcast_to(offs_c[None, :] < LIMIT, [BLOCK, WIDTH])
         if MASKED:
             mask = mask & keep[:, None]
         return tl.load(ptrs, mask=mask, other=0.0)
     elif MASKED:
-        return tl.load(ptrs, mask=tl.broadcast_to(keep[:, None], [ROWS, WIDTH]), other=0.0)
+        return tl.load(ptrs, mask=tl.broadcast_to(keep[:, None], [BLOCK, WIDTH]), other=0.0)
     else:
         return tl.load(ptrs)
 
@@ -224,16 +224,16 @@ def store_tile(
     stride,
     value,
     keep,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """The counterpart of load_tile: rows where keep [ROWS] is true, rounded to ptr's type."""
-    offs_r = tl.arange(0, ROWS)
+    """The counterpart of load_tile: lines where keep [BLOCK] is true, rounded to ptr's type."""
+    offs_l = tl.arange(0, BLOCK)
     offs_c = START + tl.arange(0, WIDTH)
     mask = keep[:, None] & (offs_c[None, :] < LIMIT)
-    ptrs = ptr + offs_r[:, None] * stride + offs_c[None, :]
+    ptrs = ptr + offs_l[:, None] * stride + offs_c[None, :]
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -298,10 +298,15 @@ def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, SHARED: tl.co
 
 @triton.jit
 def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, SHARED: tl.constexpr):
-    """(allowed, bias) as load_mask, of a partial tile: only lines that nothing is summed over may
-    lie outside `inside`. Where one line serves all, the results have one."""
+    """(allowed, bias) as load_mask, of a partial tile, all of whose lines that are summed over lie
+    in the mask. inside: which of the other lines do; None where one line serves all of these, and
+    the results have one.
+    """
     ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
-    value = tl.load(ptrs, mask=inside, other=0)
+    if inside is None:
+        value = tl.load(ptrs)
+    else:
+        value = tl.load(ptrs, mask=inside, other=0)
     if tile_ptr.dtype.element_ty == tl.int1:
         return value != 0, 0.0
     elif tile_ptr.dtype.element_ty == tl.float64:

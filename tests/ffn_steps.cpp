@@ -58,9 +58,10 @@ Numbers results(int workers, int lag) {
     gradient[task] = sum(panels, 0, kPanels) + sum(out, 0, kBlocks * kSecond) * task;
   });
 
+  steps.share_out(workers);
   std::vector<std::thread> threads;
   for (int worker = 0; worker < workers; ++worker) {
-    threads.emplace_back([&] { steps.work(nullptr); });
+    threads.emplace_back([&steps, worker] { steps.work(worker, nullptr); });
   }
   for (std::thread& thread : threads) {
     thread.join();

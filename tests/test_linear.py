@@ -65,6 +65,28 @@ def test_edges(isa: str, invariant: bool, sample: Sample, dtype: torch.dtype) ->
 
 
 # -- bits -----------------------------------------------------------------------------------------
+@needs_library
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 13, 96])
+@pytest.mark.parametrize("D, out", [(75, 201), (201, 75), (523, 90)])
+def test_a_weights_gradient_has_the_bits_of_more_rows(
+    isa: str, dtype: torch.dtype, transposed: bool, rows: int, D: int, out: int
+) -> None:
+    """Of few rows sums are stored from registers; rows of zeros change only that."""
+    x, weight, dy = torch.randn(128, D), torch.randn(out, D), torch.randn(128, out)
+    x[rows:] = 0
+    x, weight, dy = x.to(dtype), weight.to(dtype), dy.to(dtype)
+    weight = weight.t().contiguous().t() if transposed else weight
+    few, many = (
+        torch.ops.fastattn_cpu.linear_plain_bwd(dy[:n], x[:n], weight, False, True, False)[1]
+        for n in (rows, 128)
+    )
+    assert few.stride() == weight.stride()
+    assert torch.equal(few, many)
+
+
 def _everything(rows: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = make_inputs(generator, torch.float32, rows=(rows,), D=300, out=1000)

@@ -36,6 +36,9 @@ static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
 constexpr int64_t kWorkerFloats =
     kOperandFloats + kBlockRows * kBlockPanels * kMaxPanel + kBlockDepth * kMaxPanel;
 
+// Up to this depth a weight's gradient is stored from registers.
+constexpr int kShallowDepth = 96;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
@@ -110,6 +113,11 @@ struct Product {
   int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }
   bool can_be_unpacked() const {
     return type == DType::kFloat32 && a.column_stride == 1 && b.row_stride == 1;
+  }
+  // A weight's gradient of few rows: its sums go from registers into rows of the result.
+  bool is_shallow() const {
+    return either_way && a.columns <= kShallowDepth && a.column_stride != 1 &&
+           b.column_stride == 1 && finish.out_type == type;
   }
   bool shares_panels() const { return row_blocks() > 1 && !unpacked; }
   // Floats that `packed` holds, for any instruction set.

@@ -6,6 +6,7 @@
 #include "ffn/activation_cpu.h"
 #include "ffn/dot_cpu.h"
 #include "ffn/gemm_cpu.h"
+#include "ffn/shallow_cpu.h"
 
 namespace fastattn::FASTATTN_ISA::ffn_kernels {
 
@@ -331,6 +332,9 @@ inline void multiply(const Product& p, int64_t row_block, int64_t first_panel, i
   const int rows = clamped(p.a.rows - first_row, kBlockRows);
   with_type(p.type, [&](auto x) {
     using T = decltype(x);
+    if (p.is_shallow()) {
+      return shallow_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+    }
     if (p.unpacked) {
       dot_block<T>(p, first_row, rows, first_panel, last_panel, worker);
     } else {

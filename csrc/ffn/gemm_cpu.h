@@ -58,6 +58,12 @@ struct Floats {
   static Float across(const T* p, int n, int64_t, int64_t) {
     return n >= kLanes ? load(p) : load(p, n);
   }
+  // A panel's sums of a row.
+  template <class T>
+  static void store_sums(T* p, Float low, Float high) {
+    store(p, low);
+    store(p + kLanes, high);
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -84,6 +90,10 @@ struct Pairs {
       return bit_cast<Word>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(v)));
     };
     return depth > 1 ? wide(p) | (wide(p + step) << 16) : wide(p);
+  }
+  // `product` leaves no denormals, which this instruction takes for 0.
+  static void store_sums(BFloat16* p, Float low, Float high) {
+    _mm512_storeu_si512(p, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
   }
 };
 template <class T>
@@ -264,9 +274,9 @@ void pack_panels(const Product& p, int64_t first_panel, int64_t last_panel) {
   }
 }
 
-// Rows of a block that one micro-kernel takes: as even as can be.
-inline int strip_rows(int rows) {
-  const int strips = (rows + kRows - 1) / kRows;
+// Rows of a block that one micro-kernel takes, `most` or fewer: as even as can be.
+inline int strip_rows(int rows, int most) {
+  const int strips = (rows + most - 1) / most;
   return strips == 0 ? 1 : (rows + strips - 1) / strips;
 }
 
@@ -399,7 +409,7 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   const int64_t units = ceil_div(p.a.columns, C::kDepth);
   const bool by_rows = p.a.column_stride == 1;
   const bool dot = !p.packed && by_rows && rows <= kDotRows && p.b.column_stride != 1;
-  const int step = strip_rows(rows);
+  const int step = strip_rows(rows, kRows);
   const auto* packed = reinterpret_cast<const Unit*>(p.packed);
   Unit* left = reinterpret_cast<Unit*>(worker);
   Unit* own = reinterpret_cast<Unit*>(worker + kPanelAt);

@@ -1,6 +1,9 @@
-// The steps of an op, whose tasks its workers draw one by one and in order. A task first waits for
-// what it needs. That was drawn before it, so some worker is at it: nobody waits for a worker that
-// waits for him, however many of them really run side by side.
+// The steps of an op, whose tasks its workers draw one by one and step by step. A task first waits
+// for what it needs. That was drawn before it, so some worker is at it: nobody waits for a worker
+// that waits for him, however many of them really run side by side.
+//
+// Of each step a worker draws from a share of neighbouring tasks, the same one whenever the op
+// runs, and then from the others' shares: what it wrote last time may still be in its own cache.
 #pragma once
 
 #include <algorithm>
@@ -54,19 +57,28 @@ class Steps {
     }
   }
 
+  // Called once, before all work: how many workers there will be.
+  void share_out(int64_t workers) {
+    workers_ = workers;
+    drawn_ = std::make_unique<std::atomic<int64_t>[]>(workers * order_.size());
+  }
+
   // A worker's part; returns when there is nothing left to begin.
-  void work(float* scratch) {
-    size_t at = 0;
-    int64_t first = 0;  // of the part's draws
-    for (;;) {
-      const int64_t drawn = next_.fetch_add(1, std::memory_order_relaxed);
-      while (at < order_.size() && drawn - first >= order_[at].tasks) {
-        first += order_[at++].tasks;
+  void work(int64_t worker, float* scratch) {
+    for (size_t at = 0; at < order_.size(); ++at) {
+      const Part& part = order_[at];
+      for (int64_t i = 0; i < workers_; ++i) {
+        const int64_t owner = (worker + i) % workers_;
+        const int64_t first = part.tasks * owner / workers_;
+        const int64_t count = part.tasks * (owner + 1) / workers_ - first;
+        std::atomic<int64_t>& drawn = drawn_[owner * order_.size() + at];
+        while (drawn.load(std::memory_order_relaxed) < count) {
+          const int64_t task = drawn.fetch_add(1, std::memory_order_relaxed);
+          if (task < count) {
+            run(steps_[part.step], part.first_task + first + task, scratch);
+          }
+        }
       }
-      if (at == order_.size()) {
-        return;
-      }
-      run(steps_[order_[at].step], order_[at].first_task + drawn - first, scratch);
     }
   }
 
@@ -123,7 +135,8 @@ class Steps {
 
   std::vector<Step> steps_;
   std::vector<Part> order_;
-  std::atomic<int64_t> next_{0};
+  int64_t workers_ = 0;
+  std::unique_ptr<std::atomic<int64_t>[]> drawn_;  // [workers][parts], of each one's share
 };
 
 }  // namespace fastattn::ffn

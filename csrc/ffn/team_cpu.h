@@ -44,10 +44,11 @@ class Team {
   // rows.
   int multiply(Product p, Panels& panels, int left, int right, bool by_blocks = false,
                bool in_turns = false) {
-    // Of a weight's gradient, both of whose operands lie across the depth, the smaller one is
-    // packed; other gradients are written as they lie.
+    // Of a deep gradient of a weight, both of whose operands lie across the depth, the smaller one
+    // is packed; other gradients are written as they lie.
     const bool across = p.a.column_stride != 1 && p.b.column_stride == 1;
-    if (p.either_way && (across ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
+    const bool by_size = across && !p.is_shallow();
+    if (p.either_way && (by_size ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
       const Matrix a = p.a;
       p.a = p.b.transposed();
       p.b = a.transposed();
@@ -124,7 +125,9 @@ class Team {
   // Runs what was added.
   template <class Parallel>
   void run(const Parallel& parallel) {
-    parallel(workers_, [&](int64_t worker) { steps_.work(scratch_ + worker * kWorkerFloats); });
+    steps_.share_out(workers_);
+    parallel(workers_,
+             [&](int64_t worker) { steps_.work(worker, scratch_ + worker * kWorkerFloats); });
   }
 
  private:

@@ -26,6 +26,7 @@ from compiled_kernels import (
 from fastattn.ops.attention import prepared
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.config import Features, forward_config
 
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -47,6 +48,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 def _launch(
     D: int,
     *,
+    E: int | None = None,
     M: int = 1024,
     N: int = 1024,
     dtype: torch.dtype = torch.bfloat16,
@@ -62,18 +64,19 @@ def _launch(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k = empty(2, 4, M, D), empty(2, 4, N, D)
+    q, k, v = empty(2, 4, M, D), empty(2, 4, N, D), empty(2, 4, N, D if E is None else E)
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
     dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     call = ForwardCall(
-        q, k, k, dense, prepared.classify(dense) if words else None, lengths,
+        q, k, v, dense, prepared.classify(dense) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip
     spaces = [
         empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(call)
     ]
-    kernels.attention_fwd(call, q, empty(2, 4, M, dtype=torch.float32), *spaces)
+    out, lse = empty(2, 4, M, v.shape[3]), empty(2, 4, M, dtype=torch.float32)
+    kernels.attention_fwd(call, out, lse, *spaces)
 
 
 def _tensor_instructions(kernel: Any, arch: str) -> int:
@@ -149,6 +152,15 @@ def test_fp32_compiles(arch: str, D: int) -> None:
 
 
 @compiles
+@pytest.mark.parametrize("D, E", [(256, 24), (200, 72)])
+def test_ptxas_finds_registers_for_narrow_values(D: int, E: int) -> None:
+    """It gives up where one tile of many is narrow: a program then spills 3,000 times a tile."""
+    with compiled_for("sm_90") as found:
+        _launch(D, E=E, dtype=torch.float32, causal=2)
+    assert spilled(found[-1]) < 1000
+
+
+@compiles
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +174,15 @@ def test_no_smaller_head_dim_takes_more_products(options: dict[str, Any]) -> Non
         _launch(128, **options)
     small, large = (_tensor_instructions(kernel, "sm_80") for kernel in found)
     assert 0 < small <= large
+
+
+@compiles
+def test_few_queries_pad_a_narrow_second_tile_alone() -> None:
+    def whole(D: int, E: int) -> bool:
+        return forward_config("sm_90", torch.bfloat16, D, E, 1, Features()).whole
+
+    assert whole(80, 80) and whole(192, 144) and whole(144, 128)
+    assert not whole(144, 192) and not whole(40, 160) and not whole(96, 96)
 
 
 @compiles

@@ -114,7 +114,9 @@ _SINGLE = {
     ("nvidia", 256): ForwardConfig(32, 16, 4, 1, 1, precision="tf32x3"),
     # D = 256 spills in every tiling: here 228 to 408 instructions in loops of 2348 to 3178, 9.2 to
     # 12.4 for a pair; with 16 keys 177 to 567 in loops of 1856 to 2819, 14.5 to 22.0 for a pair.
-    # Either way two programs share a core; on sm_80 one of these would be alone.
+    # Either way two programs share a core; on sm_80 one of these would be alone. For values of 32
+    # columns or fewer, or a second tile of them, ptxas gives up: 32 registers, 3,000 spills. The
+    # former keep 16 keys, the latter are padded: D = 200, E = 72 7.3 for a pair, with 16 keys 15.1.
     ("hopper", 256): ForwardConfig(32, 32, 4, 1, 1, precision="tf32x3"),
     ("blackwell", 256): ForwardConfig(32, 32, 4, 1, 1, precision="tf32x3"),
     # The matrix cores multiply fp32 as it is; D of 72 to 96 is 387 to 447 instructions, padded 533.
@@ -142,8 +144,9 @@ def forward_config(
     width = 64 if widest <= 64 else 128 if widest <= 128 else 256
     if dtype is torch.float32:
         row = _SINGLE["amd" if kind == "amd" else "nvidia", width]
-        if M > 16:
-            row = _SINGLE.get((kind, width), row)
+        if M > 16 and (kind, width) in _SINGLE and (width < 256 or E > 32):
+            row = _SINGLE[kind, width]
+            row = replace(row, whole=row.whole or split_width(E)[1] in (16, 32))
     else:
         row = _HALF[kind, width, features.dense]
         two_tiles = split_width(D)[1] > 0 or split_width(E)[1] > 0
@@ -162,9 +165,10 @@ def forward_config(
         #   D = 40    243, 173    590, 335    325, 203    212, 179
         #   D = 80    252, 227    413, 273    409, 294    220, 223
         #   D = 144   353, 329    625, 472    622, 458    268, 316
-        narrow = kind != "amd" or width == 64
-        narrow = narrow and 16 in (split_width(D)[1], split_width(E)[1])
-        row = replace(row, whole=row.whole or narrow)
+        # A wider second tile of v is worth more than a narrow one of q and k costs.
+        second = split_width(D)[1], split_width(E)[1]
+        narrow = second[1] == 16 or (second[0] == 16 and second[1] == 0)
+        row = replace(row, whole=row.whole or (narrow and (kind != "amd" or width == 64)))
         # wgmma and descriptors want 64 rows; a few queries want many key tiles in flight.
         return replace(row, BLOCK_M=16, warps=4, tma=False, maxnreg=None, overlap=0)
     if M <= 64 and row.BLOCK_M > 64:

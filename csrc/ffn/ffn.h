@@ -30,7 +30,7 @@ constexpr int kMaxLanes = 16;
 // odd number of lines.
 constexpr int kOperandPitch = kBlockDepth + 16;
 constexpr int kAcrossPitch = kBlockRows + 16;
-// What a worker needs: its block of the left operand, and of the sums.
+// What a worker needs: its block of the left operand, and of the sums or of shallow panels.
 constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
 constexpr int64_t kWorkerFloats =
@@ -114,10 +114,9 @@ struct Product {
   bool can_be_unpacked() const {
     return type == DType::kFloat32 && a.column_stride == 1 && b.row_stride == 1;
   }
-  // A weight's gradient of few rows: its sums go from registers into rows of the result.
+  // As a weight's gradient of few rows is: sums go from registers into rows of the result.
   bool is_shallow() const {
-    return either_way && a.columns <= kShallowDepth && a.column_stride != 1 &&
-           b.column_stride == 1 && finish.out_type == type;
+    return either_way && a.columns <= kShallowDepth && a.column_stride != 1 && b.column_stride == 1;
   }
   bool shares_panels() const { return row_blocks() > 1 && !unpacked; }
   // Floats that `packed` holds, for any instruction set.

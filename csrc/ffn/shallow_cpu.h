@@ -77,14 +77,12 @@ void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_
   const int step = strip_rows(rows, kShallowRows);
   Unit* left = reinterpret_cast<Unit*>(worker);
   pack_left<T>(p.a, first_row, rows, 0, units, left);
-  const auto* right = reinterpret_cast<const Unit*>(p.packed) + first_panel * panel_units;
-  if (!p.packed) {
-    Unit* own = reinterpret_cast<Unit*>(worker + kSumsAt);
-    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      pack_panel<T>(p, panel, 0, units, own + (panel - first_panel) * panel_units);
-    }
-    right = own;
+  Unit* own = reinterpret_cast<Unit*>(worker + kSumsAt);
+  for (int64_t panel = first_panel; !p.packed && panel < last_panel; ++panel) {
+    pack_panel<T>(p, panel, 0, units, own + (panel - first_panel) * panel_units);
   }
+  const Unit* right =
+      p.packed ? reinterpret_cast<const Unit*>(p.packed) + first_panel * panel_units : own;
   for (int r = 0; r < rows; r += step) {
     const int height = step < rows - r ? step : rows - r;
     const auto several = shallow_kernel_of<T, kShallowPanels>(height, kAnyRows);

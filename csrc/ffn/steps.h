@@ -60,18 +60,23 @@ class Steps {
   // Called once, before all work: how many workers there will be.
   void share_out(int64_t workers) {
     workers_ = workers;
-    drawn_ = std::make_unique<std::atomic<int64_t>[]>(workers * order_.size());
+    int64_t shares = 0;
+    for (Part& part : order_) {
+      part.first_share = shares;
+      shares += shares_of(part);
+    }
+    shares_ = std::make_unique<Share[]>(shares);
   }
 
   // A worker's part; returns when there is nothing left to begin.
   void work(int64_t worker, float* scratch) {
-    for (size_t at = 0; at < order_.size(); ++at) {
-      const Part& part = order_[at];
-      for (int64_t i = 0; i < workers_; ++i) {
-        const int64_t owner = (worker + i) % workers_;
-        const int64_t first = part.tasks * owner / workers_;
-        const int64_t count = part.tasks * (owner + 1) / workers_ - first;
-        std::atomic<int64_t>& drawn = drawn_[owner * order_.size() + at];
+    for (const Part& part : order_) {
+      const int64_t shares = shares_of(part);
+      for (int64_t i = 0; i < shares; ++i) {
+        const int64_t owner = (worker + i) % shares;
+        const int64_t first = part.tasks * owner / shares;
+        const int64_t count = part.tasks * (owner + 1) / shares - first;
+        std::atomic<int64_t>& drawn = shares_[part.first_share + owner].drawn;
         while (drawn.load(std::memory_order_relaxed) < count) {
           const int64_t task = drawn.fetch_add(1, std::memory_order_relaxed);
           if (task < count) {
@@ -92,7 +97,14 @@ class Steps {
   struct Part {
     int step;
     int64_t first_task, tasks;
+    int64_t first_share = 0;
   };
+  // In a line of its own, which no other share's owner takes away.
+  struct alignas(64) Share {
+    std::atomic<int64_t> drawn{0};
+  };
+
+  int64_t shares_of(const Part& part) const { return std::min(workers_, part.tasks); }
 
   int64_t groups_of(int step) const {
     return (steps_[step].tasks + steps_[step].group - 1) / steps_[step].group;
@@ -136,7 +148,7 @@ class Steps {
   std::vector<Step> steps_;
   std::vector<Part> order_;
   int64_t workers_ = 0;
-  std::unique_ptr<std::atomic<int64_t>[]> drawn_;  // [workers][parts], of each one's share
+  std::unique_ptr<Share[]> shares_;
 };
 
 }  // namespace fastattn::ffn

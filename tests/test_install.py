@@ -81,6 +81,7 @@ def hasty_compiler(folder: Path) -> str:
     return str(script)
 
 
+@pytest.mark.long
 def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
     wishes = {"FASTATTN_NATIVE": "cpu,autograd", "CXX": hasty_compiler(tmp_path)}
     wheel, _ = build(source, tmp_path, **wishes)
@@ -94,6 +95,7 @@ def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
     assert node.split() == ["LayerNormBackward"]
 
 
+@pytest.mark.long
 def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

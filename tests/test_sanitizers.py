@@ -80,6 +80,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2500)
 @pytest.mark.skipif(_runtime("libasan.so") is None, reason="the compiler has no libasan")
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")

@@ -38,7 +38,7 @@ from fastattn.testing.spec import OpSpec, Sample, all_specs
 
 TESTS = Path(__file__).resolve().parent
 SPECS = all_specs()
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class Backward(Saboteur):

@@ -23,10 +23,10 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return backward.arithmetic(tmp_path_factory.mktemp("shim"))
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("problem", PROBLEMS | DENSE)
-def test_protocol(native: ctypes.CDLL, problem: str) -> None:
-    for seed in range(2):
-        World(Arithmetic(native, (PROBLEMS | DENSE)[problem]), seed).play()
+def test_protocol(native: ctypes.CDLL, problem: str, seed: int) -> None:
+    World(Arithmetic(native, (PROBLEMS | DENSE)[problem]), seed).play()
 
 
 def _notices(native: ctypes.CDLL, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from sm90_on_host.build import build, missing
 from sm90_on_host.saboteur import Harmless, Saboteur
 
 TESTS = Path(__file__).resolve().parent
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 # All of it stays in the kernel: it does no harm to this machine, or by an accident of what lies
 # around it. Where a launch ends is not said to be where its asynchronous stores do, and barriers

@@ -436,11 +436,10 @@ def _runs() -> Iterator[tuple[str, str]]:
                 yield name, problem
 
 
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "problem"), list(_runs()))
-def test_protocol(native: ctypes.CDLL, config: str, problem: str) -> None:
-    arithmetic = Arithmetic(native, CONFIGS[config], {**PLAIN, **BANDS}[problem])
-    for seed in range(2):
-        World(arithmetic, seed).play()
+def test_protocol(native: ctypes.CDLL, config: str, problem: str, seed: int) -> None:
+    World(Arithmetic(native, CONFIGS[config], {**PLAIN, **BANDS}[problem]), seed).play()
 
 
 def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> None:

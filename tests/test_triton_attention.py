@@ -594,6 +594,7 @@ def test_configs_are_frozen() -> None:
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ interpreter, on samples that are small enough.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from functools import partial
@@ -211,9 +212,17 @@ _SHAPES = {
 }
 
 
+def _tiled() -> list[Any]:
+    """Every shape and every tiling, in the interpreter's quick run in one pair each."""
+    turns = [(name, list(TILINGS)[i % len(TILINGS)]) for i, name in enumerate(_SHAPES)]
+    return [
+        pytest.param(*pair, marks=() if NATIVE or pair in turns else pytest.mark.slow)
+        for pair in itertools.product(_SHAPES, TILINGS)
+    ]
+
+
 @runs
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("name", _SHAPES)
+@pytest.mark.parametrize("name, tiling", _tiled())
 def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
     call = Call(_small(name, B=_SHAPES[name].get("B", 2), **_SHAPES[name]), torch.float16)
     call.check(call.run(TILINGS[tiling]))
@@ -470,6 +479,7 @@ def test_refuses_what_it_cannot_run() -> None:
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -298,6 +298,7 @@ def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 @pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=slow)])

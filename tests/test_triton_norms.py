@@ -340,6 +340,7 @@ def test_searches_start_from_what_ships() -> None:
 # -- the interpreter's own process ----------------------------------------------------------------
 
 
+@pytest.mark.long
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 def test_in_the_interpreter() -> None:

@@ -32,8 +32,13 @@ from fastattn.ops.attention import triton_bwd as launchers
 from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
-from fastattn.ops.attention.op import CAUSAL
-from fastattn.ops.attention.spec_inputs import dead, make_inputs
+from fastattn.ops.attention.spec_inputs import (
+    dead,
+    dropout_of,
+    make_inputs,
+    restrictions,
+    scale_of,
+)
 from fastattn.ops.attention.triton_tiles import band, mask_shape
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
@@ -72,19 +77,12 @@ class Call:
     ) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
         self.inputs = sample.make(generator, dtype)
-        inputs, get = self.inputs, self.inputs.get
-        causal, scale, mask = inputs["causal"], inputs["scale"], get("mask")
-        mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-        self.tensors = (
-            inputs["q"], inputs["k"], inputs["v"],
-            mask, prepared.classify(mask) if get("prepared") else None,
-            get("key_lengths"), get("query_lengths"),
-        )  # fmt: skip
-        self.options = (
-            CAUSAL["top_left" if causal is True else causal], *(inputs["window"] or (-1, -1)),
-            inputs["q"].shape[3] ** -0.5 if scale is None else scale, get("dropout_p", 0.0),
-            get("dropout_seed"), get("dropout_stream", 0),
-        )  # fmt: skip
+        inputs = self.inputs
+        restricted = restrictions(inputs)
+        mask, lengths = restricted[0], restricted[1:3]
+        mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
+        self.tensors = (inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles, *lengths)
+        self.options = (*restricted[3:], scale_of(inputs), *dropout_of(inputs))
         self.out, self.lse = reference.attention_fwd(*self.tensors, *self.options)
         rows, _ = dead(inputs)
         # Values that every dtype has.
@@ -345,14 +343,11 @@ def _packed_samples() -> list[Any]:
 def test_packed_sample(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
-    get, causal = inputs.get, inputs.get("causal", False)
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
     offsets = (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"])
     options = (
-        inputs["max_seqlen_q"], inputs["max_seqlen_k"],
-        CAUSAL["top_left" if causal is True else causal], *(get("window") or (-1, -1)),
-        get("scale") or q.shape[2] ** -0.5, get("dropout_p", 0.0), get("dropout_seed"),
-        get("dropout_stream", 0),
+        inputs["max_seqlen_q"], inputs["max_seqlen_k"], *restrictions(inputs)[3:],
+        scale_of(inputs), *dropout_of(inputs),
     )  # fmt: skip
     out, lse = (x.contiguous() for x in reference.attention_varlen_fwd(q, k, v, *offsets, *options))
     dout = torch.randn(out.shape, generator=generator).half()

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import reference
-from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.spec_inputs import (
     allowed_of,
     dead,
     dead_positions,
+    dropout_of,
     entries,
     make_inputs,
+    restrictions,
+    scale_of,
 )
 from fastattn.ops.attention.spec_workloads import PADDED_WORKLOADS
 from fastattn.testing.dropout import dropout_mask
@@ -247,37 +249,11 @@ SAMPLES = (
 )  # fmt: skip
 
 
-def _softmax_of(inputs: Inputs) -> reference._Softmax:
-    q, k = inputs["q"], inputs["k"]
-    mask = inputs.get("mask")
-    left, right = inputs["window"] or (-1, -1)
-    causal = inputs["causal"]
-    return reference._softmax(
-        q,
-        k,
-        inputs["v"],
-        None if mask is None else mask[(None,) * (4 - mask.dim())],
-        inputs.get("key_lengths"),
-        inputs.get("query_lengths"),
-        CAUSAL["top_left" if causal is True else causal],
-        left,
-        right,
-        _scale(inputs),
-        inputs.get("dropout_p", 0.0),
-        inputs.get("dropout_seed"),
-        inputs.get("dropout_stream", 0),
-    )
-
-
-def _scale(inputs: Inputs) -> float:
-    scale = inputs["scale"]
-    return inputs["q"].shape[3] ** -0.5 if scale is None else scale
-
-
 def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The formulas on absolute values. A weight's own rounding grows with the size of its score."""
-    t, scale = _softmax_of(inputs), abs(_scale(inputs))
-    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
+    t = reference._softmax(q, k, v, *restrictions(inputs), scale, *dropout_of(inputs))
+    scale = abs(scale)
     B, H, M, _ = q.shape
     N = k.shape[2]
     grouped = t.q.shape[:4]
@@ -317,7 +293,7 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
     q = q.masked_fill(rows[..., None], 0)
     k = k.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
     v = v.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
-    s = torch.einsum("bhmd,bhnd->bhmn", q, k) * _scale(inputs)
+    s = torch.einsum("bhmd,bhnd->bhmn", q, k) * scale_of(inputs)
     mask = inputs.get("mask")
     if mask is not None and mask.is_floating_point():
         s = s + torch.where(allowed, mask, 0)

@@ -148,23 +148,39 @@ def make_inputs(
     return inputs
 
 
-def allowed_of(inputs: Inputs) -> Tensor:
-    """Which pairs are allowed, [B, H, M, N]."""
-    q, k = inputs["q"], inputs["k"]
-    (B, H, M, _), N = q.shape, k.shape[2]
-    mask = inputs.get("mask")
+def restrictions(
+    inputs: Inputs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]:
+    """As the ops take them: mask with four dimensions, key_lengths, query_lengths, causal as a
+    number, the window's left and right.
+    """
+    mask, causal = inputs.get("mask"), inputs.get("causal", False)
     left, right = inputs.get("window") or (-1, -1)
-    causal = inputs["causal"]
-    return reference.allowed_pairs(
-        q,
-        k,
+    return (
         None if mask is None else mask[(None,) * (4 - mask.dim())],
         inputs.get("key_lengths"),
         inputs.get("query_lengths"),
         CAUSAL["top_left" if causal is True else causal],
         left,
         right,
-    ).expand(B, H, M, N)
+    )
+
+
+def scale_of(inputs: Inputs) -> float:
+    scale = inputs.get("scale")
+    return inputs["q"].shape[-1] ** -0.5 if scale is None else scale
+
+
+def dropout_of(inputs: Inputs) -> tuple[float, Tensor | None, int]:
+    """Probability, seed and stream."""
+    return inputs.get("dropout_p", 0.0), inputs.get("dropout_seed"), inputs.get("dropout_stream", 0)
+
+
+def allowed_of(inputs: Inputs) -> Tensor:
+    """Which pairs are allowed, [B, H, M, N]."""
+    q, k = inputs["q"], inputs["k"]
+    allowed = reference.allowed_pairs(q, k, *restrictions(inputs))
+    return allowed.expand(*q.shape[:3], k.shape[2])
 
 
 def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from probe_op import make_op as make_op
+from probe_op import no_request as no_request
 
 from fastattn.ops import _env
 

@@ -54,6 +54,13 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
             del sys.modules[module]
 
 
+@pytest.fixture
+def no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nobody had asked for a backend, or been warned of one."""
+    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
+    monkeypatch.setattr(_op, "_warned", set())
+
+
 def writes(value: float) -> str:
     """A backend that takes everything and says who it is: y = value."""
     return f"def PROBE(x, factor, y, z):\n    y.fill_({value})\n    z.fill_(-{value})\n"

@@ -18,12 +18,7 @@ from fastattn.ops._op import Backend, Op
 from fastattn.testing import poisoned_results
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(_op, "_warned", set())
+pytestmark = pytest.mark.usefixtures("no_request")
 
 
 # -- order of preference --------------------------------------------------------------------------

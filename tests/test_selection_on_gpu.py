@@ -18,12 +18,7 @@ from fastattn.ops import _env, _op, _verified, backend_table
 from fastattn.ops._op import Backend, Op
 
 CUDA = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(_op, "_warned", set())
+pytestmark = pytest.mark.usefixtures("no_request")
 
 
 def _on_cuda() -> tuple[Any, float]:

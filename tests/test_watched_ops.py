@@ -13,12 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops import _env, _op
+from fastattn.ops import _op
 
-
-@pytest.fixture(autouse=True)
-def _no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
+pytestmark = pytest.mark.usefixtures("no_request")
 
 
 class _Names(TorchDispatchMode):

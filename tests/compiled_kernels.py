@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,25 @@ def in_turns(
     turns = range(max(len(sizes), len(features)))
     pairs = {(sizes[(i + shift) % len(sizes)], features[i % len(features)]) for i in turns}
     return pairs | {(size, feature) for size in whole for feature in features}
+
+
+def cross_section(
+    arch: str,
+    always: Mapping[Any, Sequence[str]],
+    sizes: Sequence[Any],
+    features: Iterable[str],
+    whole: Sequence[Any] = (),
+) -> list[Any]:
+    """Parameters (arch, size, feature): `always` has the features of a size that the quick run
+    compiles, the slow run adds those `in_turns`.
+    """
+    quick = [(size, feature) for size in sizes for feature in always.get(size, ())]
+    slow = sorted(in_turns(arch, sizes, features, whole) - set(quick))
+    return [
+        pytest.param(arch, size, feature, marks=marks, id=f"{arch}-{size}-{feature}")
+        for pairs, marks in ((quick, ()), (slow, pytest.mark.slow))
+        for size, feature in pairs
+    ]
 
 
 class _AbsentGpu:

@@ -1,4 +1,4 @@
-"""The forward of attention in Triton: values and tiles.
+"""The forward of attention in Triton: values.
 
 On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
 interpreter, on the samples that are small enough.
@@ -8,7 +8,6 @@ interpreter, on the samples that are small enough.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,18 +25,18 @@ if _env.interpreting():
     bf16_interpreter.install()
 
 import triton.language as tl
+from compiled_kernels import compiles
 
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
-from benchmarks.tune_task import DTYPES
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
-from fastattn.ops.attention import prepared, reference, spec, spec_varlen, triton_tiles
+from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
-from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.config import ForwardConfig
 from fastattn.ops.attention.op import CAUSAL
-from fastattn.ops.attention.spec_inputs import make_inputs
+from fastattn.ops.attention.spec_inputs import dropout_of, make_inputs, restrictions, scale_of
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -46,7 +45,6 @@ RUNS = DEVICE.type == "cuda" or _env.interpreting()
 runs = pytest.mark.skipif(not RUNS, reason="runs on a GPU, or in the interpreter's own process")
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-compiles = pytest.mark.skipif(_env.interpreting(), reason="the interpreter compiles nothing")
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -56,18 +54,10 @@ def _arguments(sample: Sample, dtype: torch.dtype) -> tuple[Any, ...]:
     """A sample as the op sees it."""
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, dtype)
-    get = inputs.get
-    mask = get("mask")
-    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    causal, scale = inputs["causal"], inputs["scale"]
-    return (
-        inputs["q"], inputs["k"], inputs["v"],
-        mask, prepared.classify(mask) if get("prepared") else None,
-        get("key_lengths"), get("query_lengths"), CAUSAL["top_left" if causal is True else causal],
-        *(inputs["window"] or (-1, -1)),
-        inputs["q"].shape[3] ** -0.5 if scale is None else scale,
-        get("dropout_p", 0.0), get("dropout_seed"), get("dropout_stream", 0),
-    )  # fmt: skip
+    mask, *others = restrictions(inputs)
+    mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
+    tensors = inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles
+    return (*tensors, *others, scale_of(inputs), *dropout_of(inputs))
 
 
 def _move(x: Any) -> Any:
@@ -152,13 +142,11 @@ def _packed_samples() -> list[Any]:
 def test_packed_sample(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
-    get, causal = inputs.get, inputs.get("causal", False)
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
+    causal, left, right = restrictions(inputs)[3:]
     args = (
         q, k, v, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], inputs["max_seqlen_q"],
-        inputs["max_seqlen_k"], CAUSAL["top_left" if causal is True else causal],
-        *(get("window") or (-1, -1)), get("scale") or q.shape[2] ** -0.5, get("dropout_p", 0.0),
-        get("dropout_seed"), get("dropout_stream", 0),
+        inputs["max_seqlen_k"], causal, left, right, scale_of(inputs), *dropout_of(inputs),
     )  # fmt: skip
     (T, H, _), E = q.shape, v.shape[2]
     out = torch.full((T, H, E), float("nan"), dtype=q.dtype, device=DEVICE)
@@ -354,148 +342,6 @@ def test_dropout_bits_are_those_of_the_definition(kind: str, dtype: torch.dtype)
         assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 
 
-# -- tiles ----------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _tile_range_kernel(
-    out_ptr,
-    begin,
-    end,
-    limit,
-    low,
-    high,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    found = triton_tiles.tile_range(
-        begin, end, limit, limit, low, high, HAS_LOW, HAS_HIGH, BLOCK
-    )  # fmt: skip
-    tl.store(out_ptr + 0, found[0])
-    tl.store(out_ptr + 1, found[1])
-    tl.store(out_ptr + 2, found[2])
-    tl.store(out_ptr + 3, found[3])
-
-
-def _allowed_by_tiles(
-    M: int, N: int, causal: int, left: int, right: int, rows: tuple[int, int], block: int
-) -> tuple[int, int, int, int]:
-    """What tile_range should say, by looking at every pair: first, full_first, full_last, last."""
-    q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
-    allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
-    tiles = allowed[rows[0] : rows[1]].split(block, dim=1)
-    some = [i for i, tile in enumerate(tiles) if tile.any()]
-    full = [i for i, tile in enumerate(tiles) if tile.all() and tile.shape[1] == block]
-    if not some:
-        return (0, 0, 0, 0)
-    full = full or [some[-1] + 1]
-    return (some[0], full[0], full[-1] + 1 if full[0] <= some[-1] else full[0], some[-1] + 1)
-
-
-@runs
-@pytest.mark.parametrize(
-    "causal, left, right",
-    [
-        *((0, -1, -1), (1, -1, -1), (2, -1, -1)),
-        *((0, 5, 3), (1, 20, -1), (2, 40, -1), (0, 0, 0), (0, -1, 9)),
-    ],
-)
-def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
-    for M, N in ((70, 70), (40, 100), (100, 40)):
-        band = triton_tiles.band(causal, left, right, M, N)
-        for start in range(0, M, 32):
-            rows = (start, min(start + 32, M))
-            out = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
-            _tile_range_kernel[(1,)](
-                out, *rows, N, band.low, band.high, HAS_LOW=band.has_low, HAS_HIGH=band.has_high,
-                BLOCK=16,
-            )  # fmt: skip
-            first, full_first, full_last, last = out.tolist()
-            expected = _allowed_by_tiles(M, N, causal, left, right, rows, 16)
-            if expected[3] == expected[0]:
-                assert first == last, (M, N, rows)
-                continue
-            assert (first, last) == (expected[0], expected[3]), (M, N, rows)
-            if expected[1] < expected[2]:
-                assert (full_first, full_last) == expected[1:3], (M, N, rows)
-            else:
-                assert full_first == full_last, (M, N, rows)
-
-
-def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int, by_key: bool) -> list[Any]:
-    """For every (batch, head, outer tile) the FULL, PARTIAL and EDGE inner tiles, by definition."""
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    plain = mask if mask.dtype == torch.bool else mask == 0
-    rows = []
-    for b in range(mask.shape[0]):
-        for h in range(mask.shape[1]):
-            a, p = (x[b, h].expand(M, N) for x in (allowed, plain))
-            if by_key:
-                a, p = a.T, p.T
-            outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
-            for lines_a, lines_p in zip(a.split(outer), p.split(outer), strict=True):
-                lists: list[list[int]] = [[], [], []]
-                pairs = zip(lines_a.split(inner, 1), lines_p.split(inner, 1), strict=True)
-                for t, (tile, zero) in enumerate(pairs):
-                    if tile.shape[1] < inner or not tile.any(0).all():
-                        kind = 2
-                    else:
-                        kind = 0 if zero.all() else 1
-                    if tile.any():
-                        lists[kind].append(t)
-                rows.append(lists)
-    return rows
-
-
-@runs
-@pytest.mark.parametrize("by_key, words", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("letters", ["BHMN", "MN", "BN", "HM", "HMN", ""])
-def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bool) -> None:
-    """words: listed from a prepared mask."""
-    generator = torch.Generator().manual_seed(len(letters))
-    sizes = {"B": 2, "H": 3, "M": 70, "N": 75}
-    M, N = sizes["M"], sizes["N"]
-    shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
-    mask = torch.rand(shape, generator=generator) > 0.2
-    mask[:, :, :33, :32] = True
-    mask[..., 40:, :] = mask[..., 40:, :] & (shape[2] == 1)
-    mask[..., 64:] = False
-    for values in (mask, torch.where(mask, 0.0, -torch.inf).half()):
-        values = _move(values)
-        described = triton_tiles.mask_shape(values)
-        layout = triton_tiles.tile_lists(described, M, N, 32, 16, by_key)
-        lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
-        if words:
-            tiled = prepared.classify(values)
-            triton_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
-        else:
-            triton_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
-        expected = _lists_of(values.cpu(), M, N, 32, 16, by_key)
-        outer = len(expected) // (layout.shape[0] * layout.shape[1])
-        for n, kinds in enumerate(expected):
-            batch_head, tile = divmod(n, outer)
-            row = lists.flatten(0, 1)[batch_head, min(tile, layout.shape[2] - 1)].tolist()
-            for kind, tiles in enumerate(kinds):
-                begin = 4 + kind * layout.inner
-                assert row[begin : begin + row[kind]] == tiles, (n, kind)
-
-
-def test_band_drops_what_restricts_nothing() -> None:
-    assert triton_tiles.band(0, -1, -1, 5, 9) == (0, 0, False, False)
-    assert triton_tiles.band(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
-    assert triton_tiles.band(1, -1, 3, 5, 9) == (0, 0, False, True)
-    assert triton_tiles.band(0, 100, 2, 5, 9) == (0, 2, False, True)
-    assert triton_tiles.band(2, 3, -1, 5, 9) == (1, 4, True, True)
-
-
-def test_head_dims_are_split_where_that_pads_less() -> None:
-    widths = {8: (16, 0), 24: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 96: (64, 32)}
-    widths |= {120: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
-    for width, tiles in widths.items():
-        assert triton_tiles.split_width(width) == tiles, width
-
-
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -542,53 +388,6 @@ def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.Monke
     wrong: dict[str, Any] = {}
     tune.measure(task, ForwardConfig(32, 32, 4, 1), case, None, 1.0, wrong)
     assert wrong["status"] == "wrong" and "out" in wrong["message"] and len(timed) == 1
-
-
-def test_tuning_starts_from_what_ships() -> None:
-    cases = ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32"))
-    for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
-        task = AttentionTask("fwd", feature, D, 8192, 16384, 2048, dtype)
-        found = tune.candidates(task, "sm_90")
-        features = Features(band=feature == "causal", dense=feature in ("mask", "bias"))
-        assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
-        assert len(set(found)) == len(found) > 5
-        assert len({tune.describe(config) for config in found}) == len(found)
-        # Where head dims are cut in two, one padded tile is tried too; fp32's rows have it.
-        padded = D in (80, 96, 192) or dtype == "fp32"
-        assert any(config.whole for config in found) == padded
-
-
-@compiles
-def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
-    """Addresses of single elements of these would not fit below it; those of q are gone before."""
-    config = forward_config("sm_90", torch.bfloat16, 64, 64, 256, Features(dense=True))
-
-    def cap(D: int, q_row: int, k_row: int, k_head: int | None = None, aligned: bool = True) -> Any:
-        def meta(row: int, head: int) -> Tensor:
-            strides = (4 * 256 * row, head, row, 1)
-            return torch.empty_strided((2, 4, 256, D), strides, dtype=torch.bfloat16, device="meta")
-
-        q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
-        call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, triton_tiles.band(0, -1, -1, 256, 256), call, q, aligned)
-        return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
-
-    assert config.maxnreg == 128
-    assert cap(64, 64, 64) == cap(40, 40, 40) == 128
-    assert cap(64, 65, 64) == 128  # descriptors read k and v, however q lies
-    assert cap(57, 64, 64) == 128
-    assert cap(64, 64, 64, k_head=0) == 128  # no descriptor covers what is expanded
-    assert cap(57, 64, 64, k_head=0) is None  # rows of 57, whatever lies between them
-    assert cap(57, 57, 57) is None
-    assert cap(64, 64, 64, aligned=False) is None
-    assert cap(40, 41, 40) is None  # one unit of strides for all that is read by address
-
-
-def test_configs_are_frozen() -> None:
-    config = ForwardConfig(64, 32, 4, 1)
-    assert replace(config, stages=2) != config
-    with pytest.raises(AttributeError):
-        config.stages = 2  # type: ignore[misc]
 
 
 # -- the interpreter's own process ----------------------------------------------------------------

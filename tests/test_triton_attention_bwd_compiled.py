@@ -19,7 +19,7 @@ from compiled_kernels import (
     TENSOR,
     compiled_for,
     compiles,
-    in_turns,
+    cross_section,
     instructions,
     loops,
     spilled,
@@ -135,33 +135,19 @@ def _examine(kernel: Any, arch: str) -> None:
 
 
 # What runs always; the slow run adds one feature or two at every head dim, on Hopper all at 64.
-_ALWAYS = {
-    ("sm_90", 64): ("plain", "causal", "bool"),
-    ("sm_90", 128): ("causal", "bias"),
-    ("sm_90", 256): ("causal",),
-    ("sm_80", 64): ("causal",),
-    ("sm_80", 128): ("lengths",),
-    ("sm_100", 128): ("causal",),
-    ("gfx942", 64): ("causal", "padding"),
-    ("gfx942", 128): ("plain",),
+_ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
+    "sm_80": {64: ("causal",), 128: ("lengths",)},
+    "sm_90": {64: ("plain", "causal", "bool"), 128: ("causal", "bias"), 256: ("causal",)},
+    "sm_100": {128: ("causal",)},
+    "gfx942": {64: ("causal", "padding"), 128: ("plain",)},
 }
 
 
 def _shipped() -> list[Any]:
-    cases = []
-    sizes = (64, 80, 128, 192, 256)
+    sizes, cases = (64, 80, 128, 192, 256), []
     for arch in TARGETS:
-        hopper = arch == "sm_90"
-        features = FEATURES if hopper else ("causal", "bool")
-        pairs = in_turns(arch, sizes, features, whole=(64,) if hopper else ())
-        for D in sizes:
-            for feature in FEATURES:
-                always = feature in _ALWAYS.get((arch, D), ())
-                if not always and (D, feature) not in pairs:
-                    continue
-                marks = () if always else (pytest.mark.slow,)
-                id = f"{arch}-{D}-{feature}"
-                cases.append(pytest.param(arch, D, feature, marks=marks, id=id))
+        features, whole = (FEATURES, (64,)) if arch == "sm_90" else (("causal", "bool"), ())
+        cases += cross_section(arch, _ALWAYS.get(arch, {}), sizes, features, whole)
     return cases
 
 

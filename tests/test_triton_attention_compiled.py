@@ -18,12 +18,12 @@ from compiled_kernels import (
     TENSOR,
     compiled_for,
     compiles,
-    in_turns,
+    cross_section,
     instructions,
     spilled,
 )
 
-from fastattn.ops.attention import prepared
+from fastattn.ops.attention import prepared, triton_tiles
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.config import Features, forward_config
@@ -94,33 +94,25 @@ def _tolerated_spills(D: int, feature: str) -> int:
     return 0 if feature in ("plain", "causal") and D <= 128 else 96
 
 
+_ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
+    "sm_80": {64: ("causal", "bool"), 128: ("causal",)},
+    "sm_90": {
+        64: ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
+        80: ("causal",),
+        128: ("plain", "causal", "lengths", "bias"),
+        256: ("causal",),
+    },
+    "sm_100": {64: ("causal",), 128: ("lengths",)},
+    "gfx942": {64: ("causal", "padding"), 128: ("lengths",)},
+}
+
+
 def _shipped() -> list[Any]:
-    """(arch, head dim, feature): a cross-section always, a wider one in the slow run."""
-    always = {
-        ("sm_90", 64): ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
-        ("sm_90", 128): ("plain", "causal", "lengths", "bias"),
-        ("sm_90", 256): ("causal",),
-        ("sm_90", 80): ("causal",),
-        ("sm_80", 64): ("causal", "bool"),
-        ("sm_80", 128): ("causal",),
-        ("sm_100", 64): ("causal",),
-        ("sm_100", 128): ("lengths",),
-        ("gfx942", 64): ("causal", "padding"),
-        ("gfx942", 128): ("lengths",),
-    }
+    """A cross-section always, a wider one in the slow run."""
     cases = []
     for arch in GENERATIONS:
-        sizes = (64, 80, 128, 192, 256) if arch == "sm_90" else (64, 128, 256)
-        pairs = in_turns(arch, sizes, FEATURES, whole=(64,) if arch == "sm_90" else ())
-        for D in sizes:
-            for feature in FEATURES:
-                short = feature in always.get((arch, D), ())
-                if not short and (D, feature) not in pairs:
-                    continue
-                marks = () if short else (pytest.mark.slow,)
-                cases.append(
-                    pytest.param(arch, D, feature, marks=marks, id=f"{arch}-{D}-{feature}")
-                )
+        sizes, whole = ((64, 80, 128, 192, 256), (64,)) if arch == "sm_90" else ((64, 128, 256), ())
+        cases += cross_section(arch, _ALWAYS[arch], sizes, FEATURES, whole)
     return cases
 
 
@@ -183,6 +175,32 @@ def test_few_queries_pad_a_narrow_second_tile_alone() -> None:
 
     assert whole(80, 80) and whole(192, 144) and whole(144, 128)
     assert not whole(144, 192) and not whole(40, 160) and not whole(96, 96)
+
+
+@compiles
+def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
+    """Addresses of single elements of these would not fit below it; those of q are gone before."""
+    config = forward_config("sm_90", torch.bfloat16, 64, 64, 256, Features(dense=True))
+
+    def cap(D: int, q_row: int, k_row: int, k_head: int | None = None, aligned: bool = True) -> Any:
+        def meta(row: int, head: int) -> Tensor:
+            strides = (4 * 256 * row, head, row, 1)
+            return torch.empty_strided((2, 4, 256, D), strides, dtype=torch.bfloat16, device="meta")
+
+        q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
+        call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+        plan = kernels._bind(config, triton_tiles.band(0, -1, -1, 256, 256), call, q, aligned)
+        return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
+
+    assert config.maxnreg == 128
+    assert cap(64, 64, 64) == cap(40, 40, 40) == 128
+    assert cap(64, 65, 64) == 128  # descriptors read k and v, however q lies
+    assert cap(57, 64, 64) == 128
+    assert cap(64, 64, 64, k_head=0) == 128  # no descriptor covers what is expanded
+    assert cap(57, 64, 64, k_head=0) is None  # rows of 57, whatever lies between them
+    assert cap(57, 57, 57) is None
+    assert cap(64, 64, 64, aligned=False) is None
+    assert cap(40, 41, 40) is None  # one unit of strides for all that is read by address
 
 
 @compiles

@@ -1,5 +1,7 @@
 """Tuning starts from what ships and times only what is right."""
 
+# ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
+
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,9 +10,15 @@ import pytest
 import torch
 from subprocesses import environment
 
+triton = pytest.importorskip("triton")
+
 from benchmarks import tune
 from benchmarks.rows import ROOT
 from benchmarks.tune_attention import AttentionTask
+from benchmarks.tune_task import DTYPES
+from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.config_bwd import bwd_config
+from fastattn.ops.attention.triton_tiles import split_width
 
 TUNING = """
 import sys
@@ -45,9 +53,21 @@ def test_tuning_of_norms_and_ffn_times_only_what_is_right() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
-    from fastattn.ops.attention.config_bwd import bwd_config
+def test_tuning_starts_from_what_ships() -> None:
+    cases = ((64, "plain", "bf16"), (80, "mask", "fp16"), (128, "bias", "fp32"))
+    for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
+        task = AttentionTask("fwd", feature, D, 8192, 16384, 2048, dtype)
+        found = tune.candidates(task, "sm_90")
+        features = Features(band=feature == "causal", dense=feature in ("mask", "bias"))
+        assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
+        assert len(set(found)) == len(found) > 5
+        assert len({tune.describe(config) for config in found}) == len(found)
+        # Where head dims are cut in two, one padded tile is tried too; fp32's rows have it.
+        padded = D in (80, 96, 192) or dtype == "fp32"
+        assert any(config.whole for config in found) == padded
 
+
+def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
     for feature, edges in (("plain", False), ("lengths", True), ("both_lengths", True)):
         task = AttentionTask("bwd", feature, 128, 4096, 16384, 2048, "bf16")
         shipped = bwd_config("sm_90", torch.bfloat16, 128, 128, edges, False)
@@ -56,9 +76,6 @@ def test_tuning_of_lengths_starts_from_the_row_with_edges() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: str) -> None:
-    from fastattn.ops.attention.config import Features, forward_config
-    from fastattn.ops.attention.triton_tiles import split_width
-
     for D in (40, 64, 80, 128, 144, 256):
         found = tune.candidates(AttentionTask("fwd", "plain", D, 4096, 16384, 2048, "fp32"), arch)
         tilings = [(config.widths(D), replace(config, whole=False)) for config in found]
@@ -78,3 +95,10 @@ def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("bwd causal D64", "layer_norm fwd 4096x768", "ffn bwd 4096x768 gelu"):
         assert sum(line.startswith(task) for line in lines) >= 1
     assert len(lines) == len(set(lines)) > 100
+
+
+def test_configs_are_frozen() -> None:
+    config = ForwardConfig(64, 32, 4, 1)
+    assert replace(config, stages=2) != config
+    with pytest.raises(AttributeError):
+        config.stages = 2  # type: ignore[misc]

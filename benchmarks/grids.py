@@ -4,8 +4,9 @@ it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import geometric_mean
 
-from benchmarks.rows import Row, source_digest
+from benchmarks.rows import Row, is_ours, source_digest
 
 # What one reads off a figure, by op; all others are judged by the bytes they move.
 _METRICS = {
@@ -80,6 +81,13 @@ def machine_of(row: Row) -> str:
     return str(row["gpu"] or f"{row['cpu']}, {threads}")
 
 
+def by_machine(results: Iterable[Row]) -> dict[str, list[Grid]]:
+    found: dict[str, list[Grid]] = {}
+    for grid in grids(results):
+        found.setdefault(grid.machine, []).append(grid)
+    return found
+
+
 def grids(results: Iterable[Row]) -> list[Grid]:
     found: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in results:
@@ -88,6 +96,36 @@ def grids(results: Iterable[Row]) -> list[Grid]:
         op = row["op"] + ("_decode" if "decode" in (row["features"] or ()) else "")
         found.setdefault((machine_of(row), op, row["direction"], row["dtype"]), []).append(row)
     return [Grid(*key, tuple(group)) for key, group in found.items()]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How our fastest stands to the fastest peer: a ratio of times per workload of one grid."""
+
+    grid: Grid
+    ratios: tuple[float, ...]
+    peers: tuple[str, ...]
+
+    @property
+    def mean(self) -> float:
+        return geometric_mean(self.ratios)
+
+
+def standings(group: Iterable[Grid]) -> list[Standing]:
+    """One per grid with a peer, by op, direction and dtype."""
+    found = []
+    for grid in group:
+        best: dict[str, Row] = {}
+        for r in grid.rows:
+            if r["ratio_best"] and is_ours(r) and r["impl"] != "fastattn-reference":
+                other = best.get(r["workload"])
+                if other is None or r["ratio_best"] > other["ratio_best"]:
+                    best[r["workload"]] = r
+        if best:
+            ratios = tuple(r["ratio_best"] for r in best.values())
+            peers = tuple(dict.fromkeys(r["best_peer"] for r in best.values()))
+            found.append(Standing(grid, ratios, peers))
+    return sorted(found, key=lambda s: (s.grid.op, s.grid.direction, s.grid.dtype))
 
 
 def absent_peers(results: Iterable[Row]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale
+from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, standings
 from benchmarks.rows import Row, is_ours
 
 _PEER_COLOURS = {
@@ -259,6 +259,56 @@ def _heat_map(
     return _save(figure, axes, title, path, legend=False)
 
 
+# -- standings -------------------------------------------------------------------------------------
+_DTYPE_COLOURS = {"fp32": "#3b6fb6", "bf16": "#c8322b", "fp16": "#e8833a"}
+
+
+def plot_standings(group: Sequence[Grid], folder: Path, name: str) -> list[Path]:
+    """Every op and direction of a machine: the mean ratio to the best peer, and how far single
+    workloads lie from it.
+    """
+    found = standings(group)
+    if not found:
+        return []
+    labels = list(dict.fromkeys(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}" for s in found))
+    dtypes = list(dict.fromkeys(s.grid.dtype for s in found))
+    figure, axes = _figure(1, 1, width=8.5, height=1.3 + 0.33 * len(labels))
+    axis = axes[0][0]
+    spare: dict[str, str] = {}
+    for i, dtype in enumerate(dtypes):
+        mine = [s for s in found if s.grid.dtype == dtype]
+        ink = _DTYPE_COLOURS.get(dtype) or colour(dtype, spare)
+        offset = 0.26 * (i - (len(dtypes) - 1) / 2)
+        heights = [
+            labels.index(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}") + offset for s in mine
+        ]
+        means = [s.mean for s in mine]
+        axis.hlines(
+            heights, [min(s.ratios) for s in mine], [max(s.ratios) for s in mine],
+            color=ink, linewidth=2.2, alpha=0.35, zorder=2,
+        )  # fmt: skip
+        axis.scatter(means, heights, s=26, color=ink, label=dtype, zorder=3)
+        for mean, height in zip(means, heights, strict=True):
+            beside = axis.get_yaxis_transform()
+            axis.text(
+                1.01, height, f"{mean:.2f}", transform=beside, va="center", fontsize=7, color=ink
+            )
+    axis.axvline(1.0, color="#444444", linewidth=1.0, linestyle="--", zorder=1)
+    axis.set_xscale("log", base=2)
+    ticks = [
+        t for t in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if axis.get_xlim()[0] <= t <= axis.get_xlim()[1]
+    ]
+    axis.set_xticks(ticks, [f"{t:g}×" for t in ticks], fontsize=8)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.set_xlabel(
+        "the best peer's time over ours: mean of the workloads, least to most", fontsize=8
+    )
+    axis.grid(axis="x", color="#dddddd", zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    return _save(figure, axes, found[0].grid.machine, folder / name)
+
+
 # -- roofline --------------------------------------------------------------------------------------
 def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     """FLOP per byte against TFLOP/s under the measured ceilings: ours and the best peer of each
@@ -337,6 +387,8 @@ def _finish(axis: Any, title: str, unit: str, ceiling: float | None) -> None:
 def _save(
     figure: Any, axes: Any, title: str, path: Path, *, legend: bool = True, columns: int = 5
 ) -> list[Path]:
+    import matplotlib
+
     if legend:
         labels: dict[str, Any] = {}
         for axis in axes.flat:
@@ -351,10 +403,12 @@ def _save(
             fontsize=8,
         )
     figure.suptitle(title, fontsize=11)
-    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
-    for each in paths:
-        figure.savefig(each, dpi=130)
-    return paths
+    svg, png = path.with_suffix(".svg"), path.with_suffix(".png")
+    # The same rows make the same bytes; text stays text.
+    with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
+        figure.savefig(svg, metadata={"Date": None})
+    figure.savefig(png, dpi=130)
+    return [svg, png]
 
 
 def _subtitle(grid: Grid) -> str:

@@ -5,12 +5,12 @@ Writes report.md with its plots beside it, or with --html one file that holds ev
 gets lines of throughput and memory against sequence length per head dim and a heat map of ratios to
 the best peer; the rest gets bars and a heat map; models get their memory; each dtype a roofline.
 Plots need matplotlib; tables need nothing. `--stale` only lists what was measured on other sources,
-`--update` only writes the summary between two marks of a document.
+`--update` only writes the summary between two marks of a document, with a picture per machine.
 """
 
 import argparse
 import html
-import math
+import os
 import re
 import sys
 import tempfile
@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import rows
-from benchmarks.grids import DIRECTIONS, UNITS, Grid, absent_peers, grids, is_stale, machine_of
+from benchmarks.grids import (
+    UNITS,
+    Grid,
+    absent_peers,
+    by_machine,
+    is_stale,
+    machine_of,
+    standings,
+)
 from benchmarks.rows import Row, is_ours
 
 _MODELS = ("transformer", "generation")
@@ -204,63 +212,64 @@ def _distinct(results: Iterable[Row], key: str) -> list[str]:
     return list(dict.fromkeys(str(r[key]) for r in results if r[key] is not None)) or ["unknown"]
 
 
-def summary(results: Sequence[Row]) -> list[Block]:
-    """How our fastest stands to the fastest peer over the workloads of an op: the short table."""
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
-    for grid in grids(results):
-        for workload in grid.workloads:
-            mine = [r for r in grid.rows if r["workload"] == workload and r["ratio_best"]]
-            mine = [r for r in mine if is_ours(r) and r["impl"] != "fastattn-reference"]
-            if mine:
-                key = (grid.machine, grid.op, grid.direction, grid.dtype)
-                groups.setdefault(key, []).append(max(mine, key=lambda r: r["ratio_best"]))
+def summary(results: Sequence[Row], folder: Path) -> list[Block]:
+    """For a document: how our fastest stands to the fastest peer, a machine after the other, in a
+    picture of `folder` and in a table to unfold.
+    """
     found: list[Block] = []
-    for machine in dict.fromkeys(key[0] for key in groups):
+    for machine, group in by_machine(results).items():
         lines = []
-        for (where, op, direction, dtype), best in sorted(groups.items()):
-            if where != machine:
-                continue
-            ratios = [r["ratio_best"] for r in best]
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            figures = [f"{x:.2f}" for x in (mean, min(ratios), max(ratios))]
-            peers = ", ".join(dict.fromkeys(r["best_peer"] for r in best))
-            name = f"{op}, {DIRECTIONS[direction]}, {dtype}"
-            lines.append((name, str(len(ratios)), f"**{figures[0]}**", *figures[1:], peers))
+        for s in standings(group):
+            mean, least, most = (f"{x:.2f}" for x in (s.mean, min(s.ratios), max(s.ratios)))
+            count, peers = str(len(s.ratios)), ", ".join(s.peers)
+            lines.append((s.grid.title, count, f"**{mean}**", least, most, peers))
         of_machine = [r for r in results if machine_of(r) == machine]
         versions, dates = (", ".join(_distinct(of_machine, key)) for key in ("torch", "date"))
         found.append(Text(f"{machine}, torch {versions}, {dates}: the best peer's time over ours."))
+        found.append(Image(folder / f"{_slug(machine)}.svg"))
+        found.append(Text("<details>\n<summary>The same in figures</summary>"))
         columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
-        found.append(Table(columns, tuple(lines)))
+        found += [Table(columns, tuple(lines)), Text("</details>")]
     if not any(r["gpu"] for r in results):
         found.append(Text("GPU: not measured."))
     return found
 
 
+def draw_summary(results: Sequence[Row], folder: Path) -> None:
+    """The pictures that `summary` shows."""
+    from benchmarks import plots
+
+    for machine, group in by_machine(results).items():
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            for path in plots.plot_standings(group, Path(place), _slug(machine)):
+                if path.suffix == ".svg":
+                    path.replace(folder / path.name)
+
+
 _BEGIN, _END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
-def updated(document: str, results: Sequence[Row]) -> str:
-    """The document with the summary between its marks."""
+def updated(document: str, results: Sequence[Row], pictures: Path) -> str:
+    """The document with the summary between its marks; pictures: their folder, seen from there."""
     before, begin, rest = document.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"a document to update must hold {_BEGIN.strip()} and {_END.strip()}")
-    return before + begin + to_markdown(summary(results), Path()) + end + after
+    return before + begin + to_markdown(summary(results, pictures), Path()) + end + after
 
 
 # -- the report ------------------------------------------------------------------------------------
 def blocks(results: Sequence[Row], folder: Path) -> list[Block]:
     """The whole report; its pictures are written into `folder`."""
     drawn = _can_draw()
-    everything = grids(results)
-    machines = list(dict.fromkeys(grid.machine for grid in everything))
+    machines = by_machine(results)
     found = header(results)
-    for machine in machines:
-        mine = [grid for grid in everything if grid.machine == machine]
+    for machine, mine in machines.items():
         found.append(Heading(2, machine))
         place = folder if len(machines) == 1 else folder / _slug(machine)
         place.mkdir(parents=True, exist_ok=True)
         if drawn:
+            found += _standings(mine, place)
             for dtype in dict.fromkeys(grid.dtype for grid in mine):
                 found += _overview([g for g in mine if g.dtype == dtype], place)
         for grid in mine:
@@ -277,6 +286,13 @@ def _can_draw() -> bool:
         print("benchmarks.report: matplotlib is absent, so tables only", file=sys.stderr)
         return False
     return True
+
+
+def _standings(mine: Sequence[Grid], place: Path) -> list[Block]:
+    """The picture of one machine."""
+    from benchmarks import plots
+
+    return _images(plots.plot_standings(mine, place, "standings"))
 
 
 def _overview(mine: Sequence[Grid], place: Path) -> list[Block]:
@@ -338,7 +354,7 @@ def stale(results: Iterable[Row]) -> list[str]:
 
 
 def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text).strip("-").lower()
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -352,7 +368,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="list our figures of other sources; 1 if any",
     )
-    add("--update", type=Path, metavar="DOCUMENT", help="write the summary between its marks")
+    add(
+        "--update",
+        type=Path,
+        metavar="DOCUMENT",
+        help="write the summary between its marks, its pictures beside the first file",
+    )
     options = parser.parse_args(arguments)
     missing = [str(path) for path in options.results if not path.is_file()]
     if missing:
@@ -365,7 +386,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines) if lines else "every figure of ours is of the sources at hand")
         return 1 if lines else 0
     if options.update:
-        options.update.write_text(updated(options.update.read_text(), results))
+        pictures, document = options.results[0].parent, options.update
+        seen = Path(os.path.relpath(pictures, document.parent))
+        text = updated(document.read_text(), results, seen)
+        draw_summary(results, pictures)
+        document.write_text(text)
         print(options.update)
     elif options.html:
         print(write_html(results, options.html))

@@ -109,8 +109,9 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     text = page.read_text()
     assert "fa3 is not installed" in text and "not measured" not in text
     assert "<td>s8192_d64</td><td><b>400</b> (×1.10)</td><td>364</td><td>333</td>" in text
-    for title in ("roofline", "memory of attention", "memory of the transformer",
-                  "our best against the best peer", "attention against the best peer"):  # fmt: skip
+    for title in ("mean of the workloads, least to most", "roofline", "memory of attention",
+                  "memory of the transformer", "our best against the best peer",
+                  "attention against the best peer"):  # fmt: skip
         assert title in text, title
     assert "<svg" in text and not re.search(r'(src|href)="(?!#|data:)', text)
     ids = re.findall(r'\bid="([^"]+)"', text)
@@ -153,25 +154,36 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
             assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
     readme = (ROOT / "README.md").read_text()
     if paths:
-        assert report.updated(readme, list(rows.read(paths))) == readme
+        results = list(rows.read(paths))
+        assert report.updated(readme, results, Path("benchmarks/results")) == readme
+        shown = re.findall(r"!\[.*?\]\((benchmarks/results/.*?)\)", readme)
+        assert len(shown) == len(grids.by_machine(results))
+        assert all((ROOT / picture).is_file() for picture in shown)
     else:
         assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
 
 
 def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     path, document = tmp_path / "results.jsonl", tmp_path / "README.md"
     rows.append(path, _synthetic_rows())
     document.write_text(f"Before\n{report._BEGIN}old\n{report._END}After\n")
+    pictures: list[bytes] = []
     for _ in range(2):
         assert report.main([str(path), "--update", str(document)]) == 0
         text = document.read_text()
         assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, 20")
-        assert text.endswith(f"|\n{report._END}After\n") and "old" not in text
+        assert text.endswith(f"|\n\n</details>\n{report._END}After\n") and "old" not in text
+        assert "![example-gpu](example-gpu.svg)" in text
+        pictures.append((tmp_path / "example-gpu.svg").read_bytes())
+        assert b">layer_norm, forward</text>" in pictures[-1]
+        assert set(tmp_path.iterdir()) == {path, document, tmp_path / "example-gpu.svg"}
         assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
         assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text
+    assert pictures[0] == pictures[1]
     document.write_text("no marks")
     with pytest.raises(ValueError, match="figures: begin"):
-        report.updated(document.read_text(), [])
+        report.updated(document.read_text(), [], tmp_path)
 
 
 def test_rows_refuse_unknown_fields() -> None:

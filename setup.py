@@ -62,7 +62,7 @@ LOGGED = (
     '"$log" >&2; exit $status'
 )
 # The first error ends the process; frames and line numbers for its report.
-SANITIZER_FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
+SANITIZER_FLAGS = "-O0 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
 # One translation unit per instruction set; which one runs is decided on the machine it runs on.
 X86_FLAGS = {
     "_avx2": ["-march=x86-64-v3"],

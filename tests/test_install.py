@@ -73,10 +73,10 @@ def libraries(wheel: Path) -> list[str]:
 
 
 def hasty_compiler(folder: Path) -> str:
-    """The C++ compiler, but that it optimises little: that takes half the time."""
+    """The C++ compiler, but that it optimises nothing: that takes a quarter of the time."""
     cxx = os.environ.get("CXX") or shutil.which("g++")
     script = folder / "hasty-g++"
-    script.write_text(f'#!/bin/sh\nexec "{cxx}" "$@" -O1\n')
+    script.write_text(f'#!/bin/sh\nexec "{cxx}" "$@" -O0\n')
     script.chmod(0o755)
     return str(script)
 
@@ -95,7 +95,6 @@ def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
     assert node.split() == ["LayerNormBackward"]
 
 
-@pytest.mark.long
 def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()

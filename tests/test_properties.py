@@ -123,7 +123,7 @@ def _attention(options: Options) -> Sample:
     return _sample("attention", make_inputs, options)
 
 
-@examples(600)
+@examples(300)
 @given(attention_options())
 def test_attention_is_what_torch_computes(options: Options) -> None:
     if "mask" in options:  # whose gradient in fp32 is nothing to compare in fp64
@@ -131,14 +131,14 @@ def test_attention_is_what_torch_computes(options: Options) -> None:
     _assert_reference_is_torch("attention", _attention(options))
 
 
-@examples(300)
+@examples(150)
 @given(attention_options(), HALVES)
 def test_attention_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     """With the properties: dead positions hold anything, batch entries stand alone."""
     _assert_passes("attention", _attention(options), dtype, "reference")
 
 
-@examples(200)
+@examples(100)
 @given(attention_options(), st.data())
 def test_weights_are_those_of_attention(options: Options, data: st.DataObject) -> None:
     options |= {"dropout_p": 0.0, "E": options["D"]}
@@ -202,19 +202,19 @@ def _varlen(options: Options) -> Sample:
     return _sample("attention_varlen", spec_varlen.make_inputs, options)
 
 
-@examples(300)
+@examples(150)
 @given(varlen_options())
 def test_varlen_is_what_torch_computes(options: Options) -> None:
     _assert_reference_is_torch("attention_varlen", _varlen(options))
 
 
-@examples(150)
+@examples(80)
 @given(varlen_options(), HALVES)
 def test_varlen_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes("attention_varlen", _varlen(options), dtype, "reference")
 
 
-@examples(300)
+@examples(150)
 @given(varlen_options().filter(lambda o: o["queries"] and o["causal"] != "bottom_right"))
 def test_varlen_is_padded_attention_with_lengths(options: Options) -> None:
     """Dropout too: positions count inside a sequence, sequences as batches. (bottom_right counts
@@ -280,7 +280,7 @@ def _norm(options: Options) -> Sample:
     return _sample(options["op"], norm_spec.make_inputs, options)
 
 
-@examples(400)
+@examples(200)
 @given(NORMS)
 def test_norms_are_what_torch_computes(options: Options) -> None:
     # fp32 parameters are rounded, which is nothing to compare in fp64.
@@ -289,7 +289,7 @@ def test_norms_are_what_torch_computes(options: Options) -> None:
 
 
 @pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-@examples(700)
+@examples(300)
 @given(NORMS, HALVES)
 def test_cpu_norms_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes(options["op"], _norm(options), dtype, "cpu")
@@ -337,13 +337,13 @@ def _ffn(options: Options) -> Sample:
     return _sample("ffn", ffn_spec.make_inputs, options)
 
 
-@examples(400)
+@examples(200)
 @given(ffn_options())
 def test_ffn_is_what_torch_computes(options: Options) -> None:
     _assert_reference_is_torch("ffn", _ffn(options))
 
 
-@examples(200)
+@examples(100)
 @given(ffn_options(), HALVES)
 def test_ffn_within_the_budget(options: Options, dtype: torch.dtype) -> None:
     _assert_passes("ffn", _ffn(options), dtype, "reference")

@@ -445,25 +445,25 @@ def _ours() -> list[Any]:
     products = ("up", "down", "dhidden", "dx", "dw1")
     activations = ("relu", "gelu", "swiglu")
     for arch in GENERATIONS:
-        pairs = in_turns(arch, products, activations, whole=products if arch == "sm_90" else ())
         for dtype in (torch.bfloat16, torch.float32):
-            for product in products:
+            every = arch == "sm_90" and dtype == torch.bfloat16
+            pairs = in_turns(arch, products, activations, whole=products if every else ())
+            for p, product in enumerate(products):
+                plain = product in ("down", "dx", "dw1")
                 for activation in activations:
-                    if product in ("down", "dx", "dw1"):
+                    if plain:
                         if activation != "relu":
                             continue
                     elif (product, activation) not in pairs:
                         continue
                     known = tiles(arch, dtype, product, activation)
-                    # The first one is what a tuner would start from.
-                    every = arch == "sm_90" and dtype == torch.bfloat16
+                    # The first one is what a tuner would start from, the others come in turns.
                     for i, tile in enumerate(known if every else known[:1]):
                         first = i == 0
-                        # The others in turn with the activations.
-                        if product in ("up", "dhidden") and activation != activations[i % 3]:
-                            if not first:
-                                continue
-                        always = arch == "sm_90" and dtype == torch.bfloat16 and first
+                        its_turn = (i + p) % 2 == 0 if plain else activation == activations[i % 3]
+                        if not (first or its_turn):
+                            continue
+                        always = every and first
                         always = always and (activation == "gelu" or product in ("down", "dw1"))
                         short = str(dtype).removeprefix("torch.")
                         size = f"{tile.block_m}x{tile.block_n}x{tile.warps}x{tile.stages}"

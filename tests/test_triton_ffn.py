@@ -24,9 +24,9 @@ from fastattn.ops._dropout import SECOND_STREAM, drop_rows, keep_scale
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import bf16_interpreter
+    import mended_interpreter
 
-    bf16_interpreter.install()
+    mended_interpreter.install()
 
 import compiled_kernels
 from compiled_kernels import (

@@ -20,9 +20,9 @@ from fastattn.ops import _env
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import bf16_interpreter
+    import mended_interpreter
 
-    bf16_interpreter.install()
+    mended_interpreter.install()
 
 from compiled_kernels import (
     GENERATIONS,

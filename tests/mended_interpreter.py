@@ -1,16 +1,21 @@
-"""Makes Triton's interpreter compute with bfloat16.
+"""Makes Triton's interpreter compute with bfloat16, and in half the time.
 
 The interpreter keeps bfloat16 as 16-bit patterns and calculates with the patterns as integers; only
 loads, stores and conversions to fp32 are right. `install` makes arithmetic and products go through
 fp32 and conversions to bfloat16 round to nearest even, as GPUs do.
+
+What took the other half: triton.language is patched again at every call of a function inside a
+kernel, and integers are checked for overflow although nobody looks at the answer.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 _BINARY = (
     "create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_minimumf", "create_minnumf",
@@ -64,3 +69,23 @@ def install() -> None:
 
     InterpreterBuilder.create_dot = create_dot
     InterpreterBuilder.create_fp_trunc = create_fp_trunc
+    _save_time()
+
+
+def _save_time() -> None:
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug  # or the answer would be looked at
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    patched: set[int] = set()
+
+    def call_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A kernel's launch patches what its module sees of triton.language, and takes it back.
+        What other modules see stays patched from the first call of a function of theirs.
+        """
+        module = id(self.fn.__globals__)
+        if module not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call_inside

@@ -62,7 +62,7 @@ def _runtime(name: str) -> Path | None:
     return found if found.is_absolute() and found.is_file() else None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package and its instrumented CPU library."""
     folder = tmp_path_factory.mktemp("sanitized")

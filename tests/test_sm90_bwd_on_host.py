@@ -211,7 +211,7 @@ class Simulator:
         assert failure is None, failure
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def simulator(tmp_path_factory: pytest.TempPathFactory) -> Simulator:
     if reason := missing():
         pytest.skip(reason)

@@ -23,7 +23,7 @@ TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 UNLIMITED = 1 << 20
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if reason := missing():
         pytest.skip(reason)

@@ -184,7 +184,7 @@ CASES = {
 QUICK = ("128 packed window", "64 mask", "128 packed parts")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Machine]:
     """The machine with the instance that a case needs."""
     if reason := missing():

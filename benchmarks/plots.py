@@ -404,9 +404,9 @@ def _save(
         )
     figure.suptitle(title, fontsize=11)
     svg, png = path.with_suffix(".svg"), path.with_suffix(".png")
-    # The same rows make the same bytes; text stays text.
+    # The same rows make the same bytes, with one matplotlib; text stays text.
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
-        figure.savefig(svg, metadata={"Date": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
     figure.savefig(png, dpi=130)
     return [svg, png]
 

@@ -1,9 +1,10 @@
 """`python -m benchmarks.report RESULTS...`: tables and plots from rows of result, nothing typed by
 hand.
 
-Writes report.md with its plots beside it, or with --html one file that holds everything. Attention
-gets lines of throughput and memory against sequence length per head dim and a heat map of ratios to
-the best peer; the rest gets bars and a heat map; models get their memory; each dtype a roofline.
+Writes report.md with its plots beside it, or with --html one file that holds everything. Every
+machine gets a picture of how ours stands to the best peers, op by op. Attention gets lines of
+throughput and memory against sequence length per head dim and a heat map of ratios to the best
+peer; the rest gets bars and a heat map; models get their memory; each dtype a roofline.
 Plots need matplotlib; tables need nothing. `--stale` only lists what was measured on other sources,
 `--update` only writes the summary between two marks of a document, with a picture per machine.
 """
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from benchmarks import rows
 from benchmarks.grids import (
@@ -57,9 +59,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Image:
-    """svg: what a page shows; a PNG of the same name lies beside it."""
+    """svg: what a page shows."""
 
     svg: Path
+    text: str
 
 
 Block = Heading | Text | Table | Image
@@ -76,7 +79,8 @@ def to_markdown(blocks: Sequence[Block], folder: Path) -> str:
             lines.insert(1, "|---|" + "---:|" * (len(block.header) - 1))
             parts.append("\n".join(lines) + "\n")
         elif isinstance(block, Image):
-            parts.append(f"![{block.svg.stem}]({block.svg.relative_to(folder).as_posix()})\n")
+            place = quote(block.svg.relative_to(folder).as_posix())
+            parts.append(f"![{block.text}]({place})\n")
         else:
             parts.append(block.text.rstrip() + "\n")
     return "\n".join(parts)
@@ -218,15 +222,19 @@ def summary(results: Sequence[Row], folder: Path) -> list[Block]:
     """
     found: list[Block] = []
     for machine, group in by_machine(results).items():
-        lines = []
-        for s in standings(group):
+        known, lines = standings(group), []
+        if not known:
+            continue
+        for s in known:
             mean, least, most = (f"{x:.2f}" for x in (s.mean, min(s.ratios), max(s.ratios)))
             count, peers = str(len(s.ratios)), ", ".join(s.peers)
             lines.append((s.grid.title, count, f"**{mean}**", least, most, peers))
         of_machine = [r for r in results if machine_of(r) == machine]
         versions, dates = (", ".join(_distinct(of_machine, key)) for key in ("torch", "date"))
         found.append(Text(f"{machine}, torch {versions}, {dates}: the best peer's time over ours."))
-        found.append(Image(folder / f"{_slug(machine)}.svg"))
+        found.append(
+            Image(folder / f"{_slug(machine)}.svg", f"ours beside the best peers, {machine}")
+        )
         found.append(Text("<details>\n<summary>The same in figures</summary>"))
         columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
         found += [Table(columns, tuple(lines)), Text("</details>")]
@@ -262,6 +270,8 @@ def updated(document: str, results: Sequence[Row], pictures: Path) -> str:
 def blocks(results: Sequence[Row], folder: Path) -> list[Block]:
     """The whole report; its pictures are written into `folder`."""
     drawn = _can_draw()
+    if not drawn:
+        print("benchmarks.report: matplotlib is absent, so tables only", file=sys.stderr)
     machines = by_machine(results)
     found = header(results)
     for machine, mine in machines.items():
@@ -283,7 +293,6 @@ def _can_draw() -> bool:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("benchmarks.report: matplotlib is absent, so tables only", file=sys.stderr)
         return False
     return True
 
@@ -316,7 +325,7 @@ def _pictures(grid: Grid, place: Path) -> list[Block]:
 
 
 def _images(paths: Sequence[Path]) -> list[Block]:
-    return [Image(path) for path in paths if path.suffix == ".svg"]
+    return [Image(path, path.stem) for path in paths if path.suffix == ".svg"]
 
 
 def write(results: Sequence[Row], folder: Path) -> Path:
@@ -386,6 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines) if lines else "every figure of ours is of the sources at hand")
         return 1 if lines else 0
     if options.update:
+        if not _can_draw():
+            parser.error("--update draws pictures, which needs matplotlib")
         pictures, document = options.results[0].parent, options.update
         seen = Path(os.path.relpath(pictures, document.parent))
         text = updated(document.read_text(), results, seen)

@@ -157,8 +157,10 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
         results = list(rows.read(paths))
         assert report.updated(readme, results, Path("benchmarks/results")) == readme
         shown = re.findall(r"!\[.*?\]\((benchmarks/results/.*?)\)", readme)
-        assert len(shown) == len(grids.by_machine(results))
-        assert all((ROOT / picture).is_file() for picture in shown)
+        assert {ROOT / picture for picture in shown} == {*(ROOT / "benchmarks").rglob("*.svg")}
+        for picture, group in zip(shown, grids.by_machine(results).values(), strict=True):
+            means = re.findall(r">(\d+\.\d\d)</text>", (ROOT / picture).read_text())
+            assert sorted(means) == sorted(f"{s.mean:.2f}" for s in grids.standings(group))
     else:
         assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
 
@@ -167,6 +169,8 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, document = tmp_path / "results.jsonl", tmp_path / "README.md"
     rows.append(path, _synthetic_rows())
+    alone = _synthetic("ffn", "fwd", "w", "fastattn-cpu", 1.0, {}, [])
+    rows.append(path, rows.complete([alone], {"gpu": None, "cpu": "No peers", "threads": 1}, None))
     document.write_text(f"Before\n{report._BEGIN}old\n{report._END}After\n")
     pictures: list[bytes] = []
     for _ in range(2):
@@ -174,7 +178,8 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
         text = document.read_text()
         assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, 20")
         assert text.endswith(f"|\n\n</details>\n{report._END}After\n") and "old" not in text
-        assert "![example-gpu](example-gpu.svg)" in text
+        assert "No peers" not in text
+        assert "![ours beside the best peers, Example GPU](example-gpu.svg)" in text
         pictures.append((tmp_path / "example-gpu.svg").read_bytes())
         assert b">layer_norm, forward</text>" in pictures[-1]
         assert set(tmp_path.iterdir()) == {path, document, tmp_path / "example-gpu.svg"}

@@ -1,4 +1,4 @@
-"""Which tiles of keys the forward of attention in Triton visits, and how head dims are cut in two.
+"""Which tiles attention's kernels in Triton visit, and how head dims are cut in two.
 
 On a GPU everything runs natively. Without one, this file runs itself once more in Triton's
 interpreter.

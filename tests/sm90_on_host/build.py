@@ -209,6 +209,7 @@ def build(
             target.write_text(rewritten)
     library, made = folder / f"{name}.so", folder / f"{name}.o"
     includes = [f"-I{path}" for path in (folder, HERE, csrc)]
+    # -Og: -O1 takes twice the time to compile and runs no faster.
     flags = ["-Og", "-g1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-strict-aliasing"]
     flags += ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
     flags += [f"-D{define}" for define in defines]

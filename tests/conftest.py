@@ -7,6 +7,8 @@ import pytest
 import torch
 from probe_op import make_op as make_op
 from probe_op import no_request as no_request
+from roads import road as road
+from roads import short_road as short_road
 
 from fastattn.ops import _env
 

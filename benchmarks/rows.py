@@ -165,13 +165,30 @@ def _rounded(value: Any) -> Any:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Row]:
-    """The rows of some files; of rows of one case on one machine the last."""
-    latest: dict[tuple[Any, ...], Row] = {}
+    """The rows of some files. Of a workload that one machine measured several times on the same
+    sources those of the run with the median ratio to the best peer; of other sources the last run.
+    """
+    measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
         with path.open() as file:
             for line in file:
                 if line.strip():
                     row = json.loads(line)
-                    keys = ("gpu", "cpu", "op", "direction", "workload", "dtype", "impl")
-                    latest[tuple(row.get(k) for k in keys)] = row
-    yield from latest.values()
+                    keys = ("gpu", "cpu", "op", "direction", "workload", "dtype")
+                    runs = measured.setdefault(tuple(row.get(k) for k in keys), [{}])
+                    if row["impl"] in runs[-1]:
+                        runs.append({})
+                    runs[-1][row["impl"]] = row
+    for runs in measured.values():
+        alike = sorted((r for r in runs if _sources(r) == _sources(runs[-1])), key=_ratio)
+        of_all = {name: row for run in runs for name, row in run.items()}
+        yield from (of_all | alike[(len(alike) - 1) // 2]).values()
+
+
+def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:
+    return {name: (row.get("commit"), row.get("source_digest")) for name, row in run.items()}
+
+
+def _ratio(run: Mapping[str, Row]) -> float:
+    """Of our fastest."""
+    return max((r.get("ratio_best") or 0.0 for r in run.values() if is_ours(r)), default=0.0)

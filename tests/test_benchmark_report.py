@@ -63,6 +63,32 @@ def _synthetic(
     }  # fmt: skip
 
 
+def test_runs_of_one_workload(tmp_path: Path) -> None:
+    """The median of those on the same sources, whole; what only an earlier run had stays."""
+    path = tmp_path / "results.jsonl"
+
+    def run(commit: str, ours: float, **peers: float) -> None:
+        names = {"fastattn-cpu": ours, "fastattn-reference": 3.0, **peers}
+        batch = [_synthetic("ffn", "fwd", "x", name, ms, {}, []) for name, ms in names.items()]
+        rows.append(path, [r | {"commit": commit} for r in rows.complete(batch, {}, None)])
+
+    def found() -> dict[str, float]:
+        return {r["impl"]: r["ms_median"] for r in rows.read([path])}
+
+    run("old", 0.1, eager=1.0, compile=2.0)
+    run("new", 4.0, eager=4.8)
+    assert found() == {
+        "fastattn-cpu": 4.0, "fastattn-reference": 3.0, "eager": 4.8, "compile": 2.0
+    }  # fmt: skip
+    run("new", 2.0, eager=8.0)
+    run("new", 1.0, eager=2.0)
+    assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 2.0)
+    run("new", 1.0, eager=1.0)  # of two in the middle the lower
+    assert (found()["fastattn-cpu"], found()["eager"]) == (4.0, 4.8)
+    run("newest", 1.0, eager=0.5)
+    assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 0.5)
+
+
 def test_report_renders(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "results.jsonl"

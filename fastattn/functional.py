@@ -42,7 +42,7 @@ from fastattn._arguments import (
     sizes,
 )
 from fastattn.ops._dropout import draw_seed
-from fastattn.ops._op import Explanation, explaining, recording_choices
+from fastattn.ops._op import Explanation, explaining, record_choice, recording_choices
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_at_once as _attention_at_once
@@ -57,8 +57,8 @@ from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import LINEAR
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
-from fastattn.ops.linear.op import is_left_to_torch as _is_linear_left_to_torch
 from fastattn.ops.linear.op import is_worth_taking as _is_linear_worth_taking
+from fastattn.ops.linear.op import left_to_torch as _linear_left_to_torch
 from fastattn.ops.linear.op import linear as _linear
 from fastattn.ops.linear.op import suits as _linear_suits
 
@@ -546,7 +546,7 @@ def linear(
     one dtype.
     """
     if not torch.compiler.is_compiling() and not (
-        backend is None and _is_linear_left_to_torch(x, weight, bias)
+        backend is None and _linear_left_to_torch(x, weight, bias)
     ):
         if (made := LINEAR.short_road(backend, x, weight, bias)) is not None:
             return made[0]
@@ -557,10 +557,11 @@ def linear(
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
     check_linear_weights(x, weight, bias)
-    if backend is None and _is_linear_left_to_torch(x, weight, bias):
+    if backend is None and (why := _linear_left_to_torch(x, weight, bias)):
         if not explaining():
             return F.linear(x, weight, bias)
-        backend = "reference"
+        record_choice(Explanation(LINEAR.name, "reference", {"cpu": why}))
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
     return _linear(x, weight, bias, backend=backend)[0]
 
 
@@ -621,13 +622,13 @@ def new_dropout_seed(device: torch.device | str) -> Tensor:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend `fastattn.<op>(*args, **kwargs)` would take and why each other one would not.
-    Runs nothing.
+    """Which backend `fastattn.<op>(*args, **kwargs)` would take here, gradients and autocast
+    included, and why each other one would not. Runs nothing.
     """
     functions = {f.__name__: f for f in _FUNCTIONS}
     if not isinstance(op, str) or op not in functions:
         raise ValueError(f"op must be one of {', '.join(functions)}, got {op!r}")
-    with torch.no_grad(), recording_choices() as explanations:
+    with recording_choices() as explanations:
         functions[op](*args, **kwargs)
     return explanations[0]
 

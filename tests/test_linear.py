@@ -226,7 +226,9 @@ def test_quick_products_in_half_precision_are_left_to_torch(
     for linear in (functional.linear, functional.quickest_linear):
         assert linear(*halves).equal(F.linear(*halves))
     assert taken == []
-    assert functional.explain("linear", *halves).chosen == "reference"
+    explanation = functional.explain("linear", *halves)
+    assert explanation.chosen == "reference"
+    assert "products in bfloat16" in explanation.refusals["cpu"]
     functional.linear(*halves, backend="cpu")
     functional.linear(*_layer())
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "linear=cpu")
@@ -249,6 +251,20 @@ def test_quick_products_are_flags_of_the_processor(
     assert quick == [dtype]
     monkeypatch.setattr(_env.platform, "machine", lambda: "aarch64")
     assert _env.has_quick_products.__wrapped__(dtype)
+
+
+@needs_library
+def test_explanations_know_what_gradients_are_wanted(taken: list[str]) -> None:
+    for wanted in ("weight", "bias"):
+        given = dict(zip(("x", "weight", "bias"), (t.detach() for t in _layer()), strict=True))
+        given[wanted].requires_grad_()
+        functional.linear(**given)
+        explanation = functional.explain("linear", **given)
+        assert explanation.chosen == "reference"
+        assert "do not read both" in explanation.refusals["cpu"]
+        with torch.no_grad():
+            assert functional.explain("linear", **given).chosen == "cpu"
+    assert taken == []
 
 
 @needs_library

@@ -521,6 +521,12 @@ def explaining() -> bool:
     return _recording.explanations is not None
 
 
+def record_choice(explanation: Explanation) -> None:
+    """Of a call that is not an op's where choices are recorded."""
+    assert _recording.explanations is not None
+    _recording.explanations.append(explanation)
+
+
 @contextlib.contextmanager
 def recording_choices() -> Iterator[list[Explanation]]:
     """Inside, ops record why they choose a backend and return uninitialised results."""

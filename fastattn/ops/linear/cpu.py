@@ -47,15 +47,17 @@ def batch_invariant(on: bool) -> bool:
     return before
 
 
-def is_left_to_torch(dtype: torch.dtype) -> bool:
-    """Whether torch's own products are quicker, for all that is known of the processor."""
-    return _env.has_quick_products(dtype)
+def left_to_torch(dtype: torch.dtype) -> str | None:
+    """Why torch's own products are quicker, for all that is known of the processor."""
+    if not _env.has_quick_products(dtype):
+        return None
+    return f"lacks this processor's instructions for products in {str(dtype)[6:]}, torch has them"
 
 
 def is_worth_taking(x: Tensor, w: Tensor, graph: bool) -> bool:
     """Whether torch's own product of these would take longer; graph: gradients will be computed."""
     dtype = x.dtype
-    quick = not _env.has_slow_blas() if dtype is torch.float32 else is_left_to_torch(dtype)
+    quick = not _env.has_slow_blas() if dtype is torch.float32 else _env.has_quick_products(dtype)
     if quick or dtype not in _DTYPES:
         return False
     # Batch-invariant calls are those of generation, recorded once: all are taken there.

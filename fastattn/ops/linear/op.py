@@ -86,17 +86,19 @@ def suits(x: Tensor, w: Tensor, b: Tensor | None) -> bool:
     return LINEAR.would_take("cpu", args) and LINEAR.is_plain(args)
 
 
-def is_left_to_torch(x: Any, w: Any, b: Any) -> bool:
-    """Whether an eager call that names no backend goes straight to torch's own op."""
-    return (
-        not torch.compiler.is_compiling()
-        and isinstance(x, Tensor)
-        and isinstance(w, Tensor)
-        and (b is None or isinstance(b, Tensor))
-        and x.is_cpu
-        and (_keeps_too_much(x, w, b) or LINEAR._module("cpu").is_left_to_torch(x.dtype))
-        and LINEAR.direct_on_cpu() is not None
-    )
+def left_to_torch(x: Any, w: Any, b: Any) -> str | None:
+    """Why an eager call that names no backend goes straight to torch's own op, None where not."""
+    if (
+        torch.compiler.is_compiling()
+        or not (isinstance(x, Tensor) and isinstance(w, Tensor) and x.is_cpu)
+        or not (b is None or isinstance(b, Tensor))
+    ):
+        return None
+    if _keeps_too_much(x, w, b):
+        why = "keeps x and weight, of which the gradients that are wanted do not read both"
+    else:
+        why = LINEAR._module("cpu").left_to_torch(x.dtype)
+    return why if why and LINEAR.direct_on_cpu() is not None else None
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 
 import fastattn
 from fastattn.ops import _env
-from fastattn.ops._op import OPS, backend_table, family, recording_choices
+from fastattn.ops._op import OPS, backend_table, recording_choices
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -224,7 +224,8 @@ def support() -> str:
 
 
 def op_families() -> str:
-    return ", ".join(f"`{name}`" for name in dict.fromkeys(family(name) for name in OPS))
+    public = dict.fromkeys(op.family for op in OPS.values() if op.takes_requests)
+    return ", ".join(f"`{name}`" for name in public)
 
 
 def results() -> str:

@@ -363,6 +363,14 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
         "run", "decoder", "search", "BLEU", "source", "sentences/s"
     ]  # fmt: skip
     assert f"{second}  non-autoregressive (predictor)  at once" in lines[1]
+    for flag in ("--beams=2", "--sample", "--prefix=ka"):
+        code, out, err = call(
+            capsys, "translate", "--run", str(second), "--device=cpu", flag, "karin"
+        )
+        assert code == 2 and not out
+        assert (
+            f"{flag.partition('=')[0]} must be left out for a run whose decoder writes all" in err
+        )
 
 
 def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):

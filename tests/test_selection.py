@@ -291,12 +291,16 @@ def test_nonsense_in_the_environment(
     assert value in str(failure.value)
 
 
-def test_misspelt_op_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["atention", "best_tokens"])
+def test_op_in_the_environment_that_cannot_be_asked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A choice that would never apply is an error, not a silent fall-back."""
-    _request(monkeypatch, "atention=reference")
-    with pytest.raises(ValueError, match=_env.BACKEND_VARIABLE) as failure:
+    _request(monkeypatch, f"{name}=reference")
+    with pytest.raises(ValueError, match=f"{_env.BACKEND_VARIABLE}.*, got '{name}'") as failure:
         fastattn.layer_norm(torch.ones(2, 3))
-    assert "atention" in str(failure.value) and "attention" in str(failure.value)
+    offered = str(failure.value).partition(", got")[0]
+    assert "attention" in offered and "best_tokens" not in offered
 
 
 def test_environment_asks_for_a_backend_the_op_lacks(

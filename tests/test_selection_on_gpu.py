@@ -138,9 +138,10 @@ def test_the_record_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_env.RECORD_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert _env.record_path() == Path("/caches/fastattn/verified.json")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/home/someone")
-    assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
+    for ignored in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert _env.record_path() == Path("/home/someone/.cache/fastattn/verified.json")
 
 
 def test_ops_without_gpu_kernels_do_not_warn(

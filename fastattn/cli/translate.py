@@ -11,6 +11,7 @@ from typing import Any
 
 from fastattn.cli.arguments import (
     DONE,
+    UsageError,
     add_command,
     add_device,
     add_strategy,
@@ -64,11 +65,19 @@ def add_translate(commands: Any) -> None:
 
 def _run_translate(options: argparse.Namespace) -> int:
     device = chosen_device(options)
+    from fastattn.seq2seq.non_autoregressive import NonAutoregressiveTransformer
     from fastattn.seq2seq.progress import Progress
     from fastattn.seq2seq.runs import load_translator
 
     strategy = chosen_strategy(options)
     translator = load_translator(options.run_folder, device=device)
+    if isinstance(translator.model, NonAutoregressiveTransformer):
+        for flag in ("beams", "sample", "prefix"):
+            if flag in vars(options):
+                raise UsageError(
+                    f"--{flag} must be left out for a run whose decoder writes all tokens at once, "
+                    f"got {getattr(options, flag)} for {options.run_folder}"
+                )
     if not options.text and sys.stdin.isatty():
         say("reading lines from the keyboard; end with Ctrl-D")
     texts = options.text or [line.rstrip("\n") for line in sys.stdin]
@@ -113,7 +122,8 @@ def add_evaluate(commands: Any) -> None:
         _run_evaluate,
         description=(
             "Translate the test part with each RUN and print BLEU and sentences per second side by "
-            "side: greedy and by beams, autoregressive and not. All runs must come from one text."
+            "side, all with the same search; a decoder that writes all tokens at once has none. "
+            "All runs must come from one text."
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")

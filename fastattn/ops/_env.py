@@ -64,7 +64,9 @@ def record_path() -> Path | None:
     named = os.environ.get(RECORD_VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # which XDG's specification wants ignored
+        cache = os.path.expanduser("~/.cache")
     return Path(cache, "fastattn", "verified.json")
 
 

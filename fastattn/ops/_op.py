@@ -112,7 +112,7 @@ class Op:
         takes_requests: bool = True,
     ):
         self.name, self.outputs, self.package = name, outputs, package
-        self.call_type, self._takes_requests = call_type, takes_requests
+        self.call_type, self.takes_requests = call_type, takes_requests
         self.family = family(name)
         self.backends = {row.name: row for row in backends}
         self._automatic = tuple(row for row in backends if row.automatic)
@@ -188,7 +188,7 @@ class Op:
     def select(self, args: Sequence[Any], backend: str | None) -> str:
         """The backend that runs this call. An explicit choice never falls back."""
         requested, argument = backend, "backend"
-        if backend is None and self._takes_requests and (request := _env.requested_backends()):
+        if backend is None and self.takes_requests and (request := _env.requested_backends()):
             requested, argument = _requested_backend(request, self.family), _env.BACKEND_VARIABLE
         if requested is not None:
             if requested not in self.backends:
@@ -238,6 +238,7 @@ class Op:
         another that cannot run it.
         """
         if request := _env.requested_backends():
+            requested = _requested_backend(request, self.family)
             requested = _requested_backend(request, self.family)
             if requested is not None:
                 return requested == backend
@@ -469,8 +470,9 @@ def _returning_tuples(call: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 def _requested_backend(request: Mapping[str, str], op: str) -> str | None:
     """What the environment asks for; a pair for an op that does not exist is an error."""
-    known = sorted({family(name) for name in OPS})
-    backends = {backend for op_ in OPS.values() for backend in op_.backends}
+    asked = [op_ for op_ in OPS.values() if op_.takes_requests]
+    known = sorted({op_.family for op_ in asked})
+    backends = {backend for op_ in asked for backend in op_.backends}
     for name, backend in request.items():
         if name and name not in known:
             raise ValueError(

@@ -74,8 +74,16 @@ def test_additive_attention_is_bahdanaus():
     per_query = attention(queries, keys, values, torch.tensor([[1, 2, 3], [0, 5, 2]]))
     torch.testing.assert_close(per_query[0, 0], values[0, 0])
     assert per_query[1, 0].abs().max() == 0
-    with pytest.raises(ValueError, match=r"keys must be \[B, S, 6\], got \[2, 5, 4\]"):
-        attention(queries, keys[..., :4], values)
+    for change, error, message in (
+        ({"keys": keys[..., :4]}, ValueError, r"keys must be \[2, S, 6\], got \[2, 5, 4\]"),
+        ({"values": values[0]}, ValueError, r"values must be \[2, S, V\], got \[5, 3\]"),
+        ({"values": values[:, :4]}, ValueError, "values must have one row for each of the 5 keys"),
+        ({"valid_lens": torch.tensor([2, 3, 1])}, ValueError, r"valid_lens must be .*got .*\[3\]"),
+        ({"valid_lens": torch.tensor([2.5, 3])}, ValueError, "valid_lens must be int32 or int64"),
+        ({"valid_lens": [2, 3]}, TypeError, r"valid_lens must be a tensor or None, got \[2, 3\]"),
+    ):
+        with pytest.raises(error, match=message):
+            attention(**{"queries": queries, "keys": keys, "values": values} | change)
 
 
 def masks() -> dict[str, torch.Tensor]:
@@ -161,5 +169,43 @@ def test_choices_are_named():
         ScoredMultiheadAttention(E, H, scoring="bilinear")
     with pytest.raises(ValueError, match=r"weight_function must be one of .* got 'max'"):
         ScoredMultiheadAttention(E, H, weight_function="max")
-    with pytest.raises(ValueError, match="query must have 3 dimensions"):
-        ScoredMultiheadAttention(E, H)(*[torch.zeros(N, E)] * 3)
+
+
+@pytest.mark.parametrize("scoring", SCORES)
+def test_torchs_layers_and_stacks_ask_for_the_scores(scoring):
+    """Not for the weights alone, as of attention that they know: also without gradients."""
+    layer = nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True)
+    layer.self_attn = ScoredMultiheadAttention(E, H, scoring=scoring, weight_function="sigmoid")
+    layer.self_attn._reset_parameters()
+    stack = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(B, N, E), torch.tensor([[False] * N, [False] * 3 + [True] * 2])
+    expected = stack(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        torch.testing.assert_close(stack(x, src_key_padding_mask=padding), expected)
+        torch.testing.assert_close(stack.layers[0](x), stack.layers[0](x.requires_grad_()))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("scoring", SCORES)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"query": torch.zeros(M, E)}, r"query must be \[B, S, 8\], got \[3, 8\]"),
+        ({"key": torch.zeros(1, N, E)}, r"key must hold 2 sequences of 5, got B, S of \[1, 5\]"),
+        ({"value": torch.zeros(B, M, E)}, r"value must hold 2 sequences of 5, .*\[2, 3\]"),
+        (
+            {"key_padding_mask": torch.zeros(1, N).bool()},
+            r"key_padding_mask must be bool or floating, \[2, 5\], got torch.bool \[1, 5\]",
+        ),
+        (
+            {"attn_mask": torch.zeros(M, N, dtype=torch.int32)},
+            r"attn_mask must be bool or floating, \[3, 5\] or \[4, 3, 5\], got torch.int32",
+        ),
+        ({"is_causal": True}, "is_causal=True is a hint about attn_mask and needs it"),
+    ],
+)
+def test_inputs_are_named(scoring, change, message, need_weights):
+    memory = torch.zeros(B, N, E)
+    given = {"query": torch.zeros(B, M, E), "key": memory, "value": memory} | change
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        ScoredMultiheadAttention(E, H, scoring=scoring)(**given, need_weights=need_weights)

@@ -108,20 +108,20 @@ def covers(
     bias = module.in_proj_bias
     if bias is not None and bias.dtype != out_weight.dtype:
         return False
-    B, M = _batch_and_length(module, query)
-    batch, N = (B, M) if key is query else _batch_and_length(module, key)
+    B, M = batch_and_length(module, query)
+    batch, N = (B, M) if key is query else batch_and_length(module, key)
     return (
         query.shape[-1] == module.embed_dim
         and key.shape[-1] == module.kdim
         and value.shape[-1] == module.vdim
         and batch == B
-        and (value is key or _batch_and_length(module, value) == (B, N))
+        and (value is key or batch_and_length(module, value) == (B, N))
         and (module.bias_k is None) == (module.bias_v is None)
-        and (key_padding_mask is None or _is_mask(key_padding_mask, (N,) if rank == 2 else (B, N)))
+        and (key_padding_mask is None or is_mask(key_padding_mask, (N,) if rank == 2 else (B, N)))
         and (
             attn_mask is None
-            or _is_mask(attn_mask, (M, N))
-            or _is_mask(attn_mask, (B * module.num_heads, M, N))
+            or is_mask(attn_mask, (M, N))
+            or is_mask(attn_mask, (B * module.num_heads, M, N))
         )
     )
 
@@ -205,7 +205,8 @@ def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """q, k and v as heads; inputs that are the same tensor share one matrix product."""
-    if not module._qkv_same_embed_dim:
+    packed: Tensor | None = module.in_proj_weight
+    if packed is None:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         return tuple(
@@ -312,16 +313,18 @@ def attention_with_weights(
     """Attention by plain torch functions: heads `[B, H, M, D]` and their weights `[B, H, M, N]`.
 
     mask: what the op takes. The weights are those after dropout; rows that may attend nothing have
-    zero weights and zero gradients.
+    zero weights and zero gradients, and what no row may attend may hold anything.
     """
+    if mask is not None:
+        blocked = ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
+        dead_keys = blocked.all(dim=-2)[..., None]  # [B, H, N, 1]
+        k, v = k.masked_fill(dead_keys, 0.0), v.masked_fill(dead_keys, 0.0)
+        q = q.masked_fill(blocked.all(dim=-1, keepdim=True), 0.0)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     if mask is None:
         weights = torch.softmax(scores, dim=-1)
     else:
-        if mask.dtype is torch.bool:
-            blocked = ~mask
-        else:
-            blocked = mask <= torch.finfo(mask.dtype).min
+        if mask.dtype is not torch.bool:
             scores = scores + mask.to(scores.dtype)
         scores = scores.masked_fill(blocked, float("-inf"))
         dead = (scores == float("-inf")).all(dim=-1, keepdim=True)  # [B, H, M, 1]
@@ -383,7 +386,8 @@ class LengthMaskedMultiheadAttention(nn.Module):
         beyond it are not attended, a length of 0 gives a zero context. With `need_weights` the
         weights `[B, H, M, N]` come second (after dropout in training).
         """
-        self._check(queries, keys, values, valid_lens)
+        sizes = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
+        check_sequences(queries, keys, values, sizes, valid_lens)
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection, x in (
@@ -407,35 +411,42 @@ class LengthMaskedMultiheadAttention(nn.Module):
         heads, weights = attention_with_weights(q, k, v, mask, p)
         return self.out_proj(heads.transpose(1, 2).flatten(-2)), weights
 
-    def _check(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None
-    ) -> None:
-        for name, x, projection in (
-            ("queries", queries, self.q_proj),
-            ("keys", keys, self.k_proj),
-            ("values", values, self.v_proj),
-        ):
-            size = projection.in_features
-            if x.dim() != 3 or x.shape[-1] != size or x.shape[0] != queries.shape[0]:
-                batch = "B" if name == "queries" else queries.shape[0]
-                raise ValueError(f"{name} must be [{batch}, S, {size}], got {list(x.shape)}")
-        if keys.shape[1] != values.shape[1]:
-            raise ValueError(
-                f"values must have one row for each of the {keys.shape[1]} keys, "
-                f"got {values.shape[1]}"
-            )
-        B, M = queries.shape[:2]
-        if valid_lens is not None and (
-            valid_lens.dtype not in (torch.int32, torch.int64)
-            or valid_lens.shape not in ((B,), (B, M))
-        ):
-            raise ValueError(
-                f"valid_lens must be int32 or int64, [{B}] or [{B}, {M}], "
-                f"got {valid_lens.dtype} {list(valid_lens.shape)}"
-            )
-
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def check_sequences(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sizes: tuple[int, int, int | None],
+    valid_lens: Tensor | None,
+) -> None:
+    """Of batched inputs with those widths, None for any, and of the lengths that mask them."""
+    named = {"queries": queries, "keys": keys, "values": values}
+    for (name, x), size in zip(named.items(), sizes, strict=True):
+        if (
+            x.dim() != 3
+            or (size is not None and x.shape[-1] != size)
+            or x.shape[0] != queries.shape[0]
+        ):
+            batch = "B" if name == "queries" else queries.shape[0]
+            width = "V" if size is None else size
+            raise ValueError(f"{name} must be [{batch}, S, {width}], got {list(x.shape)}")
+    if keys.shape[1] != values.shape[1]:
+        raise ValueError(
+            f"values must have one row for each of the {keys.shape[1]} keys, got {values.shape[1]}"
+        )
+    if valid_lens is None:
+        return
+    if not isinstance(valid_lens, Tensor):
+        raise TypeError(f"valid_lens must be a tensor or None, got {valid_lens!r}")
+    B, M = queries.shape[:2]
+    if valid_lens.dtype not in (torch.int32, torch.int64) or valid_lens.shape not in ((B,), (B, M)):
+        raise ValueError(
+            f"valid_lens must be int32 or int64, [{B}] or [{B}, {M}], "
+            f"got {valid_lens.dtype} {list(valid_lens.shape)}"
+        )
 
 
 def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
@@ -447,11 +458,11 @@ def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
         )
 
 
-def _is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
+def is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
     return mask.shape == shape and (mask.dtype is torch.bool or mask.is_floating_point())
 
 
-def _batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
+def batch_and_length(module: nn.MultiheadAttention, x: Tensor) -> tuple[int, int]:
     if x.dim() == 2:
         return 1, x.shape[0]
     return (x.shape[0], x.shape[1]) if module.batch_first else (x.shape[1], x.shape[0])

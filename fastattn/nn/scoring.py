@@ -15,7 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.nn.attention import allowed_mask, matching_masks, merge_heads, project
+from fastattn.nn.attention import (
+    allowed_mask,
+    batch_and_length,
+    check_causal_hint,
+    check_sequences,
+    is_mask,
+    matching_masks,
+    merge_heads,
+    project,
+)
 from fastattn.nn.fusion import DropoutStreams
 
 SCORES = ("dot", "additive", "cosine")
@@ -55,7 +64,7 @@ class AdditiveAttention(nn.Module):
     """v tanh(W query + U key) scores (Bahdanau, Cho, Bengio 2015, appendix A.1.2).
 
     query_size, key_size: widths of the inputs; num_hiddens: of the layer between. The context is
-    the weighted mean of the values.
+    the weighted sum of the values. weight_function: see `attention_weights_of`.
     """
 
     def __init__(
@@ -89,16 +98,11 @@ class AdditiveAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """queries `[B, M, query_size]`, keys `[B, N, key_size]`, values `[B, N, V]` -> `[B, M, V]`.
 
-        valid_lens: integers `[B]` or `[B, M]`: keys at or beyond it are not attended. With
+        valid_lens: int32 or int64, `[B]` or `[B, M]`: keys at or beyond it are not attended. With
         `need_weights` the weights `[B, M, N]` come second.
         """
-        for name, x, size in (
-            ("queries", queries, self.q_proj.in_features),
-            ("keys", keys, self.k_proj.in_features),
-            ("values", values, values.shape[-1]),
-        ):
-            if x.dim() != 3 or x.shape[-1] != size or x.shape[0] != queries.shape[0]:
-                raise ValueError(f"{name} must be [B, S, {size}], got {list(x.shape)}")
+        sizes = (self.q_proj.in_features, self.k_proj.in_features, None)
+        check_sequences(queries, keys, values, sizes, valid_lens)
         q, k = self.q_proj(queries)[:, :, None], self.k_proj(keys)[:, None]
         scores = self.score(torch.tanh(q + k))[..., 0]  # [B, M, N]
         allowed = None
@@ -115,7 +119,9 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
 
     scoring: "dot", scaled by D**-0.5; "additive", v_h tanh(q + k) with one vector for each head;
     "cosine", s_h cos(q, k) with a trained sharpness (as in Graves et al. 2014, equation 5).
-    weight_function: see `attention_weights_of`. Additive scores hold `[B, H, M, N, D]` in memory.
+    weight_function: softmax; sparsemax, the nearest point of the simplex; sigmoid, each key by
+    itself. batch_first is True unless said otherwise. Additive scores hold `[B, H, M, N, D]` in
+    memory.
     """
 
     def __init__(
@@ -153,6 +159,14 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
             sharpness = torch.full((num_heads,), math.sqrt(self.head_dim), device=device)
             self.sharpness = nn.Parameter(sharpness.to(dtype or torch.get_default_dtype()))
 
+    def _reset_parameters(self) -> None:
+        """As torch's, the last step of its constructor. Of a module whose projections are not
+        packed torch's encoder layers call `forward`; else they read the weights past it.
+        """
+        self._qkv_same_embed_dim = True
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
     def forward(  # type: ignore[override]
         self,
         query: Tensor,
@@ -165,8 +179,8 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's; batched inputs. `is_causal` is a hint beside `attn_mask`, which is read."""
-        if query.dim() != 3:
-            raise ValueError(f"query must have 3 dimensions, got {list(query.shape)}")
+        self._check(query, key, value, key_padding_mask, attn_mask)
+        check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
         q, k, v = project(self, query, key, value)  # [B, H, M, D]
         mask = allowed_mask(*masks, q.shape[0], self.num_heads)
@@ -189,6 +203,38 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return self.out_proj(context), None
         return self.out_proj(context), weights.mean(dim=1) if average_attn_weights else weights
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> None:
+        named = {"query": query, "key": key, "value": value}
+        layout = "B, S" if self.batch_first else "S, B"
+        for name, x in named.items():
+            if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must be [{layout}, {self.embed_dim}], got {list(x.shape)}"
+                )
+        (B, M), (_, N) = batch_and_length(self, query), batch_and_length(self, key)
+        for name, x in (("key", key), ("value", value)):
+            if batch_and_length(self, x) != (B, N):
+                raise ValueError(
+                    f"{name} must hold {B} sequences of {N}, got {layout} of {list(x.shape[:2])}"
+                )
+        for name, mask, shapes in (
+            ("key_padding_mask", key_padding_mask, ((B, N),)),
+            ("attn_mask", attn_mask, ((M, N), (B * self.num_heads, M, N))),
+        ):
+            if mask is not None and not any(is_mask(mask, shape) for shape in shapes):
+                wanted = " or ".join(str(list(shape)) for shape in shapes)
+                raise ValueError(
+                    f"{name} must be bool or floating, {wanted}, got {mask.dtype} "
+                    f"{list(mask.shape)}"
+                )
 
     def _comparable(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         """q, k and scale whose product is the score."""

@@ -335,6 +335,48 @@ def test_positions_reject(kind):
         module(torch.zeros(1, 4, 8))
     with pytest.raises(ValueError, match="at least 1"):
         kind(0, 10)
+    with pytest.raises(TypeError, match=r"x must be floating, got torch.int64"):
+        module(torch.zeros(1, 4, E, dtype=torch.int64))
+    for offset in (1.5, "1", None):
+        with pytest.raises(TypeError, match=r"offset must be an integer or int64 \[1\], got"):
+            module(torch.zeros(1, 4, E), offset=offset)
+    for offset in (torch.tensor([1, 2]), torch.tensor([1.0])):
+        with pytest.raises(ValueError, match=r"offset must be an integer or int64 \[1\], got"):
+            module(torch.zeros(1, 4, E), offset=offset)
+
+
+@pytest.mark.parametrize("kind", [fnn.SinusoidalPositionalEncoding, fnn.LearnedPositionalEncoding])
+def test_positions_from_the_meta_device(kind):
+    with torch.device("meta"):
+        module = kind(E, 10)
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    added = module(torch.zeros(1, 4, E))
+    if kind is fnn.SinusoidalPositionalEncoding:
+        assert torch.equal(added, kind(E, 10)(torch.zeros(1, 4, E)))
+    assert added.isfinite().all() and added.abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("attention", ["length-masked", "multi-head", "multi-head, floating"])
+def test_what_nobody_may_attend_may_hold_anything(attention):
+    """Also where the weights are wanted, which no op gives."""
+    x = torch.randn(2, 4, E)
+    x[1, 2:] = torch.nan
+    if attention == "length-masked":
+        module = fnn.LengthMaskedMultiheadAttention(E, E, E, E, H)
+        given = {"valid_lens": torch.tensor([4, 2])}
+    else:
+        module = fnn.MultiheadAttention(E, H, batch_first=True)
+        padding = torch.arange(4) >= torch.tensor([4, 2])[:, None]
+        if attention == "multi-head, floating":
+            padding = torch.zeros(2, 4).masked_fill(padding, float("-inf"))
+        given = {"key_padding_mask": padding}
+    query = torch.randn(2, 3, E, requires_grad=True)
+    context, weights = module(query, x, x, **given, need_weights=True)
+    (gradient,) = torch.autograd.grad(context.sum(), query)
+    assert context.isfinite().all() and weights.isfinite().all() and gradient.isfinite().all()
+    fused = module(query, x, x, **given, need_weights=False)
+    torch.testing.assert_close(context, fused[0] if isinstance(fused, tuple) else fused)
 
 
 class PlainLengthMasked(nn.Module):

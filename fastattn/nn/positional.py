@@ -1,11 +1,11 @@
 """Positions added to embeddings: fixed sinusoids, and learned vectors.
 
 Both take `[B, S, E]` (or any `[..., S, E]`) and add row `offset + s` of a table to position s, then
-apply dropout. `offset` is the number of positions already decoded; as a tensor, int64 `[1]`, it is
-read on the device alone and trusted, so that a decoding step can be captured as a CUDA graph.
+apply dropout.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,20 @@ class _PositionalEncoding(nn.Module):
     def _add(self, x: Tensor, table: Tensor, offset: int | Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[-1] != self.d_model:
             raise ValueError(f"x must be [..., S, {self.d_model}], got {list(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be floating, got {x.dtype}")
         if isinstance(offset, Tensor):
+            if offset.dtype != torch.int64 or offset.shape != (1,):
+                raise ValueError(
+                    f"offset must be an integer or int64 [1], got {offset.dtype} "
+                    f"{list(offset.shape)}"
+                )
             if x.shape[-2] > 1:
                 offset = offset + torch.arange(x.shape[-2], device=offset.device)
             return self.dropout(x + table.index_select(0, offset).to(x.dtype))
+        given: Any = offset
+        if not (isinstance(given, int) or hasattr(given, "__index__")):
+            raise TypeError(f"offset must be an integer or int64 [1], got {offset!r}")
         end = offset + x.shape[-2]
         if offset < 0 or end > self.max_length:
             raise ValueError(
@@ -47,7 +57,8 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
     """Column 2i holds sin(position / 10000^(2i / d_model)), column 2i + 1 the cosine of the same.
 
     The table is a buffer outside the `state_dict`: it follows the module's device, and checkpoints
-    do not depend on `max_length`.
+    do not depend on `max_length`. After `to_empty`, as for a model built on the meta device,
+    `reset_parameters` computes it again.
     """
 
     table: Tensor
@@ -56,7 +67,15 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
         super().__init__(d_model, max_length, dropout)
         self.register_buffer("table", sinusoids(max_length, d_model), persistent=False)
 
+    def reset_parameters(self) -> None:
+        self.table.copy_(sinusoids(self.max_length, self.d_model, self.table.device))
+
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
+        """x `[..., S, d_model]` with the rows of its positions added.
+
+        offset: how many positions came before, as when a step is decoded. An int64 tensor `[1]` is
+        read on the device alone and trusted, so that a step can be captured as a CUDA graph.
+        """
         return self._add(x, self.table, offset)
 
 
@@ -73,15 +92,16 @@ class LearnedPositionalEncoding(_PositionalEncoding):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
+        """As `SinusoidalPositionalEncoding.forward`."""
         return self._add(x, self.weight, offset)
 
 
-def sinusoids(length: int, d_model: int) -> Tensor:
+def sinusoids(length: int, d_model: int, device: torch.device | None = None) -> Tensor:
     """The table of `SinusoidalPositionalEncoding`, fp32 `[length, d_model]`, rounded from fp64."""
-    position = torch.arange(length, dtype=torch.float64)[:, None]
-    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    position = torch.arange(length, dtype=torch.float64, device=device)[:, None]
+    even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
     angle = position * torch.exp(even * (-math.log(10000.0) / d_model))  # [length, ceil(d / 2)]
-    table = torch.empty(length, d_model, dtype=torch.float64)
+    table = position.new_empty(length, d_model)
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : d_model // 2]
     return table.float()

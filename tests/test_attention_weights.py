@@ -112,3 +112,17 @@ def test_errors_name_the_argument(
     inputs: Inputs = {"q": torch.zeros(1, 2, 3, 4), "k": torch.zeros(1, 2, 5, 4)}
     with pytest.raises(error, match=message):
         fastattn.attention_weights(**inputs | changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_leaves_the_softmax_in_fp32(dtype: torch.dtype) -> None:
+    q, k = (3 * torch.randn(1, 2, 5, 8) for _ in range(2))
+    expected = fastattn.attention_weights(q.to(dtype), k.to(dtype), scale=1e5)
+    with torch.autocast("cpu", dtype=dtype):
+        for function in (
+            fastattn.attention_weights,
+            torch.compile(fastattn.attention_weights, fullgraph=True, backend="eager"),
+        ):
+            weights = function(q, k, scale=1e5)
+            assert weights.dtype == torch.float32 and weights.equal(expected)
+    assert expected.isfinite().all()

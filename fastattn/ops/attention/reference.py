@@ -224,7 +224,15 @@ def attention_weights(
     rows: Tensor,
     heads: Tensor,
 ) -> Tensor:
-    """The softmax of chosen rows and heads, [B, heads, rows, N]. No op of its own: plain torch."""
+    """The softmax of chosen rows and heads, [B, heads, rows, N]. No op of its own: plain torch, to
+    which autocast would do what it does to no op.
+    """
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return attention_weights(
+                q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
+                rows, heads,
+            )  # fmt: skip
     if mask is not None:
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
         mask = mask if mask.shape[2] == 1 else mask[:, :, rows]

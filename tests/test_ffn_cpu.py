@@ -204,6 +204,21 @@ def test_nan_stays_where_it_is() -> None:
     assert y.isnan().all(1).tolist() == [row == 7 for row in range(30)]
 
 
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("D, width, E", [(4, 0, 5), (0, 3, 5), (4, 3, 0)])
+def test_no_columns(D: int, width: int, E: int, backend: str | None) -> None:
+    shapes = ((3, D), (width, D), (width,), (E, width), (E,))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    x, w1, b1, w2, b2 = inputs
+    y = fastattn.ffn(*inputs, backend=backend)
+    expected = torch.relu(x @ w1.t() + b1) @ w2.t() + b2
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+    )
+
+
 def test_reference_drops_a_half_residuals_gradient_in_full_precision() -> None:
     """What is allowed is twice the reference's error, so its own rounding must be that of x."""
     generator = torch.Generator().manual_seed(0)

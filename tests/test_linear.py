@@ -417,6 +417,22 @@ def test_torch_answers_for_what_does_not_fit(taken: list[str]) -> None:
     assert taken == []
 
 
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
+def test_no_columns(sizes: tuple[int, int], backend: str | None) -> None:
+    x = torch.randn(3, sizes[0], requires_grad=True)
+    weight, bias = torch.randn(*sizes[::-1], requires_grad=True), torch.randn(sizes[1])
+    inputs = x, weight, bias.requires_grad_()
+    y, expected = functional.linear(*inputs, backend=backend), F.linear(*inputs)
+    assert y.equal(expected)
+    for ours, torchs in zip(
+        torch.autograd.grad(y.sum(), inputs),
+        torch.autograd.grad(expected.sum(), inputs),
+        strict=True,
+    ):
+        assert ours.equal(torchs)
+
+
 @needs_library
 def test_long_sums_keep_their_digits() -> None:
     """Positive numbers, where one chain of additions over the rows would lose three digits."""

@@ -194,7 +194,7 @@ class Op:
             if requested not in self.backends:
                 known = ", ".join(self.backends)
                 raise ValueError(
-                    f"{argument} must be one of {known} for {self.name}, got {requested!r}"
+                    f"{argument} must be one of {known} for {self.family}, got {requested!r}"
                 )
             if why := self.refusal(requested, args):
                 raise NotImplementedError(f"{self.name}: backend {requested} {why}")

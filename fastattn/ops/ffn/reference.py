@@ -100,6 +100,10 @@ def ffn_fwd(
     return (y if residual is None else (_wide(residual) + y).to(residual.dtype)), hidden
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 cannot be told from no columns
+
+
 def ffn_bwd(
     dy: Tensor,
     x: Tensor,
@@ -118,14 +122,14 @@ def ffn_bwd(
     need_x, need_w1, need_b1, need_w2, need_b2 = needs
     stream = dropout_stream + SECOND_STREAM
     dy = drop_rows(_wide(dy), output_dropout_p, dropout_seed, stream).to(x.dtype)
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = _rows(dy)
     if activation == "relu":
         a = hidden
     else:
         a = drop_rows(
             _activate(_wide(hidden), activation), dropout_p, dropout_seed, dropout_stream
         ).to(x.dtype)
-    dw2 = rows.t() @ a.reshape(-1, a.shape[-1]) if need_w2 else None
+    dw2 = rows.t() @ _rows(a) if need_w2 else None
     db2 = _wide(rows).sum(0).to(x.dtype) if need_b2 else None
     if not (need_x or need_w1 or need_b1):
         return None, None, None, dw2, db2
@@ -135,10 +139,10 @@ def ffn_bwd(
     else:
         da = drop_rows(da, dropout_p, dropout_seed, dropout_stream)
         dpre = _activate_bwd(da, _wide(hidden), activation)
-    db1 = dpre.reshape(-1, dpre.shape[-1]).sum(0).to(x.dtype) if need_b1 else None
+    db1 = _rows(dpre).sum(0).to(x.dtype) if need_b1 else None
     dpre = dpre.to(x.dtype)
     dx = dpre @ w1 if need_x else None
-    dw1 = dpre.reshape(-1, dpre.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) if need_w1 else None
+    dw1 = _rows(dpre).t() @ _rows(x) if need_w1 else None
     return dx, dw1, db1, dw2, db2
 
 

@@ -15,7 +15,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor]:
 
 def linear_bwd(dy: Tensor, x: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = needs
-    rows = dy.reshape(-1, dy.shape[-1])
+    rows = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])  # -1 cannot be told from no columns
     dx = dy @ w if need_x else None
     dw = rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if need_w else None
     db = None

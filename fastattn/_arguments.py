@@ -6,6 +6,8 @@ refusal comes after it.
 """
 
 import math
+import numbers
+import operator
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ Causal = Literal["top_left", "bottom_right"] | bool
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # numpy's are Real
 _POSITIONS = 2**31  # as offsets in int32 count them: more than any sequence has
 
 
@@ -127,6 +130,10 @@ def check_heads(H: int, K: int, D: int, key_D: int) -> None:
 
 def check_length(name: str, length: Any) -> int:
     length = _integer(name, length)
+    if torch.compiler.is_compiling():  # where data decide, it is promised for the graph
+        torch._check(length >= 0, lambda: f"{name} must be >= 0")
+        torch._check(length < _POSITIONS, lambda: f"{name} must be < 2 ** 31")
+        return length
     if not 0 <= length < _POSITIONS:
         raise ValueError(f"{name} must be >= 0 and < 2 ** 31, got {length}")
     return length
@@ -241,7 +248,7 @@ def check_lengths(
 def _number(name: str, value: Any) -> float:
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)
@@ -257,9 +264,14 @@ def check_eps(eps: Any) -> float:
 
 
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return value  # type: ignore[return-value]
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value  # type: ignore[return-value]
+    try:  # of a tensor, which is on a device, nobody asks for the value
+        if not isinstance(value, (bool, Tensor)):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
 def check_backend(backend: Any) -> None:
@@ -272,7 +284,11 @@ def check_window(window: tuple[int, int] | None) -> tuple[int, int]:
         return -1, -1
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window!r}")
-    left, right = (_integer("window", side) for side in window)
+    try:
+        left, right = (_integer("window", side) for side in window)
+    except TypeError:
+        wanted = "two integers (left, right), -1 for unlimited"
+        raise TypeError(f"window must be {wanted}, got {window!r}") from None
     if left < -1 or right < -1:
         raise ValueError(f"window must hold numbers >= 0, or -1 for unlimited, got {window!r}")
     return -1 if left >= _POSITIONS else left, -1 if right >= _POSITIONS else right

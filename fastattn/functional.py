@@ -4,7 +4,12 @@ of the op.
 Everything below this file trusts its inputs. Shapes: B batch, H query heads, K key/value heads (H a
 multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
 sm90, triton, cpu, reference and never falls back; None takes the first of the op's backends that
-has no objection (see `explain`).
+has no objection (see `explain`). Under `torch.autocast` inputs of attention, `ffn` and `linear` are
+cast to its dtype, which is then the result's; norms keep theirs.
+
+What an argument may not be is refused before anything runs, by name: TypeError for kinds and
+dtypes, ValueError for shapes, values, devices and unknown backends, IndexError for `rows` and
+`heads`. NotImplementedError is a backend that was asked for and cannot run the call.
 """
 
 from typing import Any, Literal, TypedDict, overload
@@ -167,11 +172,11 @@ def attention(
         dropout_seed: int64 [1] on q's device; None draws one from torch's generator. The same seed
             and stream repeat a call exactly.
         dropout_stream: separates calls that share a seed; 0 <= stream < 2 ** 31.
-        return_lse: also return the natural log of the sum of exp of each row's scores, fp32 [B, H,
-            M], differentiable.
+        return_lse: also return the natural log of the sum of exp of each row's scores, fp32 (fp64
+            for fp64) [B, H, M], differentiable.
 
     Returns:
-        out [B, H, M, E] in q's dtype and storage order, or (out, lse).
+        out [B, H, M, E] in q's dtype (autocast's where it is on) and storage order, or (out, lse).
     """
     if (
         mask is None
@@ -540,7 +545,9 @@ def ffn(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """x weightᵀ + bias, `torch.nn.functional.linear`.
+    """x weightᵀ + bias, `torch.nn.functional.linear`. Unless `backend` says otherwise it is torch's
+    own for half precision where the processor has instructions for that, and where the gradients
+    that are wanted do not read both x and weight: the op would keep both.
 
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
     one dtype.
@@ -603,7 +610,8 @@ def prepare_mask(mask: Tensor) -> PreparedMask:
     """Looks at a dense mask once, for the `mask` of many `attention` calls.
 
     mask: as in `attention`. Which of its tiles are empty, full or partial, and which of their lines
-    are dead, is computed here, by plain torch on the mask's device, and not again in each call.
+    are dead, is computed here, by plain torch on the mask's device, and not again in each call of a
+    GPU backend; the CPU kernels look at the mask itself.
     Results are those of the mask itself, to the last bit, and a floating mask that requires grad
     gets its gradient. Changing the mask in place afterwards is an error that nobody sees: prepare
     it again.

@@ -420,6 +420,7 @@ def test_short_road_refuses_by_name(causal: bool) -> None:
         ({"k": k.to("meta")}, "k must be on cpu"),
         ({"scale": float("inf")}, "scale must be finite"),
         ({"scale": "small"}, "scale must be a number"),
+        ({"window": (None, 3)}, r"window must be two integers .*got \(None, 3\)"),
         ({"dropout_p": 2.0}, "dropout_p must be between"),
         ({"backend": 3}, "backend must be a name"),
     ):

@@ -179,7 +179,7 @@ def test_a_missing_package_is_named(capsys, pairs_file, tmp_path, monkeypatch):
     )
     assert code == 2
     assert "train needs the package tokenizers, which is not installed" in err
-    assert "pip install 'fastattn[demo]'" in err
+    assert "pip install --no-build-isolation '.[demo]'" in err
 
 
 def test_offline_the_default_text_ends_with_its_own_code(capsys, tmp_path, monkeypatch):

@@ -61,6 +61,19 @@ def test_warming_up_power_norm_uses_the_batch_and_its_gradient():
     assert not torch.allclose(norm(x), normed(x), rtol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
+def test_one_program_for_any_number_of_tokens(kind):
+    eager = kind(4)
+    compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", dynamic=True)
+    for tokens in (5, 7):
+        x = torch.randn(2, tokens, 4)
+        gradients = []
+        for module in (eager, compiled):
+            leaf = x.clone().requires_grad_()
+            gradients += torch.autograd.grad(module(leaf).square().sum(), leaf)
+        torch.testing.assert_close(*gradients)
+
+
 def test_batch_norm_equals_torchs():
     ours, theirs = TokenBatchNorm(E), nn.BatchNorm1d(E)
     for x in batches():

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -664,3 +665,35 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_longest_sequence_may_be_data() -> None:
+    """As training steps over packed rows compute it, in a graph and in an exported program."""
+
+    class Step(torch.nn.Module):
+        def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+            longest = offsets.diff().max().item()
+            return fastattn.attention_varlen(
+                rows, rows, rows, offsets, offsets, longest, longest, causal=True
+            )
+
+    step, rows = Step(), torch.randn(12, 2, 8)
+    offsets = torch.tensor([0, 4, 9, 12], dtype=torch.int32)
+    expected = step(rows, offsets)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    exported = torch.export.export(step, (rows, offsets)).module()
+    for program in (compiled, exported):
+        assert program(rows, offsets).equal(expected)
+        other = torch.tensor([0, 1, 11, 12], dtype=torch.int32)
+        assert program(rows, other).equal(step(rows, other))
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    expected = fastattn.attention(q, q, q, window=(2, 0), scale=0.5)
+    found = fastattn.attention(q, q, q, window=(np.int64(2), np.int8(0)), scale=np.float32(0.5))
+    assert found.equal(expected)
+    for value in (True, np.bool_(True), torch.tensor(1), 1.0, "1"):
+        with pytest.raises(TypeError, match="dropout_stream must be an integer"):
+            fastattn.attention(q, q, q, dropout_p=0.5, dropout_stream=value)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,16 @@ def test_transformer(batch_first: bool, norm_first: bool) -> None:
     )
     ours = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)
     assert_same(ours, padded, TGT_LENGTHS, batch_first, [src, tgt, *model.parameters()])
+
+
+def test_lengths_on_another_default_device() -> None:
+    """As `torch.set_default_device("cuda")` makes of every tensor that names none."""
+    layer = fnn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    stack, x = fnn.TransformerEncoder(layer, 1), torch.randn(2, 4, 16)
+    expected = stack(x, src_lengths=[4, 2])
+    with torch.device("meta"):
+        assert stack(x, src_lengths=[4, 2]).equal(expected)
+    assert stack(x, src_lengths=list(np.array([4, 2]))).equal(expected)
 
 
 def test_rows_are_packed_and_padding_is_never_read() -> None:

@@ -2,8 +2,7 @@
 // restriction that is not a dense mask. Causal masks and windows are one band along the diagonal;
 // lengths cut it off.
 //
-//   row i sees key j  if  i + diagonal - left <= j <= i + diagonal + right,  0 <= j < keys,  i <
-//   queries
+//   row i < queries sees key j < keys  if  i + diagonal - left <= j <= i + diagonal + right
 #pragma once
 
 #include "common/pure.h"

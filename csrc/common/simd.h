@@ -2,9 +2,9 @@
 // Everything is inside a namespace named after that set, so that code for different sets never
 // shares a symbol.
 //
-//   Float v = load(p);          p: const float*, BFloat16* or Float16*; arithmetic is always in
-//   float store(p, a * b + c);        rounds to nearest even load(p, n), store(p, v, n)  only the
-//   first n lanes; the other lanes of a load are 0
+//   Float v = load(p);           p: const float*, BFloat16* or Float16*; v is always in float
+//   store(p, a * b + c);         rounds to nearest even
+//   load(p, n), store(p, v, n)   only the first n lanes; the others of a load are 0
 //
 // GCC's and Clang's vector extension gives the operators. Intrinsics stand only where it says less
 // than the hardware has.

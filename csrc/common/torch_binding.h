@@ -1,5 +1,6 @@
 // What bindings need of torch: the stable ABI, so that one build serves every torch from 2.11 on.
-// The only file that includes torch; kernels see plain pointers and sizes. Checks here are the last
+// The only file that includes torch, but for autograd's nodes (csrc/autograd), which have no stable
+// ABI; kernels see plain pointers and sizes. Checks here are the last
 // line before memory is touched: they refuse what would read or write out of bounds. Arguments that
 // people give are checked in Python.
 #pragma once

@@ -23,8 +23,8 @@ from fastattn.cli.arguments import (
 DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
 
 EPILOG = """\
-exit codes: 0 done, 1 a check failed or training diverged, 2 wrong input or a missing
-package, 3 the default text could not be downloaded, 130 interrupted
+exit codes: 0 done, 1 a check failed or nothing could be checked, or training diverged, 2 wrong
+input or a missing package, 3 the default text could not be downloaded, 130 interrupted
 """
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(
             f"{options.command} needs the package {error.name}, which is not installed: "
-            "pip install 'fastattn[demo]'"
+            "from a clone, pip install --no-build-isolation '.[demo]'"
         )
     except (UsageError, OSError) as error:
         return _fail(str(error))

@@ -34,7 +34,8 @@ def add(commands: Any) -> None:
         description=(
             "Train a small translator twice from one seed, with fastattn.nn.Transformer and with "
             "torch.nn.Transformer, check that their losses agree, and translate held-out "
-            "sentences. Three to six minutes on two CPU cores; a GPU trains a larger model."
+            "sentences. Three to six minutes on two CPU cores, by their speed; a GPU trains a "
+            "larger model."
         ),
     )
     parser.add_argument(

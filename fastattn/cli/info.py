@@ -60,7 +60,7 @@ def _run_info(options: argparse.Namespace) -> int:
         cells = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
         print("  ".join([*cells, line[4]]).rstrip())
     served = f"by Python, which takes longer: {missing}" if missing else "by the extension autograd"
-    print(f"\nGraphs of short norm and attention calls on the CPU are made {served}")
+    print(f"\nGraphs of short norm, linear and attention calls on the CPU are made {served}")
     return DONE
 
 

@@ -77,7 +77,10 @@ def add(commands: Any) -> None:
         return add
 
     model = choices_of("model")
-    model("--vocabulary", type=positive_int, default=8000, help="subwords to learn")
+    model(
+        "--vocabulary", type=positive_int, default=8000,
+        help="tokens to learn, 259 of them bytes and marks",
+    )  # fmt: skip
     model("--width", type=positive_int, default=256, help="size of a token's vector")
     model("--heads", type=positive_int, default=4, help="attention heads")
     model("--layers", type=positive_int, default=3, help="layers of each stack")
@@ -147,7 +150,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     objective(
         "--sampling-decay", choices=("linear", "exponential", "inverse-sigmoid"), default="linear",
-        help="how the share of true tokens falls from 1",
+        help="how the share of true tokens falls from 1 (inverse-sigmoid: from a little less)",
     )  # fmt: skip
     objective("--truth-floor", type=share, default=0.5, help="and to which share")
     objective(

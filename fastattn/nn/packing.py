@@ -6,6 +6,7 @@ exit, where padding is 0. In between everything but attention is row-wise, and a
 `attention_varlen`. Lengths live on the CPU, so nothing waits for the device.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -185,9 +186,12 @@ def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:
         raise TypeError(f"{name} must be a list or a CPU tensor, got {type(lengths).__name__}")
     else:
         numbers = list(lengths)
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, int):
+        for i, number in enumerate(numbers):
+            if isinstance(number, int) and not isinstance(number, bool):
+                continue
+            if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
                 raise TypeError(f"{name} must hold integers, got {number!r}")
+            numbers[i] = operator.index(number)
     if len(numbers) != B:
         raise ValueError(
             f"{name} must have one length for each of the {B} sequences, got {len(numbers)}"
@@ -199,7 +203,7 @@ def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:
 
 
 def _to_device(numbers: list[int], device: torch.device) -> Tensor:
-    values = torch.tensor(numbers, dtype=torch.int32)
+    values = torch.tensor(numbers, dtype=torch.int32, device="cpu")
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

@@ -84,7 +84,12 @@ class PowerNorm(_TokenNorm):
         warming = self.batches < self.warmup
         batch = _wide(x) * (power + self.eps).rsqrt()
         running = _PowerNormFunction.apply(
-            _wide(x), (self.psi2 + self.eps).rsqrt(), self.nu, self.alpha, self.real, warming
+            _wide(x),
+            (self.psi2 + self.eps).rsqrt(),
+            self.nu,
+            self.nu.new_full((), 1.0 - self.alpha),  # a float that varies does not compile there
+            self.real,
+            warming,
         )
         with torch.no_grad():
             self.psi2.lerp_(power.detach().to(self.psi2.dtype), 1.0 - self.alpha)
@@ -93,7 +98,9 @@ class PowerNorm(_TokenNorm):
 
 
 class _PowerNormFunction(torch.autograd.Function):
-    """z = x * inverse_psi; the backward of algorithm 2, which moves `nu` unless `frozen`."""
+    """z = x * inverse_psi; the backward of algorithm 2, which moves `nu` by `rest`, 1 - alpha,
+    unless `frozen`.
+    """
 
     @staticmethod
     def forward(
@@ -101,19 +108,18 @@ class _PowerNormFunction(torch.autograd.Function):
         x: Tensor,
         inverse_psi: Tensor,
         nu: Tensor,
-        alpha: float,
+        rest: Tensor,
         real: Tensor | None,
         frozen: Tensor,
     ) -> Tensor:
         z = x * inverse_psi
-        ctx.save_for_backward(z, inverse_psi, frozen)
-        ctx.nu, ctx.alpha, ctx.real = nu, alpha, real
+        ctx.save_for_backward(z, inverse_psi, frozen, rest)
+        ctx.nu, ctx.real = nu, real
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        z, inverse_psi, frozen = ctx.saved_tensors
-        rest = 1.0 - ctx.alpha
+        z, inverse_psi, frozen, rest = ctx.saved_tensors
         # The paper's nu_t = nu_{t-1} (1 - rest * Gamma) + rest * Lambda, both means over tokens.
         gamma, inner = _mean(z.square(), ctx.real), _mean(dz * z, ctx.real)
         moved = ctx.nu * (1.0 - rest * gamma) + rest * inner

@@ -258,7 +258,8 @@ def collate(examples: Sequence[Example]) -> Batch:
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return the rows as one int64 tensor, shorter rows filled up with PAD on the right."""
     width = max(map(len, rows))
-    return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.long)
+    filled = [[*row, *[PAD] * (width - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device="cpu")
 
 
 def plan_batches(

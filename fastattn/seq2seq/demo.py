@@ -69,7 +69,7 @@ class Preset:
     compared_updates: int | None = None
 
 
-# Two quiet cores reach about 19,000 tokens/s: both runs and the rest take under three minutes.
+# Two quiet cores reach about 19,000 tokens/s: both runs and the rest take about three minutes.
 CPU_PRESET = Preset(
     ModelConfig(
         vocabulary=4000, width=128, heads=4, encoder_layers=2, decoder_layers=2, ffn_width=512,

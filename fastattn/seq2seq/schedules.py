@@ -27,7 +27,7 @@ def truth_share(step: int, *, total_steps: int, decay: str, floor: float) -> flo
     The decays of scheduled sampling (Bengio et al. 2015, section 2.4), from 1 down to `floor` over
     `total_steps`: "linear"; "exponential", k^i, with the k that leaves a hundredth of the way;
     "inverse-sigmoid", k / (k + exp(i / k)), with the k that makes the half of the way the half of
-    the steps.
+    the steps: it begins and ends 1 / (1 + k) of the way short.
     """
     if decay not in DECAYS:
         raise ValueError(f"decay must be one of {DECAYS}, got {decay!r}")

@@ -3,8 +3,8 @@
 Per slice (a batch and head of attention, a row of a norm), once non-finite positions match those of
 the fp64 result cast to the result's dtype:
 
-    |kernel - ref64| <= 2 max|ref(same dtype) - ref64| + 2 eps(dtype) max|ref64| + 8 eps(fp32)
-    max(mag) + half the smallest number of the dtype
+    |kernel - ref64| <= 2 max|ref(same dtype) - ref64| + 2 eps(dtype) max|ref64|
+                        + 8 eps(fp32) max(mag) + half the smallest number of the dtype
 
 The last term is what rounding costs below the normal numbers. `mag` is the result's formula on
 absolute values: without it single-key rows, windows of one key and constant rows would reject

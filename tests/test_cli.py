@@ -6,10 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cli_runs import TINY, call
 
 import fastattn
 from fastattn import cli
@@ -17,44 +17,6 @@ from fastattn.ops import _env, backend_table
 from fastattn.seq2seq import catalogues, demo
 from fastattn.seq2seq.model import ModelConfig
 from fastattn.seq2seq.training import TrainingConfig
-
-TINY = [
-    "--vocabulary=300", "--width=16", "--heads=2", "--layers=1", "--ffn-width=32",
-    "--max-length=24", "--batch-tokens=300", "--held-out=5", "--device=cpu",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pairs_file(tmp_path_factory) -> Path:
-    """An invented language: a name and a number word, whose translation swaps and doubles them."""
-    path = tmp_path_factory.mktemp("data") / "pairs.tsv"
-    names = [
-        f"{a}{b}" for a in ("ka", "lo", "mi", "nu", "pe") for b in ("rin", "sot", "tal", "vek")
-    ]
-    counts = ("one", "two", "six")
-    lines = [f"{n} {c}\t{c}{c} {n.upper()}\tignored" for n in names for c in counts]
-    path.write_text("\n".join([*lines, "a line without a tab"]) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def run_folder(pairs_file, tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("runs") / "run"
-    arguments = ["train", "--data", str(pairs_file), "--out", str(run), "--steps=6", *TINY]
-    assert cli.main([*arguments, "--valid-every=3", "--checkpoint-every=3"]) == 0
-    return run
-
-
-def call(capsys, *arguments: str) -> tuple[int, str, str]:
-    """Return the exit code, standard output and standard error of a command."""
-    capsys.readouterr()
-    try:
-        code = cli.main(list(arguments))
-    except SystemExit as left:  # argparse leaves by itself
-        code = left.code
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
 
 # Help and wrong input
 
@@ -360,7 +322,7 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
     code, out, _ = call(capsys, *compare)
     header, *lines = out.splitlines()
     assert code == 0 and len(lines) == 2 and header.split() == [
-        "run", "decoder", "search", "BLEU", "source", "sentences/s"
+        "run", "decoder", "search", "sentences", "BLEU", "source", "sentences/s"
     ]  # fmt: skip
     assert f"{second}  non-autoregressive (predictor)  at once" in lines[1]
     for flag in ("--beams=2", "--sample", "--prefix=ka"):

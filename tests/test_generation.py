@@ -575,8 +575,8 @@ def test_decoding_names_what_is_wrong():
     [
         (BeamSearch, {"beams": 0}, "at least 1, got 0"),
         (BeamSearch, {"length_penalty": -0.1}, r"at least 0, got -0\.1"),
-        (Sampling, {"temperature": 0.0}, r"a positive number, got 0\.0"),
-        (Sampling, {"temperature": math.nan}, "a positive number, got nan"),
+        (Sampling, {"temperature": 0.0}, r"in \[1e-06, 1000000\.0\], got 0\.0"),
+        (Sampling, {"temperature": math.nan}, r"in \[1e-06, 1000000\.0\], got nan"),
         (Sampling, {"top_k": 0}, "at least 1, got 0"),
         (Sampling, {"top_p": 0.0}, r"in \(0, 1\], got 0\.0"),
         (Sampling, {"top_p": 1.5}, r"in \(0, 1\], got 1\.5"),

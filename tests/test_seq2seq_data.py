@@ -122,7 +122,10 @@ def test_sentences_too_long_for_the_model_are_left_out():
 
 
 def test_default_held_out_is_five_percent_up_to_500():
-    assert [runs.default_held_out(n) for n in (3, 1000, 10**6)] == [1, 50, 500]
+    pairs = [Pair(f"sentence {i}", "x") for i in range(12_000)]
+    assert [runs.default_held_out(pairs[:n]) for n in (3, 1000, 12_000)] == [1, 50, 500]
+    repeated = [Pair(f"sentence {i % 50}", str(i)) for i in range(4000)]
+    assert runs.default_held_out(repeated) == 16, "the sentences left must train something"
 
 
 # Batches

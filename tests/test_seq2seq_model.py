@@ -80,7 +80,7 @@ def test_configurations_survive_json_and_name_what_is_wrong():
         dataclasses.replace(SMALL, positions="none")
     with pytest.raises(ValueError, match=r"has the keys .*, got \['depth'\]"):
         ModelConfig.from_json('{"vocabulary": 9, "depth": 3}')
-    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):
         TrainingConfig(steps=0)
     with pytest.raises(ValueError, match=r"precision must be one of .* got 'fp8'"):
         TrainingConfig(precision="fp8")

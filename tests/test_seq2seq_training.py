@@ -321,7 +321,8 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path, monkeypatch):
 
 def test_a_run_without_checkpoint_is_named(tmp_path):
     tokenizer = SubwordTokenizer.train(["ka"], vocabulary=260)
-    runs.start_run(tmp_path, runs.RunFiles(SMALL, toy_training(), tokenizer, "", 1))
+    config = dataclasses.replace(SMALL, vocabulary=260)
+    runs.start_run(tmp_path, runs.RunFiles(config, toy_training(), tokenizer, "", 1))
     with pytest.raises(FileNotFoundError, match="must hold a checkpoint, got"):
         runs.load_translator(tmp_path)
 
@@ -406,3 +407,35 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
         checkpoint.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_calls_without_a_meaning_are_named(tmp_path):
+    examples = random_examples(30)
+    schedule = toy_training(steps=2)
+    result = train(
+        small_model(), examples, examples, schedule, device="cpu", stop_after=0, show=False
+    )
+    assert result.losses == []
+    with pytest.raises(ValueError, match="stop_after must be at least 0, got -1"):
+        train(small_model(), examples, [], schedule, device=CPU, stop_after=-1, show=False)
+    for changes, message in (
+        ({"keep": 0}, "keep must be an integer of at least 1, got 0"),
+        ({"steps": 2.5}, r"steps must be an integer of at least 1, got 2\.5"),
+        ({"clip": -1.0}, r"clip must be above 0, got -1\.0"),
+        ({"clip": math.nan}, "clip must be above 0, got nan"),
+        ({"learning_rate": math.inf}, "learning_rate must be above 0, got inf"),
+        ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
+        ({"betas": (2.0, 3.0)}, r"betas must lie in \[0, 1\), got \(2\.0, 3\.0\)"),
+        ({"cycles": math.nan}, "cycles must be finite, got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            toy_training(**changes)
+
+
+def test_texts_are_several():
+    translator = Translator(small_model(), SubwordTokenizer.train(["ka"], vocabulary=260))
+    with pytest.raises(TypeError, match="texts must be a sequence of sentences, got one: 'ka lo'"):
+        translator.translate("ka lo")
+    for name in ("batch_size", "max_length"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            translator.translate(["ka"], **{name: 0})

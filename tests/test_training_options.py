@@ -424,7 +424,7 @@ def test_runs_repeat_and_resume_bit_for_bit(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),
         ({"patience": -1}, "patience must be at least 0, got -1"),
         ({"sequence_steps": -1}, "sequence_steps must be at least 0, got -1"),
         ({"guided_attention": -0.5}, "guided_attention must be at least 0, got -0.5"),

@@ -7,6 +7,8 @@ document instead of text. Heavy modules are imported by the command that needs t
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +18,7 @@ from fastattn.cli.arguments import (
     FAILED,
     INTERRUPTED,
     NO_TEXT,
+    READER_GONE,
     WRONG_INPUT,
     UsageError,
 )
@@ -24,7 +27,8 @@ DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
 
 EPILOG = """\
 exit codes: 0 done, 1 a check failed or nothing could be checked, or training diverged, 2 wrong
-input or a missing package, 3 the default text could not be downloaded, 130 interrupted
+input or a missing package, 3 the default text could not be downloaded, 130 interrupted, 141
+nobody reads the output
 """
 
 
@@ -41,9 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return WRONG_INPUT
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is no reason to stop
+            stream.reconfigure(errors="backslashreplace")
     try:
         command: Callable[[argparse.Namespace], int] = options.run
-        return command(options)
+        status = command(options)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("\nfastattn: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -54,11 +63,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.command} needs the package {error.name}, which is not installed: "
             "from a clone, pip install --no-build-isolation '.[demo]'"
         )
+    except BrokenPipeError:  # whoever read has what he wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except (UsageError, OSError) as error:
         return _fail(str(error))
+    except (OverflowError, MemoryError) as error:
+        return _fail(f"a number among the options is too large: {error or 'out of memory'}")
     except Exception as error:
         # Raised by modules that are imported lazily, so known by name here.
-        code = {"TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED}.get(type(error).__name__)
+        code = {
+            "TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED, "DamagedFile": WRONG_INPUT,
+        }.get(type(error).__name__)  # fmt: skip
         if code is None:
             raise
         return _fail(str(error), code)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.generation import Strategy
 
-DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
 PROBLEMS_SHOWN = 5
 
 
@@ -57,14 +57,18 @@ def positive_int(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    if not 1 <= value < 2**31:
+        wanted = "must be a positive integer" + (" below 2 ** 31" if value > 0 else "")
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
     return value
 
 
 def natural(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
+    if int(text) >= 2**63:
+        wanted = "an integer of at least 0, below 2 ** 63"
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
     return int(text)
 
 
@@ -105,6 +109,19 @@ def share(text: str) -> float:
     return value
 
 
+def picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf") or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file .png, .svg or .pdf, got {text!r}")
+    return path
+
+
+def run_folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a folder, got ''")
+    return Path(text)
+
+
 def existing_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
@@ -117,7 +134,7 @@ def device(text: str) -> torch.device:
 
     try:
         device = torch.device(text)
-        torch.empty(0, device=device)
+        torch.empty(0, device=device).sum().item()  # not of the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(
@@ -145,6 +162,14 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
     return getattr(options, "device", None) or _env.default_device()
+
+
+def chosen_text(options: argparse.Namespace, before: Path | None) -> Path | None:
+    """--data, or what a run was started with."""
+    path: Path | None = getattr(options, "data", before)
+    if path is not None and not path.is_file():
+        raise UsageError(f"--data must be given where the run's own text is gone, got {path}")
+    return path
 
 
 def load_pairs(path: Path | None) -> list[Pair]:

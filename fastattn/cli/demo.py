@@ -128,5 +128,6 @@ def _print_demo(report: DemoReport) -> None:
         table.add_row(Text(sample.source), Text(sample.reference), Text(sample.ours, "cyan"))
     console.print(table)
     write(f"{report.seconds['all']:.0f} s in all. Curves, samples, heat maps: {report.out}")
-    write(f"Try it: fastattn translate --run {report.out} {shlex.quote(report.samples[0].source)}")
+    example = shlex.join(["--run", str(report.out), report.samples[0].source])
+    write(f"Try it: fastattn translate {example}")
     write("The text keeps its licence; the trained model is for demonstration.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastattn.cli.arguments import (
     add_command,
     add_device,
     chosen_device,
+    chosen_text,
     existing_file,
     fraction,
     input_errors,
@@ -23,6 +25,7 @@ from fastattn.cli.arguments import (
     number,
     positive_float,
     positive_int,
+    run_folder,
     say,
     share,
 )
@@ -53,9 +56,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--data", type=existing_file, default=argparse.SUPPRESS,
-        help="tab-separated sentence pairs (default: downloaded English-French messages)",
+        help="tab-separated sentence pairs (default: downloaded English-French messages; with "
+        "--resume what the run was started with)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=run_folder, required=True, metavar="RUN", help="run folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
         "--bleu-sentences", type=natural, default=0, metavar="N",
@@ -64,15 +68,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_device(parser)
 
-    fixed: list[argparse.Action] = []
+    fixed: dict[str, tuple[str, Any]] = {}
 
     def choices_of(title: str) -> Callable[..., None]:
         group = parser.add_argument_group(title)
 
         def add(*names: str, **about: Any) -> None:
-            if about.get("default", argparse.SUPPRESS) != argparse.SUPPRESS:
-                about["help"] += " (default: %(default)s)"
-            fixed.append(group.add_argument(*names, **about))
+            default = about.pop("default", False if "action" in about else argparse.SUPPRESS)
+            if default is not argparse.SUPPRESS and "action" not in about:
+                about["help"] += f" (default: {default})"
+            # Only what was given is among the options: with --resume nothing may be.
+            action = group.add_argument(*names, default=argparse.SUPPRESS, **about)
+            fixed[action.dest] = (action.option_strings[0], default)
 
         return add
 
@@ -165,7 +172,7 @@ def add(commands: Any) -> None:
     objective(
         "--sequence-weight", type=share, default=0.9, help="share of that loss in these updates"
     )
-    parser.set_defaults(fixed_choices={action.dest: action for action in fixed})
+    parser.set_defaults(fixed_choices=fixed)
 
 
 def _run_train(options: argparse.Namespace) -> int:
@@ -191,10 +198,10 @@ def _run_train(options: argparse.Namespace) -> int:
         f"{len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
         f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"
     )
+    score = validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None
     result = train(
         model, prepared.train, prepared.valid, files.training,
-        device=device, run=run, resume=options.resume,
-        score=validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None,
+        device=device, run=run, resume=options.resume, score=score,
     )  # fmt: skip
     rows = read_metrics(run / "metrics.jsonl")
     points = {
@@ -217,7 +224,7 @@ def _run_train(options: argparse.Namespace) -> int:
         print(
             f"test BLEU {outcome['bleu']:.1f}; handing the source back: "
             f"{outcome['bleu_of_source']:.1f}\n"
-            f'translate with: fastattn translate --run {run} "TEXT"'
+            f'translate with: fastattn translate --run {shlex.quote(str(run))} "TEXT"'
         )
     return DONE
 
@@ -227,6 +234,9 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
     from fastattn.seq2seq.runs import RunFiles, default_held_out, prepare_text, require_no_run
     from fastattn.seq2seq.training import TrainingConfig
 
+    for name, (_, default) in options.fixed_choices.items():
+        if default is not argparse.SUPPRESS and not hasattr(options, name):
+            setattr(options, name, default)
     try:
         require_no_run(options.out)
     except FileExistsError as error:
@@ -244,7 +254,7 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
     )
     training = _config(TrainingConfig, options, precision=precision)
     pairs = load_pairs(getattr(options, "data", None))
-    held_out = getattr(options, "held_out", default_held_out(len(pairs)))
+    held_out = getattr(options, "held_out", default_held_out(pairs))
     prepared = prepare_text(
         pairs,
         held_out=held_out,
@@ -253,7 +263,9 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
         vocabulary=options.vocabulary,
     )
     model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
-    return prepared, RunFiles(model, training, prepared.tokenizer, prepared.digest, held_out)
+    text = getattr(options, "data", None)
+    files = RunFiles(model, training, prepared.tokenizer, prepared.digest, held_out, text)
+    return prepared, files
 
 
 def _config(kind: type[T], options: argparse.Namespace, **translated: Any) -> T:
@@ -266,14 +278,14 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
     from fastattn.seq2seq.runs import open_run, prepare_text
 
     files = open_run(options.out)
-    for name, action in options.fixed_choices.items():
-        if getattr(options, name, action.default) != action.default:
+    for name, (flag, _) in options.fixed_choices.items():
+        if hasattr(options, name):
             raise UsageError(
-                f"{action.option_strings[0]} must be left out with --resume, which continues with "
-                f"the run's own choices, got {getattr(options, name)}"
+                f"{flag} must be left out with --resume, which continues with the run's own "
+                f"choices, got {getattr(options, name)}"
             )
     prepared = prepare_text(
-        load_pairs(getattr(options, "data", None)),
+        load_pairs(chosen_text(options, files.text)),
         held_out=files.held_out,
         seed=files.training.seed,
         max_length=files.model.max_length,

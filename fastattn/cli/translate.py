@@ -17,9 +17,11 @@ from fastattn.cli.arguments import (
     add_strategy,
     chosen_device,
     chosen_strategy,
+    chosen_text,
     existing_file,
     input_errors,
     load_pairs,
+    picture,
     positive_int,
     say,
 )
@@ -42,11 +44,11 @@ def add_translate(commands: Any) -> None:
         help="tokens of a translation (default: twice the source's and ten)",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", type=Path, metavar="PNG", default=argparse.SUPPRESS,
+        "--attention", type=picture, metavar="PNG", default=argparse.SUPPRESS,
         help="draw the cross-attention of the first sentence",
     )  # fmt: skip
     parser.add_argument(
-        "--alignment", type=Path, metavar="PNG", default=argparse.SUPPRESS,
+        "--alignment", type=picture, metavar="PNG", default=argparse.SUPPRESS,
         help="draw the first sentence and its translation with lines between their tokens",
     )  # fmt: skip
     parser.add_argument(
@@ -78,9 +80,7 @@ def _run_translate(options: argparse.Namespace) -> int:
                     f"--{flag} must be left out for a run whose decoder writes all tokens at once, "
                     f"got {getattr(options, flag)} for {options.run_folder}"
                 )
-    if not options.text and sys.stdin.isatty():
-        say("reading lines from the keyboard; end with Ctrl-D")
-    texts = options.text or [line.rstrip("\n") for line in sys.stdin]
+    texts = options.text or _lines_of_input()
     with Progress("translating", len(texts), show=len(texts) > 64, unit="lines") as progress:
         with input_errors():
             results = translator.search(
@@ -106,12 +106,19 @@ def _run_translate(options: argparse.Namespace) -> int:
             for source, translation, score in zip(texts, translations, scores, strict=True)
         ]
         print(json.dumps(rows, ensure_ascii=False, indent=2))
-    elif options.scores:
-        for score, translation in zip(scores, translations, strict=True):
-            print(f"{score:.4f}\t{translation}")
-    else:
-        print("\n".join(translations))
+    for score, translation in zip(scores, translations, strict=True):
+        if not options.json:
+            print(f"{score:.4f}\t{translation}" if options.scores else translation)
     return DONE
+
+
+def _lines_of_input() -> list[str]:
+    if sys.stdin is None:
+        raise UsageError("TEXT must be given where there is no standard input, got neither")
+    if sys.stdin.isatty():
+        say("reading lines from the keyboard; end with Ctrl-D")
+    lines = [line.rstrip("\r\n") for line in sys.stdin]
+    return [lines[0].removeprefix("\ufeff"), *lines[1:]] if lines else []
 
 
 def add_evaluate(commands: Any) -> None:
@@ -129,7 +136,7 @@ def add_evaluate(commands: Any) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--data", type=existing_file, default=argparse.SUPPRESS,
-        help="the text that the runs were trained on (default: downloaded messages)",
+        help="the text that the runs were trained on (default: where the first found it)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     add_strategy(parser)
@@ -139,21 +146,30 @@ def add_evaluate(commands: Any) -> None:
 def _run_evaluate(options: argparse.Namespace) -> int:
     device = chosen_device(options)
     from fastattn.seq2seq.evaluation import evaluate_run
+    from fastattn.seq2seq.runs import open_run
 
     strategy = chosen_strategy(options)
-    pairs = load_pairs(getattr(options, "data", None))
-    rows = []
-    for run in options.runs:
-        with input_errors():
+    with input_errors():
+        pairs = load_pairs(chosen_text(options, open_run(options.runs[0]).text))
+        rows = []
+        for run in options.runs:
             rows.append(evaluate_run(run, pairs, strategy=strategy, device=device))
+            if rows[-1].test_part != rows[0].test_part:
+                raise UsageError(
+                    f"RUN must have the test part of {options.runs[0]}, which goes by --seed, "
+                    f"--held-out and --max-length, got {run} with another one"
+                )
     if options.json:
         figures = [asdict(r) | {"sentences_per_second": r.sentences_per_second} for r in rows]
         print(json.dumps(figures, indent=2))
         return DONE
-    table: list[tuple[str, ...]] = [("run", "decoder", "search", "BLEU", "source", "sentences/s")]
+    table: list[tuple[str, ...]] = [
+        ("run", "decoder", "search", "sentences", "BLEU", "source", "sentences/s")
+    ]
     for row in rows:
         numbers = row.bleu, row.bleu_of_source, row.sentences_per_second
-        table.append((row.run, row.decoder, row.search, *(f"{n:.1f}" for n in numbers)))
+        count = str(row.sentences)
+        table.append((row.run, row.decoder, row.search, count, *(f"{n:.1f}" for n in numbers)))
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     for line in table:
         print(

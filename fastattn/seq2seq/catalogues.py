@@ -84,7 +84,13 @@ def load_catalogue_pairs(*, cache: Path | None = None, show: bool = True) -> Cat
             comments = path.with_suffix(".po")
             if comments.exists():
                 defaults = read_po_defaults(comments.read_text(encoding="utf-8"))
-            for message, translation in read_mo(path.read_bytes()):
+            try:
+                messages = list(read_mo(path.read_bytes()))
+            except (ValueError, struct.error) as error:
+                raise TextUnavailable(
+                    f"{path} is not whole ({error}): delete {folder}, and it is downloaded again"
+                ) from error
+            for message, translation in messages:
                 cleaned = clean_message(message, translation, defaults)
                 if isinstance(cleaned, str):
                     skipped[cleaned] += 1
@@ -110,7 +116,7 @@ def fetch_catalogues(
     """
     base = (cache or cache_folder()) / "catalogues"
     folder = base / f"{source.package}-{source.version}"
-    if folder.is_dir():
+    if any(folder.glob("*.mo")):
         return folder
     base.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=base) as scratch:

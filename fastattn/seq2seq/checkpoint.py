@@ -17,6 +17,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,22 @@ class TrainingState:
     stale: int = 0  # validations since the best
 
 
+class DamagedFile(ValueError):
+    """A file of a run that does not hold what training wrote into it."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Path]:
+    """Whatever is wrong inside with what a file holds becomes an error that names the file."""
+    try:
+        yield path
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DamagedFile(f"{path} must be as training wrote it, got {why}") from error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file that is either the old one or the new one, whatever happens."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -80,16 +98,14 @@ def save_checkpoint(
     device: torch.device,
 ) -> Path:
     """Write the checkpoint of `state.step` and return its folder."""
-    from safetensors.torch import save_file
-
     folder = checkpoint_folder(run, state.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # mkdtemp's private mode would stay with the renamed folder.
         scratch.chmod(0o777 & ~_umask())
-        save_file(_plain(model.state_dict()), scratch / "model.safetensors")
-        save_file(_plain(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
+        _save(_plain(model.state_dict()), scratch / "model.safetensors")
+        _save(_plain(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
         (scratch / "state.json").write_text(json.dumps(asdict(state)))
         if folder.exists():
             shutil.rmtree(folder)
@@ -100,6 +116,17 @@ def save_checkpoint(
     return folder
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"cannot write {path}: {error}") from error
+    path.chmod(0o666 & ~_umask())  # it makes private files
+
+
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> TrainingState:
@@ -107,34 +134,37 @@ def load_checkpoint(
     from safetensors.torch import load_file
 
     load_parameters(folder, model)
-    tensors = load_file(folder / "state.safetensors")
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "optimizer":
-            index, _, key = rest.partition(".")
-            moments.setdefault(int(index), {})[key] = tensor
-    optimizer.load_state_dict(
-        {"state": moments, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
-    torch.set_rng_state(tensors["rng.cpu"])
-    if device.type == "cuda" and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
-    values = json.loads((folder / "state.json").read_text())
-    return TrainingState(
-        step=values["step"],
-        position=Position(*values["position"]),
-        tokens=values["tokens"],
-        best=None if values["best"] is None else Best(**values["best"]),
-        stale=values.get("stale", 0),
-    )
+    with reading(folder / "state.safetensors") as path:
+        tensors = load_file(path)
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "optimizer":
+                index, _, key = rest.partition(".")
+                moments.setdefault(int(index), {})[key] = tensor
+        optimizer.load_state_dict(
+            {"state": moments, "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+        torch.set_rng_state(tensors["rng.cpu"])
+        if device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    with reading(folder / "state.json") as path:
+        values = json.loads(path.read_text())
+        return TrainingState(
+            step=values["step"],
+            position=Position(*values["position"]),
+            tokens=values["tokens"],
+            best=None if values["best"] is None else Best(**values["best"]),
+            stale=values.get("stale", 0),
+        )
 
 
 def load_parameters(folder: Path, model: nn.Module) -> None:
     """Load the parameters of a checkpoint into `model`."""
     from safetensors.torch import load_file
 
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    with reading(folder / "model.safetensors") as path:
+        model.load_state_dict(load_file(path))
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
@@ -180,7 +210,8 @@ def read_best(run: Path) -> Best | None:
     path = run / BEST
     if not path.exists():
         return None
-    return Best(**json.loads(path.read_text()))
+    with reading(path):
+        return Best(**json.loads(path.read_text()))
 
 
 def write_best(run: Path, best: Best) -> None:

@@ -29,6 +29,7 @@ PAD, BEGIN, END = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>")
 BYTES = 256
 MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
+MAXIMUM_VOCABULARY = 1 << 24  # room for them is made before one is learnt
 
 
 class Pair(NamedTuple):
@@ -66,7 +67,9 @@ def read_pairs(path: Path | str) -> PairFile:
         except UnicodeDecodeError as error:
             problems.append(f"{path}:{number}: must be UTF-8, got byte {line[error.start]:#04x}")
             continue
-        if len(columns) < 2:
+        if b"\0" in line:
+            problems.append(f"{path}:{number}: must be UTF-8 text, got byte 0x00, as in UTF-16")
+        elif len(columns) < 2:
             problems.append(f"{path}:{number}: wants source<TAB>target, got {_shorten(columns[0])}")
         elif not columns[0] or not columns[1]:
             side = "target" if columns[0] else "source"
@@ -106,10 +109,12 @@ def split_pairs(pairs: Iterable[Pair], *, held_out: int, seed: int = 0) -> Split
     groups: dict[str, dict[Pair, None]] = {}
     for pair in pairs:
         groups.setdefault(sentence_key(pair.source), {})[pair] = None
+    if held_out < 1:
+        raise ValueError(f"held_out must be at least 1, got {held_out}")
     if len(groups) < 3 * held_out:
         raise ValueError(
-            f"holding out 2 x {held_out} sentences needs at least {3 * held_out} different source "
-            f"sentences, got {len(groups)}"
+            f"holding out 2 x {held_out} sentences (held_out) needs at least {3 * held_out} "
+            f"different source sentences, got {len(groups)}"
         )
     keys = sorted(groups, key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
     test, valid = keys[:held_out], keys[held_out : 2 * held_out]
@@ -142,10 +147,10 @@ class SubwordTokenizer:
         """Learn at most `vocabulary` subwords, special tokens and single bytes included."""
         from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-        if vocabulary < MINIMUM_VOCABULARY:
+        if not MINIMUM_VOCABULARY <= vocabulary <= MAXIMUM_VOCABULARY:
             raise ValueError(
                 f"vocabulary must be at least {MINIMUM_VOCABULARY} (the bytes and the special "
-                f"tokens), got {vocabulary}"
+                f"tokens) and at most {MAXIMUM_VOCABULARY:,}, got {vocabulary}"
             )
         backend = Tokenizer(models.BPE())
         backend.normalizer = normalizers.NFC()
@@ -178,12 +183,20 @@ class SubwordTokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        for number, text in enumerate(texts, start=1):
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # of a surrogate, which Python makes of other bytes
+                raise ValueError(f"text {number} must be UTF-8, got {text[:60]!a}") from None
         encoded = self._backend.encode_batch([tidy(t) for t in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; special tokens leave no trace."""
-        return self._backend.decode(list(ids), skip_special_tokens=True).strip()
+        """Return the text of token ids, one line; special tokens and control characters leave no
+        trace.
+        """
+        text = self._backend.decode(list(ids), skip_special_tokens=True)
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the readable form of each token, a leading space shown as `▁`."""

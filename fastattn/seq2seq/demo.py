@@ -187,7 +187,7 @@ def run_demo(
 
     require_no_run(out)
     pairs, text = _load_pairs(data, notify, show)
-    held_out = default_held_out(len(pairs))
+    held_out = default_held_out(pairs)
     prepared = prepare_text(
         pairs,
         held_out=held_out,

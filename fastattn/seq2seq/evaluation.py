@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Evaluation:
     bleu_signature: str
     sentences: int
     seconds: float
+    test_part: str  # a digest of the sentences
 
     @property
     def sentences_per_second(self) -> float:
@@ -78,4 +80,5 @@ def evaluate_run(
         bleu_signature=score.signature,
         sentences=len(sources),
         seconds=seconds,
+        test_part=hashlib.sha256(repr(prepared.test).encode()).hexdigest()[:12],
     )

@@ -312,6 +312,12 @@ class Translator:
 
         prefixes: for each text the words that its translation begins with, or "".
         """
+        if isinstance(texts, str):
+            raise TypeError(f"texts must be a sequence of sentences, got one: {texts[:60]!r}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
         if prefixes is not None and len(prefixes) != len(texts):
             raise ValueError(
                 f"prefixes must hold one for each of {len(texts)} texts, got {len(prefixes)}"
@@ -325,31 +331,35 @@ class Translator:
                     f"text {number} must have at most {allowed - 1} tokens, got {len(ids)}: "
                     f"{texts[number - 1][:60]!r}"
                 )
-        limits = [min(allowed, max_length or 2 * len(ids) + 10) for ids in sources]
+        limits = [
+            min(allowed, 2 * len(ids) + 10 if max_length is None else max_length) for ids in sources
+        ]
         device = self.model.embedding.weight.device
         results = [Translation("", None)] * len(texts)
         order = sorted((i for i in range(len(texts)) if sources[i]), key=lambda i: len(sources[i]))
         was_training = self.model.training
         self.model.eval()
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            source = pad([[*sources[i], END] for i in chosen]).to(device)
-            found = generate(
-                self.model,
-                source,
-                source == PAD,
-                max_lengths=[limits[i] for i in chosen],
-                strategy=strategy,
-                prefixes=None if begins is None else [begins[i] for i in chosen],
-                numbers=chosen,
-                return_attention=return_attention,
-                use_cache=use_cache,
-                programs=self.programs,
-            )
-            for i, (best, *_) in zip(chosen, found, strict=True):
-                results[i] = Translation(self.tokenizer.decode(best.tokens), best)
-            notify(start + len(chosen))
-        self.model.train(was_training)
+        try:
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                source = pad([[*sources[i], END] for i in chosen]).to(device)
+                found = generate(
+                    self.model,
+                    source,
+                    source == PAD,
+                    max_lengths=[limits[i] for i in chosen],
+                    strategy=strategy,
+                    prefixes=None if begins is None else [begins[i] for i in chosen],
+                    numbers=chosen,
+                    return_attention=return_attention,
+                    use_cache=use_cache,
+                    programs=self.programs,
+                )
+                for i, (best, *_) in zip(chosen, found, strict=True):
+                    results[i] = Translation(self.tokenizer.decode(best.tokens), best)
+                notify(start + len(chosen))
+        finally:
+            self.model.train(was_training)
         return results
 
 
@@ -366,6 +376,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
     """Return sacrebleu's corpus BLEU (13a tokens, letter case kept) with one reference each."""
     from sacrebleu.metrics.bleu import BLEU
 
+    if not hypotheses:
+        raise ValueError("hypotheses must hold at least one sentence, got none")
     if len(hypotheses) != len(references):
         raise ValueError(
             f"references must be as many as the {len(hypotheses)} hypotheses, got {len(references)}"

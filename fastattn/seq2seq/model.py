@@ -106,7 +106,7 @@ class ModelConfig:
             return [min(number, last) for number in range(1, count + 1)]
         if wanted == "reversed":
             return [max(last - number, 1) for number in range(count)]
-        numbers = [int(part) if part.strip().isdigit() else 0 for part in wanted.split(",")]
+        numbers = [int(part) if part.strip().isdecimal() else 0 for part in wanted.split(",")]
         if len(numbers) != count or not all(1 <= number <= last for number in numbers):
             raise ValueError(
                 f"memory_layers must be one of {MEMORY_LAYERS}, or {count} numbers from 1 to "

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 SMOOTHING_UPDATES = 20
+_MOST_INCHES = 120.0
 COLOURS = ("#0b6e99", "#d9730d")
 
 
@@ -82,16 +83,17 @@ def save_heat_map(
     """
     from matplotlib.figure import Figure
 
-    width = 1.6 + 0.34 * len(source_tokens)
-    height = 1.8 + 0.28 * len(target_tokens)
+    width = min(1.6 + 0.34 * len(source_tokens), _MOST_INCHES / len(weights))
+    height = min(1.8 + 0.28 * len(target_tokens), _MOST_INCHES)
     figure = Figure(figsize=(width * len(weights), height), layout="constrained")
+    text = {"fontsize": 8, "parse_math": False}  # a token may hold a dollar sign
     for index, (axis, layer) in enumerate(
         zip(figure.subplots(1, len(weights), squeeze=False)[0], weights, strict=True), start=1
     ):
         axis.imshow(layer.mean(dim=0).cpu().numpy(), cmap="Blues", vmin=0.0, vmax=1.0)
         axis.set_title(f"decoder layer {index}", fontsize=9)
-        axis.set_xticks(range(len(source_tokens)), source_tokens, rotation=90, fontsize=8)
-        axis.set_yticks(range(len(target_tokens)), target_tokens, fontsize=8)
+        axis.set_xticks(range(len(source_tokens)), source_tokens, rotation=90, **text)
+        axis.set_yticks(range(len(target_tokens)), target_tokens, **text)
         axis.tick_params(length=0)
     figure.savefig(path, dpi=120)
 
@@ -103,10 +105,11 @@ def save_alignment(
 
     weights: [M, N], averaged over heads and layers, say.
     """
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
     longest = max(len(source_tokens), len(target_tokens))
-    figure = Figure(figsize=(1.0 + 0.75 * longest, 2.6), layout="constrained")
+    figure = Figure(figsize=(min(1.0 + 0.75 * longest, _MOST_INCHES), 2.6), layout="constrained")
     axis = figure.subplots()
     rows = ((1.0, source_tokens, "bottom"), (0.0, target_tokens, "top"))
     places = []
@@ -115,13 +118,15 @@ def save_alignment(
         across = [(i + 0.5) / len(tokens) for i in range(len(tokens))]
         places.append(across)
         for x, token in zip(across, tokens, strict=True):
-            axis.text(x, height, token, ha="center", va=side, fontsize=9)
-    for target, row in enumerate(weights.tolist()):
-        for source, weight in enumerate(row):
-            axis.plot(
-                (places[1][target], places[0][source]), (0.02, 0.98), color=COLOURS[0],
-                linewidth=2.0 * weight, alpha=min(1.0, weight), solid_capstyle="round",
-            )  # fmt: skip
+            axis.text(x, height, token, ha="center", va=side, fontsize=9, parse_math=False)
+    # What is less than a hundredth cannot be seen.
+    seen = [(*pair, weights[tuple(pair)].item()) for pair in (weights > 0.01).nonzero().tolist()]
+    lines = LineCollection(
+        [((places[1][target], 0.02), (places[0][source], 0.98)) for target, source, _ in seen],
+        colors=COLOURS[0], linewidths=[2.0 * weight for *_, weight in seen],
+        alpha=[min(1.0, weight) for *_, weight in seen], capstyle="round",
+    )  # fmt: skip
+    axis.add_collection(lines)
     axis.set(xlim=(0.0, 1.0), ylim=(-0.2, 1.2))
     axis.set_axis_off()
     figure.savefig(path, dpi=120)

@@ -16,9 +16,18 @@ from .checkpoint import (
     checkpoint_steps,
     load_parameters,
     read_best,
+    reading,
     write_atomically,
 )
-from .data import Example, Pair, Splits, SubwordTokenizer, encode_pairs, split_pairs
+from .data import (
+    Example,
+    Pair,
+    Splits,
+    SubwordTokenizer,
+    encode_pairs,
+    sentence_key,
+    split_pairs,
+)
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer, make_model
 from .progress import waiting
@@ -43,9 +52,9 @@ class PreparedText:
 
     @property
     def digest(self) -> str:
-        """A digest of the encoded text, to notice that a resumed run was given another one."""
+        """A digest of the text, to notice that a run is continued or judged with another one."""
         digest = hashlib.sha256()
-        for part in (self.train, self.valid):
+        for part in (self.train, self.valid, self.test):
             for example in part:
                 digest.update(json.dumps(example).encode())
             digest.update(b"\n")
@@ -100,20 +109,27 @@ def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTran
     return score
 
 
-def default_held_out(pairs: int) -> int:
-    """Return how many sentences validation and test get each: 5 %, at most 500."""
-    return min(500, max(1, pairs // 20))
+def default_held_out(pairs: Sequence[Pair]) -> int:
+    """Return how many sentences validation and test get each: 5 %, at most 500, and no more than
+    leave training a third of the different sources.
+    """
+    sources = len({sentence_key(pair.source) for pair in pairs})
+    return max(1, min(500, len(pairs) // 20, sources // 3))
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run fixes before the first update: sizes, choices, subwords, text."""
+    """What a run fixes before the first update: sizes, choices, subwords, text.
+
+    text: the file of pairs; None is the default text.
+    """
 
     model: ModelConfig
     training: TrainingConfig
     tokenizer: SubwordTokenizer
     data_digest: str
     held_out: int
+    text: Path | None = None
 
 
 def require_no_run(run: Path) -> None:
@@ -126,7 +142,8 @@ def start_run(run: Path, files: RunFiles) -> None:
     """Create a run folder; one that already holds a run is refused."""
     require_no_run(run)
     run.mkdir(parents=True, exist_ok=True)
-    data = {"digest": files.data_digest, "held_out": files.held_out}
+    text = None if files.text is None else str(files.text.resolve())
+    data = {"digest": files.data_digest, "held_out": files.held_out, "text": text}
     write_atomically(run / "tokenizer.json", files.tokenizer.to_json())
     write_atomically(run / "training.json", files.training.to_json())
     write_atomically(run / "data.json", json.dumps(data))
@@ -135,21 +152,28 @@ def start_run(run: Path, files: RunFiles) -> None:
 
 
 def open_run(run: Path) -> RunFiles:
-    """Read what `start_run` wrote."""
+    """Read what `start_run` wrote; DamagedFile names what is not as it was written."""
     for name in FILES:
         if not (run / name).is_file():
             raise FileNotFoundError(
                 f"the run folder must be one that `fastattn train` made, got {run}, which has no "
                 f"{name}"
             )
-    data = json.loads((run / "data.json").read_text())
-    return RunFiles(
-        model=ModelConfig.from_json((run / "model.json").read_text()),
-        training=TrainingConfig.from_json((run / "training.json").read_text()),
-        tokenizer=SubwordTokenizer.load(run / "tokenizer.json"),
-        data_digest=data["digest"],
-        held_out=data["held_out"],
-    )
+    with reading(run / "model.json") as path:
+        model = ModelConfig.from_json(path.read_text())
+    with reading(run / "training.json") as path:
+        training = TrainingConfig.from_json(path.read_text())
+    with reading(run / "tokenizer.json") as path:
+        tokenizer = SubwordTokenizer.load(path)
+        if tokenizer.vocabulary != model.vocabulary:
+            found = tokenizer.vocabulary
+            raise ValueError(f"the model has {model.vocabulary} tokens, the tokenizer {found}")
+    with reading(run / "data.json") as path:
+        data = json.loads(path.read_text())
+        text = data.get("text")
+        return RunFiles(
+            model, training, tokenizer, data["digest"], data["held_out"], text and Path(text)
+        )
 
 
 def load_translator(run: Path, *, device: torch.device | str = "cpu") -> Translator:

@@ -21,14 +21,16 @@ from .continuations import Continuations
 from .data import END
 from .search import Request, SingleSearch
 
+_COLDEST, _WARMEST = 1e-6, 1e6  # logits divided by them stay finite in fp32
+
 
 @dataclass(frozen=True)
 class Sampling:
     """Draw each token; `top_k` None and `top_p` 1 leave the whole vocabulary.
 
-    temperature: divides the logits, above 0. top_k: only the k likeliest tokens. top_p: of those,
-    only the likeliest that together reach this probability. seed: together with a sentence's number
-    it decides its draws.
+    temperature: divides the logits, from 1e-6 to 1e6. top_k: only the k likeliest tokens. top_p: of
+    those, only the likeliest that together reach this probability. seed: together with a sentence's
+    number it decides its draws.
     """
 
     temperature: float = 1.0
@@ -37,8 +39,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a positive number, got {self.temperature}")
+        if not _COLDEST <= self.temperature <= _WARMEST:
+            raise ValueError(
+                f"temperature must lie in [{_COLDEST}, {_WARMEST}], got {self.temperature}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
@@ -68,6 +72,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         # Kept while what stands before a token is less than top_p: the first one always is.
         last = ((reached - p) < sampling.top_p).sum(dim=-1, keepdim=True) - 1
+        last = last.clamp(min=0)  # of a top_p that is 0 in fp32
     else:
         last = torch.full_like(uniforms, x.shape[-1] - 1, dtype=torch.long)[:, None]
     threshold = uniforms[:, None] * reached.gather(-1, last)

@@ -28,6 +28,7 @@ from .checkpoint import (
     checkpoint_steps,
     load_checkpoint,
     prune_checkpoints,
+    reading,
     save_checkpoint,
     write_atomically,
     write_best,
@@ -95,12 +96,18 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
-        for name in (*at_least_one, "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "patience", "sequence_steps", "guided_attention"):
-            if not getattr(self, name) >= 0:
+        for name in (*at_least_one, "accumulate", "keep"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+        not_negative = "warmup_steps", "patience", "sequence_steps", "guided_attention"
+        for name in (*not_negative, "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        if not math.isfinite(self.cycles):
+            raise ValueError(f"cycles must be finite, got {self.cycles}")
         for name, known in (
             ("scheduled_sampling", SCHEDULED_SAMPLING),
             ("sampling_decay", DECAYS),
@@ -112,10 +119,9 @@ class TrainingConfig:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.packed and self.guided_attention > 0.0:
             raise ValueError("packed must be False with guided_attention, which wants weights")
-        if not self.guided_width > 0.0:
-            raise ValueError(f"guided_width must be above 0, got {self.guided_width}")
-        if not self.learning_rate > 0.0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+        for name in ("guided_width", "learning_rate", "clip"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if not 0.0 <= self.smoothing < 1.0:
@@ -155,7 +161,7 @@ def train(
     valid_examples: Sequence[Example],
     config: TrainingConfig,
     *,
-    device: torch.device,
+    device: torch.device | str,
     run: Path | None = None,
     resume: bool = False,
     stop_after: int | None = None,
@@ -171,6 +177,9 @@ def train(
     curve say, and must draw no random numbers.
     """
     require_trainable(model, config)
+    if stop_after is not None and stop_after < 0:
+        raise ValueError(f"stop_after must be at least 0, got {stop_after}")
+    device = torch.device(device)
     model.to(device).train()
     optimizer = make_optimizer(model, config, device)
     state = TrainingState()
@@ -184,7 +193,7 @@ def train(
     if run is not None:
         run.mkdir(parents=True, exist_ok=True)
         metrics = MetricsFile(run / "metrics.jsonl", keep_until=state.step)
-    last_step = min(config.steps, stop_after or config.steps)
+    last_step = config.steps if stop_after is None else min(config.steps, stop_after)
     stream = training_batches(
         train_examples, token_budget=config.batch_tokens, seed=config.seed, start=state.position
     )
@@ -217,6 +226,7 @@ def train(
             curve.read()
             if validate:
                 valid_loss = validation_loss(model, valid_examples, config, device=device)
+                require_finite("validation loss", valid_loss, step)
                 curve.add_validation(step, valid_loss, None if score is None else score(model))
                 if state.best is None or valid_loss < state.best.valid_loss:
                     state = replace(state, best=Best(step, valid_loss), stale=0)
@@ -257,6 +267,14 @@ def require_trainable(model: Seq2SeqTransformer, config: TrainingConfig) -> None
             )
 
 
+def require_finite(name: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise TrainingDiverged(
+            f"the {name} must stay finite, got {value} at update {step}: lower the learning rate "
+            "or lengthen the warm-up"
+        )
+
+
 class _Curve:
     """The losses and the time of one call of `train`.
 
@@ -291,14 +309,13 @@ class _Curve:
         self._seconds += time.perf_counter() - self._clock
         if self._start_up is None:
             self._start_up = (self._tokens, self._seconds)
+        names = {"loss": "loss", "gradient_norm": "gradient's norm"}
+        sound = [row for row in self._waiting if all(math.isfinite(row[name]) for name in names)]
         if self._metrics is not None:
-            self._metrics.write(self._waiting)
+            self._metrics.write(sound)
         for row in self._waiting:
-            if not math.isfinite(row["loss"]):
-                raise TrainingDiverged(
-                    f"the loss must stay finite, got {row['loss']} at update {row['step']}: lower "
-                    "the learning rate or lengthen the warm-up"
-                )
+            for name, words in names.items():
+                require_finite(words, row[name], row["step"])
         self._waiting = []
 
     def add_validation(self, step: int, loss: float, bleu: float | None) -> None:
@@ -487,7 +504,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
+    with reading(path):
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
     return rows

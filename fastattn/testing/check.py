@@ -264,6 +264,8 @@ def add_arguments(
 def run(options: argparse.Namespace) -> int:
     """`fastattn check`: prints a table, 1 if anything failed; ValueError for wrong options."""
     device = options.device or _env.default_device()
+    if options.json and Path(options.json).is_dir():
+        raise ValueError(f"--json must be a file to write, got the folder {options.json}")
     if options.record:
         _check_recordable(options, device)
     cases = _cases(options, device)
@@ -494,8 +496,7 @@ def append_lines(path: Path, rows: Iterable[Row]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """The file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-    os.replace(temporary, path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        whole = Path(folder, path.name)
+        whole.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(whole, path)

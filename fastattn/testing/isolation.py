@@ -121,6 +121,7 @@ def run_isolated(
 
 
 def _work(pipe: Connection, function: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is asked to stop ends this process, too
     torch.set_num_threads(1)
     pipe.send(None)
     while True:

@@ -1,0 +1,204 @@
+"""What goes wrong around a run: its text, its files, its numbers, its pictures, who reads along."""
+
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import TINY, call
+
+
+@pytest.fixture
+def copied(run_folder: Path, tmp_path: Path) -> Path:
+    """A run to be spoilt."""
+    return Path(shutil.copytree(run_folder, tmp_path / "copied"))
+
+
+def _translate(run: Path, *rest: str) -> list[str]:
+    return ["translate", "--run", str(run), "--device=cpu", *rest]
+
+
+# -- the text of a run ----------------------------------------------------------------------------
+def test_the_test_part_belongs_to_the_text(capsys, pairs_file, run_folder, tmp_path):
+    from fastattn.seq2seq.data import read_pairs, split_pairs
+
+    judged = split_pairs(read_pairs(pairs_file).pairs, held_out=5).test[0]
+    other = tmp_path / "other.tsv"
+    line = f"{judged.source}\t{judged.target}"
+    assert line in pairs_file.read_text()
+    other.write_text(pairs_file.read_text().replace(line, f"{judged.source}\tchanged"))
+    code, out, err = call(capsys, "evaluate", str(run_folder), "--data", str(other), "--device=cpu")
+    assert (code, out) == (2, "") and "must be the text that" in err
+    resumed = ["train", "--resume", "--out", str(run_folder), "--data", str(other)]
+    assert call(capsys, *resumed, "--device=cpu")[0] == 2
+
+
+def test_a_run_knows_its_text(capsys, copied, tmp_path):
+    """Neither resuming nor judging asks for it again."""
+    again = ["train", "--resume", "--out", str(copied), "--device=cpu"]
+    assert call(capsys, *again)[0] == 0
+    assert call(capsys, "evaluate", str(copied), "--device=cpu")[0] == 0
+    data = json.loads((copied / "data.json").read_text())
+    (copied / "data.json").write_text(json.dumps(data | {"text": str(tmp_path / "gone.tsv")}))
+    code, _, err = call(capsys, *again)
+    assert code == 2 and "--data must be given where the run's own text is gone, got" in err
+
+
+def test_runs_are_compared_on_the_same_sentences(capsys, pairs_file, run_folder, tmp_path):
+    other = tmp_path / "other"
+    made = ["train", "--data", str(pairs_file), "--out", str(other), "--steps=1", *TINY, "--seed=1"]
+    assert call(capsys, *made)[0] == 0
+    code, out, err = call(capsys, "evaluate", str(run_folder), str(other), "--device=cpu")
+    assert (code, out) == (2, "") and f"RUN must have the test part of {run_folder}" in err
+
+
+def test_a_choice_given_with_resume_is_refused_even_if_it_is_the_usual_one(capsys, run_folder):
+    again = ["train", "--resume", "--out", str(run_folder), "--device=cpu"]
+    for flag in ("--dropout=0.1", "--steps=10000", "--post-norm", "--held-out=5"):
+        code, _, err = call(capsys, *again, flag)
+        assert code == 2 and f"{flag.partition('=')[0]} must be left out with --resume" in err
+
+
+def test_text_of_two_bytes_a_letter_is_refused(capsys, pairs_file, tmp_path):
+    wide = tmp_path / "wide.tsv"
+    wide.write_text(pairs_file.read_text(), encoding="utf-16")
+    code, _, err = call(capsys, "train", "--data", str(wide), "--out", str(tmp_path / "run"))
+    assert code == 2 and "as in UTF-16" in err and not (tmp_path / "run").exists()
+
+
+# -- files ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
+@pytest.mark.parametrize(
+    "name", ["model.json", "training.json", "tokenizer.json", "data.json", "best.json"]
+)
+def test_damaged_files_are_named(capsys, copied, name, content):
+    (copied / name).write_text(content)
+    if (name, content) in (("training.json", "{}"), ("model.json", "{}")):
+        pytest.skip("an empty configuration is one of usual values")
+    code, out, err = call(capsys, *_translate(copied, "karin six"))
+    assert (code, out) == (2, "") and f"{copied / name} must be as training wrote it, got" in err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json"])
+def test_damaged_checkpoints_are_named(capsys, copied, name):
+    newest = max((copied / "checkpoints").iterdir())
+    (newest / name).write_bytes((newest / name).read_bytes()[:-9])
+    code, _, err = call(capsys, "train", "--resume", "--out", str(copied), "--device=cpu")
+    assert code == 2 and f"{newest / name} must be as training wrote it, got" in err
+
+
+def test_files_of_a_run_are_as_readable_as_others(run_folder):
+    (ordinary := run_folder / "ordinary").touch()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in run_folder.rglob("*") if path.is_file()}
+    assert modes == {stat.S_IMODE(ordinary.stat().st_mode)}
+    ordinary.unlink()
+
+
+def test_a_full_disk_is_no_traceback(capsys, pairs_file, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    def full_disk(tensors, path):
+        raise safetensors.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    run = tmp_path / "run"
+    code, _, err = call(
+        capsys, "train", "--data", str(pairs_file), "--out", str(run), "--steps=1", *TINY
+    )
+    assert code == 2 and "model.safetensors: I/O error: No space left" in err
+    assert list((run / "checkpoints").iterdir()) == []
+
+
+# -- numbers --------------------------------------------------------------------------------------
+def test_a_last_update_that_breaks_the_weights_is_divergence(capsys, pairs_file, tmp_path):
+    run = tmp_path / "run"
+    code, out, err = call(
+        capsys, "train", "--data", str(pairs_file), "--out", str(run), *TINY,
+        "--steps=1", "--learning-rate=1e30", "--warmup-steps=0",
+    )  # fmt: skip
+    assert (code, out) == (1, "") and "the validation loss must stay finite" in err
+    assert not (run / "best.json").exists() and "NaN" not in (run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--sample", "--temperature=1e-45"], "temperature must lie in"),
+        (["--beams=4", "--length-penalty=1e300"], "is too large"),
+        (["--threads=100000000000000000000"], "must be a positive integer below 2 ** 31"),
+        (["--sample", "--seed=" + "9" * 24], "must be an integer of at least 0, below 2 ** 63"),
+        (["--device=meta"], "must be a device that torch can use here"),
+        (["--attention=a.xyz"], "must be a file .png, .svg or .pdf, got 'a.xyz'"),
+    ],
+)
+def test_options_beyond_reason(capsys, run_folder, options, message):
+    code, out, err = call(capsys, *_translate(run_folder, "karin six", *options))
+    assert (code, out) == (2, "") and message in err
+
+
+def test_the_smallest_nucleus_is_the_likeliest_token(capsys, run_folder):
+    greedy = call(capsys, *_translate(run_folder, "karin six"))
+    assert (
+        call(capsys, *_translate(run_folder, "karin six", "--sample", "--top-p=1e-300")) == greedy
+    )
+
+
+def test_an_empty_name_is_no_folder(capsys, pairs_file):
+    code, _, err = call(capsys, "train", "--data", str(pairs_file), "--out", "")
+    assert code == 2 and "--out: must be a folder, got ''" in err
+
+
+# -- lines and streams ----------------------------------------------------------------------------
+def test_as_many_lines_come_out_as_went_in(capsys, run_folder, monkeypatch):
+    wild = _translate(run_folder, "--sample", "--temperature=30", "--scores")
+    lines = [f"karin six {i}" for i in range(60)]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff" + "\r\n".join(lines) + "\r\n"))
+    code, out, _ = call(capsys, *wild)
+    assert code == 0 and out.count("\n") == 60 == len(out.splitlines())
+    assert all(line.count("\t") == 1 for line in out.splitlines())
+    assert (0, out, "") == call(capsys, *wild, *lines), "neither mark nor return is text"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert call(capsys, *_translate(run_folder)) == (0, "", "")
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = call(capsys, *_translate(run_folder))
+    assert code == 2 and "TEXT must be given where there is no standard input" in err
+
+
+def test_bytes_that_are_no_text(capsys, run_folder):
+    code, _, err = call(capsys, *_translate(run_folder, "karin", os.fsdecode(b"a \xff b")))
+    assert code == 2 and "text 2 must be UTF-8, got 'a \\udcff b'" in err
+
+
+def test_streams_of_narrow_encodings_and_readers_that_leave(run_folder):
+    start = "import sys; from fastattn import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", start, *_translate(run_folder, "--json")]
+    narrow = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*command, "ka\u00e9 six"], capture_output=True, env=narrow, timeout=120, check=False
+    )
+    assert done.returncode == 0 and b"ka\\xe9 six" in done.stdout, done.stderr
+    with subprocess.Popen(
+        [*command, *["karin six"] * 900], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert b"rror" not in process.stderr.read() and process.wait(120) == 141
+
+
+def test_tokens_with_dollars_are_drawn_as_they_are(tmp_path):
+    import torch
+
+    from fastattn.seq2seq.plots import save_alignment, save_heat_map
+
+    tokens = ["$", "$\\frac$", "$x$", "_^"]
+    save_heat_map(tmp_path / "map.png", [torch.rand(2, 4, 4)] * 2, tokens, tokens)
+    save_alignment(tmp_path / "lines.png", torch.eye(4), tokens, tokens)
+    many = [f"token{i}" for i in range(600)]
+    save_alignment(tmp_path / "many.png", torch.eye(600), many, many)
+    for name in ("map", "lines", "many"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

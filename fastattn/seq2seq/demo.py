@@ -207,10 +207,9 @@ def run_demo(
         f"{text['train']:,} training pairs, {text['test']} held out for the test, "
         f"{model_config.vocabulary:,} subwords"
     )
-    start_run(
-        out,
-        RunFiles(model_config, preset.training, prepared.tokenizer, prepared.digest, held_out),
-    )
+    digest = prepared.digest
+    files = RunFiles(model_config, preset.training, prepared.tokenizer, digest, held_out, data)
+    start_run(out, files)
     seconds = {"text": time.perf_counter() - started}
 
     compared: dict[str, TrainingResult] = {}

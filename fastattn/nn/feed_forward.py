@@ -81,6 +81,7 @@ class PositionWiseFFN(nn.Module):
         self.linear2 = nn.Linear(hidden_size, output_size, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x `[..., input_size]` -> `[..., output_size]`; another last size raises ValueError."""
         if x.dim() == 0 or x.shape[-1] != self.linear1.in_features:
             raise ValueError(f"x must be [..., {self.linear1.in_features}], got {list(x.shape)}")
         if fused_activation(self.linear1, F.relu, self.dropout, self.linear2) is None:

@@ -102,6 +102,7 @@ class AddNorm(nn.Module):
         self.norm = LayerNorm(shape, eps, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x and y `[..., *normalized_shape]` of one shape, else ValueError; the result has it."""
         if x.shape != y.shape:
             raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
         norm = self.norm

@@ -77,6 +77,7 @@ class PowerNorm(_TokenNorm):
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x `[..., size]`, each of its rows a token; under `real_tokens` padding does not count."""
         self._check(x)
         if not self.training:
             return self._affine(_wide(x) * (self.psi2 + self.eps).rsqrt(), x)
@@ -155,6 +156,7 @@ class TokenBatchNorm(_TokenNorm):
         self.register_buffer("running_variance", torch.ones(size, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x `[..., size]`, each of its rows a token; under `real_tokens` padding does not count."""
         self._check(x)
         mean, variance = self.running_mean, self.running_variance
         if self.training:

@@ -131,7 +131,7 @@ def test_the_cache_names_what_is_wrong():
     ours, memory = decoder(), torch.randn(B, S, E)
     lengths = torch.tensor([S, 2])
     for arguments, message in (
-        ({"beams": 0}, "beams must be at least 1, got 0"),
+        ({"beams": 0}, "beams must be an integer of at least 1, got 0"),
         ({"memory_size": S}, f"memory_size must be at least the memory's {S} and needs memory_len"),
         ({"memory_size": 2, "memory_lengths": lengths}, "memory_size must be at least .* got 2"),
     ):
@@ -142,7 +142,7 @@ def test_the_cache_names_what_is_wrong():
     with pytest.raises(ValueError, match=r"one shape for all layers, \[2, 5, 16\], got"):
         ours.init_cache([memory, memory[:, :4]], max_length=T)
     cache = ours.init_cache(memory, memory_lengths=lengths, max_length=2, beams=K)
-    with pytest.raises(ValueError, match=r"x must be \[B, 3, E\] with B=2, got \[2, 1, 16\]"):
+    with pytest.raises(ValueError, match=r"x must be \[B, 3, E\] with B=2, E=16, got \[2, 1, 16\]"):
         ours.step(torch.zeros(B, 1, E), cache)
     with pytest.raises(ValueError, match=r"parents must be int64 \[2, 3\], got torch.int64 \[3\]"):
         cache.follow(torch.zeros(3, dtype=torch.long))

@@ -78,6 +78,9 @@ def test_integers_may_be_tensors(causal, N) -> None:
 
 def test_any_side_below_zero_is_unlimited() -> None:
     q, k, v = (normal(1, 5, n, D) for n in (H, K, K))
+    for window in (3, (None, None), (1, 2, 3), "12"):
+        with pytest.raises(TypeError, match="window_size must be two integers"):
+            flash_attn.flash_attn_func(q, k, v, window_size=window)
     expected = flash_attn.flash_attn_func(q, k, v, window_size=(-1, 1))
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(-7, 1)), expected)
 

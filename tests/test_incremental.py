@@ -78,22 +78,45 @@ def test_decoding_calls_the_children_it_can():
     assert_same("steps", got, expected, expected.double())
 
 
+def test_steps_under_autocast_fill_a_cache_made_outside():
+    decoder = build(fnn, "TransformerDecoder", batch_first=True).eval()
+    tgt, memory = inputs("TransformerDecoder")
+    cache = decoder.init_cache(memory, max_length=T)
+    expected = torch.cat([decoder.step(tgt[:, i : i + 1], cache) for i in range(T)], 1)
+    cache.rewind()
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = torch.cat([decoder.step(tgt[:, i : i + 1], cache) for i in range(T)], 1)
+    torch.testing.assert_close(rows.float(), expected, rtol=0.05, atol=0.05)
+
+
 def test_decoding_rejects():
     decoder = build(fnn, "TransformerDecoder", batch_first=True).eval()
     tgt, memory = inputs("TransformerDecoder")
     for kwargs, message in (
-        ({"max_length": 0}, "max_length must be at least 1, got 0"),
+        ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
         ({"memory_key_padding_mask": torch.zeros(B, T).bool()}, r"must be bool \[3, 7\].*\[3, 5\]"),
         ({"memory_key_padding_mask": torch.zeros(B, S)}, r"bool \[3, 7\], got torch.float32"),
         ({"memory_lengths": torch.ones(2)}, r"memory_lengths must be int32 or int64 \[3\]"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.init_cache(memory, **{"max_length": T, **kwargs})
-    with pytest.raises(ValueError, match=r"memory must have 3 dimensions, got \[7, 16\]"):
-        decoder.init_cache(memory[0], max_length=T)
+    for kwargs, message in (
+        ({"memory_lengths": [S] * B}, r"memory_lengths must be a tensor or None, got \[7, 7, 7\]"),
+        (
+            {"memory_key_padding_mask": [[False]]},
+            "memory_key_padding_mask must be a tensor or None",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            decoder.init_cache(memory, max_length=T, **kwargs)
+    for wrong in (memory[0], memory[..., :8]):
+        with pytest.raises(ValueError, match="memory must have 3 dimensions, the last 16, got"):
+            decoder.init_cache(wrong, max_length=T)
     cache = decoder.init_cache(memory, max_length=2)
-    with pytest.raises(ValueError, match=r"x must be \[B, 1, E\] with B=3, got \[2, 1, 16\]"):
+    with pytest.raises(ValueError, match=r"x must be \[B, 1, E\] with B=3, E=16, got \[2, 1, 16\]"):
         decoder.step(tgt[:2, :1], cache)
+    with pytest.raises(ValueError, match=r"E=16, got \[3, 1, 8\]"):
+        decoder.step(tgt[:, :1, :8], cache)
     with pytest.raises(ValueError, match="max_length=2 positions, got position 4"):
         decoder.step(tgt, cache)
     with pytest.raises(ValueError, match=r"rows must be int32 or int64.*torch.float32"):

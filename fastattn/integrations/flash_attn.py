@@ -274,7 +274,11 @@ def _whole(value: Any) -> int:
 
 def _sides(window: Any) -> Window:
     """(left, right) of anything that holds two integers; each below 0 is -1."""
-    left, right = (_whole(side) for side in window)
+    try:
+        left, right = (_whole(side) for side in window)
+    except (TypeError, ValueError):
+        wanted = "two integers (left, right), -1 for unlimited"
+        raise TypeError(f"window_size must be {wanted}, got {window!r}") from None
     return max(left, -1), max(right, -1)
 
 

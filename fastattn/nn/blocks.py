@@ -225,7 +225,7 @@ def decoder_layer_step(
     def attend_self(y: Tensor) -> Tensor:
         packed = project_stacked(self_attn, y, 0, 3)
         packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
-        past.target.index_copy_(1, rows, packed[:, :, 1:])
+        past.target.index_copy_(1, rows, packed[:, :, 1:].to(past.target.dtype))  # of autocast
         q = packed[:, :, 0].transpose(1, 2)
         k, v = past.target_heads()
         heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)

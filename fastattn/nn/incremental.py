@@ -46,9 +46,15 @@ class IncrementalDecoding:
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
         for name, value in (("max_length", max_length), ("beams", beams)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         padding = memory_key_padding_mask
+        for name, given in (
+            ("memory_key_padding_mask", padding),
+            ("memory_lengths", memory_lengths),
+        ):
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a tensor or None, got {given!r}")
         if padding is not None and (padding.dtype is not torch.bool or padding.shape != (B, N)):
             raise ValueError(
                 f"memory_key_padding_mask must be bool [{B}, {N}], "
@@ -111,10 +117,12 @@ class IncrementalDecoding:
         if (
             x.dim() != 3
             or x.shape[1 - time_dim] != cache.batch_size
+            or x.shape[-1] != self.layers[0].self_attn.embed_dim
             or (cache.beams > 1 and count != cache.beams)
         ):
             wanted = f"[B, {cache.beams}, E]" if time_dim else f"[{cache.beams}, B, E]"
-            raise ValueError(f"x must be {wanted} with B={cache.batch_size}, got {list(x.shape)}")
+            sizes = f"B={cache.batch_size}, E={self.layers[0].self_attn.embed_dim}"
+            raise ValueError(f"x must be {wanted} with {sizes}, got {list(x.shape)}")
         positions = 1 if cache.beams > 1 else count
         end = cache.length + positions
         if end > cache.max_length:
@@ -136,8 +144,11 @@ class IncrementalDecoding:
                 f"got {len(memories)}"
             )
         for tensor in memories:
-            if tensor.dim() != 3:
-                raise ValueError(f"memory must have 3 dimensions, got {list(tensor.shape)}")
+            width = self.layers[0].multihead_attn.kdim
+            if tensor.dim() != 3 or tensor.shape[-1] != width:
+                raise ValueError(
+                    f"memory must have 3 dimensions, the last {width}, got {list(tensor.shape)}"
+                )
             if tensor.shape != memories[0].shape:
                 raise ValueError(
                     f"memory must have one shape for all layers, {list(memories[0].shape)}, "

@@ -230,8 +230,11 @@ def summary(results: Sequence[Row], folder: Path) -> list[Block]:
             count, peers = str(len(s.ratios)), ", ".join(s.peers)
             lines.append((s.grid.title, count, f"**{mean}**", least, most, peers))
         of_machine = [r for r in results if machine_of(r) == machine]
-        versions, dates = (", ".join(_distinct(of_machine, key)) for key in ("torch", "date"))
-        found.append(Text(f"{machine}, torch {versions}, {dates}: the best peer's time over ours."))
+        versions, commits, dates = (
+            ", ".join(_distinct(of_machine, key)) for key in ("torch", "commit", "date")
+        )
+        about = f"{machine}, torch {versions}, commit {commits}, {dates}"
+        found.append(Text(f"{about}: the best peer's time over ours."))
         found.append(
             Image(folder / f"{_slug(machine)}.svg", f"ours beside the best peers, {machine}")
         )

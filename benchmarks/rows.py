@@ -186,7 +186,8 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
 
 
 def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:
-    return {name: (row.get("commit"), row.get("source_digest")) for name, row in run.items()}
+    ours = {name: row for name, row in run.items() if is_ours(row)}
+    return {name: (row.get("commit"), row.get("source_digest")) for name, row in ours.items()}
 
 
 def _ratio(run: Mapping[str, Row]) -> float:

@@ -5,7 +5,7 @@ Everything below this file trusts its inputs. Shapes: B batch, H query heads, K 
 multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
 sm90, triton, cpu, reference and never falls back; None takes the first of the op's backends that
 has no objection (see `explain`). Under `torch.autocast` inputs of attention, `ffn` and `linear` are
-cast to its dtype, which is then the result's; norms keep theirs.
+cast to its dtype, which is then the result's; norms and fp64 keep theirs.
 
 What an argument may not be is refused before anything runs, by name: TypeError for kinds and
 dtypes, ValueError for shapes, values, devices and unknown backends, IndexError for `rows` and

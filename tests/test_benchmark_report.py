@@ -85,6 +85,9 @@ def test_runs_of_one_workload(tmp_path: Path) -> None:
     assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 2.0)
     run("new", 1.0, eager=1.0)  # of two in the middle the lower
     assert (found()["fastattn-cpu"], found()["eager"]) == (4.0, 4.8)
+    run("new", 1.0, eager=9.0)
+    run("new", 1.0)  # without its peer: the slowest of all
+    assert (found()["fastattn-cpu"], found()["eager"]) == (4.0, 4.8)
     run("newest", 1.0, eager=0.5)
     assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 0.5)
 
@@ -202,7 +205,7 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
     for _ in range(2):
         assert report.main([str(path), "--update", str(document)]) == 0
         text = document.read_text()
-        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, 20")
+        assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, commit ")
         assert text.endswith(f"|\n\n</details>\n{report._END}After\n") and "old" not in text
         assert "No peers" not in text
         assert "![ours beside the best peers, Example GPU](example-gpu.svg)" in text

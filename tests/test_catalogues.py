@@ -145,7 +145,7 @@ def test_a_spoilt_cache_is_named_or_filled_again(tmp_path, monkeypatch):
         (folder / "toy.mo").write_bytes(content)
         with pytest.raises(TextUnavailable, match=r"toy\.mo is not whole .*: delete .*toy-1\.0"):
             catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)
-    (folder / "toy.mo").unlink()
+    (folder / "toy.mo").rename(folder / "toy.po")
     text = catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)
     assert text.pairs == [Pair("Two", "Deux")]
 

@@ -133,7 +133,7 @@ def test_a_last_update_that_breaks_the_weights_is_divergence(capsys, pairs_file,
         (["--threads=100000000000000000000"], "must be a positive integer below 2 ** 31"),
         (["--sample", "--seed=" + "9" * 24], "must be an integer of at least 0, below 2 ** 63"),
         (["--device=meta"], "must be a device that torch can use here"),
-        (["--attention=a.xyz"], "must be a file .png, .svg or .pdf, got 'a.xyz'"),
+        (["--attention=a.xyz"], "must be a file .png, .svg, .pdf or .jpg, got 'a.xyz'"),
     ],
 )
 def test_options_beyond_reason(capsys, run_folder, options, message):
@@ -169,6 +169,12 @@ def test_as_many_lines_come_out_as_went_in(capsys, run_folder, monkeypatch):
     assert code == 2 and "TEXT must be given where there is no standard input" in err
 
 
+def test_a_missing_package_is_no_damage(capsys, run_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    code, _, err = call(capsys, *_translate(run_folder, "karin six"))
+    assert code == 2 and "translate needs the package tokenizers, which is not installed" in err
+
+
 def test_bytes_that_are_no_text(capsys, run_folder):
     code, _, err = call(capsys, *_translate(run_folder, "karin", os.fsdecode(b"a \xff b")))
     assert code == 2 and "text 2 must be UTF-8, got 'a \\udcff b'" in err
@@ -181,7 +187,13 @@ def test_streams_of_narrow_encodings_and_readers_that_leave(run_folder):
     done = subprocess.run(
         [*command, "ka\u00e9 six"], capture_output=True, env=narrow, timeout=120, check=False
     )
-    assert done.returncode == 0 and b"ka\\xe9 six" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0]["source"] == "ka\u00e9 six"
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command, "karin six"],
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert closed.returncode == 0 and closed.stderr == b""
     with subprocess.Popen(
         [*command, *["karin six"] * 900], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -198,6 +210,7 @@ def test_tokens_with_dollars_are_drawn_as_they_are(tmp_path):
     tokens = ["$", "$\\frac$", "$x$", "_^"]
     save_heat_map(tmp_path / "map.png", [torch.rand(2, 4, 4)] * 2, tokens, tokens)
     save_alignment(tmp_path / "lines.png", torch.eye(4), tokens, tokens)
+    save_alignment(tmp_path / "none.png", torch.full((150, 150), 1 / 150), ["a"] * 150, ["b"] * 150)
     many = [f"token{i}" for i in range(600)]
     save_alignment(tmp_path / "many.png", torch.eye(600), many, many)
     for name in ("map", "lines", "many"):

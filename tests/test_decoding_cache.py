@@ -131,7 +131,7 @@ def test_the_cache_names_what_is_wrong():
     ours, memory = decoder(), torch.randn(B, S, E)
     lengths = torch.tensor([S, 2])
     for arguments, message in (
-        ({"beams": 0}, "beams must be an integer of at least 1, got 0"),
+        ({"beams": 0}, "beams must be at least 1, got 0"),
         ({"memory_size": S}, f"memory_size must be at least the memory's {S} and needs memory_len"),
         ({"memory_size": 2, "memory_lengths": lengths}, "memory_size must be at least .* got 2"),
     ):

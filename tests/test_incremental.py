@@ -93,7 +93,7 @@ def test_decoding_rejects():
     decoder = build(fnn, "TransformerDecoder", batch_first=True).eval()
     tgt, memory = inputs("TransformerDecoder")
     for kwargs, message in (
-        ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+        ({"max_length": 0}, "max_length must be at least 1, got 0"),
         ({"memory_key_padding_mask": torch.zeros(B, T).bool()}, r"must be bool \[3, 7\].*\[3, 5\]"),
         ({"memory_key_padding_mask": torch.zeros(B, S)}, r"bool \[3, 7\], got torch.float32"),
         ({"memory_lengths": torch.ones(2)}, r"memory_lengths must be int32 or int64 \[3\]"),
@@ -101,6 +101,7 @@ def test_decoding_rejects():
         with pytest.raises(ValueError, match=message):
             decoder.init_cache(memory, **{"max_length": T, **kwargs})
     for kwargs, message in (
+        ({"max_length": 1.5}, r"max_length must be an integer, got 1\.5"),
         ({"memory_lengths": [S] * B}, r"memory_lengths must be a tensor or None, got \[7, 7, 7\]"),
         (
             {"memory_key_padding_mask": [[False]]},
@@ -108,7 +109,7 @@ def test_decoding_rejects():
         ),
     ):
         with pytest.raises(TypeError, match=message):
-            decoder.init_cache(memory, max_length=T, **kwargs)
+            decoder.init_cache(memory, **{"max_length": T, **kwargs})
     for wrong in (memory[0], memory[..., :8]):
         with pytest.raises(ValueError, match="memory must have 3 dimensions, the last 16, got"):
             decoder.init_cache(wrong, max_length=T)

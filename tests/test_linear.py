@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
@@ -431,6 +432,20 @@ def test_no_columns(sizes: tuple[int, int], backend: str | None) -> None:
         strict=True,
     ):
         assert ours.equal(torchs)
+
+
+def test_second_derivatives_are_traced_for_any_number_of_rows() -> None:
+    def second(x: Tensor, weight: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(
+            functional.linear(x, weight).sin().sum(), weight, create_graph=True
+        )
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    weight = torch.randn(6, 4, requires_grad=True)
+    inputs = [torch.randn(rows, 4, requires_grad=True) for rows in (3, 5)]
+    traced = make_fx(second, tracing_mode="symbolic")(inputs[0], weight)
+    for x in inputs:
+        torch.testing.assert_close(traced(x, weight), second(x, weight))
 
 
 @needs_library

@@ -340,6 +340,10 @@ def test_positions_reject(kind):
     for offset in (1.5, "1", None):
         with pytest.raises(TypeError, match=r"offset must be an integer or int64 \[1\], got"):
             module(torch.zeros(1, 4, E), offset=offset)
+    assert torch.equal(
+        module.eval()(torch.ones(1, 4, E), offset=torch.tensor(3)),
+        module(torch.ones(1, 4, E), offset=3),
+    )
     for offset in (torch.tensor([1, 2]), torch.tensor([1.0])):
         with pytest.raises(ValueError, match=r"offset must be an integer or int64 \[1\], got"):
             module(torch.zeros(1, 4, E), offset=offset)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -690,6 +689,7 @@ def test_longest_sequence_may_be_data() -> None:
 
 
 def test_numpys_numbers_are_numbers() -> None:
+    np = pytest.importorskip("numpy")
     q = torch.randn(1, 2, 5, 8)
     expected = fastattn.attention(q, q, q, window=(2, 0), scale=0.5)
     found = fastattn.attention(q, q, q, window=(np.int64(2), np.int8(0)), scale=np.float32(0.5))

@@ -178,3 +178,12 @@ def test_batches_continue_from_any_position():
 def test_no_examples_give_no_batches() -> None:
     with pytest.raises(ValueError, match="examples must hold at least one"):
         next(training_batches([], token_budget=100, seed=0))
+
+
+def test_letters_that_join_stay_and_what_ends_lines_goes():
+    joined = "\U0001f468\u200d\U0001f469"
+    texts = ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647", "co\u00adoperate", joined]
+    tokenizer = SubwordTokenizer.train(texts, vocabulary=400)
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_all(texts)] == texts
+    controls = tokenizer._backend.encode("a\x00b\x1bc\u2028d\x85e").ids
+    assert tokenizer.decode(controls) == "a b c d e"

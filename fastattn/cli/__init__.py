@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = options.run
         status = command(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("\nfastattn: interrupted", file=sys.stderr)
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "from a clone, pip install --no-build-isolation '.[demo]'"
         )
     except BrokenPipeError:  # whoever read has what he wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(sys.stdout, io.TextIOWrapper):  # Python's last flush shall not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     except (UsageError, OSError) as error:
         return _fail(str(error))

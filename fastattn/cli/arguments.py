@@ -111,8 +111,8 @@ def share(text: str) -> float:
 
 def picture(text: str) -> Path:
     path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf") or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file .png, .svg or .pdf, got {text!r}")
+    if path.suffix.lower() not in (".png", ".svg", ".pdf", ".jpg", ".jpeg") or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file .png, .svg, .pdf or .jpg, got {text!r}")
     return path
 
 

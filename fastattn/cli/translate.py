@@ -105,7 +105,8 @@ def _run_translate(options: argparse.Namespace) -> int:
             {"source": source, "translation": translation, "score": score}
             for source, translation, score in zip(texts, translations, scores, strict=True)
         ]
-        print(json.dumps(rows, ensure_ascii=False, indent=2))
+        unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+        print(json.dumps(rows, ensure_ascii=not unicode, indent=2))
     for score, translation in zip(scores, translations, strict=True):
         if not options.json:
             print(f"{score:.4f}\t{translation}" if options.scores else translation)
@@ -157,7 +158,7 @@ def _run_evaluate(options: argparse.Namespace) -> int:
             if rows[-1].test_part != rows[0].test_part:
                 raise UsageError(
                     f"RUN must have the test part of {options.runs[0]}, which goes by --seed, "
-                    f"--held-out and --max-length, got {run} with another one"
+                    f"--held-out, --max-length and the tokens, got {run} with another one"
                 )
     if options.json:
         figures = [asdict(r) | {"sentences_per_second": r.sentences_per_second} for r in rows]

@@ -205,8 +205,8 @@ def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """q, k and v as heads; inputs that are the same tensor share one matrix product."""
-    packed: Tensor | None = module.in_proj_weight
-    if packed is None:
+    separate: Tensor | None = module.q_proj_weight
+    if separate is not None:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         return tuple(

@@ -45,9 +45,12 @@ class IncrementalDecoding:
         memories = self._memories(memory)
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
-        for name, value in (("max_length", max_length), ("beams", beams)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        counts: dict[str, Any] = {"max_length": max_length, "beams": beams}
+        for name, value in counts.items():
+            if not (isinstance(value, int) or hasattr(value, "__index__")):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         padding = memory_key_padding_mask
         for name, given in (
             ("memory_key_padding_mask", padding),

@@ -30,7 +30,7 @@ class _PositionalEncoding(nn.Module):
         if not x.is_floating_point():
             raise TypeError(f"x must be floating, got {x.dtype}")
         if isinstance(offset, Tensor):
-            if offset.dtype != torch.int64 or offset.shape != (1,):
+            if offset.dtype not in (torch.int32, torch.int64) or offset.numel() != 1:
                 raise ValueError(
                     f"offset must be an integer or int64 [1], got {offset.dtype} "
                     f"{list(offset.shape)}"

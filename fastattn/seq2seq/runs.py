@@ -165,7 +165,7 @@ def open_run(run: Path) -> RunFiles:
         training = TrainingConfig.from_json(path.read_text())
     with reading(run / "tokenizer.json") as path:
         tokenizer = SubwordTokenizer.load(path)
-        if tokenizer.vocabulary != model.vocabulary:
+        if tokenizer.vocabulary > model.vocabulary:
             found = tokenizer.vocabulary
             raise ValueError(f"the model has {model.vocabulary} tokens, the tokenizer {found}")
     with reading(run / "data.json") as path:

@@ -98,7 +98,7 @@ class TrainingConfig:
         at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
         for name in (*at_least_one, "accumulate", "keep"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and value >= 1):
+            if value != int(value) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value}")
         not_negative = "warmup_steps", "patience", "sequence_steps", "guided_attention"
         for name in (*not_negative, "weight_decay"):
@@ -119,9 +119,11 @@ class TrainingConfig:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.packed and self.guided_attention > 0.0:
             raise ValueError("packed must be False with guided_attention, which wants weights")
-        for name in ("guided_width", "learning_rate", "clip"):
+        for name in ("guided_width", "learning_rate"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.clip > 0.0:  # inf: never
+            raise ValueError(f"clip must be above 0, got {self.clip}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if not 0.0 <= self.smoothing < 1.0:

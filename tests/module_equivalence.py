@@ -1,4 +1,4 @@
-"""How a module of ours is compared with torch's: one rule, one road, for outputs and gradients.
+"""How a module of ours is compared with torch's: one rule for outputs and gradients.
 
 Three runs on the same values: torch's module in fp64 is the truth, torch's module in the tested
 dtype shows what that dtype costs, ours may err twice as much plus a few roundings. Where that fails

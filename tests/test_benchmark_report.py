@@ -1,5 +1,6 @@
 """Rows of results, and what the report makes of them."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,23 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
     document.write_text("no marks")
     with pytest.raises(ValueError, match="figures: begin"):
         report.updated(document.read_text(), [], tmp_path)
+
+
+def test_the_nearer_ceiling_is_the_roof() -> None:
+    ceiling = {"flops_per_s": 8e14, "bytes_per_s": 4e12}
+    for flops, bytes_, roof in ((4e11, 4e8, 0.5), (4e11, 3e9, 0.75)):
+        row = _synthetic("ffn", "fwd", "w", "eager", 1.0, {}, [], flops, bytes_)
+        (found,) = rows.complete([row], {}, ceiling)
+        assert found["roof"] == pytest.approx(roof)
+
+
+def test_written_numbers_are_short(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    figures = {"ms_median": 1 / 3, "ms_rounds": [2 / 3, float("inf"), 4], "impl": "eager"}
+    rows.append(path, [figures])
+    assert json.loads(path.read_text()) == {
+        "ms_median": 0.33333, "ms_rounds": [0.66667, None, 4], "impl": "eager",
+    }  # fmt: skip
 
 
 def test_rows_refuse_unknown_fields() -> None:

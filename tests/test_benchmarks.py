@@ -1,9 +1,11 @@
 """The benchmarks judge before they time, survive what candidates do, report what rows say."""
 
 import json
+import queue
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 from subprocesses import environment
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import cases, generation, rows, run
+from benchmarks import cases, generation, model, rows, run
 from benchmarks.cases import Group
 from benchmarks.generation import Decoded, DecodeSize, GenerationSubject
 from benchmarks.implementations import Implementation, Task, can_import
@@ -84,6 +89,67 @@ PEERS = [
 '''
 
 
+# -- workloads -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 5},
+        {"padded": "keys"},
+        {"padded": "both"},
+        {"causal": True, "padded": "both"},
+        {"M": 1, "K": 2},
+    ],
+    ids=str,
+)
+def test_flops_of_attention_workloads(options: dict[str, Any]) -> None:
+    """4 D a head and pair; of causal pairs half of the square, so half of the diagonal."""
+    workload = _attention_workload(**options)
+    inputs = workload.make(CPU, torch.float32, torch.Generator())
+    B, H, M, D = inputs["q"].shape
+    N = inputs["k"].shape[2]
+    rows, columns = torch.arange(M)[:, None], torch.arange(N)
+    pairs = torch.ones(B, M, N, dtype=torch.float64)
+    if "window" in inputs:
+        pairs *= (columns <= rows) & (columns >= rows - inputs["window"][0])
+    elif inputs["causal"]:
+        pairs = pairs.tril(-1) + 0.5 * pairs.tril().triu()
+    if "key_lengths" in inputs:
+        pairs *= columns < inputs["key_lengths"][:, None, None]
+    if "query_lengths" in inputs:
+        pairs *= rows < inputs["query_lengths"][:, None, None]
+    assert workload.flops == 4 * H * D * pairs.sum().item()
+    assert workload.backward_flops == 2.5 * workload.flops
+
+
+def test_flops_of_a_model() -> None:
+    """As torch counts a step; attention's backward, which computes its scores again, is 2.5 times
+    its forward, and of causal pairs half count.
+    """
+    size = model.Size(d=16, heads=2, ff=24, layers=3, B=2, S=5)
+    workload = model._workload(size, ("cpu",))
+    inputs = workload.make(CPU, torch.float32, torch.Generator())
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.call(size.module(nn.Transformer, CPU, 0.0), inputs)
+    attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    products = counter.get_total_flops() - attention
+    # Three attentions in the two layers of a height, one of them causal.
+    assert workload.flops == 3 * products + 3.5 * attention * 2.5 / 3
+
+
+def test_summary_of_a_run() -> None:
+    """Ratios have a geometric mean: twice as fast and half as fast is as fast."""
+    batch = [
+        {"op": "ffn", "direction": "fwd", "dtype": "bf16", "impl": "fastattn-cpu", "status": status}
+        | {"ratio_best": ratio}
+        for status, ratio in (("ok", 0.5), ("ok", 2.0), ("FAIL", None), ("refused", None))
+    ]
+    _, found = run.summary(batch).splitlines()
+    assert found.split() == ["ffn", "fwd", "bf16", "fastattn-cpu", "2", "1", "1",
+                             "1.00", "0.50", "2.00"]  # fmt: skip
+
+
 # -- the gate --------------------------------------------------------------------------------------
 def _attention_workload(**options: Any) -> Workload:
     return padded_workload("tiny", 2, 4, 33, 16, ("cpu",), **options)
@@ -104,6 +170,7 @@ def _reference(inputs: Inputs) -> Any:
         {"causal": True},
         {"K": 2, "padded": "both"},
         {"mask": "float HMN"},
+        {"mask": "bool BMN"},
         {"dropout_p": 0.2},
     ],
     ids=str,
@@ -345,6 +412,13 @@ def test_peers_refuse_what_they_cannot_do() -> None:
 
 
 # -- worker and runner -----------------------------------------------------------------------------
+def test_the_end_of_the_time_ends_a_candidate() -> None:
+    runner = Runner(Settings("cpu"))
+    runner.lines = queue.Queue()
+    with pytest.raises(Exception, match="no sign of life for 0 s"):
+        runner._next("candidate", "timing", time.monotonic())
+
+
 @pytest.mark.slow
 def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
     """Wrong, dying, hanging, raising, absent candidates get a row; the good ones get times."""

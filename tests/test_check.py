@@ -36,9 +36,10 @@ def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) 
     """change(args, results) runs after the launcher of one torch op."""
     launch = OPS[op]._launcher(backend)
 
-    def broken(args: Any, results: Any) -> None:
-        launch(args, results)
+    def broken(args: Any) -> Any:
+        results = launch(args)
         change(args, results)
+        return results
 
     monkeypatch.setitem(OPS[op]._launchers, backend, broken)
 
@@ -137,6 +138,13 @@ def test_a_crash_in_a_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert _faults(_judge("layer_norm", "odd_width")) == {
         ("batch", "all"): "IndexError: out of range"
     }
+
+
+def test_gradients_of_outputs_that_are_not_finite() -> None:
+    spec = SPECS["attention"]
+    output = torch.tensor([-torch.inf, 1.0, torch.nan, torch.inf])
+    (gradient,) = check.output_gradients(spec, spec.samples[0], (output,))
+    assert (gradient != 0).tolist() == [False, True, False, False]
 
 
 def test_fill_positions_of_repeated_dimensions() -> None:
@@ -264,7 +272,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
 
     [sample] = [s for s in SPECS["attention"].samples if s.name == "both_lengths"]
     oracle = check.Oracle(SPECS["attention"], sample, torch.float32)
-    module = OPS["attention_fwd"]._module("reference")
+    module = OPS["attention_fwd"].module("reference")
     monkeypatch.setattr(module, "attention_bwd_unsupported", refuse, raising=False)
     rows = check.check_sample(oracle, "reference", CPU)
     assert [(r.result, r.kind, r.status) for r in rows] == [

@@ -197,11 +197,9 @@ def test_other_shape() -> None:
 
 # -- the engine -----------------------------------------------------------------------------------
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, change: Any) -> None:
-    """Replaces the reference's launcher of one op: change(args, results, launch)."""
+    """Replaces the reference's launcher of one op: change(args, launch) -> results."""
     launch = OPS[op]._launcher("reference")
-    monkeypatch.setitem(
-        OPS[op]._launchers, "reference", lambda args, results: change(args, results, launch)
-    )
+    monkeypatch.setitem(OPS[op]._launchers, "reference", lambda args: change(args, launch))
 
 
 def _failures(op: str, sample: str, monkeypatch: pytest.MonkeyPatch, change: Any) -> dict[str, str]:
@@ -217,29 +215,29 @@ def _failures(op: str, sample: str, monkeypatch: pytest.MonkeyPatch, change: Any
 
 
 def test_engine_sees_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(args: Any, results: Any, launch: Any) -> None:
-        launch(args, results)
+    def change(args: Any, launch: Any) -> Any:
+        results = launch(args)
         results[0][1, 1, 5] *= 1 + 1e-4
+        return results
 
     failures = _failures("attention_fwd", "gqa", monkeypatch, change)
     assert failures.keys() == {"out"} and "slice [1, 1]" in failures["out"]
 
 
 def test_engine_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(args: Any, results: Any, launch: Any) -> None:
-        launch(args, results)
+    def change(args: Any, launch: Any) -> Any:
+        results = launch(args)
         results[1].mul_(0.999)
+        return results
 
     assert _failures("layer_norm_bwd", "odd_width", monkeypatch, change).keys() == {"dweight"}
 
 
 def test_engine_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(args: Any, results: Any, launch: Any) -> None:
-        complete = [torch.empty_like(x) for x in results]
-        launch(args, complete)
+    def change(args: Any, launch: Any) -> Any:
+        results, complete = OPS["rms_norm_fwd"].allocate(args), launch(args)
         results[0][:-1] = complete[0][:-1]
-        for result, value in zip(results[1:], complete[1:], strict=True):
-            result.copy_(value)
+        return results[0], *complete[1:]
 
     failures = _failures("rms_norm_fwd", "odd_width", monkeypatch, change)
     assert "257 non-finite positions differ" in failures["y"]
@@ -248,21 +246,22 @@ def test_engine_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> No
 def test_engine_sees_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def change(args: Any, results: Any, launch: Any) -> None:
-        launch(args, results)
+    def change(args: Any, launch: Any) -> Any:
+        results = launch(args)
         calls.append(1)
         if len(calls) == 2:  # one unit in the last place: inside the budget
             results[0].copy_(torch.nextafter(results[0], torch.full((), torch.inf)))
+        return results
 
     failures = _failures("layer_norm_fwd", "odd_width", monkeypatch, change)
     assert failures == {"y": "a second run gave other bits"}
 
 
 def test_engine_reports_crashes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(args: Any, results: Any, launch: Any) -> None:
+    def crash(args: Any, launch: Any) -> Any:
         raise IndexError("out of range")
 
-    def refuse(args: Any, results: Any, launch: Any) -> None:
+    def refuse(args: Any, launch: Any) -> Any:
         raise NotImplementedError("rms_norm_fwd: backend reference is tired")
 
     for change, message in (

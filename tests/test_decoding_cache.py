@@ -70,9 +70,7 @@ def test_a_cache_starts_again_with_another_memory():
     x = torch.randn(B, T, E)
     first, second = torch.randn(B, S, E), torch.randn(B, S - 2, E)
     lengths = [torch.tensor(values) for values in ([S, 1], [1, S - 2])]
-    kept = ours.init_cache(
-        first, memory_lengths=lengths[0].clone(), max_length=T, memory_size=S + 3
-    )
+    kept = ours.init_cache(first, memory_lengths=lengths[0], max_length=T, memory_size=S + 3)
     for memory, length in ((first, lengths[0]), (second, lengths[1])):
         if memory is second:
             ours.restart(kept, memory, length)
@@ -80,6 +78,8 @@ def test_a_cache_starts_again_with_another_memory():
         for t in range(T):
             row = x[:, t : t + 1]
             torch.testing.assert_close(ours.step(row, kept), ours.step(row, fresh))
+    assert lengths[0].tolist() == [S, 1]  # the caller's own
+    assert not any(layer.memory.requires_grad for layer in kept.layers)
     kept.rewind()
     again = ours.init_cache(second, memory_lengths=lengths[1], max_length=T)
     torch.testing.assert_close(ours.step(x[:, :3], kept), ours.step(x[:, :3], again))
@@ -150,6 +150,12 @@ def test_the_cache_names_what_is_wrong():
         ours.restart(cache, torch.randn(B, S + 1, E), lengths)
     with pytest.raises(ValueError, match="cache must be one with memory_lengths"):
         ours.restart(ours.init_cache(memory, max_length=2), memory, lengths)
+    masked = ours.init_cache(
+        memory, memory_lengths=lengths, max_length=2,
+        memory_key_padding_mask=torch.zeros(B, S, dtype=torch.bool),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="memory_lengths and no mask of the memory"):
+        ours.restart(masked, memory, lengths)
     for _ in range(2):
         ours.step(torch.zeros(B, K, E), cache)
     with pytest.raises(ValueError, match="max_length=2 positions, got position 2"):
@@ -160,4 +166,7 @@ def test_offsets_may_be_tensors():
     for encoding in (fnn.SinusoidalPositionalEncoding(E, 9), fnn.LearnedPositionalEncoding(E, 9)):
         for length in (1, 4):
             x = torch.randn(B, length, E)
-            assert torch.equal(encoding(x, offset=torch.tensor([3])), encoding(x, offset=3))
+            for y in (x, x.bfloat16()):
+                added = encoding(y, offset=torch.tensor([3]))
+                assert added.dtype == y.dtype
+                assert torch.equal(added, encoding(y, offset=3))

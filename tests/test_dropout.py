@@ -246,6 +246,15 @@ def test_row_sums_have_the_right_variance() -> None:
         assert abs(variance - 1) < 5 * (2 / count) ** 0.5
 
 
+@pytest.mark.parametrize("p", [1e-4, 0.3, 1.0])
+def test_quick_bits_are_the_written_ones(p: float) -> None:
+    """Of sizes that no block divides, entries counted from the third, a seed with its sign bit."""
+    seed, M, N = _seed(-5), 37, 53
+    keep = bits.attention_keep(seed, 9, p, 4, 3, M, N)
+    assert torch.equal(bits.attention_dropped(seed, 9, p, 2, 3, M, N, first=2), ~keep[2:])
+    assert torch.equal(bits.rows_dropped(seed, 9, p, M, N), ~bits.row_keep(seed, 9, p, M, N))
+
+
 # -- what ops drop --------------------------------------------------------------------------------
 def _each_backend(op: str) -> list[str]:
     return [b for b in SPECS[op].backends if _env.refuses_device(b, DEVICE) is None]
@@ -329,6 +338,20 @@ def test_manual_seed_governs_the_drawn_seeds() -> None:
     torch.manual_seed(5)
     assert torch.equal(_dropped(), first) and torch.equal(_dropped(), second)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("where", ["dropout_p", "output_dropout_p"])
+def test_a_network_draws_its_seed(where: str) -> None:
+    x, w = torch.ones(4, 16, device=DEVICE), torch.ones(16, 16, device=DEVICE)
+
+    def dropped(**seed: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        options: dict[str, Any] = {where: 0.5, **seed}
+        return fastattn.ffn(x, w, None, w, None, **options)
+
+    torch.manual_seed(5)
+    given = dropped(dropout_seed=fastattn.new_dropout_seed(DEVICE))
+    assert torch.equal(dropped(), given)
 
 
 def test_a_seed_and_a_stream_repeat_a_call() -> None:

@@ -297,8 +297,16 @@ def test_narrow_sampling_is_greedy_and_seeds_decide():
 
     greedy = tokens(Greedy())
     assert tokens(Sampling(top_k=1)) == greedy
-    assert tokens(Sampling(top_p=1e-6)) == greedy
+    assert tokens(Sampling(top_p=1e-6)) == tokens(Sampling(top_p=1e-60)) == greedy
     assert tokens(Sampling(temperature=1e-4)) == greedy
+    programs = Programs()
+    for seed in (1, 2):
+        kept = generate(
+            model, *padded(sources()), max_lengths=LIMITS, strategy=Sampling(seed=seed),
+            programs=programs,
+        )  # fmt: skip
+        assert [h.tokens for (h,) in kept] == tokens(Sampling(seed=seed))
+    assert len(programs._kept) == 1
     first = tokens(Sampling(seed=1))
     assert first != greedy and first == tokens(Sampling(seed=1)) != tokens(Sampling(seed=2))
 
@@ -510,6 +518,21 @@ def test_programs_serve_other_batches_of_their_size(strategy):
     assert len(programs._kept) == 2 and first not in programs._kept
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_prefixes_and_autocast_have_programs_of_their_own(strategy):
+    model, programs, batch = sharp_model(), Programs(), padded(sources())
+    for prefixes, autocast in ((None, False), ([[7]] * len(LIMITS), False), (None, True)):
+        arguments = {"max_lengths": LIMITS, "strategy": strategy, "prefixes": prefixes}
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            kept = generate(model, *batch, **arguments, programs=programs)
+            assert kept == generate(model, *batch, **arguments)
+    assert len(programs._kept) == 3
+    for program in programs._kept.values():
+        program.search = None
+    whole = generate(model, *batch, **arguments, programs=programs, use_cache=False)
+    assert whole == generate(model, *batch, **arguments, use_cache=False)
+
+
 def test_hooks_run_at_every_step():
     model, programs = sharp_model(), Programs()
     plain = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
@@ -636,6 +659,11 @@ def test_bleu():
     assert perfect.score == pytest.approx(100.0)
     assert perfect.details.startswith("BLEU = 100.00") and "tok:13a" in perfect.signature
     assert bleu(["x y z u", "v w"], references).score < 5.0
+    # 6 of 6 words, 3 of 5 pairs, 1 of 4 triples; no match of 3 counts as half of one.
+    smoothed = bleu(["the cat sat the mat on"], references[:1])
+    assert smoothed.score == pytest.approx(100 * (6 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25)
+    settings = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:"
+    assert smoothed.signature.startswith(settings)
     with pytest.raises(ValueError, match="as many as the 1 hypotheses, got 2"):
         bleu(["a"], references)
 

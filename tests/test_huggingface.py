@@ -183,6 +183,19 @@ def test_generation(name: str, cache: str | None) -> None:
         assert torch.equal(got, expected)
 
 
+@torch.no_grad()
+def test_a_prompt_in_chunks() -> None:
+    """Later chunks are causal behind the cache, without a padding mask that would say so."""
+    ids, _ = tokens("left")
+    model = build(_llama, "fastattn")
+    whole, cache, chunks = model(ids).logits, None, []
+    for chunk in ids.split([4, 3, 2], dim=1):
+        result = model(chunk, past_key_values=cache, use_cache=True)
+        chunks.append(result.logits)
+        cache = result.past_key_values
+    torch.testing.assert_close(torch.cat(chunks, dim=1), whole)
+
+
 @pytest.mark.parametrize("name", [*TEXT, *OTHER])
 def test_patched_models(name: str) -> None:
     make = (TEXT | OTHER)[name]
@@ -198,6 +211,16 @@ def test_patched_models(name: str) -> None:
         assert_equal(outcome(model, inputs, real), expected)
     assert model.config._attn_implementation == "eager"
     assert_equal(outcome(model, inputs, real), expected)
+
+
+def test_an_attention_beside_a_model_is_kept() -> None:
+    class OwnAttention(nn.Module):
+        pass
+
+    model = nn.ModuleDict({"bert": build(_bert, "sdpa"), "bert2": OwnAttention()})
+    report = fastattn.patch(model, quiet=True)
+    assert list(report.attention) == ["bert"]
+    assert report.kept == {"bert2": "is OwnAttention, an attention of its own"}
 
 
 def test_a_patched_copy_goes_back_alone() -> None:
@@ -254,6 +277,14 @@ def test_attention_sinks() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
+def test_queries_that_are_parameters() -> None:
+    """One row of them serves the whole batch."""
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8)
+    out, _ = huggingface.attention_forward(nn.Identity(), q, k, k, None, is_causal=False)
+    expected = (q @ k.mT * 8**-0.5).softmax(-1) @ k
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 def test_no_mask_where_none_is_needed() -> None:
     masks = transformers.masking_utils
     bidirectional = {
@@ -267,6 +298,15 @@ def test_no_mask_where_none_is_needed() -> None:
     small = huggingface.attention_mask(2, 7, 3, attention_mask=padding, **bidirectional)
     assert small is not None
     assert torch.equal(small, padding[:, None, None])
+    behind = huggingface.attention_mask(
+        2, 7, 2, kv_offset=1, attention_mask=padding, **bidirectional
+    )
+    assert behind is not None
+    assert torch.equal(behind, padding[:, None, None, 1:])
+    # Keys that begin later: not the causal mask of equal lengths.
+    behind = huggingface.attention_mask(2, 5, 5, kv_offset=2)
+    assert behind is not None
+    assert torch.equal(behind[0, 0], torch.ones(5, 5, dtype=torch.bool).tril(-2))
 
 
 def test_what_is_not_offered() -> None:

@@ -122,6 +122,18 @@ def test_decoding_rejects():
         decoder.step(tgt, cache)
     with pytest.raises(ValueError, match=r"rows must be int32 or int64.*torch.float32"):
         cache.reorder(torch.zeros(3))
+    for block in ("_sa_block", "_mha_block"):
+        setattr(decoder.layers[0], block, lambda x, *_: x)
+        with pytest.raises(NotImplementedError, match=rf"layers\[0\] has its own {block}"):
+            decoder.init_cache(memory, max_length=2)
+        delattr(decoder.layers[0], block)
+    for option in ("add_bias_kv", "add_zero_attn"):
+        other = build(fnn, "TransformerDecoder", batch_first=True)
+        other.layers[1].multihead_attn = fnn.MultiheadAttention(
+            E, H, batch_first=True, **{option: True}
+        )
+        with pytest.raises(NotImplementedError, match=rf"has a multihead_attn with .*{option}"):
+            other.init_cache(memory, max_length=2)
     decoder.layers[1].self_attn.register_forward_hook(lambda *_: None)
     with pytest.raises(NotImplementedError, match=r"layers\[1\] has a self_attn .* without hooks"):
         decoder.init_cache(memory, max_length=2)

@@ -12,8 +12,12 @@ from fastattn.seq2seq.beam_search import BeamSearch
 from fastattn.seq2seq.data import END, PAD, Example, Pair, collate
 from fastattn.seq2seq.evaluation import evaluate_run
 from fastattn.seq2seq.generation import Translator, bleu, generate
-from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer, make_model
-from fastattn.seq2seq.non_autoregressive import NonAutoregressiveTransformer, at_once_loss
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+from fastattn.seq2seq.non_autoregressive import (
+    NonAutoregressiveTransformer,
+    at_once_loss,
+    make_model,
+)
 from fastattn.seq2seq.training import TrainingConfig, train
 
 LENGTHS = ["predictor", "end"]

@@ -116,6 +116,16 @@ def test_padding_does_not_count(kind, warmup):
 
 
 @pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
+def test_statistics_of_half_precision_are_wide(kind):
+    half, single = kind(E), kind(E)
+    for x in batches(2):
+        y = half(x.bfloat16())
+        torch.testing.assert_close(y, single(x.bfloat16().float()).bfloat16())
+    for (name, ours), theirs in zip(half.named_buffers(), single.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+@pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
 def test_norms_name_what_is_wrong(kind):
     norm = kind(E)
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., 6\], got \[2, 5\]"):

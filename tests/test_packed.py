@@ -92,6 +92,25 @@ def test_decoder(batch_first: bool, norm_first: bool) -> None:
         assert_same(ours, padded, real, batch_first, inputs)
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_blocks_that_are_not_fused(norm_first: bool) -> None:
+    """RMSNorm and its dropouts run as modules, each its own: some drop all, the others nothing."""
+    model = make(fnn.TransformerDecoder, True, norm_first)
+    for i, layer in enumerate(model.layers):
+        for name in ("norm1", "norm2", "norm3"):
+            setattr(layer, name, nn.RMSNorm(E))
+        (layer.dropout1, layer.dropout2)[i].p = 1.0
+    tgt, memory = batch(5, True).requires_grad_(), batch(7, True).requires_grad_()
+    padded = model(
+        tgt,
+        memory,
+        tgt_key_padding_mask=padding(TGT_LENGTHS, 5),
+        memory_key_padding_mask=padding(SRC_LENGTHS, 7),
+    )
+    ours = model(tgt, memory, tgt_lengths=TGT_LENGTHS, src_lengths=SRC_LENGTHS)
+    assert_same(ours, padded, TGT_LENGTHS, True, [tgt, memory])
+
+
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
 def test_transformer(batch_first: bool, norm_first: bool) -> None:
     model = make(fnn.Transformer, batch_first, norm_first)
@@ -142,12 +161,22 @@ def hooked(model: Any) -> None:
     model.layers[0].register_forward_hook(lambda module, args, y: y + 1)
 
 
+def hooked_norm(model: Any) -> None:
+    model.norm.register_forward_hook(lambda module, args, y: y + y.roll(1, dims=-2))
+
+
 def subclassed(model: Any) -> None:
     model.layers[1].__class__ = Doubling
 
 
-def kdim(model: Any) -> None:
-    model.layers[0].self_attn = fnn.MultiheadAttention(E, H, add_zero_attn=True, batch_first=True)
+def extra_key(**options: Any) -> Any:
+    def change(model: Any) -> None:
+        model.layers[0].self_attn = fnn.MultiheadAttention(E, H, batch_first=True, **options)
+
+    return change
+
+
+EXTRA_KEYS = [extra_key(add_zero_attn=True), extra_key(add_bias_kv=True)]
 
 
 class Smoothing(nn.Module):
@@ -171,11 +200,33 @@ def smoothed(*path: str) -> Any:
     return change
 
 
+def replaced(block: str) -> Any:
+    """The layer's own method, which looks at the rows beside a row."""
+
+    def change(model: Any) -> None:
+        inherited = getattr(model.layers[0], block)
+        setattr(
+            model.layers[0], block, lambda *args, **kwargs: inherited(*args, **kwargs).roll(1, 1)
+        )
+
+    return change
+
+
+REPLACED = [replaced(block) for block in ("_sa_block", "_ff_block")]
 SMOOTHED = [("layers", n) for n in ("linear1", "linear2", "dropout1", "norm1", "activation")]
 
 
 @pytest.mark.parametrize(
-    "change", [hooked, subclassed, kdim, smoothed("norm"), *(smoothed(*p) for p in SMOOTHED)]
+    "change",
+    [
+        hooked,
+        hooked_norm,
+        subclassed,
+        *EXTRA_KEYS,
+        *REPLACED,
+        smoothed("norm"),
+        *(smoothed(*p) for p in SMOOTHED),
+    ],
 )
 def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     model = make(fnn.TransformerEncoder, True, False)
@@ -206,6 +257,19 @@ def test_masks_that_cannot_be_packed_run_padded(
     )
     ours = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
     assert_same(ours, padded, [5] * 4, True, [src, tgt])
+    # Each mask decides in which type the padding beside it comes.
+    padded = model(
+        src,
+        tgt,
+        tgt_mask=causal(5),
+        memory_mask=mask[:5],
+        src_key_padding_mask=src_padding,
+        memory_key_padding_mask=src_padding
+        if dtype is torch.bool
+        else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
+    )
+    ours = model(src, tgt, tgt_mask=causal(5), memory_mask=mask[:5], src_lengths=SRC_LENGTHS)
+    assert_same(ours, padded, [5] * 4, True, [src, tgt])
     assert not [w for w in recwarn if "different types" in str(w.message)]
 
 
@@ -219,6 +283,9 @@ def test_dropout_follows_the_seed() -> None:
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
+    padded = model.eval()(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
+    ours = model(src, src_lengths=SRC_LENGTHS)
+    assert_same(ours, padded, SRC_LENGTHS, True, [*model.parameters()])
 
 
 def test_empty_batches_and_sequences() -> None:
@@ -279,6 +346,8 @@ def test_contradictions() -> None:
         model.encoder(src, is_causal=True, src_lengths=SRC_LENGTHS)
     with pytest.raises(ValueError, match="memory must have the 4 sequences of tgt, got 2"):
         model.decoder(tgt, src[:2], src_lengths=[1, 2])
+    with pytest.raises(RuntimeError, match="is_causal=True is a hint about attn_mask"):
+        model.decoder(tgt, src, memory_is_causal=True, tgt_lengths=TGT_LENGTHS)
     model.encoder = nn.Identity()
     with pytest.raises(TypeError, match=r"need encoder to be a fastattn\.nn\.TransformerEncoder"):
         model(src, tgt, src_lengths=SRC_LENGTHS)

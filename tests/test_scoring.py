@@ -142,6 +142,19 @@ def test_multihead_scores_are_their_formulas(scoring, weight_function, masked):
         torch.testing.assert_close(again, output)
 
 
+@pytest.mark.parametrize("weight_function", WEIGHTS)
+def test_a_query_whose_keys_have_the_lowest_number(weight_function):
+    """Blocked, in the fused form and beside weights."""
+    attention = ScoredMultiheadAttention(E, H, weight_function=weight_function)
+    query, memory = torch.randn(B, M, E), torch.randn(B, N, E)
+    mask = torch.zeros(M, N)
+    mask[1] = torch.finfo(mask.dtype).min
+    output, weights = attention(query, memory, memory, attn_mask=mask)
+    assert weights[:, 1].abs().max() == 0 and weights[:, 0].abs().max() > 0
+    fused, _ = attention(query, memory, memory, attn_mask=mask, need_weights=False)
+    torch.testing.assert_close(fused, output, rtol=1e-4, atol=1e-5)
+
+
 def test_dot_scoring_is_torchs_attention():
     ours = ScoredMultiheadAttention(E, H, scoring="dot")
     theirs = nn.MultiheadAttention(E, H, batch_first=True)

@@ -60,6 +60,10 @@ def test_no_source_sentence_stands_in_two_parts():
     assert len(splits.test) == 20 and all(not p.target.endswith("bis") for p in splits.test)
 
 
+def test_sentences_without_words_differ():
+    assert len({sentence_key(text) for text in ("!", "?", "...", "a", "A!")}) == 4
+
+
 def test_split_depends_on_sentences_and_seed_alone():
     pairs = toy_pairs(100)
     shuffled = random.Random(1).sample(pairs, len(pairs))
@@ -117,6 +121,13 @@ def test_sentences_too_long_for_the_model_are_left_out():
     assert 0 < len(prepared.test) < 30 and longest < 20
     assert max(len(side) for example in prepared.valid for side in example) <= 20
     assert prepared.left_out == len(prepared.splits.train) - len(prepared.train) > 0
+    # One whose tokens fill the length leaves no place for END.
+    encode = prepared.tokenizer.encode
+    most = max(len(encode(pair.source)) for pair in prepared.splits.test)
+    again = runs.prepare_text(
+        pairs, held_out=30, max_length=most, vocabulary=prepared.tokenizer, show=False
+    )
+    assert all(len(encode(pair.source)) < most for pair in again.test)
     with pytest.raises(ValueError, match="must leave some training pairs, got 1, and all"):
         runs.prepare_text(pairs, held_out=30, max_length=1, vocabulary=300, show=False)
 

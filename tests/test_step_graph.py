@@ -1,5 +1,6 @@
 """A recorded step on a CPU: replays do what the step would have done, in the same memory."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -83,6 +84,25 @@ def test_a_tape_plays_the_reference_too(monkeypatch):
     torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_tape_plays_ops_in_every_dtype(dtype):
+    q, out = torch.randn(1, 2, 3, 8, dtype=dtype), torch.zeros(1, 2, 3, 8, dtype=dtype)
+    weight = torch.randn(8, 8, dtype=dtype)
+
+    def step() -> None:
+        x = fastattn.linear(fastattn.layer_norm(q), weight)
+        out.copy_(fastattn.ffn(fastattn.attention(x, x, x), weight, None, weight, None))
+
+    advance = Tape(step)
+    with torch.no_grad():
+        step()
+        expected = out.clone()
+        for _ in range(3):
+            out.zero_()
+            advance()
+            assert torch.equal(out, expected)
+
+
 def test_a_step_that_asks_for_values_is_not_played():
     x, seen = torch.zeros(1), []
 
@@ -94,6 +114,19 @@ def test_a_step_that_asks_for_values_is_not_played():
     for _ in range(4):
         advance()
     assert seen == [0.0, 1.0, 2.0, 12.0]
+
+
+def test_a_step_whose_results_have_no_fixed_size_is_not_played():
+    x, seen = torch.tensor([-1.0, 0.0, 2.0]), []
+
+    def step() -> None:
+        seen.append(len(x.nonzero()))
+        x.sub_(1.0)
+
+    advance = Tape(step)
+    for _ in range(3):
+        advance()
+    assert seen == [2, 3, 2]
 
 
 def test_elsewhere_the_step_is_called_as_it_is(monkeypatch):

@@ -64,7 +64,8 @@ def test_drawn_inputs_are_the_models_own(monkeypatch):
     # as one after the other.
     logits = model(batch.source, batch.target_in, batch.source_padding)
     best = logits[..., END:].argmax(-1) + END
-    once = scheduled_sampling.parallel_inputs(model, batch, 0.0)
+    once = scheduled_sampling.parallel_inputs(model.train(), batch, 0.0)
+    assert model.training
     assert torch.equal(once[:, 1:][real[:, 1:]], best[:, :-1][real[:, 1:]])
     assert not torch.equal(once, drawn)
     often = scheduled_sampling.parallel_inputs(model, batch, 0.0, passes=batch.target_in.shape[1])
@@ -280,6 +281,11 @@ def test_the_pointer_generator_is_its_formula():
                 p[source[b, i]] += (1 - p_gen[0]) * a[i]
             torch.testing.assert_close(log_p[b, t].exp(), p)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(2, 3))
+    # A word that the source lacks and whose probability is 0 in fp32.
+    logits = torch.where(torch.arange(11) == 10, -1e4, logits).requires_grad_()
+    log_p = head(hidden, logits, memory, head.keys(memory), source, padding)
+    log_p[..., 10].sum().backward()
+    assert log_p.isfinite().all() and logits.grad.isfinite().all()
 
 
 def test_copying_learns_what_words_cannot():
@@ -481,9 +487,10 @@ def test_memory_layers_are_numbers_from_one():
 
 
 @pytest.mark.parametrize("name", ["fastattn", "torch"])
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 1)])
 @torch.no_grad()
-def test_each_decoder_layer_reads_its_own_encoder_layer(name):
-    model = small_model(name, memory_layers="2,1").eval()
+def test_each_decoder_layer_reads_its_own_encoder_layer(name, numbers):
+    model = small_model(name, memory_layers=",".join(map(str, numbers))).eval()
     batch = collate(random_examples(4))
     logits = model(batch.source, batch.target_in, batch.source_padding)
     encoder, decoder = model.transformer.encoder, model.transformer.decoder
@@ -495,7 +502,8 @@ def test_each_decoder_layer_reads_its_own_encoder_layer(name):
     y = model.embed_target(batch.target_in)
     T = y.shape[1]
     causal = torch.ones(T, T, dtype=torch.bool).triu(1)
-    for layer, memory in zip(decoder.layers, (outputs[1], outputs[0]), strict=True):
+    for layer, number in zip(decoder.layers, numbers, strict=True):
+        memory = outputs[number - 1]
         y = layer(y, memory, tgt_mask=causal, memory_key_padding_mask=batch.source_padding)
     torch.testing.assert_close(logits, model.logits(decoder.norm(y)), rtol=1e-4, atol=1e-5)
     usual = small_model(name).eval()(batch.source, batch.target_in, batch.source_padding)

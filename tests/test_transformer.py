@@ -163,13 +163,20 @@ def test_layers_of_others_get_what_torch_gives_them():
             seen.append((src_mask, is_causal, src_key_padding_mask))
             return self.norm(src)
 
+    class Derived(fnn.TransformerEncoderLayer):
+        def forward(self, src, src_mask, src_key_padding_mask, is_causal):
+            seen.append((src_mask, is_causal, src_key_padding_mask))
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
     encoder = fnn.TransformerEncoder(Custom(), 2, enable_nested_tensor=False)
     assert type(encoder.layers[0].norm) is fnn.LayerNorm
+    derived = fnn.TransformerEncoder(Derived(E, H, FFN, batch_first=True), 2)
     blocked = causal_mask(S) < 0
-    encoder(x, blocked, torch.zeros(B, S, dtype=torch.bool))
-    mask, is_causal, padding = seen[-1]
-    assert torch.equal(mask, causal_mask(S)) and is_causal is True
-    assert torch.equal(padding, torch.zeros(B, S))
+    for stack in (encoder, derived):
+        stack(x, blocked, torch.zeros(B, S, dtype=torch.bool))
+        mask, is_causal, padding = seen[-1]
+        assert torch.equal(mask, causal_mask(S)) and is_causal is True
+        assert torch.equal(padding, torch.zeros(B, S))
 
 
 def test_nested_tensors_go_to_torch():

@@ -200,6 +200,33 @@ def test_replaced_children_and_overridden_blocks():
     assert_same("weights", ours.weights, theirs.weights, theirs.weights.double())
 
 
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("TransformerEncoderLayer", "_sa_block"),
+        ("TransformerEncoderLayer", "_ff_block"),
+        ("TransformerDecoderLayer", "_sa_block"),
+        ("TransformerDecoderLayer", "_mha_block"),
+        ("TransformerDecoderLayer", "_ff_block"),
+    ],
+)
+def test_blocks_of_one_instance(name, block):
+    torch.manual_seed(0)
+    theirs, ours = twins(name, batch_first=True)
+    for module in (theirs, ours):
+        setattr(module, block, lambda x, *_, **__: x.sin())
+    assert_equivalent(theirs, ours, *inputs(name))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_eps_that_the_ops_refuse(norm_first):
+    torch.manual_seed(0)
+    theirs, ours = twins("TransformerEncoderLayer", batch_first=True, norm_first=norm_first)
+    for module in (theirs, ours):
+        module.norm2.eps = float("inf")
+    assert_equivalent(theirs, ours, *inputs("TransformerEncoderLayer"))
+
+
 class Wrapped(Tensor):
     """A weight that computes its products itself, as quantised and sharded ones do."""
 

@@ -6,6 +6,7 @@ interpreter, on the samples that are small enough.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from functools import partial
@@ -25,13 +26,21 @@ if _env.interpreting():
     mended_interpreter.install()
 
 import triton.language as tl
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
 from compiled_kernels import compiles
 
 from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
-from fastattn.ops.attention import prepared, reference, spec, spec_varlen
+from fastattn.ops.attention import (
+    prepared,
+    reference,
+    spec,
+    spec_varlen,
+    triton_operands,
+    triton_tiles,
+)
 from fastattn.ops.attention import triton as kernels
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.config import ForwardConfig
@@ -40,7 +49,7 @@ from fastattn.ops.attention.spec_inputs import dropout_of, make_inputs, restrict
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
-DEVICE = _env.default_device()
+DEVICE, FP16 = _env.default_device(), torch.float16
 RUNS = DEVICE.type == "cuda" or _env.interpreting()
 runs = pytest.mark.skipif(not RUNS, reason="runs on a GPU, or in the interpreter's own process")
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
@@ -137,9 +146,7 @@ def _packed_samples() -> list[Any]:
     return [pytest.param(sample, marks=marks, id=sample.name) for sample, marks in chosen]
 
 
-@runs
-@pytest.mark.parametrize("sample", _packed_samples())
-def test_packed_sample(sample: Sample) -> None:
+def _check_packed(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
@@ -167,6 +174,40 @@ def test_packed_sample(sample: Sample) -> None:
 
 
 @runs
+@pytest.mark.parametrize("sample", _packed_samples())
+def test_packed_sample(sample: Sample) -> None:
+    _check_packed(sample)
+
+
+@runs
+@pytest.mark.parametrize("change", CHANGES)
+def test_calls_that_differ_in_one_option(change: str) -> None:
+    """Nothing that is remembered of a call is used for the other."""
+    for options in (BASE, BASE | CHANGES[change]):
+        _check(_arguments(Sample("calls", "", partial(make_inputs, **options), ()), FP16))
+
+
+@runs
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_lengths", "query_lengths"])
+def test_calls_that_differ_in_strides(name: str) -> None:
+    options = {"M": 20, "N": 40, "D": 16, "mask": "min BHMN", "key_lengths": "per query"}
+    options["query_lengths"] = [20, 7]
+    args = _arguments(Sample("strides", "", partial(make_inputs, **options), ()), FP16)
+    _check(args)
+    at = ForwardCall._fields.index(name)
+    wider = torch.stack([args[at], args[at]], 1).flatten(0, 1)[::2]
+    assert wider.stride() != args[at].stride()
+    _check((*args[:at], wider, *args[at + 1 :]))
+
+
+@runs
+@pytest.mark.parametrize("change", PACKED_CHANGES)
+def test_packed_calls_that_differ_in_one_option(change: str) -> None:
+    for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
+        _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
+
+
+@runs
 @pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
 def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
     call = ForwardCall(*(_move(x) for x in _arguments(_sample(name), torch.float16)))
@@ -178,6 +219,18 @@ def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
         results.append((out, lse))
     for prepared_result, result in zip(*results, strict=True):
         assert torch.equal(prepared_result, result)
+
+
+@runs
+def test_prepared_masks_that_differ_in_their_tiles() -> None:
+    """One head's tiles may serve all heads, where their masks are equal."""
+    q, k, v = _arguments(Sample("tiles", "", partial(make_inputs, B=1, **BASE), ()), FP16)[:3]
+    options = (None, None, 0, -1, -1, 0.25, 0.0, None, 0)
+    mask = torch.ones(1, 2, 20, 40, dtype=torch.bool)
+    mask[..., 32:] = False
+    _check((q, k, v, mask, prepared.classify(mask[:, :1]), *options))
+    mask[:, 1] = True
+    _check((q, k, v, mask, prepared.classify(mask), *options))
 
 
 @runs
@@ -342,21 +395,63 @@ def test_dropout_bits_are_those_of_the_definition(kind: str, dtype: torch.dtype)
         assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 
 
+def test_dead_keys_are_what_the_pairs_say() -> None:
+    """Of values that no query attends, which may be NaN."""
+    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
+        q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
+        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
+            options = (None, None, None, None, causal, left, right, 1.0, 0.0, None, 0)
+            call = ForwardCall(q, k, k, *options)
+            pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
+            dead = not pairs.expand(1, 1, M, N).any(2).all()
+            limits = triton_tiles.band(causal, left, right, M, N)
+            assert kernels._dead_keys(call, limits) == dead, (M, N, causal, left, right)
+
+
+def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
+    x = torch.empty(2, 3, 5, 16, dtype=FP16)
+    for described in (x, x.transpose(1, 2), x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8)):
+        assert triton_operands.describable(described)
+        [template, _] = triton_operands.templates(described, 16, (16, 0))
+        assert template is not None and template.descriptor.base is None
+    for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
+        assert not triton_operands.describable(other)
+
+
+@pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])
+def test_workspaces_have_a_key_for_every_two_columns_of_dropout(M: int, N: int) -> None:
+    q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
+    call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.5, None, 0)
+    offsets = torch.tensor([0])
+    packed = PackedForwardCall(q[0], k[0], k[0], offsets, offsets, M, N, *call[7:])
+    for spaces in (
+        kernels.attention_fwd_workspace(call), kernels.attention_varlen_fwd_workspace(packed)
+    ):  # fmt: skip
+        [((columns,), _, _)] = spaces
+        assert 2 * columns >= N
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
 def test_refuses_what_it_cannot_run() -> None:
     q = torch.randn(1, 1, 4, 16)
-    rest = (None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-    wide = torch.randn(1, 1, 4, 264)
+    rest = (None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+    wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
 
-    def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
-        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, *rest)))
+    def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:
+        return str(kernels.attention_fwd_unsupported(ForwardCall(q, k, v, mask, *rest)))
+
+    def strided(row: int, column: int) -> Tensor:
+        return torch.empty_strided((1, 1, 4, 16), (0, 0, row, column), device="meta")
 
     assert refusal(q, q, q) == "None"
     assert "float64" in refusal(q.double(), q.double(), q.double())
     assert "head dims up to 256, got 264" in refusal(wide, wide, q)
     assert "contiguous last dimension, got k" in refusal(q, q.mT.contiguous().mT, q)
+    assert f"row strides up to 4194304, got {far} in v" in refusal(q, q, strided(far, 1))
+    for strides in ((far, 1), (1, far)):
+        assert "mask strides up to 4194304" in refusal(q, q, q, strided(*strides))
 
 
 # -- tuning ---------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ interpreter, on samples that are small enough.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
+import copy
+import functools
 import itertools
 import zlib
 from collections.abc import Sequence
@@ -25,12 +27,20 @@ if _env.interpreting():
 
     mended_interpreter.install()
 
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
 from compiled_kernels import compiles
 
-from fastattn.ops.attention import config_bwd, prepared, reference, spec, spec_varlen
+from fastattn.ops.attention import (
+    config_bwd,
+    prepared,
+    reference,
+    spec,
+    spec_varlen,
+    triton_bwd_bind,
+)
 from fastattn.ops.attention import triton_bwd as launchers
 from fastattn.ops.attention import triton_bwd_tiles as tiles
-from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
 from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
 from fastattn.ops.attention.spec_inputs import (
     dead,
@@ -39,6 +49,8 @@ from fastattn.ops.attention.spec_inputs import (
     restrictions,
     scale_of,
 )
+from fastattn.ops.attention.triton_bwd_layout import layout_of
+from fastattn.ops.attention.triton_bwd_parts import STATISTICS_STEP
 from fastattn.ops.attention.triton_tiles import band, mask_shape
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
@@ -338,9 +350,7 @@ def _packed_samples() -> list[Any]:
     ]
 
 
-@runs
-@pytest.mark.parametrize("sample", _packed_samples())
-def test_packed_sample(sample: Sample) -> None:
+def _check_packed(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
@@ -368,6 +378,74 @@ def test_packed_sample(sample: Sample) -> None:
         got, e, s = (x.transpose(0, 1) for x in (got, e, s))
         verdict = compare(got, e, s, 1 + e.abs(), slice_dims=1)
         assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
+
+
+@runs
+@pytest.mark.parametrize("sample", _packed_samples())
+def test_packed_sample(sample: Sample) -> None:
+    _check_packed(sample)
+
+
+# -- what is remembered ---------------------------------------------------------------------------
+
+
+@functools.cache
+def _check_base(**options: Any) -> Call:
+    call = Call(_small("calls", **BASE | options), torch.float16)
+    call.check(call.run())
+    return call
+
+
+# With a mask, those that decide for whom it is looked at.
+_WITH_MASK = ("bottom right", "key lengths", "query lengths", "bias")
+# Whose like the others are.
+_LATER = ("heads inside rows", "wider values", "fewer keys", "top left", "keys ahead", "mask")
+
+
+def _changes() -> list[Any]:
+    cases: list[Any] = [(change, "bool MN") for change in _WITH_MASK]
+    for change in CHANGES:
+        marks = pytest.mark.slow if change in _LATER and not NATIVE else ()
+        cases.append(pytest.param(change, None, marks=marks))
+    return cases
+
+
+@runs
+@pytest.mark.parametrize("change, mask", _changes())
+def test_calls_that_differ_in_one_option(change: str, mask: str | None) -> None:
+    """Nothing that is remembered of a call is used for the other."""
+    _check_base(mask=mask)
+    call = Call(_small("calls", **BASE | {"mask": mask} | CHANGES[change]), torch.float16)
+    call.check(call.run())
+
+
+@runs
+@pytest.mark.parametrize("change", PACKED_CHANGES)
+def test_packed_calls_that_differ_in_one_option(change: str) -> None:
+    for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
+        _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
+
+
+@runs
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in ("q", "k", "v", "out", "dout", "dlse")),
+        ("mask", {"mask": "bool BHMN"}),
+        ("key_lengths", {"key_lengths": "per query"}),
+    ],
+)
+def test_calls_that_differ_in_strides(name: str, options: dict[str, str]) -> None:
+    call = copy.copy(_check_base(**options))
+    names = ("q", "k", "v", "mask", "mask_tiles", "key_lengths", "query_lengths")
+    tensors = dict(zip(names, call.tensors, strict=True))
+    tensors |= {"out": call.out, "dout": call.dout, "dlse": call.dlse}
+    x = tensors[name]
+    tensors[name] = wider = torch.stack([x, x], 1).flatten(0, 1)[::2]
+    assert wider.stride() != x.stride()
+    call.tensors = tuple(tensors[n] for n in names)
+    call.out, call.dout, call.dlse = (tensors[n] for n in ("out", "dout", "dlse"))
+    call.check(call.run())
 
 
 # -- lists of tiles -------------------------------------------------------------------------------
@@ -430,6 +508,37 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_k
         for m in range(c.tiles_m):
             rows = allowed[:, : c.heads, m * 16 : m * 16 + 16].any(2)
             assert torch.equal(alive.cpu()[:, :, m].flatten(2)[..., :N] > 0, rows)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_statistics_of_packed_sequences_fit(length: int) -> None:
+    """Each sequence's begin at a multiple of a step, behind the last one's."""
+    sequences, step = 40, STATISTICS_STEP.value
+    offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
+    q = torch.empty(sequences * length, 1, 8)
+    inputs = (q, None, q, q, q, offsets, offsets, q, q[..., 0].T, length, length)
+    call = PackedBackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True] * 3)
+    [((_, rows), _, _)] = launchers.attention_varlen_bwd_workspace(call)
+    end = 0
+    for b, query0 in enumerate(offsets[:-1].tolist()):
+        begin = (query0 + b * (step - 1)) // step * step
+        assert begin >= end and begin % step == 0
+        end = begin + length
+    assert end <= rows
+
+
+def test_dead_rows_and_keys_are_what_the_pairs_say() -> None:
+    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
+        q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
+        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
+            restrictions = (None, None, None, causal, left, right)
+            inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], *restrictions[3:])
+            call = BackwardCall(*inputs, 1.0, 0.0, None, 0, [True, True, True, False])
+            gradients = Gradients(q, k, k, torch.empty(0))
+            binder = triton_bwd_bind._Binder(layout_of(None, call), call, gradients, True, None)
+            pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
+            assert binder.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
+            assert binder.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
 
 
 # -- tilings --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ interpreter.
 
 # ruff: noqa: E402  (the interpreter is mended before kernels are imported)
 
+import itertools
 from typing import Any
 
 import pytest
@@ -79,17 +80,18 @@ def _allowed_by_tiles(
     ],
 )
 def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
-    for M, N in ((70, 70), (40, 100), (100, 40)):
+    large, small = ((70, 70), (40, 100), (100, 40)), ((2, 2), (2, 9), (9, 2))
+    for (M, N), block in (*((sizes, 16) for sizes in large), *((sizes, 1) for sizes in small)):
         band = triton_tiles.band(causal, left, right, M, N)
         for start in range(0, M, 32):
             rows = (start, min(start + 32, M))
             out = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
             _tile_range_kernel[(1,)](
                 out, *rows, N, band.low, band.high, HAS_LOW=band.has_low, HAS_HIGH=band.has_high,
-                BLOCK=16,
+                BLOCK=block,
             )  # fmt: skip
             first, full_first, full_last, last = out.tolist()
-            expected = _allowed_by_tiles(M, N, causal, left, right, rows, 16)
+            expected = _allowed_by_tiles(M, N, causal, left, right, rows, block)
             if expected[3] == expected[0]:
                 assert first == last, (M, N, rows)
                 continue
@@ -156,6 +158,21 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bo
             for kind, tiles in enumerate(kinds):
                 begin = 4 + kind * layout.inner
                 assert row[begin : begin + row[kind]] == tiles, (n, kind)
+
+
+def test_band_is_what_the_pairs_say() -> None:
+    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
+        q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
+        ahead = torch.arange(N) - torch.arange(M)[:, None]
+        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
+            allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
+            band = triton_tiles.band(causal, left, right, M, N)
+            above_low = (ahead >= band.low) | (not band.has_low)
+            below_high = (ahead <= band.high) | (not band.has_high)
+            case = M, N, causal, left, right
+            assert torch.equal(above_low & below_high, allowed.expand(M, N)), case
+            assert band.has_low == (not above_low.all()), case
+            assert band.has_high == (not below_high.all()), case
 
 
 def test_band_drops_what_restricts_nothing() -> None:

@@ -257,6 +257,65 @@ def test_one_plan_serves_any_number_of_rows(tiling: str | None) -> None:
     assert plans[0] < plans[1] == plans[2] < plans[3]
 
 
+_CHANGES: dict[str, dict[str, Any]] = {
+    "wider input": {"D": 32, "out": 24},
+    "wider output": {"out": 32},
+    "fewer hidden": {"hidden": 32},
+    "no biases": {"bias": False},
+    "another activation": {"activation": "silu"},
+    "gated": {"activation": "reglu"},
+    "residual": {"residual": "same"},
+    "fp32 residual": {"residual": "fp32"},
+    "half are dropped": {"dropout_p": 0.5},
+    "a fifth is dropped": {"dropout_p": 0.2},
+    "half of the output": {"output_dropout_p": 0.5},
+    "a fifth of the output": {"output_dropout_p": 0.2},
+    "wider rows": {"layout": "rows"},
+    "columns": {"layout": "weights"},
+}
+
+
+@runs
+@pytest.mark.parametrize("tiling", [None, "pointers"])
+@pytest.mark.parametrize("change", _CHANGES)
+def test_calls_that_differ_in_one_option(change: str, tiling: str | None) -> None:
+    """Nothing that is remembered of a call is used for the other."""
+    for options in ({}, _CHANGES[change]):
+        make = partial(make_inputs, rows=(9,), **options)
+        call = Call(Sample("calls", "", make, ("x",)), torch.float16)
+        call.check(None if tiling is None else TILES[tiling])
+
+
+@runs
+@pytest.mark.parametrize("bias", ["b1", "b2"])
+def test_one_bias_may_be_absent(bias: str) -> None:
+    """Of a call like one with both."""
+    make = partial(make_inputs, rows=(9,))
+    Call(Sample("biases", "", make, ("x",)), torch.float16).check()
+
+    def without(*args: Any) -> dict[str, Any]:
+        return make(*args) | {bias: None}
+
+    Call(Sample("biases", "", without, ("x",)), torch.float16).check()
+
+
+@runs
+@pytest.mark.parametrize("tiling", [None, "pointers"])
+@pytest.mark.parametrize("name", ["residual", "dy"])
+def test_calls_that_differ_in_strides(name: str, tiling: str | None) -> None:
+    make = partial(make_inputs, rows=(9,), residual="same", output_dropout_p=0.2)
+    call = Call(Sample("strides", "", make, ("x",)), torch.float16)
+    tile = None if tiling is None else TILES[tiling]
+    call.check(tile)
+    if name == "dy":
+        call.dy = torch.cat([call.dy, call.dy], 1)[:, : call.dy.shape[1]]
+    else:
+        residual = call.tensors[5]
+        assert residual is not None
+        call.tensors[5] = torch.cat([residual, residual], 1)[:, : residual.shape[1]]
+    call.check(tile)
+
+
 @runs
 def test_activations_of_extreme_values() -> None:
     """Far from zero the activations are flat or linear, infinity included, and NaN stays NaN."""

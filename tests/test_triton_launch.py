@@ -3,6 +3,7 @@ are compiled, what is kept alive. The driver is replaced by one that writes down
 """
 
 import ctypes
+import functools
 import gc
 import logging
 import threading
@@ -30,12 +31,14 @@ from fastattn.ops.attention import triton_bwd_bind, triton_bwd_tiles, triton_til
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
-from fastattn.ops.ffn.config import GemmTile  # noqa: E402
+from fastattn.ops.ffn.calls import ForwardCall as FfnForwardCall  # noqa: E402
+from fastattn.ops.ffn.config import ForwardConfig, GemmTile, Product  # noqa: E402
 from fastattn.ops.layer_norm import triton as norms  # noqa: E402
 from fastattn.ops.layer_norm.calls import (  # noqa: E402
     AddLayerNormCall,
     LayerNormBackwardCall,
     LayerNormCall,
+    RmsNormCall,
 )
 
 _wrap = nvidia.wrap_handle_tensordesc
@@ -278,6 +281,12 @@ def test_who_watches_the_first_launch_does_not_decide_for_later_ones(
     assert len(seen) == len(launches)
     assert not _goes_past_triton(call, launches)  # bound here
     assert _goes_past_triton(call, launches)
+    hook.add(seen.append)
+    try:
+        assert not _goes_past_triton(call, launches)
+    finally:
+        hook.remove(seen.append)
+    assert _goes_past_triton(call, launches)
 
 
 class _OtherLauncher(_Launcher):
@@ -409,6 +418,60 @@ def test_addresses_of_another_alignment_are_looked_up(launches: list[tuple[Any, 
     shifted = launches[count:]
     assert len(shifted) == count
     assert not any("descriptor" in str(launch) for launch in shifted)  # none covers these
+
+
+def test_addresses_of_another_alignment_have_their_own_kernel(
+    launches: list[tuple[Any, ...]],
+) -> None:
+    """Where plans are remembered without it."""
+    storage, row = torch.empty(48 * 512 + 16, dtype=torch.bfloat16), torch.empty(48)
+    rows = [storage[shift : shift + 48 * 512].view(48, 512) for shift in (0, 1)]
+    calls = [
+        functools.partial(norms.rms_norm_fwd, RmsNormCall(x, None, 1e-5), x, row) for x in rows
+    ]
+    calls[0]()
+    assert [_goes_past_triton(calls[n], launches) for n in (0, 1, 0)] == [True, False, True]
+
+
+def test_products_of_such_addresses_have_no_descriptors(launches: list[tuple[Any, ...]]) -> None:
+    up = Product(GemmTile(64, 64, 32, 4, 2, tma=True), "tested")
+    config = ForwardConfig(up, Product(None, "PyTorch's"))
+    x = torch.empty(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
+    b = torch.empty(64, dtype=torch.bfloat16)
+    call = FfnForwardCall(x, x, b, x, b, None, "relu", 0.0, 0.0, None, 0)
+    ffn.ffn_fwd_with_config(config, call, torch.empty_like(x), torch.empty_like(x))
+    assert launches and not any("descriptor" in str(launch) for launch in launches)
+
+
+def test_parameters_may_be_absent(launches: list[tuple[Any, ...]]) -> None:
+    """From one call to the next; what is launched again is what was compiled for such a call."""
+    x, w, row = torch.empty(48, 512), torch.empty(512), torch.empty(48)
+    first = _HOOKS[1] + 4  # behind x, residual and x_bias
+    for parameters in 2 * ((w, w), (w, None), (None, w)):
+        norms.layer_norm_fwd(LayerNormCall(x, *parameters, 1e-5), x, row, row)
+        passed = launches[-1][first : first + 2]
+        addresses = [y.data_ptr() if isinstance(y, Tensor) else y for y in passed]
+        assert addresses == [None if p is None else p.data_ptr() for p in parameters]
+
+
+def test_descriptors_have_the_rows_of_their_call(launches: list[tuple[Any, ...]]) -> None:
+    """In the same memory as before, too."""
+    tile, n = GemmTile(64, 64, 32, 4, 2, tma=True), 64
+    x, out = (torch.empty(n, n, dtype=torch.bfloat16) for _ in range(2))
+    product = steps.PlainProduct(tile, x, x, over_rows=False)
+    for rows in (n, n, n // 2, n):
+        product(x[:rows], x, out[:rows])
+        made = [y[1] for y in launches[-1] if isinstance(y, tuple) and y[0] == "descriptor"]
+        assert [sizes for *_, sizes, _, _ in made] in ([], [(rows, n), (n, n)])
+    assert made
+
+
+def test_remembered_launches_are_not_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton_launch, "_MOST_REMEMBERED", 3)
+    cache = _triton_launch.LaunchCache()
+    for n in range(10):
+        assert cache.remember(n, -n) == -n == cache.get(n)
+        assert len(cache) <= 3
 
 
 def test_lengths_share_kernels(launches: list[tuple[Any, ...]]) -> None:

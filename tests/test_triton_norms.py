@@ -232,24 +232,69 @@ def test_backward_of_the_sum_alone(N: int) -> None:
 @runs
 @pytest.mark.skipif(NATIVE, reason="compilers contract products as they like")
 @pytest.mark.parametrize("N", [33, 257, 600], ids=["whole", "halves", "blocks"])
-def test_only_what_is_wanted_is_written(N: int) -> None:
+@pytest.mark.parametrize("op", ["add_layer_norm", "layer_norm", "rms_norm"])
+def test_only_what_is_wanted_is_written(op: str, N: int) -> None:
     """Each gradient alone has the bits it has among all."""
     inputs = _add_inputs(6, N)
     x, residual, x_bias, w, b = (inputs[n] for n in ("x", "residual", "x_bias", "weight", "bias"))
     options = (0.3, inputs["dropout_seed"], 3)
-    fwd, bwd = torch.ops.fastattn.add_layer_norm_fwd, torch.ops.fastattn.add_layer_norm_bwd
-    _, z, mean, rstd = fwd(x, residual, x_bias, w, b, 1e-5, *options, backend="triton")
+    fwd, bwd = (getattr(torch.ops.fastattn, f"{op}_{way}") for way in ("fwd", "bwd"))
     dy, dz = torch.randn(2, 6, N, device=DEVICE)
+    if op == "add_layer_norm":
+        _, z, mean, rstd = fwd(x, residual, x_bias, w, b, 1e-5, *options, backend="triton")
+        args = (dy, dz, z, x_bias, w, b, mean, rstd, 1e-5, FP32, *options)
+    elif op == "layer_norm":
+        _, mean, rstd = fwd(x, w, b, 1e-5, backend="triton")
+        args = (dy, x, w, b, mean, rstd, 1e-5)
+    else:
+        _, rstd = fwd(x, w, 1e-5, backend="triton")
+        args = (dy, x, w, rstd, 1e-5)
 
     def run(needs: list[bool]) -> list[Tensor]:
-        args = (dy, dz, z, x_bias, w, b, mean, rstd, 1e-5, FP32, *options, needs)
-        return bwd(*args, backend="triton")
+        return bwd(*args, needs, backend="triton")
 
-    whole = run([True] * 5)
+    count = {"add_layer_norm": 5, "layer_norm": 3, "rms_norm": 2}[op]
+    whole = run([True] * count)
     for i, expected in enumerate(whole):
-        alone = run([j == i for j in range(5)])
+        alone = run([j == i for j in range(count)])
         assert torch.equal(alone[i], expected)
         assert all(x.shape == (0,) for j, x in enumerate(alone) if j != i)
+
+
+def _with_gaps(generator: torch.Generator, dtype: torch.dtype, name: str) -> dict[str, Any]:
+    """Inputs of which one has rows, or elements, that lie apart."""
+    inputs = spec.make_inputs(generator, dtype, op="add_layer_norm", shape=(5, 48), x_bias=True)
+    x = inputs.get(name)
+    if x is not None:
+        inputs[name] = torch.stack([x, x], 1)[:, 0] if x.dim() == 1 else _odd_rows(x)
+        assert not inputs[name].is_contiguous()
+    return inputs
+
+
+def _odd_rows(x: Tensor) -> Tensor:
+    return torch.cat([x, x[:, :1]], 1)[:, :-1]
+
+
+@runs
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "bias", "x_bias"])
+def test_calls_that_differ_in_strides(name: str) -> None:
+    """Nothing that is remembered of a call is used for the other."""
+    for gaps in ("", name):
+        make = partial(_with_gaps, name=gaps)
+        gradients = ("x", "residual", "weight", "bias", "x_bias")
+        _check(SPECS["add_layer_norm"], Sample("strides", "", make, gradients), FP16)
+
+
+@runs
+@pytest.mark.skipif(NATIVE, reason="compilers contract products as they like")
+def test_gradients_that_differ_in_strides() -> None:
+    x = torch.randn(5, 48, device=DEVICE).requires_grad_()
+    w = torch.randn(48, device=DEVICE).requires_grad_()
+    y = fastattn.layer_norm(_odd_rows(x), w, backend="triton")
+    dy = torch.randn(5, 48, device=DEVICE)
+    expected = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+    for got, e in zip(torch.autograd.grad(y, (x, w), _odd_rows(dy)), expected, strict=True):
+        assert torch.equal(got, e)
 
 
 @runs
@@ -274,6 +319,7 @@ def test_rows_are_copied_only_where_no_stride_fits() -> None:
         "contiguous": (x, 8),
         "wider rows": (torch.randn(4, 6, 16)[..., :8], 16),
         "one of several": (x[:, 2], 48),
+        "one of several, kept": (x[:, 2:3], 48),
         "repeated": (x[0, 0].expand(5, 8), 0),
         "vector": (x[0, 0], 8),
         "one row": (torch.randn(1, 3, 16)[:, 1:2, :8], 8),

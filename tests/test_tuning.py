@@ -2,9 +2,12 @@
 
 # ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +98,21 @@ def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("bwd causal D64", "layer_norm fwd 4096x768", "ffn bwd 4096x768 gelu"):
         assert sum(line.startswith(task) for line in lines) >= 1
     assert len(lines) == len(set(lines)) > 100
+
+
+@pytest.mark.parametrize("status", ["ok", "wrong"])
+def test_tuning_without_a_right_candidate_fails(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"status": status, "message": "", "ms": 1.0, "rate": 1.0, "unit": "GB/s"}
+    compiler = mock.Mock(done={0: (None, 0.0)}, pending={})
+    gpu = mock.Mock(**{"measure.return_value": row})
+    gpu.name = "Example GPU"
+    monkeypatch.setattr(tune, "Compiler", lambda *_: compiler)
+    monkeypatch.setattr(tune, "Gpu", lambda: gpu)
+    arguments = ["--op", "layer_norm", "--shape", "4x8", "--most", "1", "--arch", "sm_90"]
+    assert tune.main([*arguments, "--out", str(tmp_path)]) == (0 if status == "ok" else 1)
+    assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == status
 
 
 def test_configs_are_frozen() -> None:

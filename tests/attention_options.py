@@ -1,0 +1,45 @@
+"""One option each in which two calls of attention may differ, for what is remembered of calls."""
+
+from typing import Any
+
+# Of attention, beside 20 queries and 40 keys of 16 columns.
+CHANGES: dict[str, dict[str, Any]] = {
+    "fewer queries": {"M": 19},
+    "fewer keys": {"N": 36},
+    "a wider head": {"D": 24},
+    "wider values": {"E": 24},
+    "grouped queries": {"K": 1},
+    "heads inside rows": {"layout": "bshd"},
+    "top left": {"causal": "top_left"},
+    "bottom right": {"causal": "bottom_right"},
+    "keys behind": {"window": (3, -1)},
+    "keys ahead": {"window": (-1, 3)},
+    "scale": {"scale": -0.5},
+    "scale of 0": {"scale": 0.0, "causal": "top_left"},
+    "half are dropped": {"dropout_p": 0.5},
+    "a fifth is dropped": {"dropout_p": 0.2},
+    "everything is dropped": {"dropout_p": 1.0},
+    "key lengths": {"key_lengths": [33, 20]},
+    "key lengths of queries": {"key_lengths": "per query"},
+    "query lengths": {"query_lengths": [20, 7]},
+    "mask": {"mask": "bool BHMN"},
+    "mask of one row": {"mask": "bool N"},
+    "bias": {"mask": "float BHMN"},
+}
+BASE: dict[str, Any] = {"M": 20, "N": 40, "D": 16, "E": 16}
+
+# Of packed attention.
+PACKED_CHANGES: dict[str, dict[str, Any]] = {
+    "more sequences": {"queries": [50, 30, 20], "keys": [60, 20, 20]},
+    "a longer sequence": {"queries": [99, 1]},
+    "top left": {"causal": "top_left"},
+    "bottom right": {"causal": "bottom_right"},
+    "keys behind": {"window": (3, -1)},
+    "keys ahead": {"window": (-1, 3)},
+    "scale": {"scale": -0.5},
+    "half are dropped": {"dropout_p": 0.5},
+    "a fifth is dropped": {"dropout_p": 0.2},
+    "a longer sequence of keys": {"keys": [1, 99]},
+    "the same, dropped": {"keys": [1, 99], "dropout_p": 0.2},
+}
+PACKED_BASE: dict[str, Any] = {"queries": [50, 50], "keys": [40, 60], "D": 16}

@@ -5,7 +5,7 @@ VENV ?= .venv
 # Where torch's wheels come from, if not from the package index.
 TORCH_INDEX_URL ?=
 GPU_OUT ?= gpu-results
-# What `make gpu` measures: another device walks the same road.
+# What `make gpu` measures; another device runs through the same steps.
 GPU_DEVICE ?= cuda
 BENCH_OUT ?= build/benchmarks
 BENCH_SECONDS ?= $(if $(QUICK),40,270)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._dropout import SECOND_STREAM, draw_seed
-from fastattn.ops._op import PLAIN_TENSORS, are_ops_watched, explaining
 from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask
 from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
@@ -49,10 +48,6 @@ def _casts(x: Any) -> bool:
     return x.is_floating_point() and x.dtype != torch.float64
 
 
-def contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -75,16 +70,19 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """The sizes B, H, M, D, N."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_float(name, x)
-        if x.dim() != 4:
-            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
-            raise ValueError(f"{name} must have 4 dimensions {layout}, got {sizes(x)}")
-    if not (k.device == q.device == v.device and k.dtype is q.dtype is v.dtype):
-        for name, x in (("k", k), ("v", v)):
-            check_device(name, x, q.device)
-            if x.dtype != q.dtype:
-                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    if not (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and q.layout is k.layout is v.layout is _DENSE
+        and k.dtype is q.dtype is v.dtype
+        and q.dtype in _FLOATS
+        and q.dim() == k.dim() == v.dim() == 4
+        and not (q.is_nested or k.is_nested or v.is_nested)
+        # is_cpu is quicker than making and comparing devices.
+        and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
+    ):
+        _refuse_attention_inputs(q, k, v)
     (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
     if key_B != B:
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
@@ -93,6 +91,19 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
     if value_B != B or value_K != K or value_N != N:
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {sizes(v)}")
     return B, H, M, D, N
+
+
+def _refuse_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Names the first thing that is wrong, if there is one."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x)
+        if x.dim() != 4:
+            layout = {"q": "[B, H, M, D]", "k": "[B, K, N, D]", "v": "[B, K, N, E]"}[name]
+            raise ValueError(f"{name} must have 4 dimensions {layout}, got {sizes(x)}")
+    for name, x in (("k", k), ("v", v)):
+        check_device(name, x, q.device)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
 
 
 def check_varlen_inputs(
@@ -130,9 +141,10 @@ def check_heads(H: int, K: int, D: int, key_D: int) -> None:
 
 def check_length(name: str, length: Any) -> int:
     length = _integer(name, length)
-    if torch.compiler.is_compiling():  # where data decide, it is promised for the graph
-        torch._check(length >= 0, lambda: f"{name} must be >= 0")
-        torch._check(length < _POSITIONS, lambda: f"{name} must be < 2 ** 31")
+    if torch.compiler.is_compiling():
+        # Where data decide, it is promised for the graph; torch 2.11 traces no message with a name.
+        torch._check(length >= 0)
+        torch._check(length < _POSITIONS)
         return length
     if not 0 <= length < _POSITIONS:
         raise ValueError(f"{name} must be >= 0 and < 2 ** 31, got {length}")
@@ -159,9 +171,11 @@ def check_index(name: str, index: Tensor | slice | None, size: int, device: torc
 
 
 def _is_on_host(x: Tensor) -> bool:
-    """Whether looking at the values is free and traces nothing."""
-    traced = torch.compiler.is_compiling() or are_ops_watched()
-    return not traced and type(x) in PLAIN_TENSORS and x.is_cpu
+    """Whether looking at the values neither waits for a device nor is traced."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not x.is_cpu:
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and not wrapped and torch._C._len_torch_dispatch_stack() == 0
 
 
 def check_restrictions(
@@ -274,11 +288,6 @@ def _integer(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an integer, got {value!r}")
 
 
-def check_backend(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend must be a name or None, got {backend!r}")
-
-
 def check_window(window: tuple[int, int] | None) -> tuple[int, int]:
     if window is None:
         return -1, -1
@@ -347,8 +356,6 @@ def check_dropout(
         return None
     if seed is not None:
         return seed
-    if explaining():  # runs nothing, the generator included
-        return torch.empty(1, dtype=torch.int64, device=device)
     return draw_seed(device)
 
 

@@ -3,9 +3,10 @@ of the op.
 
 Everything below this file trusts its inputs. Shapes: B batch, H query heads, K key/value heads (H a
 multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
-sm90, triton, cpu, reference and never falls back; None takes the first of the op's backends that
-has no objection (see `explain`). Under `torch.autocast` inputs of attention, `ffn` and `linear` are
-cast to its dtype, which is then the result's; norms and fp64 keep theirs.
+sm90, triton, cpu, torch, reference and never falls back; None takes what FASTATTN_BACKEND asks for,
+else the first of the op's backends that has no objection (see `explain`). Under `torch.autocast`
+inputs of attention, `ffn` and `linear` are cast to its dtype, which is then the result's; inputs of
+norms and fp64 inputs are not cast.
 
 What an argument may not be is refused before anything runs, by name: TypeError for kinds and
 dtypes, ValueError for shapes, values, devices and unknown backends, IndexError for `rows` and
@@ -15,7 +16,6 @@ dtypes, ValueError for shapes, values, devices and unknown backends, IndexError 
 from typing import Any, Literal, TypedDict, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -25,7 +25,6 @@ from fastattn._arguments import (
     autocast,
     causal_code,
     check_attention_inputs,
-    check_backend,
     check_device,
     check_dropout,
     check_eps,
@@ -42,30 +41,23 @@ from fastattn._arguments import (
     check_scale,
     check_varlen_inputs,
     check_window,
-    contiguous_rows,
     in_four_dimensions,
     sizes,
 )
 from fastattn.ops._dropout import draw_seed
-from fastattn.ops._op import Explanation, explaining, record_choice, recording_choices
+from fastattn.ops._select import Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
-from fastattn.ops.attention.op import attention_at_once as _attention_at_once
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.best_tokens.op import best_tokens as _best_tokens
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
-from fastattn.ops.layer_norm.op import ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
 from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
-from fastattn.ops.linear.op import LINEAR
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
-from fastattn.ops.linear.op import is_worth_taking as _is_linear_worth_taking
-from fastattn.ops.linear.op import left_to_torch as _linear_left_to_torch
 from fastattn.ops.linear.op import linear as _linear
-from fastattn.ops.linear.op import suits as _linear_suits
 
 __all__ = [
     "PreparedMask",
@@ -81,8 +73,6 @@ __all__ = [
     "prepare_mask",
     "rms_norm",
 ]
-
-_FP32_EPSILON = torch.finfo(torch.float32).eps
 
 
 class _Options(TypedDict, total=False):
@@ -152,7 +142,7 @@ def attention(
     included: their gradients are exactly 0.
 
     Args:
-        q: [B, H, M, D]; fp32, fp16, bf16 (fp64 by the reference). Any strides; a last dimension
+        q: [B, H, M, D]; fp32, fp16, bf16 or fp64. Any strides; a last dimension
             that is not contiguous is copied. Or q, k and v all jagged nested tensors, M and N then
             each sequence's own; causal=True means "top_left".
         k: [B, K, N, D], v: [B, K, N, E], in q's dtype. Query head h reads head h // (H // K).
@@ -178,22 +168,7 @@ def attention(
     Returns:
         out [B, H, M, E] in q's dtype (autocast's where it is on) and storage order, or (out, lse).
     """
-    if (
-        mask is None
-        and key_lengths is None
-        and query_lengths is None
-        and window is None
-        and dropout_seed is None
-        and (backend is None or (isinstance(backend, str) and backend == "cpu"))
-        and type(dropout_p) is float
-        and dropout_p == 0.0
-        and type(dropout_stream) is int
-        and dropout_stream == 0
-        and (causal is False or causal is True)
-        and (made := _attention_at_once(q, k, v, causal, scale, backend)) is not None
-    ):
-        return (made[0], made[1]) if return_lse else made[0]
-    check_backend(backend)
+    backend = _attention.choice(backend)
     if isinstance(q, Tensor) and q.is_nested:
         for name, given in (
             ("mask", mask),
@@ -218,11 +193,8 @@ def attention(
     code, scale = causal_code(causal, M, N), check_scale(scale, D)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
-        q if q.stride(-1) == 1 else contiguous_rows(q),
-        k if k.stride(-1) == 1 else contiguous_rows(k),
-        v if v.stride(-1) == 1 else contiguous_rows(v),
-        mask, mask_tiles, key_lengths, query_lengths, code, left, right, scale, float(dropout_p),
-        seed, dropout_stream, backend=backend,
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, code, left, right, scale,
+        float(dropout_p), seed, dropout_stream, backend=backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -319,7 +291,7 @@ def attention_varlen(
         out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset: out 0, lse -inf, gradient
         0.
     """
-    check_backend(backend)
+    backend = _attention_varlen.choice(backend)
     q, k, v = autocast(q, k, v)
     check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     max_seqlen_q = check_length("max_seqlen_q", max_seqlen_q)
@@ -328,9 +300,8 @@ def attention_varlen(
     code, scale = causal_code(causal, 0, 0), check_scale(scale, q.shape[2])
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention_varlen(
-        contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, code, left, right, scale, float(dropout_p), seed,
-        dropout_stream, backend=backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, code, left, right, scale,
+        float(dropout_p), seed, dropout_stream, backend=backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -380,10 +351,7 @@ def layer_norm(
     x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. eps: finite, >= 0. Statistics in fp32
     by two passes. Result in x's dtype.
     """
-    if not torch.compiler.is_compiling():
-        if (made := LAYER_NORM.short_road(backend, x, weight, bias, eps)) is not None:
-            return made[0]
-    check_backend(backend)
+    backend = _layer_norm.choice(backend)
     check_rows("x", x)
     check_parameter("weight", weight, x)
     check_parameter("bias", bias, x)
@@ -447,14 +415,7 @@ def add_layer_norm(
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
         return_sum: return (y, z); pre-norm blocks carry z on.
     """
-    # Whoever wants a seed drawn needs all arguments checked before.
-    ready = dropout_seed is not None or (type(dropout_p) is float and dropout_p == 0.0)
-    if ready and not torch.compiler.is_compiling():
-        dropout = (dropout_p, dropout_seed, dropout_stream)
-        made = ADD_LAYER_NORM.short_road(backend, x, residual, x_bias, weight, bias, eps, *dropout)
-        if made is not None:
-            return (made[0], made[1]) if return_sum else made[0]
-    check_backend(backend)
+    backend = _add_layer_norm.choice(backend)
     check_rows("x", x)
     check_rows("residual", residual)
     if residual.shape != x.shape:
@@ -483,11 +444,7 @@ def rms_norm(
     x: [..., N]; weight: [N] or None. Result in x's dtype. eps: finite, >= 0; default finfo.eps of
     fp32 (of fp64 for fp64), as torch.
     """
-    if not torch.compiler.is_compiling():
-        made = RMS_NORM.short_road(backend, x, weight, _FP32_EPSILON if eps is None else eps)
-        if made is not None:
-            return made[0]
-    check_backend(backend)
+    backend = _rms_norm.choice(backend)
     check_rows("x", x)
     check_parameter("weight", weight, x)
     if eps is None:
@@ -522,7 +479,7 @@ def ffn(
             is added.
         residual: [..., D'] or None, any floating dtype; the result takes it (else x's).
     """
-    check_backend(backend)
+    backend = _ffn.choice(backend)
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
     check_rows("x", x)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
@@ -545,47 +502,20 @@ def ffn(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """x weightᵀ + bias, `torch.nn.functional.linear`. Unless `backend` says otherwise it is torch's
-    own for half precision where the processor has instructions for that, and where the gradients
-    that are wanted do not read both x and weight: the op would keep both.
+    """x weightᵀ + bias, as `torch.nn.functional.linear`, which is faster on some processors: there
+    it is what runs unless `backend` says otherwise (see `explain`).
 
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
     one dtype.
     """
-    if not torch.compiler.is_compiling() and not (
-        backend is None and _linear_left_to_torch(x, weight, bias)
-    ):
-        if (made := LINEAR.short_road(backend, x, weight, bias)) is not None:
-            return made[0]
-    check_backend(backend)
+    backend = _linear.choice(backend)
     if isinstance(x, Tensor) and x.is_nested:
         jagged.check_rows("x", x)
         return jagged.with_rows(linear(x.values(), weight, bias, backend=backend), x)
     x, weight, bias = autocast(x, weight, bias)
     check_rows("x", x)
     check_linear_weights(x, weight, bias)
-    if backend is None and (why := _linear_left_to_torch(x, weight, bias)):
-        if not explaining():
-            return F.linear(x, weight, bias)
-        record_choice(Explanation(LINEAR.name, "reference", {"cpu": why}))
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return _linear(x, weight, bias, backend=backend)[0]
-
-
-def quickest_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` where a plain eager call is faster through it, else torch's own, which compilers,
-    transforms, autocast, counters and tensor subclasses know.
-    """
-    if (
-        not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()  # where sizes are tensors
-        and _is_linear_worth_taking(x, weight, bias)
-    ):
-        if (made := LINEAR.short_road(None, x, weight, bias)) is not None:
-            return made[0]
-        if _linear_suits(x, weight, bias):
-            return _linear(x, weight, bias)[0]
-    return F.linear(x, weight, bias)
+    return _linear(x, weight, bias, backend=backend)  # type: ignore[no-any-return]
 
 
 def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -601,7 +531,7 @@ def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor,
             f"count must be from 1 to the {logits.shape[-1]} tokens less first, got {count} "
             f"with first {first}"
         )
-    rows, leading = logits.reshape(-1, logits.shape[-1]), logits.shape[:-1]
+    rows, leading = logits.detach().reshape(-1, logits.shape[-1]), logits.shape[:-1]
     log_z, best, tokens = _best_tokens(rows, first, count)
     return log_z.view(leading), best.view(*leading, count), tokens.view(*leading, count)
 
@@ -636,7 +566,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     functions = {f.__name__: f for f in _FUNCTIONS}
     if not isinstance(op, str) or op not in functions:
         raise ValueError(f"op must be one of {', '.join(functions)}, got {op!r}")
-    with recording_choices() as explanations:
+    with explaining() as explanations:
         functions[op](*args, **kwargs)
     return explanations[0]
 

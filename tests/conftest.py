@@ -9,10 +9,9 @@ from cli_runs import pairs_file as pairs_file
 from cli_runs import run_folder as run_folder
 from probe_op import make_op as make_op
 from probe_op import no_request as no_request
-from roads import road as road
-from roads import short_road as short_road
+from products import torch_is_faster as torch_is_faster
 
-from fastattn.ops import _env
+from fastattn.ops import _env, _native
 
 try:
     import hypothesis
@@ -23,9 +22,21 @@ else:
     hypothesis.settings.load_profile("fastattn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--python-derivatives",
+        action="store_true",
+        help="derivatives in Python, as where the extension autograd is not built",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--python-derivatives"):
+        _native.extension = lambda: None
     gc.disable()  # all that collecting tests makes stays
     os.environ[_env.RECORD_VARIABLE] = ""  # the same choices on every machine
+    # Code that inductor has cached calls ops by the schemas of its time.
+    torch.compiler.config.force_disable_caches = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the subprocesses of tests

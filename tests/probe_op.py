@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattn.ops import _env, _op
+from fastattn.ops import _env, _select
 from fastattn.ops._op import Backend, Op
 
 _numbers = itertools.count()
@@ -19,17 +19,20 @@ MakeOp = Callable[..., Op]
 
 @pytest.fixture
 def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]:
-    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU."""
+    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU. suffix: of its
+    name.
+    """
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
     monkeypatch.syspath_prepend(tmp_path)
     defined = []
 
-    def make(rows: list[Backend], call_type: Any = None, **sources: str) -> Op:
+    def make(rows: list[Backend], call_type: Any = None, suffix: str = "", **sources: str) -> Op:
         def outputs(x: Any, *_: Any) -> tuple[Tensor, ...]:
             like = x if call_type is None else x.x
             return torch.empty_like(like), torch.empty_like(like)
 
-        name = f"probe{next(_numbers)}"
+        family = f"probe{next(_numbers)}"
+        name = family + suffix
         folder = tmp_path / f"{name}_package"
         folder.mkdir()
         (folder / "__init__.py").touch()
@@ -43,13 +46,14 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
             folder.name,
             rows,
             call_type,
+            family=family,
         )
         defined.append(op)
         return op
 
     yield make
     for op in defined:
-        _op.OPS.pop(op.name)
+        _select.OPS.pop(op.name)
         for module in [m for m in sys.modules if m.startswith(op.package)]:
             del sys.modules[module]
 
@@ -58,7 +62,7 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
 def no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nobody had asked for a backend, or been warned of one."""
     monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
-    monkeypatch.setattr(_op, "_warned", set())
+    monkeypatch.setattr(_select, "_warned", set())
 
 
 def writes(value: float) -> str:
@@ -73,11 +77,11 @@ def refuses(why: str) -> str:
     )
 
 
-REFERENCE = "def PROBE(x, factor):\n    return x * factor, -x * factor\n"
+REFERENCE = "RETURNS_RESULTS = True\ndef PROBE(x, factor):\n    return x * factor, -x * factor\n"
 
 
 def run_op(op: Op, backend: str | None = None, x: Tensor | None = None) -> Tensor:
-    y, z = op.call(torch.ones(3) if x is None else x, 4.0, backend=backend)
+    y, z = op(torch.ones(3) if x is None else x, 4.0, backend=op.choice(backend))
     assert torch.equal(z.nan_to_num(), -y.nan_to_num())
     return y
 

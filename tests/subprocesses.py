@@ -14,9 +14,14 @@ def environment(**variables: str) -> dict[str, str]:
 
 def passed_in_the_interpreter(file: str, *options: str) -> int:
     """Runs a file's tests once more, in Triton's interpreter, and returns how many there were."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, file]
+    return passed_with(*options, file, TRITON_INTERPRET="1")
+
+
+def passed_with(*options: str, **variables: str) -> int:
+    """Runs pytest with these options and returns how many tests there were, all of which passed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
     result = subprocess.run(
-        command, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, check=False
+        command, env=environment(**variables), capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout[-4000:]
     return int(re.findall(r"(\d+) passed", result.stdout)[-1])

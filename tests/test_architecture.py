@@ -5,6 +5,7 @@ Every checker is a function of a folder, so that it can be shown a small tree th
 
 import ast
 import functools
+import graphlib
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import fastattn
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fastattn.__file__).resolve().parent
-BACKENDS = ("sm90", "cuda", "triton", "cpu", "reference")
+BACKENDS = ("sm90", "cuda", "triton", "cpu", "torch", "reference")
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -32,9 +33,22 @@ def _modules(package: Path) -> dict[str, Path]:
     return modules
 
 
+_parsed = functools.cache(ast.parse)  # of the text of a file
+
+
+def _nodes(path: Path) -> Iterator[ast.AST]:
+    """Of a whole file, but for what only type checkers read."""
+    nodes: list[ast.AST] = [_parsed(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        typing_alone = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        nodes += node.orelse if typing_alone else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
+
+
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """What a module imports anywhere in it: whole names of modules, as deep as they are known."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -50,7 +64,7 @@ def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
 
 def _attributes(path: Path) -> Iterator[str]:
     """Dotted attribute chains and imported names: torch.cuda.is_available, os.environ."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_parsed(path.read_text())):
         if isinstance(node, ast.Attribute):
             yield ast.unparse(node)
         elif isinstance(node, ast.Import):
@@ -129,16 +143,16 @@ _LAYERS = (
     ("fastattn.ops._triton_launch", ("fastattn.ops._cuda_driver",)),
     ("fastattn.ops._triton_dropout", ("fastattn.ops._dropout",)),
     ("fastattn.ops._verified", ("fastattn.ops._env",)),
-    ("fastattn.ops._road", ("fastattn.ops._env", "fastattn.ops._native")),
-    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._road", "fastattn.ops._verified")),
-    ("fastattn.ops._derivative", ("fastattn.ops._op", "fastattn.ops._road")),
+    ("fastattn.ops._select", ("fastattn.ops._env", "fastattn.ops._verified")),
+    ("fastattn.ops._vmap", ()),
+    ("fastattn.ops._op", ("fastattn.ops._env", "fastattn.ops._select", "fastattn.ops._vmap")),
+    ("fastattn.ops._autograd", ("fastattn.ops._op", "fastattn.ops._native")),
     # The reference is also the derivative of the backward op; other backends are found by name.
     (
         "fastattn.ops.<op>.op",
         (
             "fastattn.ops._op",
-            "fastattn.ops._road",
-            "fastattn.ops._derivative",
+            "fastattn.ops._autograd",
             "fastattn.ops.<op>.reference",
             "fastattn.ops.<op>.calls",
             "fastattn.ops.<op>.prepared",
@@ -156,20 +170,23 @@ _LAYERS = (
             "fastattn.ops.<op>",
         ),
     ),
-    ("fastattn.ops", ("fastattn.ops._op",)),
-    ("fastattn._arguments", ("fastattn.ops._op", "fastattn.ops._dropout", "fastattn.ops.*.op")),
+    (
+        "fastattn.ops",
+        ("fastattn.ops._env", "fastattn.ops._native", "fastattn.ops._op", "fastattn.ops._select"),
+    ),
+    ("fastattn._arguments", ("fastattn.ops._dropout", "fastattn.ops.*.op")),
     ("fastattn._jagged", ()),
     (
         "fastattn.functional",
         (
             "fastattn._arguments",
             "fastattn._jagged",
-            "fastattn.ops._op",
+            "fastattn.ops._select",
             "fastattn.ops._dropout",
             "fastattn.ops.*.op",
         ),
     ),
-    ("fastattn.nn", ("fastattn.functional", "fastattn.nn")),
+    ("fastattn.nn", ("fastattn.functional", "fastattn.nn", "fastattn.ops")),
     ("fastattn.integrations", ("fastattn.functional", "fastattn.nn", "fastattn.integrations")),
     (
         "fastattn.distributed",
@@ -177,7 +194,7 @@ _LAYERS = (
     ),
     (
         "fastattn.seq2seq",
-        ("fastattn.functional", "fastattn.nn", "fastattn.seq2seq", "fastattn.ops._env"),
+        ("fastattn.functional", "fastattn.nn", "fastattn.seq2seq", "fastattn.ops"),
     ),
     ("fastattn.testing", ("fastattn.functional", "fastattn.ops", "fastattn.testing")),
     ("fastattn.cli", ("fastattn",)),
@@ -191,8 +208,8 @@ def _matches(name: str, prefix: str) -> bool:
 
 
 def arrows_point_down(package: Path) -> list[str]:
-    """The layers: cli > seq2seq > nn > functional > _arguments > op.py > _derivative.py > _op.py >
-    _env.py.
+    """The layers: cli > seq2seq > nn > functional > _arguments > op.py > _autograd.py > _op.py >
+    _select.py > _env.py.
     """
     found = []
     for name, imported in _edges(package):
@@ -215,6 +232,27 @@ def arrows_point_down(package: Path) -> list[str]:
     return found
 
 
+def private_parts_are_imported(package: Path) -> list[str]:
+    """8. seq2seq, nn, integrations and cli use the public API."""
+    return [
+        f"{name} imports {imported}"
+        for name, imported in _edges(package)
+        if re.match(r"fastattn\.(seq2seq|nn|integrations|cli)\b", name)
+        and re.match(r"fastattn\.(.*\._|_|ops\.)", imported)
+    ]
+
+
+def imports_go_in_circles(package: Path) -> list[str]:
+    """9. No import circles, wherever in a file an import stands, but for type checkers alone."""
+    modules = _modules(package)
+    graph = {name: set(_imports(name, path, modules)) for name, path in modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
+
+
 def specs_in_the_library(package: Path) -> list[str]:
     """Only tests, benchmarks and `fastattn check` import specs and fastattn.testing."""
     return [
@@ -234,11 +272,13 @@ _QUESTIONS = re.compile(
 
 
 # sdpa puts the package's ops in the place of torch's own.
-_REGISTRARS = ("fastattn.ops._op", "fastattn.integrations.sdpa")
+_REGISTRARS = ("fastattn.ops._op", "fastattn.ops._autograd", "fastattn.integrations.sdpa")
 
 
 def questions_outside_env(package: Path) -> list[str]:
-    """6. Only _op.py calls torch.library, only _env.py asks for versions and devices."""
+    """6. Only _op.py and _autograd.py call torch.library, only _env.py asks for versions and
+    devices.
+    """
     found = []
     for name, path in _modules(package).items():
         kernels = name.startswith(
@@ -254,6 +294,30 @@ def questions_outside_env(package: Path) -> list[str]:
             if kernels and chain in ("os.environ", "os.getenv"):
                 found.append(f"{name} asks {chain}")
     return list(dict.fromkeys(found))
+
+
+_FAMILIES = (
+    *("attention", "attention_varlen", "ffn", "layer_norm", "add_layer_norm", "rms_norm"),
+    *("linear", "best_tokens"),
+)
+
+
+def shared_files_know_ops(package: Path) -> list[str]:
+    """7. What all ops share names no op, and what chooses and launches no backend either, but for
+    the reference and the one under the CPU key.
+    """
+    found = []
+    for name, path in _modules(package).items():
+        if not name.startswith("fastattn.ops._"):
+            continue
+        unknown = _FAMILIES
+        if name.endswith(("._op", "._select", "._autograd")):
+            unknown = (*_FAMILIES, "sm90", "triton")
+        for node in _nodes(path):
+            word = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(word, str) and re.sub("_(fwd|bwd)$", "", word) in unknown:
+                found.append(f"{name} names {word}")
+    return found
 
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
@@ -302,8 +366,11 @@ PYTHON_RULES: tuple[Rule, ...] = (
     ops_import_each_other,
     textbooks_import_more_than_torch,
     arrows_point_down,
+    private_parts_are_imported,
+    imports_go_in_circles,
     specs_in_the_library,
     questions_outside_env,
+    shared_files_know_ops,
 )
 
 
@@ -340,13 +407,18 @@ _BREAKS = (
     (textbooks_import_more_than_torch, "nn/naive.py", "from fastattn import functional"),
     (arrows_point_down, "functional.py", "from fastattn.ops.ffn.reference import x"),
     (arrows_point_down, "functional.py", "from fastattn import nn"),
-    (arrows_point_down, "nn/norm.py", "from fastattn.ops.ffn.op import ffn"),
+    (arrows_point_down, "nn/norm.py", "from fastattn.seq2seq import generate"),
     (arrows_point_down, "nn/norm.py", "import fastattn"),
     (arrows_point_down, "ops/ffn/op.py", "def f():\n    from fastattn.ops.ffn import triton"),
     (arrows_point_down, "ops/_env.py", "from . import _op"),
+    (arrows_point_down, "ops/_select.py", "from fastattn.ops import _op"),
+    (arrows_point_down, "ops/ffn/op.py", "from fastattn.ops.ffn.cpu import x"),
     (arrows_point_down, "ops/_triton_launch.py", "from fastattn.ops import _op"),
     (arrows_point_down, "__init__.py", "from fastattn import nn"),
     (arrows_point_down, "elsewhere.py", "from fastattn import nn"),
+    (private_parts_are_imported, "nn/norm.py", "from fastattn.ops import _env"),
+    (private_parts_are_imported, "nn/norm.py", "from fastattn.ops.ffn.op import ffn"),
+    (imports_go_in_circles, "nn/norm.py", "def f():\n    from fastattn import nn"),
     (specs_in_the_library, "nn/norm.py", "from fastattn.ops.ffn.spec import SPECS"),
     (specs_in_the_library, "functional.py", "from fastattn.testing import compare"),
     (questions_outside_env, "ops/ffn/op.py", "import torch\ntorch.library.define('x')"),
@@ -355,6 +427,8 @@ _BREAKS = (
     (questions_outside_env, "nn/norm.py", "import importlib.metadata"),
     (questions_outside_env, "testing/compare.py", "import torch\nx = torch.__version__"),
     (questions_outside_env, "functional.py", "import os\nx = os.environ.get('X')"),
+    (shared_files_know_ops, "ops/_env.py", "x = 'attention_bwd'"),
+    (shared_files_know_ops, "ops/_op.py", "x = {'triton': 1}"),
 )
 
 
@@ -364,6 +438,8 @@ def test_python_rules_can_fail(tmp_path: Path, rule: Rule, file: str, source: st
     for name in _SKELETON:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
+    (package / "nn/__init__.py").write_text("from fastattn.nn import norm")
+    (package / "nn/norm.py").write_text("if TYPE_CHECKING:\n    from fastattn import nn")
     assert not [other for other in PYTHON_RULES if other(package)]
     _edges.cache_clear()
     (package / file).write_text(source + "\n")
@@ -433,6 +509,7 @@ def test_import_is_light() -> None:
 
 
 _WITHOUT = """
+import logging.handlers
 import sys
 
 class Without:  # finds everything but triton
@@ -447,6 +524,8 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 import torch
 import fastattn
 from fastattn.ops import _env, backend_table
+records = logging.handlers.BufferingHandler(100)
+logging.getLogger("fastattn").addHandler(records)
 x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4)
 q = torch.randn(1, 2, 3, 4, requires_grad=True)
 results = [
@@ -463,20 +542,25 @@ try:
 except ImportError:
     print(fastattn.__file__)
 print(_env.refuses_device("triton", torch.device("cuda")))
+print([record.getMessage() for record in records.buffer])
 for row in backend_table(torch.device("cpu")):
     print(row.backend, row.available, row.reason)
 """
 
 
 def test_works_without_triton_and_without_native_libraries(tmp_path: Path) -> None:
-    """4. On a machine with neither, every op runs and the table says what is missing."""
+    """4. On a machine with neither, every op runs and the table says what is missing. The first use
+    of an op logs how to get the library.
+    """
     package = tmp_path / "fastattn"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    where, no_triton, *rows = _python(_WITHOUT, tmp_path).splitlines()
+    where, no_triton, logged, *rows = _python(_WITHOUT, tmp_path).splitlines()
     assert where == str(package / "__init__.py")
     assert no_triton == "needs the triton package, which is not installed"
     for row in rows:
         backend, available, reason = row.split(" ", 2)
-        assert available == str(backend == "reference"), row
+        assert available == str(backend in ("torch", "reference")), row
         if backend == "cpu":
             assert "native library cpu, which was not built" in reason
+            assert logged == repr([f"ops on the CPU run PyTorch's operators: backend cpu {reason}"])
+            assert "`pip install --no-build-isolation .` builds it" in reason

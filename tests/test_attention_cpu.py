@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn.ops import _native
-from fastattn.ops._op import OPS, Op
+from fastattn.ops import _native, _select
+from fastattn.ops._op import Op
 from fastattn.ops.attention import cpu
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.testing.check import Oracle, check_sample
@@ -147,10 +146,11 @@ def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
 
 # -- what may lie where nothing is read -----------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_dead_positions_may_hold_anything(dtype: torch.dtype, value: float) -> None:
+def test_dead_positions_may_hold_anything(dtype: torch.dtype, columns: int, value: float) -> None:
     """Dead by lengths and by a mask, in q, k, v, dout and dlse: the bits as if they held 0."""
-    B, H, M, N, D = 2, 2, 130, 140, 32
+    B, H, M, N, D = 2, 2, 130, 140, 64
     lengths = torch.tensor([140, 70])
     mask = torch.ones(1, 1, M, N, dtype=torch.bool)
     mask[..., 3::7, :] = False  # dead rows
@@ -163,7 +163,8 @@ def test_dead_positions_may_hold_anything(dtype: torch.dtype, value: float) -> N
         k, v = (_randn(B, H, N, D, dtype=dtype, seed=s) for s in (3, 4))
         dlse = _randn(B, H, M, seed=5)
         for x, dead in ((q, dead_rows), (dout, dead_rows), (k, dead_keys), (v, dead_keys)):
-            x[dead] = filling
+            x[dead] = 0.0
+            x[..., :columns][dead] = filling
         dlse[dead_rows] = filling
         inputs = [x.requires_grad_() for x in (q, k, v)]
         outputs = fastattn.attention(
@@ -266,11 +267,12 @@ def test_some_gradients(wanted: str, through: str) -> None:
 
     def gradients(names: list[str]) -> dict[str, Tensor]:
         given = {n: x.clone().requires_grad_(n in names) for n, x in inputs.items()}
-        out, lse = fastattn.attention(**given, return_lse=True, backend="cpu")
-        result = out if through == "out" else lse
-        values = torch.autograd.grad(
-            result, [given[n] for n in names], _randn(*result.shape, seed=8)
-        )
+        with poisoned_results():
+            out, lse = fastattn.attention(**given, return_lse=True, backend="cpu")
+            result = out if through == "out" else lse
+            values = torch.autograd.grad(
+                result, [given[n] for n in names], _randn(*result.shape, seed=8)
+            )
         return dict(zip(names, values, strict=True))
 
     names = re.findall("mask|q|k|v", wanted)
@@ -307,6 +309,7 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads inside rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "rows of a larger tensor": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
+    "rows an odd number apart": lambda x: torch.cat([x, x[..., :1]], 3)[..., : x.shape[3]],
     "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
     "batch inside": lambda x: x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3),
     "last dimension not contiguous": lambda x: x.mT.contiguous().mT,
@@ -338,107 +341,31 @@ def _outputs_and_gradients(inputs: list[Tensor], **options: Any) -> list[Tensor]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", [lambda x: x, *VIEWS.values()], ids=["contiguous", *VIEWS])
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
-def test_short_road_is_the_long_one(
+def test_automatic_and_named_calls_have_the_same_bits(
     case: tuple[tuple[int, ...], dict[str, Any]],
     view: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Calls without restrictions get results that Python neither allocates nor checks for: the same
-    bits and strides.
-    """
+    """Results and scratch memory of the library, poisoned or not, and results made in Python."""
     (B, H, K, M, N, D, E), options = case
     shapes = ((B, H, M, D), (B, K, N, D), (B, K, N, E))
     inputs = [view(_randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]
+    named = _outputs_and_gradients(inputs, **options, backend="cpu")
+    automatic = _outputs_and_gradients(inputs, **options)
     with poisoned_results():
-        long = _outputs_and_gradients(inputs, **options)
-
-    def allocate(self: Op, args: Any) -> Any:
-        raise AssertionError(f"{self.name} took the long road")
-
-    if all(x.stride(-1) == 1 for x in inputs):
-        monkeypatch.setattr(Op, "allocate", allocate)
-    for short in (
-        _outputs_and_gradients(inputs, **options),
-        _outputs_and_gradients(inputs, **options, backend="cpu"),
-    ):
-        for one, other in zip(short, long, strict=True):
-            assert torch.equal(one, other)
-            assert one.stride() == other.stride()
-
-
-def test_short_road_is_left_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
-    made = []
-
-    def seen(*args: Any) -> Any:
-        results = road(*args)
-        made.extend([] if results is None else [results])
-        return results
-
-    expected = fastattn.attention(q, k, v)
-    road = OPS["attention_fwd"].short_road
-    monkeypatch.setattr(OPS["attention_fwd"], "short_road", seen)
-    assert torch.equal(fastattn.attention(q, k, v), expected)
-    assert len(made) == 1
-    assert fastattn.attention(q.double(), k.double(), v.double()).dtype == torch.float64
-    assert fastattn.explain("attention", q, k, v).chosen == "cpu"
-    torch.testing.assert_close(fastattn.attention(q, k, v, backend="reference"), expected)
-    monkeypatch.setenv("FASTATTN_BACKEND", "reference")
-    torch.testing.assert_close(fastattn.attention(q, k, v), expected)
-    monkeypatch.delenv("FASTATTN_BACKEND")
-    assert len(made) == 1, "other dtypes, explanations and requests are none of its business"
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fastattn.attention(q, k, v).dtype == torch.bfloat16
-    with FlopCounterMode(display=False) as counter:
-        fastattn.attention(q, k, v)
-    assert counter.get_total_flops() == 4 * 2 * 5 * 5 * 8
-
-
-@pytest.mark.parametrize("backend", [None, "cpu"])
-def test_short_road_chooses_nothing(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for what the automatic choice takes is as quick."""
-    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
-    expected = fastattn.attention(q, k, v, scale=8**-0.5)
-
-    def select(self: Op, args: Any, backend: str | None) -> str:
-        raise AssertionError(f"{self.name} chose a backend")
-
-    monkeypatch.setattr(Op, "select", select)
-    assert torch.equal(fastattn.attention(q, k, v, backend=backend), expected)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_short_road_refuses_by_name(causal: bool) -> None:
-    """What the library would refuse, and what it never learns of."""
-    q, k, v = (_randn(1, 2, 5, 8, seed=i) for i in range(3))
-    for changes, message in (
-        ({"k": k[:, :, :, :4]}, "k must have q's head dim 8"),
-        ({"v": v[:, :, :4]}, "v must be"),
-        ({"k": k.half()}, "k must have q's dtype"),
-        ({"q": q[0]}, "q must have 4 dimensions"),
-        ({"k": k.to("meta")}, "k must be on cpu"),
-        ({"scale": float("inf")}, "scale must be finite"),
-        ({"scale": "small"}, "scale must be a number"),
-        ({"window": (None, 3)}, r"window must be two integers .*got \(None, 3\)"),
-        ({"dropout_p": 2.0}, "dropout_p must be between"),
-        ({"backend": 3}, "backend must be a name"),
-    ):
-        for graph in (False, True):
-            given = {"q": q.clone().requires_grad_(graph), "k": k, "v": v, "causal": causal}
-            with pytest.raises((TypeError, ValueError), match=message):
-                fastattn.attention(**given | changes)
-    if causal:
-        with pytest.raises(ValueError, match="ambiguous"):
-            fastattn.attention(q[:, :, :4], k, v, causal=True)
+        poisoned = _outputs_and_gradients(inputs, **options)
+    for one, other, third in zip(named, automatic, poisoned, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+        assert one.stride() == other.stride() == third.stride()
 
 
 # -- layouts and memory ---------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_layouts(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("S, D", [(70, 24), (160, 64)], ids=["odd sizes", "read in place"])
+def test_layouts(S: int, D: int, view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """Every layout gives the bits of its contiguous copy."""
-    q, k, v, dout = (_randn(2, 3, 70, 24, dtype=dtype, seed=s) for s in range(4))
+    q, k, v, dout = (_randn(2, 3, S, D, dtype=dtype, seed=s) for s in range(4))
 
     def results(*tensors: Tensor) -> list[Tensor]:
         inputs = [x.detach().requires_grad_() for x in tensors[:3]]
@@ -453,13 +380,11 @@ def test_layouts(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
 def _forward(**changes: Any) -> None:
     x = torch.zeros(1, 2, 5, 8)
     arguments = {name: x for name in ("q", "k", "v")}
-    arguments |= dict.fromkeys(("mask", "key_lengths", "query_lengths", "dropout_seed"))
+    arguments |= dict.fromkeys(("mask", "mask_tiles", "key_lengths", "query_lengths"))
     arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
-    arguments |= {"dropout_p": 0.0, "dropout_stream": 0}
+    arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
     arguments |= {"out": torch.empty_like(x), "lse": torch.empty(1, 2, 5)}
-    size = torch.ops.fastattn_cpu.attention_fwd_scratch(1, 2, 2, 5, 5, 8, 8)
-    arguments["scratch"] = torch.empty(size)
-    torch.ops.fastattn_cpu.attention_fwd(**arguments | changes)
+    torch.ops.fastattn.attention_fwd.out(**arguments | changes)
 
 
 @pytest.mark.parametrize(
@@ -468,7 +393,7 @@ def _forward(**changes: Any) -> None:
         ({"k": torch.zeros(1, 2, 5, 7)}, r"k must be a CPU tensor of shape \[1, 2, 5, 8\]"),
         ({"k": torch.zeros(1, 2, 5, 8).half()}, "and the type of q"),
         ({"k": torch.zeros(1, 3, 5, 8)}, "heads of q must be a multiple"),
-        ({"v": torch.zeros(1, 2, 8, 5).mT}, "v must have a contiguous last dimension"),
+        ({"out": torch.zeros(1, 2, 8, 5).mT}, "out must have a contiguous last dimension"),
         ({"out": torch.zeros(1, 2, 4, 8)}, r"out must be a CPU tensor of shape \[1, 2, 5, 8\]"),
         ({"lse": torch.zeros(1, 2, 4)}, "lse must be a contiguous CPU tensor of 10"),
         ({"mask": torch.zeros(1, 2, 5, 4)}, "mask must have size 1 or 5 in dimension 3, got 4"),
@@ -476,7 +401,6 @@ def _forward(**changes: Any) -> None:
         ({"key_lengths": torch.zeros(1)}, "key_lengths must be int32 or int64"),
         ({"key_lengths": torch.zeros(2).int()}, "key_lengths must be a contiguous CPU tensor of 1"),
         ({"dropout_p": 0.5}, "dropout_seed must be given"),
-        ({"scratch": torch.zeros(8)}, "scratch must have"),
     ],
 )
 def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
@@ -512,23 +436,31 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_what_a_hook_raises_is_raised_once() -> None:
-    calls = []
+def test_more_positions_than_kernels_count_are_left_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the library and by `unsupported` alike."""
+    asked: list[str | None] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append(tensor)
-        raise RuntimeError("mine")
+    def run(self: Op, args: Any, backend: str | None) -> tuple[Tensor, ...]:
+        asked.append(backend)
+        return self.allocate(args)
 
-    q = torch.randn(1, 2, 4, 8, requires_grad=True)
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, pytest.raises(RuntimeError, match="mine"):
-        fastattn.attention(q, q, q)
-    assert len(calls) == 1
-
-
-def test_short_road_leaves_more_positions_than_its_kernels_count() -> None:
     q = torch.zeros(1, 1, 1, 1)
-    k = q.expand(1, 1, cpu._MAX_POSITIONS + 1, 1)
-    options = (None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-    assert cpu.attention_fwd_direct(q, k, k, *options) is None
-    assert fastattn.explain("attention", q, k, k).chosen == "reference"
+    most, more = (q.expand(1, 1, cpu._MAX_POSITIONS + i, 1) for i in (0, 1))
+    assert fastattn.explain("attention", q, most, most).chosen == "cpu"
+    assert fastattn.explain("attention", q, more, more).chosen == "torch"
+    monkeypatch.setattr(Op, "run", run)
+    fastattn.attention(q, more, more)
+    assert asked == [_select.ELSEWHERE]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
+@pytest.mark.parametrize("M, N", [(0, 64), (3, 0)])
+def test_a_mask_of_no_pairs_has_a_zero_gradient(M: int, N: int, backend: str | None) -> None:
+    q, k = torch.randn(1, 1, M, 8), torch.randn(1, 1, N, 8)
+    mask = torch.randn(1, 1, 1, N, requires_grad=True)
+    with poisoned_results():
+        out = fastattn.attention(q, k, k, mask=mask, backend=backend)
+        [gradient] = torch.autograd.grad(out.sum(), mask)
+    assert torch.equal(gradient, torch.zeros_like(mask))

@@ -444,8 +444,6 @@ class _Asking(TorchDispatchMode):
     """Refuses torch ops whose result the host has to wait for."""
 
     asks = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-    # Let ops launch as they do without a mode.
-    sees_launches = True
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

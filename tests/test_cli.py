@@ -13,7 +13,7 @@ from cli_runs import TINY, call
 
 import fastattn
 from fastattn import cli
-from fastattn.ops import _env, backend_table
+from fastattn.ops import _env, _native, backend_table
 from fastattn.seq2seq import catalogues, demo
 from fastattn.seq2seq.model import ModelConfig
 from fastattn.seq2seq.training import TrainingConfig
@@ -305,13 +305,17 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
     assert (first / "curves.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((first / "model.json").read_text())
     assert {name: written[name] for name in model} == model
+    assert written["norm_first"] and written["tied"]
     written = json.loads((first / "training.json").read_text())
     assert {name: written[name] for name in training} == training
     code, out, err = call(
-        capsys, *base, "--out", str(second), "--decoder=non-autoregressive", "--json"
-    )
+        capsys, *base, "--out", str(second), "--decoder=non-autoregressive", "--post-norm",
+        "--untied", "--json",
+    )  # fmt: skip
     assert code == 0, err
     assert json.loads(out)["stopped_early"] is False
+    written = json.loads((second / "model.json").read_text())
+    assert not written["norm_first"] and not written["tied"]
 
     compare = ["evaluate", str(first), str(second), "--data", str(pairs_file), "--device=cpu"]
     code, out, err = call(capsys, *compare, "--beams=2", "--json")
@@ -390,6 +394,12 @@ def test_info_reports_the_backend_table(capsys):
         cells = rf"^{row.op} +{row.backend} +{'yes' if row.available else 'no'} "
         line = re.search(cells + ".*$", out, flags=re.MULTILINE)
         assert line is not None and row.reason in line[0]
+
+
+def test_info_says_what_runs_without_the_cpu_library(capsys, monkeypatch):
+    monkeypatch.setattr(_native, "unavailable", lambda library: "needs a compiler")
+    _, out, _ = call(capsys, "info", "--device=cpu")
+    assert "\nOps on the CPU run PyTorch's operators: backend cpu needs a compiler\n" in out
 
 
 def test_check_hands_its_options_over_and_returns_the_verdict(capsys, monkeypatch):

@@ -66,6 +66,20 @@ def ring_is_attention() -> None:
                 torch.testing.assert_close(full, y.detach(), atol=tolerance, rtol=tolerance)
 
 
+def gradients_of_lse_alone() -> None:
+    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
+
+    q, k = (torch.randn(2, 4, 24, 8).requires_grad_() for _ in range(2))
+    weight = torch.randn(2, 4, 24)
+    _, lse = fastattn.attention(q, k, k.detach(), causal=True, return_lse=True)
+    expected = gradients([lse], [weight], [q, k])
+    parts = [shard_sequence(x.detach(), 2, causal=True).requires_grad_() for x in (q, k)]
+    _, lse = ring_attention(*parts, parts[1].detach(), causal=True, return_lse=True)
+    got = gradients([lse], [shard_sequence(weight, 2, causal=True)], parts)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(unshard_sequence(x, 2, causal=True), y, atol=2e-5, rtol=2e-5)
+
+
 def layouts_are_inverse() -> None:
     from fastattn.distributed import shard_sequence, unshard_sequence
 
@@ -108,6 +122,20 @@ def ring_follows_autocast() -> None:
         assert ring_attention(q, q, q).dtype is torch.bfloat16  # type: ignore[union-attr]
 
 
+def ring_of_some_processes() -> None:
+    """Ranks in a group are not the ranks of the processes."""
+    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
+
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    q = torch.randn(1, 2, 8, 8)
+    part = shard_sequence(q, 2, causal=True, group=group)
+    out = ring_attention(part, part, part, causal=True, group=group)
+    whole = unshard_sequence(out, 2, causal=True, group=group)  # type: ignore[arg-type]
+    torch.testing.assert_close(whole, fastattn.attention(q, q, q, causal=True))
+
+
 # -- DTensor ---------------------------------------------------------------------------------------
 def dtensors_stay_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
@@ -120,14 +148,14 @@ def dtensors_stay_sharded() -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     q, k, v = (torch.randn(4, H, 6, 8) for H in (4, 2, 2))
     bias = torch.randn(1, 4, 6, 6)
-    lengths = torch.tensor([6, 3, 0, 5])
+    lengths = [torch.tensor([6, 3, 0, 5]), torch.tensor([2, 6, 4, 0])]
     weights = torch.randn(4, 4, 6, 8)
     plain = [x.clone().requires_grad_() for x in (q, k, v, bias)]
 
-    def attend(q: Any, k: Any, v: Any, mask: Any, lengths: Any) -> Any:
-        return fastattn.attention(q, k, v, mask=mask, key_lengths=lengths)
+    def attend(q: Any, k: Any, v: Any, mask: Any, keys: Any, queries: Any) -> Any:
+        return fastattn.attention(q, k, v, mask=mask, key_lengths=keys, query_lengths=queries)
 
-    expected = attend(*plain, lengths)
+    expected = attend(*plain, *lengths)
     expected_gradients = gradients([expected], [weights], plain)
     for dim in (0, 1):
         place = [Shard(dim)]
@@ -135,8 +163,8 @@ def dtensors_stay_sharded() -> None:
         sharded.append(
             distribute_tensor(bias, mesh, place if dim else [Replicate()]).requires_grad_()
         )
-        lengths_ = distribute_tensor(lengths, mesh, [Replicate()] if dim else place)
-        out = attend(*sharded, lengths_)
+        lengths_ = [distribute_tensor(x, mesh, [Replicate()] if dim else place) for x in lengths]
+        out = attend(*sharded, *lengths_)
         assert out.placements == (Shard(dim),)
         torch.testing.assert_close(out.full_tensor(), expected)
         weights_ = distribute_tensor(weights, mesh, place)
@@ -181,6 +209,7 @@ def dtensor_rows() -> None:
 
     def run(x: Any, r: Any, w: Any, b: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
         y = fastattn.add_layer_norm(fastattn.layer_norm(x, w, b), r, w, b)
+        y = fastattn.linear(fastattn.linear(y, w1, b1), w2, b2)
         return fastattn.rms_norm(fastattn.ffn(y, w1, b1, w2, b2, residual=r), w)
 
     plain = [t.clone().requires_grad_() for t in (x, residual, weight, bias, w1, b1, w2, b2)]
@@ -201,6 +230,53 @@ def dtensor_rows() -> None:
             torch.testing.assert_close(g.full_tensor(), y, atol=1e-5, rtol=1e-5)  # type: ignore[attr-defined]
 
 
+def gradients_of_sums_alone() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    x, residual, cotangent = torch.randn(3, 4, 8)
+    inputs = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (x, residual)]
+    _, z = fastattn.add_layer_norm(*inputs, return_sum=True)
+    for g in gradients([z], [distribute_tensor(cotangent, mesh, [Shard(0)])], inputs):
+        assert g.placements == (Shard(0),)  # type: ignore[attr-defined]
+        torch.testing.assert_close(g.full_tensor(), cotangent)  # type: ignore[attr-defined]
+
+
+def gradients_of_parameters_that_were_frozen() -> None:
+    """The same sizes with other gradients wanted: placements are not those of the call before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    x, weight, cotangent = torch.randn(4, 8), torch.randn(8), torch.randn(4, 8)
+    for norm in (lambda x, w: fastattn.layer_norm(x, w, None), fastattn.rms_norm):
+        for wanted in (["x"], ["x", "weight"], ["weight"]):
+            plain = {
+                name: t.clone().requires_grad_(name in wanted)
+                for name, t in (("x", x), ("weight", weight))
+            }
+            placements = {"x": [Shard(0)], "weight": [Replicate()]}
+            sharded = {
+                name: distribute_tensor(t.detach(), mesh, placements[name]).requires_grad_(
+                    name in wanted
+                )
+                for name, t in plain.items()
+            }
+            out, expected = norm(*sharded.values()), norm(*plain.values())  # type: ignore[no-untyped-call]
+            got = gradients([out], [distribute_tensor(cotangent, mesh, [Shard(0)])],
+                            [sharded[name] for name in wanted])  # fmt: skip
+            true = gradients([expected], [cotangent], [plain[name] for name in wanted])
+            for g, y in zip(got, true, strict=True):
+                torch.testing.assert_close(g.full_tensor(), y)  # type: ignore[attr-defined]
+
+
 def dropout_bits_do_not_depend_on_sharding() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -216,6 +292,16 @@ def dropout_bits_do_not_depend_on_sharding() -> None:
     out = fastattn.attention(sharded, sharded, sharded, dropout_p=0.5, dropout_seed=seed_)
     expected = fastattn.attention(q, q, q, dropout_p=0.5, dropout_seed=seed)
     torch.testing.assert_close(out.full_tensor(), expected)  # type: ignore[union-attr]
+    w = torch.randn(8, 8)
+    whole = [Replicate()]
+    for name in ("dropout_p", "output_dropout_p"):
+        options: dict[str, Any] = {name: 0.5}
+        ours = fastattn.ffn(
+            distribute_tensor(q, mesh, [Shard(0)]), distribute_tensor(w, mesh, whole), None,
+            distribute_tensor(w, mesh, whole), None, dropout_seed=seed_, **options,
+        )  # fmt: skip
+        expected = fastattn.ffn(q, w, None, w, None, dropout_seed=seed, **options)
+        torch.testing.assert_close(ours.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
 # -- whole models ----------------------------------------------------------------------------------
@@ -257,20 +343,25 @@ def fully_sharded_training() -> None:
         torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
 
 
-def test_ring_attention() -> None:
+def test_two_processes() -> None:
+    """Everything but whole models: starting the processes takes most of the time."""
     in_processes(
-        layouts_are_inverse, ring_is_attention, ring_says_what_is_wrong, ring_follows_autocast
+        layouts_are_inverse,
+        ring_is_attention,
+        gradients_of_lse_alone,
+        ring_says_what_is_wrong,
+        ring_follows_autocast,
+        dtensors_stay_sharded,
+        dtensor_rows,
+        gradients_of_sums_alone,
+        gradients_of_parameters_that_were_frozen,
+        dropout_bits_do_not_depend_on_sharding,
     )
 
 
 @pytest.mark.slow
 def test_ring_attention_of_three() -> None:
-    in_processes(layouts_are_inverse, ring_is_attention, size=3)
-
-
-@pytest.mark.slow
-def test_dtensor() -> None:
-    in_processes(dtensors_stay_sharded, dtensor_rows, dropout_bits_do_not_depend_on_sharding)
+    in_processes(layouts_are_inverse, ring_is_attention, ring_of_some_processes, size=3)
 
 
 @pytest.mark.slow

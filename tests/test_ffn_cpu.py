@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,3 +243,25 @@ def test_refuses_double() -> None:
 
 def _double_weights() -> tuple[Tensor, None, Tensor, None]:
     return torch.zeros(4, 3, dtype=torch.float64), None, torch.zeros(3, 4).double(), None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"w2": torch.zeros(8, 400)}, "w1 must have 400 rows"),
+        ({"w2": torch.zeros(8, 5)}, "w1 must have 5 rows"),
+        ({"activation": "swiglu"}, "w1 must have 32 rows"),
+        ({"hidden": torch.empty(0)}, "hidden must be a contiguous CPU tensor of 64"),
+        ({"residual": torch.empty(0)}, "residual must be a contiguous CPU tensor of 32"),
+        ({"b1": torch.empty(0)}, "b1 must be a contiguous CPU tensor of 16"),
+        ({"y": torch.empty(4, 7)}, "y must be a CPU tensor of 4 rows of 8"),
+    ],
+)
+def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.zeros(4, 8), "w1": torch.zeros(16, 8), "b1": None}
+    arguments |= {"w2": torch.zeros(8, 16), "b2": None, "residual": None, "activation": "relu"}
+    arguments |= {"dropout_p": 0.0, "output_dropout_p": 0.0, "dropout_seed": None}
+    arguments |= {"dropout_stream": 0, "y": torch.empty(4, 8), "hidden": torch.empty(4, 16)}
+    torch.ops.fastattn.ffn_fwd.out(**arguments)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fastattn.ffn_fwd.out(**arguments | changes)

@@ -89,7 +89,7 @@ def test_any_side_below_zero_is_unlimited() -> None:
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_packed(causal, window, same, alibi) -> None:
-    queries = [3, 0, 6, 2]
+    queries = [3, 0, 2, 6]
     keys = queries if same else [5, 2, 0, 4]
     cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     cu_k = cu_q if same else torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
@@ -260,3 +260,30 @@ def test_pages_behind_the_end_may_be_anything(unused) -> None:
     out = flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=6, block_table=table)
     keys = torch.cat([pages[2], pages[0]])[None, :6]
     torch.testing.assert_close(out, flash_attn.flash_attn_func(q, keys, keys))
+
+
+@pytest.mark.parametrize("lengths", ["one", "tensor"])
+@pytest.mark.parametrize("paged", [True, False])
+def test_positions_outside_the_cache_are_named(paged, lengths) -> None:
+    q, new = normal(2, 1, 2, 8), normal(2, 2, 2, 8)
+    cache, table = normal(2, 8, 2, 8), None  # 8 positions
+    if paged:
+        cache, table = cache.view(4, 4, 2, 8), torch.arange(4, dtype=torch.int32).view(2, 2)
+    for count, k, wanted in (
+        (9, None, "0 to 8, .* k has 0"),
+        (7, new, "0 to 6, .* k has 2"),
+        (-1, None, "0 to 8, .* k has 0"),
+    ):
+        seqlens = count if lengths == "one" else torch.tensor([2, count], dtype=torch.int32)
+        before = cache.clone()
+        with pytest.raises(ValueError, match=f"cache_seqlens must be from {wanted}, got .*{count}"):
+            flash_attn.flash_attn_with_kvcache(
+                q, cache, cache, k, k, cache_seqlens=seqlens, block_table=table
+            )
+        assert torch.equal(cache, before)
+    if table is not None:
+        table[1, 1] = 4
+        with pytest.raises(ValueError, match="block_table must hold pages from 0 to 3"):
+            flash_attn.flash_attn_with_kvcache(
+                q, cache, cache, new, new, cache_seqlens=3, block_table=table
+            )

@@ -47,9 +47,17 @@ def test_attention_with_other_sizes() -> None:
 
 
 def test_varlen_counts_pairs_inside_sequences() -> None:
-    q, offsets = data(9, 4, 8), torch.tensor([0, 3, 9], dtype=torch.int32)
-    ours = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
-    assert ours == 2 * 4 * (3 * 3 + 6 * 6) * (2 + 5) * 8
+    q, k, v = data(9, 4, 8), data(9, 2, 8), data(9, 2, 6)
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
+    ours = count(lambda: fastattn.attention_varlen(q, k, v, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
+    assert ours == 2 * 4 * (3 * 3 + 6 * 6) * (14 + 36)
+
+
+def test_varlen_without_data_counts_the_longest_sequences() -> None:
+    with torch.device("meta"):
+        q, offsets = data(9, 4, 8), torch.zeros(3, dtype=torch.int32)
+    ours = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 5))  # type: ignore[arg-type, return-value]
+    assert ours == 2 * 4 * (2 * 6 * 5) * (2 + 5) * 8
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("x", "bias")])
@@ -62,7 +70,7 @@ def test_linear_as_torch(frozen: tuple[str, ...]) -> None:
     assert ours == count(lambda: F.linear(x, weight, bias)) > 0
 
 
-@pytest.mark.parametrize("frozen", [(), ("w1", "b1"), ("x", "w1", "b1"), ("w2",)])
+@pytest.mark.parametrize("frozen", [(), ("w1", "b1"), ("x", "w1"), ("x", "w1", "b1"), ("w2",)])
 def test_ffn_as_torch(frozen: tuple[str, ...]) -> None:
     tensors = {"x": data(3, 5, 8), "w1": data(12, 8), "b1": data(12), "w2": data(8, 12)}
     tensors["b2"] = data(8)

@@ -1,12 +1,21 @@
-"""Fused blocks see what is in a module now: plain tensors in place of its parameters, for one."""
+"""Fused blocks see what is in a module now: plain tensors in place of its parameters, for one; and
+which linear layers of modules run the op.
+"""
 
+import contextlib
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastattn
 import fastattn.nn
+from fastattn.nn.fusion import linear
 
 
 def _with_plain_tensors(layer: nn.Module) -> nn.Module:
@@ -33,3 +42,102 @@ def test_tensors_in_place_of_parameters(norm_first: bool) -> None:
     after, expected = _with_plain_tensors(ours)(x), _with_plain_tensors(torchs)(x)
     torch.testing.assert_close(after, expected)
     assert not torch.allclose(after, before)
+
+
+# -- linear layers --------------------------------------------------------------------------------
+class _Subclass(Tensor):
+    pass
+
+
+class _Seen(TorchDispatchMode):
+    """How often fastattn's linear layer ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op.name().startswith("fastattn::linear_fwd")
+        return op(*args, **kwargs or {})
+
+
+def _layer() -> tuple[Tensor, nn.Parameter, nn.Parameter]:
+    shapes = ((2, 5, 16), (12, 16), (12,))
+    x, weight, bias = (torch.randn(s) for s in shapes)
+    return x.requires_grad_(), nn.Parameter(weight), nn.Parameter(bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_plain_cpu_tensors_run_the_op(dtype: torch.dtype) -> None:
+    given = [t.detach().to(dtype) for t in _layer()]
+    with _Seen() as seen:
+        y = linear(*given)
+        linear(*given[:2])
+    assert seen.count == 2
+    assert torch.equal(y, fastattn.linear(*given))
+
+
+def _in_autocast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(x, weight, bias)
+
+
+def _compiled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    y = torch.compile(linear, backend=keep, fullgraph=True)(x, weight, bias)
+    assert len(graphs) == 1 and "fastattn" not in graphs[0]
+    return y
+
+
+def _traced(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    trace = torch.jit.trace(linear, (x, weight, bias), check_trace=False)
+    assert "fastattn::" not in str(trace.graph)
+    return trace(x, weight, bias)
+
+
+OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "fp64": lambda x, w, b: linear(x.double(), w.double(), b.double()),
+    "meta": lambda x, w, b: linear(x.to("meta"), w.to("meta"), b.to("meta")),
+    "subclass": lambda x, w, b: linear(x.as_subclass(_Subclass), w, b),
+    "sparse": lambda x, w, b: linear(x, w.detach().to_sparse(), b),
+    "bias of rows": lambda x, w, b: linear(x, w, b[:1].expand(1)),
+    "autocast": _in_autocast,
+    "compiled": _compiled,
+    "traced": _traced,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", OTHERS)
+def test_other_calls_are_pytorchs(how: str) -> None:
+    x, weight, bias = _layer()
+    with _Seen() if how not in ("compiled", "traced") else contextlib.nullcontext() as seen:
+        y = OTHERS[how](x, weight, bias)
+    assert y.shape == (2, 5, 12) and (seen is None or seen.count == 0)
+    if how not in ("meta", "autocast", "bias of rows"):
+        torch.testing.assert_close(y.to(x.dtype), F.linear(x, weight, bias))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_pytorchs(layout: torch.layout) -> None:
+    x, weight, bias = (t.detach() for t in _layer())
+    parts = [x[0], x[1, :3]]
+    with _Seen() as seen:
+        y = linear(torch.nested.nested_tensor(parts, layout=layout), weight, bias)
+    assert seen.count == 0
+    for found, part in zip(y.unbind(), parts, strict=True):
+        torch.testing.assert_close(found, F.linear(part, weight, bias))
+
+
+def test_errors_are_pytorchs() -> None:
+    x, weight, _ = _layer()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        linear(x, weight[:, 1:])
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        linear(x, weight[0, 0])

@@ -1,11 +1,12 @@
 """add_layer_norm's two equal gradients: x and residual share one where dropout and dtypes allow it.
-The library's own results against those that it is given. What eps may be.
+Parameters with gaps. What eps may be.
 
 Values were checked against fp64 in test_ops.py; here is when the tensor is shared, and that sharing
 shows no more than that of torch's own sum does.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 import fastattn.nn
-from fastattn.ops._op import OPS, Op
-from fastattn.testing import all_specs, poisoned_results
-from fastattn.testing.check import output_gradients
-from fastattn.testing.spec import OpSpec, Sample
+from fastattn.ops import _native
+from fastattn.ops._select import OPS, refusal
 
 
 class _Needs(TorchDispatchMode):
@@ -108,7 +107,7 @@ def test_a_hook_on_one_leaves_the_other() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_rounded_sum_is_normalised(backend: str) -> None:
     """Backward passes see the sum as it was returned: the statistics must be its own."""
-    if why := OPS["layer_norm_fwd"].refusal(backend, (torch.ones(2, 3), None, None, 0.0)):
+    if why := refusal(OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
         pytest.skip(f"backend {backend} {why}")
     x, residual = (100 * torch.randn(5, 70).bfloat16() for _ in range(2))
     arguments = (x, residual, None, None, None, 1e-5, 0.0, None, 0)
@@ -141,74 +140,19 @@ def test_compiled() -> None:
         assert torch.equal(ours, eager)
 
 
-# -- results that the library makes ----------------------------------------------------------------
-_NORMS = [all_specs()[op] for op in ("layer_norm", "add_layer_norm", "rms_norm")]
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize(
-    "spec, sample",
-    [pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
-     for spec in _NORMS for sample in spec.samples],
-)  # fmt: skip
-def test_results_made_by_the_library(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    """The same tensors as when it is given them: bits, dtypes, strides."""
-    if dtype not in sample.dtypes:
-        pytest.skip(f"no sample in {dtype}")
-    inputs = sample.inputs("cpu", dtype)
-    if why := OPS["layer_norm_fwd"].refusal("cpu", (torch.ones(2, 3), None, None, 0.0)):
-        pytest.skip(f"backend cpu {why}")
-
-    def results() -> list[Tensor]:
-        outputs = spec.function(**inputs, backend="cpu")
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
-        dys = output_gradients(spec, sample, outputs)
-        return [*outputs, *torch.autograd.grad(outputs, wanted, dys)]
-
-    made = results()
-    with poisoned_results():
-        given = results()
-    for one, other in zip(made, given, strict=True):
-        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def test_the_library_makes_results_of_contiguous_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward: else the test above compares a thing with itself."""
-    if why := OPS["layer_norm_fwd"].refusal("cpu", (torch.ones(2, 3), None, None, 0.0)):
-        pytest.skip(f"backend cpu {why}")
-
-    def allocate(self: Op, args: Any) -> Any:
-        raise AssertionError(f"{self.name} has its results made in Python")
-
-    monkeypatch.setattr(Op, "allocate", allocate)
-    for dtypes in ((FP32, FP32), (BF16, BF16)):
-        x, residual = _leaves(*dtypes)
-        parameters = [torch.randn(40, requires_grad=True) for _ in range(3)]
-        fastattn.layer_norm(x, *parameters[:2]).sum().backward()
-        fastattn.add_layer_norm(
-            x, residual, *parameters[:2], x_bias=parameters[2], dropout_p=0.1
-        ).sum().backward()
-        fastattn.rms_norm(x, parameters[0]).sum().backward()
-
-
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
-@pytest.mark.parametrize("refused", ["fp64", "parameter"])
-def test_what_the_library_refuses_is_computed_elsewhere(op: str, refused: str) -> None:
-    """By the automatic choice, forward and backward: the short road knows the same limits."""
-    x, residual = _leaves(*(2 * [torch.float64 if refused == "fp64" else FP32]))
-    weight = torch.linspace(1, 2, 80, dtype=x.dtype)[::2].requires_grad_()
-    if refused == "fp64":
-        weight = weight.detach().contiguous().requires_grad_()
-    inputs = {"x": x, "weight": weight} | ({"residual": residual} if "add" in op else {})
+def test_parameters_with_gaps(op: str) -> None:
+    """The bits, forward and backward, of their contiguous copies."""
+    x, residual = _leaves(FP32, FP32)
+    wide = torch.linspace(1, 2, 80, requires_grad=True)
 
-    def results(backend: str | None) -> list[Tensor]:
-        y = getattr(fastattn, op)(**inputs, backend=backend)
-        return [y, *torch.autograd.grad(y.sin().sum(), list(inputs.values()))]
+    def results(weight: Tensor) -> list[Tensor]:
+        given = {"x": x, "weight": weight} | ({"residual": residual} if "add" in op else {})
+        y = getattr(fastattn, op)(**given)
+        return [y, *torch.autograd.grad(y.sin().sum(), [x, wide])]
 
-    for ours, expected in zip(results(None), results("reference"), strict=True):
-        assert torch.equal(ours, expected)
+    for one, other in zip(results(wide[::2]), results(wide[::2].contiguous()), strict=True):
+        assert torch.equal(one, other)
 
 
 # -- eps -------------------------------------------------------------------------------------------
@@ -230,10 +174,18 @@ def test_drop_ins_take_what_torch_takes(eps: float) -> None:
     torch.testing.assert_close(add_norm(x, residual), expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_default_of_rms_norm_is_torchs(dtype: torch.dtype) -> None:
+    """In rows that are small enough for it to show."""
+    x = torch.randn(6, 40, dtype=dtype) * torch.finfo(dtype).eps ** 0.5
+    torch.testing.assert_close(fastattn.rms_norm(x), F.rms_norm(x, (40,)))
+
+
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "add_layer_norm"])
-def test_rows_of_any_rank(norm: str) -> None:
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_rows_of_any_rank(norm: str, backend: str | None) -> None:
     """Kernels see rows: as many leading dimensions as one likes, and rows of nothing."""
-    call = getattr(fastattn, norm)
+    call = partial(getattr(fastattn, norm), backend=backend)
     x = torch.randn(8, requires_grad=True)
     many = call(*[x.reshape([1] * 69 + [8])] * (2 if norm == "add_layer_norm" else 1))
     one = call(*[x] * (2 if norm == "add_layer_norm" else 1))
@@ -264,7 +216,7 @@ def test_raw_backward_of_a_missing_weight_is_empty() -> None:
     assert results[1].shape == (0,)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
 def test_rows_of_nothing_have_gradients(backend: str) -> None:
     x, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((3, 0), (0,), (0,)))
     for y in (
@@ -273,3 +225,11 @@ def test_rows_of_nothing_have_gradients(backend: str) -> None:
     ):
         gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
         assert [g.shape for g in gradients] == [x.shape, weight.shape, bias.shape]
+
+
+@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs the native library cpu")
+def test_raw_backward_wants_as_many_flags_as_gradients() -> None:
+    x, one = torch.randn(2, 3), torch.ones(2)
+    for needs in ([True], [True] * 4):
+        with pytest.raises(RuntimeError, match=r"needs must have 3 entries"):
+            torch.ops.fastattn.layer_norm_bwd(x, x, None, None, one, one, 1e-5, needs)

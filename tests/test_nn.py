@@ -1,6 +1,7 @@
 """Attention, norms and modules of our own: against torch's modules, or against their definition."""
 
 import copy
+import inspect
 import io
 import math
 import pickle
@@ -31,7 +32,9 @@ def twins(name: str, *args, dtype=None, **kwargs) -> tuple[nn.Module, nn.Module]
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("mask", ["bool padding", "float padding", "bool 2-D", "float 3-D"])
+@pytest.mark.parametrize(
+    "mask", ["bool padding", "float padding", "bool 2-D", "float 3-D", "lowest float 2-D"]
+)
 def test_queries_without_keys_get_a_zero_context(mask, need_weights):
     torch.manual_seed(0)
     theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
@@ -45,7 +48,8 @@ def test_queries_without_keys_get_a_zero_context(mask, need_weights):
         kwargs = {"attn_mask": blocked[0, 0] if "2-D" in mask else blocked.flatten(0, 1)}
     if "float" in mask:
         kwargs = {name: m * torch.tensor(1.0) for name, m in kwargs.items()}
-        kwargs = {name: m.masked_fill(m > 0, float("-inf")) for name, m in kwargs.items()}
+        low = torch.finfo(torch.float32).min if "lowest" in mask else float("-inf")
+        kwargs = {name: m.masked_fill(m > 0, low) for name, m in kwargs.items()}
     out, weights = ours(x, x, x, need_weights=need_weights, average_attn_weights=False, **kwargs)
     dead = blocked[:, 0, :, 0]
     assert torch.equal(out[dead], ours.out_proj.bias.expand_as(out[dead]))
@@ -94,6 +98,16 @@ def test_malformed_attention_calls_raise_what_torch_raises(call):
             ours(*args, need_weights=need_weights, **kwargs)
         said = {"causal hint without mask": "attn_mask", "input of another dtype": "same dtype"}
         assert said.get(call, str(expected.value)) in str(got.value)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_bias_of_another_dtype_goes_to_torch(need_weights):
+    theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
+    for module in (theirs, ours):
+        module.in_proj_bias.data = module.in_proj_bias.data.double()
+    x = torch.randn(B, M, E)
+    expected, _ = theirs(x, x, x, need_weights=need_weights)
+    assert torch.equal(ours(x, x, x, need_weights=need_weights)[0], expected)
 
 
 def test_masks_of_different_types_warn_as_in_torch():
@@ -208,6 +222,27 @@ def test_norms_equal_torch(case):
     assert_equivalent(theirs, ours, x)
 
 
+IMAGES = torch.arange(360.0).sin().view(3, 4, 5, 6)
+LAYOUTS = {
+    "contiguous": IMAGES,
+    "channels_last": IMAGES.to(memory_format=torch.channels_last),
+    "channels_last, one channel": IMAGES[:, :1].to(memory_format=torch.channels_last),
+    "channels_last_3d": IMAGES[:, :, None].to(memory_format=torch.channels_last_3d),
+    "permuted": IMAGES.permute(2, 3, 0, 1),
+    "permuted, 3 dimensions": IMAGES[0].permute(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_keep_the_memory_format_where_torch_does(name, rank, layout):
+    x = LAYOUTS[layout]
+    theirs, ours = twins(name, x.shape[-rank:])
+    assert ours(x).stride() == theirs(x).stride()
+    assert_equivalent(theirs, ours, x)
+
+
 def test_layer_norm_without_bias_and_with_a_wrong_shape():
     theirs, ours = twins("LayerNorm", E, bias=False)
     assert_equivalent(theirs, ours, torch.randn(B, E))
@@ -237,6 +272,8 @@ def test_add_norm(shape):
     theirs.load_state_dict(ours.state_dict())
     x, y = torch.randn(B, M, E), torch.randn(B, M, E)
     assert_equivalent(theirs, ours, x, y)
+    assert_equivalent(theirs, ours, x.bfloat16(), y)  # the sum has the wider dtype
+    assert_equivalent(theirs, ours, x, y.bfloat16())
     with pytest.raises(ValueError, match=r"the shape of x, \[3, 5, 16\], got \[3, 4, 16\]"):
         ours(x, y[:, :4])
     ours.train()
@@ -331,6 +368,8 @@ def test_positions_reject(kind):
     module = kind(E, 10)
     with pytest.raises(ValueError, match=r"\[0, max_length=10\), got 8 to 11"):
         module(torch.zeros(1, 4, E), offset=8)
+    with pytest.raises(ValueError, match=r"\[0, max_length=10\), got -1 to 2"):
+        module(torch.zeros(1, 4, E), offset=-1)
     with pytest.raises(ValueError, match=r"x must be \[..., S, 16\], got \[1, 4, 8\]"):
         module(torch.zeros(1, 4, 8))
     with pytest.raises(ValueError, match="at least 1"):
@@ -381,6 +420,19 @@ def test_what_nobody_may_attend_may_hold_anything(attention):
     assert context.isfinite().all() and weights.isfinite().all() and gradient.isfinite().all()
     fused = module(query, x, x, **given, need_weights=False)
     torch.testing.assert_close(context, fused[0] if isinstance(fused, tuple) else fused)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_queries_without_keys_may_hold_anything(need_weights):
+    """They give no gradient to the keys that other queries attend."""
+    module = fnn.MultiheadAttention(E, H, batch_first=True)
+    query, keys = torch.randn(B, M, E), torch.randn(B, N, E, requires_grad=True)
+    query[:, 2] = torch.nan
+    blocked = torch.zeros(M, N, dtype=torch.bool)
+    blocked[2] = True
+    context, _ = module(query, keys, keys, attn_mask=blocked, need_weights=need_weights)
+    (gradient,) = torch.autograd.grad(context.sum(), keys)
+    assert context.isfinite().all() and gradient.isfinite().all()
 
 
 class PlainLengthMasked(nn.Module):
@@ -505,16 +557,40 @@ def test_adopt_changes_exactly_torch_classes():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torch_jit_script_takes_torchs_classes():
+def test_torch_jit_script_compiles_torchs_forward_and_leaves_the_modules_alone():
     class Subclass(fnn.TransformerEncoderLayer):
         pass
 
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([fnn.LayerNorm(E), nn.Sequential(fnn.RMSNorm(E))])
+            self.transformer = fnn.Transformer(E, H, 1, 1, 24, dropout=0.0)
+            self.transformer.encoder.layers[0] = Subclass(E, H, 24, dropout=0.0)
+
+        def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+            for norm in self.norms:
+                src = norm(src)
+            return self.transformer(src, tgt)
+
     torch.manual_seed(0)
-    model = fnn.Transformer(E, H, 1, 1, 24, dropout=0.0)
-    model.encoder.layers[0] = Subclass(E, H, 24, dropout=0.0)
+    model = Model()
+    modules = [(module, type(module)) for module in model.modules()]
     scripted = torch.jit.script(model)
-    assert type(model.encoder) is fnn.TransformerEncoder
-    assert type(model.encoder.layers[0]) is Subclass
+    assert [(module, type(module)) for module in model.modules()] == modules
     src, tgt = torch.randn(N, B, E), torch.randn(M, B, E)
-    expected = model(src, tgt)
-    assert_same("scripted", scripted(src, tgt), expected, expected.double())
+    for _ in range(2):
+        expected = model(src, tgt)
+        assert_same("scripted", scripted(src, tgt), expected, expected.double())
+        with torch.no_grad():
+            model.norms[1][0].weight.copy_(torch.randn(E))  # the tensors are shared
+    signature = inspect.signature(fnn.TransformerEncoder.forward)
+    assert "src_lengths" in signature.parameters
+
+    class Doubled(fnn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    module = Doubled(E)
+    expected = module(src)
+    assert torch.equal(torch.jit.script(module)(src), expected)

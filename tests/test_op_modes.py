@@ -5,6 +5,7 @@ Values were checked against fp64 in test_ops.py; here a mode must give the bits 
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn.ops import _env
-from fastattn.ops._op import recording_choices
+from fastattn.ops._select import explaining
 from fastattn.testing import all_specs, check
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample
@@ -218,6 +219,20 @@ def test_compiled_autograd(op: str) -> None:
         _assert_same(_gradients(SPECS[op].function, inputs), expected)
 
 
+def test_compiled_autograd_of_numbers_that_change() -> None:
+    """A graph traced for one scale does not serve calls with another."""
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def gradient(scale: float) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(fastattn.attention(q, q, q, scale=scale).sin().sum(), q)
+
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    for scale in (0.25, 2.0):
+        expected = gradient(scale)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            _assert_same(gradient(scale), expected)
+
+
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn"])
 def test_compiled_code_draws_its_seeds(op: str) -> None:
     """Without a seed every call of the compiled graph drops other elements."""
@@ -363,6 +378,10 @@ def _autocast() -> Any:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
+# The reference computes by PyTorch's operators, which autocast would change.
+each_choice = pytest.mark.parametrize("backend", [None, "reference"], ids=["", "reference"])
+
+
 def _on_device(inputs: Inputs) -> Inputs:
     moved = {}
     for name, x in inputs.items():
@@ -377,12 +396,13 @@ def _on_device(inputs: Inputs) -> Inputs:
     [("attention", "qkv"), ("attention_varlen", "qkv"), ("ffn", ("x", "w1", "b1", "w2", "b2"))],
 )
 @pytest.mark.parametrize("backward_inside", [False, True])
+@each_choice
 def test_autocast_computes_in_its_dtype(
-    op: str, cast: tuple[str, ...], backward_inside: bool
+    op: str, cast: tuple[str, ...], backward_inside: bool, backend: str | None
 ) -> None:
     """As if the data had been converted by hand; masks and residuals stay, gradients are fp32."""
     inputs = _on_device(_example(op, 33))
-    function = SPECS[op].function
+    function = partial(SPECS[op].function, backend=backend)
 
     def by_hand(**given: Any) -> Any:
         return function(**given | {name: given[name].bfloat16() for name in cast})
@@ -417,12 +437,13 @@ def test_autocast_leaves_second_derivatives_alone(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
-def test_autocast_leaves_norms_alone(op: str) -> None:
+@each_choice
+def test_autocast_leaves_norms_alone(op: str, backend: str | None) -> None:
     """y and z in the residual's dtype: the residual stream stays in fp32 beside bf16 branches."""
     inputs = _on_device(_example(op, 33))
     if op == "add_layer_norm":
         inputs["x"] = inputs["x"].detach().bfloat16().requires_grad_()
-    function = SPECS[op].function
+    function = partial(SPECS[op].function, backend=backend)
     results, gradients = function(**inputs), _gradients(function, inputs)
     with _autocast():
         inside = function(**inputs)
@@ -471,7 +492,8 @@ def test_meta_and_fake_tensors(spec: OpSpec, sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_results_lie_like_its_inputs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", [None, "torch", "reference"])
+def test_attention_results_lie_like_its_inputs(dtype: torch.dtype, backend: str | None) -> None:
     """[B, S, H, D] storage comes back as such, so that no projection has to copy."""
 
     def storage(*shape: int, transposed: bool) -> Tensor:
@@ -485,7 +507,7 @@ def test_attention_results_lie_like_its_inputs(dtype: torch.dtype) -> None:
             for D in (16, 32)
         )
         mask = torch.randn(4, 1, 7, device=DEVICE, requires_grad=True)
-        out, lse = fastattn.attention(q, k, v, mask=mask, return_lse=True)
+        out, lse = fastattn.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
         assert out.shape == (2, 4, 9, 32) and out.dtype == dtype
         assert (out.transpose(1, 2) if transposed else out).is_contiguous()
         assert lse.shape == (2, 4, 9) and lse.dtype == torch.float32 and lse.is_contiguous()
@@ -536,7 +558,7 @@ def test_layouts_of_output_gradients(
 def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
     """What is not asked for is not computed, and what is asked for has the same bits."""
     inputs = _on_device(_example(spec.name, 33))
-    with torch.no_grad(), recording_choices() as explanations:
+    with torch.no_grad(), explaining() as explanations:
         spec.function(**inputs, backend=backend)
     [explanation] = explanations
     if explanation.chosen != backend:
@@ -650,7 +672,7 @@ def test_threads() -> None:
             for _ in range(5):
                 for op in SPECS:
                     if explain:
-                        with recording_choices() as explanations:
+                        with explaining() as explanations:
                             SPECS[op].function(**inputs[op])
                         assert explanations[0].chosen is not None
                     else:

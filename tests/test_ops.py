@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops import _env
-from fastattn.ops._op import recording_choices
+from fastattn.ops._op import Op
+from fastattn.ops._select import explaining
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing import all_specs
@@ -35,8 +37,13 @@ def _backends() -> list[Any]:
 
 
 def _samples() -> list[Any]:
+    """fp16 of `torch` is bf16's code: `make test` has a time to keep."""
     return [
-        pytest.param(spec, backend, sample, dtype, id=f"{row.id}-{sample.name}-{short}")
+        pytest.param(
+            *(spec, backend, sample, dtype),
+            id=f"{row.id}-{sample.name}-{short}",
+            marks=[pytest.mark.slow] * (backend == "torch" and dtype == torch.float16),
+        )
         for row in _backends()
         for spec, backend in [row.values]
         for sample in spec.samples
@@ -60,7 +67,7 @@ def test_backend_runs_most_samples(spec: OpSpec, backend: str) -> None:
     refusals = []
     for sample in spec.samples:
         inputs = sample.inputs(DEVICE, sample.dtypes[0])
-        with torch.no_grad(), recording_choices() as choices:
+        with torch.no_grad(), explaining() as choices:
             spec.function(**inputs, backend=backend)
         explanation = choices[0]
         if explanation.chosen != backend:
@@ -191,13 +198,81 @@ def test_wrong_type_names_the_argument(
         SPECS[op].function(**inputs)
 
 
+_X = torch.zeros(3, 8)
+_Q = torch.zeros(1, 2, 5, 8)
+_SEED = r"dropout_seed must be int64 \[1\]"
+# What a kernel would refuse in other words, or take: nothing below the public function sees it.
+_WRONG: tuple[tuple[str, tuple[Any, ...], Inputs, type[Exception], str], ...] = (
+    ("layer_norm", (3,), {}, TypeError, "x must be a tensor, got int"),
+    ("add_layer_norm", (None, _X), {}, TypeError, "x must be a tensor, got NoneType"),
+    ("attention", (None, _Q, _Q), {}, TypeError, "q must be a tensor, got NoneType"),
+    ("linear", (3, _X), {}, TypeError, "x must be a tensor, got int"),
+    ("layer_norm", (torch.tensor(1.0),), {}, ValueError, "x must have at least one dimension"),
+    ("linear", (torch.tensor(1.0), _X), {}, ValueError, "x must have at least one dimension"),
+    ("layer_norm", (_X.long(),), {}, TypeError, "x must be fp16, bf16, fp32 or fp64"),
+    ("layer_norm", (_X, torch.ones(1, 8)), {}, ValueError, r"weight must be \[8\].*\[1, 8\]"),
+    ("layer_norm", (_X, None, torch.ones(9)), {}, ValueError, r"bias must be \[8\].* got \[9\]"),
+    ("layer_norm", (_X, torch.ones(8, device="meta")), {}, ValueError, "weight must be on"),
+    ("rms_norm", (_X, torch.ones(1, 8)), {}, ValueError, r"weight must be \[8\]"),
+    *(
+        (norm, (_X,), {"eps": eps}, ValueError, "eps must be a finite number >= 0")
+        for norm, eps in (
+            ("layer_norm", float("nan")),
+            ("rms_norm", float("inf")),
+            ("rms_norm", -1),
+        )
+    ),
+    ("layer_norm", (_X,), {"eps": True}, TypeError, "eps must be a number"),
+    *(
+        (op, args, {"backend": backend}, TypeError, "backend must be a name or None")
+        for op, args in (("attention", (_Q,) * 3), ("layer_norm", (_X,)), ("linear", (_X, _X)))
+        # Arrays are equal to "cpu" element by element.
+        for backend in (3, ["cpu"], np.array(["cpu", "reference"]))
+    ),
+    ("linear", (_X, _X[0]), {}, ValueError, r"weight must be \[E, 8\]"),
+    ("linear", (_X, None), {}, TypeError, "weight must be a tensor"),
+    ("linear", (_X, _X, _X[:, 0].double()), {}, TypeError, "bias must have x's dtype"),
+    ("linear", (_X, _X, _X[:1, 0]), {}, ValueError, r"bias must be \[3\]"),
+    ("linear", (_X, _X, _X[:, :1]), {}, ValueError, r"bias must be \[3\]"),
+    ("add_layer_norm", (_X, _X.view(3, 2, 4)), {}, ValueError, "residual must have x's shape"),
+    ("add_layer_norm", (_X, _X), {"x_bias": torch.ones(8, 1)}, ValueError, "x_bias must be"),
+    ("add_layer_norm", (_X, _X), {"dropout_p": 1.5}, ValueError, "dropout_p must be"),
+    ("add_layer_norm", (_X, _X), {"dropout_p": _X}, TypeError, "dropout_p must be a number"),
+    ("add_layer_norm", (_X, _X), {"dropout_stream": -1}, ValueError, "dropout_stream must be >= 0"),
+    ("add_layer_norm", (_X, _X), {"dropout_stream": 2**70}, ValueError, "dropout_stream must be"),
+    *(  # though nothing is dropped
+        ("add_layer_norm", (_X, _X), {"dropout_seed": seed}, ValueError, _SEED)
+        for seed in (torch.ones(()), torch.ones(1), torch.ones(5, dtype=torch.int64))
+    ),
+    ("attention", (_Q, _Q.half(), _Q), {}, TypeError, "k must have q's dtype"),
+    ("attention", (_Q, _Q.to("meta"), _Q), {}, ValueError, "k must be on cpu"),
+    ("attention", (_Q,) * 3, {"scale": float("inf")}, ValueError, "scale must be finite"),
+    ("attention", (_Q,) * 3, {"window": (None, 3)}, TypeError, r"two integers .*got \(None, 3\)"),
+    ("attention", (_Q[:, :, :4], _Q, _Q), {"causal": True}, ValueError, "ambiguous"),
+)
+
+
+@pytest.mark.parametrize("op, args, options, error, message", _WRONG)
+@pytest.mark.parametrize("graph", [False, True], ids=["", "graph"])
+def test_wrong_arguments(
+    op: str, args: Any, options: Inputs, error: type[Exception], message: str, graph: bool
+) -> None:
+    if graph and isinstance(args[0], Tensor) and args[0].is_floating_point():
+        args = (args[0].detach().requires_grad_(), *args[1:])
+    with pytest.raises(error, match=message):
+        getattr(fastattn, op)(*args, **options)
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("size", [2**31, 2**62, 2**63 - 1, 2**70])
-def test_windows_beyond_every_position_are_unlimited(size: int, backend: str | None) -> None:
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**70])
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_windows_beyond_every_position_are_unlimited(
+    causal: bool | str, size: int, backend: str | None
+) -> None:
     q = torch.randn(1, 1, 5, 4)
     k = torch.randn(1, 1, 7, 4)
     for window, same in (((size, 0), (-1, 0)), ((0, size), (0, -1)), ((size, size), None)):
-        options: Inputs = {"causal": "bottom_right", "backend": backend}
+        options: Inputs = {"causal": causal, "backend": backend}
         wide = fastattn.attention(q, k, k, window=window, **options)
         assert torch.equal(wide, fastattn.attention(q, k, k, window=same, **options))
 
@@ -268,6 +343,17 @@ def test_other_layouts_are_refused_by_name(
         pytest.raises(TypeError, match=f"^{argument} must be a dense tensor here, got "),
     ):
         function(**inputs | {argument: x})
+
+
+@pytest.mark.parametrize("op", [op for op in _COMPLETE if op != "prepare_mask"])
+def test_other_devices_are_refused_by_name(op: str) -> None:
+    """Every tensor must be where the first is."""
+    (_, *others), function = _COMPLETE[op], getattr(fastattn, op)
+    for argument in others:
+        x = _COMPLETE[op][argument]
+        if isinstance(x, Tensor):
+            with pytest.raises(ValueError, match=f"^{argument} must be on cpu "):
+                function(**_COMPLETE[op] | {argument: x.to("meta")})
 
 
 # -- derivatives ----------------------------------------------------------------------------------
@@ -408,11 +494,11 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "fastattn":
-            self.calls.append((op, args, kwargs))
+            self.calls.append((op, args))
         return op(*args, **kwargs or {})
 
 
@@ -425,8 +511,9 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
     with _Recorder() as recorder:
         outputs = function(*varied)
         torch.autograd.grad(outputs, varied, [torch.ones_like(x) for x in outputs])
-    (fwd, fwd_args, options), (bwd, bwd_args, _) = recorder.calls
-    assert fwd.name() == f"fastattn::{small.op}_fwd" and bwd.name() == f"fastattn::{small.op}_bwd"
+    (fwd, fwd_args), (bwd, bwd_args) = recorder.calls
+    for op, direction in ((fwd, "fwd"), (bwd, "bwd")):
+        assert op.name() == f"fastattn::{small.op}_{direction}.backend"
     fwd_values = dict(zip([a.name for a in fwd._schema.arguments], fwd_args, strict=False))
     bwd_values = dict(zip([a.name for a in bwd._schema.arguments], bwd_args, strict=False))
     results = [r.name for r in fwd._schema.returns]
@@ -437,7 +524,7 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
     ]
 
     def call(op: Any, values: dict[str, Any], changes: dict[str, Tensor]) -> list[Tensor]:
-        return op(*(changes.get(name, x) for name, x in values.items()), **options)
+        return op(*(changes.get(name, x) for name, x in values.items()))
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         outputs = call(fwd, fwd_values, dict(zip(moving, tensors, strict=True)))
@@ -452,3 +539,38 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
     assert all(x.requires_grad for x in backward(*tensors))
     assert torch.autograd.gradcheck(forward, tensors, fast_mode=True)
     assert torch.autograd.gradcheck(backward, tensors, fast_mode=True)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that backends launched from Python get."""
+    calls: list[Any] = []
+    find = Op._launcher
+
+    def launcher(self: Op, backend: str) -> Any:
+        launch = find(self, backend)
+        return lambda call: (calls.append(call), launch(call))[1]
+
+    monkeypatch.setattr(Op, "_launcher", launcher)
+    return calls
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_kernels_get_rows_whatever_the_layout(op: str, argument: str, launched: list[Any]) -> None:
+    """Some kernels take no others."""
+    inputs = _COMPLETE[op]
+    columns = torch.randn(inputs[argument].shape).mT.contiguous().mT
+    assert columns.stride(-1) > 1
+    getattr(fastattn, op)(**inputs | {argument: columns}, backend="reference")
+    [args] = launched
+    assert [x.stride(-1) for x in args[:3]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("op", [op for op in SPECS if op != "linear"])
+def test_backward_kernels_get_rows(op: str, launched: list[Any]) -> None:
+    """Of a sum the gradient is expanded."""
+    name = next(iter(_COMPLETE[op]))
+    inputs = _COMPLETE[op] | {name: _COMPLETE[op][name].clone().requires_grad_()}
+    getattr(fastattn, op)(**inputs, backend="reference").sum().backward()
+    assert launched[-1][0].stride(-1) == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 import fastattn
 from fastattn.functional import PreparedMask
 from fastattn.ops import _env
-from fastattn.ops._op import OPS, recording_choices
+from fastattn.ops._select import OPS, explaining
 from fastattn.ops.attention.prepared import KEYS, QUERIES, TILE, WHOLE
 from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs, Sample
@@ -92,7 +92,7 @@ def _backends() -> list[str]:
 @pytest.mark.parametrize("sample", PREPARED, ids=lambda s: s.name)
 def test_the_bits_of_the_mask_itself(sample: Sample, backend: str) -> None:
     inputs = sample.inputs(DEVICE, torch.float32)
-    with torch.no_grad(), recording_choices() as choices:
+    with torch.no_grad(), explaining() as choices:
         SPEC.function(**inputs, backend=backend)
     if choices[0].chosen != backend:
         pytest.skip(choices[0].refusals[backend])

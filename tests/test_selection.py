@@ -11,10 +11,11 @@ import torch
 from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
 from small_calls import OPS, small_call
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops import _env, _op, _road, backend_table
-from fastattn.ops._op import Backend, Op
+from fastattn.ops import _env, _select, backend_table
+from fastattn.ops._op import LIBRARY, Backend, Op
 from fastattn.testing import poisoned_results
 
 CUDA = torch.device("cuda", 0)
@@ -23,16 +24,16 @@ pytestmark = pytest.mark.usefixtures("no_request")
 
 # -- order of preference --------------------------------------------------------------------------
 def test_first_without_objection(make_op: MakeOp) -> None:
-    rows = [Backend("sm90"), Backend("triton"), Backend("cpu"), Backend("reference")]
+    rows = [Backend("sm90"), Backend("triton"), Backend("torch"), Backend("reference")]
     op = make_op(
-        rows, sm90=refuses("is full"), triton=writes(1), cpu=writes(2), reference=REFERENCE
+        rows, sm90=refuses("is full"), triton=writes(1), torch=writes(2), reference=REFERENCE
     )
     assert value_of(op) == 1
-    assert op.select((torch.ones(3), 4.0), None) == "triton"
+    assert _select.select(op, (torch.ones(3), 4.0), None) == "triton"
 
 
 def test_order_is_the_rows_order(make_op: MakeOp) -> None:
-    op = make_op([Backend("cpu"), Backend("triton")], triton=writes(1), cpu=writes(2))
+    op = make_op([Backend("torch"), Backend("triton")], triton=writes(1), torch=writes(2))
     assert value_of(op) == 2
 
 
@@ -41,38 +42,15 @@ def test_refusal_depends_on_the_call(make_op: MakeOp) -> None:
         "def PROBE_unsupported(x, factor):\n"
         "    return None if x.shape[0] == 3 else f'is built for 3, got {x.shape[0]}'\n"
     )
-    op = make_op([Backend("cpu"), Backend("reference")], cpu=source, reference=REFERENCE)
+    op = make_op([Backend("torch"), Backend("reference")], torch=source, reference=REFERENCE)
     assert value_of(op) == 1
     assert run_op(op, x=torch.ones(5)).tolist() == [4.0] * 5
 
 
-@pytest.mark.parametrize("backend", [None, "cpu"])
-def test_what_makes_its_own_results_is_not_selected(
-    make_op: MakeOp, backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is asked once; a call that it leaves is selected once."""
-    own = (
-        "asked = []\n"
-        "def unavailable():\n    return None\n"
-        "def PROBE_direct(x, factor):\n"
-        "    asked.append(x.shape[0])\n"
-        "    return (x * 7, x * -7) if x.shape[0] == 3 else None\n"
-    )
-    op = make_op([Backend("cpu")], cpu=writes(2) + own)
-    selected, select = [], Op.select
-
-    def count(self: Op, args: Any, backend: str | None) -> str:
-        selected.append(args[0].shape[0])
-        return select(self, args, backend)
-
-    monkeypatch.setattr(Op, "select", count)
-    assert run_op(op, backend).tolist() == [7.0] * 3
-    assert run_op(op, backend, torch.ones(5)).tolist() == [2.0] * 5
-    assert (op._module("cpu").asked, selected) == ([3, 5], [5])
-
-
 def test_later_backends_are_not_imported(make_op: MakeOp) -> None:
-    op = make_op([Backend("cpu"), Backend("triton")], cpu=writes(2), triton="raise ImportError\n")
+    op = make_op(
+        [Backend("torch"), Backend("triton")], torch=writes(2), triton="raise ImportError\n"
+    )
     assert value_of(op) == 2
 
 
@@ -81,33 +59,34 @@ def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
     op = make_op(rows, sm90=writes(1), reference=REFERENCE)
     assert value_of(op) == 4
     assert value_of(op, "sm90") == 1
-    explanation = op.explain((torch.ones(3), 4.0), None)
+    explanation = _select.explain(op, (torch.ones(3), 4.0), None)
     assert explanation.chosen == "reference"
     assert "only when asked for" in explanation.refusals["sm90"]
-    assert op.explain((torch.ones(3), 4.0), "sm90").chosen == "sm90"
+    explanation = _select.explain(op, (torch.ones(3), 4.0), "sm90")
+    assert (explanation.chosen, explanation.refusals) == ("sm90", {})
 
 
 def test_nobody_can(make_op: MakeOp) -> None:
-    rows = [Backend("triton"), Backend("cpu")]
-    op = make_op(rows, triton=refuses("is tired"), cpu=refuses("is busy"))
+    rows = [Backend("triton"), Backend("torch")]
+    op = make_op(rows, triton=refuses("is tired"), torch=refuses("is busy"))
     with pytest.raises(NotImplementedError) as failure:
         run_op(op)
-    for reason in ("backend triton is tired", "backend cpu is busy", op.name):
+    for reason in ("backend triton is tired", "backend torch is busy", op.name):
         assert reason in str(failure.value)
-    explanation = op.explain((torch.ones(3), 4.0), None)
+    explanation = _select.explain(op, (torch.ones(3), 4.0), None)
     assert explanation.chosen is None
-    assert explanation.refusals == {"triton": "is tired", "cpu": "is busy"}
+    assert explanation.refusals == {"triton": "is tired", "torch": "is busy"}
 
 
 def test_op_missing_from_a_module(make_op: MakeOp) -> None:
-    rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu="def something_else():\n    pass\n", reference=REFERENCE)
+    rows = [Backend("torch"), Backend("reference")]
+    op = make_op(rows, torch="def something_else():\n    pass\n", reference=REFERENCE)
     assert value_of(op) == 4
-    assert op.explain((torch.ones(3), 4.0), None).refusals == {
-        "cpu": f"does not implement {op.name}"
+    assert _select.explain(op, (torch.ones(3), 4.0), None).refusals == {
+        "torch": f"does not implement {op.name}"
     }
-    with pytest.raises(NotImplementedError, match=f"backend cpu does not implement {op.name}"):
-        run_op(op, "cpu")
+    with pytest.raises(NotImplementedError, match=f"backend torch does not implement {op.name}"):
+        run_op(op, "torch")
 
 
 # -- launching ------------------------------------------------------------------------------------
@@ -124,13 +103,13 @@ def PROBE(x, factor, y, z, counters, scratch):
 def PROBE_workspace(x, factor):
     return [((x.shape[0], 500), torch.int32, True), ((7,), torch.float64, False)]
 """
-    op = make_op([Backend("cpu")], cpu=source)
+    op = make_op([Backend("torch")], torch=source)
     # Memory that the allocator hands out again: zeroed must mean zeroed.
     used = [torch.full((3, 500), 9, dtype=torch.int32) for _ in range(8)]
     del used
     x = torch.ones(3)
     y = run_op(op, x=x)
-    [(seen_x, factor, seen_y, counters, scratch)] = op._module("cpu").seen
+    [(seen_x, factor, seen_y, counters, scratch)] = op.module("torch").seen
     assert y.tolist() == [4.0] * 3 and factor == 4.0
     assert seen_x.data_ptr() == x.data_ptr() and seen_y.data_ptr() == y.data_ptr()
     assert counters.shape == (3, 500) and counters.dtype == torch.int32
@@ -157,13 +136,15 @@ def PROBE(call, y, z, scratch):
     y.copy_(call.x * call.factor + scratch)
     z.copy_(-y)
 """
-    rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, _Call, cpu=source, reference=REFERENCE)
-    assert value_of(op) == value_of(op, "cpu") == value_of(op, "reference") == 4
-    assert op.explain((torch.ones(3), 0.0), None).refusals == {"cpu": "multiplies by more than 0"}
+    rows = [Backend("torch"), Backend("reference")]
+    op = make_op(rows, _Call, torch=source, reference=REFERENCE)
+    assert value_of(op) == value_of(op, "torch") == value_of(op, "reference") == 4
+    assert _select.explain(op, (torch.ones(3), 0.0), None).refusals == {
+        "torch": "multiplies by more than 0"
+    }
     with poisoned_results():
         assert value_of(op) == 4
-    y, _ = op.call(torch.ones(5, device="meta"), 4.0)
+    y, _ = op(torch.ones(5, device="meta"), 4.0)
     assert y.shape == (5,)
 
 
@@ -172,10 +153,34 @@ def test_reference_returns_its_results(make_op: MakeOp) -> None:
     assert value_of(op) == 4
 
 
+def test_cpu_is_the_kernel_under_the_dispatchers_key(make_op: MakeOp) -> None:
+    """It writes into results that Python allocates, or is called without Python."""
+    op = make_op([Backend("cpu"), Backend("reference")], cpu="", reference=REFERENCE)
+
+    def write(x: Tensor, factor: float, *, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return y.fill_(7.0), z.fill_(-7.0)
+
+    LIBRARY.impl(f"{op.name}.out", write, "CPU")
+    assert value_of(op) == value_of(op, "cpu") == 7
+    assert value_of(op, "reference") == 4
+    LIBRARY.impl(op.name, lambda x, factor: (x * 8, x * -8), "CPU")
+    assert value_of(op) == 8 and value_of(op, "cpu") == 7
+    assert op.named(torch.ones(3), 4.0, _select.ELSEWHERE)[0].tolist() == [4.0] * 3
+
+
+def test_given_results_are_written_and_returned(make_op: MakeOp) -> None:
+    op = make_op([Backend("reference")], reference=REFERENCE)
+    given = {"y": torch.zeros(3), "z": torch.zeros(3)}
+    returned = op.out(torch.ones(3), 4.0, **given)
+    assert [x.tolist() for x in given.values()] == [[4.0] * 3, [-4.0] * 3]
+    for x, result in zip(returned, given.values(), strict=True):
+        assert x.data_ptr() == result.data_ptr()
+
+
 def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
-    rows = [Backend("cpu"), Backend("reference")]
+    rows = [Backend("torch"), Backend("reference")]
     op = make_op(
-        rows, cpu="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=REFERENCE
+        rows, torch="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=REFERENCE
     )
     with poisoned_results():
         assert run_op(op).isnan().tolist() == [False, False, True]
@@ -184,8 +189,22 @@ def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
         torch.testing.assert_close(run_op(op), torch.full((3,), 4.0))
 
 
+def test_poisoned_scratch_memory(make_op: MakeOp) -> None:
+    """What is to be zeros stays so."""
+    source = (
+        "import torch\n"
+        "def PROBE(x, factor, y, z, zeros, rest):\n    y.copy_(zeros)\n    z.copy_(rest)\n"
+        "def PROBE_workspace(x, factor):\n"
+        "    return [((3,), torch.bfloat16, True), ((3,), torch.bfloat16, False)]\n"
+    )
+    op = make_op([Backend("torch")], torch=source)
+    with poisoned_results():
+        y, z = op(torch.ones(3), 4.0)
+    assert y.tolist() == [0.0] * 3 and z.isnan().all()
+
+
 def test_poisoned_results_end(make_op: MakeOp) -> None:
-    op = make_op([Backend("cpu")], cpu="def PROBE(x, factor, y, z):\n    pass\n")
+    op = make_op([Backend("torch")], torch="def PROBE(x, factor, y, z):\n    pass\n")
     op.outputs = lambda x, factor: (torch.zeros(3), torch.zeros(3))
     with poisoned_results():
         assert run_op(op).isnan().all()
@@ -196,34 +215,40 @@ def test_poisoned_results_end(make_op: MakeOp) -> None:
 
 # -- explicit choices -----------------------------------------------------------------------------
 def test_explicit_choice_never_falls_back(make_op: MakeOp) -> None:
-    rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
-    op = make_op(rows, triton=refuses("is out"), cpu=writes(2), reference=REFERENCE)
+    rows = [Backend("triton"), Backend("torch"), Backend("reference")]
+    op = make_op(rows, triton=refuses("is out"), torch=writes(2), reference=REFERENCE)
     assert value_of(op, "reference") == 4
     with pytest.raises(NotImplementedError, match=f"{op.name}: backend triton is out"):
         run_op(op, "triton")
-    with pytest.raises(ValueError, match=r"backend must be one of triton, cpu, reference.*'sm90'"):
+    with pytest.raises(
+        ValueError, match=r"backend must be one of triton, torch, reference.*'sm90'"
+    ):
         run_op(op, "sm90")
     with pytest.raises(ValueError, match="backend must be one of"):
         run_op(op, "")
 
 
-def test_explicit_choice_holds_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_choice_holds_for_the_backward(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op call, backward included, asks for the backend that the public call named."""
     asked = []
-    select = Op.select
+    run = Op.run
 
-    def recording(self: Op, args: Any, backend: str | None) -> str:
+    def recording(self: Op, args: Any, backend: str | None) -> tuple[Tensor, ...]:
         asked.append((self.name, backend))
-        return select(self, args, backend)
+        return run(self, args, backend)
 
-    monkeypatch.setattr(Op, "select", recording)
+    monkeypatch.setattr(Op, "run", recording)
     x = torch.randn(3, 4, requires_grad=True)
-    y = fastattn.layer_norm(x, backend="reference")
+    if by == "environment":  # a pair names the public function, whose forward alone is asked
+        monkeypatch.setenv(_env.BACKEND_VARIABLE, "layer_norm=reference")
+        y = fastattn.layer_norm(x)
+        monkeypatch.delenv(_env.BACKEND_VARIABLE)
+    else:
+        y = fastattn.layer_norm(x, backend="reference")
     [gradient] = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     gradient.square().sum().backward()
-    names = {name for name, _ in asked}
-    assert names == {"layer_norm_fwd", "layer_norm_bwd"}
-    assert {backend for _, backend in asked} == {"reference"}
+    assert {*asked} == {("layer_norm_fwd", "reference"), ("layer_norm_bwd", "reference")}
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -233,22 +258,22 @@ def _request(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 @pytest.fixture
 def probe(make_op: MakeOp) -> Op:
-    rows = [Backend("triton"), Backend("cpu"), Backend("reference")]
-    return make_op(rows, triton=writes(1), cpu=writes(2), reference=REFERENCE)
+    rows = [Backend("triton"), Backend("torch"), Backend("reference")]
+    return make_op(rows, triton=writes(1), torch=writes(2), reference=REFERENCE)
 
 
 @pytest.mark.parametrize(
     "value, expected",
     [
         ("", 1),
-        ("cpu", 2),
+        ("torch", 2),
         ("reference", 4),
-        ("PROBE=cpu", 2),
+        ("PROBE=torch", 2),
         ("attention=reference", 1),
-        ("attention=reference,PROBE=cpu", 2),
-        ("reference,PROBE=cpu", 2),
-        ("PROBE=cpu,reference", 2),
-        (" PROBE = cpu , attention = reference ", 2),
+        ("attention=reference,PROBE=torch", 2),
+        ("reference,PROBE=torch", 2),
+        ("PROBE=torch,reference", 2),
+        (" PROBE = torch , attention = reference ", 2),
     ],
 )
 def test_environment(
@@ -261,22 +286,10 @@ def test_environment(
 
 def test_environment_is_read_at_every_call(probe: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     assert value_of(probe) == 1
-    _request(monkeypatch, "cpu")
+    _request(monkeypatch, "torch")
     assert value_of(probe) == 2
     monkeypatch.delenv(_env.BACKEND_VARIABLE)
     assert value_of(probe) == 1
-
-
-def test_environment_serves_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair names the public function: attention=... means attention_fwd and attention_bwd."""
-    _request(monkeypatch, "attention=sm90,layer_norm=reference")
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: f"{backend} is away")
-    x = torch.ones(2, 3)
-    for name in ("attention_fwd", "attention_bwd"):
-        op = _op.OPS[name]
-        arguments = [x] * len(op.arguments)
-        with pytest.raises((NotImplementedError, ValueError), match="sm90"):
-            op.select(arguments, None)
 
 
 @pytest.mark.parametrize(
@@ -317,10 +330,10 @@ def test_environment_asks_for_a_backend_the_op_lacks(
 def test_environment_that_refuses_does_not_fall_back(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu=refuses("is closed"), reference=REFERENCE)
-    _request(monkeypatch, "cpu")
-    with pytest.raises(NotImplementedError, match="backend cpu is closed"):
+    rows = [Backend("torch"), Backend("reference")]
+    op = make_op(rows, torch=refuses("is closed"), reference=REFERENCE)
+    _request(monkeypatch, "torch")
+    with pytest.raises(NotImplementedError, match="backend torch is closed"):
         run_op(op)
 
 
@@ -329,7 +342,7 @@ def test_environment_that_refuses_does_not_fall_back(
 def test_explain(op: str) -> None:
     """What comes before the choice was refused; what comes after may not have been asked."""
     explanation = fastattn.explain(op, **small_call(op))
-    backends = list(_op.OPS[f"{op}_fwd"].backends)
+    backends = list(_select.OPS[f"{op}_fwd"].backends)
     assert explanation.op == f"{op}_fwd"
     assert explanation.chosen in backends and explanation.chosen not in explanation.refusals
     before = backends[: backends.index(explanation.chosen)]
@@ -341,18 +354,28 @@ def test_explain(op: str) -> None:
     assert asked.chosen == "reference"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_explain_runs_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launched(self: Op, backend: str) -> Any:
-        raise AssertionError(f"{self.name} launched {backend}")
+class _Seen(TorchDispatchMode):
+    """The package's ops that reach their kernels."""
 
-    monkeypatch.setattr(Op, "_launcher", launched)
-    monkeypatch.setattr(Op, "direct", launched)
-    with _road.closed(everywhere=True), pytest.raises(AssertionError, match="launched"):
-        getattr(fastattn, op)(**small_call(op))
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "fastattn":
+            self.ops.append(op.name())
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_explain_runs_nothing(op: str) -> None:
     state = torch.get_rng_state()
     dropout = {} if op in ("layer_norm", "rms_norm", "linear") else {"dropout_p": 0.5}
-    assert fastattn.explain(op, **small_call(op), **dropout).chosen is not None
+    with _Seen() as seen:
+        assert fastattn.explain(op, **small_call(op), **dropout).chosen is not None
+        assert seen.ops == []
+        getattr(fastattn, op)(**small_call(op))
+        assert seen.ops == [f"fastattn::{op}_fwd"]
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 
 
@@ -367,7 +390,7 @@ def test_explanations_belong_to_their_thread() -> None:
     x = torch.randn(2, 3)
     results = []
     thread = threading.Thread(target=lambda: results.append(fastattn.layer_norm(x)))
-    with _op.recording_choices() as explanations:
+    with _select.explaining() as explanations:
         thread.start()
         thread.join()
         assert not explanations
@@ -391,10 +414,19 @@ def test_explain_reports_a_refused_choice(make_op: MakeOp, monkeypatch: pytest.M
     op = make_op(rows, cpu=refuses("is closed"), reference=REFERENCE)
     for backend, variable in (("cpu", ""), (None, "cpu")):
         _request(monkeypatch, variable)
-        explanation = op.explain((torch.ones(3), 4.0), backend)
+        explanation = _select.explain(op, (torch.ones(3), 4.0), op.choice(backend))
         assert explanation.chosen is None
         assert explanation.refusals == {"cpu": "is closed"}
         assert str(explanation) == f"{op.name}: no backend can run this\n  backend cpu is closed"
+
+
+def test_explain_of_a_choice_does_not_ask_what_is_slower(make_op: MakeOp) -> None:
+    slow = writes(1) + "def PROBE_slower(x, factor):\n    return 'is slow here'\n"
+    rows = [Backend("torch"), Backend("reference")]
+    op = make_op(rows, torch=slow, reference=REFERENCE)
+    call = (torch.ones(3), 4.0)
+    assert _select.explain(op, call, None).refusals == {"torch": "is slow here"}
+    assert _select.explain(op, call, "reference").refusals == {}
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -405,7 +437,9 @@ def test_backend_table() -> None:
     assert len(rows) == len(table)
     for op in OPS:
         assert rows[op, "reference"].available and rows[op, "reference"].automatic
-        assert [row.backend for row in table if row.op == op] == list(_op.OPS[f"{op}_fwd"].backends)
+        assert [row.backend for row in table if row.op == op] == list(
+            _select.OPS[f"{op}_fwd"].backends
+        )
     for row in table:
         assert row.available == (row.reason == "")
 
@@ -418,13 +452,10 @@ def test_backend_table_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.reason == ("" if row.backend == "reference" else "is away")
 
 
-def test_backend_table_asks_the_module(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_table_asks_the_module(make_op: MakeOp) -> None:
     source = "def unavailable():\n    return 'needs a library'\n"
     op = make_op([Backend("cpu", automatic=False)], cpu=source)
-    monkeypatch.setitem(_op.OPS, "whole_fwd", op)
-    op.name += "_fwd"
     row = backend_table(torch.device("cpu"))[-1]
-    op.name = op.name.removesuffix("_fwd")
     assert (row.op, row.backend, row.available) == (op.name, "cpu", False)
     assert (row.reason, row.automatic) == ("needs a library", False)
 
@@ -455,6 +486,10 @@ def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_env, "has_triton", lambda: True)
     assert _env.refuses_device("triton", torch.device("cpu")) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    reason = _env.refuses_device("triton", torch.device("cpu"))
+    assert reason == "runs on cuda tensors, got cpu"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_env, "has_triton", lambda: False)
     for device in ("cpu", "cuda"):
         reason = _env.refuses_device("triton", torch.device(device))

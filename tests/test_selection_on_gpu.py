@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import torch
 from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
+from small_calls import OPS
 
-from fastattn.ops import _env, _op, _verified, backend_table
+from fastattn.ops import _env, _select, _verified, backend_table
 from fastattn.ops._op import Backend, Op
 
 CUDA = torch.device("cuda", 0)
 pytestmark = pytest.mark.usefixtures("no_request")
 
 
-def _on_cuda() -> tuple[Any, float]:
-    return SimpleNamespace(device=CUDA, dtype=torch.bfloat16), 4.0
+def _on_cuda(dtype: torch.dtype = torch.bfloat16, index: int = 0) -> tuple[Any, float]:
+    return SimpleNamespace(device=torch.device("cuda", index), dtype=dtype), 4.0
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,8 @@ def test_what_passed_here_is_automatic_here(
     op = _verifiable(make_op)
     record(op.name, "triton")
     with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert op.select(_on_cuda(), None) == "triton"
-        assert op.explain(_on_cuda(), None).chosen == "triton"
+        assert _select.select(op, _on_cuda(), None) == "triton"
+        assert _select.explain(op, _on_cuda(), None).chosen == "triton"
     assert not caplog.records
     assert value_of(op) == 4  # on the CPU nothing changes
 
@@ -75,7 +76,7 @@ def test_forward_and_backward_go_by_the_same_verdict() -> None:
         ("add_layer_norm_bwd", {"dy": wide, "z": wide, "x_dtype": x.dtype}),
         ("attention_bwd", {"q": x, "mask": wide}),
     ):
-        op = _op.OPS[name]
+        op = _select.OPS[name]
         assert op.data_dtype([given.get(n) for n in op.arguments]) is torch.bfloat16, name
 
 
@@ -85,6 +86,7 @@ def test_the_table_names_the_dtypes_that_passed(
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is not asked here")
     record("rms_norm", "triton")
     record("rms_norm", "triton", dtype="float16")
+    record("rms_norm", "another", dtype="float32")
     rows = {(row.op, row.backend): row for row in backend_table(CUDA)}
     triton = rows["rms_norm", "triton"]
     assert (triton.automatic, triton.automatic_for) == (False, ("bfloat16", "float16"))
@@ -100,6 +102,7 @@ def test_the_table_names_the_dtypes_that_passed(
         {"architecture": "sm_100"},
         {"digest": "0" * 16},
         {"torch": "2.0.0"},
+        {"cuda": "10.2"},
         {"triton": "2.0.0"},
     ],
     ids=lambda other: next(iter(other)),
@@ -109,14 +112,71 @@ def test_a_verdict_counts_for_what_it_was_made_on(
 ) -> None:
     op = _verifiable(make_op)
     record(**{"op": op.name, "backend": "triton"} | other)
-    assert op.select(_on_cuda(), None) == "reference"
+    assert _select.select(op, _on_cuda(), None) == "reference"
+
+
+def test_a_verdict_counts_for_its_dtype_alone(make_op: MakeOp, record: Callable[..., None]) -> None:
+    """Whatever the op has selected before."""
+    record((op := _verifiable(make_op)).name, "triton")
+    for dtype, backend in (
+        (torch.bfloat16, "triton"),
+        (torch.float16, "reference"),
+        (torch.bfloat16, "triton"),
+    ):
+        assert _select.select(op, _on_cuda(dtype), None) == backend
+        explanation = _select.explain(op, _on_cuda(dtype), None)
+        assert explanation.chosen == backend
+        assert ("triton" in explanation.refusals) == (backend == "reference")
+
+
+@pytest.mark.parametrize("suffix", ["_fwd", "_bwd"])
+def test_a_verdict_counts_for_forward_and_backward(
+    make_op: MakeOp, record: Callable[..., None], suffix: str
+) -> None:
+    rows = [Backend("triton", automatic=False), Backend("reference")]
+    op = make_op(rows, suffix=suffix, triton=writes(1), reference=REFERENCE)
+    record(op.name.removesuffix(suffix), "triton")
+    assert _select.select(op, _on_cuda(), None) == "triton"
+
+
+@pytest.mark.parametrize("name", [op for op in OPS if op != "linear"])
+def test_a_verdict_counts_for_both_ops_of_a_function(
+    name: str, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(name, "triton")
+    for op in (_select.OPS[f"{name}_fwd"], _select.OPS[f"{name}_bwd"]):
+        monkeypatch.setattr(op, "orders", {})
+        assert op.backends["triton"] in _select.order(op, CUDA, torch.bfloat16)
+
+
+def test_a_verdict_counts_for_gpus_of_its_architecture(
+    make_op: MakeOp, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env, "architecture", lambda _, index: ("sm_90", "sm_80")[index])
+    record((op := _verifiable(make_op)).name, "triton")
+    for index, backend in ((0, "triton"), (1, "reference"), (0, "triton")):
+        assert _select.select(op, _on_cuda(index=index), None) == backend
+
+
+def test_another_source_or_library_makes_other_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
+    digests = [_verified.kernels.__wrapped__()["digest"]]
+    for name in ("ops/_op.py", "ops/ffn/triton.py", "_C_sm90.abi3.so", "_C_cpu.abi3.so"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for content in ("first", "other"):
+            file.write_text(content)
+            digests.append(_verified.kernels.__wrapped__()["digest"])
+    assert len(set(digests)) == len(digests)
 
 
 def test_the_reference_says_how_to_verify(
     make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+        assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
     assert "fastattn check --device cuda --record" in caplog.records[0].getMessage()
 
 
@@ -130,7 +190,7 @@ def test_a_broken_record_counts_for_nothing(
 ) -> None:
     (tmp_path / "verified.json").write_text(content)
     with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert _verifiable(make_op).select(_on_cuda(), None) == "reference"
+        assert _select.select(_verifiable(make_op), _on_cuda(), None) == "reference"
     assert "verified.json" in caplog.text
 
 
@@ -151,7 +211,7 @@ def test_ops_without_gpu_kernels_do_not_warn(
     elsewhere = {"cpu": "runs on cpu tensors, got cuda"}
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: elsewhere.get(backend))
     with caplog.at_level(logging.WARNING, logger="fastattn"):
-        assert op.select(_on_cuda(), None) == "reference"
+        assert _select.select(op, _on_cuda(), None) == "reference"
     assert not caplog.records
 
 
@@ -160,7 +220,7 @@ def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptur
     op = make_op(rows, sm90=refuses("is cold"), triton=refuses("is warm"), reference=REFERENCE)
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         for _ in range(3):
-            assert op.select(_on_cuda(), None) == "reference"
+            assert _select.select(op, _on_cuda(), None) == "reference"
     [record] = caplog.records
     for part in (op.name, "slow reference", "backend sm90 is cold", "backend triton is warm"):
         assert part in record.getMessage()
@@ -172,7 +232,7 @@ def test_no_warning_where_the_reference_is_expected(
     op = make_op([Backend("cpu"), Backend("reference")], cpu=refuses("no"), reference=REFERENCE)
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         run_op(op)
-        op.select(_on_cuda(), "reference")
+        _select.select(op, _on_cuda(), "reference")
     assert not caplog.records
 
 
@@ -180,9 +240,11 @@ def test_unverified_architecture_warns_once(
     make_op: MakeOp, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op = make_op([Backend("triton", verified=("sm_90",))], triton=writes(1))
+    elsewhere = {"cpu": "runs on cuda tensors, got cpu"}
+    monkeypatch.setattr(_env, "refuses_device", lambda _, device: elsewhere.get(device.type))
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         for architecture, warnings in (("sm_90", 0), ("sm_120", 1), ("sm_120", 1)):
             monkeypatch.setattr(_env, "architecture", lambda *_, a=architecture: a)
-            assert op.select(_on_cuda(), None) == "triton"
+            assert _select.select(op, _on_cuda(), None) == "triton"
             assert len(caplog.records) == warnings
     assert "backend triton is not verified on sm_120" in caplog.records[0].getMessage()

@@ -51,14 +51,16 @@ class Backward(Saboteur):
     scratch: list[tuple[Tensor, bool]]
     expected: list[Tensor]
 
-    def launch(self, op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+        results = op.allocate(args)
         self.results, self.scratch, self.expected = [guarded(x) for x in results], [], []
         given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
         tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
         self.inputs = [(x, x.clone()) for x in tensors]
-        backward._launch(op, given, tuple(self.results))
+        backward.run_simulated(op, given, self.results)
         for result, own in zip(results, self.results, strict=True):
             result.copy_(own)
+        return results
 
     def allocate(self, op: Op, pieces: Sequence[Any], device: torch.device) -> list[Tensor]:
         empty = [torch.empty(*shape, dtype=dtype, device=device) for shape, dtype, _ in pieces]

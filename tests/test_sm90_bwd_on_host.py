@@ -231,7 +231,13 @@ def simulate(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Callable[
     return replace
 
 
-def _launch(op: Op, args: tuple, results: tuple[Tensor, ...]) -> None:
+def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+    results = op.allocate(args)
+    run_simulated(op, args, results)
+    return results
+
+
+def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
     (call,) = op.given(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
     workspace = getattr(sm90, f"{op.name}_workspace")(call)

@@ -196,7 +196,7 @@ def test_a_true_hint_is_the_mask() -> None:
 
 
 def test_attention_of_ones() -> None:
-    """Whole numbers, so that every road must give them exactly."""
+    """Whole numbers, so that every backend must give them exactly."""
     module = fnn.MultiheadAttention(4, 1)
     module.in_proj_weight = nn.Parameter(torch.ones(12, 4))
     module.out_proj.weight = nn.Parameter(torch.ones(4, 4))

@@ -151,6 +151,15 @@ def test_jagged_linear(shape: tuple[int, ...], compiles: bool) -> None:
         assert torch.equal(gradient, like)
 
 
+def test_jagged_linear_of_a_named_backend() -> None:
+    _, x = jagged(8)
+    for backend in ("torch", "reference"):
+        explanation = fastattn.explain(
+            "linear", x.transpose(1, 2), torch.randn(5, 8), backend=backend
+        )
+        assert explanation.chosen == backend
+
+
 def test_jagged_linear_in_autocast() -> None:
     _, x = jagged(8)
     weight = torch.randn(5, 8)

@@ -1,8 +1,6 @@
-// fastattn_cpu's attention: from tensors to the kernels' arguments, and the split over torch's
-// threads.
+// Attention on the CPU: from tensors to the kernels' arguments, and the split over torch's threads.
+// Only a last dimension that is not contiguous is copied.
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -226,308 +224,326 @@ constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
   });
 };
 
-void run_forward(Forward& a, const Tensor& scratch) {
-  const int64_t floats = scratch.numel();
-  const int64_t least = a.parts_floats() + ForwardScratch(a, nullptr).floats;
-  launch_forward(kernels(), a, Scratch(scratch).take<float>(std::max(floats, least)), floats,
-                 threads(), kOnThreads);
-}
-
-int64_t attention_fwd_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
-                              int64_t keys, int64_t head_dim, int64_t value_dim) {
-  return forward_floats(shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim),
-                        threads());
-}
-
-void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
-                   std::optional<Tensor> key_lengths, std::optional<Tensor> query_lengths,
-                   int64_t causal, int64_t window_left, int64_t window_right, double scale,
-                   double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream,
-                   Tensor out, Tensor lse, Tensor scratch) {
-  const Options options = {causal,    window_left,  window_right,  scale,
-                           dropout_p, dropout_seed, dropout_stream};
-  Forward a = {problem(q, k, v, mask, key_lengths, query_lengths, options), {}, nullptr, nullptr};
-  a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
-  run_forward(a, scratch);
-}
-
-// Calls without restrictions, whose results and scratch memory are made here: where queries and
-// keys are few, making them in Python takes longer than everything else.
-bool has_rows(const Tensor& x) {
-  return x.stride(3) == 1 || x.size(3) <= 1;
-}
-// Floats of scratch memory up to which a call takes them from its stack.
+// Scratch memory up to which a call takes its stack.
 constexpr int64_t kLocalFloats = 2048;
 
+bool takes(const Tensor& q, int64_t queries, int64_t keys) {
+  return has_kernels_for(q.scalar_type()) && queries <= kMaxPositions && keys <= kMaxPositions;
+}
+
+// x, or a copy where its rows (the last dimension) are not contiguous.
+bool has_rows(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
+}
 Tensor rows_of(const Tensor& x) {
   return has_rows(x) ? x : torch::stable::contiguous(x);
 }
-
-// Contiguous in the order of storage: `order` names the dimensions, the outermost first.
-template <size_t kDims>
-Tensor new_dense(const std::array<int64_t, kDims>& sizes, const std::array<int, kDims>& order,
-                 ScalarType type) {
-  std::array<int64_t, kDims> strides;
-  int64_t stride = 1;
-  for (size_t i = kDims; i-- > 0;) {
-    strides[order[i]] = stride;
-    stride *= std::max<int64_t>(sizes[order[i]], 1);
-  }
-  return new_tensor(sizes, strides, type);
+std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
+  return x ? std::optional(rows_of(*x)) : x;
 }
 
-// [batch, heads, rows, columns] in the storage order of q.
+// [batch, heads, rows, columns] in the storage order of q: [batch, rows, heads, columns] where q's
+// heads lie inside its rows.
 Tensor new_like_query(const Tensor& q, int64_t columns) {
-  constexpr std::array<int, 4> kHeadsFirst = {0, 1, 2, 3}, kRowsFirst = {0, 2, 1, 3};
   const auto n = q.sizes(), stride = q.strides();
-  return new_dense<4>({n[0], n[1], n[2], columns}, stride[1] < stride[2] ? kRowsFirst : kHeadsFirst,
-                      q.scalar_type());
+  const bool heads_in_rows = stride[1] < stride[2];
+  const int64_t sizes[] = {n[0], n[1], n[2], columns};
+  int64_t strides[4] = {0, 0, 0, 1};
+  int64_t next = std::max<int64_t>(columns, 1);
+  for (int d : {heads_in_rows ? 1 : 2, heads_in_rows ? 2 : 1, 0}) {
+    strides[d] = next;
+    next *= std::max<int64_t>(sizes[d], 1);
+  }
+  return new_tensor({sizes, 4}, {strides, 4}, q.scalar_type());
 }
 
-// What torch.empty_like gives. Tensors with heads inside rows, as projections write them, and
-// contiguous ones have no gaps and keep their strides: only others ask torch, which takes longer.
-Tensor new_like(const Tensor& x) {
+// As torch.empty_like lies where the last dimension is contiguous, else contiguous; of shape [0]
+// where it is not wanted. Tensors with heads inside rows, as projections write them, have no gaps
+// and keep their strides: only others ask torch, which takes longer.
+Tensor new_gradient(const Tensor& x, bool wanted) {
+  if (!wanted) {
+    return new_vector(0, x.scalar_type());
+  }
   const auto n = x.sizes(), stride = x.strides();
-  const bool heads_in_rows = x.numel() > 0 && stride[3] == 1 && stride[1] == n[3] &&
+  if (x.is_contiguous() || stride[n.size() - 1] != 1) {
+    return new_contiguous(n, x.scalar_type());
+  }
+  const bool heads_in_rows = n.size() == 4 && x.numel() > 0 && stride[1] == n[3] &&
                              stride[2] == n[1] * n[3] && stride[0] == n[2] * n[1] * n[3];
-  return heads_in_rows || x.is_contiguous() ? new_tensor(n, stride, x.scalar_type())
-                                            : torch::stable::empty_like(x);
-}
-
-Tensor new_contiguous(const Tensor& x) {
-  return new_dense<4>({x.size(0), x.size(1), x.size(2), x.size(3)}, {0, 1, 2, 3}, x.scalar_type());
-}
-
-Options plain_options(int64_t causal, double scale) {
-  static const std::optional<Tensor> none;
-  return {causal, -1, -1, scale, 0.0, none, 0};
-}
-
-// No scale is head_dim ** -0.5.
-std::tuple<Tensor, Tensor> attention_plain_fwd(Tensor q, Tensor k, Tensor v, int64_t causal,
-                                               std::optional<double> scale) {
-  for (Tensor* x : {&q, &k, &v}) {
-    if (x->dim() == 4 && !has_rows(*x)) {
-      *x = torch::stable::contiguous(*x);
-    }
+  if (heads_in_rows) {
+    return new_tensor(n, stride, x.scalar_type());
   }
-  Forward a = {problem(q, k, v, {}, {}, {}, plain_options(causal, 1.0)), {}, nullptr, nullptr};
-  STD_TORCH_CHECK(scale || a.head_dim > 0, "scale must be given for a head dim of 0");
-  a.scale = static_cast<float>(scale ? *scale : std::pow(a.head_dim, -0.5));
-  Tensor out = new_like_query(q, a.value_dim);
-  Tensor lse = new_dense<3>({a.batch, a.heads, a.queries}, {0, 1, 2}, ScalarType::Float);
+  Tensor result = torch::stable::empty_like(x);
+  // That of an input that overlaps itself may have other strides.
+  return has_rows(result) ? result : new_contiguous(n, x.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> attention_fwd_out(
+    Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> mask_tiles,
+    std::optional<Tensor> key_lengths, std::optional<Tensor> query_lengths, int64_t causal,
+    int64_t window_left, int64_t window_right, double scale, double dropout_p,
+    std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out, Tensor lse) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "q and k must have 4 dimensions");
+  if (!takes(q, q.size(2), k.size(2))) {
+    return choose_elsewhere_into(std::tuple(out, lse), "fastattn::attention_fwd", q, k, v, mask,
+                                 mask_tiles, key_lengths, query_lengths, causal, window_left,
+                                 window_right, scale, dropout_p, dropout_seed, dropout_stream);
+  }
+  const Options options = {causal,    window_left,  window_right,  scale,
+                           dropout_p, dropout_seed, dropout_stream};
+  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v)};
+  key_lengths = as_contiguous(key_lengths);
+  query_lengths = as_contiguous(query_lengths);
+  Forward a = {problem(rows[0], rows[1], rows[2], mask, key_lengths, query_lengths, options),
+               {},
+               nullptr,
+               nullptr};
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.lse = static_cast<float*>(lse.data_ptr());
-  const int64_t floats = forward_floats(a, threads());
-  if (floats <= kLocalFloats) {
-    alignas(64) float local[kLocalFloats];
-    launch_forward(kernels(), a, local, floats, threads(), kOnThreads);
-  } else {
-    run_forward(a, new_dense<1>({floats}, {0}, ScalarType::Float));
-  }
+  a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
+  Scratch<kLocalFloats> scratch(forward_floats(a, threads()));
+  launch_forward(kernels(), a, scratch.take(scratch.floats()), scratch.floats(), threads(),
+                 kOnThreads);
   return {out, lse};
 }
 
-int64_t attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
-                                     Tensor cu_seqlens_k) {
-  return forward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), threads());
+std::tuple<Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
+                                         std::optional<Tensor> mask_tiles,
+                                         std::optional<Tensor> key_lengths,
+                                         std::optional<Tensor> query_lengths, int64_t causal,
+                                         int64_t window_left, int64_t window_right, double scale,
+                                         double dropout_p, std::optional<Tensor> dropout_seed,
+                                         int64_t dropout_stream) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                  "q, k and v must have 4 dimensions");
+  if (!takes(q, q.size(2), k.size(2))) {
+    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+        "fastattn::attention_fwd", q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal,
+        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream);
+  }
+  const int64_t sizes[] = {q.size(0), q.size(1), q.size(2)};
+  Tensor out = new_like_query(q, v.size(3)), lse = new_contiguous({sizes, 3}, ScalarType::Float);
+  return attention_fwd_out(q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal,
+                           window_left, window_right, scale, dropout_p, dropout_seed,
+                           dropout_stream, out, lse);
 }
 
-void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
-                          int64_t causal, int64_t window_left, int64_t window_right, double scale,
-                          double dropout_p, std::optional<Tensor> dropout_seed,
-                          int64_t dropout_stream, Tensor out, Tensor lse, Tensor scratch) {
+std::tuple<Tensor, Tensor> attention_varlen_fwd_out(
+    Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, int64_t causal, int64_t window_left, int64_t window_right, double scale,
+    double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
+    Tensor lse) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k must have 3 dimensions");
+  if (!takes(q, q.size(0), k.size(0))) {
+    return choose_elsewhere_into(std::tuple(out, lse), "fastattn::attention_varlen_fwd", q, k, v,
+                                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                                 window_left, window_right, scale, dropout_p, dropout_seed,
+                                 dropout_stream);
+  }
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
+  const Tensor tensors[] = {rows_of(q), rows_of(k), rows_of(v), as_contiguous(cu_seqlens_q),
+                            as_contiguous(cu_seqlens_k)};
   const int64_t rows = q.size(0);
-  Forward a = {packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), {}, nullptr, nullptr};
+  Forward a = {packed_shape(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]),
+               {},
+               nullptr,
+               nullptr};
   set_options(a, options);
   a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
-  run_forward(a, scratch);
+  Scratch<kLocalFloats> scratch(forward_floats(a, threads()));
+  launch_forward(kernels(), a, scratch.take(scratch.floats()), scratch.floats(), threads(),
+                 kOnThreads);
   const int64_t real = a.cu_seqlens_q[a.batch];
   clear_rows(a.type, a.out, a.heads, real, rows, a.value_dim);
   for (int64_t h = 0; h < a.heads; ++h) {
     std::fill(a.lse + h * rows + real, a.lse + (h + 1) * rows,
               -std::numeric_limits<float>::infinity());
   }
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> attention_varlen_fwd(
+    Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, int64_t causal, int64_t window_left, int64_t window_right, double scale,
+    double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
+                  "q, k and v must have 3 dimensions");
+  if (!takes(q, q.size(0), k.size(0))) {
+    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+        "fastattn::attention_varlen_fwd", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, causal, window_left, window_right, scale, dropout_p, dropout_seed,
+        dropout_stream);
+  }
+  const int64_t sizes[] = {q.size(0), q.size(1), v.size(2)}, rows[] = {q.size(1), q.size(0)};
+  Tensor out = new_contiguous({sizes, 3}, q.scalar_type());
+  Tensor lse = new_contiguous({rows, 2}, ScalarType::Float);
+  return attention_varlen_fwd_out(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                  causal, window_left, window_right, scale, dropout_p, dropout_seed,
+                                  dropout_stream, out, lse);
 }
 
 // -- backward ------------------------------------------------------------------------------------
-void run_backward(Backward& a, int64_t statistics, const Tensor& scratch) {
-  const int64_t floats = scratch.numel();
-  const int64_t least = padded(statistics) + BackwardScratch(a, nullptr).floats;
-  launch_backward(kernels(), a, statistics, Scratch(scratch).take<float>(std::max(floats, least)),
-                  floats, threads(), kOnThreads);
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
+  return needed ? std::optional(gradient) : std::nullopt;
 }
 
-int64_t attention_bwd_scratch(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries,
-                              int64_t keys, int64_t head_dim, int64_t value_dim) {
-  return backward_floats(shape(batch, heads, kv_heads, queries, keys, head_dim, value_dim),
-                         batch * heads * queries, threads());
+// lse_rows: rows of lse in all heads.
+void run_backward(Backward& a, int64_t lse_rows) {
+  Scratch<kLocalFloats> scratch(backward_floats(a, lse_rows, threads()));
+  launch_backward(kernels(), a, lse_rows, scratch.take(scratch.floats()), scratch.floats(),
+                  threads(), kOnThreads);
 }
 
-void attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q, Tensor k,
-                   Tensor v, std::optional<Tensor> mask, std::optional<Tensor> key_lengths,
-                   std::optional<Tensor> query_lengths, Tensor out, Tensor lse, int64_t causal,
-                   int64_t window_left, int64_t window_right, double scale, double dropout_p,
-                   std::optional<Tensor> dropout_seed, int64_t dropout_stream,
-                   std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
-                   std::optional<Tensor> dmask, Tensor scratch) {
+FourTensors attention_bwd_out(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
+                              Tensor k, Tensor v, std::optional<Tensor> mask,
+                              std::optional<Tensor> /*mask_tiles*/,
+                              std::optional<Tensor> key_lengths,
+                              std::optional<Tensor> query_lengths, Tensor out, Tensor lse,
+                              int64_t causal, int64_t window_left, int64_t window_right,
+                              double scale, double dropout_p, std::optional<Tensor> dropout_seed,
+                              int64_t dropout_stream, std::vector<bool> needs, Tensor dq, Tensor dk,
+                              Tensor dv, Tensor dmask) {
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
-  Backward a = {};
-  static_cast<Problem&>(a) = problem(q, k, v, mask, key_lengths, query_lengths, options);
-  const int64_t statistics = a.batch * a.heads * a.queries;
-  const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t heads,
-                           int64_t rows, int64_t columns) {
-    return x ? view(*x, name, a.type, a.batch, heads, rows, columns) : TensorView{};
-  };
-  a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.dout = view_if(dout, "dout", a.heads, a.queries, a.value_dim);
-  a.dq = view_if(dq, "dq", a.heads, a.queries, a.head_dim);
-  a.dk = view_if(dk, "dk", a.kv_heads, a.keys, a.head_dim);
-  a.dv = view_if(dv, "dv", a.kv_heads, a.keys, a.value_dim);
-  a.lse = data_of<const float>(lse, "lse", statistics, ScalarType::Float);
-  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", statistics, ScalarType::Float) : nullptr;
-  if (dmask) {
-    a.dmask = mask_view(*dmask, "dmask", a);
-  }
-  a.exact_delta = dmask.has_value() && a.type != DType::kFloat32;
-  run_backward(a, statistics, scratch);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_plain_bwd(Tensor dout, Tensor q, Tensor k,
-                                                               Tensor v, Tensor out, Tensor lse,
-                                                               int64_t causal, double scale) {
-  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v), rows_of(out), rows_of(dout)};
+  STD_TORCH_CHECK(needs.size() == 4, "needs must have 4 entries");
+  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v), rows_of(out), as_contiguous(lse)};
+  dout = rows_of(dout);
+  dlse = as_contiguous(dlse);
+  key_lengths = as_contiguous(key_lengths);
+  query_lengths = as_contiguous(query_lengths);
   Backward a = {};
   static_cast<Problem&>(a) =
-      problem(rows[0], rows[1], rows[2], {}, {}, {}, plain_options(causal, scale));
-  const int64_t statistics = a.batch * a.heads * a.queries;
-  const Tensor results[] = {new_like(q), new_like(k), new_like(v)};
-  // The kernels write rows: a gradient of another layout gets its values from a copy.
-  // (That of overlapping inputs need not be theirs.)
-  Tensor dq = has_rows(results[0]) ? results[0] : new_contiguous(q);
-  Tensor dk = has_rows(results[1]) ? results[1] : new_contiguous(k);
-  Tensor dv = has_rows(results[2]) ? results[2] : new_contiguous(v);
+      problem(rows[0], rows[1], rows[2], mask, key_lengths, query_lengths, options);
+  const int64_t lse_rows = a.batch * a.heads * a.queries;
+  const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t heads,
+                           int64_t count, int64_t columns) {
+    return x ? view(*x, name, a.type, a.batch, heads, count, columns) : TensorView{};
+  };
   a.out = view(rows[3], "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.dout = view(rows[4], "dout", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.dq = view(dq, "dq", a.type, a.batch, a.heads, a.queries, a.head_dim);
-  a.dk = view(dk, "dk", a.type, a.batch, a.kv_heads, a.keys, a.head_dim);
-  a.dv = view(dv, "dv", a.type, a.batch, a.kv_heads, a.keys, a.value_dim);
-  a.lse = data_of<const float>(lse, "lse", statistics, ScalarType::Float);
-  const int64_t floats = backward_floats(a, statistics, threads());
-  run_backward(a, statistics, new_dense<1>({floats}, {0}, ScalarType::Float));
-  const Tensor written[] = {dq, dk, dv};
-  for (int i = 0; i < 3; ++i) {
-    if (results[i].get() != written[i].get()) {
-      Tensor result = results[i];
-      torch::stable::copy_(result, written[i]);
-    }
+  a.dout = view_if(dout, "dout", a.heads, a.queries, a.value_dim);
+  a.dq = view_if(wanted(dq, needs[0]), "dq", a.heads, a.queries, a.head_dim);
+  a.dk = view_if(wanted(dk, needs[1]), "dk", a.kv_heads, a.keys, a.head_dim);
+  a.dv = view_if(wanted(dv, needs[2]), "dv", a.kv_heads, a.keys, a.value_dim);
+  a.lse = data_of<const float>(rows[4], "lse", lse_rows, ScalarType::Float);
+  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
+  if (needs[3] && mask) {
+    a.dmask = mask_view(dmask, "dmask", a);
+    STD_TORCH_CHECK(std::equal(a.mask.sizes, a.mask.sizes + 4, a.dmask.sizes),
+                    "dmask must have the sizes of mask");
+    a.exact_delta = a.type != DType::kFloat32;
   }
-  // No mask, no gradient of it.
-  return {results[0], results[1], results[2], new_dense<1>({0}, {0}, q.scalar_type())};
+  run_backward(a, lse_rows);
+  if (needs[3] && mask && (lse_rows == 0 || a.keys == 0)) {  // no pair adds to it
+    torch::stable::zero_(dmask);
+  }
+  return {dq, dk, dv, dmask};
 }
 
-int64_t attention_varlen_bwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
-                                     Tensor cu_seqlens_k) {
-  return backward_floats(packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k), q.size(0) * q.size(1),
-                         threads());
+FourTensors attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
+                          Tensor k, Tensor v, std::optional<Tensor> mask,
+                          std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
+                          std::optional<Tensor> query_lengths, Tensor out, Tensor lse,
+                          int64_t causal, int64_t window_left, int64_t window_right, double scale,
+                          double dropout_p, std::optional<Tensor> dropout_seed,
+                          int64_t dropout_stream, std::vector<bool> needs) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && needs.size() == 4,
+                  "q, k and v must have 4 dimensions, needs 4 entries");
+  if (!takes(q, q.size(2), k.size(2))) {
+    return choose_elsewhere<FourTensors>("fastattn::attention_bwd", dout, dlse, q, k, v, mask,
+                                         mask_tiles, key_lengths, query_lengths, out, lse, causal,
+                                         window_left, window_right, scale, dropout_p, dropout_seed,
+                                         dropout_stream, needs);
+  }
+  const bool needs_mask = needs[3] && mask;
+  return attention_bwd_out(dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out,
+                           lse, causal, window_left, window_right, scale, dropout_p, dropout_seed,
+                           dropout_stream, needs, new_gradient(q, needs[0]),
+                           new_gradient(k, needs[1]), new_gradient(v, needs[2]),
+                           needs_mask ? new_gradient(*mask, true) : new_vector(0, q.scalar_type()));
 }
 
-void attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
-                          Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out,
-                          Tensor lse, int64_t causal, int64_t window_left, int64_t window_right,
-                          double scale, double dropout_p, std::optional<Tensor> dropout_seed,
-                          int64_t dropout_stream, std::optional<Tensor> dq,
-                          std::optional<Tensor> dk, std::optional<Tensor> dv, Tensor scratch) {
+ThreeTensors attention_varlen_bwd_out(std::optional<Tensor> dout, std::optional<Tensor> dlse,
+                                      Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
+                                      Tensor cu_seqlens_k, Tensor out, Tensor lse,
+                                      int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/,
+                                      int64_t causal, int64_t window_left, int64_t window_right,
+                                      double scale, double dropout_p,
+                                      std::optional<Tensor> dropout_seed, int64_t dropout_stream,
+                                      std::vector<bool> needs, Tensor dq, Tensor dk, Tensor dv) {
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
+  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries");
+  const Tensor tensors[] = {rows_of(q),
+                            rows_of(k),
+                            rows_of(v),
+                            rows_of(out),
+                            as_contiguous(lse),
+                            as_contiguous(cu_seqlens_q),
+                            as_contiguous(cu_seqlens_k)};
+  dout = rows_of(dout);
+  dlse = as_contiguous(dlse);
   const int64_t rows = q.size(0), key_rows = k.size(0);
   Backward a = {};
-  static_cast<Problem&>(a) = packed_shape(q, k, v, cu_seqlens_q, cu_seqlens_k);
+  static_cast<Problem&>(a) =
+      packed_shape(tensors[0], tensors[1], tensors[2], tensors[5], tensors[6]);
   set_options(a, options);
-  const int64_t statistics = a.heads * rows;
+  const int64_t lse_rows = a.heads * rows;
   const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t count,
                            int64_t heads, int64_t columns) {
     return x ? packed_view(*x, name, a.type, count, heads, columns) : TensorView{};
   };
-  a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
+  a.out = packed_view(tensors[3], "out", a.type, rows, a.heads, a.value_dim);
   a.dout = view_if(dout, "dout", rows, a.heads, a.value_dim);
-  a.dq = view_if(dq, "dq", rows, a.heads, a.head_dim);
-  a.dk = view_if(dk, "dk", key_rows, a.kv_heads, a.head_dim);
-  a.dv = view_if(dv, "dv", key_rows, a.kv_heads, a.value_dim);
-  a.lse = data_of<const float>(lse, "lse", statistics, ScalarType::Float);
-  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", statistics, ScalarType::Float) : nullptr;
-  run_backward(a, statistics, scratch);
+  a.dq = view_if(wanted(dq, needs[0]), "dq", rows, a.heads, a.head_dim);
+  a.dk = view_if(wanted(dk, needs[1]), "dk", key_rows, a.kv_heads, a.head_dim);
+  a.dv = view_if(wanted(dv, needs[2]), "dv", key_rows, a.kv_heads, a.value_dim);
+  a.lse = data_of<const float>(tensors[4], "lse", lse_rows, ScalarType::Float);
+  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
+  run_backward(a, lse_rows);
   const int64_t real = a.cu_seqlens_q[a.batch], real_keys = a.cu_seqlens_k[a.batch];
   clear_rows(a.type, a.dq, a.heads, real, rows, a.head_dim);
   clear_rows(a.type, a.dk, a.kv_heads, real_keys, key_rows, a.head_dim);
   clear_rows(a.type, a.dv, a.kv_heads, real_keys, key_rows, a.value_dim);
+  return {dq, dk, dv};
+}
+
+ThreeTensors attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
+                                  Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+                                  Tensor out, Tensor lse, int64_t max_seqlen_q,
+                                  int64_t max_seqlen_k, int64_t causal, int64_t window_left,
+                                  int64_t window_right, double scale, double dropout_p,
+                                  std::optional<Tensor> dropout_seed, int64_t dropout_stream,
+                                  std::vector<bool> needs) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && needs.size() == 3,
+                  "q, k and v must have 3 dimensions, needs 3 entries");
+  if (!takes(q, q.size(0), k.size(0))) {
+    return choose_elsewhere<ThreeTensors>("fastattn::attention_varlen_bwd", dout, dlse, q, k, v,
+                                          cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q,
+                                          max_seqlen_k, causal, window_left, window_right, scale,
+                                          dropout_p, dropout_seed, dropout_stream, needs);
+  }
+  return attention_varlen_bwd_out(
+      dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q, max_seqlen_k, causal,
+      window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream, needs,
+      new_gradient(q, needs[0]), new_gradient(k, needs[1]), new_gradient(v, needs[2]));
 }
 
 }  // namespace
 }  // namespace fastattn::attention
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
-  m.def(
-      "attention_fwd_scratch(int batch, int heads, int kv_heads, int queries, int keys, "
-      "int head_dim, int value_dim) -> int");
-  m.def(
-      "attention_bwd_scratch(int batch, int heads, int kv_heads, int queries, int keys, "
-      "int head_dim, int value_dim) -> int");
-  m.def(
-      "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? key_lengths, "
-      "Tensor? query_lengths, int causal, int window_left, int window_right, float scale, "
-      "float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, Tensor(b!) lse, "
-      "Tensor(c!) scratch) -> ()");
-  m.def(
-      "attention_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? mask, "
-      "Tensor? key_lengths, Tensor? query_lengths, Tensor out, Tensor lse, int causal, "
-      "int window_left, int window_right, float scale, float dropout_p, Tensor? dropout_seed, "
-      "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dmask, "
-      "Tensor(e!) scratch) -> ()");
-  m.def(
-      "attention_plain_fwd(Tensor q, Tensor k, Tensor v, int causal, float? scale) "
-      "-> (Tensor out, Tensor lse)");
-  m.def(
-      "attention_plain_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-      "int causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)");
-  m.def(
-      "attention_varlen_fwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k) -> int");
-  m.def(
-      "attention_varlen_bwd_scratch(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k) -> int");
-  m.def(
-      "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
-      "Tensor cu_seqlens_k, int causal, int window_left, int window_right, float scale, "
-      "float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, Tensor(b!) lse, "
-      "Tensor(c!) scratch) -> ()");
-  m.def(
-      "attention_varlen_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, "
-      "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor out, Tensor lse, int causal, "
-      "int window_left, int window_right, float scale, float dropout_p, Tensor? dropout_seed, "
-      "int dropout_stream, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!) scratch) "
-      "-> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("attention_fwd_scratch", TORCH_BOX(&fastattn::attention::attention_fwd_scratch));
-  m.impl("attention_bwd_scratch", TORCH_BOX(&fastattn::attention::attention_bwd_scratch));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
-  m.impl("attention_fwd", TORCH_BOX(&fastattn::attention::attention_fwd));
-  m.impl("attention_bwd", TORCH_BOX(&fastattn::attention::attention_bwd));
-  m.impl("attention_plain_fwd", TORCH_BOX(&fastattn::attention::attention_plain_fwd));
-  m.impl("attention_plain_bwd", TORCH_BOX(&fastattn::attention::attention_plain_bwd));
-  m.impl("attention_varlen_fwd_scratch",
-         TORCH_BOX(&fastattn::attention::attention_varlen_fwd_scratch));
-  m.impl("attention_varlen_bwd_scratch",
-         TORCH_BOX(&fastattn::attention::attention_varlen_bwd_scratch));
-  m.impl("attention_varlen_fwd", TORCH_BOX(&fastattn::attention::attention_varlen_fwd));
-  m.impl("attention_varlen_bwd", TORCH_BOX(&fastattn::attention::attention_varlen_bwd));
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  using namespace fastattn::attention;
+  m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+  m.impl("attention_fwd.out", TORCH_BOX(&attention_fwd_out));
+  m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+  m.impl("attention_bwd.out", TORCH_BOX(&attention_bwd_out));
+  m.impl("attention_varlen_fwd", TORCH_BOX(&attention_varlen_fwd));
+  m.impl("attention_varlen_fwd.out", TORCH_BOX(&attention_varlen_fwd_out));
+  m.impl("attention_varlen_bwd", TORCH_BOX(&attention_varlen_bwd));
+  m.impl("attention_varlen_bwd.out", TORCH_BOX(&attention_varlen_bwd_out));
 }

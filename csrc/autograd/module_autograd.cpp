@@ -1,14 +1,11 @@
-// The extension fastattn._C_autograd, built for one torch and one Python: a short road for the
-// calls whose kernel takes no longer than Python's checks and its autograd.Function do.
-//
-// `road(...)` makes a callable of an op: the backend asked for and the arguments of the public op
-// -> the results that have a gradient, with their node in the graph where one is wanted, or None
-// where the call is not plain or the native op refuses it; the whole road in Python then serves it,
-// or says what is wrong.
+// The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
+// op in C++, as a kernel at the dispatcher's Autograd keys. Without it the same derivative is made
+// in Python (fastattn/ops/_autograd.py), which the other Autograd keys have anyway.
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
-
-#include <atomic>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/library.h>
 
 #include "autograd/node.h"
 #include "autograd/torch_versions.h"
@@ -16,257 +13,125 @@
 namespace fastattn::autograd {
 namespace {
 
-// Closed roads return None: here for this thread, everywhere for all.
-thread_local int closed_here = 0;
-int closed_everywhere = 0;  // behind Python's lock
-
-// os.environ's own dictionary while nothing else stands in its place, and the variables that choose
-// a backend: where one of them is set, Python decides.
-struct Environment {
-  PyObject* module = nullptr;  // the dictionary of `os`
-  PyObject* name = nullptr;    // "environ"
-  PyObject* mapping = nullptr;
-  PyObject* data = nullptr;
-  PyObject* keys = nullptr;  // a tuple
-};
-Environment environment;
-
-bool is_open() {
-  if (closed_here > 0 || closed_everywhere > 0 ||
-      PyDict_GetItem(environment.module, environment.name) != environment.mapping) {
-    return false;
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(environment.keys); ++i) {
-    if (PyDict_GetItem(environment.data, PyTuple_GET_ITEM(environment.keys, i)) != nullptr) {
-      return false;
-    }
-  }
-  return true;
-}
-
-class WithoutPython {
+// Runs the op below the Autograd keys and leaves a node in the graph where a gradient is wanted.
+class Differentiable final : public c10::OperatorKernel {
  public:
-  WithoutPython() : state_(PyEval_SaveThread()) {}
-  ~WithoutPython() { PyEval_RestoreThread(state_); }
-  WithoutPython(const WithoutPython&) = delete;
+  explicit Differentiable(const Derivative& derivative) : derivative_(derivative) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const size_t first = stack->size() - derivative_.arguments;
+    const bool graph = at::GradMode::is_enabled() && requires_grad(*stack, first);
+    check_no_tangents(op, *stack, first);
+    std::vector<c10::IValue> values;
+    torch::autograd::edge_list edges;
+    if (graph) {
+      values.reserve(derivative_.arguments + op.schema().returns().size());
+      values.assign(stack->begin() + static_cast<ptrdiff_t>(first), stack->end());
+      edges = edges_of(values);
+    }
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    }
+    if (!graph) {
+      return;
+    }
+    auto node = make_node<OpNode>(derivative_);
+    node->set_next_edges(std::move(edges));
+    for (int r = 0; r < derivative_.differentiable; ++r) {
+      torch::autograd::set_history((*stack)[first + r].toTensor(), node);
+    }
+    values.insert(values.end(), stack->begin() + static_cast<ptrdiff_t>(first), stack->end());
+    node->save(values);
+  }
 
  private:
-  PyThreadState* state_;
+  bool requires_grad(const torch::jit::Stack& stack, size_t first) const {
+    return std::any_of(derivative_.tensors.begin(), derivative_.tensors.end(), [&](int i) {
+      const c10::IValue& value = stack[first + i];
+      return value.isTensor() && value.toTensor().requires_grad();
+    });
+  }
+
+  torch::autograd::edge_list edges_of(const std::vector<c10::IValue>& values) const {
+    torch::autograd::edge_list edges;
+    edges.reserve(derivative_.tensors.size());
+    for (int i : derivative_.tensors) {
+      edges.push_back(values[i].isTensor()
+                          ? torch::autograd::impl::gradient_edge(values[i].toTensor())
+                          : torch::autograd::Edge());
+    }
+    return edges;
+  }
+
+  // A derivative in forward mode would be lost.
+  void check_no_tangents(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
+                         size_t first) const {
+    if (!torch::autograd::ForwardADLevel::try_get_by_idx(0)) {
+      return;
+    }
+    for (int i : derivative_.tensors) {
+      const c10::IValue& value = stack[first + i];
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !value.isTensor() || !torch::autograd::isFwGradDefined(value.toTensor()),
+          op.schema().name(), " has no derivative in forward mode");
+    }
+  }
+
+  const Derivative& derivative_;
 };
 
-double number(PyObject* object) {
-  return PyFloat_CheckExact(object) ? PyFloat_AS_DOUBLE(object) : PyLong_AsDouble(object);
-}
-
-// Whether the argument is what the road wants; if so its value, where the native op has one.
-bool read(const Argument& argument, PyObject* object, torch::jit::Stack& stack) {
-  switch (argument.kind) {
-    case Kind::kNone:
-      return object == Py_None;
-    case Kind::kNumber:
-      return (PyFloat_CheckExact(object) || PyLong_CheckExact(object)) &&
-             number(object) == argument.number;
-    case Kind::kFloat:
-      if (!PyFloat_CheckExact(object)) {
-        return false;
-      }
-      stack[argument.native] = PyFloat_AS_DOUBLE(object);
-      return true;
-    case Kind::kInt: {
-      if (!PyLong_CheckExact(object)) {
-        return false;
-      }
-      int overflow = 0;
-      stack[argument.native] =
-          static_cast<int64_t>(PyLong_AsLongLongAndOverflow(object, &overflow));
-      return overflow == 0;
-    }
-    case Kind::kTensorOrNone:
-      if (object == Py_None) {
-        return true;
-      }
-      [[fallthrough]];
-    case Kind::kTensor: {
-      if (!THPVariable_CheckExact(object)) {
-        return false;
-      }
-      const Tensor& tensor = THPVariable_Unpack(object);
-      stack[argument.native] = tensor;
-      return is_plain_tensor(tensor);
-    }
-  }
-  return false;
-}
-
-const Tensor& tensor_at(PyObject* const* args, int i) {
-  static const Tensor none;
-  return args[i] == Py_None ? none : THPVariable_Unpack(args[i]);
-}
-
-// Joins the results to the graph. Saved-tensor hooks may run Python here, and raise.
-void join(const Road& road, bool asked_for, PyObject* const* args,
-          const torch::jit::Stack& results) {
-  auto node = make_node<OpNode>(road, asked_for);
-  torch::autograd::edge_list edges;
-  edges.reserve(road.tensors.size());
-  for (int i : road.tensors) {
-    const Tensor& tensor = tensor_at(args, i);
-    edges.push_back(tensor.defined() ? torch::autograd::impl::gradient_edge(tensor)
-                                     : torch::autograd::Edge());
-  }
-  node->set_next_edges(std::move(edges));
-  for (int r = 0; r < road.differentiable; ++r) {
-    torch::autograd::set_history(results[r].toTensor(), node);
-  }
-  const int first_result = static_cast<int>(road.arguments.size());
-  node->reserve();
-  for (int i : road.saved) {
-    if (i >= first_result) {
-      node->save(results[i - first_result].toTensor(), i - first_result < road.differentiable);
-    } else if (args[i] == Py_None) {
-      node->save_none();
-    } else {
-      node->save(THPVariable_Unpack(args[i]), false);
-    }
-  }
-  for (int i : road.constants) {
-    if (PyFloat_CheckExact(args[i])) {
-      node->keep(PyFloat_AS_DOUBLE(args[i]));
-    } else {
-      node->keep(static_cast<int64_t>(PyLong_AsLongLong(args[i])));
-    }
-  }
-  for (int i : road.typed) {
-    node->keep_dtype(THPVariable_Unpack(args[i]).scalar_type());
-  }
-  for (const Equal& equal : road.equal) {
-    node->keep_equal(number(args[equal.zero]) == 0.0 &&
-                     THPVariable_Unpack(args[equal.x]).scalar_type() ==
-                         THPVariable_Unpack(args[equal.y]).scalar_type());
-  }
-}
-
-struct RoadObject {
-  PyObject_HEAD vectorcallfunc vectorcall;
-  const Road* road;  // nodes refer to it: it lives as long as the process
-};
-
-PyObject* take(PyObject* self, PyObject* const* given, size_t flags, PyObject* names) {
-  HANDLE_TH_ERRORS
-  const Road& road = *reinterpret_cast<RoadObject*>(self)->road;
-  const size_t count = road.arguments.size();
-  if (names != nullptr || static_cast<size_t>(PyVectorcall_NARGS(flags)) != 1 + count ||
-      !is_open() || !is_plain_thread(road.casts)) {
-    Py_RETURN_NONE;
-  }
-  const bool asked_for = given[0] != Py_None;
-  if (asked_for && !(PyUnicode_CheckExact(given[0]) &&
-                     PyUnicode_CompareWithASCIIString(given[0], kBackend) == 0)) {
-    Py_RETURN_NONE;
-  }
-  PyObject* const* args = given + 1;
-  torch::jit::Stack stack(road.forward.schema().arguments().size());
-  bool graph = false;
-  for (size_t i = 0; i < count; ++i) {
-    if (!read(road.arguments[i], args[i], stack)) {
-      Py_RETURN_NONE;
-    }
-  }
-  for (int i : road.tensors) {
-    const Tensor& tensor = tensor_at(args, i);
-    graph = graph || (tensor.defined() && tensor.requires_grad());
-  }
-  try {
-    WithoutPython released;
-    call_native(road.forward, stack);
-  } catch (const std::exception&) {
-    Py_RETURN_NONE;
-  }
-  if (graph && at::GradMode::is_enabled()) {
-    join(road, asked_for, args, stack);
-  }
-  THPObjectPtr made(PyTuple_New(road.differentiable));
-  if (!made) {
-    return nullptr;
-  }
-  for (int r = 0; r < road.differentiable; ++r) {
-    PyObject* result = THPVariable_Wrap(std::move(stack[r]).toTensor());
-    if (result == nullptr) {
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(made.get(), r, result);
-  }
-  return made.release();
-  END_HANDLE_TH_ERRORS
-}
-
-PyTypeObject road_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 PyTypeObject node_type = {};
 
 using Indices = std::vector<int>;
 
-// See fastattn/ops/_road.py, which reads all this off the schemas.
-pybind11::object make_road(const std::string& name, const std::string& forward,
-                           const std::string& backward,
-                           const std::vector<std::tuple<int, double, int>>& arguments,
-                           const Indices& saved, const Indices& constants, const Indices& typed,
-                           int differentiable, const std::vector<std::pair<int, int>>& sources,
-                           const Indices& gradients, const std::vector<std::pair<int, int>>& passed,
-                           const std::vector<std::array<int, 5>>& equal, bool casts,
-                           pybind11::object in_python) {
+// Registers the derivative of an overload of `forward` for CPU and CUDA. The positions are those of
+// fastattn/ops/_autograd.py, which reads them off the schemas.
+void differentiate(const std::string& name, const std::string& forward, const std::string& overload,
+                   const std::string& backward, const Indices& tensors, int differentiable,
+                   const std::vector<std::pair<int, Indices>>& saved, const Indices& constants,
+                   const Indices& dtypes, const std::vector<std::pair<int, int>>& sources,
+                   const Indices& gradients, const std::vector<std::pair<int, int>>& passed,
+                   const std::vector<std::array<int, 5>>& equal) {
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
-  Road* road = new Road{name, dispatcher.findSchemaOrThrow(forward.c_str(), ""),
-                        dispatcher.findSchemaOrThrow(backward.c_str(), "")};
-  for (const auto& [kind, value, native] : arguments) {
-    const Argument argument = {static_cast<Kind>(kind), value, native};
-    if (argument.kind == Kind::kTensor || argument.kind == Kind::kTensorOrNone ||
-        argument.kind == Kind::kNone) {
-      road->tensors.push_back(static_cast<int>(road->arguments.size()));
-    }
-    road->arguments.push_back(argument);
+  const auto op = [&](const std::string& op_name) {
+    return dispatcher.findSchemaOrThrow(("fastattn::" + op_name).c_str(), overload.c_str());
+  };
+  const auto edge = [&](int argument) {
+    return static_cast<int>(std::find(tensors.begin(), tensors.end(), argument) - tensors.begin());
+  };
+  auto* derivative = new Derivative{name, op(backward)};
+  derivative->arguments = static_cast<int>(op(forward).schema().arguments().size());
+  derivative->tensors = tensors;
+  derivative->differentiable = differentiable;
+  for (const auto& [position, read_by] : saved) {
+    derivative->saved.push_back({position, read_by});
   }
-  road->saved = saved;
-  road->constants = constants;
-  road->typed = typed;
-  road->differentiable = differentiable;
-  road->reads.resize(differentiable);
+  derivative->constants = constants;
+  derivative->dtypes = dtypes;
   for (const auto& [from, index] : sources) {
-    const Source source = {static_cast<From>(from), index};
-    road->sources.push_back(source);
-    road->computes_what_is_needed |= source.from == From::kNeeded;
-    if (source.from == From::kGradient) {
-      road->reads[index] = true;
-    }
+    derivative->sources.push_back({static_cast<From>(from), index});
   }
-  road->gradients = gradients;
-  road->passed = passed;
+  for (int argument : gradients) {
+    derivative->gradients.push_back(edge(argument));
+  }
+  for (const auto& [argument, result] : passed) {
+    derivative->passed.emplace_back(edge(argument), result);
+  }
   for (const auto& [spared, computed, x, y, zero] : equal) {
-    road->equal.push_back({spared, computed, x, y, zero});
+    derivative->equal.push_back({spared, computed, x, y, zero});
   }
-  road->casts = casts;
-  road->in_python = in_python.release().ptr();
-  RoadObject* made = PyObject_New(RoadObject, &road_type);
-  if (made == nullptr) {
-    throw pybind11::error_already_set();
+  const std::string full_name = overload.empty() ? forward : forward + "." + overload;
+  for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
+    static auto* libraries = new std::vector<torch::Library>;  // registered as long as they live
+    libraries->emplace_back(torch::Library::IMPL, "fastattn", key, __FILE__, __LINE__);
+    libraries->back().impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                                  std::make_unique<Differentiable>(*derivative)));
   }
-  made->vectorcall = take;
-  made->road = road;
-  return pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(made));
 }
 
-void watch_environment(const pybind11::dict& module, const pybind11::object& mapping,
-                       const pybind11::dict& data, const pybind11::tuple& keys) {
-  environment = {pybind11::object(module).release().ptr(), PyUnicode_InternFromString("environ"),
-                 pybind11::object(mapping).release().ptr(), pybind11::object(data).release().ptr(),
-                 pybind11::object(keys).release().ptr()};
-}
-
-bool make_types() {
-  road_type.tp_name = "fastattn._C_autograd.Road";
-  road_type.tp_basicsize = sizeof(RoadObject);
-  road_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  road_type.tp_vectorcall_offset = offsetof(RoadObject, vectorcall);
-  road_type.tp_call = PyVectorcall_Call;
+void register_node_type() {
   // Nodes of a type of this name are printed under their own.
   torch::autograd::_initFunctionPyTypeObject(node_type, "fastattn._C_autograd.CppFunction", nullptr,
                                              nullptr);
@@ -274,7 +139,6 @@ bool make_types() {
   pybind11::module_::import("torch.autograd.graph")
       .attr("Node")
       .attr("register")(pybind11::handle(reinterpret_cast<PyObject*>(&node_type)));
-  return PyType_Ready(&road_type) == 0;
 }
 
 }  // namespace
@@ -286,15 +150,13 @@ PyMODINIT_FUNC PyInit__C_autograd() {
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastattn._C_autograd", nullptr, -1,
                                    nullptr};
   PyObject* created = PyModule_Create(&definition);
-  if (created == nullptr || !make_types()) {
+  if (created == nullptr) {
     return nullptr;
   }
+  register_node_type();
   auto m = pybind11::reinterpret_borrow<pybind11::module_>(created);
   m.attr("interface") = kInterface;
-  m.def("road", &make_road);
-  m.def("watch_environment", &watch_environment);
-  m.def("close_here", [](int more) { closed_here += more; });
-  m.def("close_everywhere", [](int more) { closed_everywhere += more; });
+  m.def("differentiate", &differentiate);
   return created;
   END_HANDLE_TH_ERRORS
 }

@@ -1,7 +1,6 @@
-// All in which the versions of torch differ that the extension is built with.
+// What differs between the versions of torch that the extension can be built with.
 #pragma once
 
-#include <c10/core/DispatchKeySet.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/headeronly/version.h>
@@ -19,17 +18,12 @@ std::shared_ptr<Node> make_node(Arguments&&... arguments) {
   return {new Node(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode};
 }
 
-// Dimensions may have names. A thread that runs a node excludes this key: it ignores them.
-constexpr c10::DispatchKeySet kNames(c10::DispatchKey::Named);
-
 #else
 
 template <class Node, class... Arguments>
 c10::intrusive_ptr<Node> make_node(Arguments&&... arguments) {
   return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
-
-constexpr c10::DispatchKeySet kNames;
 
 #endif
 

@@ -1,5 +1,5 @@
-// The library _C_cpu itself: namespace fastattn_cpu and the choice of the instruction set. Every op
-// adds its own definitions in its binding.
+// The library _C_cpu itself: namespace fastattn_cpu, which has the choice of the instruction set
+// and what tests set. Every op registers its kernels for the namespace fastattn in its binding.
 #include <atomic>
 
 #include "common/isa.h"
@@ -27,7 +27,16 @@ void choose_isa(int64_t isa) {
   use_isa(static_cast<Isa>(isa));
 }
 
+bool poison_memory(bool on) {
+  return poisons_memory().exchange(on);
+}
+
 }  // namespace
+
+std::atomic<bool>& poisons_memory() {
+  static std::atomic<bool> on{false};
+  return on;
+}
 
 Isa active_isa() {
   return active().load(std::memory_order_relaxed);
@@ -42,10 +51,12 @@ STABLE_TORCH_LIBRARY(fastattn_cpu, m) {
   m.def("best_isa() -> int");
   m.def("isa() -> int");
   m.def("use_isa(int isa) -> ()");
+  m.def("poison_memory(bool on) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("best_isa", TORCH_BOX(&fastattn::best));
   m.impl("isa", TORCH_BOX(&fastattn::isa_in_use));
   m.impl("use_isa", TORCH_BOX(&fastattn::choose_isa));
+  m.impl("poison_memory", TORCH_BOX(&fastattn::poison_memory));
 }

@@ -1,7 +1,6 @@
-// fastattn_cpu's feed-forward network: its products, what becomes of their sums, and which waits
+// The feed-forward network on the CPU: its products, what becomes of their sums, and which waits
 // for which. The forward is one parallel region, and so is the backward.
 #include <algorithm>
-#include <tuple>
 
 #include "ffn/binding_products_cpu.h"
 
@@ -27,8 +26,30 @@ int64_t work_of(const Shape& s) {
   return s.rows * (s.wide * s.D + s.F * s.out);
 }
 
-bool keeps_activated(int64_t activation, const Shape& s) {
-  return static_cast<Activation>(activation) == Activation::kRelu && !s.gated();
+bool takes(const Tensor& x, const std::optional<Tensor>& residual) {
+  return has_kernels_for(x.scalar_type()) &&
+         (!residual || has_kernels_for(residual->scalar_type()));
+}
+
+Activation activation_of(const std::string& name, const Shape& s) {
+  const bool gated = name == "reglu" || name == "geglu" || name == "swiglu";
+  STD_TORCH_CHECK(s.wide == (gated ? 2 : 1) * s.F, "w1 must have ", (gated ? 2 : 1) * s.F,
+                  " rows for ", name, " and w2, got ", s.wide);
+  if (name == "relu" || name == "reglu") {
+    return Activation::kRelu;
+  }
+  if (name == "gelu" || name == "geglu") {
+    return Activation::kGelu;
+  }
+  if (name == "gelu_tanh") {
+    return Activation::kGeluTanh;
+  }
+  STD_TORCH_CHECK(name == "silu" || name == "swiglu", "activation must be known, got ", name);
+  return Activation::kSilu;
+}
+
+bool keeps_activated(Activation activation, const Shape& s) {
+  return activation == Activation::kRelu && !s.gated();
 }
 
 // -- scratch memory -------------------------------------------------------------------------------
@@ -67,29 +88,36 @@ struct BackwardScratch {
   }
 };
 
-int64_t ffn_fwd_scratch(int64_t rows, int64_t D, int64_t wide, int64_t F, int64_t out,
-                        int64_t element_bytes, int64_t activation) {
-  const Shape s = {type_of_size(element_bytes), rows, D, wide, F, out};
-  Carver carver(nullptr);
-  ForwardScratch(s, keeps_activated(activation, s), carver);
-  return with_workers(carver.used(), work_of(s));
-}
-
-int64_t ffn_bwd_scratch(int64_t rows, int64_t D, int64_t wide, int64_t F, int64_t out,
-                        int64_t element_bytes, int64_t activation, bool drops) {
-  const Shape s = {type_of_size(element_bytes), rows, D, wide, F, out};
-  Carver carver(nullptr);
-  BackwardScratch(s, keeps_activated(activation, s), drops, carver);
-  return with_workers(carver.used(), 2 * work_of(s));
+// `Memory(carver)` with carver on a workspace of the size that it takes.
+template <class Memory>
+Tensor workspace_for(int64_t work, const Memory& memory) {
+  Carver measure(nullptr);
+  memory(measure);
+  return new_vector(with_workers(measure.used(), work), ScalarType::Float);
 }
 
 // -- forward --------------------------------------------------------------------------------------
-void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
-             std::optional<Tensor> residual, int64_t activation, double dropout_p,
-             double output_dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream,
-             Tensor y, Tensor hidden, Tensor scratch) {
+std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2,
+                                       std::optional<Tensor> b2, std::optional<Tensor> residual,
+                                       std::string activation, double dropout_p,
+                                       double output_dropout_p, std::optional<Tensor> dropout_seed,
+                                       int64_t dropout_stream, Tensor y, Tensor hidden) {
+  if (!takes(x, residual)) {
+    return choose_elsewhere_into(std::tuple(y, hidden), "fastattn::ffn_fwd", x, w1, b1, w2, b2,
+                                 residual, activation, dropout_p, output_dropout_p, dropout_seed,
+                                 dropout_stream);
+  }
+  x = readable(x);
+  w1 = readable(w1);
+  w2 = readable(w2);
+  b1 = as_contiguous(b1);
+  b2 = as_contiguous(b2);
+  residual = as_contiguous(residual);
   const Shape s = shape_of(x, w1, w2);
-  const bool keeps = keeps_activated(activation, s);
+  const Activation act = activation_of(activation, s);
+  const bool keeps = keeps_activated(act, s);
+  const Tensor scratch =
+      workspace_for(work_of(s), [&](Carver& carver) { ForwardScratch(s, keeps, carver); });
   Carver carver(&scratch);
   const ForwardScratch memory(s, keeps, carver);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
@@ -103,7 +131,7 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   first.finish.kind = Finish::kActivate;
   first.finish.bias = vector_if(b1, "b1", s.wide, s.type);
   first.finish.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
-  first.finish.activation = static_cast<Activation>(activation);
+  first.finish.activation = act;
   first.finish.hidden = vector_if(fresh(hidden), "hidden", s.rows * s.wide, s.type);
   first.finish.activated = memory.activated;
   const int first_step = team.multiply(first, first_panels, -1, -1);
@@ -121,28 +149,46 @@ void ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2, std::opti
   STD_TORCH_CHECK(second.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(second, second_panels, first_step, -1, true, true);
   run(team);
-}
-
-std::tuple<Tensor, Tensor> ffn_plain_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2,
-                                         std::optional<Tensor> b2, int64_t activation) {
-  const Shape s = shape_of(x, w1, w2);
-  Tensor y = new_rows(x, s.out), hidden = new_rows(x, s.wide);
-  ffn_fwd(
-      readable(x), readable(w1), contiguous_if(b1), readable(w2), contiguous_if(b2), {}, activation,
-      0.0, 0.0, {}, 0, y, hidden,
-      new_scratch(ffn_fwd_scratch(s.rows, s.D, s.wide, s.F, s.out, x.element_size(), activation)));
   return {y, hidden};
 }
 
+std::tuple<Tensor, Tensor> ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2,
+                                   std::optional<Tensor> b2, std::optional<Tensor> residual,
+                                   std::string activation, double dropout_p,
+                                   double output_dropout_p, std::optional<Tensor> dropout_seed,
+                                   int64_t dropout_stream) {
+  if (!takes(x, residual)) {
+    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+        "fastattn::ffn_fwd", x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p,
+        dropout_seed, dropout_stream);
+  }
+  const ScalarType type = residual ? residual->scalar_type() : x.scalar_type();
+  return ffn_fwd_out(x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p,
+                     dropout_seed, dropout_stream, new_rows(x, w2.size(0), type),
+                     new_rows(x, w1.size(0)));
+}
+
 // -- backward -------------------------------------------------------------------------------------
-void ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int64_t activation,
-             double dropout_p, double output_dropout_p, std::optional<Tensor> dropout_seed,
-             int64_t dropout_stream, Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2,
-             Tensor scratch) {
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*b1*/, Tensor w2,
+                        std::optional<Tensor> /*b2*/, Tensor hidden, std::string activation,
+                        double dropout_p, double output_dropout_p,
+                        std::optional<Tensor> dropout_seed, int64_t dropout_stream,
+                        std::vector<bool> /*needs*/, Tensor dx, Tensor dw1, Tensor db1, Tensor dw2,
+                        Tensor db2) {
+  dy = readable_rows(dy);
+  x = readable(x);
+  w1 = readable(w1);
+  w2 = readable(w2);
+  hidden = as_contiguous(hidden);
   const Shape s = shape_of(x, w1, w2);
-  const bool kept_activated = keeps_activated(activation, s);
+  const Activation act = activation_of(activation, s);
+  const bool kept_activated = keeps_activated(act, s);
   const DType dy_type = dtype_of(dy, "dy");
   const bool drops = output_dropout_p > 0 || dy_type != s.type;
+  const Tensor scratch = workspace_for(
+      2 * work_of(s), [&](Carver& carver) { BackwardScratch(s, kept_activated, drops, carver); });
   Carver carver(&scratch);
   const BackwardScratch memory(s, kept_activated, drops, carver);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
@@ -182,7 +228,7 @@ void ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int64_t a
   product.gate = s.gated() ? s.F : 0;
   product.finish.kind = Finish::kDifferentiate;
   product.finish.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
-  product.finish.activation = static_cast<Activation>(activation);
+  product.finish.activation = act;
   product.finish.hidden = vector_if(hidden, "hidden", s.rows * s.wide, s.type);
   product.finish.dhidden = memory.dhidden;
   product.finish.activated = !kept_activated && wants_w2 ? memory.activated : nullptr;
@@ -213,39 +259,32 @@ void ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int64_t a
                   dropped, kept_activated ? -1 : differentiated);
   }
   run(team);
+  return {dx, dw1, db1, dw2, db2};
+}
+
+FiveTensors ffn_bwd(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> b1, Tensor w2,
+                    std::optional<Tensor> b2, Tensor hidden, std::string activation,
+                    double dropout_p, double output_dropout_p, std::optional<Tensor> dropout_seed,
+                    int64_t dropout_stream, std::vector<bool> needs) {
+  STD_TORCH_CHECK(needs.size() == 5, "needs must have 5 entries");
+  if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(dy.scalar_type())) {
+    return choose_elsewhere<FiveTensors>("fastattn::ffn_bwd", dy, x, w1, b1, w2, b2, hidden,
+                                         activation, dropout_p, output_dropout_p, dropout_seed,
+                                         dropout_stream, needs);
+  }
+  return ffn_bwd_out(dy, x, w1, b1, w2, b2, hidden, activation, dropout_p, output_dropout_p,
+                     dropout_seed, dropout_stream, needs, new_gradient(x, needs[0]),
+                     new_gradient(w1, needs[1]), new_gradient(x, b1, needs[2]),
+                     new_gradient(w2, needs[3]), new_gradient(x, b2, needs[4]));
 }
 
 }  // namespace
 }  // namespace fastattn::ffn
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
-  m.def(
-      "ffn_fwd_scratch(int rows, int d, int wide, int f, int out, int element_bytes, "
-      "int activation) -> int");
-  m.def(
-      "ffn_bwd_scratch(int rows, int d, int wide, int f, int out, int element_bytes, "
-      "int activation, bool drops) -> int");
-  m.def(
-      "ffn_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? residual, "
-      "int activation, float dropout_p, float output_dropout_p, Tensor? dropout_seed, "
-      "int dropout_stream, Tensor(a!) y, Tensor(b!) hidden, Tensor(c!) scratch) -> ()");
-  m.def(
-      "ffn_bwd(Tensor dy, Tensor x, Tensor w1, Tensor w2, Tensor hidden, int activation, "
-      "float dropout_p, float output_dropout_p, Tensor? dropout_seed, int dropout_stream, "
-      "Tensor(a!) dx, Tensor(b!) dw1, Tensor(c!) db1, Tensor(d!) dw2, Tensor(e!) db2, "
-      "Tensor(f!) scratch) -> ()");
-  m.def(
-      "ffn_plain_fwd(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation) "
-      "-> (Tensor y, Tensor hidden)");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
-  m.impl("ffn_fwd_scratch", TORCH_BOX(&fastattn::ffn::ffn_fwd_scratch));
-  m.impl("ffn_bwd_scratch", TORCH_BOX(&fastattn::ffn::ffn_bwd_scratch));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
-  m.impl("ffn_fwd", TORCH_BOX(&fastattn::ffn::ffn_fwd));
-  m.impl("ffn_bwd", TORCH_BOX(&fastattn::ffn::ffn_bwd));
-  m.impl("ffn_plain_fwd", TORCH_BOX(&fastattn::ffn::ffn_plain_fwd));
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  using namespace fastattn::ffn;
+  m.impl("ffn_fwd", TORCH_BOX(&ffn_fwd));
+  m.impl("ffn_fwd.out", TORCH_BOX(&ffn_fwd_out));
+  m.impl("ffn_bwd", TORCH_BOX(&ffn_bwd));
+  m.impl("ffn_bwd.out", TORCH_BOX(&ffn_bwd_out));
 }

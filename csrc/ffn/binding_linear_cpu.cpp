@@ -1,10 +1,27 @@
-// fastattn_cpu's matrix product alone: y = x w^T + b, x [rows, D], w [out, D].
+// The linear layer on the CPU: y = x w^T + b, x [rows, D], w [out, D].
+//
+// The matrix products of PyTorch's own libraries are faster for some dtypes on some processors:
+// there the default overload, which has the choice, takes those.
 #include <algorithm>
+#include <array>
 
 #include "ffn/binding_products_cpu.h"
 
 namespace fastattn::ffn {
 namespace {
+
+// By dtype: fp32, bf16, fp16. Set once, after the library is loaded.
+std::array<bool, 3> torch_is_faster = {};
+
+void set_torch_is_faster(std::vector<bool> by_dtype) {
+  STD_TORCH_CHECK(by_dtype.size() == torch_is_faster.size(), "a flag for each dtype");
+  std::copy(by_dtype.begin(), by_dtype.end(), torch_is_faster.begin());
+}
+
+bool takes(const Tensor& x) {
+  return has_kernels_for(x.scalar_type()) &&
+         !torch_is_faster[static_cast<size_t>(dtype_of(x, "x"))];
+}
 
 bool be_batch_invariant(bool on) {
   const bool before = batch_invariant;
@@ -38,24 +55,24 @@ LinearShape linear_shape_of(const Tensor& x, const Tensor& w) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w.size(0)};
 }
 
-int64_t linear_fwd_scratch(int64_t rows, int64_t D, int64_t out, int64_t element_bytes) {
-  const LinearShape s = {type_of_size(element_bytes), rows, D, out};
-  Carver carver(nullptr);
-  carver.take(Product::packed_floats(rows, D, out));
-  return with_workers(carver.used(), s.work());
+Tensor new_scratch(int64_t floats) {
+  return new_vector(floats, ScalarType::Float);
 }
 
-int64_t linear_bwd_scratch(int64_t rows, int64_t D, int64_t out, int64_t element_bytes) {
-  const LinearShape s = {type_of_size(element_bytes), rows, D, out};
-  Carver carver(nullptr);
-  LinearBackwardScratch(s, carver);
-  return with_workers(carver.used(), 2 * s.work());
-}
-
-void linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y, Tensor scratch) {
+std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y) {
+  if (!has_kernels_for(x.scalar_type())) {
+    return choose_elsewhere_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
+  }
+  x = readable(x);
+  w = readable(w);
+  b = as_contiguous(b);
   const LinearShape s = linear_shape_of(x, w);
+  const int64_t packed = Product::packed_floats(s.rows, s.D, s.out);
+  Carver measure(nullptr);
+  measure.take(packed);
+  const Tensor scratch = new_scratch(with_workers(measure.used(), s.work()));
   Carver carver(&scratch);
-  Panels panels = {carver.take(Product::packed_floats(s.rows, s.D, s.out))};
+  Panels panels = {carver.take(packed)};
   Team team = team_of(carver);
   Product product(s.type);
   product.a = matrix(x, "x", s.rows, s.D, s.type);
@@ -66,19 +83,31 @@ void linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y, Tensor sc
   STD_TORCH_CHECK(product.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(product, panels, -1, -1);
   run(team);
+  return {y};
 }
 
-Tensor linear_plain_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
-  const LinearShape s = linear_shape_of(x, w);
-  STD_TORCH_CHECK(!b || (b->dim() == 1 && b->size(0) == s.out), "b must be [", s.out, "]");
-  Tensor y = new_rows(x, s.out);
-  linear_fwd(readable(x), readable(w), contiguous_if(b), y,
-             new_scratch(linear_fwd_scratch(s.rows, s.D, s.out, x.element_size())));
-  return y;
+Tensor linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
+  if (!takes(x)) {
+    return std::get<0>(choose_elsewhere<std::tuple<Tensor>>("fastattn::linear_fwd", x, w, b));
+  }
+  return std::get<0>(linear_fwd_out(x, w, b, new_rows(x, w.size(0))));
 }
 
-void linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor dx, Tensor dw, Tensor db, Tensor scratch) {
-  const LinearShape s = linear_shape_of(x, w);
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+// x is read for dw alone and may be absent without it, and w for dx.
+ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Tensor> w,
+                            std::vector<bool> needs, Tensor dx, Tensor dw, Tensor db) {
+  STD_TORCH_CHECK(needs.size() == 3 && dy.dim() >= 1, "needs must have 3 entries, dy a dimension");
+  STD_TORCH_CHECK((w || !needs[0]) && (x || !needs[1]), "dx needs w, and dw needs x");
+  dy = readable_rows(dy);
+  x = x ? std::optional(readable(*x)) : x;
+  w = w ? std::optional(readable(*w)) : w;
+  const int64_t columns = w ? w->size(1) : x ? x->size(-1) : 0;
+  const LinearShape s = {dtype_of(dy, "dy"), rows_in(dy), columns, dy.size(-1)};
+  Carver measure(nullptr);
+  LinearBackwardScratch(s, measure);
+  const Tensor scratch = new_scratch(with_workers(measure.used(), 2 * s.work()));
   Carver carver(&scratch);
   const LinearBackwardScratch memory(s, carver);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
@@ -91,24 +120,29 @@ void linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor dx, Tensor dw, Tensor db, 
                 team.drop_output(output));
   }
   if (dx.numel() > 0) {
-    const Matrix weight = matrix(w, "w", s.out, s.D, s.type);
+    const Matrix weight = matrix(*w, "w", s.out, s.D, s.type);
     team.multiply(stored(gradient, weight, dx, "dx", s.type), first_panels, -1, -1);
   }
   if (dw.numel() > 0) {
-    const Matrix input = matrix(x, "x", s.rows, s.D, s.type);
+    const Matrix input = matrix(*x, "x", s.rows, s.D, s.type);
     team.multiply(stored(gradient.transposed(), input, dw, "dw", s.type), second_panels, -1, -1);
   }
   run(team);
+  return {dx, dw, db};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_plain_bwd(Tensor dy, Tensor x, Tensor w, bool needs_x,
-                                                    bool needs_w, bool needs_b) {
-  const LinearShape s = linear_shape_of(x, w);
-  Tensor dx = new_gradient(x, needs_x), dw = new_gradient(w, needs_w);
-  Tensor db = new_vector(needs_b ? s.out : 0, x.scalar_type());
-  linear_bwd(readable(dy), readable(x), readable(w), dx, dw, db,
-             new_scratch(linear_bwd_scratch(s.rows, s.D, s.out, x.element_size())));
-  return {dx, dw, db};
+ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor> w,
+                        std::vector<bool> needs) {
+  STD_TORCH_CHECK(needs.size() == 3 && (w || !needs[0]) && (x || !needs[1]),
+                  "needs must have 3 entries, dx needs w, and dw needs x");
+  if (!takes(dy)) {
+    return choose_elsewhere<ThreeTensors>("fastattn::linear_bwd", dy, x, w, needs);
+  }
+  const int64_t out = dy.size(-1), sizes[] = {out, needs[1] ? x->size(-1) : 0};
+  const ScalarType type = dy.scalar_type();
+  return linear_bwd_out(dy, x, w, needs, needs[0] ? new_rows(dy, w->size(1)) : new_vector(0, type),
+                        needs[1] ? new_contiguous({sizes, 2}, type) : new_vector(0, type),
+                        new_vector(needs[2] ? out : 0, type));
 }
 
 }  // namespace
@@ -116,27 +150,18 @@ std::tuple<Tensor, Tensor, Tensor> linear_plain_bwd(Tensor dy, Tensor x, Tensor 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_cpu, m) {
   m.def("batch_invariant(bool on) -> bool");
-  m.def("linear_fwd_scratch(int rows, int d, int out, int element_bytes) -> int");
-  m.def("linear_bwd_scratch(int rows, int d, int out, int element_bytes) -> int");
-  m.def("linear_fwd(Tensor x, Tensor w, Tensor? b, Tensor(a!) y, Tensor(b!) scratch) -> ()");
-  m.def("linear_plain_fwd(Tensor x, Tensor w, Tensor? b) -> Tensor");
-  m.def(
-      "linear_plain_bwd(Tensor dy, Tensor x, Tensor w, bool needs_x, bool needs_w, bool needs_b) "
-      "-> (Tensor dx, Tensor dw, Tensor db)");
-  m.def(
-      "linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor(a!) dx, Tensor(b!) dw, Tensor(c!) db, "
-      "Tensor(d!) scratch) -> ()");
+  m.def("set_torch_is_faster(bool[] by_dtype) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CompositeExplicitAutograd, m) {
   m.impl("batch_invariant", TORCH_BOX(&fastattn::ffn::be_batch_invariant));
-  m.impl("linear_fwd_scratch", TORCH_BOX(&fastattn::ffn::linear_fwd_scratch));
-  m.impl("linear_bwd_scratch", TORCH_BOX(&fastattn::ffn::linear_bwd_scratch));
+  m.impl("set_torch_is_faster", TORCH_BOX(&fastattn::ffn::set_torch_is_faster));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fastattn_cpu, CPU, m) {
-  m.impl("linear_fwd", TORCH_BOX(&fastattn::ffn::linear_fwd));
-  m.impl("linear_plain_fwd", TORCH_BOX(&fastattn::ffn::linear_plain_fwd));
-  m.impl("linear_plain_bwd", TORCH_BOX(&fastattn::ffn::linear_plain_bwd));
-  m.impl("linear_bwd", TORCH_BOX(&fastattn::ffn::linear_bwd));
+STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
+  using namespace fastattn::ffn;
+  m.impl("linear_fwd", TORCH_BOX(&linear_fwd));
+  m.impl("linear_fwd.out", TORCH_BOX(&linear_fwd_out));
+  m.impl("linear_bwd", TORCH_BOX(&linear_bwd));
+  m.impl("linear_bwd.out", TORCH_BOX(&linear_bwd_out));
 }

@@ -47,7 +47,7 @@ inline Matrix matrix(const Tensor& x, const char* name, int64_t rows, int64_t co
 
 inline void* vector_if(const std::optional<Tensor>& x, const char* name, int64_t count,
                        DType type) {
-  if (!x || x->numel() == 0) {
+  if (!x) {
     return nullptr;
   }
   STD_TORCH_CHECK(dtype_of(*x, name) == type, name, " must have the expected type");
@@ -74,53 +74,33 @@ inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, uint32_t 
   return result;
 }
 
-// -- results --------------------------------------------------------------------------------------
-// For calls whose results and scratch memory are made here: of few rows, making them in Python
-// takes a good part of the time.
-
 // A matrix that the products read as it lies, or a copy.
 inline Tensor readable(const Tensor& x) {
   const bool strided = x.dim() == 2 && (x.stride(0) == 1 || x.stride(1) == 1);
   return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
-inline std::optional<Tensor> contiguous_if(const std::optional<Tensor>& x) {
-  return x && !x->is_contiguous() ? torch::stable::contiguous(*x) : x;
+// The same with contiguous columns.
+inline Tensor readable_rows(const Tensor& x) {
+  return x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1) ? x : torch::stable::contiguous(x);
 }
 
+// -- results --------------------------------------------------------------------------------------
 // Contiguous, with the leading dimensions of x.
-inline Tensor new_rows(const Tensor& x, int64_t columns) {
+inline Tensor new_rows(const Tensor& x, int64_t columns, std::optional<ScalarType> type = {}) {
   const auto n = x.sizes();
-  std::vector<int64_t> sizes(n.begin(), n.end()), strides(n.size());
+  std::vector<int64_t> sizes(n.begin(), n.end());
   sizes.back() = columns;
-  int64_t stride = 1;
-  for (size_t d = n.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) {
-    strides[d] = stride;
-  }
-  return new_tensor(sizes, strides, x.scalar_type());
+  return new_contiguous(sizes, type.value_or(x.scalar_type()));
 }
 
-inline Tensor new_vector(int64_t count, ScalarType type) {
-  const int64_t stride = 1;
-  return new_tensor({&count, 1}, {&stride, 1}, type);
-}
-
-// As torch.empty_like(x) lies, of the layouts that products write; of shape [0] where nobody wants
-// it.
+// Of x, contiguous, or of shape [0] where it is not wanted.
 inline Tensor new_gradient(const Tensor& x, bool wanted) {
-  if (!wanted) {
-    return new_vector(0, x.scalar_type());
-  }
-  if (x.is_contiguous() || (x.dim() == 2 && x.stride(1) == 1)) {
-    return new_rows(x, x.size(-1));
-  }
-  STD_TORCH_CHECK(x.dim() == 2 && x.stride(0) == 1, "a gradient must be a matrix");
-  const int64_t strides[] = {1, x.size(0)};
-  return new_tensor(x.sizes(), {strides, 2}, x.scalar_type());
+  return wanted ? new_contiguous(x.sizes(), x.scalar_type()) : new_vector(0, x.scalar_type());
 }
 
-inline Tensor new_scratch(int64_t floats) {
-  return new_vector(floats, ScalarType::Float);
+inline Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& vector, bool wanted) {
+  return new_vector(vector && wanted ? vector->numel() : 0, x.scalar_type());
 }
 
 // -- scratch memory -------------------------------------------------------------------------------
@@ -138,7 +118,7 @@ class Carver {
   explicit Carver(const Tensor* workspace) {
     if (workspace) {
       left_ = workspace->numel();
-      next_ = data_of<float>(*workspace, "scratch", left_, ScalarType::Float);
+      next_ = static_cast<float*>(workspace->data_ptr());
       if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
         float* first = static_cast<float*>(ask_for_large_pages(next_, left_ * sizeof(float)));
         left_ -= first - next_;

@@ -157,11 +157,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def chosen_device(options: argparse.Namespace) -> torch.device:
     import torch
 
-    from fastattn.ops import _env
+    from fastattn.ops import default_device
 
     if hasattr(options, "threads"):
         torch.set_num_threads(options.threads)
-    return getattr(options, "device", None) or _env.default_device()
+    return getattr(options, "device", None) or default_device()
 
 
 def chosen_text(options: argparse.Namespace, before: Path | None) -> Path | None:

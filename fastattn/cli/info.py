@@ -31,14 +31,14 @@ def _run_info(options: argparse.Namespace) -> int:
     import torch
 
     import fastattn
-    from fastattn.ops import _env, _native, backend_table
+    from fastattn import ops
 
-    rows, missing = backend_table(device), _native.extension_unavailable()
+    rows, missing = ops.backend_table(device), ops.extension_unavailable()
     report = {
         "fastattn": fastattn.__version__,
-        "versions": _env.versions(),
+        "versions": ops.versions(),
         "device": str(device),
-        "device_name": _env.device_name(device),
+        "device_name": ops.device_name(device),
         "threads": torch.get_num_threads(),
         "backends": [asdict(row) for row in rows],
         "extension": {"available": missing is None, "reason": missing or ""},
@@ -46,9 +46,9 @@ def _run_info(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
         return DONE
-    versions = ", ".join(f"{name} {version}" for name, version in _env.versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in ops.versions().items())
     print(f"fastattn {fastattn.__version__}; {versions}")
-    print(f"device {device}: {_env.device_name(device)}, {torch.get_num_threads()} CPU threads\n")
+    print(f"device {device}: {ops.device_name(device)}, {torch.get_num_threads()} CPU threads\n")
     print("Backends in the order in which they are tried:\n")
     table = [("op", "backend", "available", "automatic", "")]
     for row in rows:
@@ -59,8 +59,10 @@ def _run_info(options: argparse.Namespace) -> int:
     for line in table:
         cells = [cell.ljust(width) for cell, width in zip(line[:4], widths, strict=True)]
         print("  ".join([*cells, line[4]]).rstrip())
-    served = f"by Python, which takes longer: {missing}" if missing else "by the extension autograd"
-    print(f"\nGraphs of short norm, linear and attention calls on the CPU are made {served}")
+    if device.type == "cpu" and (why := ops.library_unavailable("cpu")):
+        print(f"\nOps on the CPU run PyTorch's operators: backend cpu {why}")
+    served = f"in Python, which takes longer: {missing}" if missing else "by the extension autograd"
+    print(f"\nDerivatives are recorded {served}")
     return DONE
 
 

@@ -179,7 +179,7 @@ def _run_train(options: argparse.Namespace) -> int:
     import torch
 
     device = chosen_device(options)
-    from fastattn.seq2seq.model import make_model
+    from fastattn.seq2seq import make_model
     from fastattn.seq2seq.plots import Curve, save_curves
     from fastattn.seq2seq.runs import load_translator, start_run, validation_bleu
     from fastattn.seq2seq.training import read_metrics, require_trainable, train

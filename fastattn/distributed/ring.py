@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastattn._arguments import autocast, check_attention_inputs, check_scale, contiguous_rows
+from fastattn._arguments import autocast, check_attention_inputs, check_scale
 
 _FULL, _TOP_LEFT = 0, 1  # codes of the op's `causal`
 _WHOLE, _FIRST, _SECOND = slice(None), 0, 1
@@ -85,7 +85,6 @@ def ring_attention(
     if causal and q.shape[2] % 2:
         raise ValueError(f"q must hold two chunks of equal length, got {q.shape[2]} positions")
     scale = check_scale(scale, q.shape[3])
-    q = contiguous_rows(q)
     out, lse = _Ring.apply(q, k, v, causal, scale, _Neighbours.of(group))
     return (out, lse) if return_lse else out
 

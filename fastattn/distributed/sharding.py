@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 # For one way of sharding: argument or result -> its placement; tensors not named are replicated.
 _Placements = Mapping[str, Placement]
@@ -36,11 +36,23 @@ def register_sharding_rules() -> None:
         "rms_norm_bwd": _by_rows,
         "ffn_fwd": _by_rows,
         "ffn_bwd": _by_rows,
+        "linear_fwd": _by_rows,
+        "linear_bwd": _by_rows,
     }
     for name, rule in rules.items():
-        op = getattr(torch.ops.fastattn, name).default
-        register_sharding(op)(_strategy(op, rule))
+        packet = getattr(torch.ops.fastattn, name)
+        for op in (packet.default, packet.backend):
+            register_sharding(op)(_strategy(op, rule))
+            _compare_all_arguments(op)
     _registered = True
+
+
+def _compare_all_arguments(op: Any) -> None:
+    """DTensor caches the placements and shapes of an op's results by its tensors and by the other
+    arguments from the first integer on. Which gradients are wanted decides as well.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_to_schema_info[op].static_argnum = 0
 
 
 def _strategy(
@@ -117,8 +129,8 @@ def _by_rows(given: Mapping[str, Any]) -> Sequence[_Placements]:
     rows = (
         "x", "residual", "y", "z", "mean", "rstd", "hidden", "dy", "dz", "dx", "dresidual",
     )  # fmt: skip
-    parameters = ("dx_bias", "dweight", "dbias", "dw1", "db1", "dw2", "db2")
-    x = given.get("x", given.get("z"))
+    parameters = ("dx_bias", "dweight", "dbias", "dw1", "db1", "dw2", "db2", "dw", "db")
+    x = next(x for name in ("x", "z", "dy") if (x := given.get(name)) is not None)
     return [
         dict.fromkeys(rows, Shard(dim)) | dict.fromkeys(parameters, Partial())
         for dim in range(len(x.shape) - 1)

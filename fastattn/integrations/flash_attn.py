@@ -203,6 +203,10 @@ def flash_attn_with_kvcache(
 
     Returns:
         out [B, M, H, D], or (out, lse [B, H, M]).
+
+    Raises ValueError where cache_seqlens and k do not fit the cache, or a page that is read or
+    written does not exist, if the values are on the host. Values on a GPU are never read: there,
+    lengths beyond the cache are cut at its end and writes outside it are errors of the device.
     """
     _refuse_softcap(softcap)
     window_size = _sides(window_size)
@@ -219,6 +223,7 @@ def flash_attn_with_kvcache(
     size = page if block_table is None else page * block_table.shape[1]
     if cache_seqlens is None:
         cache_seqlens = size
+    _check_cache(cache_seqlens, 0 if k is None else k.shape[1], size, block_table, k_cache)
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     past = cache_seqlens.long()
@@ -371,6 +376,39 @@ def _attend(
     units = units.expand(*k.shape[:2], -1, -1)
     even = functional.attention(torch.zeros_like(q), torch.zeros_like(k), units, **dropout)
     return out, lse, torch.where(even > 0, weights, -weights)
+
+
+def _check_cache(
+    cache_seqlens: int | Tensor, new: int, size: int, block_table: Tensor | None, cache: Tensor
+) -> None:
+    """Raises where positions are outside the cache, as far as values on the host tell."""
+    if isinstance(cache_seqlens, Tensor):
+        if not _is_on_host(cache_seqlens):
+            return
+        fits = bool(((cache_seqlens >= 0) & (cache_seqlens <= size - new)).all())
+        got: Any = cache_seqlens.tolist()
+    else:
+        fits, got = 0 <= cache_seqlens <= size - new, cache_seqlens
+    if not fits:
+        raise ValueError(
+            f"cache_seqlens must be from 0 to {size - new}, as the cache has {size} positions and "
+            f"k has {new}, got {got}"
+        )
+    if block_table is None or not _is_on_host(block_table):
+        return
+    pages, page = cache.shape[:2]
+    first = torch.arange(0, size, page)  # position of each page
+    used = first < (torch.as_tensor(cache_seqlens) + new).view(-1, 1)  # [B or 1, pages]
+    exists = (block_table >= 0) & (block_table < pages)
+    if bool((used & ~exists).any()):
+        raise ValueError(
+            f"block_table must hold pages from 0 to {pages - 1} where a sequence has positions, "
+            f"got {block_table.tolist()}"
+        )
+
+
+def _is_on_host(x: Tensor) -> bool:
+    return x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def _rows(offsets: Tensor, longest: int) -> Tensor:

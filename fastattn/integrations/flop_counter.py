@@ -43,7 +43,7 @@ def varlen_flops(
 
 def varlen_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
-    cu_k: Tensor, max_q: int, max_k: int, *rest: Any, **kwargs: Any,
+    cu_k: Tensor, out: Tensor, lse: Tensor, max_q: int, max_k: int, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """`attention_backward_flops` of every sequence."""
     H, D = q.shape[1:]
@@ -63,7 +63,7 @@ def ffn_backward_flops(
     hidden: Tensor, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """The products of the gradients that are needed; the hidden layer's leads to all but w2's."""
-    needs: Sequence[bool] = rest[-1]
+    needs: Sequence[bool] = next(x for x in rest if isinstance(x, list | tuple))
     need_x, need_w1, need_b1, need_w2, _ = needs
     rows = x.numel() // max(1, x.shape[-1])
     through_hidden = need_x or need_w1 or need_b1
@@ -75,10 +75,13 @@ def linear_flops(x: Tensor, w: Tensor, *rest: Any, **kwargs: Any) -> int:
     return 2 * (x.numel() // max(1, x.shape[-1])) * w.numel()
 
 
-def linear_backward_flops(dy: Tensor, x: Tensor, w: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """The products of the gradients that are needed."""
-    need_x, need_w, _ = rest[-1]
-    return linear_flops(x, w) * (need_x + need_w)
+def linear_backward_flops(
+    dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool], *rest: Any, **kwargs: Any
+) -> int:
+    """The products of the gradients that are needed: dy `[..., E]` with w `[E, D]` and with x."""
+    need_x, need_w, _ = needs
+    columns = sum(t.shape[-1] for t, need in ((w, need_x), (x, need_w)) if need and t is not None)
+    return 2 * dy.numel() * columns
 
 
 FORMULAS: dict[str, Callable[..., int]] = {

@@ -1,37 +1,50 @@
 """Modules of torch's classes become ours, in place, and can go back.
 
 They change their class and nothing else: parameters, buffers, hooks, names and `state_dict` stay
-the same objects. A module remembers what it was, also in copies of it and after pickling.
+the same objects. A module remembers what it was, also in copies of it and after pickling. The
+classes themselves are found by their base, `DropIn`.
 """
 
+import inspect
 from collections.abc import Mapping
-from typing import TypeVar
+from types import CodeType
+from typing import Any, TypeVar
 
 from torch import nn
 
-from fastattn.nn.attention import MultiheadAttention
-from fastattn.nn.norm import LayerNorm, RMSNorm
-from fastattn.nn.transformer import (
-    Transformer,
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-DROP_INS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LayerNorm: LayerNorm,
-    nn.RMSNorm: RMSNorm,
-    nn.MultiheadAttention: MultiheadAttention,
-    nn.TransformerEncoderLayer: TransformerEncoderLayer,
-    nn.TransformerDecoderLayer: TransformerDecoderLayer,
-    nn.TransformerEncoder: TransformerEncoder,
-    nn.TransformerDecoder: TransformerDecoder,
-    nn.Transformer: Transformer,
-}
+DROP_INS: dict[type[nn.Module], type[nn.Module]] = {}  # PyTorch's class -> fastattn's
 _BEFORE = "_fastattn_before"  # in the __dict__ of a module that may go back: what it was
+
+
+class DropIn:
+    """Base of a class that replaces its own last base, a class of torch.nn.
+
+    `torch.jit.script`, which cannot compile the ops of fastattn, compiles `forward` of PyTorch's
+    class. It reads the source of a method by `inspect`, which follows `__wrapped__`, and looks up
+    its names in the method's globals. The modules stay as they are; what `__prepare_scriptable__`
+    returns would replace them in their parents for good.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if DropIn not in cls.__bases__:
+            return
+        original: Any = cls.__bases__[-1]
+        DROP_INS[original] = cls  # type: ignore[assignment]
+        forward: Any = cls.__dict__["forward"]
+        forward.__signature__ = inspect.signature(forward)  # else it would be that of __wrapped__
+        forward.__wrapped__ = original.forward
+        known = original.forward.__globals__
+        for name in _names(original.forward.__code__) & known.keys():
+            forward.__globals__.setdefault(name, known[name])
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that a function looks up among its globals, and those of attributes."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def adopt(module: AnyModule) -> AnyModule:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastattn import functional
-from fastattn.nn.fusion import DropoutStreams, TorchScriptable, is_plain_tensor
+from fastattn.nn.adoption import DropIn
+from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
+class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on the `attention` op.
 
     `is_causal=True` needs `attn_mask`, as in torch, and is believed: the op then reads no mask, not
@@ -61,9 +62,7 @@ class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
                 is_causal,
                 DropoutStreams(query.device),
             )
-            return functional.quickest_linear(
-                context, self.out_proj.weight, self.out_proj.bias
-            ), None
+            return linear(context, self.out_proj.weight, self.out_proj.bias), None
 
         check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
@@ -77,9 +76,7 @@ class MultiheadAttention(TorchScriptable, nn.MultiheadAttention):
             weights = weights.mean(dim=1)
         if query.dim() == 2:
             weights = weights.squeeze(0)
-        return functional.quickest_linear(
-            context, self.out_proj.weight, self.out_proj.bias
-        ), weights
+        return linear(context, self.out_proj.weight, self.out_proj.bias), weights
 
 
 def covers(
@@ -212,7 +209,7 @@ def project(
         return tuple(
             _heads(
                 module,
-                functional.quickest_linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)),
+                linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)),
             )  # type: ignore[arg-type]
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
@@ -250,7 +247,7 @@ def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count:
     if count < 3:
         rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
         weight, bias = weight[rows], None if bias is None else bias[rows]
-    packed = functional.quickest_linear(x, weight, bias)  # [..., count * E]
+    packed = linear(x, weight, bias)  # [..., count * E]
     return packed.unflatten(-1, (count, module.num_heads, module.head_dim))
 
 

@@ -23,7 +23,7 @@ from fastattn.nn.attention import (
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.nn.feed_forward import fused_activation
-from fastattn.nn.fusion import DropoutStreams, active_p, inherits, is_plain, weight_and_bias
+from fastattn.nn.fusion import DropoutStreams, active_p, inherits, is_plain, linear, weight_and_bias
 from fastattn.nn.norm import fused_add_norm, fused_add_norm_and_sum, fuses
 from fastattn.nn.packing import Packing, packed_context
 
@@ -82,7 +82,7 @@ def _attention_block(
         y = norm(x)
         return (x, y) if layer.norm_first else (y, y)
     weight, bias = weight_and_bias(attention.out_proj)
-    product = functional.quickest_linear(heads, weight)  # its bias is added with the residual
+    product = linear(heads, weight)  # its bias is added with the residual
     if layer.norm_first:
         y, x = fused_add_norm_and_sum(product, bias, x, dropout, norm, streams)
         return x, y
@@ -254,4 +254,4 @@ def project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
 
 
 def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:
-    return functional.quickest_linear(context, attention.out_proj.weight, attention.out_proj.bias)
+    return linear(context, attention.out_proj.weight, attention.out_proj.bias)

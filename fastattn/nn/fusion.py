@@ -5,15 +5,15 @@ parametrizations, subclasses, replaced `forward` methods and wrapped weights (lo
 pruning, quantisation, sharding) make a child not plain: then the module itself is called.
 """
 
-import copy
-import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fastattn import functional, ops
 from fastattn.functional import new_dropout_seed
 
 _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
@@ -47,6 +47,29 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
         if parameter is not None and not is_plain_tensor(parameter):
             return False
     return True
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`fastattn.linear` for plain CPU tensors in eager code. Everything else goes to PyTorch's own,
+    which compilers fuse, subclasses (quantised or sharded weights) override and autocast caches the
+    casts of, and whose errors users know.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled()
+        or not (type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and x.is_cpu)
+        or not (x.layout is weight.layout is torch.strided)
+        or x.is_nested
+        or x.dim() == 0
+        or weight.dim() != 2
+        or x.shape[-1] != weight.shape[1]
+        or x.dtype is not weight.dtype
+        or (bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]))
+        or not ops.has_faster_products(x.dtype)
+    ):
+        return F.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
@@ -86,26 +109,3 @@ class DropoutStreams:
         if self.seed is None:
             self.seed = new_dropout_seed(self.device)
         return {"dropout_seed": self.seed, "dropout_stream": self.stream}
-
-
-class TorchScriptable:
-    """Lets `torch.jit.script` compile torch's class in place of ours, whose ops it cannot read."""
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        # torch.jit.script replaces children in place: it gets modules of its own, the same tensors.
-        tensors = itertools.chain(self.parameters(), self.buffers())  # type: ignore[attr-defined]
-        scriptable = copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
-        for module in scriptable.modules():  # type: ignore[attr-defined]
-            if isinstance(module, TorchScriptable):
-                module.__class__ = _torch_class(type(module))
-        return scriptable  # type: ignore[return-value]
-
-
-def _torch_class(kind: type) -> type:
-    """The class of torch's that `kind` replaces; `kind` itself where it adds methods of its own."""
-    for base in kind.__mro__:
-        if TorchScriptable in base.__bases__:
-            return base.__bases__[-1]
-        if any(not name.startswith("__") for name in vars(base)):
-            break
-    return kind

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from fastattn.nn.layers import TransformerDecoderLayer
 class IncrementalDecoding:
     """What `TransformerDecoder` does beside torch's class."""
 
-    layers: Any
-    norm: nn.Module | None
+    if TYPE_CHECKING:  # TorchScript would compile annotations of a class as attributes
+        layers: Any
+        norm: nn.Module | None
 
     @torch.no_grad()
     def init_cache(

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn.adoption import DropIn, adopt_children
 from fastattn.nn.attention import floating_mask, matching_masks
 from fastattn.nn.blocks import context_of, decoder_layer, encoder_layer
-from fastattn.nn.fusion import DropoutStreams, TorchScriptable, inherits
+from fastattn.nn.fusion import DropoutStreams, inherits
 
 
-def adopt_children_of(module: nn.Module) -> None:
-    """Makes the parts that torch's constructor made ours."""
-    from fastattn.nn.adoption import adopt_children  # which knows all classes, these too
-
-    adopt_children(module)
-
-
-class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` on fused ops."""
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
@@ -28,7 +22,7 @@ class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
         @functools.wraps(nn.TransformerEncoderLayer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children_of(self)
+            adopt_children(self)
 
     def forward(
         self,
@@ -56,7 +50,7 @@ class TransformerEncoderLayer(TorchScriptable, nn.TransformerEncoderLayer):
         return encoder_layer(self, src, (attend_self, self_block), streams)
 
 
-class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
+class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` on fused ops."""
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
@@ -64,7 +58,7 @@ class TransformerDecoderLayer(TorchScriptable, nn.TransformerDecoderLayer):
         @functools.wraps(nn.TransformerDecoderLayer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children_of(self)
+            adopt_children(self)
 
     def forward(
         self,

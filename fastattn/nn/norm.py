@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.nn.adoption import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
-    TorchScriptable,
     active_p,
     is_plain,
     is_plain_tensor,
@@ -49,7 +49,18 @@ def _autocast_input(x: Tensor) -> Tensor:
     return x.float() if torch.is_autocast_enabled(kind) else x
 
 
-class LayerNorm(TorchScriptable, nn.LayerNorm):
+def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
+    """y, contiguous, in the memory format of x if that is channels_last or channels_last_3d."""
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    # With one channel both formats fit: the strides tell which one x has.
+    if memory_format is None or x.stride(1) > x.stride(-1):
+        return y
+    if not x.is_contiguous(memory_format=memory_format):
+        return y
+    return y.clone(memory_format=memory_format)
+
+
+class LayerNorm(DropIn, nn.LayerNorm):
     """`torch.nn.LayerNorm` on the `layer_norm` op."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -64,7 +75,7 @@ class LayerNorm(TorchScriptable, nn.LayerNorm):
         return functional.layer_norm(rows, weight, bias, self.eps).view(x.shape)
 
 
-class RMSNorm(TorchScriptable, nn.RMSNorm):
+class RMSNorm(DropIn, nn.RMSNorm):
     """`torch.nn.RMSNorm` on the `rms_norm` op. The default eps is that of fp32 (fp64), as torch."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,10 +86,12 @@ class RMSNorm(TorchScriptable, nn.RMSNorm):
         if eps is None:
             eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
         if len(self.normalized_shape) == 1:
-            return functional.rms_norm(x, self.weight, eps)
-        weight = None if self.weight is None else self.weight.flatten()
-        rows = x.flatten(-len(self.normalized_shape))
-        return functional.rms_norm(rows, weight, eps).view(x.shape)
+            y = functional.rms_norm(x, self.weight, eps)
+        else:
+            weight = None if self.weight is None else self.weight.flatten()
+            rows = x.flatten(-len(self.normalized_shape))
+            y = functional.rms_norm(rows, weight, eps).view(x.shape)
+        return _in_memory_format_of(x, y)
 
 
 class AddNorm(nn.Module):

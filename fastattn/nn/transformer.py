@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.nn.adoption import DropIn, adopt_children
 from fastattn.nn.attention import check_causal_hint, floating_mask, matching_masks
 from fastattn.nn.blocks import packed_decoder_layer, packed_encoder_layer
-from fastattn.nn.fusion import TorchScriptable, inherits
+from fastattn.nn.fusion import inherits
 from fastattn.nn.incremental import IncrementalDecoding
 from fastattn.nn.layers import (
     TransformerDecoderLayer,
     TransformerEncoderLayer,
-    adopt_children_of,
     are_masks,
 )
 from fastattn.nn.packing import Lengths, Packing, packs, packs_norm, refuse_padding_masks
 
 
-class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
+class TransformerEncoder(DropIn, nn.TransformerEncoder):
     """`torch.nn.TransformerEncoder` on fused ops. Nested tensors are never made of padded ones.
 
     src_lengths: integers, a list or a CPU tensor `[B]`: only the first tokens of each sequence are
@@ -42,7 +42,7 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.use_nested_tensor = False
-            adopt_children_of(self)
+            adopt_children(self)
 
     def forward(
         self,
@@ -107,7 +107,7 @@ class TransformerEncoder(TorchScriptable, nn.TransformerEncoder):
         return rows if self.norm is None else self.norm(rows)
 
 
-class TransformerDecoder(IncrementalDecoding, TorchScriptable, nn.TransformerDecoder):
+class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
     """`torch.nn.TransformerDecoder` on fused ops; `init_cache` and `step` decode incrementally.
 
     tgt_lengths, src_lengths: of `tgt` and of `memory`, as in `TransformerEncoder`.
@@ -118,7 +118,7 @@ class TransformerDecoder(IncrementalDecoding, TorchScriptable, nn.TransformerDec
         @functools.wraps(nn.TransformerDecoder.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children_of(self)
+            adopt_children(self)
 
     def forward(
         self,
@@ -202,7 +202,7 @@ class TransformerDecoder(IncrementalDecoding, TorchScriptable, nn.TransformerDec
         return rows if self.norm is None else self.norm(rows)
 
 
-class Transformer(TorchScriptable, nn.Transformer):
+class Transformer(DropIn, nn.Transformer):
     """`torch.nn.Transformer` on fused ops; custom parts that are not torch's classes stay so.
 
     src_lengths, tgt_lengths: as in `TransformerEncoder`; the encoder hands packed rows on to the
@@ -214,7 +214,7 @@ class Transformer(TorchScriptable, nn.Transformer):
         @functools.wraps(nn.Transformer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children_of(self)
+            adopt_children(self)
 
     def forward(
         self,

@@ -14,7 +14,6 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -48,7 +47,6 @@ def requested_backends() -> Mapping[str, str]:
     return _parse_request(value) if value else _NO_REQUEST
 
 
-@functools.lru_cache(maxsize=64)
 def _parse_request(value: str) -> dict[str, str]:
     request = {}
     for item in value.split(","):
@@ -68,17 +66,6 @@ def record_path() -> Path | None:
     if not os.path.isabs(cache):  # which XDG's specification wants ignored
         cache = os.path.expanduser("~/.cache")
     return Path(cache, "fastattn", "verified.json")
-
-
-def watched_variables() -> tuple[Any, ...] | None:
-    """For the native road, which looks at each call: the dictionary of `os`, what stands there as
-    environ, its own dictionary and the keys of the variables above. None where that is not Python's
-    own.
-    """
-    data = getattr(os.environ, "_data", None)
-    if type(data) is not dict:
-        return None
-    return vars(os), os.environ, data, tuple(_KEYS.values())
 
 
 def torch_version() -> str:
@@ -172,6 +159,17 @@ def has_quick_products(dtype: torch.dtype) -> bool:
     wanted = {torch.bfloat16: ("amx_bf16",), torch.float16: ("amx_fp16", "avx512_fp16")}
     flags = _cpuinfo("flags").split()
     return any(flag in flags for flag in wanted.get(dtype, ()))
+
+
+def slower_products(dtype: torch.dtype) -> str | None:
+    """Why matrix products of the package's C++ kernels are slower than PyTorch's own in this dtype,
+    for all that is known of the processor, or None.
+    """
+    if dtype is torch.float32:
+        return None if has_slow_blas() else "is slower here than PyTorch's products in fp32"
+    if has_quick_products(dtype):
+        return f"lacks this processor's instructions for products in {dtype}, which PyTorch uses"
+    return None
 
 
 def _cpuinfo(name: str) -> str:

@@ -1,31 +1,42 @@
-"""Loads the optional native libraries that stand beside the package, for backend modules and the
-short road, which import it when they are first used.
+"""Loads the optional native libraries that stand beside the package, when they are first used.
 
-`unavailable("cpu")` loads fastattn/_C_cpu.abi3.so on first use, which defines
-torch.ops.fastattn_cpu, or says why it cannot. `extension()` is fastattn._C_autograd, which was
-built for one torch and one Python: any other never loads it.
+`unavailable("cpu")` loads fastattn/_C_cpu.abi3.so, which registers the CPU kernels of
+torch.ops.fastattn and defines torch.ops.fastattn_cpu, or says why it cannot. `extension()` is
+fastattn._C_autograd, which was built for one torch and one Python: any other never loads it.
 """
 
 import functools
 import importlib.machinery
+import logging
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The words of csrc/common/isa.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
-_INTERFACE = 1  # kInterface of csrc/autograd/road.h
+_INTERFACE = 2  # kInterface of csrc/autograd/derivative.h
+_log = logging.getLogger("fastattn")
 
 
 @functools.cache
 def unavailable(library: str) -> str | None:
-    """Why the library cannot serve, phrased to follow "backend cpu ...", or None once loaded."""
+    """Why the library cannot serve, phrased to follow "backend cpu ...", or None once loaded. For
+    the CPU this is logged, once: asked first by an op's first use there.
+    """
+    why = _load_failure(library)
+    if why and library == "cpu":
+        _log.warning("ops on the CPU run PyTorch's operators: backend cpu %s", why)
+    return why
+
+
+def _load_failure(library: str) -> str | None:
     path = _PACKAGE / f"_C_{library}.abi3.so"
     if not path.is_file():
         return (
@@ -36,6 +47,16 @@ def unavailable(library: str) -> str | None:
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"cannot load its native library {path.name}: {error}"
+    if library == "cpu":
+        if not hasattr(torch.ops.fastattn_cpu, "set_torch_is_faster"):
+            return f"has a native library from other sources, {path.name}: build it again"
+        # By dtype, in the order of csrc/common/dtype.h.
+        slower = [
+            _env.slower_products(dtype) is not None
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ]
+        with _disable_current_modes():  # the call that loads the library may be under one
+            torch.ops.fastattn_cpu.set_torch_is_faster(slower)
     return None
 
 

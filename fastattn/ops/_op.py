@@ -1,102 +1,51 @@
-"""One path per op: a torch schema, behind it the choice of a backend and its launch.
+"""An op: a torch schema, what its results look like, and its kernels in torch's dispatcher.
 
-`Op` defines `torch.ops.fastattn.<name>`. Its `outputs` function is the only description of the
-results: it allocates them, it is the fake kernel, and tests fill what it returns with NaN. Backends
-are modules beside the op that write into those results. The derivative, which joins a forward and a
-backward op, is in `_derivative.py`. Only `integrations/sdpa.py` calls torch.library beside this.
+`Op` defines three overloads of `torch.ops.fastattn.<name>`:
 
-Plain eager calls, where neither a mode nor a subclass nor the profiler could see the difference,
-run the op's implementation without torch's dispatcher: 2 us less for each op.
+- the default one, which everything calls: eager code, torch.compile, torch.export, functorch, modes
+  and subclasses. Its kernel under the CPU key is C++ (`_C_cpu`, which registers it when it is
+  loaded); everywhere else, and before that, `Op.run` selects a backend and launches it.
+- `.backend` takes a backend's name behind the arguments and never falls back.
+- `.out` writes into given results: the CPU kernel itself, without a choice. It is for eager code
+  that repeats recorded steps, and records no derivative.
+
+`outputs` describes the results once: for every backend that is launched from Python and for the
+fake kernel. The derivative, which joins a forward and a backward op, is in `_autograd.py`.
 """
 
-import contextlib
 import importlib
-import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from fastattn.ops import _env, _road, _verified
+from fastattn.ops import _env, _select, _vmap
+from fastattn.ops._select import CPU_BACKEND, OPS, Backend
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
-OPS: dict[str, "Op"] = {}
-_log = logging.getLogger("fastattn")
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-_UNVERIFIED = (
-    "runs only when asked for: it has not been verified on this hardware, which "
-    "`fastattn check --device cuda --record` does"
-)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A row of an op's order of preference.
-
-    automatic: taken without being asked for. A kernel that never passed the equivalence suite on
-    its hardware is not, until it passes on the user's (`_verified`).
-    verified: the architectures on which it has passed; elsewhere the first automatic use says so
-    once.
-    """
-
-    name: str
-    automatic: bool = True
-    verified: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class BackendStatus:
-    """What `fastattn info` shows of one backend of one op on one device.
-
-    automatic: whether it is taken without being asked for, whatever the dtype; where not,
-    automatic_for has the dtypes in which it is.
-    """
-
-    op: str
-    backend: str
-    available: bool
-    reason: str
-    automatic: bool
-    automatic_for: tuple[str, ...] = ()
-
-
-@dataclass
-class Explanation:
-    """Which backend an op call takes and why each other one does not."""
-
-    op: str
-    chosen: str | None = None
-    refusals: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{self.op}: {self.chosen or 'no backend can run this'}"]
-        return "\n".join(lines + [f"  backend {name} {why}" for name, why in self.refusals.items()])
-
-
-class _Recording(threading.local):
-    """Where the calls of this thread record their choices, None where they run."""
-
-    explanations: list[Explanation] | None = None
-
-
-_recording = _Recording()
+_Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
+_MOST_LAYOUTS = 4096
 
 
 class Op:
     """A torch op `fastattn::<name>` whose backend is chosen behind its schema.
 
-    schema: arguments and named results, without the name and without the `backend` argument that
-    every op gets. torch.ops returns a single result bare; everything here returns tuples.
+    arguments, results: as in a schema; results are named.
     outputs: (*arguments), or (call) of an op with a call_type, -> tuple of empty results.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
     call_type: the NamedTuple of the arguments. `outputs` and the backends get it instead of them;
-    only the reference and a `<name>_direct` still get them one by one.
-    takes_requests: whether FASTATTN_BACKEND chooses for this op.
+    only the reference gets them one by one.
+    family: the public function that the op belongs to.
+    data: the argument (a tensor or a dtype) whose dtype is that of the data.
+    batched: arguments and results of which entries of a batch are computed alone, for torch.vmap:
+    the batch is their first dimension or, unless batch_is_one_dimension, all but the last ones.
+    broadcast: arguments with such a batch, or one of 1 for all entries.
+    dropped: the probabilities of dropout, whose bits count entries.
+    rows: the tensors whose last dimension backends launched from Python find contiguous.
+    is_backward: of a derivative. requestable: whether users choose its backend. requested_in_pairs:
+    FASTATTN_BACKEND chooses only in a pair with the op's name.
     """
 
     def __init__(
@@ -109,188 +58,129 @@ class Op:
         backends: Sequence[Backend],
         call_type: type[tuple[Any, ...]] | None = None,
         *,
-        takes_requests: bool = True,
+        family: str | None = None,
+        data: str | None = None,
+        rows: Sequence[str] = (),
+        batched: Sequence[str] = (),
+        batch_is_one_dimension: bool = False,
+        broadcast: Sequence[str] = (),
+        dropped: Sequence[str] = (),
+        is_backward: bool = False,
+        requestable: bool = True,
+        requested_in_pairs: bool = False,
     ):
         self.name, self.outputs, self.package = name, outputs, package
-        self.call_type, self.takes_requests = call_type, takes_requests
-        self.family = family(name)
+        self.call_type, self.family = call_type, family or name
+        self.is_backward, self.requestable = is_backward, requestable
+        self.requested_in_pairs = requested_in_pairs
+        self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
+        self.broadcast, self.dropped = broadcast, dropped
         self.backends = {row.name: row for row in backends}
-        self._automatic = tuple(row for row in backends if row.automatic)
-        self._orders: dict[tuple[torch.device, torch.dtype], tuple[Backend, ...]] = {}
-        self._unsupported = f"{name}_unsupported"
-        LIBRARY.define(f"{name}({arguments}, *, str? backend=None) -> ({results})")
-        overload = getattr(torch.ops.fastattn, name).default
-        schema = overload._schema
-        self._has_one_result = len(schema.returns) == 1
-        self.call = _returning_tuples(overload) if self._has_one_result else overload
-        self.implement(self._dispatched, "CompositeExplicitAutograd")
-        fake = self._as_declared(self._fake)
-        torch.library.register_fake(f"fastattn::{name}", fake, lib=LIBRARY)
-        self.arguments = [a.name for a in schema.arguments if a.name != "backend"]
-        assert call_type is None or [*getattr(call_type, "_fields", ())] == self.arguments
+        self.orders: dict[tuple[torch.device, torch.dtype], tuple[Backend, ...]] = {}
+        self._modules: dict[str, ModuleType] = {}
+        self._known_layouts: dict[tuple[Any, ...], tuple[_Layout, ...]] = {}
+        self._launchers: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+
+        LIBRARY.define(f"{name}({arguments}) -> ({results})")
+        LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})")
+        written = ", ".join(
+            f"Tensor({chr(ord('a') + i)}!) {result.split()[1]}"
+            for i, result in enumerate(results.split(", "))
+        )
+        LIBRARY.define(f"{name}.out({arguments}, *, {written}) -> ({written})")
+        packet = getattr(torch.ops.fastattn, name)
+        self.default, self.named, self.out = packet.default, packet.backend, packet.out
+        schema = self.default._schema
+        self.arguments = [a.name for a in schema.arguments]
         self.results = [r.name for r in schema.returns]
+        assert call_type is None or [*getattr(call_type, "_fields", ())] == self.arguments
         types = [str(a.type) for a in schema.arguments]
-        self.types = types[: len(self.arguments)]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
         self.anchor = types.index("Tensor")  # its device is the op's device
-        # What has the dtype of the data, in a backward too, where gradients may have another.
-        named = (self.arguments.index(n) for n in ("x_dtype", "x", "q") if n in self.arguments)
-        self._data = next(named, self.anchor)
-        self._launchers: dict[str, Callable[..., None]] = {}
-        # (backend's name, *arguments), which may be anything -> the results that have a gradient
-        # of a plain CPU call, or None where it must take the whole road, which says what is wrong.
-        self.short_road: Callable[..., tuple[Tensor, ...] | None] = self._no_road
-        # What that is before the first call.
-        self.find_short_road: Callable[..., tuple[Tensor, ...] | None] = self._no_road
-        self._directs: dict[str, Callable[..., tuple[Tensor, ...] | None] | None] = {}
-        self._modules: dict[str, ModuleType] = {}
+        self._data = self.anchor if data is None else self.arguments.index(data)
+        self._rows = [self.arguments.index(x) for x in rows]
+
+        key = "CompositeExplicitAutograd"
+        LIBRARY.impl(name, lambda *args: self.as_declared(self.run(args, None)), key)
+        LIBRARY.impl(
+            f"{name}.backend",
+            lambda *args: self.as_declared(self.run(args[:-1], args[-1])),
+            key,
+        )
+        LIBRARY.impl(f"{name}.out", self._run_into, key)
+        for overload, count in (("", None), (".backend", -1)):
+            torch.library.register_fake(
+                f"fastattn::{name}{overload}",
+                lambda *args, count=count: self.as_declared(self.allocate(args[:count])),
+                lib=LIBRARY,
+            )
+        for overload, call in (("", self.default), (".backend", self.named)):
+            batching = _vmap.rule(self, call)
+            torch.library.register_vmap(f"fastattn::{name}{overload}", batching, lib=LIBRARY)
+        torch.library.register_fake(
+            f"fastattn::{name}.out",
+            lambda *args, **results: self.as_declared(tuple(results.values())),
+            lib=LIBRARY,
+        )
         OPS[name] = self
 
-    def implement(self, function: Callable[..., tuple[Tensor, ...]], key: str) -> None:
-        """Registers what the op does under a dispatch key."""
-        LIBRARY.impl(self.name, self._as_declared(function), key)
+    def __call__(self, *args: Any, backend: str | None = None) -> Any:
+        """The public functions' call, with the results that the schema declares."""
+        if backend is None:
+            return self.default(*args)
+        return self.named(*args, backend)
 
-    def _as_declared(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-        """The function with the results that the schema declares."""
-        if not self._has_one_result:
-            return function
+    def choice(self, backend: Any) -> str | None:
+        """The backend that a call names, or the environment for it."""
+        if backend is None:
+            return _select.requested_backend(self)
+        _select.check_known(self, backend)
+        return backend  # type: ignore[no-any-return]
 
-        def bare(*args: Any, backend: str | None = None) -> Tensor:
-            return function(*args, backend=backend)[0]
-
-        return bare
-
-    # -- selection ---------------------------------------------------------------------------------
-    def refusal(self, backend: str, args: Sequence[Any]) -> str | None:
-        """Why `backend` cannot run this call, or None."""
-        return self._refusal(backend, args[self.anchor].device, args)
-
-    def _refusal(self, backend: str, device: torch.device, args: Sequence[Any]) -> str | None:
-        if why := _env.refuses_device(backend, device):
-            return why
-        module = self._modules.get(backend)
-        if module is None:
-            if why := self.import_failure(backend):
-                return why
-            module = self._module(backend)
-        unsupported = getattr(module, self._unsupported, None)
-        if unsupported is not None:
-            return unsupported(*self.given(args))
-        return None if hasattr(module, self.name) else f"does not implement {self.name}"
-
-    def import_failure(self, backend: str) -> str | None:
-        try:
-            self._module(backend)
-        except ImportError as error:
-            return f"cannot be imported: {error}"
-        return None
-
-    def select(self, args: Sequence[Any], backend: str | None) -> str:
-        """The backend that runs this call. An explicit choice never falls back."""
-        requested, argument = backend, "backend"
-        if backend is None and self.takes_requests and (request := _env.requested_backends()):
-            requested, argument = _requested_backend(request, self.family), _env.BACKEND_VARIABLE
-        if requested is not None:
-            if requested not in self.backends:
-                known = ", ".join(self.backends)
-                raise ValueError(
-                    f"{argument} must be one of {known} for {self.family}, got {requested!r}"
-                )
-            if why := self.refusal(requested, args):
-                raise NotImplementedError(f"{self.name}: backend {requested} {why}")
-            return requested
-        device, refusals = args[self.anchor].device, None
-        on_gpu = device != _env.CPU and device.type == "cuda"
-        for row in self.order(device, self.data_dtype(args)) if on_gpu else self._automatic:
-            why = self._refusal(row.name, device, args)
-            if why is None:
-                if on_gpu:
-                    self._remark(row, device, self.data_dtype(args), refusals or {})
-                return row.name
-            refusals = refusals or {}
-            refusals[row.name] = why
-        raise NotImplementedError(str(Explanation(self.name, None, refusals or {})))
-
-    def order(self, device: torch.device, dtype: torch.dtype) -> tuple[Backend, ...]:
-        """What the automatic choice goes through on a device: its rows, and those of kernels that
-        have passed the equivalence suite in this dtype on a GPU such as this one.
-        """
-        order = self._orders.get((device, dtype))
-        if order is None:
-            order = tuple(
-                row
-                for row in self.backends.values()
-                if row.automatic or self._has_passed(row.name, device, dtype)
-            )
-            self._orders[device, dtype] = order
-        return order
-
-    def data_dtype(self, args: Sequence[Any]) -> torch.dtype:
-        """That of the verdicts on backends which a call goes by, forward and backward alike."""
-        data = args[self._data]
-        return data if isinstance(data, torch.dtype) else data.dtype
-
-    def _has_passed(self, backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return (self.family, backend, _verified.name(dtype)) in _verified.passed(device)
-
-    def would_take(self, backend: str, args: Sequence[Any]) -> bool:
-        """Whether a call that names no backend takes this one; False where the environment asks for
-        another that cannot run it.
-        """
-        if request := _env.requested_backends():
-            requested = _requested_backend(request, self.family)
-            if requested is not None:
-                return requested == backend
-        return self.select(args, None) == backend
-
-    def explain(self, args: Sequence[Any], backend: str | None) -> Explanation:
-        refusals, order = {}, self.order(args[self.anchor].device, self.data_dtype(args))
-        for name, row in self.backends.items():
-            why = self.refusal(name, args)
-            if why is None and row not in order:
-                why = _UNVERIFIED
-            if why is not None:
-                refusals[name] = why
-        try:
-            chosen = self.select(args, backend)
-        except NotImplementedError:
-            chosen = None
-        if chosen is not None:
-            refusals.pop(chosen, None)
-        return Explanation(self.name, chosen, refusals)
-
-    def _remark(
-        self, row: Backend, device: torch.device, dtype: torch.dtype, refusals: dict[str, str]
-    ) -> None:
-        if row.name == "reference":
-            others = (name for name in self.backends if name != "reference")
-            if all(_env.refuses_device(name, device) for name in others):
-                return  # the op is torch's own there, not a slow stand-in
-            order = self.order(device, dtype)
-            for name, other in self.backends.items():
-                if other not in order and _env.refuses_device(name, device) is None:
-                    refusals = {**refusals, name: _UNVERIFIED}
-            why = "; ".join(f"backend {name} {reason}" for name, reason in refusals.items())
-            _warn_once(f"{self.name} runs the slow reference on {device.type}: {why}")
-        else:
-            architecture = _env.architecture(device.type, device.index or 0)
-            passed = architecture in row.verified
-            if not passed and not self._has_passed(row.name, device, dtype):
-                _warn_once(f"{self.name}: backend {row.name} is not verified on {architecture}")
+    def as_declared(self, results: tuple[Any, ...]) -> Any:
+        """As torch returns them: a single result bare."""
+        return results[0] if len(self.results) == 1 else results
 
     # -- execution ---------------------------------------------------------------------------------
-    def given(self, args: Sequence[Any]) -> Sequence[Any]:
-        """What `outputs` and the functions of backends are called with."""
-        if self.call_type is None:
-            return args
-        return (args if type(args) is self.call_type else self.named(args),)
+    def run(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
+        """Select, allocate, launch."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():  # torch ops inside a launcher change no dtypes
+                return self.run(args, backend)
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # and record no graph and no views
+            call = self.as_call(self._with_rows(args))
+            launch = self._launcher(_select.select(self, call, backend))
+            device = args[self.anchor].device
+            if device.type == "cuda" and _env.several_gpus():
+                with torch.cuda.device(device):
+                    return launch(call)
+            return launch(call)
 
-    def named(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _run_into(self, *args: Any, **results: Tensor) -> Any:
+        """`.out` where it has no kernel of its own."""
+        for result, value in zip(results.values(), self.run(args, None), strict=True):
+            result.copy_(value)
+        return self.as_declared(tuple(results.values()))
+
+    def _with_rows(self, args: Sequence[Any]) -> Sequence[Any]:
+        scattered = [
+            i
+            for i in self._rows
+            if (x := args[i]) is not None and x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1
+        ]
+        if not scattered:
+            return args
+        return [x.contiguous() if i in scattered else x for i, x in enumerate(args)]
+
+    def as_call(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments in their NamedTuple, if the op has one."""
         if self.call_type is None or type(args) is self.call_type:
             return args
-        # _make, which counts them first, takes 0.2 us longer.
-        return tuple.__new__(self.call_type, args)
+        return self.call_type._make(args)  # type: ignore[attr-defined, no-any-return]
+
+    def given(self, args: Sequence[Any]) -> Sequence[Any]:
+        """What `outputs` and the functions of backends are called with."""
+        return args if self.call_type is None else (self.as_call(args),)
 
     def allocate(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """The results before anything is written (`testing.poisoned_results` puts NaN there)."""
@@ -303,266 +193,106 @@ class Op:
         for).
         """
         return [
-            # Sizes one by one: torch.empty reads a tuple 0.3 us slower.
-            (torch.zeros if zeroed else torch.empty)(*shape, dtype=dtype, device=device)
+            (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)
             for shape, dtype, zeroed in pieces
         ]
 
-    def run(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
-        """Select, allocate, launch."""
-        if (record := _recording.explanations) is not None:
-            record.append(self.explain(args, backend))
-            return self.allocate(args)
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():  # torch ops inside a launcher change no dtypes
-                return self.run(args, backend)
-        anchor = args[self.anchor]
-        if anchor.is_cpu and (direct := self._direct_of(backend)) is not None:
-            if (made := direct(*args)) is not None:
-                return made
-        call = self.named(args)
-        launch = self._launcher(self.select(call, backend))
-        results = self.allocate(call)
-        if anchor.is_cuda and _env.several_gpus():
-            with torch.cuda.device(anchor.device):
-                launch(call, results)
-        else:
-            launch(call, results)
-        return results
-
-    def _dispatched(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():  # torch ops inside a launcher record no graph
-            return self.run(args, backend)
-
-    def below_autograd(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
-        """The op without its derivative. The caller has seen to it that torch ops inside record
-        none: in a Function's forward, or because no argument requires a gradient.
+    def _layouts(self, call: Sequence[Any]) -> tuple[_Layout, ...]:
+        """Shapes, strides and dtypes of the results. Remembered: to allocate them beside those that
+        a backend makes costs page faults (of 4 MB, ten times the time of a layer norm).
         """
-        if self.is_plain(args):
-            return self.run(args, backend)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self.call(*args, backend=backend)
-
-    def is_plain(self, args: Sequence[Any]) -> bool:
-        """Whether torch's dispatcher has nothing to do for this call: nobody watches or transforms
-        torch's ops, and every tensor is one that they and the kernels can read.
-        """
-        if are_ops_watched():
-            return False
-        for i in self.tensors:
-            if args[i] is not None and type(args[i]) not in PLAIN_TENSORS:
-                return False
-        return args[self.anchor].is_cpu or self.is_readable(args)
-
-    def is_readable(self, args: Sequence[Any]) -> bool:
-        """Whether kernels may read the memory of these plain tensors. On a CPU torch's dispatcher
-        stands before them and sees to lazily negated ones.
-        """
-        anchor = args[self.anchor]
-        if anchor.is_cpu:
-            return True
-        return anchor.is_cuda and not any(
-            args[i] is not None and args[i].is_neg() for i in self.tensors
+        key = tuple(
+            (x.shape, x.stride(), x.dtype)
+            if isinstance(x, Tensor)
+            else (tuple(x) if isinstance(x, list) else x)
+            for x in call
         )
+        layouts = self._known_layouts.get(key)
+        if layouts is None:
+            if len(self._known_layouts) >= _MOST_LAYOUTS:
+                self._known_layouts.clear()
+            layouts = tuple((r.shape, r.stride(), r.dtype) for r in self.allocate(call))
+            self._known_layouts[key] = layouts
+        return layouts
 
-    def _fake(self, *args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        return self.outputs(*self.given(args))
+    # -- backends ----------------------------------------------------------------------------------
+    def data_dtype(self, args: Sequence[Any]) -> torch.dtype:
+        """That of the verdicts on backends which a call goes by, forward and backward alike."""
+        data = args[self._data]
+        return data if isinstance(data, torch.dtype) else data.dtype
 
-    def _module(self, backend: str) -> ModuleType:
+    def module(self, backend: str) -> ModuleType:
         module = self._modules.get(backend)
         if module is None:
             module = importlib.import_module(f"{self.package}.{backend}")
             self._modules[backend] = module
         return module
 
-    def _launcher(self, backend: str) -> Callable[..., None]:
+    def import_failure(self, backend: str) -> str | None:
+        try:
+            self.module(backend)
+        except ImportError as error:
+            return f"cannot be imported: {error}"
+        return None
+
+    def _launcher(self, backend: str) -> Callable[..., tuple[Tensor, ...]]:
         launcher = self._launchers.get(backend)
         if launcher is None:
             launcher = self._make_launcher(backend)
             self._launchers[backend] = launcher
         return launcher
 
-    def _direct_of(self, backend: str | None) -> Callable[..., tuple[Tensor, ...] | None] | None:
-        """What serves a call with CPU tensors and this choice without being selected: it refuses
-        what its backend does.
-        """
-        if torch._C._len_torch_dispatch_stack() > 0:
-            return None  # a mode that sees launches: they write into what `allocate` made
-        if backend is None:
-            return self.direct_on_cpu()
-        return self.direct(backend) if backend == "cpu" in self.backends else None
+    def _make_launcher(self, backend: str) -> Callable[..., tuple[Tensor, ...]]:
+        """The call -> its results."""
+        if backend == CPU_BACKEND:
 
-    def direct(self, backend: str) -> Callable[..., tuple[Tensor, ...] | None] | None:
-        """`<name>_direct` of a backend: makes the results itself, like `outputs` but quicker than
-        Python can, or returns None where the backend or this road of it does not serve
-        (`testing.poisoned_results` hides it).
-        """
-        return self._directs[backend] if backend in self._directs else self._find_direct(backend)
+            def launch_cpu(call: Sequence[Any]) -> tuple[Tensor, ...]:
+                results = self.allocate(call)
+                self.out(*call, **dict(zip(self.results, results, strict=True)))
+                return results
 
-    def direct_on_cpu(self) -> Callable[..., tuple[Tensor, ...] | None] | None:
-        """That of the backend which the automatic choice takes for CPU tensors, if it serves."""
-        direct = self.direct("cpu") if "cpu" in self.backends else None
-        if direct is None or _env.requested_backends() or _env.interpreting():
-            return None
-        return direct
+            return launch_cpu
 
-    def at_once(self) -> Callable[..., tuple[Tensor, ...] | None] | None:
-        """`direct_on_cpu` for plain CPU tensors where nobody could tell it from the whole road: in
-        eager code (the caller has seen to that) that nobody watches, explains or casts.
-        """
-        if (
-            _recording.explanations is not None
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or are_ops_watched()
-        ):
-            return None
-        return self.direct_on_cpu()
-
-    def _find_direct(self, backend: str) -> Callable[..., tuple[Tensor, ...] | None] | None:
-        module = self._module(backend)
-        direct = getattr(module, f"{self.name}_direct", None)
-        if direct is not None and module.unavailable():
-            direct = None
-        self._directs[backend] = direct
-        return direct
-
-    @staticmethod
-    def _no_road(*_: Any) -> None:
-        return None
-
-    def _make_launcher(self, backend: str) -> Callable[..., None]:
-        module = self._module(backend)
+        module = self.module(backend)
         function: Callable[..., Any] = getattr(module, self.name)
-        workspace: Callable[..., Any] | None = getattr(module, f"{self.name}_workspace", None)
+        if backend == "reference" or getattr(module, "RETURNS_RESULTS", False):
+            # The reference is written to be believed: it takes its arguments one by one.
+            one_by_one = backend == "reference"
 
-        def compute_and_copy(args: Sequence[Any], results: Sequence[Tensor]) -> None:
-            for result, value in zip(results, function(*args), strict=True):
-                if value is not None:
-                    result.copy_(value)
+            def compute(call: Sequence[Any]) -> tuple[Tensor, ...]:
+                values = function(*(call if one_by_one else self.given(call)))
+                device = call[self.anchor].device
+                layouts = self._layouts(call)
+                return tuple(
+                    _in_layout(value, *layout, device)
+                    for value, layout in zip(values, layouts, strict=True)
+                )
 
-        def launch(args: Sequence[Any], results: Sequence[Tensor]) -> None:
-            function(*self.given(args), *results)
+            return compute
 
-        def launch_with_workspace(args: Sequence[Any], results: Sequence[Tensor]) -> None:
-            assert workspace is not None
-            call = self.given(args)
-            pieces = workspace(*call)
-            if pieces:
-                scratch = self.allocate_workspace(pieces, args[self.anchor].device)
-                function(*call, *results, *scratch)
-            else:
-                function(*call, *results)
+        workspace = getattr(module, f"{self.name}_workspace", None)
 
-        # The reference is written to be believed: it returns its results.
-        if backend == "reference":
-            return compute_and_copy
-        return launch_with_workspace if workspace else launch
+        def launch(call: Sequence[Any]) -> tuple[Tensor, ...]:
+            results, given = self.allocate(call), self.given(call)
+            pieces = workspace(*given) if workspace else ()
+            scratch = self.allocate_workspace(pieces, call[self.anchor].device) if pieces else ()
+            function(*given, *results, *scratch)
+            return results
 
-
-def _returning_tuples(call: Any) -> Callable[..., tuple[Tensor, ...]]:
-    def wrapped(*args: Any, backend: str | None = None) -> tuple[Tensor, ...]:
-        return (call(*args, backend=backend),)
-
-    return wrapped
+        return launch
 
 
-def _requested_backend(request: Mapping[str, str], op: str) -> str | None:
-    """What the environment asks for; a pair for an op that does not exist is an error."""
-    asked = [op_ for op_ in OPS.values() if op_.takes_requests]
-    known = sorted({op_.family for op_ in asked})
-    backends = {backend for op_ in asked for backend in op_.backends}
-    for name, backend in request.items():
-        if name and name not in known:
-            raise ValueError(
-                f"{_env.BACKEND_VARIABLE} must name one of {', '.join(known)}, got {name!r}"
-            )
-        if backend not in backends:
-            got = f"{name}={backend}" if name else backend
-            raise ValueError(
-                f"{_env.BACKEND_VARIABLE} must name one of {', '.join(sorted(backends))}, "
-                f"or pairs such as attention=triton, got {got!r}"
-            )
-    return request.get(op) or request.get("")
-
-
-def family(name: str) -> str:
-    """The public function that a torch op belongs to: attention_fwd -> attention."""
-    return name.removesuffix("_fwd").removesuffix("_bwd")
-
-
-def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
-    """Every backend of every public op and whether it can serve `device` (default: the GPU if there
-    is one).
+def _in_layout(
+    value: Tensor | None,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A backend's own result, copied where it lies otherwise than the op's; of a gradient that is
+    not wanted, that empty result.
     """
-    device = device or _env.default_device()
-    table = []
-    for op in OPS.values():
-        if not op.name.endswith("_fwd"):
-            continue
-        for row in op.backends.values():
-            why = _env.refuses_device(row.name, device) or op.import_failure(row.name)
-            if why is None:
-                unavailable = getattr(op._module(row.name), "unavailable", None)
-                why = unavailable() if unavailable else None
-            if why is None and not hasattr(op._module(row.name), op.name):
-                why = f"does not implement {op.name}"
-            passed = tuple(
-                dtype
-                for name, backend, dtype in sorted(_verified.passed(device))
-                if (name, backend) == (op.family, row.name) and not row.automatic
-            )
-            table.append(
-                BackendStatus(op.family, row.name, why is None, why or "", row.automatic, passed)
-            )
-    return table
-
-
-def explaining() -> bool:
-    return _recording.explanations is not None
-
-
-def record_choice(explanation: Explanation) -> None:
-    """Of a call that is not an op's where choices are recorded."""
-    assert _recording.explanations is not None
-    _recording.explanations.append(explanation)
-
-
-@contextlib.contextmanager
-def recording_choices() -> Iterator[list[Explanation]]:
-    """Inside, ops record why they choose a backend and return uninitialised results."""
-    explanations: list[Explanation] = []
-    _recording.explanations = explanations
-    try:
-        with _road.closed():
-            yield explanations
-    finally:
-        _recording.explanations = None
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        _log.warning(message)
-
-
-def are_ops_watched() -> bool:
-    """Whether a mode, a transform, a tracer or the profiler looks at each of torch's ops. A mode
-    with `sees_launches` wants to see what an op launches in place of the op.
-    """
-    return (
-        (torch._C._len_torch_dispatch_stack() > 0 and not _do_modes_see_launches())
-        or torch._C._is_torch_function_mode_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
-        or forward_ad._current_level >= 0
-    )
-
-
-def _do_modes_see_launches() -> bool:
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return all(getattr(mode, "sees_launches", False) for mode in modes)
+    if value is not None and (value.shape, value.stride(), value.dtype) == (shape, stride, dtype):
+        return value
+    result = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return result if value is None else result.copy_(value)

@@ -21,8 +21,8 @@ from .generation import (
     greedy_decode,
 )
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
-from .model import Memory, ModelConfig, Seq2SeqTransformer, make_model, record_attention
-from .non_autoregressive import NonAutoregressiveTransformer
+from .model import Memory, ModelConfig, Seq2SeqTransformer, record_attention
+from .non_autoregressive import NonAutoregressiveTransformer, make_model
 from .pointer_generator import PointerGenerator
 from .runs import load_translator, prepare_text
 from .sampling import Sampling

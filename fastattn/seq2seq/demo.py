@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import fastattn.nn
-from fastattn.ops import _env
+from fastattn.ops import default_device, device_name, versions
 
 from .catalogues import SOURCES, load_catalogue_pairs
 from .checkpoint import read_best, write_atomically
@@ -142,7 +142,7 @@ class DemoReport:
             "passed": self.passed,
             "checks": [asdict(check) for check in self.checks],
             "device": self.device,
-            "versions": _env.versions(),
+            "versions": versions(),
             "threads": torch.get_num_threads(),
             "text": self.text,
             "model": asdict(self.preset.model),
@@ -179,7 +179,7 @@ def run_demo(
     fewer than the preset's, BLEU is reported but not judged. `notify` receives one line a stage.
     """
     started = time.perf_counter()
-    device = device or _env.default_device()
+    device = device or default_device()
     preset = preset or (GPU_PRESET if device.type == "cuda" else CPU_PRESET)
     judged = steps is None or steps >= preset.training.steps
     if steps is not None:
@@ -259,7 +259,7 @@ def run_demo(
     seconds["all"] = time.perf_counter() - started
     report = DemoReport(
         out=out,
-        device=_env.device_name(device),
+        device=device_name(device),
         preset=preset,
         parameters=sum(p.numel() for p in translator.model.parameters()),
         text=text,

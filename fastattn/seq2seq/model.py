@@ -2,8 +2,7 @@
 
 `Seq2SeqTransformer(config)` takes the Transformer's class as a second argument:
 `fastattn.nn.Transformer` or `torch.nn.Transformer`. Parameter names, shapes and initial values
-are the same for both, so a checkpoint of one loads into the other. `make_model` returns the kind
-of model that a configuration asks for.
+are the same for both, so a checkpoint of one loads into the other.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastattn.functional import quickest_linear
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
+from fastattn.nn.fusion import linear
 from fastattn.nn.packing import Packing
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
@@ -331,7 +330,7 @@ class Seq2SeqTransformer(nn.Module):
         log-probabilities, their own softmax.
         """
         weight = self.embedding.weight if self.config.tied else self.head.weight
-        logits = quickest_linear(hidden, weight)
+        logits = linear(hidden, weight)
         if self.copying is None:
             return logits
         if memory is None or memory.copy_keys is None:
@@ -357,17 +356,6 @@ class Seq2SeqTransformer(nn.Module):
     def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int | Tensor = 0) -> Tensor:
         x = embedding(tokens) * math.sqrt(self.config.width)
         return self.positions(x, offset=start)
-
-
-def make_model(
-    config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
-) -> Seq2SeqTransformer:
-    """Return the model that a configuration describes."""
-    from .non_autoregressive import NonAutoregressiveTransformer
-
-    if config.decoder == "non-autoregressive":
-        return NonAutoregressiveTransformer(config, transformer_class)
-    return Seq2SeqTransformer(config, transformer_class)
 
 
 def _require_ours(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:

@@ -6,7 +6,9 @@ mean of the encoder's output, trained beside the tokens ("predictor"), or the to
 twice the source and ten more positions are written and cut at the first END ("end").
 
 Fast, because one pass writes a sentence; weaker, because tokens of one sentence do not know of each
-other. Shapes: B batch, S source tokens, T target positions, V vocabulary.
+other. `make_model` returns the kind of model that a configuration asks for.
+
+Shapes: B batch, S source tokens, T target positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -74,6 +76,15 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         real = (~memory.padding)[..., None]
         mean = memory.output.masked_fill(~real, 0.0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
         return self.length_head(mean)
+
+
+def make_model(
+    config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
+) -> Seq2SeqTransformer:
+    """Return the model that a configuration describes."""
+    if config.decoder == "non-autoregressive":
+        return NonAutoregressiveTransformer(config, transformer_class)
+    return Seq2SeqTransformer(config, transformer_class)
 
 
 def at_once_loss(

@@ -29,7 +29,8 @@ from .data import (
     split_pairs,
 )
 from .generation import Translator, bleu
-from .model import ModelConfig, Seq2SeqTransformer, make_model
+from .model import ModelConfig, Seq2SeqTransformer
+from .non_autoregressive import make_model
 from .progress import waiting
 from .training import TrainingConfig
 

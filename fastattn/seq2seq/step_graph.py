@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.ops import _env
+from fastattn.ops import interpreting
 
 
 def recorded(
@@ -31,7 +31,7 @@ def recorded(
     if device.type == "cuda":
         return _cuda_graph(step, rewind, device)
     # Triton's interpreter launches kernels that torch's dispatcher, and so a tape, does not see.
-    if device.type == "cpu" and not _env.interpreting():
+    if device.type == "cpu" and not interpreting():
         return Tape(step)
     return step
 
@@ -81,8 +81,6 @@ class Tape:
 
 
 class _Recorder(TorchDispatchMode):
-    sees_launches = True  # of the package's ops
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
@@ -103,7 +101,7 @@ class _Recorder(TorchDispatchMode):
             self.calls.append(partial(func._op, *args, **kwargs))
             return
         if not made:
-            return  # a question to the host, such as how much memory a kernel wants
+            return  # a question to the host
         places = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
         if all(tensor.untyped_storage().data_ptr() in places for tensor in made):
             return  # views

@@ -57,13 +57,13 @@ def rerun(case: Case) -> Faults | None:
 
 
 def batch(case: Case) -> Faults | None:
-    """In bits where the op promises it. The reference does not: torch's matrix products and
-    reductions choose their blocking by the whole shape, so there the error budget decides.
+    """In bits where the op promises it. `torch` and the reference do not: torch's matrix products
+    and reductions choose their blocking by the whole shape, so there the error budget decides.
     """
     if case.spec.entries is None:
         return None
     entries = case.spec.entries(case.make())
-    promised = case.spec.entries_in_bits and case.backend != "reference"
+    promised = case.spec.entries_in_bits and case.backend not in ("torch", "reference")
     faults: Faults = {}
     for entry in entries:
         douts = tuple(

@@ -5,14 +5,11 @@ Saved for the backward: q, k, v, the restrictions, `out` and `lse` (fp32, natura
 data).
 """
 
-import math
-
 import torch
 from torch import Tensor
 
-from fastattn.ops._derivative import differentiable, gradient_like
-from fastattn.ops._op import OPS, PLAIN_TENSORS, Backend, Op
-from fastattn.ops._road import Road
+from fastattn.ops._autograd import differentiable, gradient_like
+from fastattn.ops._op import Backend, Op
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.calls import (
     BackwardCall,
@@ -35,6 +32,7 @@ _BACKENDS = (
     Backend("sm90", automatic=False),
     Backend("triton", automatic=False),
     Backend("cpu"),
+    Backend("torch"),
     Backend("reference"),
 )
 
@@ -79,6 +77,12 @@ attention = differentiable(
         _PACKAGE,
         _BACKENDS,
         ForwardCall,
+        family="attention",
+        rows=("q", "k", "v"),
+        batched=("q", "k", "v", "key_lengths", "query_lengths", "out", "lse"),
+        batch_is_one_dimension=True,
+        broadcast=("mask", "mask_tiles"),
+        dropped=("dropout_p",),
     ),
     Op(
         "attention_bwd",
@@ -89,57 +93,32 @@ attention = differentiable(
         _PACKAGE,
         _BACKENDS,
         BackwardCall,
+        family="attention",
+        data="q",
+        rows=("dout", "q", "k", "v", "out"),
+        batched=(
+            "dout",
+            "dlse",
+            "q",
+            "k",
+            "v",
+            "key_lengths",
+            "query_lengths",
+            "out",
+            "lse",
+            "dq",
+            "dk",
+            "dv",
+        ),
+        batch_is_one_dimension=True,
+        broadcast=("mask", "mask_tiles"),
+        dropped=("dropout_p",),
+        is_backward=True,
     ),
     reference.attention_bwd,
-    road=Road(
-        "attention_plain_fwd",
-        "attention_plain_bwd",
-        without={
-            "mask": None,
-            "mask_tiles": None,
-            "key_lengths": None,
-            "query_lengths": None,
-            "window_left": -1,
-            "window_right": -1,
-            "dropout_p": 0,
-            "dropout_seed": None,
-            "dropout_stream": 0,
-        },
-        casts=True,
-    ),
+    gradients={"dq": "q", "dk": "k", "dv": "v", "dmask": "mask"},
+    result_gradients={"out": "dout", "lse": "dlse"},
 )
-_FORWARD = OPS["attention_fwd"]
-# Positions from which on checks cost nothing beside the work, and kernels have their limits.
-_MANY = 2**20
-
-
-def attention_at_once(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str | None
-) -> tuple[Tensor, ...] | None:
-    """out and lse of a call without restrictions on CPU tensors, or None where it must take the
-    whole road. There checks in Python take longer than a small call's kernel: here the library's
-    stand in for them, and what it refuses is refused again by name.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    for x in (q, k, v):
-        if type(x) not in PLAIN_TENSORS:
-            return None
-    try:
-        if scale is None:
-            scale = q.size(3) ** -0.5
-        elif type(scale) is not float or not math.isfinite(scale):
-            return None
-        M, N = q.size(2), k.size(2)
-        if (causal and M != N) or M > _MANY or N > _MANY:
-            return None
-        if torch.is_grad_enabled() and not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            return None  # gradients go through the copies that are made of such tensors
-    except (RuntimeError, IndexError, ZeroDivisionError):
-        return None
-    return _FORWARD.short_road(
-        backend, q, k, v, None, None, None, None, int(causal), -1, -1, scale, 0.0, None, 0
-    )
 
 
 def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
@@ -155,13 +134,6 @@ def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
-_VARLEN_BACKENDS = (
-    Backend("sm90", automatic=False),
-    Backend("triton", automatic=False),
-    Backend("cpu"),
-    Backend("reference"),
-)
-
 attention_varlen = differentiable(
     Op(
         "attention_varlen_fwd",
@@ -169,8 +141,10 @@ attention_varlen = differentiable(
         "Tensor out, Tensor lse",
         _varlen_fwd_outputs,
         _PACKAGE,
-        _VARLEN_BACKENDS,
+        _BACKENDS,
         PackedForwardCall,
+        family="attention_varlen",
+        rows=("q", "k", "v"),
     ),
     Op(
         "attention_varlen_bwd",
@@ -179,8 +153,14 @@ attention_varlen = differentiable(
         "Tensor dq, Tensor dk, Tensor dv",
         _varlen_bwd_outputs,
         _PACKAGE,
-        _VARLEN_BACKENDS,
+        _BACKENDS,
         PackedBackwardCall,
+        family="attention_varlen",
+        data="q",
+        rows=("dout", "q", "k", "v", "out"),
+        is_backward=True,
     ),
     reference.attention_varlen_bwd,
+    gradients={"dq": "q", "dk": "k", "dv": "v"},
+    result_gradients={"out": "dout", "lse": "dlse"},
 )

@@ -15,21 +15,13 @@ def _outputs(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
     )
 
 
-_search = Op(
+# A part of searches: users choose no backend for it.
+best_tokens = Op(
     "best_tokens",
     "Tensor logits, int first, int count",
     "Tensor log_z, Tensor best, Tensor tokens",
     _outputs,
     "fastattn.ops.best_tokens",
     (Backend("cpu"), Backend("reference")),
-    takes_requests=False,
+    requestable=False,
 )
-
-
-def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
-    """[rows, V] -> log_z [rows], best and tokens [rows, count]. A part of searches, not an op that
-    users choose backends for.
-    """
-    if torch.compiler.is_compiling():
-        return _search.call(logits, first, count)  # type: ignore[no-any-return]
-    return _search.below_autograd((logits, first, count), None)

@@ -7,7 +7,7 @@ One hidden tensor is saved: for relu the activation after dropout [..., F], else
 
 from torch import Tensor
 
-from fastattn.ops._derivative import differentiable, gradient_like
+from fastattn.ops._autograd import differentiable
 from fastattn.ops._op import Backend, Op
 from fastattn.ops.ffn import reference
 from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
@@ -15,7 +15,12 @@ from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", *reference.GATED)
 GATED_ACTIVATIONS = tuple(reference.GATED)
 _PACKAGE = "fastattn.ops.ffn"
-_BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
+_BACKENDS = (
+    Backend("triton", automatic=False),
+    Backend("cpu"),
+    Backend("torch"),
+    Backend("reference"),
+)
 
 
 def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
@@ -26,9 +31,10 @@ def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
 
 
 def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
-    x = call.x
-    inputs = zip(call.needs, (x, call.w1, call.b1, call.w2, call.b2), strict=True)
-    return tuple(gradient_like(like, needed, x) for needed, like in inputs)
+    inputs = zip(call.needs, (call.x, call.w1, call.b1, call.w2, call.b2), strict=True)
+    return tuple(
+        call.x.new_empty(0 if x is None or not needed else x.shape) for needed, x in inputs
+    )
 
 
 _OPTIONS = (
@@ -45,6 +51,9 @@ ffn = differentiable(
         _PACKAGE,
         _BACKENDS,
         ForwardCall,
+        family="ffn",
+        batched=("x", "residual", "y", "hidden"),
+        dropped=("dropout_p", "output_dropout_p"),
     ),
     Op(
         "ffn_bwd",
@@ -55,7 +64,15 @@ ffn = differentiable(
         _PACKAGE,
         _BACKENDS,
         BackwardCall,
+        family="ffn",
+        data="x",
+        rows=("dy",),
+        batched=("dy", "x", "hidden", "dx"),
+        dropped=("dropout_p", "output_dropout_p"),
+        is_backward=True,
     ),
     reference.backward_maths,
+    gradients={"dx": "x", "dw1": "w1", "db1": "b1", "dw2": "w2", "db2": "b2"},
+    result_gradients={"y": "dy"},
     passes_through={"residual": "y"},
 )

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.ops._derivative import differentiable
-from fastattn.ops._op import OPS, Backend, Op
-from fastattn.ops._road import Road
+from fastattn.ops._autograd import differentiable
+from fastattn.ops._op import Backend, Op
 from fastattn.ops.layer_norm import reference
 from fastattn.ops.layer_norm.calls import (
     AddLayerNormBackwardCall,
@@ -22,7 +21,14 @@ from fastattn.ops.layer_norm.calls import (
 )
 
 _PACKAGE = "fastattn.ops.layer_norm"
-_BACKENDS = (Backend("triton", automatic=False), Backend("cpu"), Backend("reference"))
+# What has rows: arguments and results of any of the ops.
+_ROWS = ("x", "residual", "y", "z", "mean", "rstd", "dy", "dz", "dx", "dresidual")
+_BACKENDS = (
+    Backend("triton", automatic=False),
+    Backend("cpu"),
+    Backend("torch"),
+    Backend("reference"),
+)
 
 
 def _normalised(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +96,14 @@ def _rms_norm_bwd_outputs(call: RmsNormBackwardCall) -> tuple[Tensor, ...]:
 
 
 def _op(name: str, arguments: str, results: str, outputs: Any, call_type: Any) -> Op:
-    return Op(name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type)
+    family, _, direction = name.rpartition("_")
+    backward = direction == "bwd"
+    return Op(
+        name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type, family=family,
+        data="x_dtype" if "x_dtype" in arguments else "x", is_backward=backward,
+        rows=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
+        batched=_ROWS, dropped=("dropout_p",) if "dropout_p" in arguments else (),
+    )  # fmt: skip
 
 
 _DROPOUT = "float dropout_p, Tensor? dropout_seed, int dropout_stream"
@@ -112,7 +125,8 @@ layer_norm = differentiable(
         LayerNormBackwardCall,
     ),
     reference.layer_norm_bwd,
-    road=Road("layer_norm_fwd_direct", "layer_norm_bwd_direct"),
+    gradients={"dx": "x", "dweight": "weight", "dbias": "bias"},
+    result_gradients={"y": "dy"},
 )
 
 add_layer_norm = differentiable(
@@ -133,9 +147,17 @@ add_layer_norm = differentiable(
         AddLayerNormBackwardCall,
     ),
     reference.add_layer_norm_bwd,
+    gradients={
+        "dx": "x",
+        "dresidual": "residual",
+        "dx_bias": "x_bias",
+        "dweight": "weight",
+        "dbias": "bias",
+    },
+    result_gradients={"y": "dy", "z": "dz"},
+    dtypes={"x_dtype": "x"},
     # Both are the gradient of the sum: half of what the backward writes is spared.
     equal_gradients={("x", "residual"): "dropout_p"},
-    road=Road("add_layer_norm_fwd_direct", "add_layer_norm_bwd_direct"),
 )
 
 rms_norm = differentiable(
@@ -154,8 +176,6 @@ rms_norm = differentiable(
         RmsNormBackwardCall,
     ),
     reference.rms_norm_bwd,
-    road=Road("rms_norm_fwd_direct", "rms_norm_bwd_direct"),
+    gradients={"dx": "x", "dweight": "weight"},
+    result_gradients={"y": "dy"},
 )
-LAYER_NORM = OPS["layer_norm_fwd"]
-ADD_LAYER_NORM = OPS["add_layer_norm_fwd"]
-RMS_NORM = OPS["rms_norm_fwd"]

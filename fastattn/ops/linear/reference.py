@@ -5,6 +5,7 @@ gradients that are not needed. The backward is differentiable torch itself.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,20 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor]:
     return (F.linear(x, w, b),)
 
 
-def linear_bwd(dy: Tensor, x: Tensor, w: Tensor, needs: list[bool]) -> tuple[Tensor | None, ...]:
+def linear_bwd(
+    dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = needs
     rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 cannot be told from no columns
-    dx = dy @ w if need_x else None
-    dw = rows.t() @ x.reshape(rows.shape[0], x.shape[-1]) if need_w else None
+    dx = dw = None
+    if need_x:
+        assert w is not None
+        dx = dy @ w
+    if need_w:
+        assert x is not None
+        dw = rows.t() @ x.reshape(rows.shape[0], x.shape[-1])
     db = None
     if need_b:
         wide = rows if rows.dtype == torch.float64 else rows.float()
-        db = wide.sum(0).to(x.dtype)
+        db = wide.sum(0).to(dy.dtype)
     return dx, dw, db

@@ -1,0 +1,173 @@
+"""aten's fused attention kernels, each a forward and a backward of a `Problem`, and what they take.
+
+The CUDA ones are written from the schemas and have not run on a GPU yet.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    ForwardCall,
+    PackedBackwardCall,
+    PackedForwardCall,
+)
+from fastattn.ops.attention.torch_problem import TOP_LEFT, Problem, wide
+
+_aten = torch.ops.aten
+
+
+# Pairs of (problem) -> out, lse and (problem, dout, out, lse) -> dq, dk, dv.
+def _cpu_fwd(t: Problem) -> tuple[Tensor, Tensor]:
+    """In fp32: with its exponentials for half precision lse has an error of 5e-5, and without
+    instructions for products in half precision they are not faster.
+    """
+    q, k, v = (x.to(wide(x.dtype)) for x in t[:3])
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, t.causal, attn_mask=t.bias, scale=t.scale
+    )
+    return out.to(t.q.dtype), lse
+
+
+def _cpu_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    tensors = [dout, *t[:3], out]
+    if t.q.dtype == torch.float16:  # whose products take ten times as long as those in fp32
+        tensors = [x.float() for x in tensors]
+    gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        *tensors, lse, 0.0, t.causal, attn_mask=t.bias, scale=t.scale
+    )
+    return tuple(x.to(t.q.dtype) for x in gradients)
+
+
+def _flash_fwd(t: Problem) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in t[:3])
+    out, lse, *_ = _aten._flash_attention_forward.default(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, t.causal, False, scale=t.scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, *t[:3], out))
+    unused = lse.new_zeros(2, dtype=torch.uint64)  # the state of aten's own dropout
+    gradients = _aten._flash_attention_backward.default(
+        dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, t.causal, unused, unused,
+        scale=t.scale,
+    )  # fmt: skip
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+_LSE_ROWS = 32  # memory-efficient attention keeps lse in multiples of it
+
+
+def _for_each_head(t: Problem) -> Problem:
+    """Keys and values written out for every query head, the bias expanded from aligned rows."""
+    (B, H, M, _), (K, N), bias = t.q.shape, t.k.shape[1:3], t.bias
+    k, v = (x if K == H else x.repeat_interleave(H // K, 1) for x in (t.k, t.v))
+    if bias is not None:
+        bias = F.pad(bias.to(t.q.dtype), (0, -N % 16))[..., :N].expand(B, H, M, N)
+    return t._replace(k=k, v=v, bias=bias)
+
+
+def _efficient_fwd(t: Problem) -> tuple[Tensor, Tensor]:
+    t = _for_each_head(t)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
+        t.q, t.k, t.v, t.bias, True, 0.0, t.causal, scale=t.scale
+    )
+    return out, lse[..., : t.q.shape[2]]
+
+
+def _efficient_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    K, t = t.k.shape[1], _for_each_head(t)
+    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ROWS), value=math.inf)
+    unused = torch.zeros((), dtype=torch.int64)  # the state of aten's own dropout
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
+        dout, t.q, t.k, t.v, t.bias, out, lse, unused, unused, 0.0, [True, True, True, False],
+        t.causal, scale=t.scale,
+    )  # fmt: skip
+    if K != t.q.shape[1]:
+        dk, dv = (x.unflatten(1, (K, -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
+    """Forward and backward for heads of this size."""
+    if t.q.is_cpu:
+        return _cpu_fwd, _cpu_bwd
+    # Of rectangular causal calls flash attention counts the diagonal from the last key.
+    square = not t.causal or t.q.shape[2] == t.k.shape[2]
+    if t.bias is None and square and width <= 256 and t.q.dtype != torch.float32:
+        return _flash_fwd, _flash_bwd
+    return _efficient_fwd, _efficient_bwd
+
+
+def is_fused(call: ForwardCall | BackwardCall) -> bool:
+    """Whether aten has kernels for it that are accurate enough."""
+    q = call.q
+    has_kernels = q.is_cpu or (q.is_cuda and q.dtype != torch.float64)
+    return has_kernels and call.dropout_p == 0 and q.shape[3] > 0 and call.v.shape[3] > 0
+
+
+def width_of(x: Tensor, size: int) -> int:
+    """What heads are padded to: CUDA kernels read 16 bytes at a time."""
+    return size if x.is_cpu else -(-size // 8) * 8
+
+
+def row(x: Tensor, size: int) -> Tensor:
+    """The last dimension contiguous and of this size, with zeros behind it."""
+    x = x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# -- packed sequences ------------------------------------------------------------------------------
+def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
+    """Of flash attention, which counts each diagonal from the last key."""
+    q, same = call.q, call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
+    if q.dtype not in (torch.float16, torch.bfloat16) or max(q.shape[2], call.v.shape[2]) > 248:
+        return f"has packed kernels for fp16 and bf16, up to head dim 248, got {q.dtype}"
+    if call.dropout_p > 0 or call.window_left >= 0 or call.window_right >= 0:
+        return "has packed kernels without dropout and without a window"
+    if call.causal == TOP_LEFT and not same:
+        return (
+            "has packed kernels for causal='top_left' only if queries and keys have one cu_seqlens"
+        )
+    return None
+
+
+def packed_live(
+    call: PackedForwardCall | PackedBackwardCall,
+) -> tuple[Tensor, Tensor]:
+    """Rows with a key, [T, 1, 1], and keys with a row, [S, 1, 1]."""
+    starts, ends = call.cu_seqlens_q, call.cu_seqlens_k
+    queries, keys = starts.diff(), ends.diff()
+    rows, where = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))
+    b = torch.bucketize(rows, starts[1:], right=True)
+    inside, b = b < len(queries), b.clamp(max=len(queries) - 1)
+    seen = keys[b]
+    if call.causal:
+        seen = seen - queries[b] + rows - starts[b] + 1
+    of_key = torch.bucketize(where, ends[1:], right=True)
+    real = (of_key < len(keys)) & (queries[of_key.clamp(max=len(keys) - 1)] > 0)
+    return (inside & (seen > 0))[:, None, None], real[:, None, None]
+
+
+def packed_fwd(t: Problem, call: PackedForwardCall) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._flash_attention_forward.default(
+        t.q, t.k, t.v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q, call.max_seqlen_k,
+        0.0, t.causal, False, scale=t.scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def packed_bwd(
+    t: Problem, dout: Tensor, out: Tensor, lse: Tensor, call: PackedBackwardCall
+) -> tuple[Tensor, ...]:
+    unused = lse.new_zeros(2, dtype=torch.uint64)  # the state of aten's own dropout
+    return _aten._flash_attention_backward.default(
+        dout, t.q, t.k, t.v, out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.max_seqlen_q,
+        call.max_seqlen_k, 0.0, t.causal, unused, unused, scale=t.scale,
+    )  # fmt: skip

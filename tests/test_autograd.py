@@ -1,0 +1,558 @@
+"""What autograd sees of an op: its nodes, what they keep, what their gradients are.
+
+With `--python-derivatives` the derivatives are those in Python, which the last test asks for.
+"""
+
+import contextlib
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from products import SetFaster
+from subprocesses import environment, passed_with
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastattn
+from fastattn.ops import _native
+
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
+OPS = (*NORMS, "attention", "attention_varlen", "ffn", "linear")
+each_norm = pytest.mark.parametrize("op", NORMS)
+each_op = pytest.mark.parametrize("op", OPS)
+needs_library = pytest.mark.skipif(
+    _native.unavailable("cpu") is not None, reason="needs the native library cpu"
+)
+# Inputs whose values no gradient reads: of add_layer_norm the sum is kept instead.
+UNREAD = {"add_layer_norm": (0, 1), "linear": (2,)}
+
+
+@pytest.fixture(autouse=True)
+def _own_products(torch_is_faster: SetFaster) -> None:
+    """The same backend for linear on every processor."""
+
+
+def make_inputs(op: str, shape: tuple[int, ...] = (3, 8), **types: torch.dtype) -> list[Tensor]:
+    """The tensors that have gradients, in the order of the public function; x or q [..., *shape].
+
+    dtype: of the data. parameters: of the norms' and linear's weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    width = shape[-1]
+    shape = (*(1,) * (4 - len(shape)), *shape) if op == "attention" else shape
+    if op == "attention_varlen":
+        shape = {1: (1, 1, width), 2: (shape[0], 1, width)}.get(len(shape), shape)
+    rows = [shape] * {"attention": 3, "attention_varlen": 3, "add_layer_norm": 2}.get(op, 1)
+    parameters: list[tuple[int, ...]] = {
+        "linear": [(width, width), (width,)],
+        "ffn": [(12, width), (12,), (width, 12), (width,)],
+        "rms_norm": [(width,)],
+    }.get(op, [(width,)] * 2 if op in NORMS else [])
+    data, parameter = types.get("dtype"), types.get("parameters")
+    made = [torch.randn(s, generator=generator).to(data) for s in rows]
+    made += [
+        torch.randn(s, generator=generator).to(data if op == "ffn" else parameter)
+        for s in parameters
+    ]
+    return [x.requires_grad_() for x in made]
+
+
+def call(op: str, inputs: list[Tensor], **options: Any) -> Any:
+    if op == "attention_varlen":
+        length = inputs[0].shape[0]
+        offsets = torch.tensor([0, length // 2, length], dtype=torch.int32)
+        options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), offsets)
+        options |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), length)
+    if op == "ffn":
+        options["activation"] = "gelu"
+    return getattr(fastattn, op)(*inputs, **options)
+
+
+def results_of(op: str, inputs: list[Tensor], **options: Any) -> list[Tensor]:
+    """The results and the gradients of all inputs that want one."""
+    outputs = call(op, inputs, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
+    wanted = [x for x in inputs if x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, wanted, weights)]
+
+
+# -- the graph ------------------------------------------------------------------------------------
+@each_op
+def test_nodes(op: str) -> None:
+    """What tools that walk the graph look at."""
+    inputs = make_inputs(op)
+    y = call(op, inputs)
+    node = y.grad_fn
+    assert isinstance(node, torch.autograd.graph.Node)
+    assert node.name() == "".join(map(str.capitalize, op.split("_"))) + "Backward"
+    assert f"grad_fn=<{node.name()}>" in repr(y)
+    leaves = [n.variable for n, _ in node.next_functions if n is not None]
+    assert [any(leaf is x for x in inputs) for leaf in leaves] == [True] * len(inputs)
+    expected = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    seen: list[Any] = []
+    node.register_hook(lambda gradients, incoming: seen.append(len(incoming)))
+    node.register_prehook(lambda incoming: tuple(g if g is None else 2 * g for g in incoming))
+    for a, b in zip(torch.autograd.grad(y.sum(), inputs, retain_graph=True), expected, strict=True):
+        torch.testing.assert_close(a, 2 * b)
+    assert len(seen) == 1
+    assert node.metadata == {} and y.is_leaf is False
+    assert torch.autograd.graph.get_gradient_edge(y).node.name() == node.name()
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **kwargs or {})
+
+
+def test_saved_results_have_no_gradient() -> None:
+    """What a forward returns for its backward alone."""
+    x = torch.randn(2, 3, requires_grad=True)
+    for watch in (contextlib.nullcontext(), _Passing()):
+        with watch:
+            results = torch.ops.fastattn.layer_norm_fwd(x, None, None, 1e-5)
+        assert [y.requires_grad for y in results] == [True, False, False]
+
+
+@each_op
+def test_graph_is_used_once(op: str) -> None:
+    inputs = make_inputs(op)
+    y = call(op, inputs)
+    first = torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y.sum(), inputs), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y.sum(), inputs)
+
+
+@each_op
+def test_changed_inputs_are_noticed(op: str) -> None:
+    """What is changed in place before the backward is refused where a gradient reads it."""
+    for i in range(len(make_inputs(op))):
+        leaves = make_inputs(op)
+        inputs = [x * 1 for x in leaves]
+        y = call(op, inputs)
+        expected = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+        with torch.no_grad():
+            inputs[i].add_(1)
+        if i in UNREAD.get(op, ()):
+            for a, b in zip(torch.autograd.grad(y.sum(), leaves), expected, strict=True):
+                assert torch.equal(a, b)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_changed_sums_are_noticed() -> None:
+    y, z = fastattn.add_layer_norm(*make_inputs("add_layer_norm"), return_sum=True)
+    z.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y, z = fastattn.add_layer_norm(*make_inputs("add_layer_norm"), return_sum=True)
+    y.mul_(2)  # y is not kept
+    (y.sum() + z.sum()).backward()
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)])
+def test_linear_keeps_what_its_gradients_read(frozen: tuple[int, ...]) -> None:
+    """x for the weight's gradient and the weight for x's: else they may be freed, or changed."""
+    leaves = make_inputs("linear")
+    for i in frozen:
+        leaves[i].requires_grad_(False)
+    inputs = [x * 1 for x in leaves]
+    read = [i for i in (0, 1) if 1 - i not in frozen]
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        y = call("linear", inputs)
+    assert [x.shape for x in saved] == [inputs[i].shape for i in read]
+    y = call("linear", inputs)
+    with torch.no_grad():
+        for i in {0, 1, 2} - {*read}:
+            inputs[i].add_(1)
+    y.sum().backward()
+
+
+@each_op
+def test_saved_tensors_are_freed(op: str) -> None:
+    leaf, *others = make_inputs(op)
+    held = [leaf * 1, *others]
+    outputs = call(op, held, **({"return_sum": True} if op == "add_layer_norm" else {}))
+    kept = outputs[1] if op == "add_layer_norm" else held[0]
+    y = outputs[0] if op == "add_layer_norm" else outputs
+    finalised: list[bool] = []
+    weakref.finalize(kept, finalised.append, True)
+    del held, outputs, kept
+    loss = y.sum()
+    if op != "add_layer_norm":
+        assert not finalised, "the graph keeps what it reads"
+    loss.backward()
+    gc.collect()
+    assert finalised and y.grad_fn is not None
+
+
+def test_long_graphs_are_freed() -> None:
+    """Without recursion, which would end the process: this stack holds some thousand calls."""
+    freed: list[bool] = []
+
+    def make_and_free() -> None:
+        weight, y = torch.ones(1), torch.ones(1, requires_grad=True)
+        for _ in range(20_000):
+            y = fastattn.rms_norm(y, weight)
+        del y
+        freed.append(True)
+
+    before = threading.stack_size(1 << 19)
+    try:
+        thread = threading.Thread(target=make_and_free)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert freed
+
+
+# -- hooks and checkpoints ------------------------------------------------------------------------
+@each_op
+def test_saved_tensors_hooks(op: str) -> None:
+    inputs = make_inputs(op)
+    expected = torch.autograd.grad(call(op, inputs).sum(), inputs)
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> int:
+        packed.append(x.detach().clone())
+        return len(packed) - 1
+
+    def differ(y: Tensor) -> list[int]:
+        found = torch.autograd.grad(y.sum(), inputs)
+        return [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not a.equal(b)]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: packed[i]):
+        y = call(op, inputs)
+    counts = {"linear": 2, "rms_norm": 3, "attention_varlen": 7, "ffn": 6}
+    assert len(packed) == counts.get(op, 5) and not differ(y)
+    with torch.autograd.graph.save_on_cpu():
+        y = call(op, inputs)
+    assert not differ(y)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.double(), lambda x: x.float() if op != "attention_varlen" else _narrow(x)
+    ):
+        y = call(op, inputs)
+    assert not differ(y)
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Offsets are integers, all else is data."""
+    return x.int() if x.dim() == 1 else x.float()
+
+
+@each_op
+def test_errors_of_hooks_are_theirs(op: str) -> None:
+    inputs = make_inputs(op)
+    calls: list[Any] = []
+
+    def refuse(x: Any) -> Any:
+        calls.append(x)
+        raise LookupError("nothing is kept here")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
+        with pytest.raises(LookupError, match="nothing is kept here"):
+            call(op, inputs)
+    assert len(calls) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, refuse):
+        y = call(op, inputs)
+    with pytest.raises(LookupError, match="nothing is kept here"):
+        y.sum().backward()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks"):
+        call(op, inputs).sum().backward()
+
+
+@each_op
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(op: str, reentrant: bool) -> None:
+    inputs = make_inputs(op)
+
+    def block(*tensors: Tensor) -> Tensor:
+        return call(op, [tensors[0].sin(), *tensors[1:]]).cos()
+
+    expected = torch.autograd.grad(block(*inputs).sum(), inputs)
+    checkpoint(block, *inputs, use_reentrant=reentrant).sum().backward()
+    for x, b in zip(inputs, expected, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, b)
+
+
+@each_op
+def test_anomalies(op: str) -> None:
+    inputs = make_inputs(op)
+    with torch.autograd.set_detect_anomaly(True), pytest.warns(UserWarning, match="Backward"):
+        y = call(op, inputs)
+        with pytest.raises(RuntimeError, match=r"Backward'? returned nan values"):
+            y.backward(torch.full_like(y, torch.nan))
+
+
+# -- gradients ------------------------------------------------------------------------------------
+@each_op
+@needs_library
+def test_double_backward(op: str) -> None:
+    inputs = make_inputs(op)
+    found = []
+    for backend in (None, "cpu", "reference"):
+        y = call(op, inputs, backend=backend)
+        first = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        total = sum(g.square().sum() for g in first)
+        found.append([*first, *torch.autograd.grad(total, inputs)])
+    for a, named, b in zip(*found, strict=True):
+        assert torch.equal(a, named)
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@each_op
+def test_every_choice_of_gradients(op: str) -> None:
+    """Constant inputs, and inputs whose gradient is not asked for: the bits of the others."""
+    inputs = make_inputs(op)
+    y, *every = results_of(op, inputs)
+    retained = call(op, inputs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    for chosen in range(1, 2 ** len(inputs)):
+        of = [i for i in range(len(inputs)) if chosen >> i & 1]
+        some = [x.detach().requires_grad_(i in of) for i, x in enumerate(inputs)]
+        asked = [inputs[i] for i in of]
+        for found in (
+            results_of(op, some)[1:],
+            torch.autograd.grad(retained, asked, dy, retain_graph=True),
+        ):
+            for i, gradient in zip(of, found, strict=True):
+                assert torch.equal(gradient, every[i]), (of, i)
+
+
+VARIANTS: dict[str, Callable[[str], tuple[list[Tensor], dict[str, Any]]]] = {
+    "fp32": lambda op: (make_inputs(op, (2, 33, 40)), {}),
+    "bf16": lambda op: (make_inputs(op, dtype=torch.bfloat16, parameters=torch.bfloat16), {}),
+    "fp16": lambda op: (make_inputs(op, dtype=torch.float16, parameters=torch.float16), {}),
+    "fp64": lambda op: (make_inputs(op, dtype=torch.float64, parameters=torch.float64), {}),
+    "no elements": lambda op: (make_inputs(op, (0, 8)), {}),
+    "one row": lambda op: (make_inputs(op, (1, 8)), {}),
+}
+NORM_VARIANTS = VARIANTS | {
+    "fp16, fp32 parameters": lambda op: (make_inputs(op, dtype=torch.float16), {}),
+    "fp32, bf16 parameters": lambda op: (make_inputs(op, parameters=torch.bfloat16), {}),
+    "no columns": lambda op: (make_inputs(op, (3, 0)), {}),
+    "one dimension": lambda op: (make_inputs(op, (8,)), {}),
+    "many rows": lambda op: (make_inputs(op, (3000, 24)), {}),
+    "eps": lambda op: (make_inputs(op), {"eps": 0.1}),
+}
+
+
+@pytest.mark.parametrize(
+    "op, variant",
+    [(op, variant) for op in OPS for variant in (NORM_VARIANTS if op in NORMS else VARIANTS)],
+)
+@needs_library
+def test_named_and_automatic_calls_have_the_same_bits(op: str, variant: str) -> None:
+    """Results that the library allocates, and those that Python hands to it."""
+    inputs, options = NORM_VARIANTS[variant](op)
+    backend = "torch" if variant == "fp64" else "cpu"
+    found = results_of(op, inputs, **options)
+    for a, b in zip(found, results_of(op, inputs, **options, backend=backend), strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("used", ["y", "z", "both"])
+@needs_library
+def test_sums(types: tuple[torch.dtype, torch.dtype], dropout_p: float, used: str) -> None:
+    """Everything that add_layer_norm takes and returns, one of whose results may go unused."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=generator) for s in ((5, 8), (5, 8), (8,), (8,), (8,))]
+    x, residual, x_bias, weight, bias = [t.requires_grad_() for t in inputs]
+    options: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": torch.tensor([7])}
+    found = []
+    for backend in (None, "cpu", "reference"):
+        rows = [x.to(types[0]), residual.to(types[1]), weight, bias]
+        options |= {"x_bias": x_bias, "return_sum": True, "backend": backend}
+        y, z = call("add_layer_norm", rows, **options)
+        loss = {"y": y.sin(), "z": z.sin(), "both": y.sin() + z.cos()}[used].sum()
+        found.append([y, z, *torch.autograd.grad(loss, inputs, allow_unused=True)])
+    for a, named, b in zip(*found, strict=True):
+        assert (a is None) == (named is None) == (b is None)
+        if a is not None:
+            assert torch.equal(a, named)
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-2)
+
+
+@each_norm
+def test_layouts(op: str) -> None:
+    """Rows and gradients with gaps, transposed, expanded."""
+    base = torch.randn(4, 6, 5, 16)
+    for view in (
+        lambda t: t[:, ::2],
+        lambda t: t[::2, ::2, ::2],
+        lambda t: t.transpose(0, 2),
+        lambda t: t.transpose(1, 3),
+        lambda t: t[..., ::2],
+        lambda t: t[:, :1].expand(-1, 6, -1, -1),
+        lambda t: t[..., :1],
+    ):
+        leaf = base.clone().requires_grad_()
+        x = view(leaf)
+        whole = x.contiguous()
+        others = [o.detach() for o in make_inputs(op, x.shape)[1:]]
+        y, expected = call(op, [x, *others]), call(op, [whole, *others])
+        assert torch.equal(y, expected) and y.is_contiguous()
+        weights = torch.randn(y.shape)
+        for dy in (
+            weights,
+            weights[..., :1].expand_as(y),
+            torch.randn(*y.shape[:-1], 2 * y.shape[-1])[..., : y.shape[-1]],
+            weights.mT.contiguous().mT,
+        ):
+            a, b = (torch.autograd.grad(o, leaf, dy, retain_graph=True)[0] for o in (y, expected))
+            torch.testing.assert_close(a, b)
+        a, b = (torch.autograd.grad(o.sum(), leaf)[0] for o in (y, expected))
+        torch.testing.assert_close(a, b)
+
+
+# -- modes and threads ----------------------------------------------------------------------------
+@each_op
+def test_inference(op: str) -> None:
+    inputs = make_inputs(op)
+    expected = call(op, inputs)
+    with torch.inference_mode():
+        y = call(op, inputs)
+        again = call(op, [y, *inputs[1:]])
+    assert torch.equal(y, expected) and y.is_inference() and again.is_inference()
+    parameter = torch.ones(8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        fastattn.rms_norm(y, parameter)
+
+
+@each_op
+def test_threads_share_a_graph(op: str) -> None:
+    inputs = make_inputs(op, (64, 32))
+    y = call(op, inputs)
+    dy = torch.randn_like(y)
+    expected = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+    wrong: list[int] = []
+
+    def differentiate(seed: int) -> None:
+        for _ in range(20):
+            found = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+            found += torch.autograd.grad(call(op, inputs), inputs, dy, create_graph=seed == 0)
+            if not all(torch.equal(a, b) for a, b in zip(found, expected + expected, strict=True)):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=differentiate, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@each_op
+def test_gradients_do_not_depend_on_threads(op: str, two_threads: None) -> None:
+    inputs = make_inputs(op, (400, 64))
+    two = results_of(op, inputs)
+    torch.set_num_threads(1)
+    for a, b in zip(two, results_of(op, inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+# -- both forms of the derivative -----------------------------------------------------------------
+@each_op
+@needs_library
+def test_backward_in_cpp_does_not_enter_python(op: str) -> None:
+    inputs = make_inputs(op)
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("fastattn"):
+            entered.add(module)
+
+    def entered_by_backward(**options: Any) -> set[str]:
+        y = call(op, inputs)
+        dy, before = torch.ones_like(y), sys.getprofile()
+        entered.clear()
+        sys.setprofile(note)
+        try:
+            torch.autograd.grad(y, inputs, dy, **options)
+        finally:
+            sys.setprofile(before)
+        return set(entered)
+
+    derivatives = "fastattn.ops._autograd"
+    expected = {derivatives} if _native.extension() is None else set()
+    assert entered_by_backward() == expected
+    assert derivatives in entered_by_backward(create_graph=True)
+
+
+FIRST_CALLS = """
+import threading, time
+import torch, fastattn
+from fastattn.ops import _native
+
+def slow():
+    time.sleep(0.3)
+    return extension()
+
+extension, _native.extension = _native.extension, slow
+x = torch.randn(3, 8, requires_grad=True)
+threads = [threading.Thread(target=fastattn.rms_norm, args=(x,)) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+y = fastattn.rms_norm(x)
+y.sum().backward()
+print(type(y.grad_fn).__name__)
+"""
+
+
+def test_first_calls_of_several_threads_register_one_node() -> None:
+    if _native.extension() is None:
+        pytest.skip("there are no nodes in C++")
+    command = [sys.executable, "-c", FIRST_CALLS]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "CppFunction"
+    assert "previously registered kernel" not in result.stderr
+
+
+# Of other files what transforms, compilers and recorders make of derivatives.
+CHOSEN = (
+    "(test_autograd or forward_mode or modes_see or traces or opcheck_of_named or func_grad "
+    "or vmap or batched or test_compile or one_output or selective or derivatives_of_modules) "
+    "and not without_gradients and not its_seeds and not evaluation and not numbers"
+)
+
+
+def test_derivatives_in_python() -> None:
+    """This file, and what transforms and compilers make of an op, without the nodes in C++."""
+    if _native.extension() is None:
+        pytest.skip("every test here uses them")
+    names = ("autograd", "dispatch", "op_modes", "torch_modes", "torch_behaviours", "vmap")
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
+    assert passed_with("--python-derivatives", "-m", "not slow", "-k", CHOSEN, *files) > 250

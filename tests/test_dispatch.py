@@ -1,0 +1,398 @@
+"""Every call of an op goes through PyTorch's dispatcher: modes, the profiler, subclasses, tracers
+and compilers see the same op, forward and backward, and what runs it is what `explain` names.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from products import SetFaster
+from small_calls import OPS, small_call
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn import functional
+from fastattn.ops import _env, _native, _select
+from fastattn.ops._op import Op
+from fastattn.ops._select import refusal
+from fastattn.testing import all_specs, poisoned_results
+from fastattn.testing.check import output_gradients
+from fastattn.testing.spec import OpSpec, Sample
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+needs_library = pytest.mark.skipif(
+    _native.unavailable("cpu") is not None, reason="needs the native library cpu"
+)
+pytestmark = pytest.mark.usefixtures("no_request")
+
+
+class _Names(TorchDispatchMode):
+    """The ops that pass, and the calls of this package's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.calls: list[tuple[OpOverload, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(op.name())
+        if op.namespace == "fastattn":
+            assert not kwargs
+            self.calls.append((op, args))
+        return op(*args, **kwargs or {})
+
+
+def _differentiated(op: str, calls: dict[str, Any]) -> list[Tensor]:
+    """The first result and its gradients."""
+    leaves = {
+        name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in calls.items()
+    }
+    y = getattr(fastattn, op)(**leaves)
+    wanted = [x for x in leaves.values() if isinstance(x, Tensor) and x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), wanted)]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_modes_see_the_ops(op: str) -> None:
+    """In the forward and in the backward, with the bits of a call without modes."""
+    plain = _differentiated(op, small_call(op))
+    with _Names() as names:
+        watched = _differentiated(op, small_call(op))
+    seen = [name for name in names.seen if name.startswith("fastattn::")]
+    assert seen == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
+    for x, y in zip(plain, watched, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_modes_see_a_backward_alone() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    y = fastattn.layer_norm(x)
+    with _Names() as names:
+        y.sum().backward()
+    assert "fastattn::layer_norm_bwd" in names.seen
+
+
+def test_the_profiler_names_the_ops() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        fastattn.layer_norm(x).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"fastattn::layer_norm_fwd", "fastattn::layer_norm_bwd"} <= names
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_function_modes_and_subclasses_see_the_ops(op: str) -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(f))
+            return f(*args, **kwargs or {})
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(f))
+            return super().__torch_function__(f, types, args, kwargs or {})
+
+    plain = _differentiated(op, small_call(op))
+    with Mode():
+        watched = _differentiated(op, small_call(op))
+    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+    for x, y in zip(plain, watched, strict=True):
+        assert torch.equal(x, y)
+    seen.clear()
+    calls = small_call(op)
+    last = [name for name, x in calls.items() if isinstance(x, Tensor)][-1]
+    getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Watched)})
+    assert seen.count(f"fastattn.{op}_fwd.default") == 1
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traces_hold_the_ops(op: str, requires_grad: bool) -> None:
+    calls = small_call(op)
+    names = [n for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def function(*tensors: Tensor) -> Tensor:
+        return getattr(fastattn, op)(**calls | dict(zip(names, tensors, strict=True)))
+
+    examples = [calls[n].detach().requires_grad_(requires_grad) for n in names]
+    trace = torch.jit.trace(function, tuple(examples), check_trace=False)
+    others = [torch.randn_like(x) for x in examples]
+    assert torch.equal(trace(*others), function(*others))
+
+
+class _Own(Tensor):
+    pass
+
+
+def test_results_keep_a_subclass() -> None:
+    x = torch.randn(2, 3)
+    y = fastattn.layer_norm(x.as_subclass(_Own))
+    assert type(y) is _Own and torch.equal(y, fastattn.layer_norm(x))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_lazily_negated_tensors(backend: str) -> None:
+    """Their memory holds the opposite of their values; so may that of gradients."""
+    if why := refusal(_select.OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
+        pytest.skip(f"backend {backend} {why}")
+    x = torch.randn(2, 3, dtype=torch.complex64).conj().imag
+    dy = torch.randn(2, 3, dtype=torch.complex64).conj().imag
+    assert x.is_neg() and dy.is_neg()
+
+    def results(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y = fastattn.layer_norm(x, backend=backend)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    for lazy, plain in zip(results(x, dy), results(x.clone(), dy.clone()), strict=True):
+        assert torch.equal(lazy, plain)
+
+
+def test_tensors_that_outlived_a_transform() -> None:
+    kept = []
+
+    def loss(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.sum()
+
+    x = torch.randn(2, 3)
+    torch.func.grad(loss)(x)
+    assert torch.equal(fastattn.layer_norm(kept[0]), fastattn.layer_norm(x))
+    weight = torch.ones(3, requires_grad=True)
+    fastattn.layer_norm(kept[0], weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_forward_mode_derivatives_are_refused(op: str, backend: str | None) -> None:
+    """Not dropped in silence. What carries none passes."""
+    calls = small_call(op) | {"backend": backend}
+    name, x = next(iter(calls.items()))
+    function, message = getattr(fastattn, op), f"{op}_fwd has no derivative in forward mode"
+    with forward_ad.dual_level():
+        y = function(**calls)
+        dual = calls | {name: forward_ad.make_dual(x, torch.ones_like(x))}
+        for mode in (torch.enable_grad, torch.no_grad):
+            with pytest.raises(NotImplementedError, match=message), mode():
+                function(**dual)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: function(**calls | {name: x}), (x,), (torch.ones_like(x),))
+    assert torch.equal(y, function(**calls))
+
+
+# -- overloads ------------------------------------------------------------------------------------
+def _sample_calls(spec: OpSpec, sample: Sample) -> list[tuple[OpOverload, tuple[Any, ...]]]:
+    """The forward and the backward op's call of a sample."""
+    inputs = sample.inputs("cpu", sample.dtypes[0])
+    with _Names() as mode:
+        outputs = spec.function(**inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.grad(outputs, wanted, output_gradients(spec, sample, outputs))
+    return mode.calls
+
+
+def _tuple(results: Any) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _assert_same_bits(found: Any, expected: Any) -> None:
+    for a, b in zip(_tuple(found), _tuple(expected), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "spec, sample",
+    [
+        pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
+        for spec in all_specs().values()
+        for sample in spec.samples
+    ],
+)
+@torch.no_grad()
+def test_overloads_give_the_same_bits(
+    spec: OpSpec, sample: Sample, torch_is_faster: SetFaster
+) -> None:
+    """The default one, results and scratch memory poisoned or not; `.backend`; and `.out`."""
+    with torch.enable_grad():
+        calls = _sample_calls(spec, sample)
+    assert [op.name() for op, _ in calls] == [f"fastattn::{spec.name}_{d}" for d in ("fwd", "bwd")]
+    for default, args in calls:
+        op = _select.OPS[default.name().removeprefix("fastattn::")]
+        assert refusal(op, "cpu", args) is None
+        expected = op.default(*args)
+        with poisoned_results():
+            _assert_same_bits(op.default(*args), expected)
+            _assert_same_bits(op.named(*args, "cpu"), expected)
+            given = [torch.full_like(x, torch.nan) for x in _tuple(expected)]
+            returned = op.out(*args, **dict(zip(op.results, given, strict=True)))
+        for result, value, x in zip(given, _tuple(returned), _tuple(expected), strict=True):
+            assert value.data_ptr() == result.data_ptr() and torch.equal(value, result)
+            torch.testing.assert_close(result, x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_opcheck_of_named_calls(op: str, backend: str) -> None:
+    """tests/test_op_modes.py checks the default overload with more samples."""
+    calls = small_call(op)
+    floats = {n: x for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    leaves = {n: torch.randn_like(x).requires_grad_() for n, x in floats.items()}
+    with _Names() as mode:
+        y = getattr(fastattn, op)(**calls | leaves, backend=backend)
+        torch.autograd.grad(y.sin().sum(), list(leaves.values()))
+    assert [f.name() for f, _ in mode.calls] == [
+        f"fastattn::{op}_{direction}.backend" for direction in ("fwd", "bwd")
+    ]
+    for function, args in mode.calls:
+        assert args[-1] == backend
+        fresh = tuple(
+            x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+            for x in args
+        )
+        torch.library.opcheck(function, fresh, test_utils=OPCHECKS)
+
+
+# -- what runs a call -----------------------------------------------------------------------------
+class _Runs(TorchDispatchMode):
+    """(op, its call, whether a selection in Python ran it) of each call of an op."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.calls: list[tuple[Op, tuple[Any, ...], str | None]] = []
+        self.selected: list[str] = []
+        select = _select.select
+
+        def recording(op: Op, args: Any, backend: str | None) -> str:
+            self.selected.append(select(op, args, backend))
+            return self.selected[-1]
+
+        monkeypatch.setattr(_select, "select", recording)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.selected.clear()
+        results = function(*args, **kwargs or {})
+        if function.namespace == "fastattn":
+            op = _select.OPS[function._schema.name.removeprefix("fastattn::")]
+            # What the kernel under the CPU key runs itself, nobody selects.
+            ran_by = self.selected[0] if self.selected else "cpu"
+            self.calls.append((op, args[: len(op.arguments)], ran_by))
+        return results
+
+
+def _mixtures() -> list[Any]:
+    """Public calls in one dtype, and calls of ops in dtypes that the public functions refuse."""
+    fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
+    found: list[Any] = [
+        pytest.param(op, {n: dtype for n in small_call(op)}, id=f"{op}-{dtype}")
+        for op in OPS
+        for dtype in (fp32, fp64, bf16)
+    ]
+    for op, dtypes in (
+        ("layer_norm", {"x": fp32, "weight": fp64}),
+        ("layer_norm", {"x": fp64, "weight": fp32}),
+        ("layer_norm", {"x": bf16, "bias": fp64}),
+        ("rms_norm", {"x": bf16, "weight": fp64}),
+        ("rms_norm", {"x": bf16, "weight": fp32}),
+        ("add_layer_norm", {"x": bf16, "residual": fp32}),
+        ("add_layer_norm", {"x": fp32, "residual": fp64}),
+        ("add_layer_norm", {"x": fp64, "residual": fp32}),
+        ("add_layer_norm", {"x": fp32, "residual": fp32, "x_bias": fp64}),
+        ("add_layer_norm", {"x": fp32, "residual": fp32, "weight": fp64}),
+        ("attention", {"q": fp32, "k": fp32, "v": fp32, "mask": fp64}),
+        ("attention", {"q": fp64, "k": fp64, "v": fp64, "mask": fp32}),
+        ("ffn", {"x": fp32, "residual": fp64}),
+        ("ffn", {"x": bf16, "residual": fp32}),
+    ):
+        kinds = "-".join(f"{n}={d}".replace("torch.", "") for n, d in dtypes.items())
+        found.append(pytest.param(op, dtypes, id=f"{op}-{kinds}"))
+    return found
+
+
+@needs_library
+@pytest.mark.parametrize("op, dtypes", _mixtures())
+def test_the_library_takes_what_cpu_does_not_refuse(
+    op: str,
+    dtypes: dict[str, torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    torch_is_faster: SetFaster,
+) -> None:
+    """Forward and backward; what it leaves others compute, with the reference's bits."""
+    shapes = {"weight": (3,), "bias": (3,), "x_bias": (3,), "residual": (2, 3), "mask": (3, 3)}
+    shapes |= {"weight": (5, 3)} if op == "linear" else {}
+    calls = small_call(op)
+    leaves = {
+        name: torch.randn(calls[name].shape if name in calls else shapes[name], dtype=torch.float64)
+        .to(dtypes.get(name, dtypes.get("x")))
+        .requires_grad_()
+        for name in {**calls, **dtypes}
+        if name not in calls or getattr(calls[name], "dtype", None) == torch.float32
+    }
+    for check in ("check_parameter", "check_ffn_weights", "check_rows"):
+        monkeypatch.setattr(functional, check, lambda *_: None)
+
+    def results(backend: str | None) -> list[Tensor]:
+        y = getattr(fastattn, op)(**calls | leaves, backend=backend)
+        return [y, *torch.autograd.grad(y.double().sin().sum(), list(leaves.values()))]
+
+    with _Runs(monkeypatch) as runs:
+        found = results(None)
+    assert [o.name for o, _, _ in runs.calls] == [f"{op}_fwd", f"{op}_bwd"]
+    for called, args, ran_by in runs.calls:
+        taken = _select.objection(called, "cpu", args) is None
+        assert ran_by == ("cpu" if taken else "torch"), called.name
+        assert ran_by == _select.explain(called, args, None).chosen
+    if {ran_by for _, _, ran_by in runs.calls} == {"torch"}:
+        for a, b in zip(found, results("torch"), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_library_takes_logits_in_fp32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _Runs(monkeypatch) as runs:
+        functional.best_tokens(torch.randn(2, 9, dtype=dtype), 0, 2)
+    [(op, _, ran_by)] = runs.calls
+    assert (op.name, ran_by) == ("best_tokens", "cpu" if dtype == torch.float32 else "reference")
+
+
+# -- what the environment asks for ----------------------------------------------------------------
+@needs_library
+@pytest.mark.parametrize("traced_with", ["", "reference"])
+def test_environment_is_asked_by_calls_and_not_by_graphs(
+    traced_with: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selected: list[str | None] = []  # without which the library's kernel is called
+    run, x = Op.run, torch.randn(2, 3)
+
+    def recording(op: Op, args: Any, backend: str | None) -> tuple[Tensor, ...]:
+        selected.append(backend)
+        return run(op, args, backend)
+
+    monkeypatch.setenv(_env.BACKEND_VARIABLE, traced_with)
+    graph = make_fx(lambda x: fastattn.layer_norm(x))(x)
+    monkeypatch.setattr(Op, "run", recording)
+    for requested in ("reference", "", "reference"):
+        monkeypatch.setenv(_env.BACKEND_VARIABLE, requested)
+        for function, asked in ((fastattn.layer_norm, requested), (graph, traced_with)):
+            selected.clear()
+            function(x)
+            assert selected == ([asked] if asked else [])

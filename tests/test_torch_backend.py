@@ -1,0 +1,183 @@
+"""The backend `torch` beside what every backend's samples show (tests/test_ops.py)."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattn
+from fastattn.ops import _env, _select
+from fastattn.ops._op import OPS
+from fastattn.ops.attention import torch_kernels
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
+from fastattn.ops.attention.torch_problem import Problem
+from fastattn.testing import all_specs
+from fastattn.testing.check import _run
+from fastattn.testing.spec import OpSpec
+
+SPECS = all_specs()
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+
+
+@pytest.mark.slow
+@each_spec
+def test_double_precision(spec: OpSpec) -> None:
+    """In fp64 the backend and the reference agree as closely as scores allow."""
+    for sample in spec.samples:
+        inputs = spec.widen(sample.inputs("cpu", torch.float32))
+        results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
+        near = 1e-10
+        if "lse" in expected:
+            finite = expected["lse"][expected["lse"].isfinite()].abs().tolist()
+            near = max(near, 4 * torch.finfo(torch.float64).eps * max(finite, default=0.0))
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                results[name], value, rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@each_spec
+def test_results_have_the_declared_layouts(spec: OpSpec) -> None:
+    """aten's own differ: compiled code relies on what the op declares."""
+    for sample in spec.samples[::3]:
+        inputs = sample.inputs("cpu", torch.float32)
+        results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
+        for name, value in expected.items():
+            assert results[name].stride() == value.stride(), (sample.name, name)
+
+
+def _problem(**options: object) -> ForwardCall:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 4, 40, 16, generator=generator) for _ in range(3))
+    lengths = torch.tensor([40, 0])
+    call = ForwardCall(q, k, v, None, None, lengths, None, 1, -1, -1, 0.25, 0.0, None, 0)
+    return call._replace(**options)  # type: ignore[arg-type]
+
+
+def _backward(call: ForwardCall, out: Tensor, lse: Tensor, backend: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    dout, dlse = torch.randn(out.shape, generator=generator), torch.randn(lse.shape)
+    q, k, v, mask, tiles, key_lengths, query_lengths, *options = call
+    args = BackwardCall(
+        dout.to(out.dtype), dlse, q, k, v, mask, tiles, key_lengths, query_lengths, out, lse,
+        *options, [True, True, True, False],
+    )  # fmt: skip
+    return OPS["attention_bwd"](*args, backend=backend)[:3]
+
+
+@pytest.mark.parametrize("saved_by", ["reference", "cpu"])
+def test_backward_follows_another_backends_forward(saved_by: str) -> None:
+    """Whose saved lse is -inf in rows without a key."""
+    call = _problem()
+    forward = OPS["attention_fwd"]
+    if why := _select.refusal(forward, saved_by, call):
+        pytest.skip(why)
+    out, lse = forward(*call, backend=saved_by)
+    torch.manual_seed(0)
+    found = _backward(call, out, lse, "torch")
+    torch.manual_seed(0)
+    for ours, expected in zip(found, _backward(call, out, lse, "reference"), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
+def test_what_is_dead_and_not_small_is_replaced(value: float) -> None:
+    """Of a finite key the product with a query is beyond the largest number."""
+    clean = _problem(key_lengths=torch.tensor([40, 17]), causal=0)
+    k, v = clean.k.clone(), clean.v.clone()
+    k[1, :, 17:] = v[1, :, 17:] = value
+    for a, b in zip(
+        OPS["attention_fwd"](*clean, backend="torch"),
+        OPS["attention_fwd"](*clean._replace(k=k, v=v), backend="torch"),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+@pytest.mark.parametrize("K", [4, 2])
+def test_cuda_calls_fit_their_schemas(kernel: str, K: int) -> None:
+    """Shapes and dtypes by the kernels' meta functions: all that can be said without a GPU."""
+    q, k = (
+        torch.empty(2, heads, rows, 32, dtype=torch.float16, device="meta")
+        for heads, rows in ((4, 33), (K, 50))
+    )
+    bias = None if kernel == "flash" else torch.empty(2, 1, 1, 50, device="meta")
+    problem = Problem(q, k, k, bias, False, None, 0.5, 1)
+    forward: Callable[..., tuple[Tensor, ...]] = getattr(torch_kernels, f"_{kernel}_fwd")
+    out, lse = forward(problem)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    gradients = getattr(torch_kernels, f"_{kernel}_bwd")(problem, out, out, lse)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+    assert {x.dtype for x in gradients} == {q.dtype}
+
+
+def test_packed_cuda_calls_fit_their_schemas() -> None:
+    q, k = (
+        torch.empty(rows, heads, 32, dtype=torch.float16, device="meta")
+        for rows, heads in ((33, 4), (50, 2))
+    )
+    offsets = torch.empty(4, dtype=torch.int32, device="meta")
+    call = PackedForwardCall(q, k, k, offsets, offsets, 20, 30, 2, -1, -1, 0.5, 0.0, None, 0)
+    problem = Problem(q, k, k, None, True, None, 0.5, 1)
+    out, lse = torch_kernels.packed_fwd(problem, call)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 33), torch.float32)
+    gradients = torch_kernels.packed_bwd(problem, out, out, lse, call)  # type: ignore[arg-type]
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("causal", [0, 2])
+def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
+    """As the samples of attention_varlen say, which no GPU is needed for."""
+    q, k = torch.empty(12, 1, 8), torch.empty(11, 1, 8)
+    offsets = torch.tensor([[0, 2, 2, 7, 10], [0, 4, 6, 6, 8]], dtype=torch.int32)
+    call = PackedForwardCall(q, k, k, *offsets, 5, 4, causal, -1, -1, 0.5, 0.0, None, 0)
+    rows, keys = (x.flatten().int().tolist() for x in torch_kernels.packed_live(call))
+    assert rows == [1, 1] + [0] * 5 + [0 if causal else 1, 1, 1] + [0, 0]
+    assert keys == [1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
+    lse = OPS["attention_varlen_fwd"](*call, backend="reference")[1]
+    assert lse[0].isneginf().logical_not().int().tolist() == rows
+
+
+def test_is_chosen_where_the_kernels_in_cpp_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for op, inputs in (
+        ("attention", [x.view(1, 1, 2, 4)] * 3),
+        ("layer_norm", [x]),
+        ("rms_norm", [x]),
+        ("add_layer_norm", [x, x]),
+        ("ffn", [x, x, None, x.t(), None]),
+        ("linear", [x, x]),
+    ):
+        assert fastattn.explain(op, *inputs).chosen == "torch"
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm"])
+def test_statistics_of_any_stride(op: str) -> None:
+    """A transform may expand what a forward has saved."""
+    x, w = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    inputs = [x, 2 * x] if op == "add_layer_norm" else [x]
+
+    def function(x: Tensor) -> Tensor:
+        return getattr(fastattn, op)(x, *inputs[1:], w, backend="torch")
+
+    _, vjp = torch.func.vjp(function, x)
+    dys = torch.randn(3, 4, 8, dtype=torch.float64)
+    torch.testing.assert_close(torch.vmap(vjp)(dys)[0], torch.stack([vjp(dy)[0] for dy in dys]))
+
+
+def test_no_rows_with_dropout() -> None:
+    for columns in (1, 3, 5):
+        x = torch.randn(0, columns)
+        assert fastattn.add_layer_norm(x, x, dropout_p=0.3, backend="torch").shape == x.shape
+
+
+def test_results_may_be_changed_in_place() -> None:
+    x = torch.randn(2, 8, requires_grad=True)
+    y = fastattn.rms_norm(x, backend="torch")
+    expected = 2 * y.detach()
+    assert torch.equal(y.mul_(2), expected)
+    y.sum().backward()

@@ -1,0 +1,164 @@
+"""`torch.vmap` over ops: which calls entries share, and that they give what a loop gives."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+
+pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
+W, BIG = torch.linspace(0.5, 1.5, 8), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+MASK = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
+LENGTHS = torch.tensor([3, 5])
+
+
+def _attention(x: Tensor) -> Tensor:
+    return fastattn.attention(x, x, x, mask=MASK, key_lengths=LENGTHS, causal=True)
+
+
+# Of one entry's tensor -> a tensor.
+FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "layer_norm": ((3, 4, 8), lambda x: fastattn.layer_norm(x, W)),
+    "layer_norm of one row": ((3, 8), lambda x: fastattn.layer_norm(x, W)),
+    "rms_norm": ((3, 4, 8), lambda x: fastattn.rms_norm(x, W)),
+    "add_layer_norm": ((3, 4, 8), lambda x: fastattn.add_layer_norm(x, 2 * x, W)),
+    "add_layer_norm of one residual": (
+        (3, 6, 8),
+        lambda x: fastattn.add_layer_norm(x, BIG, W),
+    ),
+    "ffn": ((3, 4, 8), lambda x: fastattn.ffn(x, BIG, None, BIG.t(), None, "gelu")),
+    "linear": ((3, 4, 8), lambda x: fastattn.linear(x, BIG)),
+    "attention": ((3, 2, 4, 5, 8), _attention),
+    "attention with one mask": (
+        (3, 2, 4, 5, 8),
+        lambda x: fastattn.attention(x, x, x, mask=MASK[:1]),
+    ),
+    "one entry": ((1, 4, 8), lambda x: fastattn.layer_norm(x, W)),
+}
+
+
+class _Calls(TorchDispatchMode):
+    """How often each op ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "fastattn":
+            self.seen.append(op._schema.name)
+        return op(*args, **kwargs or {})
+
+
+def _looped(function: Callable[[Tensor], Tensor], x: Tensor, dim: int = 0) -> Tensor:
+    return torch.stack([function(entry) for entry in x.unbind(dim)])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_entries_share_a_call(name: str, dim: int) -> None:
+    shape, function = FUNCTIONS[name]
+    x = torch.randn(shape).movedim(0, dim)
+    with _Calls() as calls:
+        found = torch.vmap(function, in_dims=dim)(x)
+    torch.testing.assert_close(found, _looped(function, x, dim))
+    assert len(calls.seen) == 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_entries_share_a_call(name: str) -> None:
+    shape, function = FUNCTIONS[name]
+    x = torch.randn(shape)
+    gradient = torch.func.grad(lambda x: function(x).sin().sum())
+    with _Calls() as calls:
+        found = torch.vmap(gradient)(x)
+    torch.testing.assert_close(found, _looped(gradient, x))
+    assert len(calls.seen) == 2
+
+
+def test_gradients_of_weights_are_of_one_entry_each() -> None:
+    x = torch.randn(3, 4, 8)
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: fastattn.layer_norm(x, w).sin().sum())(W)
+
+    torch.testing.assert_close(torch.vmap(gradient)(x), _looped(gradient, x))
+
+
+@pytest.mark.parametrize("masks", [1, 2])
+def test_gradients_of_masks_are_of_one_entry_each(masks: int) -> None:
+    q = torch.randn(3, 2, 4, 5, 8)
+
+    def gradient(q: Tensor) -> Tensor:
+        def loss(mask: Tensor) -> Tensor:
+            return fastattn.attention(q, q, q, mask=mask).sin().sum()
+
+        return torch.func.grad(loss)(MASK[:masks])
+
+    torch.testing.assert_close(torch.vmap(gradient)(q), _looped(gradient, q))
+
+
+def test_mapped_masks_and_dropout_are_called_one_by_one() -> None:
+    """Dropout's bits count the batch: an entry drops what it drops alone."""
+    q, masks, seed = torch.randn(3, 2, 4, 5, 8), torch.randn(3, 1, 1, 5, 5), torch.tensor([7])
+
+    def function(q: Tensor, mask: Tensor) -> Tensor:
+        return fastattn.attention(q, q, q, mask=mask, dropout_p=0.5, dropout_seed=seed)
+
+    with _Calls() as calls:
+        found = torch.vmap(function)(q, masks)
+    torch.testing.assert_close(found, torch.stack(list(map(function, q, masks))))
+    assert len(calls.seen) == 3
+
+
+@pytest.mark.parametrize("dropped", ["dropout_p", "output_dropout_p"])
+def test_entries_drop_what_they_drop_alone(dropped: str) -> None:
+    options: dict[str, Any] = {dropped: 0.5, "dropout_seed": torch.tensor([7])}
+
+    def function(x: Tensor) -> Tensor:
+        return fastattn.ffn(x, BIG, None, BIG.t(), None, **options)
+
+    x = torch.randn(3, 4, 8)
+    torch.testing.assert_close(torch.vmap(function)(x), _looped(function, x))
+
+
+def test_batched_gradients() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    y = fastattn.layer_norm(x, W)
+    dys = torch.randn(3, 4, 8)
+    [found] = torch.autograd.grad(y, x, dys, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(y, x, dy, retain_graph=True)[0] for dy in dys]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_transforms_nest() -> None:
+    x = torch.randn(2, 3, 8)
+
+    def twice(f: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.func.jacrev(torch.func.jacrev(f))
+
+    def loss(x: Tensor) -> Tensor:
+        return fastattn.rms_norm(x, W).sin().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = torch.vmap(twice(loss))(x)
+    torch.testing.assert_close(found, _looped(twice(loss), x))
+
+
+def test_no_entries() -> None:
+    for name in ("layer_norm", "attention with one mask"):
+        shape, function = FUNCTIONS[name]
+        assert torch.vmap(function)(torch.randn(0, *shape[1:])).shape == (0, *shape[1:])
+
+
+def test_forward_mode_over_gradients_is_refused() -> None:
+    """Where it would be lost, a derivative would be 0."""
+    gradient = torch.func.grad(lambda x: fastattn.layer_norm(x, W).pow(3).sum())
+    with pytest.raises(NotImplementedError, match="layer_norm_fwd has no derivative in forward"):
+        torch.func.jvp(gradient, (torch.randn(2, 8),), (torch.randn(2, 8),))

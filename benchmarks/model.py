@@ -19,7 +19,7 @@ import fastattn
 from benchmarks.implementations import ON_REQUEST, Implementation, Task, peers
 from benchmarks.subject import Verdict, draw_inputs
 from fastattn.ops._env import BACKEND_VARIABLE
-from fastattn.ops._op import OPS, family
+from fastattn.ops._select import OPS, order
 from fastattn.ops.attention.spec_workloads import sentence_lengths, spread_lengths
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, Workload
@@ -172,9 +172,10 @@ def asked_backends(device_type: str) -> str:
     """
     if device_type != "cuda":
         return ""
-    ops = {family(name): op for name, op in OPS.items() if name.endswith("_fwd")}
+    ops = {op.family: op for op in OPS.values() if op.requestable and not op.is_backward}
     gpu = torch.device(device_type, 0)
-    if any(row.name in ("sm90", "triton") for row in ops["attention"].order(gpu, torch.bfloat16)):
+    rows = order(ops["attention"], gpu, torch.bfloat16)
+    if any(row.name in ("sm90", "triton") for row in rows):
         return ""
     return ",".join(f"{name}=triton" for name, op in ops.items() if "triton" in op.backends)
 

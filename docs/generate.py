@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 
 import fastattn
 from fastattn.ops import _env
-from fastattn.ops._op import OPS, backend_table, recording_choices
+from fastattn.ops._select import OPS, backend_table, explaining
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,7 +208,7 @@ def support() -> str:
             mock.patch.object(_env, "refuses_device", lambda *_: None),
             mock.patch.object(sm90, "unavailable", lambda: None),
             torch.no_grad(),
-            recording_choices() as explanations,
+            explaining() as explanations,
         ):
             attention(**sample.inputs("cpu", dtype))
         reasons = explanations[0].refusals
@@ -224,7 +224,7 @@ def support() -> str:
 
 
 def op_families() -> str:
-    public = dict.fromkeys(op.family for op in OPS.values() if op.takes_requests)
+    public = dict.fromkeys(op.family for op in OPS.values() if op.requestable)
     return ", ".join(f"`{name}`" for name in public)
 
 

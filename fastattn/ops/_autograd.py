@@ -152,20 +152,24 @@ _registering = threading.Lock()
 _registered = False
 
 
-def _register_nodes() -> None:
-    """Registers the derivatives in C++, if there is an extension; they come before those here."""
+def _register_nodes() -> bool:
+    """Registers the derivatives in C++, if there is an extension; they come before those here.
+    Returns whether this call has done so.
+    """
     global _registered
     with _registering:
         if _registered:
-            return
+            return False
         from fastattn.ops import _native  # not with the package: it looks for native libraries
 
-        if (extension := _native.extension()) is not None:
+        extension = _native.extension()
+        if extension is not None:
             for d in _DERIVATIVES:
                 for overload in ("", "backend"):
                     names = (d.name, d.forward.name, overload, d.backward.name)
                     extension.differentiate(*names, *d.positions(overload))
         _registered = True
+        return extension is not None
 
 
 # -- the derivative in Python ---------------------------------------------------------------------
@@ -277,10 +281,10 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
 
     function = _function(d.name.removesuffix("Backward"), run_forward, run_backward)
     python = _under_autograd(function, forward, overload)
+    forward_call = forward.named if overload else forward.default
 
     def kernel(*args: Any) -> Any:
-        _register_nodes()
-        return python(*args)
+        return forward_call(*args) if _register_nodes() else python(*args)
 
     return kernel
 

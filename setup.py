@@ -54,8 +54,8 @@ CXX_FLAGS = (
 # and nothing there has loops.
 EXTENSION_FLAGS = "-std=c++20 -O2 -Wno-missing-field-initializers".split()
 NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v".split()
-# Runs the command after the first argument, and keeps there what it says. What it says of every
-# kernel (registers, spills) is for who reads that file; the rest is repeated.
+# Runs the command after the first argument and keeps its messages in that file. Lines about every
+# kernel's registers and spills stay there; the others are printed as well.
 LOGGED = (
     'log=$1; shift; "$@" > "$log" 2>&1; status=$?; '
     "grep -Ev '^ptxas info +: ([0-9]|Compil|Function |Used )|bytes stack frame,' "
@@ -105,6 +105,39 @@ LIBRARIES = {
         # wgmma and setmaxnreg exist only in the "a" architecture: a plain sm_90 pass would fail.
         Library("sm90", ("arch=compute_90a,code=sm_90a",)),
     )
+}
+
+_DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16"}
+_HEAD_DIMS = (64, 96, 128, 192, 256)
+_VARIANTS = {
+    "band": "kBand",
+    "dropout": "kDropout",
+    "mask": "kMask",
+    "bias": "kBias",
+    "mask_dropout": "kMaskDropout",
+    "bias_dropout": "kBiasDropout",
+}
+
+
+def _instances(kernel: str, variants: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    return {
+        f"{kernel}_{dtype}_d{head_dim}_{variant}": (
+            f"-DFASTATTN_DTYPE={dtype_constant}",
+            f"-DFASTATTN_HEAD_DIM={head_dim}",
+            f"-DFASTATTN_VARIANT={variant_constant}",
+        )
+        for dtype, dtype_constant in _DTYPES.items()
+        for head_dim in _HEAD_DIMS
+        for variant, variant_constant in variants.items()
+    }
+
+
+# Sources that are compiled once for each instance of a kernel: the instance's name -> its macros.
+INSTANCES = {
+    "attention_fwd_instance_sm90.cu": _instances(
+        "attention_fwd_sm90", {"full": "kFull", **_VARIANTS}
+    ),
+    "attention_bwd_instance_sm90.cu": _instances("attention_bwd_sm90", _VARIANTS),
 }
 
 
@@ -254,7 +287,9 @@ def library_steps(
     objects: Path = OBJECTS,
     sanitize: Sequence[str] = (),
 ) -> list[Step]:
-    """Compile every source, then link (the last step). sanitize: further flags for C++."""
+    """Compile every source, or every instance of it, then link (the last step). sanitize: further
+    flags for C++.
+    """
     assert tools.torch and tools.cxx
     cuda = tools.cuda or Path()  # read only where the library has architectures
     headers = [f"-I{csrc}"] if library.extends else [f"-I{csrc}", STABLE_ABI]
@@ -266,19 +301,22 @@ def library_steps(
     place = objects / (library.file_name(tools) if library.extends else library.name)
     steps = []
     for source in sources(library, csrc):
-        output = place / source.relative_to(csrc).with_suffix(source.suffix + ".o")
+        folder = place / source.parent.relative_to(csrc)
         if source.suffix == ".cu":
-            compiler = ["sh", "-c", LOGGED, "sh", str(log_of(output))]
-            compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
-            compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD"]
+            for name, macros in INSTANCES.get(source.name, {source.name: ()}).items():
+                output = folder / f"{name}.o"
+                compiler = ["sh", "-c", LOGGED, "sh", str(log_of(output))]
+                compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
+                compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *macros]
+                steps.append(_compile_step(compiler + headers, source, output))
         else:
             isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
             # Messages name a file of ours, or of torch's headers, without this machine's folders.
-            prefixes = [f"-ffile-prefix-map={folder}/=" for folder in (csrc, tools.torch)]
+            prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
             compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, *sanitize, "-MMD"]
             if library.architectures:
                 compiler += ["-isystem", str(cuda / "include")]
-        steps.append(_compile_step(compiler + headers, source, output))
+            steps.append(_compile_step(compiler + headers, source, folder / f"{source.name}.o"))
     links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.
@@ -342,7 +380,7 @@ def outdated(steps: list[Step], objects: Path = OBJECTS) -> set[Path]:
     if ninja is None or not objects.is_dir():
         return {step.output for step in steps}
     with tempfile.TemporaryDirectory() as folder:
-        # Of copies: who reads a log mends it as well, which nobody may while another one writes.
+        # Of copies: ninja repairs a log that it reads, and another process may be writing this one.
         for log in objects.glob(".ninja_*"):
             shutil.copy(log, folder)
         (Path(folder) / "build.ninja").write_text(_ninja_file(steps))

@@ -16,8 +16,8 @@ import pytest
 from native_build import build_script
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-INSTANCE_FOLDER = CSRC / "attention" / "instances"
-INSTANCES = sorted(INSTANCE_FOLDER.glob("attention_fwd_sm90_*.cu"))
+FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm90.cu"
+INSTANCES = build_script().INSTANCES
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
 # Keys of a block, consumer warpgroups, and registers of (movers, consumers), by head dim.
 BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
@@ -55,8 +55,8 @@ def _cuobjdump() -> str | None:
 
 
 @functools.cache
-def _objects() -> dict[Path, Path]:
-    """By source: what a new build of the native library would leave as it is."""
+def _objects() -> dict[str, Path]:
+    """By name: what a new build of the native library would leave as it is."""
     build = build_script()
     library, tools = build.LIBRARIES["sm90"], build.Tools.found()
     try:
@@ -66,23 +66,27 @@ def _objects() -> dict[Path, Path]:
     *steps, _ = build.library_steps(library, tools)
     stale = build.outdated(steps)
     return {
-        step.inputs[0]: step.output
+        step.output.stem: step.output
         for step in steps
         if step.output not in stale and build.log_of(step.output).is_file()
     }
 
 
-def _compile(source: Path, folder: Path) -> tuple[str, dict[str, list[str]]]:
+def _compile(
+    source: str, folder: Path, instance: str | None = None
+) -> tuple[str, dict[str, list[str]]]:
     """The compiler's remarks and the instructions of each kernel by its mangled name."""
     nvcc, cuobjdump = _nvcc(), _cuobjdump()
     if nvcc is None or cuobjdump is None:
         pytest.skip("needs nvcc and cuobjdump")
-    binary = _objects().get(source)
+    binary = _objects().get(instance or source)
     if binary is not None:
         log = build_script().log_of(binary).read_text()
     else:
-        binary = folder / f"{source.stem}.cubin"
-        command = [nvcc, *FLAGS, f"-I{CSRC}", "-o", str(binary), str(source)]
+        macros = INSTANCES[source][instance] if instance else ()
+        binary = folder / f"{instance or source}.cubin"
+        path = CSRC / "attention" / source
+        command = [nvcc, *FLAGS, *macros, f"-I{CSRC}", "-o", str(binary), str(path)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[:2000]
         log = result.stderr
@@ -107,21 +111,21 @@ def _compile(source: Path, folder: Path) -> tuple[str, dict[str, list[str]]]:
 )
 def test_small_kernels(name: str, tmp_path: Path) -> None:
     """They wait for memory: nothing may spill."""
-    log, kernels = _compile(CSRC / "attention" / f"{name}.cu", tmp_path)
+    log, kernels = _compile(f"{name}.cu", tmp_path)
     assert kernels
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
 
 
 def test_parts_are_asked_for_together(tmp_path: Path) -> None:
     """Nobody waits for each part of a row: eight are on their way, of two loads each."""
-    _, kernels = _compile(CSRC / "attention" / "combine_splits_sm90.cu", tmp_path)
+    _, kernels = _compile("combine_splits_sm90.cu", tmp_path)
     for sass in kernels.values():
         order = "".join(re.findall(r"LDG\.E\.128|FFMA", "\n".join(sass)))
         assert "LDG.E.128" * 16 in order
 
 
 def test_every_instance_is_there() -> None:
-    names = {s.stem.removeprefix("attention_fwd_sm90_") for s in INSTANCES}
+    names = {name.removeprefix("attention_fwd_sm90_") for name in INSTANCES[FORWARD]}
     assert names == {
         f"{dtype}_d{d}_{variant}"
         for dtype in ("bf16", "fp16")
@@ -131,9 +135,9 @@ def test_every_instance_is_there() -> None:
 
 
 @pytest.mark.slow  # where nothing is built, over a minute on two cores
-@pytest.mark.parametrize("name", [s.stem for s in INSTANCES])
+@pytest.mark.parametrize("name", INSTANCES[FORWARD])
 def test_instance(name: str, tmp_path: Path) -> None:
-    log, kernels = _compile(INSTANCE_FOLDER / f"{name}.cu", tmp_path)
+    log, kernels = _compile(FORWARD, tmp_path, name)
     head_dim, variant = name.split("_d", 1)[1].split("_", 1)
     c = Compiled(int(head_dim), variant, log, [i for k in kernels.values() for i in k])
     assert not re.findall(r"C75\d\d", c.log), c.log
@@ -203,8 +207,7 @@ class Backward:
     transposes_dq: bool = True
 
 
-BACKWARD_INSTANCES = sorted(INSTANCE_FOLDER.glob("attention_bwd_sm90_*.cu"))
-BACKWARD = {
+BACKWARD_CONFIGS = {
     64: Backward(2, 128, 128, (40, 232), transposes_dq=False),
     96: Backward(2, 80, 128, (24, 240)),
     128: Backward(2, 80, 128, (24, 240)),
@@ -217,26 +220,26 @@ BACKWARD_VARIANTS = ("band", "dropout", "mask", "bias", "mask_dropout", "bias_dr
 
 
 def test_every_backward_instance_is_there() -> None:
-    names = {s.stem.removeprefix("attention_bwd_sm90_") for s in BACKWARD_INSTANCES}
+    names = {name.removeprefix("attention_bwd_sm90_") for name in INSTANCES[BACKWARD]}
     assert names == {
         f"{dtype}_d{d}_{variant}"
         for dtype in ("bf16", "fp16")
-        for d in BACKWARD
+        for d in BACKWARD_CONFIGS
         for variant in BACKWARD_VARIANTS
     }
 
 
 @pytest.mark.slow  # where nothing is built, a minute on two cores
-@pytest.mark.parametrize("source", BACKWARD_INSTANCES, ids=lambda source: source.stem)
-def test_backward_instance(source: Path, tmp_path: Path) -> None:
-    head_dim, variant = source.stem.split("_d", 1)[1].split("_", 1)
+@pytest.mark.parametrize("name", INSTANCES[BACKWARD])
+def test_backward_instance(name: str, tmp_path: Path) -> None:
+    head_dim, variant = name.split("_d", 1)[1].split("_", 1)
     head_dim = int(head_dim)
-    b = BACKWARD[head_dim]
-    log, kernels = _compile(source, tmp_path)
+    b = BACKWARD_CONFIGS[head_dim]
+    log, kernels = _compile(BACKWARD, tmp_path, name)
     assert not re.findall(r"C75\d\d", log), log
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
     assert len(kernels) == (5 if "bias" in variant else 3)
-    (sass,) = (code for name, code in kernels.items() if "attention_bwd_kernel" in name)
+    (sass,) = (code for kernel, code in kernels.items() if "attention_bwd_kernel" in kernel)
 
     def count(pattern: str) -> int:
         return sum(bool(re.search(pattern, line)) for line in sass)
@@ -251,7 +254,7 @@ def test_backward_instance(source: Path, tmp_path: Path) -> None:
         0 if b.splits_keys else 2 * gradients
     )
     assert count(r"HGMMA.*tnspB") == 2 * gradients + (0 if b.transposes_dq else dq)
-    kind = r"\.F32 " if "fp16" in source.stem else r"\.F32\.BF16 "
+    kind = r"\.F32 " if "fp16" in name else r"\.F32\.BF16 "
     score_rows = b.rows if b.splits_keys else b.rows // b.groups
     assert count(rf"HGMMA\.64x{score_rows}x16{kind}") >= 2 * products
 
@@ -273,7 +276,9 @@ def test_backward_instance(source: Path, tmp_path: Path) -> None:
     assert count(r"MEMBAR\.\w+\.GPU") == 1  # who comes next waits for it
     assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)
     if biased:
-        (dmask,) = (code for name, code in kernels.items() if "attention_bwd_dmask_kernel" in name)
+        (dmask,) = (
+            code for kernel, code in kernels.items() if "attention_bwd_dmask_kernel" in kernel
+        )
         assert sum("HGMMA" in line for line in dmask) == 2 * products
         assert sum("UTMALDG.4D" in line for line in dmask) == 5
         assert not any("STL" in line or "LDL" in line for line in dmask)

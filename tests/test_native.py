@@ -514,6 +514,16 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
     assert "-ltorch_python" in commands("autograd")[linked]
 
 
+def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
+    """A source with instances is compiled for each of them and not for itself."""
+    (csrc / "norm" / "attention_fwd_instance_sm90.cu").touch()
+    steps = build.library_steps(build.LIBRARIES["sm90"], _tools(build), csrc, tmp_path)
+    commands = {step.output.name: step.command for step in steps}
+    assert "attention_fwd_instance_sm90.cu.o" not in commands
+    assert "-DFASTATTN_HEAD_DIM=192" in commands["attention_fwd_sm90_fp16_d192_bias.o"]
+    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 70
+
+
 def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
     """By the sources and headers, and by the command."""
     if build._ninja() is None or shutil.which("g++") is None:

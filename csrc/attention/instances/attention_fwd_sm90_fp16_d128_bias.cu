@@ -1,7 +1,0 @@
-// One instance, see attention_fwd_sm90.cuh.
-#include "attention/attention_fwd_sm90.cuh"
-
-namespace fastattn::attention {
-template const char* attention_fwd_sm90<DType::kFloat16, 128, Variant::kBias>(const ForwardProblem&,
-                                                                              cudaStream_t);
-}  // namespace fastattn::attention

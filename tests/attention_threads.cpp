@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "attention/launch_cpu.h"
+#include "attention/cpu/launch.h"
 
 using namespace fastattn;
 using namespace fastattn::attention;

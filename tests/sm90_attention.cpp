@@ -14,11 +14,11 @@ void launch_on_host(void (*kernel)(const Arguments), int blocks, int threads, in
       {blocks, threads, [kernel, arguments] { kernel(arguments); }, static_cast<uint32_t>(bytes)});
 }
 
-#include "attention/attention_fwd_sm90.cuh"
-#include "attention/combine_splits.cuh"
-#include "attention/mask_classes_sm90.cuh"
-#include "attention/order_sequences.cuh"
-#include "attention/short_queries.h"
+#include "attention/sm90/forward/attention_fwd_sm90.cuh"
+#include "attention/sm90/forward/combine_splits.cuh"
+#include "attention/sm90/forward/order_sequences.cuh"
+#include "attention/sm90/forward/short_queries.h"
+#include "attention/sm90/masks/mask_classes_sm90.cuh"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";

@@ -15,9 +15,9 @@ extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";
 }
 
-#include "attention/attention_bwd_sm90.cuh"
-#include "attention/backward_classes_sm90.cuh"
-#include "attention/mask_classes_sm90.cuh"
+#include "attention/sm90/backward/attention_bwd_sm90.cuh"
+#include "attention/sm90/backward/mask_classes_bwd_sm90.cuh"
+#include "attention/sm90/masks/mask_classes_sm90.cuh"
 
 namespace fastattn::attention {
 

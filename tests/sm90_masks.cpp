@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "attention/dense_mask.cuh"
-#include "attention/dropout_sm90.cuh"
-#include "attention/mask_classes_sm90.cuh"
+#include "attention/sm90/masks/dense_mask.cuh"
+#include "attention/sm90/masks/dropout_sm90.cuh"
+#include "attention/sm90/masks/mask_classes_sm90.cuh"
 
 using namespace fastattn;
 using namespace fastattn::attention;

@@ -448,11 +448,15 @@ def test_python_rules_can_fail(tmp_path: Path, rule: Rule, file: str, source: st
 
 
 _BROKEN_INCLUDES = (
-    ("attention/attention_fwd_sm90.cuh", "common/torch_binding.h", "only bindings know torch"),
+    (
+        "attention/sm90/forward/attention_fwd_sm90.cuh",
+        "common/torch_binding.h",
+        "only bindings know torch",
+    ),
     ("common/math.h", "torch/csrc/stable/tensor.h", "alone includes torch"),
     ("autograd/node.h", "common/torch_binding.h", "autograd knows torch alone"),
     ("attention/binding_fwd_sm90.cpp", "cuda_runtime.h", "no CUDA header"),
-    ("attention/binding_fwd_sm90.cpp", "attention/mask.cuh", "no CUDA header"),
+    ("attention/binding_fwd_sm90.cpp", "attention/sm90/masks/mask.cuh", "no CUDA header"),
     ("sm90/ptx/tma.cuh", "sm90/tile/pipeline.cuh", "ptx knows no tile"),
     ("sm90/ptx/tma.cuh", "attention/attention.h", "ptx knows no tile and no op"),
     ("sm90/tile/pipeline.cuh", "attention/attention.h", "tile knows no op"),
@@ -465,6 +469,7 @@ _BROKEN_INCLUDES = (
 def test_include_rules_can_fail(tmp_path: Path, file: str, include: str, why: str) -> None:
     for folder in ("common", "sm90/ptx", "sm90/tile", "attention", "autograd", "layer_norm"):
         (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(f'#pragma once\n  # include "{include}"\n')
     [found] = includes_break_rules(tmp_path)
     assert why in found

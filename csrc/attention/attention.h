@@ -5,7 +5,7 @@
 #pragma once
 
 #include "attention/key_range.h"
-#include "attention/mask_classes.h"
+#include "attention/sm90/masks/mask_classes.h"
 #include "common/cuda_stream.h"
 #include "common/dtype.h"
 #include "common/tensor_view.h"

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <limits>
 
-#include "attention/launch_cpu.h"
+#include "attention/cpu/launch.h"
 #include "common/dropout.h"
 #include "common/torch_binding.h"
 

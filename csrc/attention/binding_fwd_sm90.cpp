@@ -1,6 +1,6 @@
 // fastattn_sm90's attention forward: its workspace and its launch.
 #include "attention/binding_sm90.h"
-#include "attention/short_queries.h"
+#include "attention/sm90/forward/short_queries.h"
 
 namespace fastattn::attention {
 namespace {

@@ -14,9 +14,9 @@ from sm90_model.hardware import Range, compiled
 
 SHIM = """
 #include "attention/attention.h"
-#include "attention/backward_layout.h"
-#include "attention/packed_blocks.h"
-#include "attention/row_range.h"
+#include "attention/sm90/backward/layout.h"
+#include "attention/sm90/packed_blocks.h"
+#include "attention/sm90/masks/row_range.h"
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
 extern "C" void plan(int first_key, int block_keys, int left, int right, int diagonal, int queries,

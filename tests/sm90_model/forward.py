@@ -12,7 +12,7 @@ from sm90_model.hardware import Range, compiled
 
 SHIM = """
 #include "attention/key_range.h"
-#include "attention/short_queries.h"
+#include "attention/sm90/forward/short_queries.h"
 #include "sm90/tile/descriptor.h"
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;

@@ -26,11 +26,11 @@ class _Source:
     found: list[tuple[Mutation, tuple[str, ...]]] = field(default_factory=list)
 
     def __call__(self, right: str, *wrong: str, only: tuple[str, ...] = BAND) -> None:
-        self.found += [(Mutation(f"attention/{self.file}", right, w), only) for w in wrong]
+        self.found += [(Mutation(f"attention/sm90/{self.file}", right, w), only) for w in wrong]
 
 
 # -- the launch before, and the one after
-ends = _Source("backward_ends.cuh")
+ends = _Source("backward/ends.cuh")
 ends("contains(live, row) ? args.lse[at] : kMinusInfinity", "args.lse[at]")
 ends("lse != kMinusInfinity && column < args.value_dim", "lse != kMinusInfinity",
      "column < args.value_dim")  # fmt: skip
@@ -52,7 +52,7 @@ ends("column < args.head_dim", "true")
 ends("has_sum ? *from : Piece<Element>{}", "*from")
 
 # -- which blocks
-tiles = _Source("backward_tiles.cuh")
+tiles = _Source("backward/tiles.cuh")
 tiles("clamped_length(args.query_lengths, batch, args.queries)", "args.queries")
 tiles("clamped_length(args.key_lengths, batch, args.keys)", "args.keys")
 tiles("rest ? 0 : queries", "queries")
@@ -60,11 +60,11 @@ tiles("rest ? 0 : keys", "keys")
 tiles("band.diagonal = keys - queries;", "")
 tiles("block - sequence.first_row_block", "block")
 tiles("work.sequence.first_row_block + step.row_block", "step.row_block")
-classes = _Source("backward_classes_sm90.cuh")
+classes = _Source("backward/mask_classes_bwd_sm90.cuh")
 classes("block.flags & kHasWork ? 1 : 0", "1", only=DENSE)
 
 # -- the main launch: barriers, the draw of a block of keys
-main = _Source("attention_bwd_sm90.cuh")
+main = _Source("backward/attention_bwd_sm90.cuh")
 main("shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);")
 main("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
 main("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
@@ -72,7 +72,7 @@ main("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
 main("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
 
 # -- loads, and the turns of dQ
-movers = _Source("backward_movers.cuh")
+movers = _Source("backward/producer.cuh")
 movers("sequence.key_origin + work.first_key", "work.first_key")
 movers("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
 movers("next.head == args.heads_per_kv", "false", only=DENSE)
@@ -100,7 +100,7 @@ movers("rank == 0", "false", "true")
 movers("rank + 1", "rank", "rank + 2")
 
 # -- consumers
-consumer = _Source("backward_consumer.cuh")
+consumer = _Source("backward/consumer.cuh")
 consumer("clear(rDk);", "")
 consumer("hash_keys(own);", "", only=DROPOUT)
 consumer("clear_dead_keys(own);", "")
@@ -129,17 +129,17 @@ consumer("sm90::scale_rows(rDk, factors);", "")
 consumer("!view.data", "false", "!view.data")
 consumer("sequence.key_rows - key", "kKeys")
 consumer("columns - column", "kOwnColumns")
-weights = _Source("backward_weights.cuh")
+weights = _Source("backward/weights.cuh")
 weights("own.shared.lse2[own.stage.index()]", "own.shared.lse2[0]", only=STAGES)
 weights("own.shared.delta[own.stage.index()]", "own.shared.delta[0]", only=STAGES)
 weights("own.shared.dropout.rows[own.stage.index()]", "own.shared.dropout.rows[0]", only=DROPOUT)
-masks = _Source("backward_masks.cuh")
+masks = _Source("backward/masks.cuh")
 masks("contains(own.shared.work.plan.clean, row_block)", "true")
 masks("!contains(work.plan.full, row_block)", "false")
 masks("note.flags & kHasDead", "false", only=DENSE)
 masks("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
 masks("own.args.packing.key_offsets", "nullptr")
-part = _Source("backward_part.cuh")
+part = _Source("backward/part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 
 _SOURCES = (ends, tiles, classes, main, movers, consumer, weights, masks, part)
@@ -198,7 +198,7 @@ def harmless_of(instance: str) -> tuple[Harmless, ...]:
 
 # -- an additive mask's gradient -------------------------------------------------------------------
 _DROPS = ("192 kBiasDropout",)
-_dmask = _Source("backward_dmask.cuh")
+_dmask = _Source("backward/dmask.cuh")
 for right, *wrong in (
     # which blocks
     ("sizes[0] == 1 ? args.batch : 1", "1"),
@@ -253,7 +253,7 @@ for right, wrong in (
     ("words[octet / 2 * 2 + j]", "words[j]"),
 ):
     _dmask(right, wrong, only=_DROPS)
-_dmask_launch = _Source("backward_dmask_launch.cuh")
+_dmask_launch = _Source("backward/dmask_launch.cuh")
 _dmask_launch("exact.delta = nullptr;", "", only=DMASK)
 _dmask_launch("exact.dlse = p.dlse;", "", only=DMASK)
 _dmask_launch("p.dmask.type == MaskType::kFloat32 || sizes[3] == 1", "false", only=DMASK)

@@ -41,7 +41,7 @@ _ENOUGH = 0.85  # of the best share of busy multiprocessors
 # Packed sequences are sorted, longest first, where the last tiles may be long ones that the others
 # wait for: a block of keys takes a microsecond or two, the sorting launch two or three (estimates).
 _ORDER_KEYS = 1024
-# More queries than this are not merged with those of other heads (csrc/attention/short_queries.h).
+# More queries than this are not merged with those of other heads (csrc/attention/sm90/forward).
 _SHORT_QUERIES = 128
 
 
@@ -64,7 +64,7 @@ def copied_bytes(dtype: torch.dtype, mask: Tensor) -> int:
 def mask_scratch(
     mask: Tensor, dtype: torch.dtype, split: bool, head_dim: int, B: int, M: int, N: int
 ) -> _Piece:
-    """What csrc/attention/mask_classes.h lays out: bits of the mask, classes of tiles, a copy of an
+    """What sm90/masks/mask_classes.h lays out: bits of the mask, classes of tiles, a copy of an
     additive mask where there must be one. dtype: q's. split: tiles differ between batch entries.
     """
     batches, heads, rows, _ = (
@@ -230,7 +230,7 @@ def _bwd_workspace(
 
 
 def _bwd_mask_scratch(mask: Tensor, split: bool, head_dim: int, B: int, M: int, N: int) -> _Piece:
-    """What csrc/attention/mask_classes.h lays out of the transposed mask: blocks are rows, tiles
+    """What sm90/masks/mask_classes.h lays out of the transposed mask: blocks are rows, tiles
     keys.
     """
     batches, heads, _, keys = (

@@ -1,0 +1,598 @@
+// Gradients of attention on CPU. Scores are computed again tile by tile, p = exp(s - lse), and with
+// dp = dropout(dout v^T) and delta = sum over a row of dout * out, less dlse:
+//
+//   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = dropout(p)^T dout   dmask = ds
+//
+// One worker computes all three gradients of a (batch, kv head), or, where there are too few of
+// those, tiles of keys and tiles of queries are tasks of their own: two products more, the same
+// tiles in the same order, the same bits. dmask is summed by a pass of its own. Dead rows (lse
+// -inf) and dead keys are packed as zeros.
+#pragma once
+
+#include "attention/cpu/forward.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+using attention::Backward;
+using attention::BackwardScratch;
+
+inline const float* statistics_of(const Problem& a, const float* values, const Sequence& s,
+                                  int64_t h, int row) {
+  return values + query_offset(a.statistics, s, h, row);
+}
+
+// -- one tile ------------------------------------------------------------------------------------
+// A vector of dropout(p) and of ds.
+struct Weights {
+  Float kept, ds;
+};
+
+// A row of scores and dp, and what makes weights of them.
+template <bool kRange, bool kDrop, class Bias>
+struct GradientRow {
+  const float *s, *dp;
+  int begin, end;  // its keys
+  Bias bias;
+  float shift;  // less the exponent of the row's sum
+  float delta;
+  TileDropout::Row drawn;
+
+  Weights at(int j, float scale_log2, float keep_scale) const {
+    // Of large scores the difference to lse is their rounding, and may be far above 0.
+    const Float exponent = exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift;
+    const Float p = power(smaller_of(splat(kPowerShift), exponent));
+    Float g = load(dp + j), kept = p;
+    if constexpr (kDrop) {
+      g = drawn.apply(g * keep_scale, j);
+      kept = drawn.apply(p * keep_scale, j);
+    }
+    return {kept, p * (g - delta)};
+  }
+};
+
+// A worker's tiles: packs queries and keys, computes p and ds of a pair of tiles.
+template <class C>
+class Gradients {
+ public:
+  using Unit = typename C::Unit;
+
+  Gradients(const Backward& a, const BackwardScratch& memory) : a_(a), memory_(memory) {}
+
+  void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead) {
+    first_key_ = tile * kTileKeys;
+    const int count = attention::smaller(kTileKeys, s.keys - first_key_);
+    const int upto = round_up(count, kBlock);
+    const auto rows_of = [&](const TensorView& x, int dim) {
+      const int64_t offset = key_offset(x, s, kv_head, first_key_);
+      if (upto == count) {
+        const auto rows = where_it_lies(x, offset, dim, kBlock);
+        if (rows.data && no_key_is_dead(dead, first_key_, count, rows, dim)) {
+          return rows;
+        }
+      }
+      Unit* rows = units<C>(memory_.k_rows);
+      pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, upto, dim, rows,
+                   dead.of_tile(first_key_));
+      return Operand<C>{rows, padded(dim) / C::kDepth};
+    };
+    to_columns<C>(rows_of(a_.v, a_.value_dim), upto, a_.value_dim, units<C>(memory_.v_columns));
+    const Operand<C> k = rows_of(a_.k, a_.head_dim);
+    to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns));
+    if constexpr (C::kDepth == 1) {
+      k_pairs_ = k.data;
+    } else {
+      to_pairs(k, upto, a_.head_dim, units<C>(memory_.k_pairs));
+      k_pairs_ = units<C>(memory_.k_pairs);
+    }
+  }
+
+  // for_keys: dk and dv will be summed.
+  void pack_queries(const Sequence& s, int64_t h, int first, int count, bool for_keys) {
+    sequence_ = s;
+    h_ = h;
+    first_row_ = first;
+    const float* lse = statistics_of(a_, a_.lse, s, h, first);
+    q_ = pack_query_rows(a_.q, a_.head_dim, count, lse, memory_.q_rows);
+    q_pairs_ = pairs_of(q_, a_.head_dim, count, memory_.q_pairs, for_keys);
+    if (a_.dout.data) {
+      dout_ = pack_query_rows(a_.dout, a_.value_dim, count, lse, memory_.dout_rows);
+      dout_pairs_ = pairs_of(dout_, a_.value_dim, count, memory_.dout_pairs, for_keys);
+    }
+  }
+
+  // p and ds of the packed queries and keys, given the queries' deltas; false if nothing is
+  // allowed there.
+  bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
+    columns_ = round_up(attention::smaller(rows.some.end - first_key_, kTileKeys), kLanes);
+    live_ = rows.touching(first_key_, columns_);
+    const TileBias bias(a_, sequence_.b, h_, first_row_, live_, first_key_, memory_.bias);
+    if (is_empty(live_) || bias.none) {
+      return false;
+    }
+    const int first = live_.begin, count = live_.end - live_.begin;
+    float *const s = memory_.s + first * kTileKeys, *const dp = memory_.dp + first * kTileKeys;
+    multiply<C>(count, columns_, ceil_div(a_.head_dim, C::kDepth), q_.row(first), q_.stride, 1,
+                units<C>(memory_.k_columns), kTileKeys, s, kTileKeys, false);
+    if (a_.dout.data) {
+      multiply<C>(count, columns_, ceil_div(a_.value_dim, C::kDepth), dout_.row(first),
+                  dout_.stride, 1, units<C>(memory_.v_columns), kTileKeys, dp, kTileKeys, false);
+    } else {
+      memset(dp, 0, sizeof(float) * count * kTileKeys);
+    }
+    const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
+    const float* lse = statistics_of(a_, a_.lse, sequence_, h_, first_row_);
+    bias.with_rows([&](const auto& bias_row) {
+      with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
+        const auto row = [&](int i) __attribute__((always_inline)) {
+          const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
+          return GradientRow<range, drop, decltype(bias_row(i))>{memory_.s + i * kTileKeys,
+                                                                 memory_.dp + i * kTileKeys,
+                                                                 rows.begin[i] - first_key_,
+                                                                 rows.end[i] - first_key_,
+                                                                 bias_row(i),
+                                                                 kPowerShift - lse_log2,
+                                                                 delta[i],
+                                                                 dropout.row(i)};
+        };
+        columns_ == kTileKeys ? write_weights(row, kTileKeys, for_keys, for_queries)
+                              : write_weights(row, columns_, for_keys, for_queries);
+      });
+    });
+    return true;
+  }
+
+  // Sums of the tile just computed, in rows of padded(dim) floats: dv and dk of the tile of keys,
+  // added to what is there or written over it; dq of the tile of queries.
+  void sum_dv(float* dv, bool add) const {
+    if (a_.dout.data) {
+      sum_of_keys(p_pairs_, dout_pairs_, padded(a_.value_dim), dv, add);
+    } else if (!add) {
+      memset(dv, 0, sizeof(float) * columns_ * padded(a_.value_dim));
+    }
+  }
+  void sum_dk(float* dk, bool add) const {
+    sum_of_keys(ds_pairs_, q_pairs_, padded(a_.head_dim), dk, add);
+  }
+  void add_dq(float* dq) const {
+    constexpr int kStride = kTileKeys / C::kDepth;
+    const int64_t D = padded(a_.head_dim);
+    multiply<C>(live_.end - live_.begin, static_cast<int>(D), columns_ / C::kDepth,
+                ds_rows_ + live_.begin * kStride, kStride, 1, k_pairs_, D, dq + live_.begin * D, D,
+                true);
+  }
+  // ds as floats, rows of kTileKeys (Floats only), and where it was computed.
+  const float* ds() const { return memory_.dp; }
+  Range rows() const { return live_; }
+  int columns() const { return columns_; }
+
+ private:
+  static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  void sum_of_keys(const Unit* weights, const Unit* values, int64_t dim, float* sums,
+                   bool add) const {
+    const int64_t first = live_.begin / C::kDepth;
+    multiply<C>(columns_, static_cast<int>(dim), ceil_div(live_.end, C::kDepth) - first,
+                weights + first * kTileKeys, 1, kTileKeys, values + first * dim, dim, sums, dim,
+                add);
+  }
+
+  // Rows that may be read where they lie, or null. Floats are a second operand, too, read many
+  // times: only without gaps between them.
+  Operand<C> where_it_lies(const TensorView& x, int64_t offset, int dim, int block) const {
+    const bool has_gaps = x.row_stride != dim;
+    return C::kDepth == 1 && has_gaps ? Operand<C>{} : in_place<C>(a_.type, x, offset, dim, block);
+  }
+
+  // Rows of q or dout, those without a key as zeros, up to an even number.
+  Operand<C> pack_query_rows(const TensorView& x, int dim, int count, const float* lse,
+                             float* memory) const {
+    const int64_t offset = query_offset(x, sequence_, h_, first_row_);
+    bool whole = count % C::kDepth == 0;
+    for (int i = 0; i < count; ++i) {
+      whole = whole && lse[i] != -kInfinity;
+    }
+    if (const auto rows = where_it_lies(x, offset, dim, kBlock / C::kDepth); whole && rows.data) {
+      return rows;
+    }
+    pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, round_up(count, 2), dim,
+                 units<C>(memory), dead_if([lse](int i) { return lse[i] == -kInfinity; }));
+    return {units<C>(memory), padded(dim) / C::kDepth};
+  }
+
+  const Unit* pairs_of(const Operand<C>& rows, int dim, int count, float* memory,
+                       bool wanted) const {
+    if constexpr (C::kDepth == 1) {
+      return rows.data;
+    } else {
+      if (wanted) {
+        to_pairs(rows, round_up(count, 2), dim, units<C>(memory));
+      }
+      return units<C>(memory);
+    }
+  }
+
+  // Scores and dp become dropout(p) and ds, as operands: floats in their place, bf16 in the rows
+  // form of queries' gradients and the pairs form of keys'. row(i): the GradientRow.
+  template <class RowOf>
+  inline __attribute__((always_inline)) void write_weights(const RowOf& row, int columns,
+                                                           bool for_keys, bool for_queries) {
+    const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
+    if constexpr (C::kDepth == 1) {
+      (void)for_keys;
+      (void)for_queries;
+      p_pairs_ = memory_.s;
+      ds_pairs_ = ds_rows_ = memory_.dp;
+      for (int i = live_.begin; i < live_.end; ++i) {
+        const auto gradient = row(i);
+        for (int j = 0; j < columns; j += kLanes) {
+          const Weights w = gradient.at(j, scale_log2, keep_scale);
+          store(memory_.s + i * kTileKeys + j, w.kept);
+          store(memory_.dp + i * kTileKeys + j, w.ds);
+        }
+      }
+    } else {
+#if defined(__AVX512BF16__)
+      p_pairs_ = units<C>(memory_.p_pairs);
+      ds_pairs_ = units<C>(memory_.ds_pairs);
+      ds_rows_ = units<C>(memory_.ds_rows);
+      for (int i = live_.begin; i < live_.end; i += 2) {
+        const bool two = i + 1 < live_.end;
+        const auto first = row(i), second = row(two ? i + 1 : i);
+        Unit* const p = units<C>(memory_.p_pairs) + i / 2 * kTileKeys;
+        Unit* const ds = units<C>(memory_.ds_pairs) + i / 2 * kTileKeys;
+        auto* const ds_row = reinterpret_cast<uint16_t*>(memory_.ds_rows) + i * kTileKeys;
+        for (int j = 0; j < columns; j += kLanes) {
+          const Weights w = first.at(j, scale_log2, keep_scale);
+          const Weights next = two ? second.at(j, scale_log2, keep_scale) : Weights{};
+          const TwoRows rows = rounded_to_bf16(w.ds, next.ds);
+          if (for_queries) {
+            store_halves(ds_row + j, ds_row + kTileKeys + j, rows);
+          }
+          if (for_keys) {
+            store_bits(ds + j, joined(rows));
+            store_bits(p + j, joined(rounded_to_bf16(w.kept, next.kept)));
+          }
+        }
+      }
+#endif
+    }
+  }
+
+  const Backward& a_;
+  const BackwardScratch& memory_;
+  Sequence sequence_ = {};
+  int64_t h_ = 0;
+  int first_row_ = 0, first_key_ = 0, columns_ = 0;
+  Range live_ = {0, 0};
+  Operand<C> q_ = {}, dout_ = {};
+  const Unit *q_pairs_ = nullptr, *dout_pairs_ = nullptr, *k_pairs_ = nullptr;
+  const Unit *p_pairs_ = nullptr, *ds_pairs_ = nullptr, *ds_rows_ = nullptr;
+};
+
+// -- delta ---------------------------------------------------------------------------------------
+// x times y, before the sum over lanes.
+template <class T>
+inline Float row_products(const T* x, const T* y, int dim) {
+  Float total = {};
+  for_vectors(dim, [&](auto lanes, int64_t d) {
+    total = fma(lanes.load(x + d), lanes.load(y + d), total);
+  });
+  return total;
+}
+#if defined(__AVX512BF16__)
+inline Float row_products(const BFloat16* x, const BFloat16* y, int dim) {
+  Float total[1][1] = {};
+  products(reinterpret_cast<const uint32_t*>(x), 0, Rows<BFloat16>{y, 0, 1, dim, false}, 0, total);
+  return total[0][0];
+}
+#endif
+
+inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRanges& rows,
+                           const float* lse, float* delta) {
+  with_type(a.type, [&](auto element) {
+    using T = decltype(element);
+    const auto row = [&](const TensorView& x) {
+      return static_cast<const T*>(x.data) + query_offset(x, at.sequence, at.h, at.first);
+    };
+    const T *out = row(a.out), *dout = row(a.dout);
+    for (int i = 0; i < rows.count; ++i) {
+      const bool live = lse[i] != -kInfinity;
+      delta[i] = live ? sum(row_products(out + i * a.out.row_stride, dout + i * a.dout.row_stride,
+                                         a.value_dim))
+                      : 0.0f;
+    }
+  });
+}
+
+// With delta 0 the sum of a row's ds is its delta.
+inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
+                               const BackwardScratch& memory, float* delta) {
+  Gradients<Floats> tiles(a, memory);
+  tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
+  const DeadKeys dead(a, at.sequence, at.kv_head);
+  const float zeros[kTileRows] = {};
+  memset(delta, 0, sizeof(float) * rows.count);
+  for (int n = rows.tiles().begin; n < rows.tiles().end; ++n) {
+    tiles.pack_keys(at.sequence, at.kv_head, n, dead);
+    if (!tiles.compute(rows, zeros, false, false)) {
+      continue;
+    }
+    for (int i = tiles.rows().begin; i < tiles.rows().end; ++i) {
+      Float total = {};
+      for (int j = 0; j < tiles.columns(); j += kLanes) {
+        total += load(tiles.ds() + i * kTileKeys + j);
+      }
+      delta[i] += sum(total);
+    }
+  }
+}
+
+void delta(const Backward& a, Queue& queue, float* scratch) {
+  const BackwardScratch memory(a, scratch);
+  for_query_tiles(a, queue, [&](const QueryTile& at) {
+    const int64_t position = query_offset(a.statistics, at.sequence, at.h, at.first);
+    const float* lse = a.lse + position;
+    const RowRanges rows(a, at.sequence, at.first, lse);
+    float* result = a.delta + position;
+    if (!a.dout.data) {
+      memset(result, 0, sizeof(float) * rows.count);
+    } else if (a.exact_delta) {
+      delta_from_weights(a, at, rows, memory, result);
+    } else {
+      delta_from_out(a, at, rows, lse, result);
+    }
+    for (int i = 0; a.dlse && i < rows.count; ++i) {
+      if (lse[i] != -kInfinity) {
+        result[i] -= a.dlse[position + i];
+      }
+    }
+  });
+}
+
+// -- dq, dk, dv ----------------------------------------------------------------------------------
+inline void store_gradient(const Backward& a, const TensorView& x, int64_t offset, int count,
+                           int dim, const float* sums, float factor) {
+  if (x.data) {
+    store_rows(a.type, x.data, offset, x.row_stride, count, dim, sums,
+               [factor](int) { return factor; });
+  }
+}
+
+void dq(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    for_query_tiles(a, queue, [&](const QueryTile& at) {
+      const Sequence& s = at.sequence;
+      const RowRanges rows(a, s, at.first, statistics_of(a, a.lse, s, at.h, at.first));
+      const float* delta = statistics_of(a, a.delta, s, at.h, at.first);
+      memset(memory.dq, 0, sizeof(float) * a.rows_in_tile() * padded(a.head_dim));
+      const Range range = rows.tiles();
+      if (!is_empty(range)) {
+        tiles.pack_queries(s, at.h, at.first, rows.count, false);
+      }
+      const DeadKeys dead(a, s, at.kv_head);
+      for (int n = range.begin; n < range.end; ++n) {
+        tiles.pack_keys(s, at.kv_head, n, dead);
+        if (tiles.compute(rows, delta, false, true)) {
+          tiles.add_dq(memory.dq);
+        }
+      }
+      store_gradient(a, a.dq, query_offset(a.dq, s, at.h, at.first), at.end - at.first, a.head_dim,
+                     memory.dq, a.scale);
+    });
+  });
+}
+
+// dk and dv of a tile of keys; dq of all the queries that see it, if there is room for it
+// ([group][queries] rows).
+template <class C>
+void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
+                   const DeadKeys& dead, Gradients<C>& tiles, const BackwardScratch& memory,
+                   float* dq) {
+  const int64_t D = padded(a.head_dim), group = a.group();
+  const int first_key = n * kTileKeys;
+  const int count = attention::smaller(kTileKeys, s.keys - first_key);
+  // Sums are made of whole vectors of keys. The first tile of queries writes them, unless it has no
+  // pair with the last keys.
+  const int columns = round_up(count, kLanes);
+  bool begun = false;
+  const auto begin_with_zeros = [&] {
+    memset(memory.dk, 0, sizeof(float) * columns * D);
+    memset(memory.dv, 0, sizeof(float) * columns * padded(a.value_dim));
+    begun = true;
+  };
+  bool packed = false;
+  for (int64_t g = 0; g < group; ++g) {
+    const int64_t h = kv_head * group + g;
+    for (int64_t i = 0; i * kTileRows < s.queries; ++i) {
+      const int first = static_cast<int>(i) * kTileRows;
+      const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
+      if (!contains(rows.tiles(), n)) {
+        continue;
+      }
+      if (!packed) {
+        tiles.pack_keys(s, kv_head, n, dead);
+        packed = true;
+      }
+      tiles.pack_queries(s, h, first, rows.count, true);
+      if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), true, dq != nullptr)) {
+        continue;
+      }
+      if (!begun && tiles.columns() < columns) {
+        begin_with_zeros();
+      }
+      if (a.dv.data) {
+        tiles.sum_dv(memory.dv, begun);
+      }
+      if (a.dk.data) {
+        tiles.sum_dk(memory.dk, begun);
+      }
+      begun = true;
+      if (dq) {
+        tiles.add_dq(dq + (g * a.row_tiles() + i) * a.rows_in_tile() * D);
+      }
+    }
+  }
+  if (!begun) {
+    begin_with_zeros();
+  }
+  store_gradient(a, a.dk, key_offset(a.dk, s, kv_head, first_key), count, a.head_dim, memory.dk,
+                 a.scale);
+  store_gradient(a, a.dv, key_offset(a.dv, s, kv_head, first_key), count, a.value_dim, memory.dv,
+                 1.0f);
+}
+
+void dkv(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    for_tasks(queue, [&](int64_t task) {
+      const int n = static_cast<int>(task % a.key_tiles());
+      const int64_t head = task / a.key_tiles(), kv_head = head % a.kv_heads;
+      const Sequence s = a.sequence(head / a.kv_heads);
+      if (n * kTileKeys >= s.keys) {
+        return last_of_head(task, a.key_tiles());
+      }
+      key_gradients(a, s, kv_head, n, DeadKeys(a, s, kv_head), tiles, memory, nullptr);
+      return task;
+    });
+  });
+}
+
+void all_gradients(const Backward& a, Queue& queue, float* scratch) {
+  with_units(a.type, [&](auto u) {
+    const BackwardScratch memory(a, scratch);
+    Gradients<decltype(u)> tiles(a, memory);
+    const int64_t D = padded(a.head_dim), head_size = a.row_tiles() * a.rows_in_tile() * D;
+    for_tasks(queue, [&](int64_t task) {
+      const Sequence s = a.sequence(task / a.kv_heads);
+      const int64_t kv_head = task % a.kv_heads, h = kv_head * a.group();
+      const DeadKeys dead(a, s, kv_head);
+      for (int64_t g = 0; g < a.group(); ++g) {
+        memset(memory.dq + g * head_size, 0, sizeof(float) * s.queries * D);
+      }
+      for (int n = 0; n * kTileKeys < s.keys; ++n) {
+        key_gradients(a, s, kv_head, n, dead, tiles, memory, memory.dq);
+      }
+      for (int64_t g = 0; g < a.group(); ++g) {
+        store_gradient(a, a.dq, query_offset(a.dq, s, h + g, 0), s.queries, a.head_dim,
+                       memory.dq + g * head_size, a.scale);
+      }
+      return task;
+    });
+  });
+}
+
+// -- dmask ---------------------------------------------------------------------------------------
+inline void store_mask_value(const MaskView& mask, int64_t offset, float value) {
+  switch (mask.type) {
+    case MaskType::kFloat32:
+      static_cast<float*>(mask.data)[offset] = value;
+      break;
+    case MaskType::kBFloat16:
+      store(static_cast<BFloat16*>(mask.data) + offset, splat(value), 1);
+      break;
+    case MaskType::kFloat16:
+      store(static_cast<Float16*>(mask.data) + offset, splat(value), 1);
+      break;
+    case MaskType::kFloat64:
+      static_cast<double*>(mask.data)[offset] = value;
+      break;
+    case MaskType::kNone:
+    case MaskType::kBool:
+      break;
+  }
+}
+
+// A dimension of the mask: what one task sums over, [begin, end). Broadcast: everything.
+inline Range summed(int64_t mask_size, int64_t index, int64_t size) {
+  const int at = static_cast<int>(index);
+  return mask_size == 1 ? Range{0, static_cast<int>(size)} : Range{at, at + 1};
+}
+
+// ds of a tile of keys summed over a range of queries' tiles and (batch, head)s: `sums` has one row
+// if the mask has, otherwise the rows of the one tile.
+inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_tiles, int n,
+                       Gradients<Floats>& tiles, bool one_row, float* sums) {
+  for (int b = batches.begin; b < batches.end; ++b) {
+    const Sequence s = a.sequence(b);
+    int64_t packed = -1;
+    for (int h = heads.begin; h < heads.end; ++h) {
+      const int64_t kv_head = h / a.group();
+      for (int i = row_tiles.begin; i < row_tiles.end; ++i) {
+        const int first = i * kTileRows;
+        const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
+        if (!contains(rows.tiles(), n)) {
+          continue;
+        }
+        if (packed != kv_head) {
+          tiles.pack_keys(s, kv_head, n, DeadKeys(a, s, kv_head));
+          packed = kv_head;
+        }
+        tiles.pack_queries(s, h, first, rows.count, false);
+        if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), false, false)) {
+          continue;
+        }
+        for (int r = tiles.rows().begin; r < tiles.rows().end; ++r) {
+          float* sum = sums + (one_row ? 0 : r * kTileKeys);
+          for (int j = 0; j < tiles.columns(); j += kLanes) {
+            store(sum + j, load(sum + j) + load(tiles.ds() + r * kTileKeys + j));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Where a mask has one value for all keys of a row, its gradient is that of the row's lse: without
+// dlse nothing, because the softmax does not see it.
+inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_tiles, bool one_row,
+                     float* sums) {
+  for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
+    const Sequence s = a.sequence(b);
+    for (int h = heads.begin; h < heads.end; ++h) {
+      const int end = attention::smaller(row_tiles.end * kTileRows, a.queries);
+      const int first = row_tiles.begin * kTileRows;
+      for (int i = first; i < end; ++i) {
+        if (*statistics_of(a, a.lse, s, h, i) != -kInfinity) {
+          sums[one_row ? 0 : (i - first) * kTileKeys] += *statistics_of(a, a.dlse, s, h, i);
+        }
+      }
+    }
+  }
+}
+
+void dmask(const Backward& a, Queue& queue, float* scratch) {
+  const BackwardScratch memory(a, scratch);
+  Gradients<Floats> tiles(a, memory);
+  const MaskView& mask = a.dmask;
+  const bool one_row = mask.sizes[2] == 1, one_key = mask.sizes[3] == 1;
+  const int64_t row_tasks = one_row ? 1 : a.row_tiles();
+  const int64_t key_tasks = one_key ? 1 : a.key_tiles();
+  for_tasks(queue, [&](int64_t task) {
+    const int64_t n = task % key_tasks;
+    const int64_t i = task / key_tasks % row_tasks;
+    const int64_t h = task / key_tasks / row_tasks % mask.sizes[1];
+    const int64_t b = task / key_tasks / row_tasks / mask.sizes[1];
+    const Range batches = summed(mask.sizes[0], b, a.batch);
+    const Range heads = summed(mask.sizes[1], h, a.heads);
+    const Range row_tiles = summed(row_tasks, i, a.row_tiles());
+    memset(memory.sums, 0, sizeof(float) * a.rows_in_tile() * kTileKeys);
+    if (one_key) {
+      sum_dlse(a, batches, heads, row_tiles, one_row, memory.sums);
+    } else {
+      sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
+    }
+    const int64_t first_row = i * kTileRows, first_key = n * kTileKeys;
+    for (int64_t r = 0; r < kTileRows && first_row + r < mask.sizes[2]; ++r) {
+      for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
+        store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
+                         memory.sums[r * kTileKeys + j]);
+      }
+    }
+    return task;
+  });
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,487 @@
+// One query of each head, as in decoding: bound by memory, so nothing is packed. Keys and values
+// are read once for all heads of a group, where they lie: the keys of a tile, its values, the keys
+// of the next tile. Keys are cut into splits (kSplitKeys), whose results are joined in their order
+// wherever they were computed.
+#pragma once
+
+#include "attention/cpu/softmax.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+using attention::for_tasks;
+using attention::Forward;
+using attention::ForwardScratch;
+using attention::kSplitKeys;
+using attention::Queue;
+
+// Consecutive keys or values of one head.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  int count, dim;
+  bool ask_all;
+
+  const T* at(int j) const { return data + j * stride; }
+  // Asks memory for a row that is read later. The processor follows rows without gaps by itself,
+  // but does not guess where they begin, nor rows far apart, nor far enough ahead for main memory.
+  // Inlined by force: GCC 12 drops calls of a function without effects.
+  __attribute__((always_inline)) void ask_for(int j) const {
+    constexpr int kLine = 64 / sizeof(T), kBeginning = 4096 / sizeof(T);
+    if (j < count && (ask_all || j * dim < kBeginning)) {
+      for (int d = 0; d < dim; d += kLine) {
+        __builtin_prefetch(at(j) + d);
+      }
+    }
+  }
+};
+
+// Keys and values of a call from which on they are taken to lie in main memory (one Zen 5 thread,
+// 33 MB of fp32: 0.77 ms if all rows are asked for, 1.15 if only beginnings; 8 MB: 116 and 105 us).
+constexpr int64_t kCachedBytes = 12 << 20;
+
+// Heads that take keys and values out of the same registers.
+#if defined(__AVX512F__)
+constexpr int kHeadsAtOnce = 2;
+#else
+constexpr int kHeadsAtOnce = 1;
+#endif
+
+// Calls run(first head, how many as an integral constant) for each bundle of heads.
+template <class Run>
+inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run) {
+  int g = 0;
+  for (; g + kHeadsAtOnce <= heads; g += kHeadsAtOnce) {
+    run(g, std::integral_constant<int, kHeadsAtOnce>{});
+  }
+  for (; g < heads; ++g) {
+    run(g, std::integral_constant<int, 1>{});
+  }
+}
+
+// -- scores --------------------------------------------------------------------------------------
+// Products of kHeads queries (rows of `width` units) with kKeys keys from j on, as vectors to sum.
+template <int kHeads, int kKeys, class T>
+inline __attribute__((always_inline)) void products(const float* q, int64_t width, const Rows<T>& k,
+                                                    int j, Float (&c)[kHeads][kKeys]) {
+  for_vectors(k.dim, [&](auto lanes, int64_t d) __attribute__((always_inline)) {
+    for (int i = 0; i < kKeys; ++i) {
+      const Float key = lanes.load(k.at(j + i) + d);
+      for (int h = 0; h < kHeads; ++h) {
+        c[h][i] = fma(load(q + h * width + d), key, c[h][i]);
+      }
+    }
+  });
+}
+#if defined(__AVX512BF16__)
+template <int kHeads, int kKeys>
+inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t width,
+                                                    const Rows<BFloat16>& k, int j,
+                                                    Float (&c)[kHeads][kKeys]) {
+  constexpr int kStep = 2 * kLanes;
+  const auto step = [&](__mmask32 in, int d) __attribute__((always_inline)) {
+    for (int i = 0; i < kKeys; ++i) {
+      const auto key = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(in, k.at(j + i) + d));
+      for (int h = 0; h < kHeads; ++h) {
+        // What lies behind the query may be NaN, which times a key's 0 is NaN, too.
+        const __m512i query = _mm512_maskz_loadu_epi16(in, q + h * width + d / 2);
+        c[h][i] = _mm512_dpbf16_ps(c[h][i], bit_cast<__m512bh>(query), key);
+      }
+    }
+  };
+  int d = 0;
+  for (; d + kStep <= k.dim; d += kStep) {
+    step(~__mmask32{0}, d);
+  }
+  if (d < k.dim) {
+    step((__mmask32{1} << (k.dim - d)) - 1, d);
+  }
+}
+#endif
+
+// Scores of the keys for the heads of a group; rows of q are `width` units, rows of s a tile's.
+template <class Unit, class T>
+inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>& k,
+                          const Rows<T>& ahead, float* s) {
+  constexpr int kKeys = 4;
+  int j = 0;
+  for (; j + kKeys <= k.count; j += kKeys) {
+    for (int i = j; i < j + kKeys; ++i) {
+      ahead.ask_for(i);
+    }
+    for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
+      constexpr int kHeads = decltype(bundle)::value;
+      Float c[kHeads][kKeys] = {};
+      products(q + g * width, width, k, j, c);
+      for (int h = 0; h < kHeads; ++h) {
+        store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
+      }
+    });
+  }
+  for (; j < k.count; ++j) {
+    for (int g = 0; g < heads; ++g) {
+      Float c[1][1] = {};
+      products(q + g * width, width, k, j, c);
+      s[g * kTileKeys + j] = sum(c[0][0]);
+    }
+  }
+}
+
+// -- values --------------------------------------------------------------------------------------
+// o += p[j] * value j over kChunk vectors of columns. kSkips: weights of exactly 0 are passed over,
+// for what lies there may be anything. Values with even and with odd numbers are summed apart, so
+// that an addition need not wait for the one before.
+template <int kHeads, int kChunk, bool kSkips, class Lanes, class T>
+inline __attribute__((always_inline)) void add_columns(const float* p, const Rows<T>& v, int64_t e,
+                                                       Lanes lanes, float* o, int64_t stride) {
+  constexpr int kSums = 2;
+  Float c[kHeads][kSums][kChunk] = {};
+  const auto add = [&](int j, int n) __attribute__((always_inline)) {
+    for (int h = 0; h < kHeads; ++h) {
+      const float weight = p[h * kTileKeys + j];
+      if (kSkips && weight == 0.0f) {
+        continue;
+      }
+      for (int i = 0; i < kChunk; ++i) {
+        c[h][n][i] = fma(splat(weight), lanes.load(v.at(j) + e + i * kLanes), c[h][n][i]);
+      }
+    }
+  };
+  int j = 0;
+  for (; j + kSums <= v.count; j += kSums) {
+    add(j, 0);
+    add(j + 1, 1);
+  }
+  if (j < v.count) {
+    add(j, 0);
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < kChunk; ++i) {
+      float* sums = o + h * stride + e + i * kLanes;
+      store(sums, load(sums) + (c[h][0][i] + c[h][1][i]));
+    }
+  }
+}
+
+template <int kHeads, bool kSkips, class T>
+inline void add_weighted(const float* p, const Rows<T>& v, float* o, int64_t stride) {
+  constexpr int kChunk = 4;
+  int64_t e = 0;
+  for (; e + kChunk * kLanes <= v.dim; e += kChunk * kLanes) {
+    add_columns<kHeads, kChunk, kSkips>(p, v, e, Whole{}, o, stride);
+  }
+  for_vectors(v.dim - e, [&](auto lanes, int64_t i) {
+    add_columns<kHeads, 1, kSkips>(p, v, e + i, lanes, o, stride);
+  });
+}
+
+#if defined(__AVX512BF16__)
+// Two rows of 32 columns as pairs: the columns 0 .. 3 of each quarter, and 4 .. 7.
+struct RowPairs {
+  __m512bh halves[2];
+
+  RowPairs(__m512i first, __m512i second)
+      : halves{bit_cast<__m512bh>(_mm512_maskz_unpacklo_epi16(kAll, first, second)),
+               bit_cast<__m512bh>(_mm512_maskz_unpackhi_epi16(kAll, first, second))} {}
+
+  // Sums of both halves' lanes to rows of columns.
+  static void add(Float low, Float high, int64_t columns, float* sums) {
+    constexpr __mmask16 kAllLanes = 0xFFFF;
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second =
+        _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    if (columns > 0) {
+      store(sums, load(sums) + _mm512_maskz_permutex2var_ps(kAllLanes, low, first, high));
+    }
+    if (columns > kLanes) {
+      sums += kLanes;
+      store(sums, load(sums) + _mm512_maskz_permutex2var_ps(kAllLanes, low, second, high));
+    }
+  }
+
+ private:
+  static constexpr __mmask32 kAll = ~__mmask32{0};  // GCC 12 warns about the forms without a mask
+};
+
+// The same as add_columns for bf16 weights, two values at a time.
+template <int kHeads, bool kSkips>
+inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, int64_t stride) {
+  constexpr int kSums = 2, kChunk = 2, kStep = 2 * kLanes;
+  for (int64_t e = 0; e < v.dim; e += kChunk * kStep) {
+    __mmask32 in[kChunk];
+    for (int i = 0; i < kChunk; ++i) {
+      const int64_t left = v.dim - e - i * kStep;
+      in[i] = left >= kStep ? ~__mmask32{0} : left <= 0 ? 0 : (__mmask32{1} << left) - 1;
+    }
+    Float c[kHeads][kSums][kChunk][2] = {};
+    // Values j and, if there are two, j + 1.
+    const auto add = [&](int j, int n, bool two) __attribute__((always_inline)) {
+      for (int h = 0; h < kHeads; ++h) {
+        const uint16_t* weights = p + h * 2 * kTileKeys + j;
+        const uint32_t first = weights[0], second = two ? weights[1] : 0u;
+        const __m512i pair = _mm512_set1_epi32(static_cast<int>(first | second << 16));
+        for (int i = 0; i < kChunk; ++i) {
+          const auto row = [&](int row, uint32_t weight) __attribute__((always_inline)) {
+            const __mmask32 columns = kSkips && weight == 0u ? 0 : in[i];
+            return _mm512_maskz_loadu_epi16(columns, v.at(row) + e + i * kStep);
+          };
+          const RowPairs rows(row(j, first), two ? row(j + 1, second) : __m512i{});
+          for (int half = 0; half < 2; ++half) {
+            Float& sum = c[h][n][i][half];
+            sum = _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pair), rows.halves[half]);
+          }
+        }
+      }
+    };
+    int j = 0;
+    for (; j + 2 * kSums <= v.count; j += 2 * kSums) {
+      add(j, 0, true);
+      add(j + 2, 1, true);
+    }
+    if (j + 2 <= v.count) {
+      add(j, 0, true);
+      j += 2;
+    }
+    if (j < v.count) {
+      add(j, 1, false);
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      for (int i = 0; i < kChunk; ++i) {
+        RowPairs::add(c[h][0][i][0] + c[h][1][i][0], c[h][0][i][1] + c[h][1][i][1],
+                      v.dim - e - i * kStep, o + h * stride + e + i * kStep);
+      }
+    }
+  }
+}
+#endif
+
+template <class Weight>
+inline bool has_zero(const Weight* p, int count) {
+  int zeros = 0;
+  for (int j = 0; j < count; ++j) {
+    zeros += p[j] == 0;
+  }
+  return zeros > 0;
+}
+
+// Adds the values' sums to rows of o. Weights: in a tile's rows from `begin` on, floats or, where C
+// takes pairs, bf16 in their place.
+template <class C, class T>
+inline void decode_values(const float* s, int begin, int heads, const Rows<T>& v, float* o,
+                          int64_t stride) {
+  for_bundles(heads, [&](int g, auto bundle) {
+    constexpr int kHeads = decltype(bundle)::value;
+    using Weight = std::conditional_t<C::kDepth == 1, float, uint16_t>;
+    const Weight* p = reinterpret_cast<const Weight*>(s + g * kTileKeys) + begin;
+    bool skips = false;
+    for (int h = 0; h < kHeads; ++h) {
+      skips = skips || has_zero(p + h * C::kDepth * kTileKeys, v.count);
+    }
+    skips ? add_weighted<kHeads, true>(p, v, o + g * stride, stride)
+          : add_weighted<kHeads, false>(p, v, o + g * stride, stride);
+  });
+}
+
+// -- splits --------------------------------------------------------------------------------------
+// A part of the results of one query: sums o [E] weighted by 2^(exponent - m), then m and l.
+inline float& part_m(float* part, int64_t E) {
+  return part[E];
+}
+inline float& part_l(float* part, int64_t E) {
+  return part[E + 1];
+}
+inline void clear_part(float* part, int64_t E) {
+  memset(part, 0, sizeof(float) * E);
+  part_m(part, E) = -kInfinity;
+  part_l(part, E) = 0.0f;
+}
+
+// The first tile of keys that is read after those of a kv head, as a rule: the next head's.
+template <class T>
+inline Rows<T> first_keys_behind(const Forward& a, const Sequence& sequence, int64_t kv_head) {
+  const bool last = kv_head + 1 == a.kv_heads;
+  if (last && sequence.b + 1 == a.batch) {
+    return {};
+  }
+  const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
+  const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
+  const int count = attention::smaller(keys.end - keys.begin, kTileKeys);
+  const T* data =
+      static_cast<const T*>(a.k.data) + key_offset(a.k, next, last ? 0 : kv_head + 1, keys.begin);
+  return {data, a.k.row_stride, count, a.head_dim, true};
+}
+
+// Parts of `heads` heads from `h` on (a group's, which share keys and values): the keys of a split.
+template <class T>
+void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, int64_t h, int heads,
+                  int64_t split, const ForwardScratch& memory, float* parts, int64_t stride) {
+  using C = UnitsOf<T>;
+  const int64_t D = padded(a.head_dim), E = padded(a.value_dim);
+  const RowRanges rows(a, sequence, 0, nullptr);
+  constexpr int kSplitTiles = kSplitKeys / kTileKeys;
+  const int first_tile = static_cast<int>(split) * kSplitTiles;
+  const Range tiles = overlap(rows.tiles(), {first_tile, first_tile + kSplitTiles});
+  auto* q = units<C>(memory.q_rows);
+  pack_rows<C>(a.type, a.q.data, query_offset(a.q, sequence, h, 0), a.q.head_stride, heads, heads,
+               a.head_dim, q, dead_if([](int) { return false; }));
+  for (int g = 0; g < heads; ++g) {
+    clear_part(parts + g * stride, E);
+  }
+  const int64_t numbers = a.batch * a.kv_heads * a.keys * (a.head_dim + a.value_dim);
+  const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
+  const float scale_log2 = a.scale * kLog2E;
+  for (int n = tiles.begin; n < tiles.end; ++n) {
+    const int first = n * kTileKeys;
+    const int begin = attention::larger(rows.some.begin - first, 0);
+    const int end = attention::smaller(rows.some.end - first, kTileKeys);
+    const int columns = round_up(end, kLanes);
+    const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
+      const int64_t offset = key_offset(x, sequence, kv_head, first + from);
+      const bool ask_all = in_memory || x.row_stride != dim;
+      return Rows<T>{static_cast<const T*>(x.data) + offset, x.row_stride, count, dim, ask_all};
+    };
+    const Rows<T> k = rows_of(a.k, begin, end - begin, a.head_dim);
+    const Rows<T> v = rows_of(a.v, begin, end - begin, a.value_dim);
+    memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
+    decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin);
+    const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
+    Rows<T> next = {};
+    if (left > 0) {
+      next = rows_of(a.k, kTileKeys, left, a.head_dim);
+    } else if (k.ask_all && h + heads == (kv_head + 1) * a.group()) {
+      next = first_keys_behind<T>(a, sequence, kv_head);
+    }
+    for (int j = 0; j < next.count; ++j) {
+      next.ask_for(j);
+    }
+    for (int g = 0; g < heads; ++g) {
+      float *const s = memory.s + g * kTileKeys, *const part = parts + g * stride;
+      const TileBias bias(a, sequence.b, h + g, 0, {0, 1}, first, memory.bias);
+      if (bias.none) {
+        memset(s, 0, sizeof(float) * kTileKeys);
+        continue;
+      }
+      const TileDropout dropout(a, sequence.b, h + g, 0, first);
+      const auto run = [&](auto row) {
+        with_flags(true, bool(dropout), [&](auto range, auto drop) {
+          const float rescale =
+              softmax_row<C, range, drop>(s, columns, scale_log2, begin, end, row, dropout, 0,
+                                          &part_m(part, E), &part_l(part, E), units<C>(s));
+          rescale_row(part, E, rescale);
+        });
+      };
+      bias ? run(bias.floats(0)) : run(NoBias{});
+    }
+    decode_values<C>(memory.s, begin, heads, v, parts, stride);
+  }
+}
+
+// Adds a split's part to what the splits before it gave.
+inline void join_part(float* total, const float* part, int64_t E) {
+  const float m = part[E], before = part_m(total, E);
+  if (part[E + 1] == 0.0f) {
+    return;
+  }
+  const float now = m > before ? m : before;
+  const auto factor = [now](float m) {
+    return m == now ? 1.0f : power(splat(m - now + kPowerShift))[0];
+  };
+  const float old = factor(before), added = factor(m);
+  for (int64_t e = 0; e < E; e += kLanes) {
+    store(total + e, load(total + e) * old + load(part + e) * added);
+  }
+  part_m(total, E) = now;
+  part_l(total, E) = part_l(total, E) * old + part[E + 1] * added;
+}
+
+inline void finish_part(const Forward& a, const Sequence& sequence, int64_t h, float* part) {
+  const int64_t E = padded(a.value_dim);
+  Statistics t(1);
+  t.m[0] = part_m(part, E);
+  t.l[0] = part_l(part, E);
+  a.lse[query_offset(a.statistics, sequence, h, 0)] = t.lse(0);
+  store_rows(a.type, a.out.data, query_offset(a.out, sequence, h, 0), 0, 1, a.value_dim, part,
+             [&](int i) { return t.weight(i) * a.dropout.scale; });
+}
+
+// Calls run(first head, heads) for the heads of a group, as many at a time as scratch holds.
+template <class Run>
+inline void for_heads(const Forward& a, int64_t kv_head, const Run& run) {
+  const int64_t group = a.group();
+  for (int64_t from = 0; from < group; from += a.heads_at_once()) {
+    run(kv_head * group + from,
+        attention::smaller(static_cast<int>(group - from), a.heads_at_once()));
+  }
+}
+
+// All splits of a sequence with one query, or none.
+inline void decode_sequence(const Forward& a, const Sequence& sequence, int64_t kv_head,
+                            const ForwardScratch& memory) {
+  if (sequence.queries == 0) {
+    return;
+  }
+  const int64_t E = padded(a.value_dim), stride = a.part_floats();
+  for_heads(a, kv_head, [&](int64_t h, int heads) {
+    float *const parts = memory.parts, *const rest = parts + a.heads_at_once() * stride;
+    const auto run = [&](int64_t split, float* results) {
+      with_type(a.type, [&](auto element) {
+        decode_split<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, results,
+                                        stride);
+      });
+    };
+    run(0, parts);
+    for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
+      run(split, rest);
+      for (int g = 0; g < heads; ++g) {
+        join_part(parts + g * stride, rest + g * stride, E);
+      }
+    }
+    for (int g = 0; g < heads; ++g) {
+      finish_part(a, sequence, h + g, parts + g * stride);
+    }
+  });
+}
+
+// Batches of one query: each split is a task.
+inline void decode_splits(const Forward& a, Queue& queue, const ForwardScratch& memory) {
+  const int64_t splits = a.splits(), stride = a.part_floats();
+  for_tasks(queue, [&](int64_t task) {
+    const int64_t split = task % splits, kv_head = task / splits % a.kv_heads;
+    const Sequence sequence = a.sequence(task / splits / a.kv_heads);
+    if (splits == 1) {
+      decode_sequence(a, sequence, kv_head, memory);
+    } else if (sequence.queries > 0 && split * kSplitKeys < sequence.keys) {
+      for_heads(a, kv_head, [&](int64_t h, int heads) {
+        with_type(a.type, [&](auto element) {
+          decode_split<decltype(element)>(
+              a, sequence, kv_head, h, heads, split, memory,
+              a.parts + ((sequence.b * a.heads + h) * splits + split) * stride, splits * stride);
+        });
+      });
+    }
+    return task;
+  });
+}
+
+void join_splits(const Forward& a, Queue& queue, float* scratch) {
+  const ForwardScratch memory(a, scratch);
+  const int64_t E = padded(a.value_dim), stride = a.part_floats();
+  for_tasks(queue, [&](int64_t task) {
+    const Sequence sequence = a.sequence(task / a.kv_heads);
+    const int64_t kv_head = task % a.kv_heads, group = a.group();
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group && sequence.queries > 0; ++h) {
+      const float* parts = a.parts + (sequence.b * a.heads + h) * a.splits() * stride;
+      clear_part(memory.parts, E);
+      if (sequence.keys > 0) {
+        memcpy(memory.parts, parts, sizeof(float) * stride);
+      }
+      for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
+        join_part(memory.parts, parts + split * stride, E);
+      }
+      finish_part(a, sequence, h, memory.parts);
+    }
+    return task;
+  });
+}
+
+}  // namespace fastattn::FASTATTN_ISA

@@ -1,0 +1,251 @@
+// Attention on CPU, written once and compiled for each instruction set (attention_cpu_*.cpp): the
+// forward pass; cpu/backward.h has the gradients.
+//
+// A worker packs the keys and values of a (sequence, kv head) once, tile by tile as they are
+// needed, and walks with each tile of queries over them (Dao et al., FlashAttention, 2022): scores,
+// online softmax, weighted values. What is an operand as it lies is not packed. One query
+// (decoding) packs nothing: it reads keys and values once where they lie.
+#pragma once
+
+#include "attention/cpu/decode.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// The last of the `tiles` tasks of a head. Where sequences differ in length, those behind a short
+// one's last tile are passed over together.
+inline int64_t last_of_head(int64_t task, int64_t tiles) {
+  return task - task % tiles + tiles - 1;
+}
+
+// A sequence, a head and a tile of queries, from a task's number. The tile may lie behind the
+// sequence's last query.
+struct QueryTile {
+  Sequence sequence;
+  int64_t h, kv_head;
+  int first, end;  // rows of the sequence
+
+  QueryTile(const Problem& a, int64_t task) {
+    const int64_t tiles = a.row_tiles();
+    sequence = a.sequence(task / tiles / a.heads);
+    h = task / tiles % a.heads;
+    kv_head = h / a.group();
+    first = static_cast<int>(task % tiles * kTileRows);
+    end = attention::smaller(first + kTileRows, sequence.queries);
+  }
+  bool is_behind() const { return first >= sequence.queries; }
+};
+
+// Calls run(tile) for the tiles that this worker draws and that hold a query.
+template <class Run>
+inline void for_query_tiles(const Problem& a, Queue& queue, const Run& run) {
+  for_tasks(queue, [&](int64_t task) {
+    const QueryTile at(a, task);
+    if (at.is_behind()) {
+      return last_of_head(task, a.row_tiles());
+    }
+    run(at);
+    return task;
+  });
+}
+
+// -- many queries --------------------------------------------------------------------------------
+// Keys and values of one (sequence, kv head), packed when a tile is first asked for.
+template <class C>
+class PackedKeys {
+ public:
+  PackedKeys(const Problem& a, const ForwardScratch& memory, const QueryTile& of)
+      : a_(a),
+        memory_(memory),
+        sequence_(of.sequence),
+        kv_head_(of.kv_head),
+        dead_(a, of.sequence, of.kv_head) {
+    memset(memory.packed, 0, sizeof(float) * a.key_tiles());
+    if (C::kDepth == 1 && sequence_.keys > 0 && dead_.none(0, sequence_.keys)) {
+      const Operand<C> v =
+          in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
+      // Rows far apart fall on few lines of the cache: only where they are read once.
+      const bool once = sequence_.queries <= kTileRows && a.group() == 1;
+      v_in_place_ = once || v.stride == a.value_dim ? v : Operand<C>{};
+    }
+  }
+  bool serve(const QueryTile& at) const {
+    return at.sequence.b == sequence_.b && at.kv_head == kv_head_;
+  }
+
+  void need(int tile) {
+    if (memory_.packed[tile] != 0.0f) {
+      return;
+    }
+    memory_.packed[tile] = 1.0f;
+    const int first = tile * kTileKeys;
+    const int count = attention::smaller(kTileKeys, sequence_.keys - first);
+    const int upto = round_up(count, kBlock);
+    const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
+    to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
+    if (!v_in_place_.data) {
+      const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
+      to_pairs(v, upto, a_.value_dim, units<C>(memory_.v_pairs) + tile * v_units());
+    }
+  }
+  const typename C::Unit* k(int tile) const {  // columns
+    return units<C>(memory_.k_columns) + tile * k_units();
+  }
+  Operand<C> v(int tile) const {  // pairs
+    if (v_in_place_.data) {
+      return {v_in_place_.row(tile * kTileKeys), v_in_place_.stride};
+    }
+    return {units<C>(memory_.v_pairs) + tile * v_units(), padded(a_.value_dim)};
+  }
+
+ private:
+  static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  int64_t k_units() const { return kTileKeys * padded(a_.head_dim) / C::kDepth; }
+  int64_t v_units() const { return kTileKeys * padded(a_.value_dim) / C::kDepth; }
+
+  // Whole blocks of keys of which none is dead are read where they lie if units lie there.
+  Operand<C> rows_of(const TensorView& x, int first, int count, int upto, int dim) const {
+    const int64_t offset = key_offset(x, sequence_, kv_head_, first);
+    if (upto == count) {
+      const Operand<C> rows = in_place<C>(a_.type, x, offset, dim, kBlock);
+      if (rows.data && no_key_is_dead(dead_, first, count, rows, dim)) {
+        return rows;
+      }
+    }
+    auto* rows = units<C>(memory_.rows);
+    pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, upto, dim, rows,
+                 dead_.of_tile(first));
+    return {rows, padded(dim) / C::kDepth};
+  }
+
+  const Problem& a_;
+  const ForwardScratch& memory_;
+  Sequence sequence_;
+  int64_t kv_head_;
+  DeadKeys dead_;
+  Operand<C> v_in_place_ = {};
+};
+
+// Writes rows [first, end) of out and lse that have no key.
+inline void write_dead_rows(const Forward& a, const Sequence& s, int64_t h, int first, int end) {
+  const int64_t bytes = (a.type == DType::kFloat32 ? 4 : 2);
+  for (int i = first; i < end; ++i) {
+    memset(static_cast<char*>(a.out.data) + bytes * query_offset(a.out, s, h, i), 0,
+           bytes * a.value_dim);
+    a.lse[query_offset(a.statistics, s, h, i)] = -kInfinity;
+  }
+}
+
+template <class C>
+void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
+                  const ForwardScratch& memory) {
+  const Sequence& sequence = at.sequence;
+  const RowRanges rows(a, sequence, at.first, nullptr);
+  const Range tiles = rows.tiles();
+  if (is_empty(tiles)) {
+    return write_dead_rows(a, sequence, at.h, at.first, at.end);
+  }
+  const int64_t E = padded(a.value_dim);
+  const int64_t depth = ceil_div(a.head_dim, C::kDepth);
+  const int64_t q_offset = query_offset(a.q, sequence, at.h, at.first);
+  Operand<C> q = in_place<C>(a.type, a.q, q_offset, a.head_dim, 1);
+  if (!q.data || tiles.end - tiles.begin > 1) {  // read more than once: packed
+    auto* packed = units<C>(memory.q_rows);
+    pack_rows<C>(a.type, a.q.data, q_offset, a.q.row_stride, rows.count, rows.count, a.head_dim,
+                 packed, dead_if([](int) { return false; }));
+    q = {packed, padded(a.head_dim) / C::kDepth};
+  }
+  auto* p = units<C>(C::kDepth == 1 ? memory.s : memory.p);
+  float *const s = memory.s, *const o = memory.o;
+  bool o_written = false;
+  Statistics t(rows.count);
+  const float scale_log2 = a.scale * kLog2E;
+  for (int n = tiles.begin; n < tiles.end; ++n) {
+    const int first_key = n * kTileKeys;
+    const int in_tile = attention::smaller(rows.some.end - first_key, kTileKeys);
+    const int columns = round_up(in_tile, kLanes);
+    const Range live = rows.touching(first_key, columns);
+    const TileBias bias(a, sequence.b, at.h, at.first, live, first_key, memory.bias);
+    if (is_empty(live) || bias.none) {
+      continue;
+    }
+    keys.need(n);
+    const int count = live.end - live.begin;
+    multiply<C>(count, columns, depth, q.row(live.begin), q.stride, 1, keys.k(n), kTileKeys,
+                s + live.begin * kTileKeys, kTileKeys, false);
+    const TileDropout dropout(a, sequence.b, at.h, at.first, first_key);
+    const bool restricted = !rows.allows_all(first_key, columns) || !(a.scale > 0.0f);
+    bias.with_rows([&](const auto& bias_row) {
+      with_flags(restricted, bool(dropout), [&](auto range, auto drop) {
+        softmax_rows<C, range, drop>(rows, live, scale_log2, bias_row, dropout, first_key, columns,
+                                     s, p, t, o, E);
+      });
+    });
+    const bool add = o_written || count < rows.count;
+    if (add && !o_written) {
+      memset(o, 0, sizeof(float) * rows.count * E);
+    }
+    o_written = true;
+    constexpr int kStride = kTileKeys / C::kDepth;
+    const Operand<C> v = keys.v(n);
+    multiply<C>(count, static_cast<int>(E), ceil_div(in_tile, C::kDepth), p + live.begin * kStride,
+                kStride, 1, v.data, v.stride, o + live.begin * E, E, add);
+  }
+  if (!o_written) {
+    memset(o, 0, sizeof(float) * rows.count * E);
+  }
+  float* lse = a.lse + query_offset(a.statistics, sequence, at.h, at.first);
+  for (int i = 0; i < rows.count; ++i) {
+    lse[i] = t.lse(i);
+  }
+  store_rows(a.type, a.out.data, query_offset(a.out, sequence, at.h, at.first), a.out.row_stride,
+             rows.count, a.value_dim, o, [&](int i) { return t.weight(i) * a.dropout.scale; });
+  write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);
+}
+
+template <class C>
+void forward_tiles(const Forward& a, Queue& queue, const ForwardScratch& memory) {
+  int64_t task, last;
+  if (!queue.draw(&task, &last)) {
+    return;
+  }
+  do {
+    while (task < last) {
+      PackedKeys<C> keys(a, memory, QueryTile(a, task));
+      for (;;) {
+        const QueryTile at(a, task);
+        if (!keys.serve(at)) {
+          break;
+        }
+        if (at.is_behind()) {
+          task = std::min(last_of_head(task, a.row_tiles()), last - 1);
+        } else if (at.sequence.queries > 1) {
+          forward_tile<C>(a, at, keys, memory);
+        } else if (at.h % a.group() == 0) {
+          decode_sequence(a, at.sequence, at.kv_head, memory);
+        }
+        if (++task == last && !queue.draw(&task, &last)) {
+          return;
+        }
+      }
+    }
+  } while (queue.draw(&task, &last));
+}
+
+// -- entries -------------------------------------------------------------------------------------
+template <class Run>
+inline void with_units(DType type, const Run& run) {
+  type == DType::kBFloat16 ? run(UnitsOf<BFloat16>{}) : run(Floats{});
+}
+
+void forward(const Forward& a, Queue& queue, float* scratch) {
+  const ForwardScratch memory(a, scratch);
+  if (a.queries == 1) {
+    return decode_splits(a, queue, memory);
+  }
+  with_units(a.type, [&](auto u) { forward_tiles<decltype(u)>(a, queue, memory); });
+}
+
+}  // namespace fastattn::FASTATTN_ISA
+
+#include "attention/cpu/backward.h"

@@ -1,0 +1,158 @@
+// The online softmax of the CPU kernels (Milakov and Gimelshein, 2018): scores of a row become
+// weights relative to the highest score so far, and what was summed before is rescaled. Beside it
+// what forward, decoding and backward share: where rows lie, and which units products take.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/cpu/gemm.h"
+#include "attention/cpu/masks.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+using attention::ceil_div;
+
+// Offsets of a sequence's rows in tensors of queries (statistics too) and of keys.
+inline int64_t query_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
+  return s.b * x.batch_stride + h * x.head_stride + (s.first_query + row) * x.row_stride;
+}
+inline int64_t key_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
+  return s.b * x.batch_stride + h * x.head_stride + (s.first_key + row) * x.row_stride;
+}
+
+template <class C>
+inline typename C::Unit* units(float* scratch) {
+  return reinterpret_cast<typename C::Unit*>(scratch);
+}
+inline int round_up(int n, int step) {
+  return (n + step - 1) / step * step;
+}
+
+// Data whose products have an instruction of their own, or floats.
+#if defined(__AVX512BF16__)
+template <class T>
+using UnitsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pairs, Floats>;
+#else
+template <class T>
+using UnitsOf = Floats;
+#endif
+
+// Whether none of a tile's keys is dead, which have these rows.
+template <class C>
+inline bool no_key_is_dead(const DeadKeys& dead, int first, int count, const Operand<C>& rows,
+                           int dim) {
+  return dead.none(first, count) ||
+         (dead.none_if_finite(first, count) && all_finite(rows, count, dim));
+}
+
+// -- online softmax ------------------------------------------------------------------------------
+// Exponents are powers of two: scores are multiplied by scale * log2(e).
+struct Statistics {
+  float m[kTileRows];  // highest exponent so far, -inf before the first
+  float l[kTileRows];  // sum of 2^(exponent - m)
+
+  explicit Statistics(int rows) {
+    for (int i = 0; i < rows; ++i) {
+      m[i] = -kInfinity;
+      l[i] = 0.0f;
+    }
+  }
+  bool dead(int i) const { return l[i] == 0.0f; }  // of a row of NaN m is -inf, too, but l NaN
+  float lse(int i) const { return dead(i) ? -kInfinity : m[i] * kLn2 + std::log(l[i]); }
+  float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
+};
+
+// The exponents of a vector of scores, -inf where nothing is allowed. begin, end: the row's keys,
+// counted from the tile's first. Rounded alike in both directions: what is then subtracted may be
+// as large as they are.
+template <bool kRange, class Bias>
+inline Float exponents(const float* s, int j, float scale_log2, int begin, int end, Bias bias) {
+  Float x = bias.add_to(load(s + j) * scale_log2, j);
+  if constexpr (kRange) {
+    const Mask key = lane_numbers() + j;
+    x = (key >= begin) & (key < end) ? x : splat(-kInfinity);
+  }
+  return x;
+}
+
+// Scores of a row become weights 2^(exponent - m), kept in `p` where dropout keeps them. Returns
+// the factor of what was summed before.
+template <class C, bool kRange, bool kDrop, class Bias>
+inline __attribute__((always_inline)) float softmax_row(float* s, int columns, float scale_log2,
+                                                        int begin, int end, Bias bias,
+                                                        const TileDropout& dropout, int row,
+                                                        float* m, float* l, typename C::Unit* p) {
+  // Without restrictions and with a positive scale, scores are in the order of their exponents.
+  constexpr bool kRaw = !kRange && !Bias::kAny;
+  Float most = splat(-kInfinity);
+  for (int j = 0; j < columns; j += kLanes) {
+    if constexpr (kRaw) {
+      most = larger_of(load(s + j), most);
+    } else {
+      const Float x = exponents<kRange>(s, j, scale_log2, begin, end, bias);
+      store(s + j, x);
+      most = larger_of(x, most);
+    }
+  }
+  const float before = *m;
+  const float highest = largest(most) * (kRaw ? scale_log2 : 1.0f);
+  const float now = highest > before ? highest : before;
+  const bool first = before == -kInfinity;  // nothing to rescale
+  const float rescale = first || now == before ? 1.0f : power(splat(before - now + kPowerShift))[0];
+  // -inf - (-inf) is NaN: a row with no key yet keeps 0.
+  const Float shift = splat(now == -kInfinity ? kPowerShift : kPowerShift - now);
+  Float total = {};
+  const TileDropout::Row drawn = dropout.row(row);
+  for (int j = 0; j < columns; j += kLanes) {
+    // Rounded as `highest` is: with fma, the highest weight of large scores would be anything.
+    const Float x = kRaw ? load(s + j) * scale_log2 : load(s + j);
+    Float weight = power(x + shift);
+    total += weight;
+    if constexpr (kDrop) {
+      weight = drawn.apply(weight, j);
+    }
+    if constexpr (C::kDepth == 1) {
+      store(p + j, weight);
+    } else {
+#if defined(__AVX512BF16__)
+      store_bits(reinterpret_cast<uint16_t*>(p) + j, rounded_to_bf16(weight));
+#endif
+    }
+  }
+  *m = now;
+  *l = *l * rescale + sum(total);
+  return rescale;
+}
+
+inline void rescale_row(float* o, int64_t width, float factor) {
+  if (factor != 1.0f) {
+    for (int64_t e = 0; e < width; e += kLanes) {
+      store(o + e, load(o + e) * factor);
+    }
+  }
+}
+
+template <class C, bool kRange, bool kDrop, class BiasRows>
+void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const BiasRows& bias,
+                  const TileDropout& dropout, int first_key, int columns, float* s,
+                  typename C::Unit* p, Statistics& t, float* o, int64_t o_stride) {
+  for (int i = live.begin; i < live.end; ++i) {
+    float rescale;
+    const auto run = [&](int count) __attribute__((always_inline)) {
+      rescale = softmax_row<C, kRange, kDrop>(
+          s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
+          bias(i), dropout, i, t.m + i, t.l + i, p + i * (kTileKeys / C::kDepth));
+    };
+    columns == kTileKeys ? run(kTileKeys) : run(columns);
+    rescale_row(o + i * o_stride, o_stride, rescale);
+  }
+}
+
+template <class Run>
+inline void with_flags(bool range, bool drop, const Run& run) {
+  const auto second = [&](auto r) { drop ? run(r, std::true_type{}) : run(r, std::false_type{}); };
+  range ? second(std::true_type{}) : second(std::false_type{});
+}
+
+}  // namespace fastattn::FASTATTN_ISA

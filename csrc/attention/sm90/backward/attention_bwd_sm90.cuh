@@ -1,0 +1,255 @@
+// Attention backward for Hopper, in three launches.
+//
+//   prepare   delta = rowsum(out dout) - dlse and lse in base 2, padded to whole blocks of rows
+//   main      a thread block owns 64 or 128 keys of one key/value head and loops over the rows that
+//             may attend them, in all query heads that share the head:
+//               P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta)
+//               dV += P^T dO,  dK += dS^T Q,  dQ += dS K
+//   finish    dQ from fp32 in register order to the result's dtype and layout
+//
+// and a fourth one for the gradient of an additive mask (dmask.cuh).
+//
+// Up to head dim 128 each of two consumer warpgroups owns 64 of the keys: its dK and dV stay in
+// registers for the whole loop, P and dS are used as operands from registers; only dQ, which sums
+// over keys, needs dS in shared memory. Beyond, registers hold dK and dV of 64 keys in all: each
+// warpgroup owns columns of them, computes the scores of some rows and shares them with the others
+// through shared memory. dQ is summed in global memory by asynchronous adds, in the order of the
+// keys: the same bits in every run. Lengths, causal masks and windows set the bounds of the loop;
+// blocks at their edges are masked in registers. Packed sequences are processed one by one: blocks
+// of rows and of keys begin where a sequence does. Dropout hashes rows in the first launch and keys
+// once per thread. A dense mask is classified beforehand (mask_classes_bwd_sm90.cuh): blocks that
+// it empties are skipped; an additive one is loaded into the shared memory that dS uses afterwards.
+//
+// Read in this order: config.cuh, tiles.cuh, storage.cuh; the warp roles in producer.cuh and in
+// part.cuh, bias.cuh, weights.cuh, masks.cuh and consumer.cuh; the other two launches in ends.cuh;
+// the host's side in launch.cuh and dmask_launch.cuh.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "attention/sm90/backward/consumer.cuh"
+#include "attention/sm90/backward/dmask_launch.cuh"
+#include "attention/sm90/backward/ends.cuh"
+#include "attention/sm90/backward/launch.cuh"
+#include "attention/sm90/backward/producer.cuh"
+#include "common/cuda_launch.cuh"
+#include "sm90/ptx/grid.cuh"
+
+namespace fastattn::attention {
+
+// -- main kernel ---------------------------------------------------------------------------------
+template <class Traits>
+__device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
+  constexpr int kTwoAnnouncements = 2;
+  shared.kv_full.init(kTwoAnnouncements);
+  for (int stage = 0; stage < Traits::kStages; ++stage) {
+    shared.q_slots[stage].full.init(kTwoAnnouncements);
+    shared.q_slots[stage].empty.init(Traits::kGroups);
+    shared.dout_full[stage].init(kTwoAnnouncements);
+  }
+  for (Slot& slot : shared.dq_slots) {
+    slot.full.init(kWarpsPerGroup);
+    slot.empty.init(1);
+  }
+  if constexpr (Traits::kBias) {
+    for (Barrier& full : shared.bias.full) {
+      full.init(1);
+    }
+    if (Traits::kSplitsKeys) {
+      shared.bias.scores_read.init(Traits::kGroups);
+    }
+  }
+  shared.passed.init(1);
+  shared.passed.arrive();
+  ptx::fence_mbarrier_init();
+}
+
+// Block of keys number `number`: the first keys come first, which under a causal mask have the most
+// rows.
+template <class Traits>
+__device__ __forceinline__ KeyBlock describe(const BackwardArguments& args, int number) {
+  constexpr int kNoEnd = INT32_MAX;
+  const sm90::TilePlace place = sm90::tile_place(args.order, number);
+  const Packing& packing = args.packing;
+  const int kv_heads = args.heads / args.heads_per_kv;
+  int block = args.order.row_tiles - 1 - place.row_tile;
+  int batch = place.head / kv_heads;
+  KeyBlock work;
+  work.kv_head = place.head - batch * kv_heads;
+  if (packing.key_offsets) {
+    batch = sequence_of_block(packing.key_offsets, packing.sequences, Traits::kKeys, block);
+    block -= first_block(packing.key_offsets, batch, Traits::kKeys);
+  }
+  work.first_key = block * Traits::kKeys;
+  const Sequence sequence = sequence_of(args, batch, Traits::kRows);
+  work.sequence = sequence;
+  // What follows a packed sequence's last row is not zero.
+  work.plan =
+      plan_rows(work.first_key, Traits::kKeys, sequence.band, sequence.queries, sequence.keys,
+                packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
+  const Range visited = work.plan.visited;
+  work.steps = is_empty(visited) ? 0 : args.heads_per_kv * (visited.end - visited.begin);
+  if (Traits::kDense && work.steps > 0) {
+    work.steps = first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0;
+  }
+  return work;
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    attention_bwd_kernel(const __grid_constant__ BackwardArguments args) {
+  extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
+  auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(shared_memory);
+
+  // Through a shuffle the compiler knows that these are the same for the whole warp.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (threadIdx.x == 0) {
+    init_barriers<Traits>(shared);
+    for (const CUtensorMap* map : {&args.q_map, &args.k_map, &args.v_map, &args.dout_map}) {
+      ptx::prefetch_tensormap(map);
+    }
+    if (Traits::kBias && args.bias_comes) {
+      ptx::prefetch_tensormap(&args.bias_map);
+    }
+  }
+  ptx::griddepcontrol_wait();
+  if (threadIdx.x == 0) {
+    shared.work = describe<Traits>(args, atomicAdd(args.counter, 1));
+  }
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Traits::kConfig.mover_registers>();
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+    if (shared.work.steps > 0 && warp <= Traits::kGroups && ptx::elect_one()) {
+      if (warp == 0) {
+        load_blocks<Traits>(shared, args);
+      } else {
+        add_dq<Traits>(shared, args, warp - 1);
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<Traits::kConfig.consumer_registers>();
+    BackwardConsumer<Traits>(shared, args, warpgroup - 1).run();
+  }
+}
+
+// -- launcher ------------------------------------------------------------------------------------
+// Key/value heads whose queries, output gradients and sums of dQ fit into the L2 cache together.
+inline int section_heads(const BackwardProblem& p) {
+  constexpr int64_t kCacheBytes = int64_t{40} << 20;
+  const int64_t row_bytes = int64_t{2} * (p.head_dim + p.value_dim) + int64_t{4} * p.head_dim;
+  const int64_t queries = p.packing.query_offsets ? p.packing.max_queries : p.queries;
+  const int64_t head_bytes = std::max<int64_t>(1, row_bytes * queries * (p.heads / p.kv_heads));
+  const int64_t fitting = std::max<int64_t>(1, kCacheBytes / head_bytes);
+  return static_cast<int>(std::min<int64_t>(fitting, int64_t{p.batch} * p.kv_heads));
+}
+
+// False if the driver refuses a tensor map.
+template <class Traits>
+bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMapDataType type) {
+  const bool encoded =
+      sm90::encode_tensor_map(&args.q_map, type, p.q, {p.batch, p.heads, p.queries, p.head_dim},
+                              Traits::kRows) &&
+      sm90::encode_tensor_map(&args.k_map, type, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
+                              Traits::kKeys) &&
+      sm90::encode_tensor_map(&args.v_map, type, p.v, {p.batch, p.kv_heads, p.keys, p.value_dim},
+                              Traits::kKeys) &&
+      sm90::encode_tensor_map(&args.dout_map, type, p.dout,
+                              {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
+  args.bias_comes = Traits::kBias && can_come_by_tma(p.mask, p.keys);
+  if (!encoded ||
+      (args.bias_comes && !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
+    return false;
+  }
+  args.out = p.out;
+  args.dout = p.dout;
+  args.dq = p.dq;
+  args.dk = p.dk;
+  args.dv = p.dv;
+  args.lse = p.lse;
+  args.dlse = p.dlse;
+  args.dq_sum = p.dq_sum;
+  args.turns = p.turns;
+  args.counter = p.counter;
+  args.heads = p.heads;
+  args.heads_per_kv = p.heads / p.kv_heads;
+  args.queries = p.queries;
+  args.keys = p.keys;
+  args.head_dim = p.head_dim;
+  args.value_dim = p.value_dim;
+  const auto blocks_of = [&](int rows, int size) {
+    return p.packing.query_offsets ? packed_blocks(rows, p.packing.sequences, size)
+                                   : (rows + size - 1) / size;
+  };
+  args.row_blocks = blocks_of(p.queries, Traits::kRows);
+  args.query_lengths = p.query_lengths;
+  args.key_lengths = p.key_lengths;
+  args.packing = p.packing;
+  args.band = p.band;
+  args.dropout = p.dropout;
+  args.mask = p.mask;
+  args.scale = p.scale;
+  args.scale_log2 = p.scale * kLog2e;
+  const int row_blocks = args.row_blocks * p.batch * p.heads;
+  args.lse2 = p.statistics;
+  args.delta = args.lse2 + int64_t{row_blocks} * Traits::kRows;
+  args.row_keys = reinterpret_cast<uint32_t*>(args.delta + int64_t{row_blocks} * Traits::kRows);
+  args.order = {blocks_of(p.keys, Traits::kKeys), p.batch * p.kv_heads, section_heads(p)};
+  return true;
+}
+
+template <DType kType, int kHeadDim, Variant kVariant>
+const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
+  using Traits = BackwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+  using Shared = BackwardStorage<Traits>;
+  static_assert(sizeof(Shared) <= kMaxSharedBytes);
+
+  int index = 0;
+  cuda::Device device;
+  if (cudaError_t error = cuda::current_device(&index, &device)) {
+    return cudaGetErrorString(error);
+  }
+  if (device.capability != kHopper) {
+    return "this kernel is built for Hopper (compute capability 9.0) only";
+  }
+
+  BackwardArguments args;
+  if (!set_arguments<Traits>(args, p, TypeOf<kType>::kMapType)) {
+    return kRefusedMap;
+  }
+
+  static std::atomic<uint64_t> allowed{0};
+  const auto kernel = attention_bwd_kernel<Traits>;
+  if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), index, allowed)) {
+    return cudaGetErrorString(error);
+  }
+  if constexpr (Traits::kDense) {
+    if (const char* failure = classify_mask_for_backward(p.mask, p.query_lengths, p.key_lengths,
+                                                         p.band, p.queries, p.keys, stream)) {
+      return failure;
+    }
+  }
+  const int row_blocks = args.row_blocks * p.batch * p.heads;
+  const int key_blocks = args.order.row_tiles * args.order.heads;
+  cudaError_t error = launch(attention_bwd_prepare_kernel<Traits>, row_blocks, kPrepareThreads, 0,
+                             stream, args, false);
+  if (!error) {
+    error = launch(kernel, key_blocks, Traits::kThreads, sizeof(Shared), stream, args, true);
+  }
+  if (!error && p.dq.data) {
+    error = launch(attention_bwd_finish_kernel<Traits>, row_blocks, kFinishThreads,
+                   sizeof(RowStage<Traits>), stream, args, true);
+  }
+  if constexpr (Traits::kBias) {
+    if (!error && p.dmask.data) {
+      return launch_dmask<kType, kHeadDim, Traits::kDropout>(p, args, index, stream);
+    }
+  }
+  return error ? cudaGetErrorString(error) : nullptr;
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,170 @@
+// An additive mask on the backward's scores. It has come into the place that dS takes afterwards
+// (backward/storage.cuh); what TMA cannot read, consumers fetch themselves.
+#pragma once
+
+#include "attention/sm90/backward/layout.h"
+#include "attention/sm90/backward/part.cuh"
+#include "attention/sm90/masks/dense_mask.cuh"
+
+namespace fastattn::attention {
+
+// Where this warpgroup's keys of the mask lie, 128 bytes a row.
+template <class Traits>
+__device__ __forceinline__ char* own_bias(const BackwardPart<Traits>& own, int half) {
+  const int row = has_one_row(own.args.mask) ? 0 : own.first_score_row();
+  return own.shared.bias_place(own.stage.index(), Traits::kSplitsKeys ? own.group : 0, half) +
+         row * sm90::kRowBytes;
+}
+
+// -- fetching -------------------------------------------------------------------------------------
+template <class Word, class Traits>
+__device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, int row_block) {
+  constexpr int kLineKeys = sm90::kWarpRows;  // of a warp
+  constexpr int kPieceKeys = sm90::kPieceBytes / sizeof(Word);
+  constexpr int kRowKeys = sm90::kRowBytes / sizeof(Word);
+  const BackwardArguments& args = own.args;
+  const KeyBlock& work = own.shared.work;
+  const DenseMask& mask = args.mask;
+  const int head = work.kv_head * args.heads_per_kv + own.note().step.head;
+  const int own_key = own.thread.warp * kLineKeys + own.thread.lane % kLineKeys;
+  // Keys and rows that do not exist do as the last one does.
+  const int key = smaller(work.first_key + own.first_own_key() + own_key, args.keys - 1);
+  const Word* from = static_cast<const Word*>(mask.data) +
+                     work.sequence.number * mask.batch_stride + head * mask.head_stride +
+                     key * mask.column_stride;
+  char* to = own_bias(own, own_key / kRowKeys) + own_key % kPieceKeys * sizeof(Word);
+  const int first_row = row_block * Traits::kRows + own.first_score_row();
+  const int rows = has_one_row(mask) ? 1 : Traits::kScoreRows;
+#pragma unroll 8
+  for (int row = own.thread.lane / kLineKeys; row < rows; row += kWarp / kLineKeys) {
+    const Word word = from[smaller(first_row + row, args.queries - 1) * mask.row_stride];
+    *reinterpret_cast<Word*>(to + sm90::swizzled_offset(row, own_key % kRowKeys / kPieceKeys)) =
+        word;
+  }
+  __syncwarp();
+}
+
+// What TMA cannot read: each warp fetches the keys that it will read, while there are registers.
+template <class Traits>
+__device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
+  if constexpr (Traits::kBias) {
+    if (own.args.bias_comes || !own.is_changed()) {
+      return;
+    }
+    if (!is_wide(own.args.mask)) {
+      return fetch_elements<uint16_t>(own, row_block);
+    }
+    if constexpr (Traits::kSplitsKeys) {
+      const RingPosition<1> step = {own.stage.passed};
+      own.shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
+    }
+    fetch_elements<uint32_t>(own, row_block);
+  }
+}
+
+// -- adding ---------------------------------------------------------------------------------------
+// S = S * scale + mask, from rows of queries in 16 bits: what store_scores does, backwards. The
+// warp reads exactly what it will overwrite with dS.
+template <class MaskElement, class Traits>
+__device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
+                                          typename BackwardPart<Traits>::Scores& s) {
+  const AccumulatorThread here = own.thread_here();
+  const bool one_row = has_one_row(own.args.mask);
+  const uint32_t offset = scores_offset(here.warp, here.lane, one_row);
+  const uint32_t from = ptx::shared_address(own_bias(own, 0)) + offset;
+  const uint32_t step = one_row ? 0 : sm90::n_major_step(1);
+#pragma unroll
+  for (int i = 0; i < Traits::kScoreRows / kMmaK; ++i) {
+    uint32_t pairs[4];
+    ptx::ldmatrix_x4_trans(from + i * step, pairs);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(&pairs[j]));
+      float* score = &s[8 * i + 2 * j];
+      score[0] = fmaf(score[0], own.args.scale, bias.x);
+      score[1] = fmaf(score[1], own.args.scale, bias.y);
+    }
+  }
+  __syncwarp();
+}
+
+// Of one of a warpgroup's keys, in its half of them.
+__device__ __forceinline__ uint32_t float_offset(int row, int key) {
+  constexpr int kPieceFloats = sm90::kPieceBytes / sizeof(float);
+  constexpr int kRowFloats = sm90::kRowBytes / sizeof(float);
+  return sm90::swizzled_offset(row, key % kRowFloats / kPieceFloats) +
+         key % kPieceFloats * sizeof(float);
+}
+
+// The same in 32 bits. A warp touches every bank once.
+template <class Traits>
+__device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
+                                           typename BackwardPart<Traits>::Scores& s) {
+  const AccumulatorThread here = own.thread_here();
+  const bool one_row = has_one_row(own.args.mask);
+  const int step = one_row ? 0 : sm90::kRowStep * sm90::kRowBytes;
+  const char* from = own_bias(own, here.warp / 2);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = here.upper_row() + half * sm90::kRowStep;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const char* at = from + float_offset(one_row ? 0 : here.first_column() + j, key);
+#pragma unroll
+      for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
+        float& score = s[4 * i + 2 * half + j];
+        score = fmaf(score, own.args.scale, *reinterpret_cast<const float*>(at + i * step));
+      }
+    }
+  }
+}
+
+// Under an additive mask: scores in natural units, which may be as large as floats are. What the
+// mask blocks is masked later.
+template <class Traits>
+__device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
+                                         typename BackwardPart<Traits>::Scores& s) {
+  if constexpr (Traits::kBias) {
+    if (!own.is_changed()) {
+      sm90::scale_rows(s, {own.args.scale, own.args.scale});
+      return;
+    }
+    if (own.args.bias_comes) {
+      own.shared.bias.full[own.stage.index()].wait(own.stage.phase());
+    }
+    switch (own.args.mask.type) {
+      case MaskType::kBFloat16:
+        return add_pairs<__nv_bfloat16>(own, s);
+      case MaskType::kFloat16:
+        return add_pairs<__half>(own, s);
+      default:
+        return add_floats(own, s);
+    }
+  }
+}
+
+// -- handing over the place -----------------------------------------------------------------------
+// Floats of the mask lie where other warps of the warpgroup store dS and P, and a row that serves
+// all where one of the warpgroups that share keys does: all have read theirs.
+template <class Traits>
+__device__ __forceinline__ void meet_before_stores(const BackwardPart<Traits>& own) {
+  if constexpr (Traits::kBias) {
+    if (!Traits::kSplitsKeys && has_one_row(own.args.mask)) {
+      own.meet_all();
+    } else if (is_wide(own.args.mask)) {
+      own.meet();
+    }
+  }
+}
+
+// The place of dS that floats of an additive mask come into. One thread.
+template <class Traits>
+__device__ __forceinline__ void release_scores(const BackwardPart<Traits>& own) {
+  if constexpr (Traits::kBias && Traits::kSplitsKeys) {
+    if (is_wide(own.args.mask)) {
+      own.shared.bias.scores_read.arrive();
+    }
+  }
+}
+
+}  // namespace fastattn::attention

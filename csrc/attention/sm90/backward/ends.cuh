@@ -1,0 +1,179 @@
+// The launches before and after the main kernel of the Hopper attention backward: the statistics of
+// rows, and dQ out of its sums. See attention_bwd_sm90.cuh.
+#pragma once
+
+#include "attention/sm90/backward/config.cuh"
+#include "attention/sm90/backward/layout.h"
+#include "attention/sm90/backward/tiles.cuh"
+#include "attention/sm90/masks/mask.cuh"
+#include "common/dropout.h"
+#include "sm90/ptx/grid.cuh"
+
+namespace fastattn::attention {
+
+namespace ptx = sm90::ptx;
+
+// 16 bytes of a row, one access to memory.
+template <class Element>
+struct alignas(sm90::kPieceBytes) Piece {
+  static constexpr int kColumns = sm90::kPieceBytes / sizeof(Element);
+  Element data[kColumns];
+};
+
+// -- prepare -------------------------------------------------------------------------------------
+constexpr int kPrepareThreads = 256;
+
+// A thread block computes the statistics of one block of rows. A dead row, and one past the end,
+// gets lse +inf, which makes its weights 0, and delta 0.
+template <class Traits>
+__global__ void __launch_bounds__(kPrepareThreads)
+    attention_bwd_prepare_kernel(const __grid_constant__ BackwardArguments args) {
+  using Element = typename Traits::Element;
+  constexpr int kPieceColumns = Piece<Element>::kColumns;
+  // Powers of 2.
+  constexpr int kRowThreads = Traits::kColumns <= 128 ? Traits::kColumns / kPieceColumns : kWarp;
+  constexpr int kRowsAtOnce = kPrepareThreads / kRowThreads;
+  const RowBlock block = row_block_of(args, blockIdx.x, Traits::kRows);
+  const Sequence& sequence = block.sequence;
+  const int first_row = block.row_block * Traits::kRows;
+  const int64_t head = static_cast<int64_t>(sequence.entry) * args.heads + block.head;
+  const Range live = rows_of_some({0, sequence.keys}, sequence.band, sequence.queries);
+  const int column = threadIdx.x % kRowThreads * kPieceColumns;
+  ptx::griddepcontrol_launch_dependents();
+
+  const auto piece = [&](const TensorView& x, int row) {
+    const Element* first = static_cast<const Element*>(x.data) + sequence.entry * x.batch_stride +
+                           block.head * x.head_stride +
+                           (sequence.query_origin + row) * x.row_stride;
+    return *reinterpret_cast<const Piece<Element>*>(first + column);
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x / kRowThreads; i < Traits::kRows; i += kRowsAtOnce) {
+    const int row = first_row + i;
+    const int64_t at = head * args.queries + sequence.query_origin + row;
+    const float lse = contains(live, row) ? args.lse[at] : kMinusInfinity;
+    float sum = 0.0f;
+    if (lse != kMinusInfinity && column < args.value_dim) {
+      const Piece<Element> out = piece(args.out, row), dout = piece(args.dout, row);
+#pragma unroll
+      for (int j = 0; j < kPieceColumns; ++j) {
+        sum = fmaf(static_cast<float>(out.data[j]), static_cast<float>(dout.data[j]), sum);
+      }
+    }
+    for (int lanes = kRowThreads / 2; lanes > 0; lanes /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, lanes);
+    }
+    if (column == 0) {
+      const int64_t to = static_cast<int64_t>(blockIdx.x) * Traits::kRows + i;
+      const bool dead = lse == kMinusInfinity;
+      args.lse2[to] = dead ? -kMinusInfinity : Traits::kBias ? lse : lse * kLog2e;
+      args.delta[to] = dead || !args.dlse ? sum : sum - args.dlse[at];
+    }
+  }
+  if (args.dropout.seed) {
+    constexpr int kUnits = dropout::units(Traits::kRows);
+    const uint32_t stream =
+        dropout::stream_key(dropout::kRowTag, *args.dropout.seed, args.dropout.stream);
+    const uint32_t state = dropout::absorb(dropout::absorb(stream, sequence.number), block.head);
+    for (int i = threadIdx.x; i < kUnits; i += kPrepareThreads) {
+      args.row_keys[static_cast<int64_t>(blockIdx.x) * kUnits + i] =
+          dropout::absorb(state, dropout::units(first_row) + i);
+    }
+  }
+  if (args.turns) {
+    if (threadIdx.x < Traits::kGroups) {
+      args.turns[static_cast<int64_t>(blockIdx.x) * Traits::kGroups + threadIdx.x] = 0;
+    }
+  } else {
+    constexpr int kBlockFloats = Traits::kGroups * Traits::kChunkFloats;
+    float4* sum = reinterpret_cast<float4*>(args.dq_sum + int64_t{kBlockFloats} * blockIdx.x);
+    for (int i = threadIdx.x; i < kBlockFloats / 4; i += kPrepareThreads) {
+      sum[i] = {};
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *args.counter = 0;
+  }
+}
+
+// -- finish --------------------------------------------------------------------------------------
+constexpr int kFinishThreads = 256;
+
+// Rows of dQ. Each is a piece longer: neighbouring rows begin at different banks.
+template <class Traits>
+using RowStage =
+    typename Traits::Element[Traits::kRows]
+                            [Traits::kColumns + Piece<typename Traits::Element>::kColumns];
+
+// Whether some block of keys has added to a block of rows.
+template <class Traits>
+__device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const RowBlock& block) {
+  const Sequence& sequence = block.sequence;
+  if constexpr (Traits::kDense) {
+    const MaskLayout& layout = args.mask.layout;
+    const int64_t of_class = class_head(layout, sequence.number, block.head);
+    const BlockClass& last =
+        args.mask.classes[classes_at(layout, of_class, layout.row_tiles - 1) + block.row_block];
+    return last.rank > 0 || last.flags & kHasWork;
+  }
+  return !is_empty(visitors(block.row_block, Traits::kRows, sequence.band, sequence.queries,
+                            sequence.keys, Traits::kKeys));
+}
+
+// A thread block turns one block of rows of dQ, a sum in the order of the consumers' registers,
+// into rows of the result.
+template <class Traits>
+__global__ void __launch_bounds__(kFinishThreads)
+    attention_bwd_finish_kernel(const __grid_constant__ BackwardArguments args) {
+  using Element = typename Traits::Element;
+  constexpr int kPieceColumns = Piece<Element>::kColumns;
+  constexpr int kRowPieces = Traits::kColumns / kPieceColumns;
+  extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
+  auto& rows = *reinterpret_cast<RowStage<Traits>*>(shared_memory);
+  static_assert(sizeof(rows) <= 48 * 1024, "more would have to be asked for");
+
+  const RowBlock block = row_block_of(args, blockIdx.x, Traits::kRows);
+  const Sequence& sequence = block.sequence;
+  const int first_row = block.row_block * Traits::kRows;
+  ptx::griddepcontrol_wait();
+  const bool has_sum = is_added_to<Traits>(args, block);
+
+  if (has_sum) {
+    constexpr int kFours = Traits::kChunkFloats / 4;
+    constexpr int kPartFloats =
+        kMmaRows * (Traits::kTransposesDq ? Traits::kRows : Traits::kColumns);
+    const float4* sum = reinterpret_cast<const float4*>(args.dq_sum) +
+                        int64_t{Traits::kGroups * kFours} * blockIdx.x;
+    for (int at = threadIdx.x; at < Traits::kGroups * kFours; at += kFinishThreads) {
+      const float4 four = sum[at];
+      const float values[] = {four.x, four.y, four.z, four.w};
+      // The parts of all warpgroups follow each other, as do rows or columns of dQ.
+      const int part = 4 * at / kPartFloats;
+      const SumElement first = sum_element(4 * at - part * kPartFloats);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int along = part * kMmaRows + first.row + i / 2 * sm90::kRowStep;
+        const int across = first.column + i % 2;
+        Element& to = Traits::kTransposesDq ? rows[across][along] : rows[along][across];
+        to = static_cast<Element>(values[i] * args.scale);
+      }
+    }
+  }
+  __syncthreads();
+
+  const int count = smaller(sequence.query_rows - first_row, Traits::kRows);
+  Element* dq = static_cast<Element*>(args.dq.data) + sequence.entry * args.dq.batch_stride +
+                block.head * args.dq.head_stride +
+                (sequence.query_origin + first_row) * args.dq.row_stride;
+  for (int at = threadIdx.x; at < count * kRowPieces; at += kFinishThreads) {
+    const int row = at / kRowPieces;
+    const int column = at % kRowPieces * kPieceColumns;
+    if (column < args.head_dim) {
+      const auto* from = reinterpret_cast<const Piece<Element>*>(&rows[row][column]);
+      auto* to = reinterpret_cast<Piece<Element>*>(dq + row * args.dq.row_stride + column);
+      *to = has_sum ? *from : Piece<Element>{};
+    }
+  }
+}
+
+}  // namespace fastattn::attention

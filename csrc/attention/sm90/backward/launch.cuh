@@ -1,0 +1,54 @@
+// What the backward's launchers share: a launch that may begin early, and an additive mask as a
+// tensor map.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "attention/attention.h"
+#include "attention/sm90/masks/dense_mask.cuh"
+#include "sm90/tile/tensor_map.cuh"
+
+namespace fastattn::attention {
+
+constexpr const char* kRefusedMap =
+    "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
+
+// dependent: the kernel waits for the one before it by itself.
+template <class Kernel, class Arguments>
+cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                   const Arguments& args, bool dependent) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// Whether the copy engine can bring an additive mask from where it is.
+inline bool can_come_by_tma(const DenseMask& mask, int keys) {
+  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
+  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
+  return strides >= 0 && strides * bytes % sm90::kPieceBytes == 0 &&
+         (mask.column_stride == 1 || keys == 1) &&
+         reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
+}
+
+// An additive mask as 16-bit columns. Where one row serves all, boxes have one.
+inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
+                        int box_rows) {
+  const int halves = mask.type == MaskType::kFloat32 ? 2 : 1;
+  const int rows = mask.row_stride == 0 ? 1 : queries;
+  return sm90::encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                 {const_cast<void*>(mask.data), mask.batch_stride * halves,
+                                  mask.head_stride * halves, mask.row_stride * halves},
+                                 {mask.layout.batches, mask.layout.heads, rows, keys * halves},
+                                 rows > 1 ? box_rows : 1);
+}
+
+}  // namespace fastattn::attention

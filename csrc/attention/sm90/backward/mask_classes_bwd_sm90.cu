@@ -1,0 +1,21 @@
+// The launcher of backward/mask_classes_bwd_sm90.cuh.
+#include "attention/sm90/backward/mask_classes_bwd_sm90.cuh"
+
+namespace fastattn::attention {
+
+const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
+                                       const Lengths& key_lengths, const Band& band, int queries,
+                                       int keys, cuda::Stream stream) {
+  if (const char* failure = classify_mask(transposed(mask), key_lengths, query_lengths,
+                                          transposed(band), keys, queries, stream)) {
+    return failure;
+  }
+  const MaskLayout& layout = mask.layout;
+  const int64_t blocks = int64_t{layout.class_batches} * layout.class_heads * layout.blocks;
+  const int64_t grid = (blocks + kRankThreads - 1) / kRankThreads;
+  rank_tiles_kernel<<<static_cast<unsigned>(grid), kRankThreads, 0, stream>>>(layout, mask.classes);
+  const cudaError_t error = cudaGetLastError();
+  return error ? cudaGetErrorString(error) : nullptr;
+}
+
+}  // namespace fastattn::attention

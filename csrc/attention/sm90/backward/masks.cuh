@@ -1,0 +1,210 @@
+// What the backward's restrictions do to its operands: pairs that are not allowed get P and dS of
+// 0; rows and keys that nothing may read are zeroed, whatever they hold.
+#pragma once
+
+#include "attention/sm90/backward/part.cuh"
+#include "attention/sm90/masks/dense_mask.cuh"
+#include "attention/sm90/masks/mask.cuh"
+
+namespace fastattn::attention {
+
+// -- pairs ----------------------------------------------------------------------------------------
+template <class Traits>
+__device__ __forceinline__ bool needs_mask(const BackwardPart<Traits>& own, int row_block) {
+  const KeyBlock& work = own.shared.work;
+  if constexpr (Traits::kDense) {
+    // Classes know nothing of keys that do not exist.
+    return own.is_changed() || work.first_key + Traits::kKeys > work.sequence.keys;
+  }
+  return !contains(work.plan.full, row_block);
+}
+
+// Which of this thread's rows from the first one on a dense mask lets attend a key.
+template <class Traits>
+struct DenseBits {
+  static constexpr int kWords = (Traits::kScoreRows + kWordKeys - 1) / kWordKeys;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ bool allows(int i) const {
+    return !Traits::kDense || words[i / kWordKeys] >> i % kWordKeys & 1;
+  }
+};
+template <class Traits>
+__device__ __forceinline__ DenseBits<Traits> dense_bits(const BackwardPart<Traits>& own, int key,
+                                                        int row_block) {
+  DenseBits<Traits> result = {};
+  if constexpr (Traits::kDense) {
+    static_assert(Traits::kSplitsKeys || Traits::kScoreRows == kWordKeys,
+                  "a warpgroup's rows are one word");
+    const BackwardArguments& args = own.args;
+    const MaskLayout& layout = args.mask.layout;
+    const KeyBlock& work = own.shared.work;
+    const int head = work.kv_head * args.heads_per_kv + own.note().step.head;
+    // Keys that do not exist do as the last one does.
+    const uint32_t* bits =
+        args.mask.bits + bits_at(layout, mask_head(layout, work.sequence.number, head),
+                                 smaller(key, args.keys - 1), row_block);
+    const uint4 four = *reinterpret_cast<const uint4*>(bits);
+    const uint32_t words[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < DenseBits<Traits>::kWords; ++i) {
+      result.words[i] =
+          (Traits::kSplitsKeys ? words[i] : bits[own.group]) >> own.thread.first_column();
+    }
+  }
+  return result;
+}
+
+// P and dS become 0 where the pair is not allowed, whatever they are: a weight that no row knows of
+// may be inf. As operands they take half the registers, and nothing else is alive.
+template <class Traits>
+__device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
+                                              typename BackwardPart<Traits>::ScoreOperand& rP,
+                                              typename BackwardPart<Traits>::ScoreOperand& rDs,
+                                              int row_block) {
+  constexpr uint32_t kLowHalf = 0xFFFF;
+  const AccumulatorThread here = own.thread_here();
+  const KeyBlock& work = own.shared.work;
+  const int origin = row_block * Traits::kRows + own.first_score_row() + here.first_column();
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = work.first_key + own.first_own_key() + here.upper_row() + half * sm90::kRowStep;
+    const Sequence& sequence = work.sequence;
+    const RowMask mask = row_mask(key, origin, sequence.band, sequence.queries, sequence.keys);
+    const DenseBits<Traits> dense = dense_bits(own, key, row_block);
+#pragma unroll
+    for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
+      const bool first = allows(mask, 8 * i) && dense.allows(8 * i);
+      const bool second = allows(mask, 8 * i + 1) && dense.allows(8 * i + 1);
+      const uint32_t allowed = (first ? kLowHalf : 0) | (second ? ~kLowHalf : 0);
+      rP[2 * i + half] &= allowed;
+      rDs[2 * i + half] &= allowed;
+    }
+  }
+}
+
+// -- what nothing may read ------------------------------------------------------------------------
+// Weights of dead rows and keys are 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does it
+// for itself before it reads a block; they write the same.
+template <class Traits>
+__device__ __forceinline__ void show_writes_to_wgmma(const BackwardPart<Traits>& own) {
+  ptx::fence_proxy_async();
+  own.meet();
+}
+
+template <class Tile>
+__device__ __forceinline__ void clear_outside(Tile& tile, Range live) {
+  tile.clear_rows(0, live.begin, threadIdx.x % kWarpgroup, kWarpgroup);
+  tile.clear_rows(live.end, Tile::kRows, threadIdx.x % kWarpgroup, kWarpgroup);
+}
+
+// Under a dense mask: whether some row of some head may attend a key.
+template <class Traits>
+__device__ __forceinline__ bool has_row(const BackwardPart<Traits>& own, int own_key) {
+  const BackwardArguments& args = own.args;
+  const KeyBlock& work = own.shared.work;
+  const MaskLayout& layout = args.mask.layout;
+  const int key = work.first_key + own_key;
+  if (key >= work.sequence.keys) {
+    return false;
+  }
+  const Range rows = rows_of_key(key, work.sequence.band, work.sequence.queries);
+  const int heads = layout.class_heads > 1 ? args.heads_per_kv : 1;
+#pragma unroll 1
+  for (int head = 0; head < heads; ++head) {
+    const BlockClass* classes = classes_of<Traits>(args, work, head);
+    const int64_t of_mask =
+        mask_head(layout, work.sequence.number, work.kv_head * args.heads_per_kv + head);
+#pragma unroll 1
+    for (int n = work.plan.visited.begin; n < work.plan.visited.end; ++n) {
+      const uint32_t flags = classes[n].flags;
+      if (!(flags & kHasWork)) {
+        continue;
+      }
+      if (!(flags >> own_key / kMaskRows & 1)) {
+        return true;
+      }
+      const uint32_t* bits = args.mask.bits + bits_at(layout, of_mask, key, n);
+      uint32_t any = 0;
+#pragma unroll
+      for (int word = 0; word < kMaxBlockWords; ++word) {
+        any |= bits[word] & bits_inside(rows, n * Traits::kRows + word * kWordKeys);
+      }
+      if (any) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+// A thread looks for one row that may attend its key.
+template <class Traits>
+__device__ __forceinline__ void clear_keys_without_rows(const BackwardPart<Traits>& own) {
+  if constexpr (Traits::kDense) {
+    constexpr int kKeys = Traits::kKeys;
+    uint32_t* live = own.shared.dense.live_keys[own.group];
+    const int key = threadIdx.x % kWarpgroup;
+    const uint32_t lives = key < kKeys && has_row(own, key) ? 1u << own.thread.lane : 0;
+    const uint32_t word = __reduce_or_sync(~0u, lives);
+    if (key < kKeys && own.thread.lane == 0) {
+      live[own.thread.warp] = word;
+    }
+    own.meet();
+    for (auto* tile : {&own.shared.k, &own.shared.v}) {
+      tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);
+    }
+    show_writes_to_wgmma(own);
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& own) {
+  if constexpr (Traits::kDense) {
+    clear_keys_without_rows(own);
+    return;
+  }
+  constexpr int kKeys = Traits::kKeys;
+  const Range live = own.shared.work.plan.keys;
+  // Past the tensor's end TMA has zeroed already; the end of a packed sequence is another's
+  // beginning.
+  const int rows = own.args.packing.key_offsets
+                       ? kKeys
+                       : smaller(own.args.keys - own.shared.work.first_key, kKeys);
+  if (live.begin > 0 || live.end < rows) {
+    for (auto* tile : {&own.shared.k, &own.shared.v}) {
+      clear_outside(*tile, live);
+    }
+    show_writes_to_wgmma(own);
+  }
+}
+
+// When Q is there.
+template <class Traits>
+__device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& own, int row_block) {
+  if constexpr (Traits::kDense) {
+    const StepNote& note = own.note();
+    if (note.flags & kHasDead) {
+      own.shared.dout_full[own.stage.index()].wait(own.stage.phase());
+      for (auto* tile : {&own.shared.q[own.stage.index()], &own.shared.dout[own.stage.index()]}) {
+        tile->clear_unmarked_rows(note.live, threadIdx.x % kWarpgroup, kWarpgroup);
+      }
+      show_writes_to_wgmma(own);
+    }
+    return;
+  }
+  if (contains(own.shared.work.plan.clean, row_block)) {
+    return;
+  }
+  const int first_row = row_block * Traits::kRows;
+  const Sequence& sequence = own.shared.work.sequence;
+  const Range live = rows_of_some({0, sequence.keys}, sequence.band, sequence.queries);
+  const Range rows = {larger(live.begin - first_row, 0),
+                      smaller(live.end - first_row, Traits::kRows)};
+  own.shared.dout_full[own.stage.index()].wait(own.stage.phase());
+  clear_outside(own.shared.q[own.stage.index()], rows);
+  clear_outside(own.shared.dout[own.stage.index()], rows);
+  show_writes_to_wgmma(own);
+}
+
+}  // namespace fastattn::attention

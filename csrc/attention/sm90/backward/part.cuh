@@ -1,0 +1,70 @@
+// A consumer warpgroup's view of the backward's main kernel: its share of every tile and its
+// position. The parts of its work take it as an argument: bias.cuh, masks.cuh, weights.cuh, and
+// consumer.cuh with the products.
+#pragma once
+
+#include "attention/sm90/backward/storage.cuh"
+#include "sm90/ptx/wgmma.cuh"
+
+namespace fastattn::attention {
+
+namespace ptx = sm90::ptx;
+
+using sm90::AccumulatorThread;
+
+template <class Traits>
+struct BackwardPart {
+  static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
+  // Scores^T: 64 keys x kScoreRows. As operands, P and dS, they take half the registers.
+  static constexpr int kScoreRows = Traits::kScoreRows;
+  using Scores = float[kScoreRows / 2];
+  using ScoreOperand = uint32_t[kScoreRows / 4];
+
+  BackwardStorage<Traits>& shared;
+  const BackwardArguments& args;
+  const int group;
+  const AccumulatorThread thread;
+  RingPosition<Traits::kStages> stage;
+
+  __device__ __forceinline__ BackwardPart(BackwardStorage<Traits>& storage,
+                                          const BackwardArguments& arguments, int warpgroup)
+      : shared(storage),
+        args(arguments),
+        group(warpgroup),
+        thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
+               static_cast<int>(threadIdx.x) % kWarp} {}
+
+  __device__ __forceinline__ int first_own_key() const {
+    return kSplitsKeys ? group * kMmaRows : 0;
+  }
+  __device__ __forceinline__ int first_score_row() const {
+    return kSplitsKeys ? 0 : group * kScoreRows;
+  }
+
+  // Under an additive mask no register is left to keep what follows from the thread's place through
+  // the loop: pinned, it is computed where it is needed.
+  __device__ __forceinline__ AccumulatorThread thread_here() const {
+    uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
+    if constexpr (Traits::kBias) {
+      ptx::pin(lane);
+    }
+    return {thread.warp, static_cast<int>(lane[0])};
+  }
+
+  // Under a dense mask: what there is to know of the step.
+  __device__ __forceinline__ const StepNote& note() const {
+    return shared.dense.notes[stage.index()];
+  }
+  // Whether a dense mask changes this warpgroup's scores.
+  __device__ __forceinline__ bool is_changed() const {
+    return note().flags >> (kSplitsKeys ? group : 0) & 1;
+  }
+
+  // Its four warps.
+  __device__ __forceinline__ void meet() const { ptx::bar_sync(kMeetBarrier + group, kWarpgroup); }
+  __device__ __forceinline__ void meet_all() const {
+    ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);
+  }
+};
+
+}  // namespace fastattn::attention

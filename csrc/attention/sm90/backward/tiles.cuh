@@ -1,0 +1,156 @@
+// The backward's arguments, and what a thread block computes: a block of keys of one sequence, the
+// blocks of rows that it visits, and how numbers lead to them. Every role asks the same functions.
+#pragma once
+
+#include "attention/attention.h"
+#include "attention/sm90/launch.cuh"
+#include "attention/sm90/masks/mask_classes.h"
+#include "attention/sm90/masks/row_range.h"
+#include "attention/sm90/packed_blocks.h"
+#include "sm90/tile/scheduler.h"
+
+namespace fastattn::attention {
+
+struct BackwardArguments {
+  CUtensorMap q_map, k_map, v_map, dout_map;
+  CUtensorMap bias_map;              // an additive mask as 16-bit columns: a float is two
+  TensorView out, dout, dq, dk, dv;  // data of a gradient may be null: nobody wants it
+  const float *lse, *dlse;           // [batch, heads, queries]; dlse may be null
+  // [batch, heads, row_blocks * rows of a block]; under an additive mask lse2 is in natural units.
+  float *lse2, *delta;
+  uint32_t* row_keys;  // dropout's, a word for two rows
+  float* dq_sum;       // [batch, heads, row_blocks, groups, kChunkFloats]
+  int* turns;          // [batch, heads, row_blocks, groups]; null: in any order
+  int* counter;
+  int heads, heads_per_kv;
+  int queries, keys, head_dim, value_dim;
+  int row_blocks;  // of a head, of packed sequences together
+  Lengths query_lengths, key_lengths;
+  Packing packing;
+  Band band;
+  Dropout dropout;
+  DenseMask mask;
+  bool bias_comes;  // by TMA; otherwise consumers fetch it
+  float scale, scale_log2;
+  sm90::TileOrder order;
+};
+
+// A batch entry, or one of packed sequences: its positions count from 0.
+struct Sequence {
+  int number;
+  int entry;                     // batch entry of the tensors
+  int query_origin, key_origin;  // rows of the tensors where it begins
+  int query_rows, key_rows;      // rows of the tensors that it has
+  int queries, keys;             // those of them that are computed
+  int first_row_block;           // number of its first block of rows among its head's
+  Band band;
+};
+
+// Of packed sequences the last one is the rest of the rows, where nothing is computed.
+__device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, int batch,
+                                                int block_rows) {
+  const Packing& packing = args.packing;
+  if (!packing.query_offsets) {
+    return {batch,
+            batch,
+            0,
+            0,
+            args.queries,
+            args.keys,
+            clamped_length(args.query_lengths, batch, args.queries),
+            clamped_length(args.key_lengths, batch, args.keys),
+            0,
+            args.band};
+  }
+  const bool rest = batch == packing.sequences;
+  const int query_origin = packing.query_offsets[batch], key_origin = packing.key_offsets[batch];
+  const int queries = (rest ? args.queries : packing.query_offsets[batch + 1]) - query_origin;
+  const int keys = (rest ? args.keys : packing.key_offsets[batch + 1]) - key_origin;
+  Band band = args.band;
+  if (packing.ends_meet) {
+    band.diagonal = keys - queries;
+  }
+  return {batch,
+          0,
+          query_origin,
+          key_origin,
+          queries,
+          keys,
+          rest ? 0 : queries,
+          rest ? 0 : keys,
+          first_block(packing.query_offsets, batch, block_rows),
+          band};
+}
+
+// What a thread block computes.
+struct KeyBlock {
+  Sequence sequence;
+  int first_key;
+  int kv_head;
+  RowPlan plan;
+  int steps;  // under a dense mask 0 for none, otherwise 1
+};
+
+// A block of rows of a query head, by its number among all of them.
+struct RowBlock {
+  Sequence sequence;
+  int head;  // of the batch entry
+  int row_block;
+};
+__device__ __forceinline__ RowBlock row_block_of(const BackwardArguments& args, int number,
+                                                 int block_rows) {
+  const Packing& packing = args.packing;
+  const int head = number / args.row_blocks;
+  const int block = number - head * args.row_blocks;
+  const int batch = packing.query_offsets ? sequence_of_block(packing.query_offsets,
+                                                              packing.sequences, block_rows, block)
+                                          : head / args.heads;
+  const Sequence sequence = sequence_of(args, batch, block_rows);
+  return {sequence, head - sequence.entry * args.heads, block - sequence.first_row_block};
+}
+
+// The number of a step's block of rows.
+__device__ __forceinline__ int row_block_number(const BackwardArguments& args, const KeyBlock& work,
+                                                Step step) {
+  const int head = work.sequence.entry * args.heads + work.kv_head * args.heads_per_kv + step.head;
+  return head * args.row_blocks + work.sequence.first_row_block + step.row_block;
+}
+
+// Under a dense mask: what there is to do for each block of rows of one of the work's heads.
+template <class Traits>
+__device__ __forceinline__ const BlockClass* classes_of(const BackwardArguments& args,
+                                                        const KeyBlock& work, int head) {
+  const MaskLayout& layout = args.mask.layout;
+  const int64_t of_class =
+      class_head(layout, work.sequence.number, work.kv_head * args.heads_per_kv + head);
+  return args.mask.classes + classes_at(layout, of_class, work.first_key / Traits::kKeys);
+}
+
+// `step`, or under a dense mask the first one from there on that has work. The last one is followed
+// by one of no head.
+template <class Traits>
+__device__ __forceinline__ Step with_work(const BackwardArguments& args, const KeyBlock& work,
+                                          Step step) {
+  if constexpr (Traits::kDense) {
+    const Range visited = work.plan.visited;
+    for (; step.head < args.heads_per_kv; step = {step.head + 1, visited.end - 1}) {
+      const BlockClass* classes = classes_of<Traits>(args, work, step.head);
+      const int n = last_with_work(classes, step.row_block, visited.begin);
+      if (n >= 0) {
+        return {step.head, n};
+      }
+    }
+  }
+  return step;
+}
+template <class Traits>
+__device__ __forceinline__ Step first_step(const BackwardArguments& args, const KeyBlock& work) {
+  return with_work<Traits>(args, work, first_step(work.plan.visited));
+}
+template <class Traits>
+__device__ __forceinline__ Step next_step(const BackwardArguments& args, const KeyBlock& work,
+                                          Step step) {
+  return with_work<Traits>(args, work, next_step(step, work.plan.visited));
+}
+
+}  // namespace fastattn::attention

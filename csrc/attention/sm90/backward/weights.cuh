@@ -1,0 +1,139 @@
+// From scores to weights, and on to the operands P and dS: softmax with the sums of the forward,
+// dropout, the derivative.
+#pragma once
+
+#include "attention/sm90/backward/part.cuh"
+#include "attention/sm90/launch.cuh"
+#include "common/dropout.h"
+
+namespace fastattn::attention {
+
+// -- dropout --------------------------------------------------------------------------------------
+// Which weights it keeps: a byte has eight bits, of which each is one place in a unit.
+template <class Traits>
+using KeptBits = uint32_t[(Traits::kScoreRows / 8 + 7) / 8];
+
+// Column keys, one for the two keys of four threads. A warp hashes what it will read.
+template <class Traits>
+__device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& own) {
+  if constexpr (Traits::kDropout) {
+    const int key = own.shared.work.first_key + own.first_own_key() + own.thread.upper_row();
+    own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())] =
+        dropout::column_key(*own.args.dropout.seed, own.args.dropout.stream,
+                            dropout::lattice_unit(key));
+    __syncwarp();
+  }
+}
+
+// One bit a weight, while the products run: later there are no registers for hashes. A thread's
+// scores are whole units of dropout's lattice, see dropout_sm90.cuh; here its rows are keys, and
+// all of one unit.
+template <class Traits>
+__device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptBits<Traits>& kept) {
+  if constexpr (Traits::kDropout) {
+    constexpr uint32_t kLowBits = 0x7F7F7F7F, kHighBits = 0x80808080, kEveryByte = 0x01010101;
+    // At the threshold that drops all the keep scale is 0.
+    const uint32_t least = ~(static_cast<uint32_t>(own.args.dropout.threshold % 256) * kEveryByte);
+    const uint32_t column_key =
+        own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())];
+    const uint32_t* row_keys = own.shared.dropout.rows[own.stage.index()] +
+                               dropout::units(own.first_score_row()) + own.thread.first_column();
+#pragma unroll
+    for (uint32_t& word : kept) {
+      word = 0;
+    }
+#pragma unroll
+    for (int step = 0; step < Traits::kScoreRows / kMmaK; ++step) {
+      const uint2 keys = *reinterpret_cast<const uint2*>(row_keys + dropout::units(step * kMmaK));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t word = dropout::word(i ? keys.y : keys.x, column_key);
+        // The mean of a byte and 255 - threshold, rounded up, has its high bit where the byte is
+        // at least the threshold.
+        const uint32_t means = (word | least) - ((word ^ least) >> 1 & kLowBits);
+        const int number = 2 * step + i;
+        kept[number / 8] |= (means & kHighBits) >> number % 8;
+      }
+    }
+  }
+}
+
+// Dropped weights change sign: no other weight is negative.
+template <class Traits>
+__device__ __forceinline__ void mark_dropped(typename BackwardPart<Traits>::Scores& p,
+                                             const KeptBits<Traits>& kept) {
+  if constexpr (Traits::kDropout) {
+#pragma unroll
+    for (int i = 0; i < Traits::kScoreRows / 2; ++i) {
+      const int number = i / 8 * 2 + i % 2, byte = i / 2 % 4;
+      const bool keeps = kept[number / 8] >> (8 * byte + 7 - number % 8) & 1;
+      p[i] = keeps ? p[i] : -p[i];
+    }
+  }
+}
+
+// -- weights --------------------------------------------------------------------------------------
+// Scores become weights: 2^(s scale_log2 - lse2).
+template <class Traits>
+__device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
+                                      typename BackwardPart<Traits>::Scores& s,
+                                      const KeptBits<Traits>& kept) {
+  const float* lse2 =
+      own.shared.lse2[own.stage.index()] + own.first_score_row() + own.thread.first_column();
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
+    const float2 shift = *reinterpret_cast<const float2*>(lse2 + 8 * i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float& score = s[4 * i + j];
+      const float lse = j % 2 ? shift.y : shift.x;
+      score = Traits::kBias ? ptx::ex2((score - lse) * kLog2e)
+                            : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
+    }
+  }
+  mark_dropped<Traits>(s, kept);
+#pragma unroll
+  for (int i = 0; i < Traits::kScoreRows / 2; ++i) {
+    sum += s[i];
+  }
+  // Passes at once, but only when the weights are there, dropped ones marked: without it the
+  // compiler puts the exponentials after the wait for dP, where nothing runs beside them, and
+  // marks that come there spill. No sum is this NaN, but the compiler does not know.
+  constexpr uint32_t kNoSum = 0x7F800001;
+  own.shared.passed.wait(__float_as_uint(sum) == kNoSum);
+}
+
+// dS = P (dP - delta), and both as operands: in one pass, so that P in fp32 and as an operand do
+// not live side by side. Dropout comes between P and dV, and between dP and dS.
+template <class Traits>
+__device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
+                                              typename BackwardPart<Traits>::ScoreOperand& rP,
+                                              typename BackwardPart<Traits>::ScoreOperand& rDs,
+                                              const typename BackwardPart<Traits>::Scores& p,
+                                              const typename BackwardPart<Traits>::Scores& dp) {
+  using Element = typename Traits::Element;
+  const float* delta =
+      own.shared.delta[own.stage.index()] + own.first_score_row() + own.thread.first_column();
+#pragma unroll
+  for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
+    const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = 4 * i + 2 * half;
+      if constexpr (Traits::kDropout) {
+        const float scale = own.args.dropout.keep_scale;
+        const float x = p[at] < 0.0f ? 0.0f : scale, y = p[at + 1] < 0.0f ? 0.0f : scale;
+        rP[2 * i + half] = ptx::pack<Element>(p[at] * x, p[at + 1] * y);
+        rDs[2 * i + half] = ptx::pack<Element>(fabsf(p[at]) * fmaf(dp[at], x, -d.x),
+                                               fabsf(p[at + 1]) * fmaf(dp[at + 1], y, -d.y));
+      } else {
+        rP[2 * i + half] = ptx::pack<Element>(p[at], p[at + 1]);
+        rDs[2 * i + half] =
+            ptx::pack<Element>(p[at] * (dp[at] - d.x), p[at + 1] * (dp[at + 1] - d.y));
+      }
+    }
+  }
+}
+
+}  // namespace fastattn::attention

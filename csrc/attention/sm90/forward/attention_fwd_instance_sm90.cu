@@ -1,0 +1,9 @@
+// One instance of the kernel: the build compiles this file once for each row of INSTANCES in
+// setup.py, which defines the macros.
+#include "attention/sm90/forward/attention_fwd_sm90.cuh"
+
+namespace fastattn::attention {
+template const char* attention_fwd_sm90<DType::FASTATTN_DTYPE, FASTATTN_HEAD_DIM,
+                                        Variant::FASTATTN_VARIANT>(const ForwardProblem&,
+                                                                   cudaStream_t);
+}  // namespace fastattn::attention

@@ -1,0 +1,238 @@
+// Attention forward for Hopper.
+//
+// A persistent thread block computes one tile after the other: 64 query rows of one head for each
+// of two or three consumer warpgroups. One more warpgroup moves data (the producer):
+//
+//   load warp     gets tiles from the scheduler, loads Q, K and V by TMA, two K/V blocks ahead
+//   consumers     S = Q K^T, online softmax, O += P V; P stays in registers
+//   store warps   store finished output tiles to global memory, one warp per consumer warpgroup
+//   bias warps    instead of these, with an additive mask: load it ahead of use
+//
+// Two things overlap the softmax with the tensor cores: a warpgroup issues Q K^T of the next block
+// before P V of this one and computes its softmax while P V runs, and the warpgroups issue their
+// products in ping-pong order where that pays. Blocks of keys are processed from the last to the
+// first. Blocks that need masking run through a second copy of the loop body, so the main loop has
+// no code for lengths, masks and windows: these only set its bounds. A dense mask is classified
+// beforehand (mask_classes.h): empty blocks are skipped, full ones take the main loop. Where there
+// are few tiles, keys are split (split-KV) and combine_splits.cuh combines the splits.
+//
+// Read in this order: config.cuh (shapes), tiles.cuh (arguments, which blocks a tile needs),
+// storage.cuh (shared memory, barriers), producer.cuh and consumer.cuh (the warp roles), and this
+// file (the kernel and its launch).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "attention/attention.h"
+#include "attention/sm90/forward/consumer.cuh"
+#include "attention/sm90/forward/producer.cuh"
+#include "attention/sm90/forward/storage.cuh"
+#include "attention/sm90/forward/tiles.cuh"
+#include "attention/sm90/launch.cuh"
+#include "common/cuda_launch.cuh"
+#include "sm90/tile/tensor_map.cuh"
+
+namespace fastattn::attention {
+
+// -- kernel ---------------------------------------------------------------------------------------
+// Rows behind the last of packed sequences: output 0, lse -inf. Consumers do it while the first
+// tiles are on their way.
+template <class Traits>
+__device__ __forceinline__ void clear_rest(const ForwardArguments& args) {
+  constexpr int kPieceColumns = sm90::kPieceBytes / sizeof(typename Traits::Element);
+  const int first = args.packing.query_offsets[args.packing.sequences];
+  const int pieces = args.value_dim / kPieceColumns;
+  const int64_t count = static_cast<int64_t>(args.queries - first) * args.heads * pieces;
+  const int consumers = Traits::kGroups * kWarpgroup;
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * consumers + threadIdx.x - kWarpgroup;
+#pragma unroll 1
+  for (int64_t i = start; i < count; i += static_cast<int64_t>(gridDim.x) * consumers) {
+    const int64_t place = i / pieces;
+    const int piece = static_cast<int>(i - place * pieces);
+    const int64_t row = first + place / args.heads;
+    const int64_t head = place % args.heads;
+    typename Traits::Element* out = static_cast<typename Traits::Element*>(args.out.data) +
+                                    row * args.out.row_stride + head * args.out.head_stride;
+    *reinterpret_cast<uint4*>(out + piece * kPieceColumns) = {};
+    if (piece == 0) {
+      args.lse[head * args.queries + row] = kMinusInfinity;
+    }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    attention_fwd_kernel(const __grid_constant__ ForwardArguments args) {
+  extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
+  auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(shared_memory);
+
+  // Through a shuffle the compiler knows that these are the same for the whole warp.
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (threadIdx.x == 0) {
+    init_barriers<Traits>(shared);
+    for (const CUtensorMap* map : {&args.q, &args.k, &args.v}) {
+      ptx::prefetch_tensormap(map);
+    }
+    if constexpr (Traits::kBias) {
+      ptx::prefetch_tensormap(&args.bias);
+    }
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Traits::kRegisters.mover>();
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+    const bool elected = ptx::elect_one();
+    if (warp == 0) {
+      if (elected) {
+        LoadWarp<Traits>{shared, args}.run();
+      }
+    } else if constexpr (Traits::kStagesOutput) {
+      if (warp <= Traits::kGroups && elected) {
+        store_tiles<Traits>(shared, args, warp - 1);
+      }
+    } else if constexpr (Traits::kBias) {
+      if (warp <= Traits::kGroups && elected) {
+        load_bias<Traits>(shared, args, warp - 1);
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<Traits::kRegisters.consumer>();
+    if (args.packing.query_offsets) {
+      clear_rest<Traits>(args);
+    }
+    Consumer<Traits>(shared, args, warpgroup - 1).run();
+  }
+}
+
+// -- launcher -------------------------------------------------------------------------------------
+// Heads whose keys and values take 32 MiB of the L2 cache's 50 MB together, or less.
+inline int section_heads(const ForwardProblem& p) {
+  constexpr int64_t kCacheBytes = int64_t{32} << 20;
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
+  const int64_t head_bytes =
+      std::max<int64_t>(1, int64_t{2} * keys * (p.head_dim + p.value_dim) / group);
+  int section = 1;
+  while (int64_t{2} * section * head_bytes <= kCacheBytes && section < p.batch * p.heads) {
+    section *= 2;
+  }
+  return std::min(section, p.batch * p.heads);
+}
+
+// An additive mask, or its copy, as 16-bit columns. Where one row serves all, boxes have one.
+template <class Traits>
+bool encode_bias(CUtensorMap* map, const ForwardProblem& p) {
+  if constexpr (!Traits::kBias) {
+    return true;
+  }
+  const MaskLayout& layout = p.mask.layout;
+  const int rows = layout.rows > 1 ? p.queries : 1;
+  TensorView view = {const_cast<void*>(p.mask.data), p.mask.batch_stride, p.mask.head_stride,
+                     p.mask.row_stride};
+  if (p.mask.copy) {
+    const int64_t head = int64_t{rows} * copied_columns(p.keys);
+    view = {p.mask.copy, head * layout.heads, head, copied_columns(p.keys)};
+  }
+  const MaskType type = p.mask.copy ? p.mask.copy_type : p.mask.type;
+  const int halves = type == MaskType::kFloat32 ? 2 : 1;
+  view.batch_stride *= halves;
+  view.head_stride *= halves;
+  view.row_stride *= halves;
+  return sm90::encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, view,
+                                 {layout.batches, layout.heads, rows, p.keys * halves},
+                                 rows > 1 ? kMmaRows : 1);
+}
+
+template <DType kType, int kHeadDim, Variant kVariant>
+const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
+  using Traits = ForwardTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
+  using Shared = SharedStorage<Traits>;
+  static_assert(sizeof(Shared) <= kMaxSharedBytes);
+  constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
+
+  int index = 0;
+  cuda::Device device;
+  if (cudaError_t error = cuda::current_device(&index, &device)) {
+    return cudaGetErrorString(error);
+  }
+  if (device.capability != kHopper) {
+    return "this kernel is built for Hopper (compute capability 9.0) only";
+  }
+
+  ForwardArguments args;
+  const bool encoded =
+      sm90::encode_tensor_map(&args.q, kMapType, p.q, {p.batch, p.heads, p.queries, p.head_dim},
+                              kMmaRows) &&
+      sm90::encode_tensor_map(&args.k, kMapType, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
+                              Traits::kBlock) &&
+      sm90::encode_tensor_map(&args.v, kMapType, p.v, {p.batch, p.kv_heads, p.keys, p.value_dim},
+                              Traits::kBlock) &&
+      (!Traits::kStagesOutput ||
+       sm90::encode_tensor_map(&args.out_map, kMapType, p.out,
+                               {p.batch, p.heads, p.queries, p.value_dim}, kMmaRows));
+  if (!encoded || !encode_bias<Traits>(&args.bias, p)) {
+    return "the driver refused a tensor map: addresses and strides must be "
+           "multiples of 16 bytes";
+  }
+  args.out = p.out;
+  args.lse = p.lse;
+  args.heads = p.heads;
+  args.heads_per_kv = p.heads / p.kv_heads;
+  args.queries = p.queries;
+  args.keys = p.keys;
+  args.value_dim = p.value_dim;
+  args.query_lengths = p.query_lengths;
+  args.key_lengths = p.key_lengths;
+  args.packing = p.packing;
+  args.band = p.band;
+  args.dropout = p.dropout;
+  args.mask = p.mask;
+  args.splits = p.splits;
+  args.mask.type = p.mask.copy ? p.mask.copy_type : p.mask.type;
+  // At scale 0 the smallest factor gives the same weights, and keeps -inf * scale_log2 from being
+  // NaN.
+  args.scale_log2 = std::max(std::abs(p.scale) * kLog2e, std::numeric_limits<float>::min());
+  args.negate = p.scale < 0.0f;
+  // Of packed sequences each may end in a tile of its own; the kernel finds out.
+  const int row_tiles =
+      (p.queries + Traits::kTileRows - 1) / Traits::kTileRows + p.packing.sequences;
+  args.order = {row_tiles, p.batch * p.heads, Traits::kBanded ? section_heads(p) : 1};
+  args.tiles = row_tiles * p.batch * p.heads;
+  const int blocks = std::min(args.tiles * p.splits.count, device.processors);
+  args.source = {p.counter, blocks};
+
+  static std::atomic<uint64_t> allowed{0};
+  const auto kernel = attention_fwd_kernel<Traits>;
+  if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), index, allowed)) {
+    return cudaGetErrorString(error);
+  }
+  if constexpr (Traits::kDense) {
+    if (const char* failure = classify_mask(p.mask, p.query_lengths, p.key_lengths, p.band,
+                                            p.queries, p.keys, stream)) {
+      return failure;
+    }
+  }
+  if (p.packing.order) {
+    if (const char* failure = order_sequences(p.packing, stream)) {
+      return failure;
+    }
+  }
+  if constexpr (Traits::kDropout) {
+    const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
+    const int columns = (keys + Traits::kBlock - 1) / Traits::kBlock * Traits::kBlock;
+    if (const char* failure = hash_columns(p.dropout, dropout::units(columns), stream)) {
+      return failure;
+    }
+  }
+  kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);
+  if (cudaError_t error = cudaGetLastError()) {
+    return cudaGetErrorString(error);
+  }
+  return p.splits.count > 1 ? combine_splits<kType>(p, stream) : nullptr;
+}
+
+}  // namespace fastattn::attention

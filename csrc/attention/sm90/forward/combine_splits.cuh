@@ -1,0 +1,166 @@
+// Joins the parts that a tile's keys were cut into (KeySplits in attention.h): a warp for each row.
+//
+//   weight of a part   2^(m - M) l, m and l the maximum and the sum of the part, M the largest m
+//   out, lse           the parts' outputs by weight, and the logarithm of all weights
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "attention/sm90/launch.cuh"
+#include "attention/sm90/masks/mask.cuh"
+#include "sm90/ptx/grid.cuh"
+#include "sm90/ptx/warp.cuh"
+
+namespace fastattn::attention {
+
+namespace ptx = sm90::ptx;
+
+constexpr int kCombineWarps = 4, kCombineLanes = 32;
+constexpr int kCombineThreads = kCombineWarps * kCombineLanes;
+// That fit into a multiprocessor at once. Without a number the compiler spares registers: it asks
+// for a part when the one before has come.
+constexpr int kCombineBlocks = 4;
+
+struct CombineArguments {
+  KeySplits splits;
+  TensorView out;
+  float* lse;
+  int64_t rows;  // of all heads and batch entries
+  int heads, queries, value_dim;
+  const int* last_offset;  // where packed sequences end, or null
+};
+
+inline CombineArguments combine_arguments(const ForwardProblem& p) {
+  const Packing& packing = p.packing;
+  return {p.splits,    p.out,
+          p.lse,       int64_t{p.batch} * p.heads * p.queries,
+          p.heads,     p.queries,
+          p.value_dim, packing.query_offsets ? packing.query_offsets + packing.sequences : nullptr};
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lanes = kCombineLanes / 2; lanes > 0; lanes /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  }
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lanes = kCombineLanes / 2; lanes > 0; lanes /= 2) {
+    x += __shfl_xor_sync(~0u, x, lanes);
+  }
+  return x;
+}
+
+// The weights of a row's parts: lane i has those of parts i, i + 32 and so on.
+struct PartWeights {
+  static constexpr int kOwn = kMaxSplits / kCombineLanes;
+  float own[kOwn];
+  float sum, highest;
+
+  __device__ __forceinline__ PartWeights(const KeySplits& splits, int64_t rows, int64_t row,
+                                         int lane) {
+    RowStatistics statistics[kOwn];
+    highest = kMinusInfinity;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int part = i * kCombineLanes + lane;
+      statistics[i] = {kMinusInfinity, 0.0f};
+      if (part < splits.count) {
+        statistics[i] = splits.statistics[part * rows + row];
+      }
+      highest = fmaxf(highest, statistics[i].highest);
+    }
+    highest = warp_max(highest);
+    // -inf - (-inf) is NaN: without any key all sums are 0.
+    const float finite = highest == kMinusInfinity ? 0.0f : highest;
+    sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      own[i] = ptx::ex2(statistics[i].highest - finite) * statistics[i].sum;
+      sum += own[i];
+    }
+    sum = warp_sum(sum);
+  }
+};
+
+// Four columns of a row: a lane's share of up to 256 columns is at most two of them.
+template <class Element>
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    combine_splits_kernel(const CombineArguments args) {
+  constexpr int kColumns = 4, kLaneColumns = kCombineLanes * kColumns, kShares = 2;
+  constexpr int kAtOnce = 8;  // parts that are on their way together
+  ptx::griddepcontrol_wait();
+  const int lane = threadIdx.x % kCombineLanes;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * kCombineWarps + threadIdx.x / kCombineLanes;
+  if (row >= args.rows) {
+    return;
+  }
+  const int64_t head = row / args.queries;
+  const int query = static_cast<int>(row - head * args.queries);
+  if (args.last_offset && query >= *args.last_offset) {
+    return;  // cleared by the tiles
+  }
+  const PartWeights weights(args.splits, args.rows, row, lane);
+  if (lane == 0) {
+    args.lse[row] = (weights.highest + ptx::lg2(weights.sum)) * kLn2;
+  }
+  const float normalise = weights.sum == 0.0f ? 0.0f : 1.0f / weights.sum;
+
+  float4 total[kShares] = {};
+#pragma unroll
+  for (int i = 0; i < PartWeights::kOwn; ++i) {
+    const int first = i * kCombineLanes;
+    const int last = smaller(args.splits.count, first + kCombineLanes);
+#pragma unroll 1
+    for (int part = first; part < last; part += kAtOnce) {
+      float4 parts[kAtOnce][kShares];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float* from = args.splits.out + ((part + j) * args.rows + row) * args.value_dim;
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const int column = share * kLaneColumns + lane * kColumns;
+          parts[j][share] = {};
+          if (part + j < last && column < args.value_dim) {
+            parts[j][share] = *reinterpret_cast<const float4*>(from + column);
+          }
+        }
+      }
+      // Parts that do not exist have weight 0.
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float weight = __shfl_sync(~0u, weights.own[i], part - first + j) * normalise;
+#pragma unroll
+        for (int share = 0; share < kShares; ++share) {
+          const float4& x = parts[j][share];
+          total[share].x = fmaf(weight, x.x, total[share].x);
+          total[share].y = fmaf(weight, x.y, total[share].y);
+          total[share].z = fmaf(weight, x.z, total[share].z);
+          total[share].w = fmaf(weight, x.w, total[share].w);
+        }
+      }
+    }
+  }
+
+  const int64_t batch = head / args.heads;
+  Element* out = static_cast<Element*>(args.out.data) + batch * args.out.batch_stride +
+                 (head - batch * args.heads) * args.out.head_stride + query * args.out.row_stride;
+#pragma unroll
+  for (int share = 0; share < kShares; ++share) {
+    const int column = share * kLaneColumns + lane * kColumns;
+    if (column < args.value_dim) {
+      *reinterpret_cast<uint2*>(out + column) = {
+          ptx::pack<Element>(total[share].x, total[share].y),
+          ptx::pack<Element>(total[share].z, total[share].w)};
+    }
+  }
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,189 @@
+// The warps that move data: one draws tiles and brings Q, K and V; one for each consumer warpgroup
+// sends finished output away or brings an additive mask. One thread of each works.
+#pragma once
+
+#include "attention/sm90/forward/storage.cuh"
+#include "attention/sm90/forward/tiles.cuh"
+#include "sm90/ptx/bulk.cuh"
+#include "sm90/ptx/grid.cuh"
+#include "sm90/ptx/tma.cuh"
+
+namespace fastattn::attention {
+
+using sm90::RingPosition;
+
+// -- load warp ------------------------------------------------------------------------------------
+template <class Traits>
+struct LoadWarp {
+  SharedStorage<Traits>& shared;
+  const ForwardArguments& args;
+  RingPosition<Traits::kQueryBuffers> query = {};
+  RingPosition<Traits::kStages> stage = {};
+
+  __device__ __forceinline__ void run() {
+    TileQueue::Position position;
+    sm90::PackedWalk walk = {};
+    int number = blockIdx.x;
+#pragma unroll 1
+    while (true) {
+      TileMessage tile = describe<Traits>(args, walk, number);
+      const BlockWalk<Traits> blocks = blocks_of<Traits>(args, tile);
+      if (Traits::kDense && blocks.none()) {
+        tile.queries = 0;  // for the others: none of the rows has a key
+      }
+      shared.queue.put(position, tile);
+      if (tile.row < 0) {
+        break;
+      }
+      // The next number is on its way while this tile is loaded.
+      number = args.source.draw(number);
+      load_tile(tile, blocks);
+      number = args.source.drawn(number);
+    }
+    if (Traits::kSplits && args.splits.count > 1) {
+      ptx::griddepcontrol_launch_dependents();  // who joins the parts waits for the last of them
+    }
+  }
+
+  __device__ __forceinline__ void load_tile(const TileMessage& tile,
+                                            const BlockWalk<Traits>& blocks) {
+    const int kv_head = tile.head / args.heads_per_kv;
+    const int batch = batch_entry(args, tile);
+    const int first_key = args.packing.key_offsets ? args.packing.key_offsets[tile.batch] : 0;
+    // The only Q buffer may still be in use: the first K goes before.
+    constexpr bool kKeyFirst = Traits::kQueryBuffers == 1;
+    if (!kKeyFirst && !blocks.none()) {
+      load_query(tile, batch);
+    }
+    int next = 0;
+#pragma unroll 1
+    for (int n = blocks.last(); blocks.reaches(n); n = next) {
+      next = blocks.after(n);
+      const int key = first_key + n * Traits::kBlock;
+      Slot& k_slot = shared.k_slots[stage.index()];
+      k_slot.empty.wait(stage.phase() ^ 1);
+      write_note(blocks, n, next);
+      load_column_keys(k_slot.full, n);
+      shared.k[stage.index()].load(&args.k, k_slot.full, key, kv_head, batch, ptx::kEvictLast);
+      if (kKeyFirst && n == blocks.last()) {
+        load_query(tile, batch);
+      }
+      Slot& v_slot = shared.v_slots[stage.index()];
+      v_slot.empty.wait(stage.phase() ^ 1);
+      shared.v[stage.index()].load(&args.v, v_slot.full, key, kv_head, batch, ptx::kEvictLast);
+      stage.advance();
+    }
+  }
+
+  __device__ __forceinline__ void load_query(const TileMessage& tile, int batch) {
+#pragma unroll 1
+    for (int group = 0; group < Traits::kGroups; ++group) {
+      Slot& slot = shared.q_slots[query.index()][group];
+      slot.empty.wait(query.phase() ^ 1);
+      shared.q[query.index()][group].load(&args.q, slot.full,
+                                          tile.origin + tile.row + group * kMmaRows, tile.head,
+                                          batch, ptx::kEvictFirst);
+    }
+    query.advance();
+  }
+
+  // Where what consumers must know of the block lies. It comes with the keys: whoever needs it must
+  // not wait for the values, which come when the slowest warpgroup is done with the block before
+  // last. What it overwrites is of the block four before, which nobody reads any more when the
+  // products with the keys of the block two before are complete.
+  __device__ __forceinline__ int note() const { return stage.passed % Traits::kNotes; }
+
+  __device__ __forceinline__ void write_note(const BlockWalk<Traits>& blocks, int n, int next) {
+    if constexpr (Traits::kDense) {
+      const BlockClass& now = blocks.classes[n];
+      shared.dense.notes[note()] = {n,
+                                    next,
+                                    now.flags,
+                                    next < 0 ? 0 : blocks.classes[next].flags,
+                                    {now.live[0], now.live[1], now.live[2], now.live[3]}};
+    }
+  }
+
+  __device__ __forceinline__ void load_column_keys(Barrier& full, int n) {
+    if constexpr (Traits::kDropout) {
+      constexpr int kUnits = dropout::units(Traits::kBlock);
+      uint32_t (&keys)[kUnits] = shared.dropout.columns[note()];
+      full.expect_bytes(sizeof(keys));
+      ptx::cp_async_bulk_load(ptx::shared_address(keys), args.dropout.column_keys + n * kUnits,
+                              sizeof(keys), full.address());
+    }
+  }
+};
+
+// -- store warps ----------------------------------------------------------------------------------
+template <class Traits>
+__device__ __forceinline__ void store_tiles(SharedStorage<Traits>& shared,
+                                            const ForwardArguments& args, int group) {
+  RingPosition<1> output;
+  TileQueue::Position position;
+  Slot& slot = shared.out_slots[group];
+#pragma unroll 1
+  while (true) {
+    const TileMessage tile = shared.queue.take(position);
+    if (tile.row < 0) {
+      break;
+    }
+    if (!is_staged<Traits>(args, tile, group)) {
+      continue;
+    }
+    slot.full.wait(output.phase());
+    shared.out.tiles[group].store(&args.out_map, args.value_dim,
+                                  tile.origin + tile.row + group * kMmaRows, tile.head,
+                                  batch_entry(args, tile));
+    ptx::cp_async_bulk_wait_group_read();
+    slot.empty.arrive();
+    output.advance();
+  }
+  ptx::cp_async_bulk_wait_group();
+}
+
+// -- bias warps ----------------------------------------------------------------------------------
+// One thread for each consumer warpgroup: brings an additive mask for the blocks that it changes,
+// in pieces of 128 bytes of 64 rows, or of the single row that serves all.
+template <class Traits>
+__device__ __forceinline__ void load_bias(SharedStorage<Traits>& shared,
+                                          const ForwardArguments& args, int group) {
+  constexpr int kHalfBytes = 2;
+  constexpr int kPieceHalves = sm90::kRowBytes / kHalfBytes;
+  const MaskLayout& layout = args.mask.layout;
+  const int block_halves = Traits::kBlock * (args.mask.type == MaskType::kFloat32 ? 2 : 1);
+  const bool one_row = layout.rows == 1;
+  // Heads that share a mask run at about the same time.
+  const uint64_t policy = layout.heads > 1 ? ptx::kEvictFirst : ptx::kEvictLast;
+  RingPosition<Traits::kBiasPieces> ring;
+  TileQueue::Position position;
+#pragma unroll 1
+  while (true) {
+    const TileMessage tile = shared.queue.take(position);
+    if (tile.row < 0) {
+      return;
+    }
+    const BlockWalk<Traits> blocks = blocks_of<Traits>(args, tile);
+    const int row = one_row ? 0 : tile.row + group * kMmaRows;
+    const int head = layout.heads > 1 ? tile.head : 0;
+    const int batch = layout.batches > 1 ? tile.batch : 0;
+#pragma unroll 1
+    for (int n = blocks.last(); blocks.reaches(n); n = blocks.after(n)) {
+      if (!(blocks.classes[n].flags >> group & 1)) {
+        continue;
+      }
+#pragma unroll 1
+      for (int half = 0; half < block_halves; half += kPieceHalves) {
+        Slot& slot = shared.bias.slots[group][ring.index()];
+        slot.empty.wait(ring.phase() ^ 1);
+        slot.full.arrive_expect_bytes((one_row ? 1 : kMmaRows) * sm90::kRowBytes);
+        ptx::cp_async_bulk_tensor_load(
+            ptx::shared_address(shared.bias.pieces[group][ring.index()].bytes), &args.bias,
+            slot.full.address(), n * block_halves + half, row, head, batch, policy);
+        ring.advance();
+      }
+    }
+  }
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,183 @@
+// The forward's arguments, and what a tile is: 64 rows of one head for each consumer warpgroup, the
+// blocks of keys that they may attend, and how tile numbers lead to them. Every role asks the same
+// functions, so that all agree without a word.
+#pragma once
+
+#include "attention/attention.h"
+#include "attention/key_range.h"
+#include "attention/sm90/forward/config.cuh"
+#include "attention/sm90/launch.cuh"
+#include "attention/sm90/masks/mask_classes.h"
+#include "sm90/tile/scheduler.h"
+#include "sm90/tile/tile_queue.cuh"
+
+namespace fastattn::attention {
+
+using sm90::TileMessage;
+
+struct ForwardArguments {
+  CUtensorMap q, k, v, out_map;
+  CUtensorMap bias;  // an additive mask as 16-bit columns: a float is two
+  TensorView out;
+  float* lse;
+  int heads, heads_per_kv;
+  int queries, keys, value_dim;
+  Lengths query_lengths, key_lengths;
+  Packing packing;
+  Band band;
+  Dropout dropout;
+  DenseMask mask;
+  KeySplits splits;
+  float scale_log2;  // positive
+  bool negate;       // the scale is negative: Q changes sign instead
+  sm90::TileOrder order;
+  int tiles;
+  sm90::TileSource source;
+};
+
+template <class Traits>
+__device__ __forceinline__ Range tile_rows(const TileMessage& tile) {
+  return {tile.row, smaller(tile.row + Traits::kTileRows, tile.queries)};
+}
+
+// The diagonal of packed sequences depends on their own lengths.
+__device__ __forceinline__ Band band_of(const ForwardArguments& args, const TileMessage& tile) {
+  Band band = args.band;
+  if (args.packing.ends_meet) {
+    band.diagonal = tile.keys - tile.queries;
+  }
+  return band;
+}
+
+// Packed sequences are rows of one batch entry.
+__device__ __forceinline__ int batch_entry(const ForwardArguments& args, const TileMessage& tile) {
+  return args.packing.query_offsets ? 0 : tile.batch;
+}
+
+template <class Traits>
+__device__ __forceinline__ BlockPlan whole_plan(const ForwardArguments& args,
+                                                const TileMessage& tile, int group) {
+  const int row = tile.row + group * kMmaRows;
+  const Range own_rows = {row, smaller(row + kMmaRows, tile.queries)};
+  if constexpr (Traits::kBanded) {
+    return plan_blocks(tile_rows<Traits>(tile), own_rows, band_of(args, tile), tile.keys,
+                       Traits::kBlock, Traits::kSkips);
+  } else {
+    const Range keys = {0, is_empty(tile_rows<Traits>(tile)) ? 0 : tile.keys};
+    const Range blocks = blocks_touching(keys, Traits::kBlock);
+    return {blocks, blocks, blocks_inside(keys, Traits::kBlock)};
+  }
+}
+
+// What a warpgroup does for a tile: of its blocks, or of one part of them.
+template <class Traits>
+__device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args,
+                                                    const TileMessage& tile, int group) {
+  const BlockPlan plan = whole_plan<Traits>(args, tile, group);
+  if (Traits::kSplits && args.splits.count > 1) {
+    return part_of(plan, tile.part, args.splits.count);
+  }
+  return plan;
+}
+
+// Whether a warpgroup's 64 rows of a tile leave through shared memory: TMA would write rows that
+// belong to the next of packed sequences.
+template <class Traits>
+__device__ __forceinline__ bool is_staged(const ForwardArguments& args, const TileMessage& tile,
+                                          int group) {
+  if (Traits::kSplits && args.splits.count > 1) {
+    return false;  // parts leave in fp32
+  }
+  return !args.packing.query_offsets || tile.row + (group + 1) * kMmaRows <= tile.queries;
+}
+
+// -- from numbers to tiles ------------------------------------------------------------------------
+constexpr TileMessage kNoTile = {-1, 0, 0, 0, 0, 0, 0};
+
+template <class Traits>
+__device__ __forceinline__ TileMessage describe_packed(const ForwardArguments& args,
+                                                       sm90::PackedWalk& walk, int tile) {
+  const Packing& packing = args.packing;
+  sm90::walk_to(walk, packing.query_offsets, packing.sequences, args.heads, Traits::kTileRows, tile,
+                packing.order);
+  if (walk.sequence >= packing.sequences) {
+    return kNoTile;
+  }
+  const sm90::TilePlace place =
+      sm90::tile_place({walk.row_tiles, args.heads, args.order.section}, tile - walk.first);
+  const int sequence = sm90::sequence_at(packing.order, walk.sequence);
+  const int* queries = packing.query_offsets + sequence;
+  const int* keys = packing.key_offsets + sequence;
+  return {place.row_tile * Traits::kTileRows,
+          sequence,
+          place.head,
+          queries[1] - queries[0],
+          keys[1] - keys[0],
+          queries[0]};
+}
+
+template <class Traits>
+__device__ __forceinline__ TileMessage describe_whole(const ForwardArguments& args,
+                                                      sm90::PackedWalk& walk, int tile) {
+  if (args.packing.query_offsets) {
+    return describe_packed<Traits>(args, walk, tile);
+  }
+  if (tile >= args.tiles) {
+    return kNoTile;
+  }
+  const sm90::TilePlace place = sm90::tile_place(args.order, tile);
+  const int batch = place.head / args.heads;
+  return {place.row_tile * Traits::kTileRows,
+          batch,
+          place.head - batch * args.heads,
+          clamped_length(args.query_lengths, batch, args.queries),
+          clamped_length(args.key_lengths, batch, args.keys),
+          0};
+}
+
+// Number `number` as every role needs it: a tile, or one part of a tile after the other.
+template <class Traits>
+__device__ __forceinline__ TileMessage describe(const ForwardArguments& args,
+                                                sm90::PackedWalk& walk, int number) {
+  if (!Traits::kSplits || args.splits.count == 1) {
+    return describe_whole<Traits>(args, walk, number);
+  }
+  const int tile = number / args.splits.count;
+  TileMessage message = describe_whole<Traits>(args, walk, tile);
+  message.part = number - tile * args.splits.count;
+  return message;
+}
+
+// The blocks of keys that come for a tile, last one first.
+template <class Traits>
+struct BlockWalk {
+  Range blocks;
+  const BlockClass* classes;  // under a dense mask: of the tile's blocks; some have no work
+
+  __device__ __forceinline__ bool none() const { return is_empty(blocks); }
+  __device__ __forceinline__ int last() const { return blocks.end - 1; }
+  __device__ __forceinline__ bool reaches(int n) const { return n >= blocks.begin; }
+  // The one that comes after n; under a dense mask -1 for none.
+  __device__ __forceinline__ int after(int n) const {
+    return Traits::kDense ? last_with_work(classes, n - 1, blocks.begin) : n - 1;
+  }
+};
+
+template <class Traits>
+__device__ __forceinline__ BlockWalk<Traits> blocks_of(const ForwardArguments& args,
+                                                       const TileMessage& tile) {
+  if (tile.row < 0) {
+    return {{0, 0}, nullptr};
+  }
+  Range blocks = plan_for_group<Traits>(args, tile, 0).loaded;
+  const BlockClass* classes = nullptr;
+  if constexpr (Traits::kDense) {
+    const MaskLayout& layout = args.mask.layout;
+    classes = args.mask.classes + classes_at(layout, class_head(layout, tile.batch, tile.head),
+                                             tile.row / Traits::kTileRows);
+    blocks.end = last_with_work(classes, blocks.end - 1, blocks.begin) + 1;
+  }
+  return {blocks, classes};
+}
+
+}  // namespace fastattn::attention

@@ -1,0 +1,99 @@
+// A dense mask on a block of scores in registers. Only blocks that it changes come here.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "attention/attention.h"
+#include "attention/sm90/masks/mask.cuh"
+#include "sm90/tile/accumulator.cuh"
+
+namespace fastattn::attention {
+
+constexpr int kOctet = 8;  // columns that have four registers of a thread
+constexpr int kOctetRegisters = 4;
+
+// Scores become -inf where a boolean mask, packed into bits, has none. A thread reads the bits of
+// its two rows for the whole block.
+template <int kCount>
+__device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bits,
+                                          const MaskLayout& layout, int64_t mask_head,
+                                          int upper_row, int queries, int n,
+                                          sm90::AccumulatorThread thread) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Rows that do not exist do as the last one does.
+    const int row = smaller(upper_row + half * sm90::kRowStep, queries - 1);
+    const uint4 words = *reinterpret_cast<const uint4*>(bits + bits_at(layout, mask_head, row, n));
+#pragma unroll
+    for (int octet = 0; octet < kCount / kOctetRegisters; ++octet) {
+      constexpr int kWordOctets = kWordKeys / kOctet;
+      const int index = octet / kWordOctets;
+      const uint32_t word = index == 0   ? words.x
+                            : index == 1 ? words.y
+                            : index == 2 ? words.z
+                                         : words.w;
+      const uint32_t own = word >> thread.first_column();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& score = s[octet * kOctetRegisters + 2 * half + i];
+        score = own >> (octet % kWordOctets * kOctet + i) & 1 ? score : kMinusInfinity;
+      }
+    }
+  }
+}
+
+// An additive mask of floats takes two pieces where one of 16 bits takes one.
+__device__ __forceinline__ bool is_wide(const DenseMask& mask) {
+  return mask.type == MaskType::kFloat32;
+}
+// Whether one row of a mask serves all.
+__device__ __forceinline__ bool has_one_row(const DenseMask& mask) {
+  return mask.row_stride == 0;
+}
+
+// Two neighbouring elements of an additive mask, and the highest that blocks.
+__device__ __forceinline__ float2 pair_of(const float* at) {
+  return *reinterpret_cast<const float2*>(at);
+}
+__device__ __forceinline__ float2 pair_of(const __nv_bfloat16* at) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(at));
+}
+__device__ __forceinline__ float2 pair_of(const __half* at) {
+  return __half22float2(*reinterpret_cast<const __half2*>(at));
+}
+template <class MaskElement>
+constexpr float kLowest = kLowestFloat;
+template <>
+inline constexpr float kLowest<__nv_bfloat16> = kLowestBFloat16;
+template <>
+inline constexpr float kLowest<__half> = kLowestFloat16;
+
+// s = s * scale + mask, -inf where the mask blocks, for the columns of a piece of 64 rows x 128
+// bytes as TMA leaves it in shared memory, or of one row that serves all. `s`: this thread's scores
+// of those columns. Reads of 16-bit elements touch every bank once, those of floats twice.
+template <class MaskElement>
+__device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool one_row,
+                                               float scale, sm90::AccumulatorThread thread) {
+  constexpr uint32_t kOctetBytes = kOctet * sizeof(MaskElement);
+  const uint32_t byte = thread.first_column() * sizeof(MaskElement);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t line = one_row ? 0 : thread.upper_row() + half * sm90::kRowStep;
+    const uint32_t first =
+        sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
+#pragma unroll
+    for (int octet = 0; octet < sm90::kRowBytes / static_cast<int>(kOctetBytes); ++octet) {
+      // The swizzle is a xor, and so is the step to another octet.
+      const char* at = piece + (first ^ octet * kOctetBytes);
+      const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(at));
+      float* score = &s[octet * kOctetRegisters + 2 * half];
+      score[0] = bias.x <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[0], scale, bias.x);
+      score[1] = bias.y <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[1], scale, bias.y);
+    }
+  }
+}
+
+}  // namespace fastattn::attention

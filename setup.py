@@ -301,10 +301,10 @@ def library_steps(
     place = objects / (library.file_name(tools) if library.extends else library.name)
     steps = []
     for source in sources(library, csrc):
-        folder = place / source.parent.relative_to(csrc)
+        beside = place / source.parent.relative_to(csrc)
         if source.suffix == ".cu":
             for name, macros in INSTANCES.get(source.name, {source.name: ()}).items():
-                output = folder / f"{name}.o"
+                output = beside / f"{name}.o"
                 compiler = ["sh", "-c", LOGGED, "sh", str(log_of(output))]
                 compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
                 compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *macros]
@@ -316,7 +316,7 @@ def library_steps(
             compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, *sanitize, "-MMD"]
             if library.architectures:
                 compiler += ["-isystem", str(cuda / "include")]
-            steps.append(_compile_step(compiler + headers, source, folder / f"{source.name}.o"))
+            steps.append(_compile_step(compiler + headers, source, beside / f"{source.name}.o"))
     links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.

@@ -5,6 +5,8 @@ group, on transposed scores: pᵀ and dsᵀ then are what the tensor cores want 
 formulas are in triton_bwd_parts.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,7 +21,9 @@ from fastattn.ops._triton_dropout import (
 )
 from fastattn.ops.attention.triton_bwd_parts import (
     DEAD_ROW,
-    load_part,
+    Case,
+    Mask,
+    load_rows,
     packed_sequence,
     packed_statistics,
     product,
@@ -33,6 +37,8 @@ from fastattn.ops.attention.triton_tiles import (
     LOG2E,
     ONE_COLUMN,
     PARTIAL,
+    Dropout,
+    Source,
     clamped_length,
     key_bounds,
     load_mask,
@@ -44,187 +50,188 @@ from fastattn.ops.attention.triton_tiles import (
 )
 
 
+class Lengths(NamedTuple):
+    """Key lengths of one sequence, one for each query where KEY_LENGTHS is 2."""
+
+    ptr: Any
+    stride_m: Any
+
+
+class Rows(NamedTuple):
+    """Rows by arithmetic: none outside [begin, end), none from q_limit on, and of those between
+    row i attends keys from i + low to i + high.
+    """
+
+    begin: Any
+    end: Any
+    q_limit: Any
+    low: Any
+    high: Any
+
+
+class Operands(NamedTuple):
+    """What a program reads in one head. k1 and v1 are used where there is D1 and E1."""
+
+    k0: Any
+    k1: Any
+    v0: Any
+    v1: Any
+    q: Source
+    dout: Source
+    mask: Mask
+    lengths: Lengths
+    rows: Rows
+    dropout: Dropout
+    j: Any
+    keys_left: Any
+    M: Any
+    N: Any
+    scale: Any
+    shift: Any
+
+
+class Sums(NamedTuple):
+    """Of every key: dk and dv; dk1 and dv1 are used where there is D1 and E1."""
+
+    dk0: Any
+    dk1: Any
+    dv0: Any
+    dv1: Any
+
+
 @triton.jit
 def dkdv_tile(
-    dk0,
-    dk1,
-    dv0,
-    dv1,
-    k0,
-    k1,
-    v0,
-    v1,
+    sums,
     tile,
-    q_ptr,
-    dout_ptr,
-    q0_desc,
-    q1_desc,
-    do0_desc,
-    do1_desc,
     statistics_ptr,
-    desc_b,
-    h,
-    query0,
-    stride_qm,
-    stride_dom,
-    mask_ptr,
-    stride_mm,
-    stride_mn,
-    lengths_ptr,
-    stride_lm,
-    j,
-    keys_left,
-    q_limit,
-    M,
-    N,
-    live_begin,
-    live_end,
-    low,
-    high,
     row_keys_ptr,
-    column_keys,
-    threshold,
-    scale,
-    shift,
+    given,
     KIND: tl.constexpr,
-    LISTS: tl.constexpr,
-    MOVING: tl.constexpr,
-    DENSE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_VALUE: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HAS_DOUT: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
-    NATURAL: tl.constexpr,
-    DEAD_ROWS: tl.constexpr,
     LATE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CASE: tl.constexpr,
 ):
-    """Adds query tile `tile` of head (b, h) to dk and dv. statistics_ptr and row_keys_ptr: of the
-    tile with MOVING and KIND FULL, else of the head.
+    """Adds query tile `tile` to dk and dv. statistics_ptr and row_keys_ptr: of the tile if it is
+    FULL and not listed, else of the head. LATE: dp is computed before p.
     """
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    dk0, dk1, dv0, dv1 = sums
     m_start = tile * BLOCK_M
     local_i = tl.arange(0, BLOCK_M)
     i = m_start + local_i
     stored_start = m_start
-    if MOVING and KIND == FULL:
+    if KIND == FULL and not CASE.LISTS:
         stored_start = 0
     # Edge tiles read rows that attend no key here as 0: 0 · NaN would reach every key.
-    live = (i >= live_begin) & (i < live_end)
+    live = (i >= given.rows.begin) & (i < given.rows.end)
     if KIND == EDGE:
-        word = tl.load(statistics_ptr + i, mask=(i < M) if LISTS else live, other=DEAD_ROW)
+        read = (i < given.M) if CASE.LISTS else live
+        word = tl.load(statistics_ptr + i, mask=read, other=DEAD_ROW)
     else:
         word = tl.load(statistics_ptr + (stored_start + local_i))
     lse, delta = unpack_statistics(word)
-    if KIND == EDGE and LISTS:
+    if KIND == EDGE and CASE.LISTS:
         live = lse != float("inf")
     MASKED: tl.constexpr = KIND == EDGE
-    BY_TMA: tl.constexpr = TMA and not (MASKED and DEAD_ROWS)
+    BY_TMA: tl.constexpr = CASE.TMA and not (MASKED and CASE.DEAD)
 
-    q0 = load_part(q_ptr, stride_qm, q0_desc, desc_b, h, query0, m_start, live,
-                   BLOCK_M, 0, D0, D, MASKED, BY_TMA)  # fmt: skip
-    q1 = q0
-    if D1 > 0:
-        q1 = load_part(q_ptr, stride_qm, q1_desc, desc_b, h, query0, m_start, live,
-                       BLOCK_M, D0, D1, D, MASKED, BY_TMA)  # fmt: skip
-    s = product(k0, k1, q0, q1, D1, PRECISION)  # [BLOCK_N, BLOCK_M]
-    if HAS_DOUT:
-        do0 = load_part(dout_ptr, stride_dom, do0_desc, desc_b, h, query0, m_start, live,
-                        BLOCK_M, 0, E0, E, MASKED, BY_TMA)  # fmt: skip
-        do1 = do0
-        if E1 > 0:
-            do1 = load_part(dout_ptr, stride_dom, do1_desc, desc_b, h, query0, m_start, live,
-                            BLOCK_M, E0, E1, E, MASKED, BY_TMA)  # fmt: skip
+    q0, q1 = load_rows(given.q, m_start, live, BLOCK_M, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
+    s = product(given.k0, given.k1, q0, q1, CASE.D1, CASE.PRECISION)  # [BLOCK_N, BLOCK_M]
+    if CASE.HAS_DOUT:
+        do0, do1 = load_rows(
+            given.dout, m_start, live, BLOCK_M, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
+        )
         if LATE and NEED_DK:
-            dp = product(v0, v1, do0, do1, E1, PRECISION)
+            dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
 
     bias = 0.0
     rows = local_i[None, :]
     columns = tl.arange(0, BLOCK_N)[:, None]
-    if DENSE:  # of (b, h) and these keys
-        mask_ptr += m_start.to(tl.int64) * stride_mm
+    stride_m = given.mask.stride_m
+    stride_n = given.mask.stride_n
+    mask_ptr = given.mask.ptr
+    if CASE.DENSE:  # of (b, h) and these keys
+        mask_ptr += m_start.to(tl.int64) * stride_m
     if KIND == EDGE:
         # Keys beyond their length may get any gradient here: each has its own row, never stored.
-        row_limit = N
-        if KEY_LENGTHS == 2:
-            lengths_ptr += i[None, :].to(tl.int64) * stride_lm
-            row_limit = clamped_length(tl.load(lengths_ptr, mask=i[None, :] < M, other=0), N)
+        row_limit = given.N
+        if CASE.KEY_LENGTHS == 2:
+            lengths_ptr = given.lengths.ptr + i[None, :].to(tl.int64) * given.lengths.stride_m
+            lengths = tl.load(lengths_ptr, mask=i[None, :] < given.M, other=0)
+            row_limit = clamped_length(lengths, given.N)
         row_begin, row_end = key_bounds(
-            i[None, :], row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH
-        )
-        allowed = j[:, None] < row_end
-        if HAS_LOW:
-            allowed = allowed & (j[:, None] >= row_begin)
-        if DENSE:
+            i[None, :], row_limit, given.rows.q_limit, given.rows.low, given.rows.high,
+            CASE.HAS_LOW, CASE.HAS_HIGH,
+        )  # fmt: skip
+        allowed = given.j[:, None] < row_end
+        if CASE.HAS_LOW:
+            allowed = allowed & (given.j[:, None] >= row_begin)
+        if CASE.DENSE:
             dense, bias = load_mask(
-                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, keys_left, SHARED
-            )
+                mask_ptr, rows, columns, stride_m, stride_n, given.M - m_start, given.keys_left,
+                CASE.SHARED,
+            )  # fmt: skip
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = None if SHARED == ONE_COLUMN else columns < keys_left
-        allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
-    p = weights(s, lse[None, :], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0)
-    if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
+        inside = None if CASE.SHARED == ONE_COLUMN else columns < given.keys_left
+        allowed, bias = load_partial(
+            mask_ptr, rows, columns, inside, stride_m, stride_n, CASE.SHARED
+        )
+    p = weights(
+        s, lse[None, :], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL, CASE.NATURAL,
+        CASE.DROPOUT > 0,
+    )  # fmt: skip
+    if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
 
-    if HAS_DOUT:
-        if DROPOUT:
+    if CASE.HAS_DOUT:
+        if CASE.DROPOUT:
             # From dq: every thread would hash those of its rows again, as much work as the words.
             first_rows = unit_rows(stored_start, BLOCK_M // 2)
             if KIND == EDGE:
-                row_keys = tl.load(row_keys_ptr + first_rows, mask=first_rows < M, other=0)
+                row_keys = tl.load(row_keys_ptr + first_rows, mask=first_rows < given.M, other=0)
             else:
                 row_keys = tl.load(row_keys_ptr + first_rows)
             row_keys = row_keys.to(tl.uint32, bitcast=True)
+            column_keys = given.dropout.column_keys
+            threshold = given.dropout.threshold
             bits = kept_bits(column_keys, row_keys, threshold, BLOCK_N, BLOCK_M)
-            if DROPOUT == 1:
+            if CASE.DROPOUT == 1:
                 # The decision waits for dp in p's sign: 32 predicates would not.
                 p = negate_dropped(p, bits, rows, columns)
         if NEED_DV:
             kept = p
-            if DROPOUT == 2:
+            if CASE.DROPOUT == 2:
                 kept = zero_dropped(p.to(do0.dtype), bits, rows, columns)
-            elif DROPOUT == 1:
+            elif CASE.DROPOUT == 1:
                 kept = tl.maximum(p, 0.0)
             if not LATE:
-                dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=PRECISION)
-                if E1 > 0:
-                    dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=PRECISION)
+                dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
+                if CASE.E1 > 0:
+                    dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
         if NEED_DK:
             if not LATE:
-                dp = product(v0, v1, do0, do1, E1, PRECISION)
-            if DROPOUT == 2:
+                dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
+            if CASE.DROPOUT == 2:
                 dp = zero_dropped(dp, bits, rows, columns)
-            elif DROPOUT == 1:
+            elif CASE.DROPOUT == 1:
                 dp = tl.where(p > 0.0, dp, 0.0)
                 p = tl.abs(p)
             ds = p * (dp - delta[None, :])
         if NEED_DV and LATE:
-            dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=PRECISION)
-            if E1 > 0:
-                dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=PRECISION)
+            dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
+            if CASE.E1 > 0:
+                dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
     elif NEED_DK:
         ds = -p * delta[None, :]
     if NEED_DK:
         ds = ds.to(q0.dtype)
-        dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
-        if D1 > 0:
-            dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
-    return dk0, dk1, dv0, dv1
+        dk0 = tl.dot(ds, q0, dk0, input_precision=CASE.PRECISION)
+        if CASE.D1 > 0:
+            dk1 = tl.dot(ds, q1, dk1, input_precision=CASE.PRECISION)
+    return Sums(dk0, dk1, dv0, dv1)
 
 
 # Not specialised: what changes from batch to batch and buys no wider load.
@@ -336,9 +343,11 @@ def attention_bwd_dkdv_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
 ):
-    """Arguments as in attention_bwd_dq_kernel; batch_heads and section count key/value heads. LATE:
-    dp is computed before p.
-    """
+    """Arguments as in attention_bwd_dq_kernel; batch_heads and section count key/value heads."""
+    CASE: tl.constexpr = Case(
+        LISTS, FACTOR_N, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+        HAS_DOUT, NATURAL, DEAD_ROWS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     mm = stride_mm * MASK_UNIT
     N = N * MASK_UNIT
     # Causality makes the first keys' loops the longest.
@@ -424,6 +433,8 @@ def attention_bwd_dkdv_kernel(
     if E1 > 0:
         dv1 = tl.zeros([BLOCK_N, E1], tl.float32)
 
+    sums = Sums(dk0, dk1, dv0, dv1)
+
     # -- every query head of the group in turn
     # A pointer that the loop over full tiles moves on takes fewer registers than an offset for
     # every tile.
@@ -462,6 +473,16 @@ def attention_bwd_dkdv_kernel(
             column_base = stream_key(COLUMN_TAG, seed_ptr, stream, False)
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
+        given = Operands(
+            k0, k1, v0, v1,
+            Source(q_head, stride_qm * STRIDE_UNIT, q0_desc, q1_desc, desc_b, h, query0),
+            Source(dout_head, stride_dom * STRIDE_UNIT, do0_desc, do1_desc, desc_b, h, query0),
+            Mask(mask_head, mm, stride_mn),
+            Lengths(key_lengths_ptr, stride_lm),
+            Rows(live_begin, live_end, q_limit, low, high),
+            Dropout(row_keys, column_keys, threshold),
+            j, N - n_start, M, N, score_scale, shift,
+        )  # fmt: skip
         next_tile = full_first
         if LISTS:
             next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
@@ -476,16 +497,18 @@ def attention_bwd_dkdv_kernel(
                 next_tile = tl.load(list_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
-            dk0, dk1, dv0, dv1 = dkdv_tile(
-                dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
-                do0_desc, do1_desc, tile_statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
-                stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                tile_row_keys, column_keys, threshold, score_scale, shift, FULL, LISTS, MOVING,
-                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
-                HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1, E,
-                E0, E1, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            sums = dkdv_tile(
+                sums,
+                tile,
+                tile_statistics,
+                tile_row_keys,
+                given,
+                FULL,
+                NEED_DK,
+                NEED_DV,
+                LATE,
+                CASE,
+            )
             if MOVING:
                 tile_statistics += BLOCK_M
                 tile_row_keys += BLOCK_M
@@ -495,16 +518,9 @@ def attention_bwd_dkdv_kernel(
             for index in tl.range(0, n_partial, num_stages=STAGES):
                 tile = next_tile
                 next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
-                dk0, dk1, dv0, dv1 = dkdv_tile(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
-                    do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                    stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
-                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_keys, column_keys, threshold, score_scale, shift, PARTIAL, LISTS, MOVING,
-                    DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
-                    HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
-                    E, E0, E1, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                sums = dkdv_tile(
+                    sums, tile, statistics, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
+                )
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
                 if LISTS:
@@ -512,18 +528,12 @@ def attention_bwd_dkdv_kernel(
                 else:
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
-                dk0, dk1, dv0, dv1 = dkdv_tile(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1, tile, q_head, dout_head, q0_desc, q1_desc,
-                    do0_desc, do1_desc, statistics, desc_b, h, query0, stride_qm * STRIDE_UNIT,
-                    stride_dom * STRIDE_UNIT, mask_head, mm, stride_mn, key_lengths_ptr,
-                    stride_lm, j, N - n_start, q_limit, M, N, live_begin, live_end, low, high,
-                    row_keys, column_keys, threshold, score_scale, shift, EDGE, LISTS, MOVING,
-                    DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
-                    HAS_DOUT, NEED_DK, NEED_DV, NATURAL, DEAD_ROWS, LATE, TMA, PRECISION, D, D0, D1,
-                    E, E0, E1, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                sums = dkdv_tile(
+                    sums, tile, statistics, row_keys, given, EDGE, NEED_DK, NEED_DV, LATE, CASE
+                )
 
     # -- results; keys beyond their length hold whatever their row became
+    dk0, dk1, dv0, dv1 = sums
     stored = j < N
     used = (j < key_limit)[:, None]
     if NEED_DK:

@@ -5,6 +5,8 @@ way and leaves its rows' statistics for the kernels that follow. The formulas ar
 triton_bwd_parts.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,7 +20,9 @@ from fastattn.ops._triton_dropout import (
     zero_dropped,
 )
 from fastattn.ops.attention.triton_bwd_parts import (
-    load_part,
+    Case,
+    Mask,
+    load_rows,
     pack_statistics,
     packed_sequence,
     packed_statistics,
@@ -33,6 +37,9 @@ from fastattn.ops.attention.triton_tiles import (
     NEG_INF,
     ONE_ROW,
     PARTIAL,
+    Dropout,
+    Reach,
+    Source,
     clamped_length,
     key_bounds,
     load_mask,
@@ -44,130 +51,112 @@ from fastattn.ops.attention.triton_tiles import (
 )
 
 
+class Alive(NamedTuple):
+    """With LISTS: of each base tile of queries (`tiles` in all) and each key, whether any of these
+    queries may attend the key.
+    """
+
+    ptr: Any
+    stride: Any
+    tiles: Any
+
+
+class Operands(NamedTuple):
+    """What a program reads. q1 and do1 are used where there is D1 and E1."""
+
+    q0: Any
+    q1: Any
+    do0: Any
+    do1: Any
+    lse: Any
+    delta: Any
+    k: Source
+    v: Source
+    mask: Mask
+    alive: Alive
+    reach: Reach
+    dropout: Dropout
+    m_start: Any
+    M: Any
+    N: Any
+    scale: Any
+    shift: Any
+
+
 @triton.jit
 def dq_tile(
     dq0,
     dq1,
-    q0,
-    q1,
-    do0,
-    do1,
-    lse,
-    delta,
     tile,
-    k_ptr,
-    v_ptr,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    desc_b,
-    kv_head,
-    key0,
-    stride_kn,
-    stride_vn,
-    mask_ptr,
-    stride_mm,
-    stride_mn,
-    alive_ptr,
-    stride_alive,
-    base_tiles_m,
-    m_start,
-    M,
-    N,
-    row_begin,
-    row_end,
-    touched_begin,
-    touched_end,
-    row_keys,
-    column_keys_ptr,
-    threshold,
-    scale,
-    shift,
+    given,
     KIND: tl.constexpr,
-    LISTS: tl.constexpr,
-    FACTOR_M: tl.constexpr,
-    DENSE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_VALUE: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HAS_DOUT: tl.constexpr,
-    NATURAL: tl.constexpr,
-    DEAD_KEYS: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     SUM: tl.constexpr,
+    CASE: tl.constexpr,
 ):
     """Adds key tile `tile` to dq; with SUM the rows of p dp to dq0 [BLOCK_M], without a delta."""
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
     n_start = tile * BLOCK_N
     local_i = tl.arange(0, BLOCK_M)
     local_j = tl.arange(0, BLOCK_N)
     j = n_start + local_j
     # Edge tiles read keys that no row here may attend as 0: 0 · NaN would reach every row.
-    if KIND == EDGE and LISTS:
+    if KIND == EDGE and CASE.LISTS:
+        alive = given.alive
         seen = tl.zeros([BLOCK_N], tl.int32)
-        for f in tl.static_range(FACTOR_M):
-            base_row = m_start // (BLOCK_M // FACTOR_M) + f
-            keys_ptr = alive_ptr + base_row.to(tl.int64) * stride_alive + j
-            flags = tl.load(keys_ptr, mask=(j < N) & (base_row < base_tiles_m), other=0)
+        for f in tl.static_range(CASE.FACTOR):
+            base_row = given.m_start // (BLOCK_M // CASE.FACTOR) + f
+            keys_ptr = alive.ptr + base_row.to(tl.int64) * alive.stride + j
+            flags = tl.load(keys_ptr, mask=(j < given.N) & (base_row < alive.tiles), other=0)
             seen = seen | flags.to(tl.int32)
         touched = seen > 0
     else:
-        touched = (j >= touched_begin) & (j < touched_end)
+        touched = (j >= given.reach.begin) & (j < given.reach.end)
     MASKED: tl.constexpr = KIND == EDGE
-    BY_TMA: tl.constexpr = TMA and not (MASKED and DEAD_KEYS)
+    BY_TMA: tl.constexpr = CASE.TMA and not (MASKED and CASE.DEAD)
 
-    k0 = load_part(k_ptr, stride_kn, k0_desc, desc_b, kv_head, key0, n_start, touched,
-                   BLOCK_N, 0, D0, D, MASKED, BY_TMA)  # fmt: skip
-    k1 = k0
-    if D1 > 0:
-        k1 = load_part(k_ptr, stride_kn, k1_desc, desc_b, kv_head, key0, n_start, touched,
-                       BLOCK_N, D0, D1, D, MASKED, BY_TMA)  # fmt: skip
-    s = product(q0, q1, k0, k1, D1, PRECISION)  # [BLOCK_M, BLOCK_N]
-    if HAS_DOUT:
-        v0 = load_part(v_ptr, stride_vn, v0_desc, desc_b, kv_head, key0, n_start, touched,
-                       BLOCK_N, 0, E0, E, MASKED, BY_TMA)  # fmt: skip
-        v1 = v0
-        if E1 > 0:
-            v1 = load_part(v_ptr, stride_vn, v1_desc, desc_b, kv_head, key0, n_start, touched,
-                           BLOCK_N, E0, E1, E, MASKED, BY_TMA)  # fmt: skip
-        dp = product(do0, do1, v0, v1, E1, PRECISION)
+    k0, k1 = load_rows(given.k, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
+    s = product(given.q0, given.q1, k0, k1, CASE.D1, CASE.PRECISION)  # [BLOCK_M, BLOCK_N]
+    if CASE.HAS_DOUT:
+        v0, v1 = load_rows(
+            given.v, n_start, touched, BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
+        )
+        dp = product(given.do0, given.do1, v0, v1, CASE.E1, CASE.PRECISION)
 
     bias = 0.0
     rows = local_i[:, None]
     columns = local_j[None, :]
-    if DENSE:  # of (b, h) and these rows
-        mask_ptr += n_start.to(tl.int64) * stride_mn
+    stride_m = given.mask.stride_m
+    stride_n = given.mask.stride_n
+    mask_ptr = given.mask.ptr
+    if CASE.DENSE:  # of (b, h) and these rows
+        mask_ptr += n_start.to(tl.int64) * stride_n
     if KIND == EDGE:
-        allowed = j[None, :] < row_end[:, None]
-        if HAS_LOW:
-            allowed = allowed & (j[None, :] >= row_begin[:, None])
-        if DENSE:
+        allowed = j[None, :] < given.reach.row_end[:, None]
+        if CASE.HAS_LOW:
+            allowed = allowed & (j[None, :] >= given.reach.row_begin[:, None])
+        if CASE.DENSE:
+            rows_left = given.M - given.m_start
             dense, bias = load_mask(
-                mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start, SHARED
-            )
+                mask_ptr, rows, columns, stride_m, stride_n, rows_left, given.N - n_start,
+                CASE.SHARED,
+            )  # fmt: skip
             allowed = allowed & dense
     elif KIND == PARTIAL:
-        inside = None if SHARED == ONE_ROW else rows < M - m_start
-        allowed, bias = load_partial(mask_ptr, rows, columns, inside, stride_mm, stride_mn, SHARED)
+        inside = None if CASE.SHARED == ONE_ROW else rows < given.M - given.m_start
+        allowed, bias = load_partial(
+            mask_ptr, rows, columns, inside, stride_m, stride_n, CASE.SHARED
+        )
     p = weights(
-        s, lse[:, None], bias, scale, shift, BIAS and KIND != FULL, NATURAL, DROPOUT > 0 and not SUM
-    )
-    if KIND == EDGE or (KIND == PARTIAL and not BY_VALUE):
+        s, given.lse[:, None], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL,
+        CASE.NATURAL, CASE.DROPOUT > 0 and not SUM,
+    )  # fmt: skip
+    if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
-    if HAS_DOUT and DROPOUT:
+    if CASE.HAS_DOUT and CASE.DROPOUT:
+        row_keys, column_keys_ptr, threshold = given.dropout
         column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
-        if DROPOUT == 2:
+        if CASE.DROPOUT == 2:
             bits = kept_bits(row_keys, column_keys, threshold, BLOCK_M, BLOCK_N)
             dp = zero_dropped(dp, bits, rows, columns)
         else:
@@ -176,14 +165,14 @@ def dq_tile(
     if SUM:
         dq0 += tl.sum(p * dp, 1)
     else:
-        if HAS_DOUT:
-            ds = p * (dp - delta[:, None])
+        if CASE.HAS_DOUT:
+            ds = p * (dp - given.delta[:, None])
         else:
-            ds = -p * delta[:, None]
+            ds = -p * given.delta[:, None]
         ds = ds.to(k0.dtype)
-        dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
-        if D1 > 0:
-            dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq0 = tl.dot(ds, k0, dq0, input_precision=CASE.PRECISION)
+        if CASE.D1 > 0:
+            dq1 = tl.dot(ds, k1, dq1, input_precision=CASE.PRECISION)
     return dq0, dq1
 
 
@@ -308,6 +297,11 @@ def attention_bwd_dq_kernel(
     MASK_UNIT, so that the compiler sees their alignment. row_keys_ptr: for dkdv, dropout's key of
     each unit of rows, at the place of its first row among the statistics.
     """
+    CASE: tl.constexpr = Case(
+        LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
+        HAS_DOUT, NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
     m_tile, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
@@ -409,22 +403,25 @@ def attention_bwd_dq_kernel(
         if D1 > 0:
             q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
 
+        k = Source(k_ptr, stride_kn * STRIDE_UNIT, k0_desc, k1_desc, desc_b, kv_head, key0)
+        v = Source(v_ptr, stride_vn * STRIDE_UNIT, v0_desc, v1_desc, desc_b, kv_head, key0)
+        mask = Mask(mask_ptr, mm, stride_mn)
+        alive = Alive(alive_ptr, stride_alive, base_tiles_m)
+        reach = Reach(row_begin, row_end, touched_begin, touched_end)
+        dropout = Dropout(row_keys, column_keys_ptr, threshold)
+
     # -- statistics
     shift = tl.log2(keep_factor)
     if EXACT_DELTA:
+        given = Operands(
+            q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
+            score_scale, shift,
+        )  # fmt: skip
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
             tile = first + index
             if LISTS:
                 tile = tl.load(lists_ptr + index)
-            delta, _ = dq_tile(
-                delta, delta, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
-                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
-                base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE, LISTS, FACTOR_M,
-                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
-                TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, True,
-            )  # fmt: skip
+            delta, _ = dq_tile(delta, delta, tile, given, EDGE, True, CASE)
     elif HAS_DOUT:
         out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
         delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
@@ -451,6 +448,10 @@ def attention_bwd_dq_kernel(
         dq1 = delta
         if D1 > 0:
             dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
+        given = Operands(
+            q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
+            score_scale, shift,
+        )  # fmt: skip
         next_tile = full_first
         if LISTS:
             next_tile = tl.load(lists_ptr, mask=n_full > 0, other=0)
@@ -460,31 +461,14 @@ def attention_bwd_dq_kernel(
                 next_tile = tl.load(lists_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
-            dq0, dq1 = dq_tile(
-                dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
-                v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr, stride_alive,
-                base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin, touched_end,
-                row_keys, column_keys_ptr, threshold, score_scale, shift, FULL, LISTS, FACTOR_M,
-                DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT, NATURAL, DEAD_KEYS,
-                TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N, False,
-            )  # fmt: skip
+            dq0, dq1 = dq_tile(dq0, dq1, tile, given, FULL, False, CASE)
         if DENSE:
             partial = lists_ptr + n_full
             next_tile = tl.load(partial, mask=n_partial > 0, other=0)
             for index in tl.range(0, n_partial, num_stages=STAGES):
                 tile = next_tile
                 next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
-                dq0, dq1 = dq_tile(
-                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
-                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
-                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, PARTIAL,
-                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
-                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
-                    False,
-                )  # fmt: skip
+                dq0, dq1 = dq_tile(dq0, dq1, tile, given, PARTIAL, False, CASE)
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
                 if LISTS:
@@ -492,16 +476,7 @@ def attention_bwd_dq_kernel(
                 else:
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
-                dq0, dq1 = dq_tile(
-                    dq0, dq1, q0, q1, do0, do1, lse, delta, tile, k_ptr, v_ptr, k0_desc, k1_desc,
-                    v0_desc, v1_desc, desc_b, kv_head, key0, stride_kn * STRIDE_UNIT,
-                    stride_vn * STRIDE_UNIT, mask_ptr, mm, stride_mn, alive_ptr,
-                    stride_alive, base_tiles_m, m_start, M, N, row_begin, row_end, touched_begin,
-                    touched_end, row_keys, column_keys_ptr, threshold, score_scale, shift, EDGE,
-                    LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, DROPOUT, HAS_DOUT,
-                    NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
-                    False,
-                )  # fmt: skip
+                dq0, dq1 = dq_tile(dq0, dq1, tile, given, EDGE, False, CASE)
 
         dq_ptr += (b64 * stride_dqb + h64 * stride_dqh + m64 * stride_dqm) * STRIDE_UNIT
         # A dead row's sums may be NaN: its q and dout were read as they are.

@@ -13,6 +13,8 @@ may hold NaN). Lengths, causality and windows bound the loops by arithmetic; whe
 which tiles to visit, triton_bwd_tiles.py has listed them (LISTS).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,9 @@ DEAD_ROW = tl.constexpr(0x7F800000)
 # Those of a packed sequence begin at a multiple of this, wherever its rows do: full tiles load
 # them, and dropout's keys beside them, 16 bytes at a time.
 STATISTICS_STEP = tl.constexpr(4)
+
+
+# -- rows' lse and delta --------------------------------------------------------------------------
 
 
 @triton.jit
@@ -38,14 +43,76 @@ def unpack_statistics(word):
     return lse, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+# -- what a program has in hand -------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """What is known to the compiler, beside what triton_fwd_parts.py says of the same names. LISTS:
+    tiles are listed in memory, the program's own block has FACTOR base tiles of the lists.
+    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. DEAD: rows of what
+    the loop reads may attend no pair. NATURAL: scores stay in natural units.
+    """
+
+    LISTS: Any
+    FACTOR: Any
+    DENSE: Any
+    BIAS: Any
+    BY_VALUE: Any
+    SHARED: Any
+    HAS_LOW: Any
+    HAS_HIGH: Any
+    KEY_LENGTHS: Any
+    DROPOUT: Any
+    HAS_DOUT: Any
+    NATURAL: Any
+    DEAD: Any
+    TMA: Any
+    PRECISION: Any
+    D: Any
+    D0: Any
+    D1: Any
+    E: Any
+    E0: Any
+    E1: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+
+
+class Mask(NamedTuple):
+    """The dense mask of one head, from the program's own rows or keys on."""
+
+    ptr: Any
+    stride_m: Any
+    stride_n: Any
+
+
 @triton.jit
-def load_part(
-    ptr,
-    stride,
+def load_rows(
+    x,
+    start,
+    keep,
+    BLOCK: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] (if it is not 0) from row `start` of a Source.
+
+    With TMA by its descriptors, which read 0 beyond the tensor; else as load_tile.
+    """
+    x0 = _load_columns(x, x.desc0, start, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED, TMA)
+    x1 = x0
+    if WIDTH1 > 0:
+        x1 = _load_columns(x, x.desc1, start, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED, TMA)
+    return x0, x1
+
+
+@triton.jit
+def _load_columns(
+    x,
     desc,
-    b,
-    h,
-    line0,
     start,
     keep,
     BLOCK: tl.constexpr,
@@ -55,16 +122,14 @@ def load_part(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[BLOCK, WIDTH] from line start and column START of what ptr points at: (b, h) from line0 on.
-
-    With TMA by the descriptor, which reads 0 beyond the tensor; else as load_tile.
-    """
     if TMA:
-        return desc.load([b, h, line0 + start, START]).reshape([BLOCK, WIDTH])
+        return desc.load([x.b, x.head, x.start + start, START]).reshape([BLOCK, WIDTH])
     else:
-        return load_tile(
-            ptr + start.to(tl.int64) * stride, stride, keep, BLOCK, START, WIDTH, LIMIT, MASKED
-        )
+        ptr = x.ptr + start.to(tl.int64) * x.stride
+        return load_tile(ptr, x.stride, keep, BLOCK, START, WIDTH, LIMIT, MASKED)
+
+
+# -- the parts of a step --------------------------------------------------------------------------
 
 
 @triton.jit

@@ -24,19 +24,14 @@ from fastattn.ops.attention.triton_fwd_loops import (
     bounded_lists,
     whole_lists,
 )
-from fastattn.ops.attention.triton_fwd_parts import (
-    Case,
-    Dropout,
-    Mask,
-    Operands,
-    Reach,
-    Source,
-    Sums,
-)
+from fastattn.ops.attention.triton_fwd_parts import Case, Mask, Operands, Sums
 from fastattn.ops.attention.triton_tiles import (
     LIST_HEADER,
     NEG_INF,
     PARTIAL,
+    Dropout,
+    Reach,
+    Source,
     clamped_length,
     key_bounds,
     load_tile,
@@ -289,8 +284,8 @@ def attention_fwd_kernel(
         row_begin, row_end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
     given = Operands(
         q0, q1,
-        Source(k_ptr, kn, k_desc, b, kv_head, k_start),
-        Source(v_ptr, vn, v_desc, b, kv_head, k_start),
+        Source(k_ptr, kn, k_desc, None, b, kv_head, k_start),
+        Source(v_ptr, vn, v_desc, None, b, kv_head, k_start),
         Mask(mask_ptr, mm, stride_mn, M, N, m_start),
         Reach(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),

@@ -24,6 +24,9 @@ from fastattn.ops.attention.triton_tiles import (
     NEG_INF,
     ONE_ROW,
     PARTIAL,
+    Dropout,
+    Reach,
+    Source,
     load_mask,
     load_partial,
     load_tile,
@@ -63,19 +66,6 @@ class Case(NamedTuple):
     BLOCK_N: Any
 
 
-class Source(NamedTuple):
-    """Keys or values of one head, from key 0 at ptr; or, with TMA, through desc: of head `head` in
-    batch b or, PACKED, from its row `start` on.
-    """
-
-    ptr: Any
-    stride: Any
-    desc: Any
-    b: Any
-    head: Any
-    start: Any
-
-
 class Mask(NamedTuple):
     """The dense mask [M, N], from its row m_start on."""
 
@@ -85,21 +75,6 @@ class Mask(NamedTuple):
     M: Any
     N: Any
     m_start: Any
-
-
-class Reach(NamedTuple):
-    """Keys by arithmetic: [row_begin, row_end) [BLOCK_M] of each row, none outside [begin, end)."""
-
-    row_begin: Any
-    row_end: Any
-    begin: Any
-    end: Any
-
-
-class Dropout(NamedTuple):
-    row_keys: Any
-    column_keys_ptr: Any
-    threshold: Any
 
 
 class Operands(NamedTuple):
@@ -145,9 +120,9 @@ def load_lines(
     """
     tl.static_assert(START == 0 or not CASE.TMA, "descriptors are for head dims of one tile")
     if CASE.TMA and CASE.PACKED:
-        return x.desc.load([x.start + n_start, x.head, 0]).reshape([CASE.BLOCK_N, WIDTH])
+        return x.desc0.load([x.start + n_start, x.head, 0]).reshape([CASE.BLOCK_N, WIDTH])
     elif CASE.TMA:
-        return x.desc.load([x.b, x.head, n_start, 0]).reshape([CASE.BLOCK_N, WIDTH])
+        return x.desc0.load([x.b, x.head, n_start, 0]).reshape([CASE.BLOCK_N, WIDTH])
     else:
         ptr = x.ptr + n_start.to(tl.int64) * x.stride
         return load_tile(ptr, x.stride, touched, CASE.BLOCK_N, START, WIDTH, LIMIT, MASKED)

@@ -189,6 +189,37 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
 # -- tiles of q, k, v -----------------------------------------------------------------------------
 
 
+class Source(NamedTuple):
+    """Rows of one head that a loop goes over, from ptr on; or, with TMA, through the descriptors of
+    both column tiles: from row `start` of head `head` in batch b.
+    """
+
+    ptr: Any
+    stride: Any
+    desc0: Any
+    desc1: Any
+    b: Any
+    head: Any
+    start: Any
+
+
+class Reach(NamedTuple):
+    """Keys by arithmetic: [row_begin, row_end) [BLOCK_M] of each row, none outside [begin, end)."""
+
+    row_begin: Any
+    row_end: Any
+    begin: Any
+    end: Any
+
+
+class Dropout(NamedTuple):
+    """Keys of the program's rows and of columns; of those that the loop goes over, a pointer."""
+
+    row_keys: Any
+    column_keys: Any
+    threshold: Any
+
+
 @triton.jit
 def load_tile(
     ptr,

@@ -258,6 +258,13 @@ def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
 
 
 @runs
+def test_a_last_tile_of_keys_in_steps_of_queries() -> None:
+    """Of more keys than queries: not a whole one, though the keys are a multiple of BLOCK_M."""
+    make = partial(make_inputs, B=1, H=1, M=5, N=48, D=16)
+    _check(_arguments(Sample("last tile", "", make, ()), FP16), ForwardConfig(16, 32, 4, 1))
+
+
+@runs
 @pytest.mark.parametrize("mask", ["blocks MN", "min HMN", "float N"])
 def test_masks_in_steps_of_eight(mask: str) -> None:
     options = {"M": 70, "N": 104, "mask": mask, "D": 16, "causal": "bottom_right"}
@@ -410,7 +417,9 @@ def test_dead_keys_are_what_the_pairs_say() -> None:
 
 def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
     x = torch.empty(2, 3, 5, 16, dtype=FP16)
-    for described in (x, x.transpose(1, 2), x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8)):
+    one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
+    parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
+    for described in (x, x.transpose(1, 2), *parts):
         assert triton_operands.describable(described)
         [template, _] = triton_operands.templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
@@ -450,6 +459,7 @@ def test_refuses_what_it_cannot_run() -> None:
     assert "head dims up to 256, got 264" in refusal(wide, wide, q)
     assert "contiguous last dimension, got k" in refusal(q, q.mT.contiguous().mT, q)
     assert f"row strides up to 4194304, got {far} in v" in refusal(q, q, strided(far, 1))
+    assert refusal(q, q, strided(far, 1)[:, :, :1]) == "None"
     for strides in ((far, 1), (1, far)):
         assert "mask strides up to 4194304" in refusal(q, q, q, strided(*strides))
 

@@ -541,6 +541,37 @@ def test_dead_rows_and_keys_are_what_the_pairs_say() -> None:
             assert binder.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
 
 
+def _constants(
+    tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of the kernels for dq and for dk and dv. expanded: the tensor that serves both batches."""
+    sizes = {"q": M, "k": N, "v": N, "dout": M, "out": M}
+    x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
+    if expanded:
+        x[expanded] = x[expanded][:1].expand(2, -1, -1, -1)
+    inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
+    call = BackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False])
+    gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), torch.empty(0))
+    binder = triton_bwd_bind._Binder(layout_of(tiling, call), call, gradients, True, None)
+    [(dkdv, _, _)] = binder.dkdv()
+    return binder.dq().func.constants, dkdv.func.constants
+
+
+@pytest.mark.parametrize("expanded", ["", "q", "k", "v", "dout"])
+def test_descriptors_go_by_what_the_kernel_reads(expanded: str) -> None:
+    tile = BwdTile(32, 32, 4, 1, tma=True)
+    dq, dkdv = _constants(BwdConfig(tile, tile), expanded=expanded)
+    assert dq["TMA"] == (expanded not in ("k", "v"))
+    assert dkdv["TMA"] == (expanded not in ("q", "dout"))
+
+
+def test_edges_go_by_the_tiles_of_the_loop() -> None:
+    tiling = BwdConfig(BwdTile(32, 64, 4, 1), BwdTile(64, 32, 4, 1))
+    for size in (32, 64, 96, 128):
+        dq, dkdv = _constants(tiling, M=size, N=160 - size)
+        assert dq["EDGES"] == ((160 - size) % 64 != 0) and dkdv["EDGES"] == (size % 64 != 0)
+
+
 # -- tilings --------------------------------------------------------------------------------------
 
 
@@ -563,6 +594,12 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
     for D in (96, 192):
         found = config_bwd.candidates("sm_90", torch.bfloat16, D, D)
         assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
+
+
+def test_gpus_of_a_generation_share_tilings() -> None:
+    for dtype, D in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        for archs in (("sm_100", "sm_103"), ("sm_86", "sm_89", "sm_120"), ("gfx90a", "gfx942")):
+            assert len({config_bwd.bwd_config(arch, dtype, D, D) for arch in archs}) == 1
 
 
 def test_refuses_what_it_cannot_run() -> None:

@@ -301,7 +301,7 @@ def test_one_bias_may_be_absent(bias: str) -> None:
 
 @runs
 @pytest.mark.parametrize("tiling", [None, "pointers"])
-@pytest.mark.parametrize("name", ["residual", "dy"])
+@pytest.mark.parametrize("name", ["residual", "dy", "hidden", "biases"])
 def test_calls_that_differ_in_strides(name: str, tiling: str | None) -> None:
     make = partial(make_inputs, rows=(9,), residual="same", output_dropout_p=0.2)
     call = Call(Sample("strides", "", make, ("x",)), torch.float16)
@@ -309,6 +309,10 @@ def test_calls_that_differ_in_strides(name: str, tiling: str | None) -> None:
     call.check(tile)
     if name == "dy":
         call.dy = torch.cat([call.dy, call.dy], 1)[:, : call.dy.shape[1]]
+    elif name == "hidden":
+        call.same = (call.same[0], torch.stack([call.same[1]] * 2, 2)[..., 0])
+    elif name == "biases":
+        call.tensors = [torch.stack([t, t], 1)[:, 0] if t.dim() == 1 else t for t in call.tensors]
     else:
         residual = call.tensors[5]
         assert residual is not None
@@ -369,6 +373,28 @@ def test_in_the_interpreter(which: str) -> None:
 
 
 @compiles
+def test_refuses_what_it_cannot_run() -> None:
+    x, wide = torch.empty(3, 16), torch.empty(3, 16).double()
+    many = torch.empty(1 << 31, 16, device="meta")
+
+    def refusals(x: Tensor, other: Tensor) -> tuple[str, str]:
+        tensors, options = (x, x, None, x, None), ("relu", 0.0, 0.0, None, 0)
+        forward, backward = (
+            ForwardCall(*tensors, other, *options),
+            BackwardCall(other, *tensors, x, *options, [True] * 5),
+        )
+        reasons = launchers.ffn_fwd_unsupported(forward), launchers.ffn_bwd_unsupported(backward)
+        return str(reasons[0]), str(reasons[1])
+
+    assert refusals(x, x) == ("None", "None")
+    for reason in refusals(wide, x):
+        assert "got torch.float64 x" in reason
+    for reason in refusals(x, wide):
+        assert "got torch.float64 residual or gradient" in reason
+    for reason in refusals(many, x):
+        assert "handles up to 2147418112 rows, got 2147483648" in reason
+
+
 def test_every_product_has_a_reason() -> None:
     for arch in GENERATIONS:
         for dtype in (torch.bfloat16, torch.float32):

@@ -2,13 +2,15 @@
 are compiled, what is kept alive. The driver is replaced by one that writes down; nothing runs.
 """
 
+import contextvars
 import ctypes
 import functools
 import gc
 import logging
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,10 +29,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from fastattn.ops import _triton_launch  # noqa: E402
 from fastattn.ops.attention import triton as forward  # noqa: E402
 from fastattn.ops.attention import triton_bwd as backward  # noqa: E402
-from fastattn.ops.attention import triton_bwd_bind, triton_bwd_tiles, triton_tiles  # noqa: E402
+from fastattn.ops.attention import (  # noqa: E402
+    triton_bwd_bind,
+    triton_bwd_tiles,
+    triton_operands,
+    triton_tiles,
+)
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
+from fastattn.ops.ffn.calls import BackwardCall as FfnBackwardCall  # noqa: E402
 from fastattn.ops.ffn.calls import ForwardCall as FfnForwardCall  # noqa: E402
 from fastattn.ops.ffn.config import ForwardConfig, GemmTile, Product  # noqa: E402
 from fastattn.ops.layer_norm import triton as norms  # noqa: E402
@@ -323,6 +331,34 @@ def test_another_triton_launches_by_itself(
     assert line.startswith("Triton's launcher is not the one known here")
 
 
+class _ScratchLauncher(_Launcher):
+    """Of kernels that want memory of their own."""
+
+    def __init__(self, source: Any, metadata: Any):
+        super().__init__(source, metadata)
+        self.global_scratch_size = 64
+
+
+def test_triton_launches_kernels_with_scratch_memory(
+    launches: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which is nothing to remark on."""
+    monkeypatch.setattr(_Driver, "launcher_cls", _ScratchLauncher)
+    scratch, call = torch.empty(64), _Norms(48)
+
+    def launch() -> None:
+        triton.set_allocator(lambda *args: scratch)
+        with caplog.at_level(logging.WARNING, "fastattn"):
+            for _ in range(2):
+                assert not _goes_past_triton(call, launches)
+
+    contextvars.copy_context().run(launch)
+    assert all(any(x is scratch for x in launch) for launch in launches)
+    assert not caplog.messages
+
+
 class _Libcuda:
     """CUDA's driver library, of a thread without a context, while a graph is captured."""
 
@@ -420,6 +456,127 @@ def test_addresses_of_another_alignment_are_looked_up(launches: list[tuple[Any, 
     assert not any("descriptor" in str(launch) for launch in shifted)  # none covers these
 
 
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _bound(
+    monkeypatch: pytest.MonkeyPatch, module: Any, bind: str, plan: Any, plans: str = "_plans"
+) -> list[tuple[Any, ...]]:
+    """Filled with what `module.bind` is called with, in whose place comes a given plan."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, bind, lambda *args: (seen.append(args), plan)[1])
+    monkeypatch.setattr(module, plans, _triton_launch.LaunchCache())
+    return seen
+
+
+_BACKWARD_PLAN = triton_bwd_bind.Plan(None, None, None, None, _nothing, (), None, None)
+
+
+@pytest.mark.parametrize(
+    "op, name",
+    [
+        *(("attention_fwd", name) for name in ("k", "v")),
+        *(("attention_bwd", name) for name in ("q", "k", "v", "dout")),
+        *(("ffn_fwd", name) for name in ("x", "w1", "w2")),
+        *(("ffn_bwd", name) for name in ("dy", "x", "w1", "w2", "hidden")),
+    ],
+)
+def test_descriptors_want_every_tensor_aligned(
+    op: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that has them is not for calls of which one tensor is not."""
+    call: Any
+    if op.startswith("attention"):
+        attention, way = _Call(16, 16), int(op == "attention_bwd")
+        call, run = (attention.fwd, attention.bwd)[way], (forward, backward)[way]
+        results = (*attention.results[way], *attention.scratch[way])
+        plan: Any = (forward._Plan(_nothing, None, None), _BACKWARD_PLAN)[way]
+    else:
+        x, b = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(16, dtype=torch.bfloat16)
+        options, results = ("relu", 0.0, 0.0, None, 0), (torch.empty_like(x), torch.empty_like(x))
+        call, run = FfnForwardCall(x, x, b, x, b, None, *options), ffn
+        plan = ffn._ForwardPlan(None, False, None, None, None)
+        if op == "ffn_bwd":
+            call, results = FfnBackwardCall(x, x, x, b, x, b, x, *options, [False] * 5), (x,) * 5
+            plan = ffn._BackwardPlan((), *[None] * 9)
+    bind = {"attention_bwd": "bind", "ffn_fwd": "_bind_forward", "ffn_bwd": "_bind_backward"}
+    bound = _bound(monkeypatch, run, bind.get(op, "_bind"), plan)
+    tensor = getattr(call, name)
+    shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    for x in (tensor, shifted):
+        getattr(run, op)(call._replace(**{name: x}), *results)
+    flags = [args[3 if op == "attention_bwd" else -1] for args in bound]
+    assert flags == [True, False]
+
+
+def test_backwards_are_bound_for_the_gradients_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _Call(16, 16)
+    bound = _bound(monkeypatch, backward, "bind", _BACKWARD_PLAN)
+    dout, dlse = call.bwd.dout, torch.empty_like(call.bwd.lse)
+    for gradients in 2 * ((dout, dlse), (dout, None), (None, dlse)):
+        given = call.bwd._replace(dout=gradients[0], dlse=gradients[1])
+        backward.attention_bwd(given, *call.results[1], *call.scratch[1])
+    assert len(bound) == 3
+
+
+def _norm(way: str) -> tuple[Callable[..., None], dict[str, Any]]:
+    x, row, of_rows = torch.empty(4, 16, dtype=torch.float16), torch.empty(16), torch.empty(4)
+    options = {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
+    args = {"z": x, "weight": row, "mean": of_rows, "rstd": of_rows, **options}
+    if way == "fwd":
+        return norms.norm_fwd, args | {
+            "x": x, "residual": x, "x_bias": row, "bias": row, "eps": 1e-5, "y": x
+        }  # fmt: skip
+    results = {"dx": x, "dresidual": x, "dweight": row, "dbias": row, "dx_bias": row}
+    return norms.norm_bwd, args | results | {"dy": x, "dz": x, "partials": row}
+
+
+def _norms_bound(way: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    if way == "fwd":
+        plan: Any = norms._ForwardPlan(_nothing, 1, 1)  # type: ignore[arg-type]
+        return _bound(monkeypatch, norms, "_bind_forward", plan.launch, "_forward_plans")
+    config = norms.norm_bwd_config(None, None, torch.empty(4, 16), 0)
+    plan = norms._BackwardPlan(config, _nothing, None, None)  # type: ignore[arg-type]
+    return _bound(monkeypatch, norms, "_bind_backward", plan, "_backward_plans")
+
+
+@pytest.mark.parametrize(
+    "way, names",
+    [
+        ("fwd", ("x", "residual", "x_bias", "weight", "bias")),
+        ("bwd", ("z", "dy", "dz", "weight", "dx", "dresidual", "dweight", "dbias", "dx_bias")),
+    ],
+)
+def test_norms_are_bound_for_the_dtype_of_every_tensor(
+    way: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = _norms_bound(way, monkeypatch)
+    run, args = _norm(way)
+    run(**args)
+    for n, name in enumerate(names):
+        for _ in range(2):
+            run(**args | {name: args[name].bfloat16()})
+        assert len(bound) == n + 2, name
+
+
+@pytest.mark.parametrize("way", ["fwd", "bwd"])
+def test_norms_are_bound_for_how_wide_the_number_of_rows_is(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take it in 32 bits, or in 64."""
+    bound = _norms_bound(way, monkeypatch)
+    run, args = _norm(way)
+    for rows, count in ((7, 1), ((1 << 31) - 1, 1), (1 << 31, 2), (9, 2)):
+        many = {
+            name: torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
+            for name, x in args.items()
+            if isinstance(x, Tensor) and x.shape[0] == 4
+        }
+        run(**args | many)
+        assert len(bound) == count
+
+
 def test_addresses_of_another_alignment_have_their_own_kernel(
     launches: list[tuple[Any, ...]],
 ) -> None:
@@ -472,6 +629,14 @@ def test_remembered_launches_are_not_without_number(monkeypatch: pytest.MonkeyPa
     for n in range(10):
         assert cache.remember(n, -n) == -n == cache.get(n)
         assert len(cache) <= 3
+
+
+def test_kernels_are_for_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env, "architecture", lambda kind, index: f"{kind} {index}")
+    for n, device in enumerate((torch.device("cuda"), torch.device("cuda", 1))):
+        x = types.SimpleNamespace(device=device, is_cuda=True, get_device=lambda n=n: n)
+        for architecture in (triton_operands.architecture, ffn._arch, norms._arch):
+            assert architecture(x) == f"cuda {n}"
 
 
 def test_lengths_share_kernels(launches: list[tuple[Any, ...]]) -> None:

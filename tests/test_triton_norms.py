@@ -339,6 +339,11 @@ def test_refuses_what_it_cannot_run() -> None:
     assert refusal(LayerNormCall(x, None, None, 1e-5)) is None
     assert "got torch.float64" in str(refusal(LayerNormCall(wide, None, None, 1e-5)))
     assert "got torch.float64" in str(refusal(LayerNormCall(x, wide[0], None, 1e-5)))
+    args = (x, None, x, None, None, None, x[:, 0], x[:, 0], 1e-5)
+    for dtype in (FP16, torch.float64):
+        call = AddLayerNormBackwardCall(*args, dtype, 0.0, None, 0, [True] * 5)
+        refused = kernels.add_layer_norm_bwd_unsupported(call) is not None
+        assert refused == (dtype == torch.float64)
     long = torch.empty(1, (1 << 30) + 1, dtype=FP16, device="meta")
     assert "rows of up to" in str(refusal(LayerNormCall(long, None, None, 1e-5)))
 

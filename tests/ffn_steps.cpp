@@ -1,13 +1,21 @@
-// The steps of the feed-forward network on std::thread, for ThreadSanitizer: plain numbers pass
-// from task to task as panels and blocks do, so that a missing wait is a race, and another result
-// than that of one worker. Prints how many runs agreed; the exit status says whether all did.
+// The steps and products of the feed-forward network on std::thread, for ThreadSanitizer: plain
+// numbers pass from task to task as panels and blocks do, so that a missing wait is a race, and
+// another result than that of one worker. Prints how many runs agreed; the exit status says whether
+// all did.
 #include "ffn/steps.h"
 
+#include <atomic>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
+#include "ffn/team_cpu.h"
+
+using fastattn::ffn::Matrix;
+using fastattn::ffn::Panels;
+using fastattn::ffn::Product;
 using fastattn::ffn::Steps;
+using fastattn::ffn::Team;
 
 namespace {
 
@@ -70,7 +78,76 @@ Numbers results(int workers, int lag) {
   return out;
 }
 
+// A matrix is a number here, and so is each of its panels.
+float number_of(const Matrix& matrix) {
+  return *static_cast<const float*>(matrix.data);
+}
+
+void pack(const Product& p, int64_t first_panel, int64_t last_panel) {
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    p.packed[panel] = after_a_while(panel + 5, number_of(p.b));
+  }
+}
+
+void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t last_panel,
+              float*) {
+  float* out = static_cast<float*>(p.finish.out.data) + row_block * p.b.columns;
+  for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+    const float right = p.packed ? p.packed[panel] : number_of(p.b);
+    out[panel] = after_a_while(row_block + 8, number_of(p.a) * right);
+  }
+}
+
+constexpr fastattn::ffn::Kernels kNumbers = {1, 0, pack, multiply, nullptr, nullptr};
+
+// Two products write the operands of a third one, whose panels are shared if it has many rows; its
+// transpose may be computed in its place.
+Numbers product_of_products(int workers, int64_t rows, bool transposed) {
+  float two = 2, three = 3, left = 0, right = 0, packed[kPanels] = {};
+  std::vector<float> out(rows * kPanels), scratch(workers * fastattn::ffn::kWorkerFloats);
+  Panels panels = {packed};
+  Team team(workers, scratch.data(), false);
+  const auto add = [&](float* a, float* b, const Matrix& out, int first, int second) {
+    Product p(fastattn::DType::kFloat32);
+    p.a = {a, out.rows, 1, 1, 1};
+    p.b = {b, 1, out.columns, out.columns, 1};
+    p.either_way = true;
+    p.finish.out = out;
+    return team.multiply(p, panels, first, second);
+  };
+  const int first = add(&two, &three, {&left, 1, 1, 1, 1}, -1, -1);
+  const int second = add(&three, &three, {&right, 1, 1, 1, 1}, -1, -1);
+  const Matrix result = {out.data(), rows, kPanels, kPanels, 1};
+  const Matrix across = {out.data(), kPanels, rows, 1, kPanels};
+  add(&left, &right, transposed ? across : result, first, second);
+  team.run([](int64_t count, const auto& body) {
+    std::atomic<int64_t> missing{count};
+    std::vector<std::thread> threads;
+    for (int64_t worker = 0; worker < count; ++worker) {
+      threads.emplace_back([&body, &missing, worker] {
+        for (--missing; missing > 0;) {  // begins when all have started
+          std::this_thread::yield();
+        }
+        body(worker);
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  });
+  return Numbers(out.begin(), out.end());
+}
+
 }  // namespace
+
+namespace fastattn {
+Isa active_isa() {
+  return Isa::kPortable;
+}
+namespace ffn {
+const Kernels kPortable = kNumbers, kAvx2 = kNumbers, kAvx512 = kNumbers;
+}
+}  // namespace fastattn
 
 int main() {
   const Numbers alone = results(1, -1);
@@ -80,6 +157,17 @@ int main() {
       for (const int lag : {-1, 0, 1, 4, kBlocks + 1}) {
         ++runs;
         agreed += results(workers, lag) == alone;
+      }
+    }
+  }
+  for (const int64_t rows : {1, 200}) {
+    for (const bool transposed : {false, true}) {
+      const Numbers expected = product_of_products(1, rows, transposed);
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        for (const int workers : {2, 3, 5}) {
+          ++runs;
+          agreed += product_of_products(workers, rows, transposed) == expected;
+        }
       }
     }
   }

@@ -145,7 +145,7 @@ def test_steps_wait_for_what_they_need(tmp_path: Path) -> None:
     subprocess.run([CXX, *flags, f"-I{ROOT / 'csrc'}", source, "-o", program], check=True)
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
     result = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=120)
-    assert result.stdout == "300 of 300 agreed\n", result.stdout + result.stderr[-5000:]
+    assert result.stdout == "336 of 336 agreed\n", result.stdout + result.stderr[-5000:]
 
 
 # -- layouts --------------------------------------------------------------------------------------

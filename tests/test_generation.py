@@ -533,12 +533,13 @@ def test_prefixes_and_autocast_have_programs_of_their_own(strategy):
     assert whole == generate(model, *batch, **arguments, use_cache=False)
 
 
-def test_hooks_run_at_every_step():
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_run_at_every_step(register):
     model, programs = sharp_model(), Programs()
     plain = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
     seen = []
     layer = model.transformer.decoder.layers[0]
-    hook = layer.linear1.register_forward_hook(lambda *_: seen.append(1))
+    hook = getattr(layer.linear1, register)(lambda *_: seen.append(1))
     found = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
     for ours, wanted in zip(found, plain, strict=True):
         assert_same_hypotheses(ours, wanted)

@@ -361,11 +361,12 @@ def test_patch_leaves_attention_that_would_be_refused(make: Any, why: str) -> No
         assert torch.equal(model(**inputs)[0][real], expected)
 
 
-def test_a_bias_does_not_lift_what_a_mask_blocks() -> None:
-    q = torch.randn(1, 2, 3, 8).half()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_bias_does_not_lift_what_a_mask_blocks(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 2, 3, 8, dtype=dtype)
     mask = torch.zeros(1, 1, 3, 3).half()
     mask[..., 1, :] = torch.finfo(torch.float16).min
-    bias = torch.full((1, 2, 3, 3), 40.0).half()
+    bias = torch.full((1, 2, 3, 3), 40.0, dtype=dtype)
     out, _ = huggingface.attention_forward(nn.Identity(), q, q, q, mask, position_bias=bias)
     assert torch.equal(out[:, 1], torch.zeros_like(out[:, 1]))
     assert out[:, 0].abs().min() > 0

@@ -19,6 +19,7 @@ import fastattn
 import fastattn.nn
 from fastattn.ops import _native
 from fastattn.ops._select import OPS, refusal
+from fastattn.testing.poison import poisoned_results
 
 
 class _Needs(TorchDispatchMode):
@@ -69,6 +70,24 @@ def test_one_gradient_for_both(
     for gradient, leaf in zip(both, (x, residual), strict=True):
         assert gradient.dtype == leaf.dtype
         assert torch.equal(gradient, *gradients([leaf]))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("wanted", ["x", "residual", "x_bias", "weight", "bias"])
+def test_some_gradients(wanted: str, dropout_p: float) -> None:
+    """The bits of a gradient do not depend on which others are asked for."""
+    x, residual = _leaves(FP32, FP32, requires_grad=False)
+    inputs = {"x": x, "residual": residual, "x_bias": x[0], "weight": x[1], "bias": x[2]}
+    options: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": torch.tensor([5])}
+
+    def gradients(*names: str) -> dict[str, Tensor]:
+        given = {n: x.clone().requires_grad_(n in names) for n, x in inputs.items()}
+        with poisoned_results():
+            y = fastattn.add_layer_norm(**given, **options)
+            values = torch.autograd.grad(y.sin().sum(), [given[n] for n in names])
+        return dict(zip(names, values, strict=True))
+
+    assert torch.equal(gradients(wanted)[wanted], gradients(*inputs)[wanted])
 
 
 def test_shared_like_that_of_a_sum() -> None:

@@ -225,6 +225,7 @@ def test_norms_equal_torch(case):
 IMAGES = torch.arange(360.0).sin().view(3, 4, 5, 6)
 LAYOUTS = {
     "contiguous": IMAGES,
+    "contiguous, one channel": IMAGES[:, :1].contiguous(),
     "channels_last": IMAGES.to(memory_format=torch.channels_last),
     "channels_last, one channel": IMAGES[:, :1].to(memory_format=torch.channels_last),
     "channels_last_3d": IMAGES[:, :, None].to(memory_format=torch.channels_last_3d),

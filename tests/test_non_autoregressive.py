@@ -98,6 +98,16 @@ def test_the_loss_is_that_of_tokens_and_lengths(length):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@torch.no_grad()
+def test_tokens_without_a_position_do_not_count_in_the_loss():
+    """Where END decides, a source of two tokens has 14 positions."""
+    model = model_for("end").eval()
+    target = [*range(3, 21), END]
+    examples = Example([5, END], target), Example([5, END], target[:14])
+    long, cut = (at_once_loss(model, collate([example])).item() for example in examples)
+    assert long == pytest.approx(cut, rel=1e-5)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @torch.no_grad()
 def test_decoding_takes_the_likeliest_token_everywhere(length):

@@ -237,6 +237,16 @@ def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     assert_same(ours, padded, SRC_LENGTHS, True, [src])
 
 
+@pytest.mark.parametrize("block", ["_sa_block", "_mha_block", "_ff_block"])
+def test_decoder_layers_that_cannot_be_packed_run_padded(block: str) -> None:
+    model = make(fnn.TransformerDecoder, True, False)
+    replaced(block)(model)
+    tgt, memory = batch(5, True), batch(7, True).requires_grad_()
+    ours = model(tgt, memory, src_lengths=SRC_LENGTHS)
+    padded = model(tgt, memory, memory_key_padding_mask=padding(SRC_LENGTHS, 7))
+    assert_same(ours, padded, [5] * 4, True, [memory])
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_masks_that_cannot_be_packed_run_padded(
     dtype: torch.dtype, recwarn: pytest.WarningsRecorder

@@ -359,6 +359,13 @@ def test_a_failed_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert torch.equal(loaded.embedding.weight, saved.embedding.weight)
 
 
+def test_a_checkpoint_replaces_the_one_of_its_step(tmp_path):
+    a_checkpoint(tmp_path, 5)
+    saved, loaded = a_checkpoint(tmp_path, 5, seed=1), small_model(seed=2)
+    checkpoint.load_parameters(checkpoint.checkpoint_folder(tmp_path, 5), loaded)
+    assert torch.equal(loaded.embedding.weight, saved.embedding.weight)
+
+
 def test_unfinished_folders_are_no_checkpoints(tmp_path):
     for step in (5, 30, 200):
         a_checkpoint(tmp_path, step)

@@ -37,7 +37,7 @@ _SOURCES_OF_ALL = (
     *("fastattn/ops/*.py", "fastattn/_arguments.py", "fastattn/functional.py"),
     "csrc/common/*",
 )
-_ATTENTION_SOURCES = ("fastattn/ops/attention/*.py", "csrc/attention/**/*", "csrc/sm90/**/*")
+_ATTENTION_SOURCES = ("fastattn/ops/attention/**/*.py", "csrc/attention/**/*", "csrc/sm90/**/*")
 _MODEL_SOURCES = ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*")
 _SOURCES = {
     "attention": _ATTENTION_SOURCES,

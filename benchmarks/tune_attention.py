@@ -1,6 +1,6 @@
 """Tasks of `benchmarks.tune` for attention: forward and backward, with one feature at a time.
 
-Forward candidates stand here in order of likelihood; those of the backward come from config_bwd.py.
+Forward candidates stand here in order of likelihood; those of the backward come from bwd_config.py.
 A result is compared with the reference on the first head and the last.
 """
 
@@ -80,16 +80,16 @@ class AttentionTask:
         return self._backward(arch) if self.direction == "bwd" else self._forward(arch)
 
     def _backward(self, arch: str) -> list[Any]:
-        from fastattn.ops.attention import config_bwd
+        from fastattn.ops.attention.triton import bwd_config
 
         dtype, D = DTYPES[self.dtype], self.D
         edges = self._banded or "lengths" in self.feature
-        shipped = config_bwd.bwd_config(arch, dtype, D, D, edges, self._dense)
-        return [shipped, *config_bwd.candidates(arch, dtype, D, D, edges, self._dense)]
+        shipped = bwd_config.bwd_config(arch, dtype, D, D, edges, self._dense)
+        return [shipped, *bwd_config.candidates(arch, dtype, D, D, edges, self._dense)]
 
     def _forward(self, arch: str) -> list[Any]:
-        from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
-        from fastattn.ops.attention.triton_tiles import split_width
+        from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
+        from fastattn.ops.attention.triton.tiles import split_width
 
         dtype, D = DTYPES[self.dtype], self.D
         lengths, dropout = "lengths" in self.feature, self.feature == "dropout"
@@ -178,12 +178,12 @@ class AttentionTask:
 
     def launch(self, config: Any, case: Case) -> None:
         if self.direction == "fwd":
-            from fastattn.ops.attention.triton import attention_fwd_with_config
+            from fastattn.ops.attention.triton.forward import attention_fwd_with_config
 
             attention_fwd_with_config(config, case.args, *case.results)
             return
         from fastattn.ops.attention.calls import BackwardCall
-        from fastattn.ops.attention.triton_bwd import attention_bwd_with_config
+        from fastattn.ops.attention.triton.backward import attention_bwd_with_config
 
         out, lse, dout, *gradients = case.results
         a, needs = case.args, [True, True, True, False]

@@ -76,14 +76,16 @@ def _attributes(path: Path) -> Iterator[str]:
 def _op_of(name: str) -> str | None:
     """fastattn.ops.attention.triton -> attention; None outside an op's folder."""
     parts = name.split(".")
-    return parts[2] if len(parts) == 4 and parts[:2] == ["fastattn", "ops"] else None
+    return parts[2] if len(parts) >= 4 and parts[:2] == ["fastattn", "ops"] else None
 
 
 def _backend_of(name: str) -> str | None:
-    """The backend a file of an op's folder belongs to: triton.py and triton_tiles.py to triton."""
+    """The backend a file of an op's folder belongs to: triton.py, triton_steps.py and
+    triton/tiles.py to triton.
+    """
     if _op_of(name) is None:
         return None
-    stem = name.split(".")[-1]
+    stem = name.split(".")[3]
     return next((b for b in BACKENDS if stem == b or stem.startswith(f"{b}_")), None)
 
 
@@ -392,13 +394,14 @@ _SKELETON = (
     *(
         f"ops/{op}/{file}.py"
         for op in ("attention", "ffn")
-        for file in ("__init__", "op", "spec", "reference", "triton", "triton_tiles", "cpu", "sm90")
+        for file in ("__init__", "op", "spec", "reference", "triton", "triton_steps", "cpu", "sm90")
     ),
 )
 _BREAKS = (
     (backends_import_each_other, "ops/ffn/triton.py", "from fastattn.ops.ffn import cpu"),
     (backends_import_each_other, "ops/ffn/sm90.py", "from .reference import x"),
-    (backends_import_each_other, "ops/ffn/triton_tiles.py", "from . import sm90"),
+    (backends_import_each_other, "ops/ffn/triton_steps.py", "from . import sm90"),
+    (backends_import_each_other, "ops/attention/triton/tiles.py", "from .. import sm90"),
     (backends_import_each_other, "ops/ffn/cpu.py", "from fastattn.ops.ffn.op import x"),
     (ops_import_each_other, "ops/ffn/op.py", "import fastattn.ops.attention.op"),
     (ops_import_each_other, "ops/ffn/cpu.py", "from fastattn.ops.attention.cpu import x"),
@@ -435,7 +438,7 @@ _BREAKS = (
 @pytest.mark.parametrize("rule, file, source", _BREAKS)
 def test_python_rules_can_fail(tmp_path: Path, rule: Rule, file: str, source: str) -> None:
     package = tmp_path / "fastattn"
-    for name in _SKELETON:
+    for name in (*_SKELETON, file):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).touch()
     (package / "nn/__init__.py").write_text("from fastattn.nn import norm")

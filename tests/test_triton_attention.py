@@ -33,19 +33,13 @@ from benchmarks import tune
 from benchmarks.tune_attention import AttentionTask
 from fastattn.ops import _triton_dropout as bits
 from fastattn.ops._dropout import attention_keep, threshold
-from fastattn.ops.attention import (
-    prepared,
-    reference,
-    spec,
-    spec_varlen,
-    triton_operands,
-    triton_tiles,
-)
-from fastattn.ops.attention import triton as kernels
+from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
-from fastattn.ops.attention.config import ForwardConfig
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.spec_inputs import dropout_of, make_inputs, restrictions, scale_of
+from fastattn.ops.attention.triton import forward as kernels
+from fastattn.ops.attention.triton import operands, tiles
+from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -212,10 +206,12 @@ def test_packed_calls_that_differ_in_one_option(change: str) -> None:
 def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
     call = ForwardCall(*(_move(x) for x in _arguments(_sample(name), torch.float16)))
     results = []
-    for tiles in (call.mask_tiles, None):
+    for prepared_tiles in (call.mask_tiles, None):
         out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:3], device=DEVICE)
         config = ForwardConfig(32, 32, 4, 1)
-        kernels.attention_fwd_with_config(config, call._replace(mask_tiles=tiles), out, lse)
+        kernels.attention_fwd_with_config(
+            config, call._replace(mask_tiles=prepared_tiles), out, lse
+        )
         results.append((out, lse))
     for prepared_result, result in zip(*results, strict=True):
         assert torch.equal(prepared_result, result)
@@ -411,7 +407,7 @@ def test_dead_keys_are_what_the_pairs_say() -> None:
             call = ForwardCall(q, k, k, *options)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
-            limits = triton_tiles.band(causal, left, right, M, N)
+            limits = tiles.band(causal, left, right, M, N)
             assert kernels._dead_keys(call, limits) == dead, (M, N, causal, left, right)
 
 
@@ -420,11 +416,11 @@ def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
     one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
     parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
     for described in (x, x.transpose(1, 2), *parts):
-        assert triton_operands.describable(described)
-        [template, _] = triton_operands.templates(described, 16, (16, 0))
+        assert operands.describable(described)
+        [template, _] = operands.templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
     for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
-        assert not triton_operands.describable(other)
+        assert not operands.describable(other)
 
 
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])

@@ -30,18 +30,8 @@ if _env.interpreting():
 from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
 from compiled_kernels import compiles
 
-from fastattn.ops.attention import (
-    config_bwd,
-    prepared,
-    reference,
-    spec,
-    spec_varlen,
-    triton_bwd_bind,
-)
-from fastattn.ops.attention import triton_bwd as launchers
-from fastattn.ops.attention import triton_bwd_tiles as tiles
+from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
-from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
 from fastattn.ops.attention.spec_inputs import (
     dead,
     dropout_of,
@@ -49,9 +39,13 @@ from fastattn.ops.attention.spec_inputs import (
     restrictions,
     scale_of,
 )
-from fastattn.ops.attention.triton_bwd_layout import layout_of
-from fastattn.ops.attention.triton_bwd_parts import STATISTICS_STEP
-from fastattn.ops.attention.triton_tiles import band, mask_shape
+from fastattn.ops.attention.triton import backward as launchers
+from fastattn.ops.attention.triton import bwd_bind, bwd_config
+from fastattn.ops.attention.triton import bwd_tiles as tiles
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
+from fastattn.ops.attention.triton.bwd_layout import layout_of
+from fastattn.ops.attention.triton.bwd_parts import STATISTICS_STEP
+from fastattn.ops.attention.triton.tiles import band, mask_shape
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -535,7 +529,7 @@ def test_dead_rows_and_keys_are_what_the_pairs_say() -> None:
             inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], *restrictions[3:])
             call = BackwardCall(*inputs, 1.0, 0.0, None, 0, [True, True, True, False])
             gradients = Gradients(q, k, k, torch.empty(0))
-            binder = triton_bwd_bind._Binder(layout_of(None, call), call, gradients, True, None)
+            binder = bwd_bind._Binder(layout_of(None, call), call, gradients, True, None)
             pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
             assert binder.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
             assert binder.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
@@ -552,7 +546,7 @@ def _constants(
     inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
     call = BackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False])
     gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), torch.empty(0))
-    binder = triton_bwd_bind._Binder(layout_of(tiling, call), call, gradients, True, None)
+    binder = bwd_bind._Binder(layout_of(tiling, call), call, gradients, True, None)
     [(dkdv, _, _)] = binder.dkdv()
     return binder.dq().func.constants, dkdv.func.constants
 
@@ -580,26 +574,26 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for D in (8, 64, 72, 128, 136, 192, 256):
             for banded, dense in ((False, False), (True, False), (True, True)):
-                config = config_bwd.bwd_config(arch, dtype, D, D, banded, dense)
+                config = bwd_config.bwd_config(arch, dtype, D, D, banded, dense)
                 for tile in (config.dq, config.dkdv):
                     assert tile.block_m % 16 == tile.block_n % 16 == 128 % tile.block_m == 0
                 for first, second in (config.widths(D), config.widths(8)):
                     assert first + second >= 8 and max(first, second) <= 256
                 assert sum(config.widths(D)) >= D
                 assert config.precision in ("ieee", "tf32x3")
-                found = config_bwd.candidates(arch, dtype, D, D, banded, dense)
+                found = bwd_config.candidates(arch, dtype, D, D, banded, dense)
                 assert found[0] == config and len(set(found)) == len(found)
     for dtype in (torch.bfloat16, torch.float32):
-        assert len(config_bwd.candidates("sm_90", dtype, 128, 128)) > 5
+        assert len(bwd_config.candidates("sm_90", dtype, 128, 128)) > 5
     for D in (96, 192):
-        found = config_bwd.candidates("sm_90", torch.bfloat16, D, D)
+        found = bwd_config.candidates("sm_90", torch.bfloat16, D, D)
         assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
 
 
 def test_gpus_of_a_generation_share_tilings() -> None:
     for dtype, D in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
         for archs in (("sm_100", "sm_103"), ("sm_86", "sm_89", "sm_120"), ("gfx90a", "gfx942")):
-            assert len({config_bwd.bwd_config(arch, dtype, D, D) for arch in archs}) == 1
+            assert len({bwd_config.bwd_config(arch, dtype, D, D) for arch in archs}) == 1
 
 
 def test_refuses_what_it_cannot_run() -> None:

@@ -27,9 +27,9 @@ from compiled_kernels import (
 )
 
 from fastattn.ops.attention import prepared
-from fastattn.ops.attention import triton_bwd as launchers
 from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
-from fastattn.ops.attention.config_bwd import BwdConfig, BwdTile
+from fastattn.ops.attention.triton import backward as launchers
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 
 TENSOR_MEMORY_COLUMNS = 512
 FEATURES: dict[str, dict[str, Any]] = {

@@ -23,10 +23,11 @@ from compiled_kernels import (
     spilled,
 )
 
-from fastattn.ops.attention import prepared, triton_tiles
-from fastattn.ops.attention import triton as kernels
+from fastattn.ops.attention import prepared
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
-from fastattn.ops.attention.config import Features, forward_config
+from fastattn.ops.attention.triton import forward as kernels
+from fastattn.ops.attention.triton import tiles
+from fastattn.ops.attention.triton.fwd_config import Features, forward_config
 
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -189,7 +190,7 @@ def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
         call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, triton_tiles.band(0, -1, -1, 256, 256), call, q, aligned)
+        plan = kernels._bind(config, tiles.band(0, -1, -1, 256, 256), call, q, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
     assert config.maxnreg == 128

@@ -25,7 +25,8 @@ if _env.interpreting():
 import triton.language as tl
 from compiled_kernels import compiles
 
-from fastattn.ops.attention import prepared, reference, triton_tiles
+from fastattn.ops.attention import prepared, reference
+from fastattn.ops.attention.triton import tiles as device_tiles
 
 DEVICE = _env.default_device()
 NATIVE = DEVICE.type == "cuda"
@@ -47,7 +48,7 @@ def _tile_range_kernel(
     HAS_HIGH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    found = triton_tiles.tile_range(
+    found = device_tiles.tile_range(
         begin, end, limit, limit, low, high, HAS_LOW, HAS_HIGH, BLOCK
     )  # fmt: skip
     tl.store(out_ptr + 0, found[0])
@@ -82,7 +83,7 @@ def _allowed_by_tiles(
 def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
     large, small = ((70, 70), (40, 100), (100, 40)), ((2, 2), (2, 9), (9, 2))
     for (M, N), block in (*((sizes, 16) for sizes in large), *((sizes, 1) for sizes in small)):
-        band = triton_tiles.band(causal, left, right, M, N)
+        band = device_tiles.band(causal, left, right, M, N)
         for start in range(0, M, 32):
             rows = (start, min(start + 32, M))
             out = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
@@ -142,14 +143,14 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bo
     mask[..., 64:] = False
     for values in (mask, torch.where(mask, 0.0, -torch.inf).half()):
         values = values.to(DEVICE)
-        described = triton_tiles.mask_shape(values)
-        layout = triton_tiles.tile_lists(described, M, N, 32, 16, by_key)
+        described = device_tiles.mask_shape(values)
+        layout = device_tiles.tile_lists(described, M, N, 32, 16, by_key)
         lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
         if words:
             tiled = prepared.classify(values)
-            triton_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
+            device_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
         else:
-            triton_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
+            device_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
         expected = _lists_of(values.cpu(), M, N, 32, 16, by_key)
         outer = len(expected) // (layout.shape[0] * layout.shape[1])
         for n, kinds in enumerate(expected):
@@ -166,7 +167,7 @@ def test_band_is_what_the_pairs_say() -> None:
         ahead = torch.arange(N) - torch.arange(M)[:, None]
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
             allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
-            band = triton_tiles.band(causal, left, right, M, N)
+            band = device_tiles.band(causal, left, right, M, N)
             above_low = (ahead >= band.low) | (not band.has_low)
             below_high = (ahead <= band.high) | (not band.has_high)
             case = M, N, causal, left, right
@@ -176,18 +177,18 @@ def test_band_is_what_the_pairs_say() -> None:
 
 
 def test_band_drops_what_restricts_nothing() -> None:
-    assert triton_tiles.band(0, -1, -1, 5, 9) == (0, 0, False, False)
-    assert triton_tiles.band(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
-    assert triton_tiles.band(1, -1, 3, 5, 9) == (0, 0, False, True)
-    assert triton_tiles.band(0, 100, 2, 5, 9) == (0, 2, False, True)
-    assert triton_tiles.band(2, 3, -1, 5, 9) == (1, 4, True, True)
+    assert device_tiles.band(0, -1, -1, 5, 9) == (0, 0, False, False)
+    assert device_tiles.band(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
+    assert device_tiles.band(1, -1, 3, 5, 9) == (0, 0, False, True)
+    assert device_tiles.band(0, 100, 2, 5, 9) == (0, 2, False, True)
+    assert device_tiles.band(2, 3, -1, 5, 9) == (1, 4, True, True)
 
 
 def test_head_dims_are_split_where_that_pads_less() -> None:
     widths = {8: (16, 0), 24: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 96: (64, 32)}
     widths |= {120: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
     for width, tiles in widths.items():
-        assert triton_tiles.split_width(width) == tiles, width
+        assert device_tiles.split_width(width) == tiles, width
 
 
 @pytest.mark.long

@@ -27,15 +27,15 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from fastattn.ops import _triton_launch  # noqa: E402
-from fastattn.ops.attention import triton as forward  # noqa: E402
-from fastattn.ops.attention import triton_bwd as backward  # noqa: E402
-from fastattn.ops.attention import (  # noqa: E402
-    triton_bwd_bind,
-    triton_bwd_tiles,
-    triton_operands,
-    triton_tiles,
-)
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
+from fastattn.ops.attention.triton import (  # noqa: E402
+    backward,
+    bwd_bind,
+    bwd_tiles,
+    forward,
+    operands,
+    tiles,
+)
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
 from fastattn.ops.ffn.calls import BackwardCall as FfnBackwardCall  # noqa: E402
@@ -125,7 +125,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     kernels = [
         value
-        for module in (forward, triton_bwd_bind, triton_tiles, triton_bwd_tiles, steps, norms)
+        for module in (forward, bwd_bind, tiles, bwd_tiles, steps, norms)
         for value in vars(module).values()
         if isinstance(value, triton.runtime.jit.JITFunction)
     ]
@@ -470,7 +470,7 @@ def _bound(
     return seen
 
 
-_BACKWARD_PLAN = triton_bwd_bind.Plan(None, None, None, None, _nothing, (), None, None)
+_BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +635,7 @@ def test_kernels_are_for_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_env, "architecture", lambda kind, index: f"{kind} {index}")
     for n, device in enumerate((torch.device("cuda"), torch.device("cuda", 1))):
         x = types.SimpleNamespace(device=device, is_cuda=True, get_device=lambda n=n: n)
-        for architecture in (triton_operands.architecture, ffn._arch, norms._arch):
+        for architecture in (operands.architecture, ffn._arch, norms._arch):
             assert architecture(x) == f"cuda {n}"
 
 
@@ -643,8 +643,8 @@ def test_lengths_share_kernels(launches: list[tuple[Any, ...]]) -> None:
     """Lengths are told apart by whole tiles, 16 and 2, but no further."""
     for S in (1000, 1001, 1003, 1017, 1008, 1200, 1280, 1536, 130, 67):
         _Call(S, causal=1)()
-    kernels = (forward.attention_fwd_kernel, triton_bwd_bind.attention_bwd_dq_kernel)
-    for kernel in (*kernels, triton_bwd_bind.attention_bwd_dkdv_kernel):
+    kernels = (forward.attention_fwd_kernel, bwd_bind.attention_bwd_dq_kernel)
+    for kernel in (*kernels, bwd_bind.attention_bwd_dkdv_kernel):
         [cache] = kernel.device_caches.values()
         assert 1 <= len(cache[0]) <= 4, kernel
 

@@ -19,9 +19,9 @@ from benchmarks import tune
 from benchmarks.rows import ROOT
 from benchmarks.tune_attention import AttentionTask
 from benchmarks.tune_task import DTYPES
-from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
-from fastattn.ops.attention.config_bwd import bwd_config
-from fastattn.ops.attention.triton_tiles import split_width
+from fastattn.ops.attention.triton.bwd_config import bwd_config
+from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.triton.tiles import split_width
 
 TUNING = """
 import sys

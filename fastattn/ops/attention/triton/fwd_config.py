@@ -1,6 +1,6 @@
 """How the Triton attention forward is tiled: frozen rows, chosen by a pure function of
 architecture, dtype, head dims, queries and features. Nothing is tuned at run time;
-benchmarks/tune.py searches off-line. The backward's rows are in config_bwd.py.
+benchmarks/tune.py searches off-line. The backward's rows are in bwd_config.py.
 """
 
 import functools
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fastattn.ops.attention.triton_tiles import split_width
+from fastattn.ops.attention.triton.tiles import split_width
 
 
 @dataclass(frozen=True)

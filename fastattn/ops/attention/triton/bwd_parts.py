@@ -1,4 +1,4 @@
-"""The Triton attention backward: what its kernels share; triton_bwd.py launches them.
+"""The Triton attention backward: what its kernels share; backward.py launches them.
 
 Scores are computed again tile by tile: p = exp(s - lse), dp = dropout(dout vᵀ), and with
 delta = Σ out·dout - dlse
@@ -10,7 +10,7 @@ Every result has one owner that adds in a fixed order: no atomics, the same bits
 Tiles are FULL (every pair allowed: no mask work), PARTIAL (a dense mask blocks some pairs, nothing
 else matters) or EDGE (every test; lines that nothing in the tile may attend are read as 0, for they
 may hold NaN). Lengths, causality and windows bound the loops by arithmetic; where that cannot say
-which tiles to visit, triton_bwd_tiles.py has listed them (LISTS).
+which tiles to visit, bwd_tiles.py has listed them (LISTS).
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastattn.ops.attention.triton_tiles import LOG2E, load_tile
+from fastattn.ops.attention.triton.tiles import LOG2E, load_tile
 
 # A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf,
 # which makes its p 0; this is its word, with delta 0.
@@ -47,7 +47,7 @@ def unpack_statistics(word):
 
 
 class Case(NamedTuple):
-    """What is known to the compiler, beside what triton_fwd_parts.py says of the same names. LISTS:
+    """What is known to the compiler, beside what fwd_parts.py says of the same names. LISTS:
     tiles are listed in memory, the program's own block has FACTOR base tiles of the lists.
     BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. DEAD: rows of what
     the loop reads may attend no pair. NATURAL: scores stay in natural units.

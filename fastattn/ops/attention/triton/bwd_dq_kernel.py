@@ -2,7 +2,7 @@
 
 `attention_bwd_dq_kernel` owns a tile of queries and walks over the keys; it computes delta on the
 way and leaves its rows' statistics for the kernels that follow. The formulas are in
-triton_bwd_parts.py.
+bwd_parts.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fastattn.ops._triton_dropout import (
     unit_rows,
     zero_dropped,
 )
-from fastattn.ops.attention.triton_bwd_parts import (
+from fastattn.ops.attention.triton.bwd_parts import (
     Case,
     Mask,
     load_rows,
@@ -29,7 +29,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     product,
     weights,
 )
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     LIST_HEADER,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.ops._triton_launch import DTYPES, Template, template_of, too_old
-from fastattn.ops.attention.triton_tiles import Band
+from fastattn.ops.attention.triton.tiles import Band
 
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     KEYS,
@@ -32,8 +32,8 @@ from fastattn.ops.attention.triton_tiles import (
     load_mask,
     word_strides,
 )
-from fastattn.ops.attention.triton_tiles import OUTSIDE as MASK_OUTSIDE
-from fastattn.ops.attention.triton_tiles import WHOLE as MASK_WHOLE
+from fastattn.ops.attention.triton.tiles import OUTSIDE as MASK_OUTSIDE
+from fastattn.ops.attention.triton.tiles import WHOLE as MASK_WHOLE
 
 # Bits of a base tile: some pair is allowed; every pair inside the tensor is (and its bias 0);
 # lengths, causality and window restrict none of them; every key has a query in the tile; every

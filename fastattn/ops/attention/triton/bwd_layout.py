@@ -12,12 +12,12 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import signature
-from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.calls import BackwardCall
-from fastattn.ops.attention.config_bwd import BwdConfig, bwd_config
-from fastattn.ops.attention.triton_bwd_parts import STATISTICS_STEP
-from fastattn.ops.attention.triton_operands import architecture
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton import bwd_tiles as tiles
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, bwd_config
+from fastattn.ops.attention.triton.bwd_parts import STATISTICS_STEP
+from fastattn.ops.attention.triton.operands import architecture
+from fastattn.ops.attention.triton.tiles import (
     Band,
     MaskShape,
     band,

@@ -2,18 +2,18 @@
 
 `attention_bwd_dmask_kernel` owns a tile of the mask and walks over what the mask is broadcast over;
 where few programs would own a tile they share its sum, and `sum_splits_kernel` adds the shares. The
-formulas are in triton_bwd_parts.py.
+formulas are in bwd_parts.py.
 """
 
 import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
-from fastattn.ops.attention.triton_bwd_parts import (
+from fastattn.ops.attention.triton.bwd_parts import (
     unpack_statistics,
     weights,
 )
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     clamped_length,
     key_bounds,

@@ -1,5 +1,4 @@
-"""Attention in Triton, the portable GPU path: the launchers of the forward, whose kernel is in
-triton_fwd_kernel.py, and those of the backward from triton_bwd.py.
+"""The Triton attention forward: its launchers. The kernel is in fwd_kernel.py.
 
 What follows from shapes, strides and options is worked out once per combination and remembered as a
 bound launch; a call then only passes pointers.
@@ -14,17 +13,9 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, Template, signature
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
-from fastattn.ops.attention.config import Features, ForwardConfig, forward_config
-from fastattn.ops.attention.triton_bwd import (  # noqa: F401  (the other half of this backend)
-    attention_bwd,
-    attention_bwd_unsupported,
-    attention_bwd_workspace,
-    attention_varlen_bwd,
-    attention_varlen_bwd_unsupported,
-    attention_varlen_bwd_workspace,
-)
-from fastattn.ops.attention.triton_fwd_kernel import attention_fwd_kernel
-from fastattn.ops.attention.triton_operands import (
+from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
+from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
+from fastattn.ops.attention.triton.operands import (
     architecture,
     describable,
     dropout_kind,
@@ -35,7 +26,7 @@ from fastattn.ops.attention.triton_operands import (
     templates,
     unsupported,
 )
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     Band,
     band,
     column_hasher,

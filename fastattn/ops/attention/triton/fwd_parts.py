@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_kept, kept_bits, load_keys, zero_dropped
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     LOG2E,

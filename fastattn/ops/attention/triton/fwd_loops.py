@@ -3,7 +3,7 @@
 Full tiles need no mask work, partial tiles read the dense mask, edge tiles pass every test and read
 as zero what no query of the tile may see. Without a dense mask the tiles are ranges, with one they
 are lists, of which restrictions by arithmetic leave ranges: what is full or partial and lies at a
-boundary of these is walked with the edge tiles. One tile's work is in triton_fwd_parts.py.
+boundary of these is walked with the edge tiles. One tile's work is in fwd_parts.py.
 
 Every loop is in an if: where a loop of no trips joins accumulators with products in flight, ptxas
 gives up overlapping any products (C7515).
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastattn.ops.attention.triton_fwd_parts import (
+from fastattn.ops.attention.triton.fwd_parts import (
     Sums,
     add_values,
     attend_tile,
     online_softmax,
     tile_scores,
 )
-from fastattn.ops.attention.triton_tiles import EDGE, FULL, LIST_HEADER, PARTIAL, listed_below
+from fastattn.ops.attention.triton.tiles import EDGE, FULL, LIST_HEADER, PARTIAL, listed_below
 
 # -- which tiles ----------------------------------------------------------------------------------
 

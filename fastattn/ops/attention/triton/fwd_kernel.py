@@ -1,8 +1,8 @@
-"""The kernel of attention's forward in Triton; its launchers are in triton.py.
+"""The kernel of attention's forward in Triton; its launchers are in forward.py.
 
 One program computes BLOCK_M queries of one head: it finds out which key tiles they may attend, then
-walks over the edge, the partial and the full ones (triton_fwd_loops.py), with one step of online
-softmax for each (triton_fwd_parts.py).
+walks over the edge, the partial and the full ones (fwd_loops.py), with one step of online
+softmax for each (fwd_parts.py).
 """
 
 # Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_row_base, unit_keys
-from fastattn.ops.attention.triton_fwd_loops import (
+from fastattn.ops.attention.triton.fwd_loops import (
     Bounds,
     Spans,
     Tiles,
@@ -24,8 +24,8 @@ from fastattn.ops.attention.triton_fwd_loops import (
     bounded_lists,
     whole_lists,
 )
-from fastattn.ops.attention.triton_fwd_parts import Case, Mask, Operands, Sums
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.fwd_parts import Case, Mask, Operands, Sums
+from fastattn.ops.attention.triton.tiles import (
     LIST_HEADER,
     NEG_INF,
     PARTIAL,

@@ -1,10 +1,10 @@
-"""The backward of attention in Triton: what is launched for which call. triton.py is the forward.
+"""The backward of attention in Triton: what is launched for which call. forward.py is the forward.
 
 A call launches dq (with the rows' statistics, which the others need), then dk and dv, then the
-gradient of an additive mask, each only if somebody wants it. Formulas are in triton_bwd_parts.py, a
-kernel each in triton_bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in triton_bwd_tiles.py,
-tilings in config_bwd.py. What follows from sizes is in triton_bwd_layout.py, what follows from
-strides too in triton_bwd_bind.py; both are worked out once per combination and remembered.
+gradient of an additive mask, each only if somebody wants it. Formulas are in bwd_parts.py, a
+kernel each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in bwd_tiles.py,
+tilings in bwd_config.py. What follows from sizes is in bwd_layout.py, what follows from
+strides too in bwd_bind.py; both are worked out once per combination and remembered.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
-from fastattn.ops.attention.config_bwd import BwdConfig
-from fastattn.ops.attention.triton_bwd_bind import Plan, bind
-from fastattn.ops.attention.triton_bwd_layout import Packed, Spaces, layout_of, packed_layout
-from fastattn.ops.attention.triton_operands import architecture, unsupported
-from fastattn.ops.attention.triton_tiles import dropout_numbers
+from fastattn.ops.attention.triton.bwd_bind import Plan, bind
+from fastattn.ops.attention.triton.bwd_config import BwdConfig
+from fastattn.ops.attention.triton.bwd_layout import Packed, Spaces, layout_of, packed_layout
+from fastattn.ops.attention.triton.operands import architecture, unsupported
+from fastattn.ops.attention.triton.tiles import dropout_numbers
 
 _plans = LaunchCache()
 

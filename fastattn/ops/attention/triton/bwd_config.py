@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastattn.ops.attention.triton_tiles import split_width
+from fastattn.ops.attention.triton.tiles import split_width
 
 
 @dataclass(frozen=True)

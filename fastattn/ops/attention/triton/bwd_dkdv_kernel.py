@@ -2,7 +2,7 @@
 
 `attention_bwd_dkdv_kernel` owns a tile of keys and walks over the queries of every head of its
 group, on transposed scores: pᵀ and dsᵀ then are what the tensor cores want from registers. The
-formulas are in triton_bwd_parts.py.
+formulas are in bwd_parts.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fastattn.ops._triton_dropout import (
     unit_rows,
     zero_dropped,
 )
-from fastattn.ops.attention.triton_bwd_parts import (
+from fastattn.ops.attention.triton.bwd_parts import (
     DEAD_ROW,
     Case,
     Mask,
@@ -30,7 +30,7 @@ from fastattn.ops.attention.triton_bwd_parts import (
     unpack_statistics,
     weights,
 )
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     LIST_HEADER,

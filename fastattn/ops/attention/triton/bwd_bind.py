@@ -1,5 +1,5 @@
 """The Triton attention backward: its kernels bound to everything that follows from a call's shapes,
-strides and options. triton_bwd.py launches them.
+strides and options. backward.py launches them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, Template
-from fastattn.ops.attention import triton_bwd_tiles as tiles
 from fastattn.ops.attention.calls import BackwardCall, Gradients
-from fastattn.ops.attention.config_bwd import BwdTile
-from fastattn.ops.attention.triton_bwd_dkdv_kernel import attention_bwd_dkdv_kernel
-from fastattn.ops.attention.triton_bwd_dmask_kernel import (
+from fastattn.ops.attention.triton import bwd_tiles as tiles
+from fastattn.ops.attention.triton.bwd_config import BwdTile
+from fastattn.ops.attention.triton.bwd_dkdv_kernel import attention_bwd_dkdv_kernel
+from fastattn.ops.attention.triton.bwd_dmask_kernel import (
     attention_bwd_dmask_kernel,
     sum_splits_kernel,
 )
-from fastattn.ops.attention.triton_bwd_dq_kernel import attention_bwd_dq_kernel
-from fastattn.ops.attention.triton_bwd_layout import Layout, Packed
-from fastattn.ops.attention.triton_operands import (
+from fastattn.ops.attention.triton.bwd_dq_kernel import attention_bwd_dq_kernel
+from fastattn.ops.attention.triton.bwd_layout import Layout, Packed
+from fastattn.ops.attention.triton.operands import (
     describable,
     dropout_kind,
     mask_steps,
@@ -32,7 +32,7 @@ from fastattn.ops.attention.triton_operands import (
     stride_unit,
     templates,
 )
-from fastattn.ops.attention.triton_tiles import (
+from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     column_hasher,
     dropout_numbers,

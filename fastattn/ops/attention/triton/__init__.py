@@ -1,0 +1,37 @@
+"""Attention in Triton, the portable GPU path: the launchers of the backend `triton`.
+
+`forward.py` and `backward.py` launch, `fwd_*` and `bwd_*` are their kernels and configs; `tiles.py`
+(device code, lists of mask tiles) and `operands.py` (strides, tensor descriptors) are shared.
+"""
+
+from .backward import (
+    attention_bwd,
+    attention_bwd_unsupported,
+    attention_bwd_workspace,
+    attention_varlen_bwd,
+    attention_varlen_bwd_unsupported,
+    attention_varlen_bwd_workspace,
+)
+from .forward import (
+    attention_fwd,
+    attention_fwd_unsupported,
+    attention_fwd_workspace,
+    attention_varlen_fwd,
+    attention_varlen_fwd_unsupported,
+    attention_varlen_fwd_workspace,
+)
+
+__all__ = [
+    "attention_bwd",
+    "attention_bwd_unsupported",
+    "attention_bwd_workspace",
+    "attention_fwd",
+    "attention_fwd_unsupported",
+    "attention_fwd_workspace",
+    "attention_varlen_bwd",
+    "attention_varlen_bwd_unsupported",
+    "attention_varlen_bwd_workspace",
+    "attention_varlen_fwd",
+    "attention_varlen_fwd_unsupported",
+    "attention_varlen_fwd_workspace",
+]

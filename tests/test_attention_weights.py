@@ -126,3 +126,10 @@ def test_autocast_leaves_the_softmax_in_fp32(dtype: torch.dtype) -> None:
             weights = function(q, k, scale=1e5)
             assert weights.dtype == torch.float32 and weights.equal(expected)
     assert expected.isfinite().all()
+
+
+def test_positions_may_be_mapped() -> None:
+    q, rows = torch.randn(1, 2, 5, 4), torch.tensor([[0, -1], [3, 2]])
+    found = torch.vmap(lambda rows: fastattn.attention_weights(q, q, rows=rows))(rows)
+    expected = [fastattn.attention_weights(q, q, rows=chosen) for chosen in rows]
+    torch.testing.assert_close(found, torch.stack(expected))

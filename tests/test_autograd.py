@@ -205,6 +205,19 @@ def test_saved_tensors_are_freed(op: str) -> None:
     assert finalised and y.grad_fn is not None
 
 
+@each_op
+def test_results_are_freed_without_a_backward(op: str) -> None:
+    """Though the node of a graph may keep them."""
+    outputs = call(op, make_inputs(op), **({"return_sum": True} if op == "add_layer_norm" else {}))
+    freed: list[bool] = []
+    for y in outputs if isinstance(outputs, tuple) else (outputs,):
+        weakref.finalize(y, freed.append, True)
+    expected = len(outputs) if isinstance(outputs, tuple) else 1
+    del outputs, y
+    gc.collect()
+    assert freed == [True] * expected
+
+
 def test_long_graphs_are_freed() -> None:
     """Without recursion, which would end the process: this stack holds some thousand calls."""
     freed: list[bool] = []
@@ -253,6 +266,22 @@ def test_saved_tensors_hooks(op: str) -> None:
     ):
         y = call(op, inputs)
     assert not differ(y)
+
+
+@each_op
+def test_saved_tensors_may_come_back_in_another_layout(op: str) -> None:
+    inputs = make_inputs(op, (2, 3, 8))
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(op, inputs).sin().sum(), inputs)
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.mT.contiguous() if x.dim() > 1 else x, lambda x: x.mT if x.dim() > 1 else x
+    ):
+        found = gradients()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def _narrow(x: Tensor) -> Tensor:

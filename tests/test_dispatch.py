@@ -193,9 +193,12 @@ def test_forward_mode_derivatives_are_refused(op: str, backend: str | None) -> N
 
 
 # -- overloads ------------------------------------------------------------------------------------
-def _sample_calls(spec: OpSpec, sample: Sample) -> list[tuple[OpOverload, tuple[Any, ...]]]:
-    """The forward and the backward op's call of a sample."""
+def _sample_calls(
+    spec: OpSpec, sample: Sample, wide: bool = False
+) -> list[tuple[OpOverload, tuple[Any, ...]]]:
+    """The forward and the backward op's call of a sample, in fp64 if wide."""
     inputs = sample.inputs("cpu", sample.dtypes[0])
+    inputs = spec.widen(inputs) if wide else inputs
     with _Names() as mode:
         outputs = spec.function(**inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -243,6 +246,30 @@ def test_overloads_give_the_same_bits(
         for result, value, x in zip(given, _tuple(returned), _tuple(expected), strict=True):
             assert value.data_ptr() == result.data_ptr() and torch.equal(value, result)
             torch.testing.assert_close(result, x, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize("spec", all_specs().values(), ids=lambda spec: spec.name)
+@torch.no_grad()
+def test_overloads_hand_calls_on_as_they_are(spec: OpSpec) -> None:
+    """Those in fp64, to the next backend."""
+    most = {"attention": 8000}.get(spec.name, 40_000)  # elements: more take seconds
+    for sample in spec.samples:
+        tensors = [x for x in sample.inputs("cpu", torch.float32).values() if isinstance(x, Tensor)]
+        if sum(x.numel() for x in tensors) > most:
+            continue
+        with torch.enable_grad():
+            calls = _sample_calls(spec, sample, wide=True)
+        for default, args in calls:
+            op = _select.OPS[default.name().removeprefix("fastattn::")]
+            expected = op.named(*args, "torch")
+            _assert_same_bits(op.default(*args), expected)
+            if not op.is_backward:
+                given = [torch.full_like(x, torch.nan) for x in _tuple(expected)]
+                _assert_same_bits(
+                    op.out(*args, **dict(zip(op.results, given, strict=True))), tuple(given)
+                )
+                _assert_same_bits(tuple(given), expected)
 
 
 @pytest.mark.parametrize("op", OPS)

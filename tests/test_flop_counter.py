@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import nn as fnn
+from fastattn.integrations import flop_counter
 
 
 def count(function: Callable[[], Tensor], backward: bool = True) -> int:
@@ -58,6 +59,13 @@ def test_varlen_without_data_counts_the_longest_sequences() -> None:
         q, offsets = data(9, 4, 8), torch.zeros(3, dtype=torch.int32)
     ours = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 5))  # type: ignore[arg-type, return-value]
     assert ours == 2 * 4 * (2 * 6 * 5) * (2 + 5) * 8
+
+
+def test_varlen_counts_pairs_beyond_32_bits() -> None:
+    length = 2**16
+    q, offsets = torch.empty(length, 1, 8), torch.tensor([0, length], dtype=torch.int32)
+    found = flop_counter.varlen_flops(q, q, q, offsets, offsets, length, length)
+    assert found == 2 * length**2 * (8 + 8)
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("x", "bias")])

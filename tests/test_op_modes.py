@@ -220,17 +220,18 @@ def test_compiled_autograd(op: str) -> None:
 
 
 def test_compiled_autograd_of_numbers_that_change() -> None:
-    """A graph traced for one scale does not serve calls with another."""
+    """A graph traced for one scale or window does not serve calls with another."""
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
 
-    def gradient(scale: float) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(fastattn.attention(q, q, q, scale=scale).sin().sum(), q)
+    def gradient(scale: float, window: tuple[int, int]) -> tuple[Tensor, ...]:
+        out = fastattn.attention(q, q, q, scale=scale, window=window)
+        return torch.autograd.grad(out.sin().sum(), q)
 
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    for scale in (0.25, 2.0):
-        expected = gradient(scale)
+    for numbers in ((0.25, (2, 0)), (2.0, (2, 0)), (2.0, (0, 2))):
+        expected = gradient(*numbers)
         with torch._dynamo.compiled_autograd._enable(compiler):
-            _assert_same(gradient(scale), expected)
+            _assert_same(gradient(*numbers), expected)
 
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn"])

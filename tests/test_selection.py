@@ -482,6 +482,12 @@ def test_devices(
     assert _env.refuses_device(backend, torch.device(device)) == reason
 
 
+def test_gpus_of_one_machine_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env, "capability", lambda index: ((8, 0), (9, 0))[index])
+    for index, refused in ((0, True), (1, False)):
+        assert (_env.refuses_device("sm90", torch.device("cuda", index)) is not None) is refused
+
+
 def test_triton_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_env, "has_triton", lambda: True)

@@ -12,6 +12,7 @@ from fastattn.ops._op import OPS
 from fastattn.ops.attention import torch_kernels
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
 from fastattn.ops.attention.torch_problem import Problem
+from fastattn.ops.layer_norm import torch as norms
 from fastattn.testing import all_specs
 from fastattn.testing.check import _run
 from fastattn.testing.spec import OpSpec
@@ -167,6 +168,36 @@ def test_statistics_of_any_stride(op: str) -> None:
     _, vjp = torch.func.vjp(function, x)
     dys = torch.randn(3, 4, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.vmap(vjp)(dys)[0], torch.stack([vjp(dy)[0] for dy in dys]))
+
+
+def test_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(50, 8).bfloat16().requires_grad_()
+    leaves = [x, *(torch.randn(8, requires_grad=True) for _ in range(2))]
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = fastattn.layer_norm(*leaves, backend="torch")
+        return torch.autograd.grad(y.float().sin().sum(), leaves)
+
+    whole = gradients()
+    monkeypatch.setattr(norms, "_CHUNK", 8 * 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for chunked, expected in zip(gradients(), whole, strict=True):
+        torch.testing.assert_close(chunked, expected)
+
+
+def test_gradients_are_not_the_memory_of_those_given() -> None:
+    inputs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
+    dz = torch.randn(3, 8)
+    _, z = fastattn.add_layer_norm(*inputs, return_sum=True, backend="torch")
+    for gradient in torch.autograd.grad(z, inputs, dz):
+        assert torch.equal(gradient, dz) and gradient.data_ptr() != dz.data_ptr()
+
+
+def test_sums_have_the_parameters_dtype() -> None:
+    """Of the ops themselves: autograd would convert them."""
+    x, w = torch.randn(3, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    found = OPS["linear_bwd"](x, x, w, [True] * 3, backend="torch")
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3
 
 
 def test_no_rows_with_dropout() -> None:

@@ -14,11 +14,13 @@ import fastattn
 pytestmark = pytest.mark.filterwarnings("error:There is a performance drop")
 W, BIG = torch.linspace(0.5, 1.5, 8), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 MASK = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(2))
-LENGTHS = torch.tensor([3, 5])
+LENGTHS, QUERIES = torch.tensor([3, 5]), torch.tensor([5, 4])
 
 
 def _attention(x: Tensor) -> Tensor:
-    return fastattn.attention(x, x, x, mask=MASK, key_lengths=LENGTHS, causal=True)
+    return fastattn.attention(
+        x, x, x, mask=MASK, key_lengths=LENGTHS, query_lengths=QUERIES, causal=True
+    )
 
 
 # Of one entry's tensor -> a tensor.
@@ -43,15 +45,18 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 class _Calls(TorchDispatchMode):
-    """How often each op ran."""
+    """How often each op ran, and with what."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.arguments: list[dict[str, Any]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "fastattn":
             self.seen.append(op._schema.name)
+            names = [argument.name for argument in op._schema.arguments]
+            self.arguments.append(dict(zip(names, args, strict=False)))
         return op(*args, **kwargs or {})
 
 
@@ -116,6 +121,20 @@ def test_mapped_masks_and_dropout_are_called_one_by_one() -> None:
     assert len(calls.seen) == 3
 
 
+def test_tiles_of_a_mask_are_repeated_with_it() -> None:
+    """GPU kernels read both."""
+    q, prepared = torch.randn(3, 2, 4, 5, 8), fastattn.prepare_mask(MASK)
+
+    def loss(q: Tensor) -> Tensor:
+        return fastattn.attention(q, q, q, mask=prepared).sin().sum()
+
+    with _Calls() as calls:
+        torch.vmap(torch.func.grad(loss))(q)
+    assert prepared.tiles is not None and prepared.tiles.shape[0] == 2
+    for given in calls.arguments:
+        assert given["mask"].shape[0] == given["mask_tiles"].shape[0] == 6
+
+
 @pytest.mark.parametrize("dropped", ["dropout_p", "output_dropout_p"])
 def test_entries_drop_what_they_drop_alone(dropped: str) -> None:
     options: dict[str, Any] = {dropped: 0.5, "dropout_seed": torch.tensor([7])}
@@ -124,7 +143,8 @@ def test_entries_drop_what_they_drop_alone(dropped: str) -> None:
         return fastattn.ffn(x, BIG, None, BIG.t(), None, **options)
 
     x = torch.randn(3, 4, 8)
-    torch.testing.assert_close(torch.vmap(function)(x), _looped(function, x))
+    for f in (function, torch.func.grad(lambda x: function(x).sin().sum())):
+        torch.testing.assert_close(torch.vmap(f)(x), _looped(f, x))
 
 
 def test_batched_gradients() -> None:
@@ -155,6 +175,9 @@ def test_no_entries() -> None:
     for name in ("layer_norm", "attention with one mask"):
         shape, function = FUNCTIONS[name]
         assert torch.vmap(function)(torch.randn(0, *shape[1:])).shape == (0, *shape[1:])
+    op = torch.ops.fastattn.layer_norm_fwd
+    results = torch.vmap(lambda x: op(x, None, None, 1e-5))(torch.randn(0, 8))
+    assert [x.shape for x in results] == [(0, 8), (0,), (0,)]
 
 
 def test_forward_mode_over_gradients_is_refused() -> None:

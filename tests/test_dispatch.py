@@ -192,6 +192,22 @@ def test_forward_mode_derivatives_are_refused(op: str, backend: str | None) -> N
     assert torch.equal(y, function(**calls))
 
 
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_forward_mode_derivatives_of_gradients_are_refused(op: str, create_graph: bool) -> None:
+    calls = small_call(op)
+    name, x = next(iter(calls.items()))
+    x = x.detach().requires_grad_()
+    y = getattr(fastattn, op)(**calls | {name: x})
+    options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
+    with forward_ad.dual_level():
+        [expected] = torch.autograd.grad(y, x, torch.ones_like(y), **options)
+        dual = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
+        with pytest.raises(NotImplementedError, match=f"{op}_bwd has no derivative in forward"):
+            torch.autograd.grad(y, x, dual, **options)
+    assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], expected)
+
+
 # -- overloads ------------------------------------------------------------------------------------
 def _sample_calls(
     spec: OpSpec, sample: Sample, wide: bool = False

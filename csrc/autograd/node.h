@@ -4,6 +4,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -122,7 +123,8 @@ class OpNode final : public torch::autograd::Node {
         }
       }
       torch::jit::Stack stack = arguments_of_backward(gradients, computed);
-      if (at::GradMode::is_enabled()) {
+      // A gradient with a derivative in forward mode is refused above the kernels.
+      if (at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0)) {
         derivative_.backward.callBoxed(stack);
       } else {  // nothing to record
         at::AutoDispatchBelowADInplaceOrView below;

@@ -263,7 +263,9 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
                     needs[spared] = False
             kinds = (ctx.saved_tensors, ctx.constants, ctx.dtypes, [needs], gradients)
             args = [kinds[kind][i] for kind, i in at.sources]
-            if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # A gradient with a derivative in forward mode is refused above the kernels.
+            recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
+            if recorded or torch.compiler.is_compiling():
                 results = backward_call(*args)
             else:
                 with torch._C._AutoDispatchBelowAutograd():  # nothing to record

@@ -1,4 +1,4 @@
-"""Runs samples and judges them: the engine of `fastattn check` and of tests/test_ops.py.
+"""Runs samples and judges them: the engine of `fastattn check` and of tests/ops/test_ops.py.
 
 A sample's results (outputs, then gradients for fixed random output gradients) are compared with the
 reference in fp64; the budget's other half is the reference in the data's own dtype. PyTorch's own

@@ -1,4 +1,4 @@
-"""The backend `torch` beside what every backend's samples show (tests/test_ops.py)."""
+"""The backend `torch` beside what every backend's samples show (test_ops.py)."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
 """The native side: dropout bits in C++, CPU norms in every instruction set, the build's decisions.
 
-The norms' samples run here for each instruction set but the best, which tests/test_ops.py covers.
+The norms' samples run here for each instruction set but the best, which test_ops.py covers.
 """
 
 import functools
@@ -29,7 +29,7 @@ from fastattn.testing import poisoned_results
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import OpSpec, Sample, all_specs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
 NO_LIBRARY = _native.unavailable("cpu")
 needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")

@@ -27,7 +27,7 @@ import fastattn
 from fastattn.ops import _native
 from fastattn.ops.attention import spec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Inputs = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""The CPU feed-forward network beyond the samples that tests/test_ops.py runs: every instruction
+"""The CPU feed-forward network beyond the samples that test_ops.py runs: every instruction
 set, sizes around the edges of blocks, layouts, bits that do not depend on the threads, and the
 order of its steps under ThreadSanitizer.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LI
 ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CXX = os.environ.get("CXX") or shutil.which("g++")
 
 
@@ -141,7 +141,7 @@ def test_steps_wait_for_what_they_need(tmp_path: Path) -> None:
     assert CXX
     program = str(tmp_path / "ffn_steps")
     flags = "-std=c++17 -Wall -Wextra -Werror -O1 -g1 -fsanitize=thread -pthread".split()
-    source = str(ROOT / "tests" / "ffn_steps.cpp")
+    source = str(Path(__file__).with_name("ffn_steps.cpp"))
     subprocess.run([CXX, *flags, f"-I{ROOT / 'csrc'}", source, "-o", program], check=True)
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
     result = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Packed attention's CPU kernels beyond the samples that tests/test_ops.py runs: every instruction
+"""Packed attention's CPU kernels beyond the samples that test_ops.py runs: every instruction
 set, bits that depend neither on threads nor on the other sequences, layouts, memory.
 """
 

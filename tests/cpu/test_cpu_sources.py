@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX") or shutil.which("g++")
 PORTABLE = sorted(CSRC.glob("*/*_cpu_portable.cpp"))
 KERNELS_ON_THREADS = (
-    str(ROOT / "tests" / "attention_threads.cpp"),
+    str(Path(__file__).with_name("attention_threads.cpp")),
     str(CSRC / "attention" / "attention_cpu_portable.cpp"),
 )
 FLAGS = f"-std=c++17 -fno-math-errno -ffp-contract=off -Wall -Wextra -I{CSRC} -pthread".split()

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parent.parent / "csrc"
+CSRC = HERE.parents[2] / "csrc"
 CUDA = Path("/usr/local/cuda/include")
 # What g++ does not read, and what stands for it.
 REWRITTEN = {

@@ -17,7 +17,7 @@ from examples import (
 )
 from fastattn.seq2seq.catalogues import TextUnavailable
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from fastattn.ops import _native
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CXX = os.environ.get("CXX") or shutil.which("g++")
 NO_LIBRARY = _native.unavailable("cpu")
 ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()

@@ -1,4 +1,4 @@
-"""Attention's CPU kernels beyond the samples that tests/test_ops.py runs: every instruction set,
+"""Attention's CPU kernels beyond the samples that test_ops.py runs: every instruction set,
 bits that do not depend on the threads, what dead positions may hold, and memory.
 """
 

@@ -1,4 +1,4 @@
-"""The linear layer beyond the samples that tests/test_ops.py runs: every instruction set, bits that
+"""The linear layer beyond the samples that test_ops.py runs: every instruction set, bits that
 depend neither on the threads nor, where asked for, on the batch, and whose products are taken.
 """
 

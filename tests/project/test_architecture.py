@@ -18,7 +18,7 @@ import pytest
 
 import fastattn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(fastattn.__file__).resolve().parent
 BACKENDS = ("sm90", "cuda", "triton", "cpu", "torch", "reference")
 

@@ -1,6 +1,7 @@
 """Tasks of `benchmarks.tune` for attention: forward and backward, with one feature at a time.
 
-Forward candidates stand here in order of likelihood; those of the backward come from bwd_config.py.
+Forward candidates are here in order of likelihood, those of the backward in
+tune_attention_bwd.py.
 A result is compared with the reference on the first head and the last.
 """
 
@@ -80,12 +81,11 @@ class AttentionTask:
         return self._backward(arch) if self.direction == "bwd" else self._forward(arch)
 
     def _backward(self, arch: str) -> list[Any]:
-        from fastattn.ops.attention.triton import bwd_config
+        from benchmarks.tune_attention_bwd import candidates
 
         dtype, D = DTYPES[self.dtype], self.D
         edges = self._banded or "lengths" in self.feature
-        shipped = bwd_config.bwd_config(arch, dtype, D, D, edges, self._dense)
-        return [shipped, *bwd_config.candidates(arch, dtype, D, D, edges, self._dense)]
+        return candidates(arch, dtype, D, D, edges, self._dense)
 
     def _forward(self, arch: str) -> list[Any]:
         from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config

@@ -30,6 +30,7 @@ if _env.interpreting():
 from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
 from compiled_kernels import compiles
 
+from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
 from fastattn.ops.attention.spec_inputs import (
@@ -581,12 +582,12 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
                     assert first + second >= 8 and max(first, second) <= 256
                 assert sum(config.widths(D)) >= D
                 assert config.precision in ("ieee", "tf32x3")
-                found = bwd_config.candidates(arch, dtype, D, D, banded, dense)
+                found = candidates(arch, dtype, D, D, banded, dense)
                 assert found[0] == config and len(set(found)) == len(found)
     for dtype in (torch.bfloat16, torch.float32):
-        assert len(bwd_config.candidates("sm_90", dtype, 128, 128)) > 5
+        assert len(candidates("sm_90", dtype, 128, 128)) > 5
     for D in (96, 192):
-        found = bwd_config.candidates("sm_90", torch.bfloat16, D, D)
+        found = candidates("sm_90", torch.bfloat16, D, D)
         assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
 
 

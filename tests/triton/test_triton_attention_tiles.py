@@ -26,6 +26,7 @@ import triton.language as tl
 from compiled_kernels import compiles
 
 from fastattn.ops.attention import prepared, reference
+from fastattn.ops.attention.triton import fwd_tiles
 from fastattn.ops.attention.triton import tiles as device_tiles
 
 DEVICE = _env.default_device()
@@ -103,22 +104,19 @@ def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) ->
                 assert full_first == full_last, (M, N, rows)
 
 
-def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int, by_key: bool) -> list[Any]:
-    """For every (batch, head, outer tile) the FULL, PARTIAL and EDGE inner tiles, by definition."""
+def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int) -> list[Any]:
+    """For every (batch, head, query tile) the FULL, PARTIAL and EDGE key tiles, by definition."""
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     plain = mask if mask.dtype == torch.bool else mask == 0
     rows = []
     for b in range(mask.shape[0]):
         for h in range(mask.shape[1]):
             a, p = (x[b, h].expand(M, N) for x in (allowed, plain))
-            if by_key:
-                a, p = a.T, p.T
-            outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
-            for lines_a, lines_p in zip(a.split(outer), p.split(outer), strict=True):
+            for lines_a, lines_p in zip(a.split(block_m), p.split(block_m), strict=True):
                 lists: list[list[int]] = [[], [], []]
-                pairs = zip(lines_a.split(inner, 1), lines_p.split(inner, 1), strict=True)
+                pairs = zip(lines_a.split(block_n, 1), lines_p.split(block_n, 1), strict=True)
                 for t, (tile, zero) in enumerate(pairs):
-                    if tile.shape[1] < inner or not tile.any(0).all():
+                    if tile.shape[1] < block_n or not tile.any(0).all():
                         kind = 2
                     else:
                         kind = 0 if zero.all() else 1
@@ -129,9 +127,9 @@ def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int, by_key: 
 
 
 @runs
-@pytest.mark.parametrize("by_key, words", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("letters", ["BHMN", "MN", "BN", "HM", "HMN", ""])
-def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bool) -> None:
+def test_mask_tiles_are_what_the_mask_says(letters: str, words: bool) -> None:
     """words: listed from a prepared mask."""
     generator = torch.Generator().manual_seed(len(letters))
     sizes = {"B": 2, "H": 3, "M": 70, "N": 75}
@@ -144,14 +142,14 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, by_key: bool, words: bo
     for values in (mask, torch.where(mask, 0.0, -torch.inf).half()):
         values = values.to(DEVICE)
         described = device_tiles.mask_shape(values)
-        layout = device_tiles.tile_lists(described, M, N, 32, 16, by_key)
+        layout = fwd_tiles.tile_lists(described, M, N, 32, 16)
         lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
         if words:
             tiled = prepared.classify(values)
-            device_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
+            fwd_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
         else:
-            device_tiles.mask_classifier(described, M, N, 32, 16, by_key)(values, lists)
-        expected = _lists_of(values.cpu(), M, N, 32, 16, by_key)
+            fwd_tiles.mask_classifier(described, M, N, 32, 16)(values, lists)
+        expected = _lists_of(values.cpu(), M, N, 32, 16)
         outer = len(expected) // (layout.shape[0] * layout.shape[1])
         for n, kinds in enumerate(expected):
             batch_head, tile = divmod(n, outer)
@@ -195,4 +193,4 @@ def test_head_dims_are_split_where_that_pads_less() -> None:
 @compiles
 @pytest.mark.skipif(NATIVE, reason="the GPU runs them")
 def test_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(__file__) >= 25
+    assert passed_in_the_interpreter(__file__) >= 20

@@ -33,6 +33,7 @@ from fastattn.ops.attention.triton import (  # noqa: E402
     bwd_bind,
     bwd_tiles,
     forward,
+    fwd_tiles,
     operands,
     tiles,
 )
@@ -125,7 +126,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     kernels = [
         value
-        for module in (forward, bwd_bind, tiles, bwd_tiles, steps, norms)
+        for module in (forward, bwd_bind, tiles, fwd_tiles, bwd_tiles, steps, norms)
         for value in vars(module).values()
         if isinstance(value, triton.runtime.jit.JITFunction)
     ]

@@ -15,6 +15,7 @@ from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, Template, sign
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
+from fastattn.ops.attention.triton.fwd_tiles import mask_classifier, prepared_lister, tile_lists
 from fastattn.ops.attention.triton.operands import (
     architecture,
     describable,
@@ -32,12 +33,9 @@ from fastattn.ops.attention.triton.tiles import (
     column_hasher,
     column_keys_space,
     dropout_numbers,
-    mask_classifier,
     mask_shape,
     packed_band,
-    prepared_lister,
     shared_lines,
-    tile_lists,
 )
 
 
@@ -93,7 +91,7 @@ def _spaces(config: ForwardConfig | None, call: ForwardCall) -> _Spaces:
 def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
     assert call.mask is not None
     M, N = call.q.shape[2], call.k.shape[2]
-    return tile_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N, by_key=False).shape
+    return tile_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N).shape
 
 
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *spaces: Tensor) -> None:
@@ -162,10 +160,10 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
     if mask is not None:
         shape = mask_shape(mask)
         mask_unit, dense_strides = mask_steps(shape.strides, N)
-        layout = tile_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
+        layout = tile_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N)
         lists_strides = (layout.stride_b, layout.stride_h, layout.stride_outer, layout.inner)
         if mask_tiles is None:
-            classify = mask_classifier(shape, M, N, c.BLOCK_M, c.BLOCK_N, by_key=False)
+            classify = mask_classifier(shape, M, N, c.BLOCK_M, c.BLOCK_N)
         else:
             classify = prepared_lister(shape, mask_tiles, M, N, c.BLOCK_M, c.BLOCK_N)
     per_query = key_lengths is not None and key_lengths.dim() == 2

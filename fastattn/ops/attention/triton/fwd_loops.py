@@ -25,7 +25,8 @@ from fastattn.ops.attention.triton.fwd_parts import (
     online_softmax,
     tile_scores,
 )
-from fastattn.ops.attention.triton.tiles import EDGE, FULL, LIST_HEADER, PARTIAL, listed_below
+from fastattn.ops.attention.triton.fwd_tiles import listed_below
+from fastattn.ops.attention.triton.tiles import EDGE, FULL, LIST_HEADER, PARTIAL
 
 # -- which tiles ----------------------------------------------------------------------------------
 

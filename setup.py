@@ -110,7 +110,7 @@ LIBRARIES = {
 _DTYPES = {"bf16": "kBFloat16", "fp16": "kFloat16"}
 _HEAD_DIMS = (64, 96, 128, 192, 256)
 _VARIANTS = {
-    "band": "kBand",
+    "bounded": "kBounded",
     "dropout": "kDropout",
     "mask": "kMask",
     "bias": "kBias",

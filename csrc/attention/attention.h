@@ -24,9 +24,9 @@ struct Packing {
   const int* query_offsets = nullptr;  // null: not packed
   const int* key_offsets = nullptr;
   int sequences = 0;
-  int max_keys = 0;        // no sequence has more
-  bool ends_meet = false;  // a sequence's diagonal leads through its last row and last key
-  int max_queries = 0;     // no sequence has more; the backward's
+  int max_keys = 0;           // no sequence has more
+  bool bottom_right = false;  // a sequence's diagonal leads through its last row and last key
+  int max_queries = 0;        // no sequence has more; the backward's
   // Workspace of the forward, [sequences]: the longest one comes first. Null: as they lie.
   int* order = nullptr;
 };
@@ -75,28 +75,28 @@ struct DenseMask {
 
 // Fills the workspace; nullptr, or why it could not.
 const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
-                          const Lengths& key_lengths, const Band& band, int queries, int keys,
+                          const Lengths& key_lengths, const Bounds& bounds, int queries, int keys,
                           cuda::Stream stream);
 
 // Keys cut into parts, where tiles are too few for all processors: every part of a tile is a tile
 // of its own and leaves its output, normalised by itself, and for each row the maximum of its
 // scores in base 2 and the sum of their weights. Another kernel joins them. Rows: of all heads.
 constexpr int kMaxSplits = 128;
-struct alignas(8) RowStatistics {
+struct alignas(8) RowMaxSum {
   float highest, sum;
 };
 struct KeySplits {
   int count = 1;
   int64_t rows = 0;
-  float* out = nullptr;                 // [count, rows, value_dim]
-  RowStatistics* statistics = nullptr;  // [count, rows]
+  float* out = nullptr;          // [count, rows, value_dim]
+  RowMaxSum* max_sum = nullptr;  // [count, rows]
 };
 
 // What an instance is compiled for besides type and head dim. All know lengths, all but the first
 // causal masks and windows.
 enum class Variant {
   kFull,
-  kBand,
+  kBounded,
   kDropout,
   kMask,  // boolean
   kBias,  // additive
@@ -133,7 +133,7 @@ struct ForwardProblem {
   int head_dim, value_dim;
   Lengths query_lengths, key_lengths;
   Packing packing;
-  Band band;
+  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   KeySplits splits;  // without dropout and dense mask
@@ -173,7 +173,7 @@ FASTATTN_PURE int64_t backward_mask_words(const MaskLayout& layout) {
   constexpr int64_t kClassWords = sizeof(BlockClass) / sizeof(int);
   return bit_words(layout) + class_count(layout) * kClassWords + plain_count(layout);
 }
-inline void place_in_scratch(DenseMask& mask, int* words) {
+inline void place_in_workspace(DenseMask& mask, int* words) {
   mask.bits = reinterpret_cast<uint32_t*>(words);
   mask.classes = reinterpret_cast<BlockClass*>(words + bit_words(mask.layout));
   mask.plain = reinterpret_cast<int*>(mask.classes + class_count(mask.layout));
@@ -181,8 +181,8 @@ inline void place_in_scratch(DenseMask& mask, int* words) {
 
 // Fills a mask's workspace for the backward; nullptr, or why it could not.
 const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
-                                       const Lengths& key_lengths, const Band& band, int queries,
-                                       int keys, cuda::Stream stream);
+                                       const Lengths& key_lengths, const Bounds& bounds,
+                                       int queries, int keys, cuda::Stream stream);
 
 // The gradient of an additive mask; sizes are those of the mask, 1 where it is summed over. parts:
 // what each tile of the gradient is cut into, and room for as many gradients in fp32 if there are
@@ -192,7 +192,7 @@ struct MaskGradient {
   MaskType type = MaskType::kFloat32;
   int sizes[4] = {};
   int64_t strides[4] = {};
-  int parts = 1;
+  int splits = 1;
   float* partial = nullptr;
 };
 
@@ -211,14 +211,14 @@ struct BackwardProblem {
   int head_dim, value_dim;
   Lengths query_lengths, key_lengths;
   Packing packing;
-  Band band;
+  Bounds bounds;
   Dropout dropout;  // its workspace is not needed
   DenseMask mask;   // laid out by backward_mask_layout
   MaskGradient dmask;
   float scale;
-  float *statistics, *dq_sum;
-  int* turns;    // three a block of rows, or null: dq is summed in any order
-  int* counter;  // one
+  float *lse_delta, *dq_sum;
+  int* dq_semaphores;  // three a block of rows, or null: dq is summed in any order
+  int* counter;        // one
 };
 
 // Computes dq, dk and dv on the current device; nullptr, or why it could not. Instances: 16-bit

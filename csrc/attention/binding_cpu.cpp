@@ -301,8 +301,8 @@ std::tuple<Tensor, Tensor> attention_fwd_out(
                nullptr};
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
-  Scratch<kLocalFloats> scratch(forward_floats(a, threads()));
-  launch_forward(kernels(), a, scratch.take(scratch.floats()), scratch.floats(), threads(),
+  Workspace<kLocalFloats> workspace(forward_floats(a, threads()));
+  launch_forward(kernels(), a, workspace.take(workspace.floats()), workspace.floats(), threads(),
                  kOnThreads);
   return {out, lse};
 }
@@ -352,8 +352,8 @@ std::tuple<Tensor, Tensor> attention_varlen_fwd_out(
   set_options(a, options);
   a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
-  Scratch<kLocalFloats> scratch(forward_floats(a, threads()));
-  launch_forward(kernels(), a, scratch.take(scratch.floats()), scratch.floats(), threads(),
+  Workspace<kLocalFloats> workspace(forward_floats(a, threads()));
+  launch_forward(kernels(), a, workspace.take(workspace.floats()), workspace.floats(), threads(),
                  kOnThreads);
   const int64_t real = a.cu_seqlens_q[a.batch];
   clear_rows(a.type, a.out, a.heads, real, rows, a.value_dim);
@@ -394,8 +394,8 @@ std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
 
 // lse_rows: rows of lse in all heads.
 void run_backward(Backward& a, int64_t lse_rows) {
-  Scratch<kLocalFloats> scratch(backward_floats(a, lse_rows, threads()));
-  launch_backward(kernels(), a, lse_rows, scratch.take(scratch.floats()), scratch.floats(),
+  Workspace<kLocalFloats> workspace(backward_floats(a, lse_rows, threads()));
+  launch_backward(kernels(), a, lse_rows, workspace.take(workspace.floats()), workspace.floats(),
                   threads(), kOnThreads);
 }
 

@@ -11,7 +11,7 @@ Dropout hashed_dropout(double p, const std::optional<Tensor>& seed, int64_t stre
   Dropout result = dropout_of(p, seed, stream, q);
   if (result.seed) {
     constexpr int64_t kMaxBlock = 128;
-    STD_TORCH_CHECK(column_keys, "dropout needs scratch for its column keys");
+    STD_TORCH_CHECK(column_keys, "dropout needs workspace for its column keys");
     result.column_keys = reinterpret_cast<uint32_t*>(
         cuda_data_of<int>(*column_keys, "column_keys", q, ScalarType::Int,
                           dropout::units(static_cast<int>(keys + kMaxBlock))));
@@ -32,15 +32,17 @@ bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
 // Words of dropout's column keys where a dense mask's workspace follows them, aligned for it.
 int64_t column_key_words(const ForwardProblem& p) {
   constexpr int kMaxBlock = 128, kAlignedWords = 4;
-  return p.dropout.seed ? pieces(dropout::units(p.keys + kMaxBlock), kAlignedWords) * kAlignedWords
-                        : 0;
+  return p.dropout.seed
+             ? ceil_div(dropout::units(p.keys + kMaxBlock), kAlignedWords) * kAlignedWords
+             : 0;
 }
 
 // A mask with its workspace.
 DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
-                  const std::optional<Tensor>& scratch, const ForwardProblem& p, const Tensor& q) {
+                  const std::optional<Tensor>& workspace, const ForwardProblem& p,
+                  const Tensor& q) {
   int sizes[4];
-  DenseMask result = described_mask(mask, tiles, p, q, sizes);
+  DenseMask result = mask_view_of(mask, tiles, p, q, sizes);
   const bool additive = result.type != MaskType::kBool;
   STD_TORCH_CHECK(!additive || mask.size(3) == p.keys, "an additive mask must have all keys");
   const int head_dim = std::max(p.head_dim, p.value_dim);
@@ -61,8 +63,8 @@ DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
   const int64_t first = column_key_words(p);
   const int64_t total = first + bits + classes * kClassWords + copy + plain;
   STD_TORCH_CHECK(std::max(plain, classes) < kMaxTiles, "the mask is too large");
-  STD_TORCH_CHECK(scratch, "a dense mask needs scratch");
-  int* words = cuda_data_of<int>(*scratch, "scratch", q, ScalarType::Int, total) + first;
+  STD_TORCH_CHECK(workspace, "a dense mask needs workspace");
+  int* words = cuda_data_of<int>(*workspace, "workspace", q, ScalarType::Int, total) + first;
   result.bits = reinterpret_cast<uint32_t*>(words);
   result.classes = reinterpret_cast<BlockClass*>(words + bits);
   result.copy = copied ? words + bits + classes * kClassWords : nullptr;
@@ -76,16 +78,17 @@ KeySplits splits_of(const std::optional<Tensor>& parts, const ForwardProblem& p,
   if (!parts) {
     return {};
   }
-  constexpr int64_t kStatistics = sizeof(RowStatistics) / sizeof(float);
+  constexpr int64_t kMaxSumFloats = sizeof(RowMaxSum) / sizeof(float);
   const int64_t rows = sizes.batch * sizes.heads * sizes.queries;
   STD_TORCH_CHECK(parts->dim() == 2 && parts->size(0) > 0 && parts->size(0) <= kMaxSplits &&
-                      parts->size(1) == rows * (p.value_dim + kStatistics),
-                  "parts must be 1 to ", kMaxSplits, " times ", rows * (p.value_dim + kStatistics));
+                      parts->size(1) == rows * (p.value_dim + kMaxSumFloats),
+                  "parts must be 1 to ", kMaxSplits, " times ",
+                  rows * (p.value_dim + kMaxSumFloats));
   const int64_t count = parts->size(0);
   STD_TORCH_CHECK(sizes.tiles(sizes.queries) * count <= kMaxTiles, "the tensors are too large");
   float* data = cuda_data_of<float>(*parts, "parts", sizes.q, ScalarType::Float, parts->numel());
   return {static_cast<int>(count), rows, data,
-          reinterpret_cast<RowStatistics*>(data + count * rows * p.value_dim)};
+          reinterpret_cast<RowMaxSum*>(data + count * rows * p.value_dim)};
 }
 
 // What both forms of a call have: sizes, operands, results.
@@ -105,14 +108,14 @@ void launch(const ForwardProblem& problem, const Tensor& q, Variant variant) {
   });
 }
 
-// scratch: column keys of dropout, then what a dense mask needs, or without either room for the
+// workspace: column keys of dropout, then what a dense mask needs, or without either room for the
 // parts that keys are cut into.
 void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
                    std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
                    std::optional<Tensor> query_lengths, int64_t causal, int64_t window_left,
                    int64_t window_right, double scale, double dropout_p,
                    std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
-                   Tensor lse, std::optional<Tensor> counter, std::optional<Tensor> scratch) {
+                   Tensor lse, std::optional<Tensor> counter, std::optional<Tensor> workspace) {
   const CallSizes sizes = sizes_of(q, k, v);
   if (!sizes.has_queries()) {
     return;
@@ -120,12 +123,13 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
   ForwardProblem problem = problem_of(sizes, k, v, out, lse, scale);
   problem.query_lengths = lengths_of(query_lengths, "query_lengths", q);
   problem.key_lengths = lengths_of(key_lengths, "key_lengths", q);
-  problem.band = band_of(causal, window_left, window_right, sizes.queries, sizes.keys);
-  problem.dropout = hashed_dropout(dropout_p, dropout_seed, dropout_stream, scratch, q, sizes.keys);
+  problem.bounds = bounds_of(causal, window_left, window_right, sizes.queries, sizes.keys);
+  problem.dropout =
+      hashed_dropout(dropout_p, dropout_seed, dropout_stream, workspace, q, sizes.keys);
   problem.counter =
       counter ? cuda_data_of<int>(*counter, "counter", q, ScalarType::Int, 1) : nullptr;
   if (mask) {
-    problem.mask = mask_of(*mask, mask_tiles, scratch, problem, q);
+    problem.mask = mask_of(*mask, mask_tiles, workspace, problem, q);
     launch(problem, q, variant_of(problem, problem.mask.type));
     return;
   }
@@ -133,10 +137,10 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
     launch(problem, q, Variant::kDropout);
     return;
   }
-  problem.splits = splits_of(scratch, problem, sizes);
+  problem.splits = splits_of(workspace, problem, sizes);
   cut_keys_of_one_query(problem);
   merge_groups(problem);
-  launch(problem, q, wants_band(problem) ? Variant::kBand : Variant::kFull);
+  launch(problem, q, wants_bounded(problem) ? Variant::kBounded : Variant::kFull);
 }
 
 // counter: one zero, then room for the order of the sequences or nothing.
@@ -144,7 +148,7 @@ void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Ten
                           int64_t max_seqlen_k, int64_t causal, int64_t window_left,
                           int64_t window_right, double scale, double dropout_p,
                           std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
-                          Tensor lse, Tensor counter, std::optional<Tensor> scratch) {
+                          Tensor lse, Tensor counter, std::optional<Tensor> workspace) {
   const CallSizes sizes = packed_sizes_of(q, k, v, cu_seqlens_q);
   if (!sizes.has_queries()) {
     return;
@@ -152,19 +156,20 @@ void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Ten
   ForwardProblem problem = problem_of(sizes, k, v, out, lse, scale);
   set_packing(problem, sizes, cu_seqlens_q, cu_seqlens_k, sizes.queries, max_seqlen_k, causal,
               window_left, window_right);
-  problem.dropout =
-      hashed_dropout(dropout_p, dropout_seed, dropout_stream, scratch, q, problem.packing.max_keys);
+  problem.dropout = hashed_dropout(dropout_p, dropout_seed, dropout_stream, workspace, q,
+                                   problem.packing.max_keys);
   if (!problem.dropout.seed) {
-    problem.splits = splits_of(scratch, problem, sizes);
+    problem.splits = splits_of(workspace, problem, sizes);
   }
   const bool ordered = counter.numel() > 1;
   problem.counter = cuda_data_of<int>(counter, "counter", q, ScalarType::Int,
                                       1 + (ordered ? sizes.sequences : 0));
   problem.packing.order = ordered ? problem.counter + 1 : nullptr;
-  const bool banded = causal != 0 || window_left >= 0 || window_right >= 0 || wants_band(problem);
+  const bool bounded =
+      causal != 0 || window_left >= 0 || window_right >= 0 || wants_bounded(problem);
   launch(problem, q,
          problem.dropout.seed ? Variant::kDropout
-         : banded             ? Variant::kBand
+         : bounded            ? Variant::kBounded
                               : Variant::kFull);
 }
 
@@ -176,12 +181,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
       "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_tiles, "
       "Tensor? key_lengths, Tensor? query_lengths, int causal, int window_left, int window_right, "
       "float scale, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, "
-      "Tensor(b!) lse, Tensor? counter, Tensor(c!)? scratch) -> ()");
+      "Tensor(b!) lse, Tensor? counter, Tensor(c!)? workspace) -> ()");
   m.def(
       "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
       "Tensor cu_seqlens_k, int max_seqlen_k, int causal, int window_left, int window_right, "
       "float scale, float dropout_p, Tensor? dropout_seed, int dropout_stream, Tensor(a!) out, "
-      "Tensor(b!) lse, Tensor counter, Tensor(c!)? scratch) -> ()");
+      "Tensor(b!) lse, Tensor counter, Tensor(c!)? workspace) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_sm90, CUDA, m) {

@@ -128,7 +128,8 @@ void set_operands(Problem& p, const CallSizes& sizes, const Tensor& k, const Ten
 // -- restrictions --------------------------------------------------------------------------------
 // Unlimited is as good as every position of both sequences; a causal mask allows nothing to the
 // right of the diagonal.
-inline Band band_of(int64_t causal, int64_t left, int64_t right, int64_t queries, int64_t keys) {
+inline Bounds bounds_of(int64_t causal, int64_t left, int64_t right, int64_t queries,
+                        int64_t keys) {
   const int64_t all = queries + keys;
   right = causal ? 0 : right;
   return {static_cast<int>(left < 0 ? all : std::min(left, all)),
@@ -151,9 +152,9 @@ void set_packing(Problem& p, const CallSizes& sizes, const Tensor& cu_seqlens_q,
   p.packing.sequences = static_cast<int>(sizes.sequences);
   p.packing.max_queries = static_cast<int>(std::clamp<int64_t>(max_queries, 0, sizes.queries));
   p.packing.max_keys = static_cast<int>(std::clamp<int64_t>(max_keys, 0, sizes.keys));
-  p.packing.ends_meet = causal == kBottomRight;
-  p.band = band_of(causal, left, right, sizes.queries, sizes.keys);
-  p.band.diagonal = 0;
+  p.packing.bottom_right = causal == kBottomRight;
+  p.bounds = bounds_of(causal, left, right, sizes.queries, sizes.keys);
+  p.bounds.diagonal = 0;
 }
 
 // Without workspace.
@@ -186,8 +187,8 @@ inline MaskType mask_type_of(const Tensor& mask) {
 // A mask [batch or 1, heads or 1, queries or 1, keys or 1] without its workspace. sizes: 1 where it
 // is broadcast.
 template <class Problem>
-DenseMask described_mask(const Tensor& mask, const std::optional<Tensor>& tiles, const Problem& p,
-                         const Tensor& q, int (&sizes)[4]) {
+DenseMask mask_view_of(const Tensor& mask, const std::optional<Tensor>& tiles, const Problem& p,
+                       const Tensor& q, int (&sizes)[4]) {
   STD_TORCH_CHECK(
       mask.is_cuda() && mask.get_device_index() == q.get_device_index() && mask.dim() == 4,
       "mask must be a 4-dimensional CUDA tensor on q's device");
@@ -213,7 +214,7 @@ DenseMask described_mask(const Tensor& mask, const std::optional<Tensor>& tiles,
                     "mask_tiles must be 4-dimensional int64 on q's device");
     result.tiles = static_cast<const int64_t*>(tiles->data_ptr());
     for (int i = 0; i < 4; ++i) {
-      const int64_t lines = i < 2 ? sizes[i] : pieces(sizes[i], 16);
+      const int64_t lines = i < 2 ? sizes[i] : ceil_div(sizes[i], 16);
       STD_TORCH_CHECK(tiles->size(i) == lines, "mask_tiles must have ", lines, " in dimension ", i,
                       ", got ", tiles->size(i));
       result.tile_strides[i] = lines == 1 ? 0 : tiles->stride(i);
@@ -265,7 +266,7 @@ auto of_variant(Variant variant, Of of) {
     case Variant::kBiasDropout:
       return of(Constant<Variant::kBiasDropout>());
     default:
-      return of(Constant<Variant::kBand>());
+      return of(Constant<Variant::kBounded>());
   }
 }
 

@@ -1,5 +1,5 @@
 // Which keys, and which blocks of keys, the rows of a tile may attend: the arithmetic behind every
-// restriction that is not a dense mask. Causal masks and windows are one band along the diagonal;
+// restriction that is not a dense mask. Causal masks and windows are one bounds along the diagonal;
 // lengths cut it off.
 //
 //   row i < queries sees key j < keys  if  i + diagonal - left <= j <= i + diagonal + right
@@ -9,7 +9,7 @@
 
 namespace fastattn::attention {
 
-struct Band {
+struct Bounds {
   int left, right;  // not negative; unlimited: at least queries + keys
   int diagonal;     // 0, or keys - queries where the last row faces the last key
 };
@@ -36,25 +36,25 @@ FASTATTN_PURE Range overlap(Range a, Range b) {
 }
 
 // Keys that a row may attend.
-FASTATTN_PURE Range keys_of_row(int row, const Band& band, int keys) {
-  return {larger(0, row + band.diagonal - band.left),
-          smaller(keys, row + band.diagonal + band.right + 1)};
+FASTATTN_PURE Range keys_of_row(int row, const Bounds& bounds, int keys) {
+  return {larger(0, row + bounds.diagonal - bounds.left),
+          smaller(keys, row + bounds.diagonal + bounds.right + 1)};
 }
 
-// Keys that some row of a range may attend. No gaps: the band moves by one key a row.
-FASTATTN_PURE Range keys_of_some(Range rows, const Band& band, int keys) {
+// Keys that some row of a range may attend. No gaps: the bounds moves by one key a row.
+FASTATTN_PURE Range keys_of_some(Range rows, const Bounds& bounds, int keys) {
   if (is_empty(rows)) {
     return {0, 0};
   }
-  return {keys_of_row(rows.begin, band, keys).begin, keys_of_row(rows.end - 1, band, keys).end};
+  return {keys_of_row(rows.begin, bounds, keys).begin, keys_of_row(rows.end - 1, bounds, keys).end};
 }
 
 // Keys that every row of a range may attend.
-FASTATTN_PURE Range keys_of_all(Range rows, const Band& band, int keys) {
+FASTATTN_PURE Range keys_of_all(Range rows, const Bounds& bounds, int keys) {
   if (is_empty(rows)) {
     return {0, 0};
   }
-  return {keys_of_row(rows.end - 1, band, keys).begin, keys_of_row(rows.begin, band, keys).end};
+  return {keys_of_row(rows.end - 1, bounds, keys).begin, keys_of_row(rows.begin, bounds, keys).end};
 }
 
 // Blocks of `size` keys that hold some key of a range.
@@ -79,14 +79,14 @@ struct BlockPlan {
 
 // tile_rows and own_rows end at the first row that is not computed; own_rows may be empty.
 // skips: a warpgroup passes over loaded blocks that none of its rows may attend.
-FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Band& band, int keys,
+FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Bounds& bounds, int keys,
                                     int block, bool skips) {
-  const Range loaded = blocks_touching(keys_of_some(tile_rows, band, keys), block);
-  const Range full = blocks_inside(keys_of_all(own_rows, band, keys), block);
+  const Range loaded = blocks_touching(keys_of_some(tile_rows, bounds, keys), block);
+  const Range full = blocks_inside(keys_of_all(own_rows, bounds, keys), block);
   if (!skips) {
     return {loaded, loaded, full};
   }
-  Range own = overlap(loaded, blocks_touching(keys_of_some(own_rows, band, keys), block));
+  Range own = overlap(loaded, blocks_touching(keys_of_some(own_rows, bounds, keys), block));
   if (is_empty(own)) {
     // One block all the same, wholly masked: no path of its own for rows without keys.
     own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};
@@ -94,13 +94,14 @@ FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Band&
   return {loaded, own, full};
 }
 
-// What is left of a plan for one of `parts` that keys are cut into, each of as many blocks as any
+// What is left of a plan for one of `splits` that keys are cut into, each of as many blocks as any
 // other or one more. Empty if there are fewer blocks.
-FASTATTN_PURE BlockPlan part_of(const BlockPlan& plan, int part, int parts) {
+FASTATTN_PURE BlockPlan split_of(const BlockPlan& plan, int split, int splits) {
   const int count = larger(plan.loaded.end - plan.loaded.begin, 0);
-  const int size = count / parts, longer = count - size * parts;  // the first parts take the rest
-  const int begin = plan.loaded.begin + part * size + smaller(part, longer);
-  const Range loaded = {begin, begin + size + (part < longer)};
+  const int size = count / splits,
+            longer = count - size * splits;  // the first splits take the rest
+  const int begin = plan.loaded.begin + split * size + smaller(split, longer);
+  const Range loaded = {begin, begin + size + (split < longer)};
   Range own = overlap(loaded, plan.own);
   if (is_empty(own)) {
     own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};  // as in plan_blocks

@@ -12,13 +12,13 @@ namespace fastattn::cuda {
 constexpr int kMaxDevices = 64;
 
 struct Device {
-  int processors;  // streaming multiprocessors
-  int capability;  // 10 * major + minor
+  int multiprocessors;  // streaming multiprocessors
+  int capability;       // 10 * major + minor
 };
 
 // The current device. `index` is its number.
 inline cudaError_t current_device(int* index, Device* device) {
-  static std::atomic<uint32_t> known[kMaxDevices];  // processors << 8 | capability
+  static std::atomic<uint32_t> known[kMaxDevices];  // multiprocessors << 8 | capability
   constexpr int kCapabilityBits = 8;
   if (cudaError_t error = cudaGetDevice(index)) {
     return error;
@@ -28,8 +28,9 @@ inline cudaError_t current_device(int* index, Device* device) {
   }
   uint32_t packed = known[*index].load(std::memory_order_relaxed);
   if (packed == 0) {
-    int processors = 0, major = 0, minor = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, *index);
+    int multiprocessors = 0, major = 0, minor = 0;
+    cudaError_t error =
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, *index);
     error =
         error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *index);
     error =
@@ -37,10 +38,10 @@ inline cudaError_t current_device(int* index, Device* device) {
     if (error) {
       return error;
     }
-    packed = static_cast<uint32_t>(processors) << kCapabilityBits | (10 * major + minor);
+    packed = static_cast<uint32_t>(multiprocessors) << kCapabilityBits | (10 * major + minor);
     known[*index].store(packed, std::memory_order_relaxed);
   }
-  device->processors = packed >> kCapabilityBits;
+  device->multiprocessors = packed >> kCapabilityBits;
   device->capability = packed & ((1u << kCapabilityBits) - 1);
   return cudaSuccess;
 }

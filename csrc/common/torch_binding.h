@@ -130,9 +130,9 @@ inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& x) {
 // Scratch memory of one call: on the stack where it is little, which making a tensor takes longer
 // than, else a tensor.
 template <int64_t kLocalFloats>
-class Scratch {
+class Workspace {
  public:
-  explicit Scratch(int64_t floats) : floats_(floats) {
+  explicit Workspace(int64_t floats) : floats_(floats) {
     if (floats > kLocalFloats) {
       tensor_ = new_vector(floats, ScalarType::Float);
       next_ = static_cast<float*>(tensor_->data_ptr());
@@ -140,7 +140,7 @@ class Scratch {
       poison(local_, floats * sizeof(float));
     }
   }
-  Scratch(const Scratch&) = delete;
+  Workspace(const Workspace&) = delete;
 
   int64_t floats() const { return floats_; }
 
@@ -148,7 +148,7 @@ class Scratch {
   template <class T = float>
   T* take(int64_t count) {
     static_assert(sizeof(T) == sizeof(float));
-    STD_TORCH_CHECK(count <= floats_ - taken_, "scratch must have ", count - (floats_ - taken_),
+    STD_TORCH_CHECK(count <= floats_ - taken_, "workspace must have ", count - (floats_ - taken_),
                     " more elements");
     float* piece = next_ + taken_;
     taken_ += count;

@@ -20,7 +20,7 @@ constexpr int64_t kPartitionRows = 32;
 constexpr int64_t kMaxPartitions = 64;
 // Scratch memory up to which a call takes its stack.
 constexpr int64_t kLocalFloats = 8192;
-using Scratch = Scratch<kLocalFloats>;
+using Workspace = Workspace<kLocalFloats>;
 
 // Merges the leading dimensions into at most two strides.
 Rows rows_of(const Tensor& tensor, const char* name, int64_t rows, int64_t columns, DType type) {
@@ -74,7 +74,7 @@ void check_needs(const std::vector<bool>& needs, size_t count) {
 }
 
 const float* parameter(const std::optional<Tensor>& tensor, const char* name, int64_t columns,
-                       Scratch& scratch) {
+                       Workspace& scratch) {
   if (!tensor) {
     return nullptr;
   }
@@ -90,7 +90,7 @@ const float* parameter(const std::optional<Tensor>& tensor, const char* name, in
 }
 
 Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream, int64_t columns,
-                   Scratch& scratch) {
+                   Workspace& scratch) {
   Dropout result;
   result.threshold = dropout::threshold(p);
   if (result.threshold == 0) {
@@ -140,7 +140,7 @@ struct Wanted {
   int* share;
 };
 
-void run(Backward& a, Scratch& scratch, std::initializer_list<Wanted> parameters) {
+void run(Backward& a, Workspace& scratch, std::initializer_list<Wanted> parameters) {
   const Kernels& isa = kernels();
   for (const Wanted& wanted : parameters) {
     if (wanted.gradient.numel() > 0) {
@@ -255,7 +255,7 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
               const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
               const Tensor& rstd) {
   const Tensor x = readable_rows(given);
-  Scratch scratch(floats_for(x, 2, false, 0));
+  Workspace scratch(floats_for(x, 2, false, 0));
   const int64_t columns = x.size(-1);
   Forward a = {};
   a.rows = rows_in(x, columns);
@@ -309,7 +309,7 @@ TwoTensors rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps) {
 // What the backward passes share. `z` is what was normalised.
 Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
-                     const Tensor& dsum, Scratch& scratch) {
+                     const Tensor& dsum, Workspace& scratch) {
   const int64_t columns = z.size(-1);
   const int64_t rows = rows_in(z, columns);
   const DType type = dtype_of(z, "the normalised tensor");
@@ -335,7 +335,7 @@ ThreeTensors layer_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weigh
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(mean),
                          as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Scratch scratch(floats_for(x, 1, false, needs[1] + needs[2]));
+  Workspace scratch(floats_for(x, 1, false, needs[1] + needs[2]));
   Backward a = backward_of(rows[1], rows[0], weight, &rows[2], rows[3], dx, scratch);
   run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
   return {dx, dweight, dbias};
@@ -358,7 +358,7 @@ TwoTensors rms_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weight, T
   check_needs(needs, 2);
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Scratch scratch(floats_for(x, 1, false, needs[1]));
+  Workspace scratch(floats_for(x, 1, false, needs[1]));
   Backward a = backward_of(rows[1], rows[0], weight, nullptr, rows[2], dx, scratch);
   run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
   return {dx, dweight};
@@ -390,7 +390,7 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
   x_bias = as_contiguous(x_bias);
   weight = as_contiguous(weight);
   bias = as_contiguous(bias);
-  Scratch scratch(floats_for(x, 3, dropout_p > 0.0, 0));
+  Workspace scratch(floats_for(x, 3, dropout_p > 0.0, 0));
   const int64_t columns = x.size(-1);
   const int64_t rows = rows_in(x, columns);
   const DType type = dtype_of(residual, "residual");
@@ -444,7 +444,7 @@ FiveTensors add_layer_norm_bwd_out(std::optional<Tensor> dy, std::optional<Tenso
   dz = readable_rows(dz);
   weight = as_contiguous(weight);
   const int wanted = needs[2] + needs[3] + needs[4];
-  Scratch scratch(floats_for(z, 1, dropout_p > 0.0, wanted));
+  Workspace scratch(floats_for(z, 1, dropout_p > 0.0, wanted));
   Backward a = backward_of(rows[0], dy, weight, &rows[1], rows[2], dresidual, scratch);
   a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
   a.x_type = dtype_of(dx, "dx");

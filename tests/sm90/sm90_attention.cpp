@@ -37,12 +37,12 @@ const char* hash_columns(const Dropout& dropout, int units, cuda::Stream) {
 }
 
 const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
-                          const Lengths& key_lengths, const Band& band, int queries, int keys,
+                          const Lengths& key_lengths, const Bounds& bounds, int queries, int keys,
                           cuda::Stream) {
   on_host::launch(plain_count(mask.layout), kPackThreads,
                   [&] { pack_mask_kernel(mask, queries, keys); });
   on_host::launch(class_count(mask.layout), mask.layout.tile_rows, [&] {
-    classify_mask_kernel(mask, query_lengths, key_lengths, band, queries, keys);
+    classify_mask_kernel(mask, query_lengths, key_lengths, bounds, queries, keys);
   });
   return nullptr;
 }
@@ -78,7 +78,7 @@ struct Call {
   float* lse;
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
   const int *query_lengths, *key_lengths, *query_offsets, *key_offsets;
-  int64_t sequences, max_keys, ends_meet, left, right, diagonal;
+  int64_t sequences, max_keys, bottom_right, left, right, diagonal;
   int64_t type, variant;
   const int64_t* seed;
   int64_t stream, threshold;
@@ -115,10 +115,10 @@ extern "C" const char* run(const Call* c) {
   p.query_lengths = {c->query_lengths, false};
   p.key_lengths = {c->key_lengths, false};
   p.packing = {c->query_offsets, c->key_offsets, static_cast<int>(c->sequences),
-               static_cast<int>(c->max_keys), c->ends_meet != 0};
+               static_cast<int>(c->max_keys), c->bottom_right != 0};
   std::vector<int> order(c->sequences, -1);
   p.packing.order = c->ordered ? order.data() : nullptr;
-  p.band = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
+  p.bounds = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
   p.scale = static_cast<float>(c->scale);
   int counter = 0;
   p.counter = c->counted ? &counter : nullptr;
@@ -161,10 +161,10 @@ extern "C" const char* run(const Call* c) {
     }
   }
   const int64_t rows = int64_t{1} * p.batch * p.heads * p.queries;
-  std::vector<float> part_outputs(c->splits * rows * p.value_dim, NAN);
-  std::vector<RowStatistics> part_statistics(c->splits * rows, {NAN, NAN});
-  p.splits = {static_cast<int>(c->splits), rows, part_outputs.data(), part_statistics.data()};
-  if (variant == Variant::kFull || variant == Variant::kBand) {
+  std::vector<float> split_outputs(c->splits * rows * p.value_dim, NAN);
+  std::vector<RowMaxSum> split_max_sum(c->splits * rows, {NAN, NAN});
+  p.splits = {static_cast<int>(c->splits), rows, split_outputs.data(), split_max_sum.data()};
+  if (variant == Variant::kFull || variant == Variant::kBounded) {
     cut_keys_of_one_query(p);
     merge_groups(p);
   }

@@ -22,17 +22,17 @@ extern "C" const char* cudaGetErrorString(cudaError_t) {
 namespace fastattn::attention {
 
 const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
-                                       const Lengths& key_lengths, const Band& band, int queries,
-                                       int keys, cuda::Stream) {
+                                       const Lengths& key_lengths, const Bounds& bounds,
+                                       int queries, int keys, cuda::Stream) {
   const MaskLayout& layout = mask.layout;
   on_host::launch(plain_count(layout), kPackThreads,
                   [&] { pack_mask_kernel(transposed(mask), keys, queries); });
   on_host::launch(class_count(layout), layout.tile_rows, [&] {
-    classify_mask_kernel(transposed(mask), key_lengths, query_lengths, transposed(band), keys,
+    classify_mask_kernel(transposed(mask), key_lengths, query_lengths, transposed(bounds), keys,
                          queries);
   });
   const int64_t blocks = int64_t{layout.class_batches} * layout.class_heads * layout.blocks;
-  on_host::launch(pieces(static_cast<int>(blocks), kRankThreads), kRankThreads,
+  on_host::launch(ceil_div(static_cast<int>(blocks), kRankThreads), kRankThreads,
                   [&] { rank_tiles_kernel(layout, mask.classes); });
   return nullptr;
 }
@@ -55,7 +55,7 @@ const char* run(const BackwardProblem& problem) {
                  : attention_bwd_sm90<kType, kHeadDim, Variant::kBias>(problem, nullptr);
   }
   return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kDropout>(problem, nullptr)
-               : attention_bwd_sm90<kType, kHeadDim, Variant::kBand>(problem, nullptr);
+               : attention_bwd_sm90<kType, kHeadDim, Variant::kBounded>(problem, nullptr);
 }
 
 template <DType kType>
@@ -92,7 +92,7 @@ struct Call {
   const float *lse, *dlse;
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
   const int *query_lengths, *key_lengths, *query_offsets, *key_offsets;
-  int64_t sequences, max_queries, ends_meet, left, right, diagonal;
+  int64_t sequences, max_queries, bottom_right, left, right, diagonal;
   const int64_t* seed;
   int64_t stream;
   double dropout_p, scale;
@@ -100,12 +100,12 @@ struct Call {
   int64_t mask_type, mask_sizes[4], mask_strides[4];
   const int64_t* tiles;
   int64_t tile_strides[4];
-  int* scratch;
+  int* workspace;
   void* dmask;
-  int64_t dmask_sizes[4], dmask_strides[4], parts;
+  int64_t dmask_sizes[4], dmask_strides[4], splits;
   float* partial;
-  float *statistics, *dq_sum;
-  int* turns;
+  float *lse_delta, *dq_sum;
+  int* dq_semaphores;
   int64_t in_order, half;
 };
 
@@ -133,19 +133,19 @@ extern "C" const char* attention_bwd(const Call* c) {
   p.packing.query_offsets = c->query_offsets;
   p.packing.key_offsets = c->key_offsets;
   p.packing.sequences = static_cast<int>(c->sequences);
-  p.packing.ends_meet = c->ends_meet != 0;
+  p.packing.bottom_right = c->bottom_right != 0;
   p.packing.max_queries = static_cast<int>(c->max_queries);
-  p.band = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
+  p.bounds = {static_cast<int>(c->left), static_cast<int>(c->right), static_cast<int>(c->diagonal)};
   if (c->dropout_p > 0.0) {
     const int threshold = dropout::threshold(c->dropout_p);
     p.dropout = {c->seed, static_cast<uint32_t>(c->stream), threshold,
                  dropout::keep_scale(threshold), nullptr};
   }
   p.scale = static_cast<float>(c->scale);
-  p.statistics = c->statistics;
+  p.lse_delta = c->lse_delta;
   p.dq_sum = c->dq_sum;
-  p.counter = c->turns;
-  p.turns = c->in_order ? c->turns + 1 : nullptr;
+  p.counter = c->dq_semaphores;
+  p.dq_semaphores = c->in_order ? c->dq_semaphores + 1 : nullptr;
   const int widest = std::max(p.head_dim, p.value_dim);
   if (c->mask) {
     p.mask.data = c->mask;
@@ -160,12 +160,12 @@ extern "C" const char* attention_bwd(const Call* c) {
         backward_mask_layout(static_cast<int>(c->mask_sizes[0]), static_cast<int>(c->mask_sizes[1]),
                              static_cast<int>(c->mask_sizes[3]), p.batch,
                              c->query_lengths || c->key_lengths, p.queries, p.keys, widest);
-    place_in_scratch(p.mask, c->scratch);
+    place_in_workspace(p.mask, c->workspace);
     p.dmask.data = c->dmask;
     p.dmask.type = p.mask.type;
     std::copy(c->dmask_sizes, c->dmask_sizes + 4, p.dmask.sizes);
     std::copy(c->dmask_strides, c->dmask_strides + 4, p.dmask.strides);
-    p.dmask.parts = static_cast<int>(c->parts);
+    p.dmask.splits = static_cast<int>(c->splits);
     p.dmask.partial = c->partial;
   }
 #if defined(ONLY_DMASK)

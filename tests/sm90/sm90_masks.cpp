@@ -29,7 +29,7 @@ Place place(sm90::AccumulatorThread thread, int i) {
 
 struct Problem {
   int heads, queries, keys, tile_rows;
-  Band band;
+  Bounds bounds;
   DenseMask mask;
   Lengths query_lengths, key_lengths;
   std::vector<int> bits, plain;
@@ -73,7 +73,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
   constexpr int kCount = kBlock / 2;
   const MaskLayout& layout = p.mask.layout;
   const bool additive = p.mask.type != MaskType::kBool;
-  const int row_tiles = pieces(p.queries, p.tile_rows);
+  const int row_tiles = ceil_div(p.queries, p.tile_rows);
   for (int bh = 0; bh < batch_count * p.heads; ++bh) {
     const int batch = bh / p.heads, head = bh % p.heads;
     const int queries = clamped_length(p.query_lengths, batch, p.queries);
@@ -84,7 +84,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
           p.mask.classes + classes_at(layout, class_head(layout, batch, head), tile);
       const int first_row = tile * p.tile_rows;
       const Range rows = {first_row, smaller(first_row + p.tile_rows, queries)};
-      const Range loaded = blocks_touching(keys_of_some(rows, p.band, keys), kBlock);
+      const Range loaded = blocks_touching(keys_of_some(rows, p.bounds, keys), kBlock);
       for (int n = last_with_work(classes, loaded.end - 1, loaded.begin); n >= 0;
            n = last_with_work(classes, n - 1, loaded.begin)) {
         const bool masked = classes[n].flags >> group & 1;
@@ -119,7 +119,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
                         thread);
             }
             if (classes[n].flags >> (kRestrictedBit + group) & 1) {
-              mask_block<true>(s, n * kBlock, upper, p.band, keys, thread);
+              mask_block<true>(s, n * kBlock, upper, p.bounds, keys, thread);
             }
           } else if (additive) {
             sm90::scale_rows(s, {scale, scale});
@@ -146,7 +146,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
 // sizes: batch, heads, queries, keys, head_dim, type, then the mask's sizes and strides; its tiles'
 // strides. scores: as given, then room for as many results, which are -inf at first.
 extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const int64_t* tiles,
-                                  const int64_t* tile_strides, const int* band,
+                                  const int64_t* tile_strides, const int* bounds,
                                   const int* query_lengths, const int* key_lengths, float scale,
                                   float* scores, uint8_t* live) {
   Problem p;
@@ -154,7 +154,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
   p.heads = static_cast<int>(sizes[1]);
   p.queries = static_cast<int>(sizes[2]);
   p.keys = static_cast<int>(sizes[3]);
-  p.band = {band[0], band[1], band[2]};
+  p.bounds = {bounds[0], bounds[1], bounds[2]};
   p.query_lengths = {query_lengths, false};
   p.key_lengths = {key_lengths, false};
   p.mask.data = data;
@@ -186,7 +186,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
   on_host::launch(plain_count(layout), kPackThreads,
                   [&] { pack_mask_kernel(p.mask, p.queries, p.keys); });
   on_host::launch(class_count(layout), p.tile_rows, [&] {
-    classify_mask_kernel(p.mask, p.query_lengths, p.key_lengths, p.band, p.queries, p.keys);
+    classify_mask_kernel(p.mask, p.query_lengths, p.key_lengths, p.bounds, p.queries, p.keys);
   });
   switch (layout.block) {
     case 128:
@@ -205,7 +205,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
 
 // n: sizes of the mask, batch, lengths differ, queries, keys, head dim, additive, bytes of a copied
 // element.
-extern "C" int64_t scratch_words(const int64_t* n) {
+extern "C" int64_t workspace_words(const int64_t* n) {
   const Variant variant = n[8] ? Variant::kBias : Variant::kMask;
   const MaskLayout layout =
       mask_layout(n[0], n[1], n[2], n[3], n[4] != 0, n[5], n[6], forward_tile_rows(n[7], variant),

@@ -19,12 +19,12 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm90.cu"
 INSTANCES = build_script().INSTANCES
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
-# Keys of a block, consumer warpgroups, and registers of (movers, consumers), by head dim.
+# Keys of a block, consumer warpgroups, and registers of (producers, consumers), by head dim.
 BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
 GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 96, 128)  # head dims whose output leaves through shared memory
-VARIANTS = ("full", "band", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
+VARIANTS = ("full", "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
 WIDE_BIAS_BLOCK = 64  # above head dim 128
 
 
@@ -167,8 +167,8 @@ def test_instance(name: str, tmp_path: Path) -> None:
         step = f"m{{{scores}}}wm{{{output}}}1e*0"
         assert len(re.findall(step, waits)) == loops, waits
 
-    movers, consumers = BUDGETS[2 if biased else GROUPS[c.head_dim]]
-    assert c.count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
+    producers, consumers = BUDGETS[2 if biased else GROUPS[c.head_dim]]
+    assert c.count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED and not biased
     assert c.count("UTMALDG.4D") == 3 + biased
@@ -202,7 +202,7 @@ class Backward:
     groups: int
     rows: int
     keys: int
-    budget: tuple[int, int]  # registers of movers and consumers
+    budget: tuple[int, int]  # registers of producers and consumers
     splits_keys: bool = True
     transposes_dq: bool = True
 
@@ -216,7 +216,7 @@ BACKWARD_CONFIGS = {
 }
 
 
-BACKWARD_VARIANTS = ("band", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
+BACKWARD_VARIANTS = ("bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
 
 
 def test_every_backward_instance_is_there() -> None:
@@ -264,8 +264,8 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     assert re.fullmatch(order, events), events
 
     dense = "mask" in variant or "bias" in variant
-    movers, consumers = (24, 240) if head_dim == 64 and dense else b.budget
-    assert count(rf"USETMAXREG\.DEALLOC\S* {movers:#x}") == 1
+    producers, consumers = (24, 240) if head_dim == 64 and dense else b.budget
+    assert count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
     assert count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     biased = "bias" in variant
     assert count("UTMALDG.4D") == 4 + biased  # K, V, Q, dO and an additive mask

@@ -25,8 +25,8 @@ from sm90_on_host.backward_faults import (
     mutations_of,
 )
 from sm90_on_host.build import RANDOM, build, missing
+from sm90_on_host.fault_injector import FaultInjector
 from sm90_on_host.guarded import guarded
-from sm90_on_host.saboteur import Saboteur
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
@@ -41,19 +41,19 @@ SPECS = all_specs()
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-class Backward(Saboteur):
+class Backward(FaultInjector):
     """Stands for a machine. Nothing lies around any tensor; before every run what the call writes
     is poisoned. The results of the first run are those that the others must have.
     """
 
     inputs: list[tuple[Tensor, Tensor]]
     results: list[Tensor]
-    scratch: list[tuple[Tensor, bool]]
+    workspace: list[tuple[Tensor, bool]]
     expected: list[Tensor]
 
     def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
         results = op.allocate(args)
-        self.results, self.scratch, self.expected = [guarded(x) for x in results], [], []
+        self.results, self.workspace, self.expected = [guarded(x) for x in results], [], []
         given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
         tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
         self.inputs = [(x, x.clone()) for x in tensors]
@@ -65,7 +65,7 @@ class Backward(Saboteur):
     def allocate(self, op: Op, pieces: Sequence[Any], device: torch.device) -> list[Tensor]:
         empty = [torch.empty(*shape, dtype=dtype, device=device) for shape, dtype, _ in pieces]
         made = [guarded(x) for x in empty]
-        self.scratch = [(x, zeroed) for x, (_, _, zeroed) in zip(made, pieces, strict=True)]
+        self.workspace = [(x, zeroed) for x, (_, _, zeroed) in zip(made, pieces, strict=True)]
         return made
 
     def call(self, function: str, *arguments: object) -> str | None:
@@ -76,7 +76,7 @@ class Backward(Saboteur):
             x.copy_(kept)
         for x in self.results:
             x.fill_(torch.nan)
-        for x, zeroed in self.scratch:
+        for x, zeroed in self.workspace:
             x.view(torch.uint8).fill_(0 if zeroed else 0xFF)
         message = self.machine.call(function, *arguments)
         if not self.expected:
@@ -100,7 +100,7 @@ def _samples(instance: str) -> Iterator[Sample]:
     D, kind = int(instance.split()[0]), instance.split()[1]
     R, N = CONFIGS[D].rows, CONFIGS[D].keys
     one: dict[str, Any] = {"D": D, "B": 1, "H": 1}
-    if kind == "kBand":
+    if kind == "kBounded":
         most = 2 * N + 20 if D == 128 else N + 20
         yield _sample("dead rows", M=R + 9, N=N, query_lengths=[R - 9], **one)
         yield _sample("dead keys", M=R, N=N, key_lengths=[33], **one)
@@ -145,7 +145,7 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
-    saboteur = Backward(
+    injector = Backward(
         build(
             tmp_path / "backward",
             TESTS / "sm90_attention_bwd.cpp",
@@ -157,11 +157,11 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     for sample in _samples(instance):
         with monkeypatch.context() as patch:
-            _examine(patch, saboteur, sample)
-    assert len(saboteur.noticed) > 100
-    assert not saboteur.unreached()
-    assert not saboteur.unnoticed((*harmless_of(instance), *BY_LAYOUT))
-    assert not saboteur.unused(harmless_of(instance))
+            _examine(patch, injector, sample)
+    assert len(injector.noticed) > 100
+    assert not injector.unreached()
+    assert not injector.unnoticed((*harmless_of(instance), *BY_LAYOUT))
+    assert not injector.unused(harmless_of(instance))
 
 
 @pytest.mark.parametrize("instance", DMASK)
@@ -172,26 +172,26 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
-    saboteur = Backward(machine, mutations, later=(RANDOM,))
+    injector = Backward(machine, mutations, later=(RANDOM,))
     # Each tile has several pairs of blocks to add, in one part or two.
     monkeypatch.setattr(sm90_workspace, "_multiprocessors", lambda x: 1)
     for sample in _dmask_samples(instance):
         with monkeypatch.context() as patch:
-            _examine(patch, saboteur, sample)
-    assert len(saboteur.noticed) > 60
-    assert not saboteur.unreached()
-    assert not saboteur.unnoticed((*DMASK_HARMLESS, *BY_LAYOUT))
-    assert not saboteur.unused(DMASK_HARMLESS)
+            _examine(patch, injector, sample)
+    assert len(injector.noticed) > 60
+    assert not injector.unreached()
+    assert not injector.unnoticed((*DMASK_HARMLESS, *BY_LAYOUT))
+    assert not injector.unused(DMASK_HARMLESS)
 
 
-def _examine(patch: pytest.MonkeyPatch, saboteur: Backward, sample: Sample) -> None:
-    patch.setattr(sm90, "_library", backward.Simulator(saboteur))
+def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> None:
+    patch.setattr(sm90, "_library", backward.Simulator(injector))
     patch.setattr(sm90, "unavailable", lambda: None)
     patch.setattr(sm90, "_IN_ORDER", sample.name != "any order")
     if "fetched" in sample.name:  # nobody has copied it to where the copy engine can read it
         patch.setattr(sm90, "placed", lambda mask: mask)
-    patch.setattr(Op, "allocate_workspace", lambda op, *given: saboteur.allocate(op, *given))
+    patch.setattr(Op, "allocate_workspace", lambda op, *given: injector.allocate(op, *given))
     for name in ("attention_bwd", "attention_varlen_bwd"):
-        patch.setitem(OPS[name]._launchers, "reference", partial(saboteur.launch, OPS[name]))
+        patch.setitem(OPS[name]._launchers, "reference", partial(injector.launch, OPS[name]))
     spec: OpSpec = SPECS["attention_varlen" if sample.name == "packed" else "attention"]
     _run(spec, sample, sample.inputs("cpu", torch.bfloat16), "reference")

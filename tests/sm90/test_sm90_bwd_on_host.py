@@ -116,7 +116,7 @@ class Call(ctypes.Structure):
         *((name, _i64) for name in ("head_dim", "value_dim")),
         *((name, _p) for name in ("query_lengths", "key_lengths")),
         *((name, _p) for name in ("query_offsets", "key_offsets")),
-        *((name, _i64) for name in ("sequences", "max_queries", "ends_meet")),
+        *((name, _i64) for name in ("sequences", "max_queries", "bottom_right")),
         *((name, _i64) for name in ("left", "right", "diagonal")),
         ("seed", _p),
         ("stream", _i64),
@@ -126,12 +126,12 @@ class Call(ctypes.Structure):
         *((name, _i64 * 4) for name in ("mask_sizes", "mask_strides")),
         ("tiles", _p),
         ("tile_strides", _i64 * 4),
-        ("scratch", _p),
+        ("workspace", _p),
         ("dmask", _p),
         *((name, _i64 * 4) for name in ("dmask_sizes", "dmask_strides")),
-        ("parts", _i64),
+        ("splits", _i64),
         ("partial", _p),
-        *((name, _p) for name in ("statistics", "dq_sum", "turns")),
+        *((name, _p) for name in ("lse_delta", "dq_sum", "dq_semaphores")),
         *((name, _i64) for name in ("in_order", "half")),
     )
 
@@ -149,15 +149,15 @@ class Simulator:
         mask: Tensor | None, tiles: Tensor | None, key_lengths: Tensor | None,
         query_lengths: Tensor | None, out: Tensor, lse: Tensor, causal: int, left: int, right: int,
         scale: float, dropout_p: float, seed: Tensor | None, stream: int, in_order: bool,
-        dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, statistics: Tensor, dq_sum: Tensor,
-        turns: Tensor, scratch: Tensor | None, parts: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, lse_delta: Tensor, dq_sum: Tensor,
+        dq_semaphores: Tensor, workspace: Tensor | None, splits: Tensor | None,
     ) -> None:  # fmt: skip
         lengths = [None if x is None else x.int() for x in (query_lengths, key_lengths)]
         given: dict[str, Any] = {}
         if mask is not None:
             steps = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
             sizes = [1 if s == 0 else n for n, s in zip(mask.shape, steps, strict=True)]
-            given = {"mask": mask, "mask_type": MASK_TYPES[mask.dtype], "scratch": scratch,
+            given = {"mask": mask, "mask_type": MASK_TYPES[mask.dtype], "workspace": workspace,
                      "mask_sizes": (_i64 * 4)(*sizes), "mask_strides": (_i64 * 4)(*steps),
                      "tiles": tiles}  # fmt: skip
             if tiles is not None:
@@ -166,12 +166,14 @@ class Simulator:
         if dmask.numel():
             given |= {"dmask": dmask, "dmask_sizes": (_i64 * 4)(*dmask.shape),
                       "dmask_strides": (_i64 * 4)(*dmask.stride()),
-                      "parts": 1 if parts is None else len(parts), "partial": parts}  # fmt: skip
+                      "splits": 1 if splits is None else len(splits),
+                      "partial": splits}  # fmt: skip
         self.call(
             (q, k, v, out, dout, dq, dk, dv), causal, left, right, lse=lse, dlse=dlse,
             query_lengths=lengths[0], key_lengths=lengths[1], scale=scale, dropout_p=dropout_p,
-            seed=seed, stream=stream, statistics=statistics, dq_sum=dq_sum, turns=turns,
-            in_order=in_order, diagonal=k.shape[2] - q.shape[2] if causal == 2 else 0, **given,
+            seed=seed, stream=stream, lse_delta=lse_delta, dq_sum=dq_sum,
+            dq_semaphores=dq_semaphores, in_order=in_order,
+            diagonal=k.shape[2] - q.shape[2] if causal == 2 else 0, **given,
         )  # fmt: skip
 
     def run_packed(
@@ -179,14 +181,14 @@ class Simulator:
         cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, max_q: int,
         max_k: int, causal: int, left: int, right: int, scale: float, dropout_p: float,
         seed: Tensor | None, stream: int, in_order: bool, dq: Tensor, dk: Tensor, dv: Tensor,
-        statistics: Tensor, dq_sum: Tensor, turns: Tensor,
+        lse_delta: Tensor, dq_sum: Tensor, dq_semaphores: Tensor,
     ) -> None:  # fmt: skip
         operands = [x.transpose(0, 1)[None] for x in (q, k, v, out, dout, dq, dk, dv)]
         self.call(
             operands, causal, left, right, lse=lse, dlse=dlse, query_offsets=cu_seqlens_q,
             key_offsets=cu_seqlens_k, sequences=len(cu_seqlens_q) - 1, max_queries=max_q,
-            ends_meet=causal == 2, scale=scale, dropout_p=dropout_p, seed=seed, stream=stream,
-            statistics=statistics, dq_sum=dq_sum, turns=turns, in_order=in_order,
+            bottom_right=causal == 2, scale=scale, dropout_p=dropout_p, seed=seed, stream=stream,
+            lse_delta=lse_delta, dq_sum=dq_sum, dq_semaphores=dq_semaphores, in_order=in_order,
         )  # fmt: skip
 
     def call(
@@ -240,9 +242,9 @@ def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
 def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
     (call,) = op.given(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
-    workspace = getattr(sm90, f"{op.name}_workspace")(call)
-    scratch = op.allocate_workspace(workspace, torch.device("cpu"))
-    getattr(sm90, op.name)(call, *results, *scratch)
+    pieces = getattr(sm90, f"{op.name}_workspace")(call)
+    workspace = op.allocate_workspace(pieces, torch.device("cpu"))
+    getattr(sm90, op.name)(call, *results, *workspace)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_gradients(simulate: Callable[[], None], spec: OpSpec, sample: Sample) -
 
 
 def test_sums_in_any_order(simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without turns dq is added to zeros."""
+    """Without semaphores dq is added to zeros."""
     monkeypatch.setattr(sm90, "_IN_ORDER", False)
     test_gradients(simulate, SPEC, OWN[0])
 

@@ -69,7 +69,7 @@ def _block(x: np.ndarray, index: int, size: int, live: Range) -> np.ndarray:
     return block
 
 
-def _walk(arithmetic: Arithmetic, x: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
+def _loop(arithmetic: Arithmetic, x: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]:
     """The gradients by the kernel's steps; x: q, k, v, dout, lse, delta, [B, heads, rows, ...]."""
     p, c = arithmetic.problem, arithmetic.problem.config
     # Nothing is there before the first block of keys has stored it.
@@ -115,7 +115,7 @@ def _walk(arithmetic: Arithmetic, x: dict[str, np.ndarray], scale: float) -> dic
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_walk_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
+def test_loop_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
     """Plans, masks and zeroing together, with NaN wherever nothing may be read."""
     p, chance, D = PROBLEMS[problem], np.random.default_rng(0), 4
     B, H, K, scale = len(p.lengths), p.kv_heads * p.group, p.kv_heads, -0.7
@@ -148,19 +148,21 @@ def test_walk_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
     ):
         x[name] = np.where(dead, np.nan, value)
     x["lse"] = np.where(dead_rows[..., 0], -np.inf, lse)
-    found = _walk(Arithmetic(native, p), x, scale)
+    found = _loop(Arithmetic(native, p), x, scale)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
         nothing = np.broadcast_to(dead_rows if name == "dq" else dead_keys, value.shape)
         assert (found[name][nothing] == 0).all()
 
 
-@pytest.mark.parametrize(("blocks", "heads", "section"), [(1, 1, 1), (5, 7, 1), (5, 7, 4)])
-def test_first_keys_come_first(native: ctypes.CDLL, blocks: int, heads: int, section: int) -> None:
+@pytest.mark.parametrize(("blocks", "heads", "swizzle_group"), [(1, 1, 1), (5, 7, 1), (5, 7, 4)])
+def test_first_keys_come_first(
+    native: ctypes.CDLL, blocks: int, heads: int, swizzle_group: int
+) -> None:
     """What a block of keys waits for in its turn has a smaller number."""
     result, places = (ctypes.c_int * 2)(), []
     for number in range(blocks * heads):
-        native.place(blocks, heads, section, number, result)
+        native.place(blocks, heads, swizzle_group, number, result)
         places.append((result[0], result[1]))
     assert sorted(places) == sorted(itertools.product(range(blocks), range(heads)))
     for head in range(heads):

@@ -55,7 +55,7 @@ def test_model_notices_a_missing_barrier(
     def careless(self: Consumer) -> Role:
         yield None
 
-    monkeypatch.setattr(Consumer, "show_scores", careless)
+    monkeypatch.setattr(Consumer, "sync_scores", careless)
     _notices(native, PROBLEMS["several"])
 
 
@@ -100,12 +100,12 @@ _FLOATS = "bias 32, head dim 128"
 def test_model_notices_a_last_step_that_is_asked_for_too_late(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When Q has been handed back, the note beside it may be another step's."""
+    """When Q has been handed back, the metadata beside it may be another step's."""
     release = Consumer.release_rows
 
     def late(self: Consumer) -> None:
         release(self)
-        self.note()
+        self.metadata()
 
     monkeypatch.setattr(Consumer, "release_rows", late)
     _notices(native, DENSE["dense mask"])
@@ -127,14 +127,14 @@ def test_model_notices_floats_that_come_too_early(
 def test_model_notices_scores_handed_back_too_early(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as the last note has been looked at, before the products with dS are complete."""
-    look, release = Consumer.look_whether_last, Consumer.release_scores
+    """As soon as the last metadata has been looked at, before the products with dS are complete."""
+    look, release = Consumer.read_last, Consumer.release_scores
 
     def early(self: Consumer) -> Role:
         release(self)
         return (yield from look(self))
 
-    monkeypatch.setattr(Consumer, "look_whether_last", early)
+    monkeypatch.setattr(Consumer, "read_last", early)
     monkeypatch.setattr(Consumer, "release_scores", lambda self: None)
     _notices(native, DENSE[_FLOATS])
 
@@ -174,7 +174,7 @@ def test_model_notices_scores_over_a_mask_that_is_still_read(
     def careless(self: Consumer) -> Role:
         yield None
 
-    monkeypatch.setattr(Consumer, "meet_before_stores", careless)
+    monkeypatch.setattr(Consumer, "sync_before_stores", careless)
     _notices(native, DENSE[problem])
 
 
@@ -184,9 +184,9 @@ def test_model_notices_warpgroups_that_do_not_meet_over_one_row(
     """Where one row serves warpgroups that share keys, the meeting is for all of them."""
 
     def careless(self: Consumer) -> Role:
-        yield from self.wait_at(self.block.meetings[self.group])
+        yield from self.wait_at(self.block.group_barriers[self.group])
 
-    monkeypatch.setattr(Consumer, "meet_before_stores", careless)
+    monkeypatch.setattr(Consumer, "sync_before_stores", careless)
     _notices(native, DENSE["bias 32, one row, head dim 256"])
 
 

@@ -82,11 +82,11 @@ def test_workspace_holds_every_block(
         else:
             workspace = sm90.attention_bwd_workspace(_call(M, head_dim, **drops))
             blocks, heads = -(-M // c.rows), 2 * 3
-        statistics, dq_sum, turns = (shape for shape, _, _ in workspace)
+        lse_delta, dq_sum, dq_semaphores = (shape for shape, _, _ in workspace)
         # lse, delta, and a word for every two rows.
-        assert 2 * statistics[0] >= (5 if dropout_p else 4) * heads * blocks * c.rows
+        assert 2 * lse_delta[0] >= (5 if dropout_p else 4) * heads * blocks * c.rows
         assert dq_sum[0] * dq_sum[1] >= heads * blocks * c.rows * head_dim
-        assert turns[0] >= 1 + heads * blocks * c.groups
+        assert dq_semaphores[0] >= 1 + heads * blocks * c.groups
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 65, 270), (2, 1, 1, 270), (1, 3, 65, 1), (1, 1, 1, 1)])
@@ -114,6 +114,6 @@ def test_parts_of_a_mask_gradient(shape: tuple[int, ...], count: int) -> None:
     mask = torch.ones(shape)
     for needed in (False, True):
         call = _call(65, 64, N=270, mask=mask, needs=(True, True, True, needed))
-        scratch = sm90.attention_bwd_workspace(call)[4:]
+        workspace = sm90.attention_bwd_workspace(call)[4:]
         wanted = [((count, *shape), torch.float32, False)] if needed and count > 1 else []
-        assert scratch == wanted
+        assert workspace == wanted

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import test_sm90_on_host as forward
 from sm90_on_host.build import build, missing
-from sm90_on_host.saboteur import Harmless, Saboteur
+from sm90_on_host.fault_injector import FaultInjector, Harmless
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -35,16 +35,16 @@ HARMLESS = (
 )
 # One instance, cases that between them need everything it has.
 FORWARD = (
-    forward.Case(128, "kBand", M=300, N=420, causal=2, scale=-0.1),
-    forward.Case(128, "kBand", M=520, N=100, H=3, K=3, causal=1),
-    forward.Case(128, "kBand", packed=((40, 50),) * 14, H=1, K=1),
+    forward.Case(128, "kBounded", M=300, N=420, causal=2, scale=-0.1),
+    forward.Case(128, "kBounded", M=520, N=100, H=3, K=3, causal=1),
+    forward.Case(128, "kBounded", packed=((40, 50),) * 14, H=1, K=1),
     forward.CASES["128 packed window"],
-    # Dead keys before the band: in the last block of several.
-    forward.Case(128, "kBand", M=200, N=600, causal=2, window=(40, 0), H=1, K=1),
+    # Dead keys before the bounds: in the last block of several.
+    forward.Case(128, "kBounded", M=200, N=600, causal=2, window=(40, 0), H=1, K=1),
 )
 
 
-class Forward(Saboteur):
+class Forward(FaultInjector):
     """Stands for a machine: a call is examined."""
 
     def call(self, function: str, *arguments: object) -> str | None:
@@ -55,10 +55,10 @@ def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     instance = f"INSTANCES={FORWARD[0].instance}"
-    saboteur = Forward(build(tmp_path / "forward", TESTS / "sm90_attention.cpp", [instance]))
+    injector = Forward(build(tmp_path / "forward", TESTS / "sm90_attention.cpp", [instance]))
     for case in FORWARD:
         monkeypatch.setitem(forward.CASES, "here", case)
-        forward.test_forward(lambda _: saboteur, "here")
-    assert len(saboteur.noticed) > 100
-    assert not saboteur.unnoticed(HARMLESS)
-    assert not saboteur.unused(HARMLESS)
+        forward.test_forward(lambda _: injector, "here")
+    assert len(injector.noticed) > 100
+    assert not injector.unnoticed(HARMLESS)
+    assert not injector.unused(HARMLESS)

@@ -28,7 +28,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if reason := missing():
         pytest.skip(reason)
     shim = build(tmp_path_factory.mktemp("masks"), TESTS / "sm90_masks.cpp").library
-    shim.scratch_words.restype = ctypes.c_int64
+    shim.workspace_words.restype = ctypes.c_int64
     return shim
 
 
@@ -131,7 +131,7 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
     s = torch.randn(B, H, M, N, generator=torch.Generator().manual_seed(2))
 
     left, right = (UNLIMITED if n < 0 else n for n in c.window)
-    band = _numbers(ctypes.c_int, [left, 0 if c.causal else right, N - M if c.causal == 2 else 0])
+    bounds = _numbers(ctypes.c_int, [left, 0 if c.causal else right, N - M if c.causal == 2 else 0])
     sizes = [B, H, M, N, c.head_dim, TYPES[c.dtype], *mask.shape, *_strides(mask)]
     tiles = prepared.classify(mask) if c.prepared else None
     tile_strides = [0] * 4 if tiles is None else _strides(tiles)
@@ -141,7 +141,7 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
     live = torch.zeros(B, H, row_tiles, N, dtype=torch.uint8)
     native.classify_and_mask(
         _numbers(ctypes.c_int64, sizes), _pointer(mask), _pointer(tiles),
-        _numbers(ctypes.c_int64, tile_strides), band, _pointer(lengths[1]), _pointer(lengths[0]),
+        _numbers(ctypes.c_int64, tile_strides), bounds, _pointer(lengths[1]), _pointer(lengths[0]),
         ctypes.c_float(scale), _pointer(scores), _pointer(live),
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_workspace(native: ctypes.CDLL, name: str) -> None:
     for q_dtype in (torch.bfloat16, torch.float16):
         (size,), dtype, zeroed = mask_scratch(mask, q_dtype, split, c.head_dim, c.B, c.M, c.N)
         copied = c.dtype not in (torch.bool, torch.float32, q_dtype)  # the others lie as TMA asks
-        words = native.scratch_words(_numbers(ctypes.c_int64, [*sizes, 4 * copied]))
+        words = native.workspace_words(_numbers(ctypes.c_int64, [*sizes, 4 * copied]))
         assert size == words
         assert (dtype, zeroed) == (torch.int32, False)
 

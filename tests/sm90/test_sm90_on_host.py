@@ -29,7 +29,7 @@ from fastattn.testing.compare import compare
 TESTS = Path(__file__).resolve().parent
 TYPES = {torch.bfloat16: (1, "kBFloat16"), torch.float16: (2, "kFloat16")}
 MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-VARIANTS = ("kFull", "kBand", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout")
+VARIANTS = ("kFull", "kBounded", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout")
 _i64, _p = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -45,7 +45,7 @@ class Call(ctypes.Structure):
         *((name, _i64) for name in ("head_dim", "value_dim")),
         *((name, _p) for name in ("query_lengths", "key_lengths")),
         *((name, _p) for name in ("query_offsets", "key_offsets")),
-        *((name, _i64) for name in ("sequences", "max_keys", "ends_meet")),
+        *((name, _i64) for name in ("sequences", "max_keys", "bottom_right")),
         *((name, _i64) for name in ("left", "right", "diagonal", "type", "variant")),
         ("seed", _p),
         *((name, _i64) for name in ("stream", "threshold")),
@@ -103,18 +103,18 @@ _SEQUENCES = ((65, 40), (0, 30), (130, 200), (1, 0), (64, 129))
 CASES = {
     "64": Case(64, "kFull", B=2, query_lengths=[130, 200], key_lengths=[300, 129]),
     "64 fixed strides": Case(64, "kFull", H=3, K=3, counted=False, heads_inside=False),
-    "64 causal": Case(64, "kBand", M=400, N=400, causal=1),
+    "64 causal": Case(64, "kBounded", M=400, N=400, causal=1),
     "64 packed": Case(64, "kFull", packed=_SEQUENCES, slack=70),
-    "64 packed bottom right": Case(64, "kBand", packed=_SEQUENCES, causal=2, window=(50, -1)),
-    "64 packed, short ones": Case(64, "kBand", packed=_SEQUENCES, slack=70),
+    "64 packed bottom right": Case(64, "kBounded", packed=_SEQUENCES, causal=2, window=(50, -1)),
+    "64 packed, short ones": Case(64, "kBounded", packed=_SEQUENCES, slack=70),
     "64 dropout": Case(64, "kDropout", B=2, dropout_p=0.3, causal=1),
     "64 mask": Case(64, "kMask", B=2, mask=torch.bool, key_lengths=[300, 100]),
     "64 bias": Case(64, "kBias", mask=torch.float32, mask_dims=(1, 2, 3), causal=2, K=1),
-    "40 to 24": Case(40, "kBand", E=24, dtype=torch.float16, causal=2, window=(100, 30)),
+    "40 to 24": Case(40, "kBounded", E=24, dtype=torch.float16, causal=2, window=(100, 30)),
     "96 negative scale": Case(96, "kFull", dtype=torch.float16, scale=-0.2, K=1),
     "128": Case(128, "kFull", M=130, key_lengths=[257]),
-    "128 window": Case(128, "kBand", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
-    "128 packed window": Case(128, "kBand", packed=_SEQUENCES, slack=3, window=(30, 10)),
+    "128 window": Case(128, "kBounded", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
+    "128 packed window": Case(128, "kBounded", packed=_SEQUENCES, slack=3, window=(30, 10)),
     "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5, ordered=True),
     "128 dropout, everything": Case(128, "kDropout", M=70, dropout_p=1.0),
     "128 mask": Case(128, "kMask", mask=torch.bool, causal=1, M=300, scale=-0.1),
@@ -125,33 +125,33 @@ CASES = {
     "128 bias of another type": Case(128, "kBias", mask=torch.float16, mask_dims=(1, 2, 3)),
     "128 bias of keys": Case(128, "kBias", mask=torch.bfloat16, B=2, mask_dims=(0, 3), N=304),
     "96 bias, nothing computed": Case(96, "kBias", mask=torch.float32, query_lengths=[0]),
-    "64 parts": Case(
+    "64 splits": Case(
         64, "kFull", B=2, M=70, N=600, splits=3, query_lengths=[20, 70], key_lengths=[600, 130]
     ),
     "64 decoding": Case(64, "kFull", H=6, K=2, B=2, M=1, N=700, splits=4, key_lengths=[700, 1]),
     "64 decoding, one warpgroup": Case(
-        64, "kBand", H=6, K=2, B=2, M=1, N=700, splits=3, key_lengths=[700, 1]
+        64, "kBounded", H=6, K=2, B=2, M=1, N=700, splits=3, key_lengths=[700, 1]
     ),
-    "64 many parts": Case(64, "kFull", M=3, N=300, splits=43),
-    "64 causal parts": Case(64, "kBand", M=300, N=700, causal=2, splits=3, window=(400, -1)),
-    "64 packed parts": Case(64, "kFull", packed=_SEQUENCES, slack=70, splits=3, ordered=True),
+    "64 many splits": Case(64, "kFull", M=3, N=300, splits=43),
+    "64 causal splits": Case(64, "kBounded", M=300, N=700, causal=2, splits=3, window=(400, -1)),
+    "64 packed splits": Case(64, "kFull", packed=_SEQUENCES, slack=70, splits=3, ordered=True),
     "128 decoding": Case(
         128, "kFull", H=8, K=2, M=1, N=700, splits=7, causal=2, dtype=torch.float16, counted=False
     ),
-    "128 causal parts": Case(128, "kBand", M=140, N=400, causal=1, splits=5, scale=-0.1),
-    "128 packed parts": Case(
-        128, "kBand", packed=_SEQUENCES, causal=2, slack=3, splits=2, window=(90, -1)
+    "128 causal splits": Case(128, "kBounded", M=140, N=400, causal=1, splits=5, scale=-0.1),
+    "128 packed splits": Case(
+        128, "kBounded", packed=_SEQUENCES, causal=2, slack=3, splits=2, window=(90, -1)
     ),
-    "192 packed": Case(192, "kBand", packed=_SEQUENCES, causal=2, dtype=torch.float16),
+    "192 packed": Case(192, "kBounded", packed=_SEQUENCES, causal=2, dtype=torch.float16),
     "192 mask": Case(192, "kMask", mask=torch.bool, mask_dims=(1, 2, 3)),
     "192 bias": Case(192, "kBias", mask=torch.bfloat16, N=304, key_lengths=[290], K=1),
     "192 fp32 bias, copied": Case(192, "kBias", mask=torch.float32, N=299, window=(150, 60)),
     "256": Case(256, "kFull", E=200, M=70, N=170),
-    "256 causal": Case(256, "kBand", causal=2, M=140, N=170, heads_inside=False),
+    "256 causal": Case(256, "kBounded", causal=2, M=140, N=170, heads_inside=False),
     "256 bias": Case(256, "kBias", mask=torch.float16, dtype=torch.float16, M=140, N=200, causal=2),
     "256 fp32 bias": Case(256, "kBias", mask=torch.float32, mask_dims=(0, 1, 2, 3), M=70, N=172),
     "256 decoding": Case(256, "kFull", H=4, K=2, M=3, N=400, splits=5, E=200, key_lengths=[330]),
-    "256 parts": Case(256, "kBand", M=70, N=400, splits=2, window=(150, 9)),
+    "256 splits": Case(256, "kBounded", M=70, N=400, splits=2, window=(150, 9)),
     "64 mask, dropout": Case(
         64, "kMaskDropout", B=2, mask=torch.bool, dropout_p=0.3, key_lengths=[300, 100]
     ),
@@ -181,7 +181,7 @@ CASES = {
     "256 dropout": Case(256, "kDropout", dropout_p=0.1, M=70, N=170, window=(90, 9)),
 }
 # The others are for test-all: each instance compiles for some seconds.
-QUICK = ("128 packed window", "64 mask", "128 packed parts")
+QUICK = ("128 packed window", "64 mask", "128 packed splits")
 
 
 @pytest.fixture(scope="session")
@@ -297,7 +297,7 @@ def test_forward(machine: Callable[[Case], Machine], name: str) -> None:
         query_lengths=pointer(lengths[1]), key_lengths=pointer(lengths[0]),
         query_offsets=pointer(offsets[0]), key_offsets=pointer(offsets[1]),
         sequences=len(c.packed), max_keys=max(keys, default=0),
-        ends_meet=bool(c.packed) and c.causal == 2, left=left, right=0 if c.causal else right,
+        bottom_right=bool(c.packed) and c.causal == 2, left=left, right=0 if c.causal else right,
         diagonal=N - M if c.causal == 2 and not c.packed else 0, type=TYPES[c.dtype][0],
         variant=VARIANTS.index(c.variant), seed=c.seed.data_ptr(), stream=5,
         threshold=threshold(c.dropout_p), mask=pointer(mask), scale=scale, counted=c.counted,
@@ -329,7 +329,7 @@ def test_longest_sequences_first(machine: Callable[[Case], Machine], count: int)
     offsets, order = _offsets(lengths.tolist()), torch.full((count,), -1, dtype=torch.int32)
     most = int(lengths.max())
     pointers = _p(offsets.data_ptr()), _p(order.data_ptr())
-    of = machine(CASES["128 packed parts"])
+    of = machine(CASES["128 packed splits"])
     assert of.call("order", pointers[0], count, most, pointers[1]) is None
     assert order.sort().values.tolist() == list(range(count))
     sorted_lengths = lengths[order.long()]

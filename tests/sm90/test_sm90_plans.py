@@ -21,7 +21,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("order", [None, (6, 1, 5, 4, 0, 2, 3, 7), (0, 1, 2, 3, 7, 4, 6, 5)])
-def test_packed_walk(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None:
+def test_packed_tile_scheduler(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None:
     """Growing numbers, some left out, each find their sequence; every tile has one place."""
     rows, heads, tile_rows = [0, 130, 0, 0, 1, 128, 400, 0], 3, 128
     offsets = (ctypes.c_int * 9)(*itertools.accumulate(rows, initial=0))
@@ -31,7 +31,7 @@ def test_packed_walk(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None
     for step in (1, 2, 5, 50):
         state = (ctypes.c_int * 3)()
         for number in range(0, len(wanted) + step, step):
-            native.walk(state, offsets, len(rows), heads, tile_rows, number, given)
+            native.advance(state, offsets, len(rows), heads, tile_rows, number, given)
             if number >= len(wanted):
                 assert state[0] == len(rows)
                 continue
@@ -41,7 +41,7 @@ def test_packed_walk(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None
 
 
 @pytest.mark.parametrize(
-    ("queries", "heads_inside", "band", "key_lengths", "merged", "keys", "banded"),
+    ("queries", "heads_inside", "bounds", "key_lengths", "merged", "keys", "bounded"),
     [
         (1, True, (UNLIMITED, UNLIMITED, 0), True, True, (0, 100), False),
         (1, False, (UNLIMITED, 0, 99), True, True, (0, 100), False),  # decoding, the last row
@@ -52,27 +52,27 @@ def test_packed_walk(native: ctypes.CDLL, order: tuple[int, ...] | None) -> None
         (7, False, (UNLIMITED, UNLIMITED, 0), False, True, (0, 100), False),
         (7, True, (UNLIMITED, UNLIMITED, 0), False, False, (0, 100), False),  # no single stride
         (7, False, (UNLIMITED, 0, 93), False, False, (0, 100), True),  # rows differ
-        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the band allows all
+        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the bounds allows all
     ],
 )
 def test_few_queries(
     native: ctypes.CDLL,
     queries: int,
     heads_inside: bool,
-    band: tuple[int, int, int],
+    bounds: tuple[int, int, int],
     key_lengths: bool,
     merged: bool,
     keys: tuple[int, int],
-    banded: bool,
+    bounded: bool,
 ) -> None:
     """Grouped heads become rows only where that addresses the same memory and the same keys."""
     D, H, K, N = 64, 8, 2, 100
     head, row = (D, H * D) if heads_inside else (queries * D, D)
-    numbers = [head, row, head, row, K * D, H, K, queries, N, *band, key_lengths, False]
+    numbers = [head, row, head, row, K * D, H, K, queries, N, *bounds, key_lengths, False]
     n = (ctypes.c_longlong * 14)(*numbers)
     native.shorten(n)
     assert n[4] == keys[0] * K * D * 2
-    assert (n[8], bool(n[9])) == (keys[1] - keys[0], banded)
+    assert (n[8], bool(n[9])) == (keys[1] - keys[0], bounded)
     if not merged:
         assert (n[0], n[1], n[5], n[7]) == (head, row, H, queries)
         return
@@ -85,19 +85,19 @@ def test_few_queries(
             assert place == h * head + i * row
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if "band" in c])
+@pytest.mark.parametrize("config", [c for c in CONFIGS if "bounded" in c])
 def test_instance_for_few_queries(native: ctypes.CDLL, config: str) -> None:
-    """Rows of one warpgroup: the banded instance, where it lets the others pass over blocks."""
+    """Rows of one warpgroup: the bounded instance, where it lets the others pass over blocks."""
     head_dim, skips = int(config.split()[0]), CONFIGS[config].skips
     for dims in ((head_dim, 8), (8, head_dim)):
-        assert native.wants_band(64, 1000, *dims, UNLIMITED, 0) == skips
-        assert native.wants_band(500, 1000, *dims, UNLIMITED, 9) == skips  # packed
-        assert not native.wants_band(65, 1000, *dims, UNLIMITED, 0)
-        assert not native.wants_band(500, 1000, *dims, UNLIMITED, 3)
-        assert native.wants_band(65, 1000, *dims, 0, 0)  # causal
+        assert native.wants_bounded(64, 1000, *dims, UNLIMITED, 0) == skips
+        assert native.wants_bounded(500, 1000, *dims, UNLIMITED, 9) == skips  # packed
+        assert not native.wants_bounded(65, 1000, *dims, UNLIMITED, 0)
+        assert not native.wants_bounded(500, 1000, *dims, UNLIMITED, 3)
+        assert native.wants_bounded(65, 1000, *dims, 0, 0)  # causal
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if "band" in c])
+@pytest.mark.parametrize("config", [c for c in CONFIGS if "bounded" in c])
 def test_blocks_against_the_definition(native: ctypes.CDLL, config: str) -> None:
     c = CONFIGS[config]
     sizes, limits = (1, 63, 200, 390), (0, 1, 50, 200, 1 << 20)
@@ -138,19 +138,19 @@ def _check_plan(keys_of: list[set[int]], c: Config, tile: Tile, group: int, plan
     assert set(range(*plan.full)) & set(range(*plan.own)) == full
 
 
-@pytest.mark.parametrize("config", ["64 band", "128 band"])
-def test_parts_of_a_plan(native: ctypes.CDLL, config: str) -> None:
+@pytest.mark.parametrize("config", ["64 bounded", "128 bounded"])
+def test_splits_of_a_plan(native: ctypes.CDLL, config: str) -> None:
     """Parts follow each other, differ by a block at most and keep what a warpgroup must compute."""
     c = CONFIGS[config]
-    for N, left, parts in itertools.product((1, 300, 1500), (0, 70, 1 << 20), (2, 3, 7)):
+    for N, left, splits in itertools.product((1, 300, 1500), (0, 70, 1 << 20), (2, 3, 7)):
         problem = Problem(400, N, left=left, right=0, diagonal=N - 400, heads=1)
         whole = Arithmetic(native, c, problem)
-        cut = Arithmetic(native, c, replace(problem, parts=parts))
-        assert cut.tiles == parts * whole.tiles
+        cut = Arithmetic(native, c, replace(problem, splits=splits))
+        assert cut.tiles == splits * whole.tiles
         for number, group in itertools.product(range(whole.tiles), range(c.groups)):
             tile, plan = whole.tile(number), whole.plan(whole.tile(number), group)
-            pieces = [cut.tile(number * parts + i) for i in range(parts)]
-            assert [replace(p, number=number, part=0) for p in pieces] == [tile] * parts
+            pieces = [cut.tile(number * splits + i) for i in range(splits)]
+            assert [replace(p, number=number, split=0) for p in pieces] == [tile] * splits
             plans = [cut.plan(p, group) for p in pieces]
             loaded = [list(range(*p.loaded)) for p in plans]
             assert list(itertools.chain(*loaded)) == list(range(*plan.loaded))
@@ -164,16 +164,16 @@ def test_parts_of_a_plan(native: ctypes.CDLL, config: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row_tiles", "heads", "section"), [(1, 1, 1), (5, 7, 1), (5, 7, 4), (3, 8, 16)]
+    ("row_tiles", "heads", "swizzle_group"), [(1, 1, 1), (5, 7, 1), (5, 7, 4), (3, 8, 16)]
 )
-def test_tile_order(native: ctypes.CDLL, row_tiles: int, heads: int, section: int) -> None:
+def test_tile_order(native: ctypes.CDLL, row_tiles: int, heads: int, swizzle_group: int) -> None:
     result, places = (ctypes.c_int * 2)(), []
     for tile in range(row_tiles * heads):
-        native.place(row_tiles, heads, section, tile, result)
+        native.place(row_tiles, heads, swizzle_group, tile, result)
         places.append((result[0], result[1]))
     assert sorted(places) == sorted(itertools.product(range(row_tiles), range(heads)))
-    for start in range(0, heads, section):
-        within = [row for row, head in places if start <= head < start + section]
+    for start in range(0, heads, swizzle_group):
+        within = [row for row, head in places if start <= head < start + swizzle_group]
         assert within == sorted(within, reverse=True), "the longest tiles come first"
 
 

@@ -40,7 +40,7 @@ class ThreadBlock(SharedMemory):
         groups, stages = range(c.groups), range(c.stages)
         self.q = [[Buffer() for _ in groups] for _ in range(c.query_buffers)]
         self.k, self.v = [Buffer() for _ in stages], [Buffer() for _ in stages]
-        self.notes = [Buffer() for _ in range(2 * c.stages)]
+        self.metadata = [Buffer() for _ in range(2 * c.stages)]
         self.out = [Buffer() for _ in groups]
         self.q_slots = [[Slot(f"q{i}{g}", 1, 1) for g in groups] for i in range(c.query_buffers)]
         self.k_slots = [Slot(f"k{i}", 1, c.groups) for i in stages]
@@ -51,9 +51,9 @@ class ThreadBlock(SharedMemory):
         self.bias_slots = [[Slot(f"bias{g}{i}", 1, WARPS) for i in ring] for g in groups]
         readers = c.groups * (WARPS + (c.stages_output or c.bias_ring > 0))
         self.queue = [Slot(f"queue{i}", 1, readers) for i in range(QUEUE_SLOTS)]
-        self.messages: list[tuple[int, Tile | None] | None] = [None] * QUEUE_SLOTS
-        self.turns = [NamedBarrier(2 * WARPS) for _ in groups]
-        self.meetings = [NamedBarrier(WARPS) for _ in groups]
+        self.infos: list[tuple[int, Tile | None] | None] = [None] * QUEUE_SLOTS
+        self.ping_pong = [NamedBarrier(2 * WARPS) for _ in groups]
+        self.group_barriers = [NamedBarrier(WARPS) for _ in groups]
         self.issued = [[0] * WARPS for _ in groups]
 
     def roles(self) -> Iterator[tuple[str, Role]]:
@@ -75,7 +75,7 @@ class ThreadBlock(SharedMemory):
             blocks = [] if tile is None else self.arithmetic.blocks(tile)
             slot = self.queue[position.index]
             yield position.empty(slot)
-            self.messages[position.index] = (position.passed, tile)
+            self.infos[position.index] = (position.passed, tile)
             slot.full.arrive()
             position.advance()
             if tile is None:
@@ -96,7 +96,9 @@ class ThreadBlock(SharedMemory):
                 slot = self.k_slots[stage.index]
                 yield stage.empty(slot)
                 if c.dropout or c.dense:
-                    self.copy(self.note(stage), ("note", tile, n), slot.full, arrives=False)
+                    self.copy(
+                        self.metadata_slot(stage), ("metadata", tile, n), slot.full, arrives=False
+                    )
                 self.copy(self.k[stage.index], ("k", tile, n), slot.full)
                 if key_first and n == blocks[0]:
                     yield from load_query(tile)
@@ -105,8 +107,8 @@ class ThreadBlock(SharedMemory):
                 self.copy(self.v[stage.index], ("v", tile, n), slot.full)
                 stage.advance()
 
-    def note(self, at: Position) -> Buffer:
-        return self.notes[at.passed % len(self.notes)]
+    def metadata_slot(self, at: Position) -> Buffer:
+        return self.metadata[at.passed % len(self.metadata)]
 
     def load_bias(self, group: int) -> Role:
         position, ring = Position(QUEUE_SLOTS), Position(self.config.bias_ring)
@@ -121,21 +123,21 @@ class ThreadBlock(SharedMemory):
                     self.copy(buffer, ("bias", tile, group, n, piece), slot.full)
                     ring.advance()
 
-    def look(self, position: Position) -> Role:
+    def peek(self, position: Position) -> Role:
         yield position.full(self.queue[position.index])
-        message = self.messages[position.index]
-        assert message is not None and message[0] == position.passed
+        info = self.infos[position.index]
+        assert info is not None and info[0] == position.passed
         yield None
-        return message[1]
+        return info[1]
 
     def release(self, position: Position) -> None:
-        message = self.messages[position.index]
-        assert message is not None and message[0] == position.passed, "overwritten too early"
+        info = self.infos[position.index]
+        assert info is not None and info[0] == position.passed, "overwritten too early"
         self.queue[position.index].empty.arrive()
         position.advance()
 
     def take(self, position: Position) -> Role:
-        tile = yield from self.look(position)
+        tile = yield from self.peek(position)
         self.release(position)
         return tile
 
@@ -167,9 +169,9 @@ class Consumer(ConsumerWarp):
 
     def run(self) -> Role:
         b, position, output = self.block, Position(QUEUE_SLOTS), Position(1)
-        if self.config.takes_turns and self.group == self.config.groups - 1:
-            self.pass_turn()
-        while (tile := (yield from b.look(position))) is not None:
+        if self.config.ping_pong and self.group == self.config.groups - 1:
+            self.arrive_ping_pong()
+        while (tile := (yield from b.peek(position))) is not None:
             plan = b.arithmetic.plan(tile, self.group)
             b.world.computed.setdefault((tile, self.group), plan)
             if self.config.dense and (blocks := b.arithmetic.blocks(tile)):
@@ -208,27 +210,27 @@ class Consumer(ConsumerWarp):
             if before is None:
                 yield self.query.full(self.block.q_slots[self.query.index][self.group])
                 if self.block.arithmetic.problem.negate:
-                    yield from self.meet()
+                    yield from self.sync_group()
             yield self.key.full(self.block.k_slots[self.key.index])
             if before is not None:
-                yield from self.await_turn()
+                yield from self.wait_ping_pong()
             self.issue_scores(tile, n)
             if before is not None:
                 yield from self.issue_output(tile, before)
-                self.pass_turn()
+                self.arrive_ping_pong()
             at = self.value if before is None else self.value.next()
-            yield from self.read_note(tile, n, at)
+            yield from self.read_metadata(tile, n, at)
             yield from self.finish(0 if before is None else 1)
             self.release_key(n == blocks[-1])
             yield from self.add_bias(tile, n)
             if before is not None:
                 yield from self.finish(0)
                 self.release_value()
-            yield from self.read_note(tile, n, self.value)
+            yield from self.read_metadata(tile, n, self.value)
             if n % 2:
                 yield self.value.full(self.block.v_slots[self.value.index])
                 assert self.block.v[self.value.index].holds == ("v", tile, n)
-                yield from self.meet()
+                yield from self.sync_group()
         yield from self.issue_output(tile, blocks[-1])
         yield from self.finish(0)
         self.release_value()
@@ -253,7 +255,7 @@ class Consumer(ConsumerWarp):
         b, n = self.block, plan.own[1] - 1
         yield self.query.full(b.q_slots[self.query.index][self.group])
         if b.arithmetic.problem.negate:
-            yield from self.meet()
+            yield from self.sync_group()
         yield self.key.full(b.k_slots[self.key.index])
         self.issue_scores(tile, n)
         yield from self.finish(0)
@@ -263,10 +265,10 @@ class Consumer(ConsumerWarp):
 
     def next_block(self, tile: Tile, plan: Plan, n: int) -> Role:
         yield self.key.full(self.block.k_slots[self.key.index])
-        yield from self.await_turn()
+        yield from self.wait_ping_pong()
         self.issue_scores(tile, n)
         yield from self.issue_output(tile, n + 1)
-        self.pass_turn()
+        self.arrive_ping_pong()
         yield from self.finish(1)
         self.release_key(n == plan.own[0])
         yield None
@@ -285,15 +287,15 @@ class Consumer(ConsumerWarp):
 
     def drop_weights(self, tile: Tile, n: int, at: Position) -> Role:
         if self.config.dropout:
-            yield from self.read_note(tile, n, at)
+            yield from self.read_metadata(tile, n, at)
 
-    def read_note(self, tile: Tile, n: int, at: Position) -> Role:
+    def read_metadata(self, tile: Tile, n: int, at: Position) -> Role:
         """Every warp reads what has come with the block's keys, which may be gone."""
-        note = self.block.note(at)
-        assert note.holds == ("note", tile, n)
-        note.readers += 1
+        metadata = self.block.metadata_slot(at)
+        assert metadata.holds == ("metadata", tile, n)
+        metadata.readers += 1
         yield None
-        note.readers -= 1
+        metadata.readers -= 1
 
     def touch_values(self, tile: Tile, n: int) -> Role:
         """Zeroes dead rows in every outer block, more often than the kernel, which looks first."""
@@ -301,18 +303,18 @@ class Consumer(ConsumerWarp):
         if n in (b.arithmetic.plan(tile, 0).loaded[0], b.arithmetic.plan(tile, 0).loaded[1] - 1):
             yield self.value.full(b.v_slots[self.value.index])
             assert b.v[self.value.index].holds == ("v", tile, n)
-            yield from self.meet()
+            yield from self.sync_group()
 
-    def meet(self) -> Role:
-        yield from self.wait_at(self.block.meetings[self.group])
+    def sync_group(self) -> Role:
+        yield from self.wait_at(self.block.group_barriers[self.group])
 
-    def await_turn(self) -> Role:
-        if self.config.takes_turns:
-            yield from self.wait_at(self.block.turns[self.group])
+    def wait_ping_pong(self) -> Role:
+        if self.config.ping_pong:
+            yield from self.wait_at(self.block.ping_pong[self.group])
 
-    def pass_turn(self) -> None:
-        if self.config.takes_turns:
-            self.block.turns[(self.group + 1) % self.config.groups].arrive()
+    def arrive_ping_pong(self) -> None:
+        if self.config.ping_pong:
+            self.block.ping_pong[(self.group + 1) % self.config.groups].arrive()
 
     def release_key(self, last_of_tile: bool) -> None:
         if self.warp == 0:
@@ -331,7 +333,7 @@ class Consumer(ConsumerWarp):
         for _ in range(count):
             yield self.key.full(self.block.k_slots[self.key.index])
             yield self.value.full(self.block.v_slots[self.value.index])
-            yield from self.meet()
+            yield from self.sync_group()
             self.release_key(False)
             self.release_value()
 
@@ -392,30 +394,32 @@ PLAIN = {
 _PACKED = {"packed": True, "lengths": ((200, 130), (0, 60), (64, 0), (1, 300), (330, 330), (0, 0))}
 PLAIN |= {
     "packed": Problem(1 << 20, 1 << 20, blocks=3, **_PACKED),
-    "parts": Problem(200, 900, lengths=((200, 900), (130, 300), (200, 0)), parts=3),
-    "packed parts": Problem(1 << 20, 1 << 20, blocks=3, parts=4, **_PACKED),
+    "splits": Problem(200, 900, lengths=((200, 900), (130, 300), (200, 0)), splits=3),
+    "packed splits": Problem(1 << 20, 1 << 20, blocks=3, splits=4, **_PACKED),
     "packed, nothing": Problem(1 << 20, 1 << 20, packed=True, lengths=((0, 0), (0, 9))),
 }
-BANDS = {
-    "packed causal": Problem(1 << 20, 1 << 20, right=0, section=2, **_PACKED),
-    "packed bottom right": Problem(1 << 20, 1 << 20, right=0, left=90, ends_meet=True, **_PACKED),
-    "causal": Problem(600, 600, right=0, heads=3, section=2, blocks=3),
+BOUNDED = {
+    "packed causal": Problem(1 << 20, 1 << 20, right=0, swizzle_group=2, **_PACKED),
+    "packed bottom right": Problem(
+        1 << 20, 1 << 20, right=0, left=90, bottom_right=True, **_PACKED
+    ),
+    "causal": Problem(600, 600, right=0, heads=3, swizzle_group=2, blocks=3),
     "bottom right, fewer keys": Problem(500, 130, right=0, diagonal=-370),
     "bottom right, more keys": Problem(130, 500, right=0, diagonal=370),
     "window": Problem(450, 450, left=60, right=0),
     "window to both sides": Problem(450, 450, left=130, right=70),
-    "window in parts": Problem(300, 900, left=500, right=20, diagonal=600, parts=3),
-    "causal parts": Problem(300, 500, right=0, parts=5, counted=False),
+    "window in splits": Problem(300, 900, left=500, right=20, diagonal=600, splits=3),
+    "causal splits": Problem(300, 500, right=0, splits=5, counted=False),
     "only the diagonal": Problem(300, 300, left=0, right=0),
     "window past the end": Problem(500, 100, left=20, right=5),
     "causal lengths": Problem(
-        450, 450, right=0, section=4, lengths=((450, 130), (0, 450), (70, 450), (300, 0))
+        450, 450, right=0, swizzle_group=4, lengths=((450, 130), (0, 450), (70, 450), (300, 0))
     ),
 }
 # Dropout only adds a reader of what comes with the keys.
 DROPPED = ("lengths", "causal", "packed bottom right", "window past the end")
-# Keys in parts are other plans for the same roles.
-CUT = ("64", "64 band", "128 band", "256")
+# Keys in splits are other plans for the same roles.
+CUT = ("64", "64 bounded", "128 bounded", "256")
 DENSE = ("no keys", "several tiles", "negative scale", "lengths", "causal lengths")
 
 
@@ -426,20 +430,20 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def _runs() -> Iterator[tuple[str, str]]:
     for name, config in CONFIGS.items():
-        problems = {**PLAIN, **BANDS} if config.banded else PLAIN
+        problems = {**PLAIN, **BOUNDED} if config.bounded else PLAIN
         if config.dropout:
             problems = DROPPED
         if config.dense:
             problems = DENSE
         for problem in problems:
-            if name in CUT or "parts" not in problem:
+            if name in CUT or "splits" not in problem:
                 yield name, problem
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("config", "problem"), list(_runs()))
 def test_protocol(native: ctypes.CDLL, config: str, problem: str, seed: int) -> None:
-    World(Arithmetic(native, CONFIGS[config], {**PLAIN, **BANDS}[problem]), seed).play()
+    World(Arithmetic(native, CONFIGS[config], {**PLAIN, **BOUNDED}[problem]), seed).play()
 
 
 def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> None:
@@ -466,7 +470,7 @@ def test_model_notices_too_few_notes(native: ctypes.CDLL, monkeypatch) -> None:
 
     def careless(self: ThreadBlock, *args: object) -> None:
         init(self, *args)
-        self.notes = self.notes[: self.config.stages]
+        self.metadata = self.metadata[: self.config.stages]
 
     monkeypatch.setattr(ThreadBlock, "__init__", careless)
     with pytest.raises(AssertionError):

@@ -6,7 +6,7 @@ import torch
 from fastattn.ops.attention import sm90_workspace
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 
-PROCESSORS = 132  # of an H200, for which other devices stand in
+MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
 
 
 def _workspace(q, k, v, *, causal=0, window=(-1, -1), key_lengths=None, dropout_p=0.0):
@@ -30,9 +30,11 @@ def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128):
 @pytest.mark.parametrize("tiles", [1, 3, 8, 16, 40, 57, 90])
 @pytest.mark.parametrize("blocks", [8, 64, 1000])
 @pytest.mark.parametrize("rows", [1, 128])
-@pytest.mark.parametrize("processors", [78, 114, 132])
-def test_parts_fill_the_processors(tiles: int, blocks: int, rows: int, processors: int) -> None:
-    parts = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, processors)
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+def test_splits_fill_the_multiprocessors(
+    tiles: int, blocks: int, rows: int, multiprocessors: int
+) -> None:
+    parts = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, multiprocessors)
     assert 1 <= parts <= 128
     if parts > 1:
         assert blocks // parts >= 2
@@ -40,11 +42,11 @@ def test_parts_fill_the_processors(tiles: int, blocks: int, rows: int, processor
 
     def share(count: int) -> float:
         """Of all multiprocessors in all waves: those at work."""
-        return tiles * count / (processors * -(-tiles * count // processors))
+        return tiles * count / (multiprocessors * -(-tiles * count // multiprocessors))
 
     assert share(parts) >= share(1)
     most = min(128, blocks // max(2, 8 * rows // 128))
-    if most >= 2 and tiles < 0.8 * processors:
+    if most >= 2 and tiles < 0.8 * multiprocessors:
         assert share(parts) >= 0.85 * max(map(share, range(1, most + 1)))
 
 
@@ -75,9 +77,9 @@ def test_what_is_cut(shape: tuple[int, ...], options: dict, cut: bool) -> None:
 
 
 def test_merged_heads_count_once() -> None:
-    """Query heads that share keys form one tile: 8 of them, not 32, fill the processors."""
+    """Query heads that share keys form one tile: 8 of them, not 32, fill the multiprocessors."""
     merged = _workspace(*_decoding(1, 32, 8, 1, 1 << 17))
-    assert 0.8 * PROCESSORS < 8 * _parts(merged) <= PROCESSORS
+    assert 0.8 * MULTIPROCESSORS < 8 * _parts(merged) <= MULTIPROCESSORS
 
 
 def test_no_wave_is_left_half_empty() -> None:

@@ -12,7 +12,7 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-using attention::Band;
+using attention::Bounds;
 using attention::kTileKeys;
 using attention::kTileRows;
 using attention::MaskType;

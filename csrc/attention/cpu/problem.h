@@ -71,7 +71,7 @@ struct Sequence {
   int64_t b;
   int64_t first_query, first_key;
   int queries, keys;
-  Band band;
+  Bounds band;
 };
 
 struct Problem {

@@ -1,9 +1,9 @@
 // The order in which a persistent grid computes the tiles of attention: which rows of which head
 // tile number t is.
 //
-// Heads are taken in sections whose keys and values fit into L2 together. Inside a section the last
-// rows of every head come first: under a causal mask they are the longest, and short tiles at the
-// end fill the gaps that long ones leave.
+// Heads are taken in sections whose keys and values fit into L2 together. Inside a swizzle_group
+// the last rows of every head come first: under a causal mask they are the longest, and short tiles
+// at the end fill the gaps that long ones leave.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@
 namespace fastattn::sm90 {
 
 struct TileOrder {
-  int row_tiles;  // tiles of one head
-  int heads;      // of all batches
-  int section;    // heads of a section; 1: head after head
+  int row_tiles;      // tiles of one head
+  int heads;          // of all batches
+  int swizzle_group;  // heads of a swizzle_group; 1: head after head
 };
 
 struct TilePlace {
@@ -24,12 +24,12 @@ struct TilePlace {
 };
 
 FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
-  const int section_tiles = order.section * order.row_tiles;
-  const int section = tile / section_tiles;
-  const int within = tile - section * section_tiles;
-  const int first_head = section * order.section;
+  const int group_tiles = order.swizzle_group * order.row_tiles;
+  const int swizzle_group = tile / group_tiles;
+  const int within = tile - swizzle_group * group_tiles;
+  const int first_head = swizzle_group * order.swizzle_group;
   const int left = order.heads - first_head;
-  const int width = order.section < left ? order.section : left;
+  const int width = order.swizzle_group < left ? order.swizzle_group : left;
   const int rank = within / width;
   return {order.row_tiles - 1 - rank, first_head + within - rank * width};
 }
@@ -37,8 +37,8 @@ FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
 // Packed sequences: their tiles are numbered one sequence after the other, `tile_rows` rows each
 // and none for a sequence without rows. Whoever asks for growing numbers walks along. order: which
 // sequence comes when; null: as they lie.
-struct PackedWalk {
-  int sequence;   // where the walk is, counted in that order
+struct PackedTileScheduler {
+  int sequence;   // where the scheduler is, counted in that order
   int first;      // number of this sequence's first tile
   int row_tiles;  // tiles of one head of it
 };
@@ -49,16 +49,16 @@ FASTATTN_PURE int sequence_at(const int32_t* order, int place) {
 
 // Walks on to the sequence of tile number `tile`, or to `sequences` if there is no such tile.
 // Sequence b has rows offsets[b] to offsets[b + 1].
-FASTATTN_PURE void walk_to(PackedWalk& walk, const int32_t* offsets, int sequences, int heads,
-                           int tile_rows, int tile, const int32_t* order = nullptr) {
-  for (; walk.sequence < sequences; ++walk.sequence) {
-    const int sequence = sequence_at(order, walk.sequence);
+FASTATTN_PURE void advance_to(PackedTileScheduler& scheduler, const int32_t* offsets, int sequences,
+                              int heads, int tile_rows, int tile, const int32_t* order = nullptr) {
+  for (; scheduler.sequence < sequences; ++scheduler.sequence) {
+    const int sequence = sequence_at(order, scheduler.sequence);
     const int rows = offsets[sequence + 1] - offsets[sequence];
-    walk.row_tiles = (rows + tile_rows - 1) / tile_rows;
-    if (tile < walk.first + walk.row_tiles * heads) {
+    scheduler.row_tiles = (rows + tile_rows - 1) / tile_rows;
+    if (tile < scheduler.first + scheduler.row_tiles * heads) {
       return;
     }
-    walk.first += walk.row_tiles * heads;
+    scheduler.first += scheduler.row_tiles * heads;
   }
 }
 

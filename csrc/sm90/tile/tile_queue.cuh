@@ -12,7 +12,7 @@ struct TileSource {
   int* counter;  // zero at launch; null: every `blocks`-th tile
   int blocks;    // of the grid
 
-  // In two parts, so that memory can take its time to answer.
+  // In two splits, so that memory can take its time to answer.
   __device__ __forceinline__ int draw(int tile) const {
     return counter ? atomicAdd(counter, 1) : tile;
   }
@@ -20,20 +20,20 @@ struct TileSource {
 };
 
 // What is handed over; `row` < 0: there are no more tiles.
-struct TileMessage {
+struct TileInfo {
   int row;  // first query of the tile, counted inside its sequence
   int batch, head;
   int queries;  // rows of this sequence that are computed
   int keys;     // keys of this sequence that may be attended
   int origin;   // the tensor's row that is the sequence's row 0; not 0 only if sequences are packed
-  int part;     // of the keys, where they are cut
+  int split;    // of the keys, where they are cut
 };
 
 struct TileQueue {
   static constexpr int kSlots = 4;
   using Position = RingPosition<kSlots>;
 
-  TileMessage messages[kSlots];
+  TileInfo infos[kSlots];
   Slot slots[kSlots];
 
   __device__ __forceinline__ void init(int readers) {
@@ -44,27 +44,27 @@ struct TileQueue {
   }
 
   // The drawing thread.
-  __device__ __forceinline__ void put(Position& at, const TileMessage& message) {
+  __device__ __forceinline__ void put(Position& at, const TileInfo& info) {
     slots[at.index()].empty.wait(at.phase() ^ 1);
-    messages[at.index()] = message;
+    infos[at.index()] = info;
     slots[at.index()].full.arrive();
     at.advance();
   }
 
   // A reader that is one thread.
-  __device__ __forceinline__ TileMessage take(Position& at) {
+  __device__ __forceinline__ TileInfo take(Position& at) {
     slots[at.index()].full.wait(at.phase());
-    const TileMessage message = messages[at.index()];
+    const TileInfo info = infos[at.index()];
     slots[at.index()].empty.arrive();
     at.advance();
-    return message;
+    return info;
   }
 
-  // A reader that is a whole warp and leaves the message where it is until it is done with the
+  // A reader that is a whole warp and leaves the info where it is until it is done with the
   // tile: registers are scarcer than slots.
-  __device__ __forceinline__ const TileMessage& look(const Position& at) {
+  __device__ __forceinline__ const TileInfo& peek(const Position& at) {
     slots[at.index()].full.wait(at.phase());
-    return messages[at.index()];
+    return infos[at.index()];
   }
   __device__ __forceinline__ void release_warp(Position& at, int lane) {
     __syncwarp();

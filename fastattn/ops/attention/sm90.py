@@ -112,7 +112,7 @@ def attention_fwd(
     out: Tensor,
     lse: Tensor,
     counter: Tensor | None = None,
-    scratch: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:
     q, k, v, mask, mask_tiles, key_lengths, query_lengths, *options = call
     if k.shape[2] == 0 or k.shape[1] == 0:
@@ -123,7 +123,7 @@ def attention_fwd(
         (mask, values), mask_tiles = rows_of_constant(mask), None
     _library.attention_fwd.default(
         q, k, v, mask, mask_tiles, _contiguous(key_lengths), _contiguous(query_lengths), *options,
-        out, lse, counter, scratch,
+        out, lse, counter, workspace,
     )  # fmt: skip
     if values is not None:
         lse.add_(torch.where(lse.isneginf(), 0.0, values))
@@ -134,14 +134,14 @@ def attention_varlen_fwd(
     out: Tensor,
     lse: Tensor,
     counter: Tensor,
-    scratch: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, _, *options = call
     if k.shape[0] == 0 or k.shape[1] == 0:
         return _no_row_has_a_key(out, lse)
     _library.attention_varlen_fwd.default(
         q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *options, out, lse, counter,
-        scratch,
+        workspace,
     )  # fmt: skip
 
 
@@ -161,11 +161,11 @@ def attention_bwd(
     dk: Tensor,
     dv: Tensor,
     dmask: Tensor,
-    statistics: Tensor,
+    lse_delta: Tensor,
     dq_sum: Tensor,
-    turns: Tensor,
-    scratch: Tensor | None = None,
-    dmask_parts: Tensor | None = None,
+    dq_semaphores: Tensor,
+    workspace: Tensor | None = None,
+    dmask_splits: Tensor | None = None,
 ) -> None:
     (
         dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out, lse, *options, _,
@@ -180,8 +180,8 @@ def attention_bwd(
     _library.attention_bwd.default(
         torch.zeros_like(out) if dout is None else _placed("dout", dout), _contiguous(dlse), q, k,
         v, mask, mask_tiles, _contiguous(key_lengths), _contiguous(query_lengths),
-        _placed("out", out), lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, dmask, statistics,
-        dq_sum, turns, scratch, dmask_parts,
+        _placed("out", out), lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, dmask, lse_delta,
+        dq_sum, dq_semaphores, workspace, dmask_splits,
     )  # fmt: skip
 
 
@@ -190,9 +190,9 @@ def attention_varlen_bwd(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    statistics: Tensor,
+    lse_delta: Tensor,
     dq_sum: Tensor,
-    turns: Tensor,
+    dq_semaphores: Tensor,
 ) -> None:
     dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, *options, _ = call
     if 0 in (q.shape[0], q.shape[1], k.shape[0]):
@@ -200,7 +200,7 @@ def attention_varlen_bwd(
     _library.attention_varlen_bwd.default(
         torch.zeros_like(out) if dout is None else _placed("dout", dout), _contiguous(dlse), q, k,
         v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), _placed("out", out),
-        lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, statistics, dq_sum, turns,
+        lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, lse_delta, dq_sum, dq_semaphores,
     )  # fmt: skip
 
 

@@ -50,8 +50,8 @@ extern "C" void next(int head, int row_block, int begin, int end, int* result) {
   result[0] = step.head;
   result[1] = step.row_block;
 }
-extern "C" void place(int blocks, int heads, int section, int number, int* result) {
-  const auto p = sm90::tile_place({blocks, heads, section}, number);
+extern "C" void place(int blocks, int heads, int swizzle_group, int number, int* result) {
+  const auto p = sm90::tile_place({blocks, heads, swizzle_group}, number);
   result[0] = blocks - 1 - p.row_tile;
   result[1] = p.head;
 }
@@ -115,7 +115,7 @@ class Problem:
     lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
     kv_heads: int = 1
     group: int = 1  # query heads of a key/value head
-    section: int = 1
+    swizzle_group: int = 1
     resident: int = 2  # thread blocks that run at once
     ordered: bool = True
     head_dim: int = 128
@@ -180,9 +180,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Note:
-    """StepNote, of step number `number`. changes: by groups of 64 keys, whether an additive mask
-    changes their scores.
+class StepMetadata:
+    """Of step number `number`. changes: for each group of 64 keys, whether an additive mask changes
+    their scores.
     """
 
     number: int
@@ -202,22 +202,22 @@ class Arithmetic:
     def work(self, number: int) -> Work:
         p, result = self.problem, (ctypes.c_int * 2)()
         heads = p.kv_heads * len(p.lengths)
-        self.native.place(p.key_blocks, heads, p.section, number, result)
+        self.native.place(p.key_blocks, heads, p.swizzle_group, number, result)
         batch, kv_head = divmod(result[1], p.kv_heads)
         return Work(result[0], batch, kv_head, self.plan(result[0], batch))
 
     def plan(self, key_block: int, batch: int) -> Plan:
         p, out = self.problem, (ctypes.c_int * 8)()
-        band = (p.left, p.right, p.diagonal)
+        bounds = (p.left, p.right, p.diagonal)
         c = p.config
-        self.native.plan(key_block * c.keys, c.keys, *band, *p.sizes(batch), p.M, c.rows, out)
+        self.native.plan(key_block * c.keys, c.keys, *bounds, *p.sizes(batch), p.M, c.rows, out)
         return Plan(*((out[i], out[i + 1]) for i in range(0, 8, 2)))
 
     def visitors(self, row_block: int, batch: int) -> Range:
         p, out = self.problem, (ctypes.c_int * 2)()
-        band = (p.left, p.right, p.diagonal)
+        bounds = (p.left, p.right, p.diagonal)
         c = p.config
-        self.native.visitors(row_block, c.rows, *band, *p.sizes(batch), c.keys, out)
+        self.native.visitors(row_block, c.rows, *bounds, *p.sizes(batch), c.keys, out)
         return out[0], out[1]
 
     def live_rows(self, batch: int) -> Range:
@@ -230,8 +230,8 @@ class Arithmetic:
         p, c = self.problem, self.problem.config
         out, rows = (ctypes.c_int * c.rows)(), []
         for key in range(key_block * c.keys, (key_block + 1) * c.keys):
-            band = (p.left, p.right, p.diagonal)
-            self.native.row_mask(key, row_block * c.rows, *band, *p.sizes(batch), c.rows, out)
+            bounds = (p.left, p.right, p.diagonal)
+            self.native.row_mask(key, row_block * c.rows, *bounds, *p.sizes(batch), c.rows, out)
             rows.append(list(out))
         return np.array(rows, dtype=bool)
 
@@ -245,7 +245,7 @@ class Arithmetic:
             if not p.is_empty(work.key_block, at[1]):
                 yield Step(head, at[1])
 
-    def notes(self, work: Work) -> list[Note]:
+    def metadata(self, work: Work) -> list[StepMetadata]:
         """Of the steps under a dense mask. Which of them it changes, and which have dead rows, is
         left to chance.
         """
@@ -255,7 +255,7 @@ class Arithmetic:
             chance = random.Random(f"{work.key_block} {step}")
             changes = tuple(chance.random() < 0.7 for _ in range(groups))
             last = number == len(steps) - 1
-            result.append(Note(number, step, last, changes, chance.random() < 0.3))
+            result.append(StepMetadata(number, step, last, changes, chance.random() < 0.3))
         return result
 
     def rank(self, key_block: int, row_block: int, batch: int) -> int:
@@ -275,10 +275,10 @@ PROBLEMS = {
     "head dim 192, causal": Problem(200, 200, right=0, head_dim=192, group=2, resident=3),
     "head dim 256, lengths": Problem(130, 130, head_dim=256, lengths=((130, 65), (70, 130))),
     "in any order": Problem(200, 400, ordered=False, resident=3),
-    "grouped queries": Problem(170, 260, group=3, kv_heads=2, section=2),
+    "grouped queries": Problem(170, 260, group=3, kv_heads=2, swizzle_group=2),
     "no keys": Problem(100, 140, lengths=((100, 0), (0, 140))),
     "lengths": Problem(170, 300, lengths=((170, 130), (0, 300), (1, 300), (90, 0), (129, 257))),
-    "causal": Problem(400, 400, right=0, kv_heads=3, section=3, resident=4),
+    "causal": Problem(400, 400, right=0, kv_heads=3, swizzle_group=3, resident=4),
     "causal, all at once": Problem(300, 600, right=0, diagonal=300, resident=5),
     "bottom right, fewer keys": Problem(400, 130, right=0, diagonal=-270),
     "window": Problem(300, 300, left=60, right=0, group=2),
@@ -286,7 +286,7 @@ PROBLEMS = {
     "only the diagonal": Problem(200, 300, left=0, right=0),
     "window past the end": Problem(400, 100, left=20, right=5),
     "causal lengths": Problem(
-        300, 300, right=0, section=4, lengths=((300, 130), (0, 300), (70, 300), (200, 0))
+        300, 300, right=0, swizzle_group=4, lengths=((300, 130), (0, 300), (70, 300), (200, 0))
     ),
     "dropout": Problem(300, 300, right=0, dropout=True),
 }

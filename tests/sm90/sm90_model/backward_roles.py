@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from sm90_model.backward import Arithmetic, Note, Step, Work
+from sm90_model.backward import Arithmetic, Step, StepMetadata, Work
 from sm90_model.hardware import (
     WARPS,
     Barrier,
@@ -33,7 +33,7 @@ class ThreadBlock(SharedMemory):
         self.q, self.dout = [Buffer() for _ in stages], [Buffer() for _ in stages]
         self.lse2, self.delta = [Buffer() for _ in stages], [Buffer() for _ in stages]
         self.row_keys = [Buffer() for _ in stages]  # dropout's
-        self.notes: list[Note | None] = [None for _ in stages]  # a dense mask's
+        self.metadata: list[StepMetadata | None] = [None for _ in stages]  # a dense mask's
         # What each warp of each warpgroup writes of dS and P: the columns of 16 keys.
         self.ds = [[[Buffer() for _ in range(WARPS)] for _ in groups] for _ in stages]
         self.p = [[Buffer() for _ in range(WARPS)] for _ in groups]
@@ -45,7 +45,7 @@ class ThreadBlock(SharedMemory):
         self.scores_read = Barrier(c.groups, "scores_read")
         self.dq_slots = [Slot(f"dq{g}", WARPS, 1) for g in groups]
         self.scores = NamedBarrier(c.groups * WARPS)
-        self.meetings = [NamedBarrier(WARPS) for _ in groups]
+        self.group_barriers = [NamedBarrier(WARPS) for _ in groups]
         self.issued = [[0] * WARPS for _ in groups]
 
     def roles(self) -> Iterator[Role]:
@@ -60,12 +60,12 @@ class ThreadBlock(SharedMemory):
         self.copy(self.k, "k", self.kv_full)
         self.copy(self.v, "v", self.kv_full)
         stage = Position(self.config.stages)
-        for note in self.arithmetic.notes(self.work):
-            s, step = stage.index, note.step
+        for metadata in self.arithmetic.metadata(self.work):
+            s, step = stage.index, metadata.step
             slot, dout_full = self.q_slots[s], self.dout_full[s]
             yield stage.empty(slot)
             if self.problem.mask:
-                self.notes[s] = note
+                self.metadata[s] = metadata
             if self.problem.dropout:
                 self.copy(self.row_keys[s], ("row keys", step), slot.full, arrives=False)
             self.copy(self.q[s], ("q", step), slot.full)
@@ -73,7 +73,7 @@ class ThreadBlock(SharedMemory):
             self.copy(self.dout[s], ("dout", step), dout_full)
             self.copy(self.delta[s], ("delta", step), dout_full)
             if self.problem.bias and not self.problem.fetched:
-                yield from self.load_bias(stage, note)
+                yield from self.load_bias(stage, metadata)
             stage.advance()
 
     # -- an additive mask ----------------------------------------------------------------------
@@ -89,15 +89,15 @@ class ThreadBlock(SharedMemory):
         rows = self.p if half else self.ds[stage]
         return list(itertools.chain(*(rows[:1] if self.problem.one_row else rows)))
 
-    def load_bias(self, stage: Position, note: Note) -> Role:
+    def load_bias(self, stage: Position, metadata: StepMetadata) -> Role:
         if self.shares_bias_place:
             yield self.after_scores(stage.passed)
         halves = 2 if self.problem.mask == "32" else 1
         full = self.bias_full[stage.index]
-        full.arrive(sum(note.changes) * halves)
-        for group, half in itertools.product(range(len(note.changes)), range(halves)):
-            if note.changes[group]:
-                content = ("bias", note.step, group, half)
+        full.arrive(sum(metadata.changes) * halves)
+        for group, half in itertools.product(range(len(metadata.changes)), range(halves)):
+            if metadata.changes[group]:
+                content = ("bias", metadata.step, group, half)
                 place = self.bias_place(stage.index, group, half)
                 self.copy(place, content, full, announces=False)
 
@@ -113,7 +113,7 @@ class ThreadBlock(SharedMemory):
             chunk = (step.head, step.row_block, group)
             rank = self.arithmetic.rank(self.work.key_block, step.row_block, self.work.batch)
             if self.world.problem.ordered:
-                yield lambda chunk=chunk, rank=rank: self.world.turns.get(chunk, 0) == rank
+                yield lambda chunk=chunk, rank=rank: self.world.dq_semaphores.get(chunk, 0) == rank
             assert buffer.holds == step
             buffer.readers += 1
             added = self.world.add(chunk, self.work.key_block)
@@ -122,7 +122,7 @@ class ThreadBlock(SharedMemory):
             slot.empty.arrive()
             if self.world.problem.ordered:
                 yield added.is_complete
-                self.world.turns[chunk] = rank + 1
+                self.world.dq_semaphores[chunk] = rank + 1
             position.advance()
 
 
@@ -141,7 +141,7 @@ class Consumer(ConsumerWarp):
         last = not steps
         while not last:
             yield self.stage.full(b.q_slots[self.stage.index])
-            step = self.note().step if self.problem.mask else steps[taken]
+            step = self.metadata().step if self.problem.mask else steps[taken]
             assert step == steps[taken]
             taken += 1
             ends = yield from self.take_rows(step)
@@ -151,7 +151,7 @@ class Consumer(ConsumerWarp):
             b.world.write(b.work, self.group)
 
     def take_rows(self, step: Step) -> Role:
-        """Whether it was the last one, if a note says so."""
+        """Whether it was the last one, if a metadata says so."""
         b, s = self.block, self.stage.index
         yield from self.clear_dead_rows(step)
         yield from self.fetch_bias(step)
@@ -165,21 +165,21 @@ class Consumer(ConsumerWarp):
         assert b.lse2[s].holds == ("lse2", step)
         yield from self.finish(0)
         assert b.delta[s].holds == ("delta", step)
-        yield from self.meet_before_stores()
+        yield from self.sync_before_stores()
         if self.config.splits_keys:
             self.store(b.ds[s], step)
             yield None
             self.issue([(b.dout[s], ("dout", step))])
-            yield from self.show_scores()
+            yield from self.sync_scores()
         else:
             self.store(b.p, step)
             self.store(b.ds[s], step)
             yield None
-            yield from self.show_scores()
+            yield from self.sync_scores()
             self.issue([(b.dout[s], ("dout", step)), *self.all_of(b.p, step)])
         self.issue([(b.k, "k"), *self.all_of(b.ds[s], step)])
         yield from self.finish(1)
-        last = yield from self.look_whether_last()
+        last = yield from self.read_last()
         scores = [] if self.config.splits_keys else self.all_of(b.ds[s], step)
         self.issue([(b.q[s], ("q", step)), *scores])
         yield from self.finish(1)
@@ -207,7 +207,7 @@ class Consumer(ConsumerWarp):
     def all_of(pieces: list[list[Buffer]], step: Step) -> list[tuple[Buffer, object]]:
         return [(piece, step) for group in pieces for piece in group]
 
-    def show_scores(self) -> Role:
+    def sync_scores(self) -> Role:
         yield from self.wait_at(self.block.scores)
 
     def release_rows(self) -> None:
@@ -217,40 +217,42 @@ class Consumer(ConsumerWarp):
     # -- what nothing may read -----------------------------------------------------------------
     def clear_dead_keys(self) -> Role:
         """Under a dense mask the warps tell each other first which keys live."""
-        b, meeting = self.block, self.block.meetings[self.group]
+        b, group_barrier = self.block, self.block.group_barriers[self.group]
         if self.problem.mask:
             b.live_keys[self.group][self.warp].holds = "live keys"
-            yield from self.wait_at(meeting)
+            yield from self.wait_at(group_barrier)
             assert all(word.holds == "live keys" for word in b.live_keys[self.group])
-            yield from self.wait_at(meeting)
+            yield from self.wait_at(group_barrier)
         elif b.work.plan.keys != (0, self.config.keys):
-            yield from self.wait_at(meeting)
+            yield from self.wait_at(group_barrier)
 
     def clear_dead_rows(self, step: Step) -> Role:
         b, s = self.block, self.stage.index
         clean = b.work.plan.clean
         is_clean = clean[0] <= step.row_block < clean[1]
-        if self.note().has_dead if self.problem.mask else not is_clean:
+        if self.metadata().has_dead if self.problem.mask else not is_clean:
             yield self.dout_full()
             assert b.q[s].holds == ("q", step) and b.dout[s].holds == ("dout", step)
-            yield from self.wait_at(b.meetings[self.group])
+            yield from self.wait_at(b.group_barriers[self.group])
 
     # -- a dense mask --------------------------------------------------------------------------
-    def note(self) -> Note:
-        note = self.block.notes[self.stage.index]
-        assert note is not None and note.number == self.stage.passed, "another step's note"
-        return note
+    def metadata(self) -> StepMetadata:
+        metadata = self.block.metadata[self.stage.index]
+        assert metadata is not None and metadata.number == self.stage.passed, (
+            "another step's metadata"
+        )
+        return metadata
 
-    def look_whether_last(self) -> Role:
+    def read_last(self) -> Role:
         yield None
-        return self.problem.mask and self.note().last
+        return self.problem.mask and self.metadata().last
 
     @property
     def keys_group(self) -> int:
         return self.group if self.config.splits_keys else 0
 
     def is_changed(self) -> bool:
-        return self.problem.bias and self.note().changes[self.keys_group]
+        return self.problem.bias and self.metadata().changes[self.keys_group]
 
     def own_bias(self, step: Step) -> tuple[list[Buffer], object]:
         """What this warp reads of an additive mask: the columns of its 16 keys."""
@@ -286,13 +288,13 @@ class Consumer(ConsumerWarp):
         for piece in pieces:
             piece.readers -= 1
 
-    def meet_before_stores(self) -> Role:
+    def sync_before_stores(self) -> Role:
         if not self.problem.bias:
             return
         if not self.config.splits_keys and self.problem.one_row:
             yield from self.wait_at(self.block.scores)
         elif self.problem.mask == "32":
-            yield from self.wait_at(self.block.meetings[self.group])
+            yield from self.wait_at(self.block.group_barriers[self.group])
 
     def release_scores(self) -> None:
         if self.warp == 0 and self.block.shares_bias_place:
@@ -321,7 +323,7 @@ class World:
         # How soon copies come: in some runs not before somebody has nothing else to do.
         self.haste = self.chance.choice((0.2, 0.2, 0.02))
         self.events: list[Callable[[], None]] = []
-        self.turns: dict[tuple[int, int, int], int] = {}
+        self.dq_semaphores: dict[tuple[int, int, int], int] = {}
         self.added: dict[tuple[int, int, int], list[int]] = {}
         self.running: dict[tuple[int, int, int], Addition] = {}
         self.written: set[tuple[Work, int]] = set()

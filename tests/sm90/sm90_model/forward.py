@@ -17,23 +17,23 @@ SHIM = """
 #include "sm90/tile/scheduler.h"
 using namespace fastattn;
 extern "C" void plan(const int* tile, const int* own, int left, int right, int diagonal,
-                     int keys, int block, int skips, int part, int parts, int* result) {
+                     int keys, int block, int skips, int split, int splits, int* result) {
   const auto whole = attention::plan_blocks({tile[0], tile[1]}, {own[0], own[1]},
                                             {left, right, diagonal}, keys, block, skips != 0);
-  const auto p = parts > 1 ? attention::part_of(whole, part, parts) : whole;
+  const auto p = splits > 1 ? attention::split_of(whole, split, splits) : whole;
   const int values[] = {p.loaded.begin, p.loaded.end, p.own.begin,
                         p.own.end,      p.full.begin, p.full.end};
   for (int i = 0; i < 6; ++i) result[i] = values[i];
 }
-extern "C" void place(int row_tiles, int heads, int section, int tile, int* result) {
-  const auto p = sm90::tile_place({row_tiles, heads, section}, tile);
+extern "C" void place(int row_tiles, int heads, int swizzle_group, int tile, int* result) {
+  const auto p = sm90::tile_place({row_tiles, heads, swizzle_group}, tile);
   result[0] = p.row_tile;
   result[1] = p.head;
 }
-extern "C" void walk(int* state, const int* offsets, int sequences, int heads, int tile_rows,
+extern "C" void advance(int* state, const int* offsets, int sequences, int heads, int tile_rows,
                      int tile, const int* order) {
-  sm90::PackedWalk at = {state[0], state[1], state[2]};
-  sm90::walk_to(at, offsets, sequences, heads, tile_rows, tile, order);
+  sm90::PackedTileScheduler at = {state[0], state[1], state[2]};
+  sm90::advance_to(at, offsets, sequences, heads, tile_rows, tile, order);
   state[0] = at.sequence;
   state[1] = at.first;
   state[2] = at.row_tiles;
@@ -47,7 +47,7 @@ extern "C" void shorten(long long* n) {
   p.kv_heads = n[6];
   p.queries = n[7];
   p.keys = n[8];
-  p.band = {static_cast<int>(n[9]), static_cast<int>(n[10]), static_cast<int>(n[11])};
+  p.bounds = {static_cast<int>(n[9]), static_cast<int>(n[10]), static_cast<int>(n[11])};
   p.key_lengths.data = n[12] ? n : nullptr;
   p.query_lengths.data = n[13] ? n : nullptr;
   attention::cut_keys_of_one_query(p);
@@ -60,9 +60,9 @@ extern "C" void shorten(long long* n) {
   n[5] = p.heads;
   n[7] = p.queries;
   n[8] = p.keys;
-  n[9] = attention::band_restricts(p);
+  n[9] = attention::bounds_restrict(p);
 }
-extern "C" int wants_band(int queries, int keys, int head_dim, int value_dim, int right,
+extern "C" int wants_bounded(int queries, int keys, int head_dim, int value_dim, int right,
                           int sequences) {
   attention::ForwardProblem p = {};
   p.queries = queries;
@@ -70,8 +70,8 @@ extern "C" int wants_band(int queries, int keys, int head_dim, int value_dim, in
   p.keys = keys;
   p.head_dim = head_dim;
   p.value_dim = value_dim;
-  p.band = {queries + keys, right, 0};
-  return attention::wants_band(p);
+  p.bounds = {queries + keys, right, 0};
+  return attention::wants_bounded(p);
 }
 extern "C" unsigned swizzled(unsigned row, unsigned piece) {
   return sm90::swizzled_offset(row, piece);
@@ -102,8 +102,8 @@ class Config:
     block: int
     query_buffers: int
     stages_output: bool
-    takes_turns: bool
-    banded: bool
+    ping_pong: bool
+    bounded: bool
     stages: int = 2
     dropout: bool = False
     dense: bool = False
@@ -113,7 +113,7 @@ class Config:
 
     @property
     def skips(self) -> bool:
-        return self.banded and not self.takes_turns and not self.dense
+        return self.bounded and not self.ping_pong and not self.dense
 
     @property
     def tile_rows(self) -> int:
@@ -129,18 +129,18 @@ class Problem:
     diagonal: int = 0
     lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
     heads: int = 2
-    section: int = 1
+    swizzle_group: int = 1
     blocks: int = 2  # thread blocks of the grid
     counted: bool = True
     negate: bool = False
-    # The batch entries are packed sequences; ends_meet: their diagonals begin at their ends.
+    # The batch entries are packed sequences; bottom_right: their diagonals begin at their ends.
     packed: bool = False
-    ends_meet: bool = False
-    parts: int = 1  # of the keys of each tile
+    bottom_right: bool = False
+    splits: int = 1  # of the keys of each tile
 
     def diagonal_of(self, batch: int) -> int:
         queries, keys = self.lengths[batch]
-        return keys - queries if self.ends_meet else self.diagonal
+        return keys - queries if self.bottom_right else self.diagonal
 
     def allowed(self, batch: int, i: int, j: int) -> bool:
         queries, keys = self.lengths[batch]
@@ -164,7 +164,7 @@ class Tile:
     head: int
     queries: int
     keys: int
-    part: int = 0
+    split: int = 0
 
 
 class Arithmetic:
@@ -179,28 +179,28 @@ class Arithmetic:
             self.tiles = problem.heads * sum(-(-n // config.tile_rows) for n in rows)
             ends = itertools.accumulate(rows, initial=0)
             self.offsets = (ctypes.c_int * (len(rows) + 1))(*ends)
-        self.tiles *= problem.parts
+        self.tiles *= problem.splits
 
     def tile(self, number: int) -> Tile | None:
-        whole, part = divmod(number, self.problem.parts)
+        whole, split = divmod(number, self.problem.splits)
         tile = self.whole_tile(whole)
-        return None if tile is None else replace(tile, number=number, part=part)
+        return None if tile is None else replace(tile, number=number, split=split)
 
     def whole_tile(self, number: int) -> Tile | None:
         p, result = self.problem, (ctypes.c_int * 2)()
         if p.packed:
             state, count = (ctypes.c_int * 3)(), len(p.lengths)
-            self.native.walk(
+            self.native.advance(
                 state, self.offsets, count, p.heads, self.config.tile_rows, number, None
             )
             if state[0] == count:
                 return None
-            self.native.place(state[2], p.heads, p.section, number - state[1], result)
+            self.native.place(state[2], p.heads, p.swizzle_group, number - state[1], result)
             row = result[0] * self.config.tile_rows
             return Tile(number, row, state[0], result[1], *p.lengths[state[0]])
-        if number >= self.tiles // p.parts:
+        if number >= self.tiles // p.splits:
             return None
-        self.native.place(self.row_tiles, p.heads * len(p.lengths), p.section, number, result)
+        self.native.place(self.row_tiles, p.heads * len(p.lengths), p.swizzle_group, number, result)
         batch, head = divmod(result[1], p.heads)
         queries, keys = p.lengths[batch]
         row = result[0] * self.config.tile_rows
@@ -213,8 +213,8 @@ class Arithmetic:
         own = pair(row, min(row + ROWS, tile.queries))
         diagonal = p.diagonal_of(tile.batch)
         self.native.plan(
-            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), tile.part,
-            p.parts, out,
+            rows, own, p.left, p.right, diagonal, tile.keys, c.block, int(c.skips), tile.split,
+            p.splits, out,
         )  # fmt: skip
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
 
@@ -234,8 +234,8 @@ class Arithmetic:
         return random.Random(f"{tile.number} {group} {n}").random() < 0.7
 
     def is_staged(self, tile: Tile, group: int) -> bool:
-        """Whether a warpgroup's rows leave through shared memory; parts leave in fp32."""
-        if self.problem.parts > 1:
+        """Whether a warpgroup's rows leave through shared memory; splits leave in fp32."""
+        if self.problem.splits > 1:
             return False
         if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:
             return False
@@ -244,12 +244,12 @@ class Arithmetic:
 
 CONFIGS = {
     "64": Config(3, 128, 2, True, False, False),
-    "64 band": Config(3, 128, 2, True, False, True),
+    "64 bounded": Config(3, 128, 2, True, False, True),
     "128": Config(2, 128, 2, True, True, False),
-    "128 band": Config(2, 128, 2, True, True, True),
-    "192 band": Config(2, 112, 1, False, False, True),
+    "128 bounded": Config(2, 128, 2, True, True, True),
+    "192 bounded": Config(2, 112, 1, False, False, True),
     "256": Config(2, 80, 1, False, False, False),
-    "256 band": Config(2, 80, 1, False, False, True),
+    "256 bounded": Config(2, 80, 1, False, False, True),
     "64 dropout": Config(3, 128, 2, True, False, True, dropout=True),
     "128 dropout": Config(2, 128, 2, True, True, True, dropout=True),
     "256 dropout": Config(2, 80, 1, False, False, True, dropout=True),

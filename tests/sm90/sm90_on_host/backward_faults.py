@@ -6,16 +6,16 @@ those of the launches that compute an additive mask's gradient.
 from dataclasses import dataclass, field
 
 from sm90_on_host.build import Mutation
-from sm90_on_host.saboteur import Harmless
+from sm90_on_host.fault_injector import Harmless
 
 # Head dim and variant. Between them they have every role, and every way of sharing a step.
-BAND = ("64 kBand", "128 kBand", "256 kBand")
+BOUNDED = ("64 kBounded", "128 kBounded", "256 kBounded")
 DROPOUT, DENSE, BIAS = ("128 kDropout",), ("128 kMask",), ("128 kBias", "256 kBias")
-INSTANCES = BAND + DROPOUT + DENSE + BIAS
+INSTANCES = BOUNDED + DROPOUT + DENSE + BIAS
 # Of the mask's gradient: two blocks in shared memory, or one.
 DMASK = ("64 kBias", "192 kBiasDropout")
-STAGES = BAND[:2]  # two of them
-ONCE = BAND[1:2]
+STAGES = BOUNDED[:2]  # two of them
+ONCE = BOUNDED[1:2]
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Source:
     file: str
     found: list[tuple[Mutation, tuple[str, ...]]] = field(default_factory=list)
 
-    def __call__(self, right: str, *wrong: str, only: tuple[str, ...] = BAND) -> None:
+    def __call__(self, right: str, *wrong: str, only: tuple[str, ...] = BOUNDED) -> None:
         self.found += [(Mutation(f"attention/sm90/{self.file}", right, w), only) for w in wrong]
 
 
@@ -57,7 +57,7 @@ tiles("clamped_length(args.query_lengths, batch, args.queries)", "args.queries")
 tiles("clamped_length(args.key_lengths, batch, args.keys)", "args.keys")
 tiles("rest ? 0 : queries", "queries")
 tiles("rest ? 0 : keys", "keys")
-tiles("band.diagonal = keys - queries;", "")
+tiles("bounds.diagonal = keys - queries;", "")
 tiles("block - sequence.first_row_block", "block")
 tiles("work.sequence.first_row_block + step.row_block", "step.row_block")
 classes = _Source("backward/mask_classes_bwd_sm90.cuh")
@@ -71,33 +71,37 @@ main("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
 main("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
 main("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
 
-# -- loads, and the turns of dQ
-movers = _Source("backward/producer.cuh")
-movers("sequence.key_origin + work.first_key", "work.first_key")
-movers("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
-movers("next.head == args.heads_per_kv", "false", only=DENSE)
-movers("now.flags", "kHasWork", only=DENSE)
-movers("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
-movers("args.row_keys + statistics / Traits::kRows * kUnits", "args.row_keys", only=DROPOUT)
+# -- loads, and the dq_semaphores of dQ
+producer = _Source("backward/producer.cuh")
+producer("sequence.key_origin + work.first_key", "work.first_key")
+producer("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
+producer("next.head == args.heads_per_kv", "false", only=DENSE)
+producer("now.flags", "kHasWork", only=DENSE)
+producer("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
+producer("args.row_keys + row_offset / Traits::kRows * kUnits", "args.row_keys", only=DROPOUT)
 for buffer in ("q", "dout", "lse2", "delta"):
-    movers(f"shared.{buffer}[stage.index()]", f"shared.{buffer}[0]", only=STAGES)
-movers("args.lse2 + statistics", "args.lse2")
-movers("args.delta + statistics", "args.delta")
-movers("stage.advance();", "")
-movers("position.advance();", "")
-movers("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
-movers(
+    producer(f"shared.{buffer}[stage.index()]", f"shared.{buffer}[0]", only=STAGES)
+producer("args.lse2 + row_offset", "args.lse2")
+producer("args.delta + row_offset", "args.delta")
+producer("stage.advance();", "")
+producer("position.advance();", "")
+producer("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
+producer(
     "classes_of<Traits>(args, work, step.head)[step.row_block].rank",
     "work.first_key / Traits::kKeys",
     only=DENSE,
 )
-movers("one_row ? 0 : note.step.row_block * Traits::kRows", "0", only=BIAS)
-movers("args.turns + chunk", "args.turns", "args.turns + chunk / Traits::kGroups")
-movers("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
-movers("ptx::load_acquire(turn) != rank", "false", "ptx::load_acquire(turn) + 1 < rank")
-movers("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
-movers("rank == 0", "false", "true")
-movers("rank + 1", "rank", "rank + 2")
+producer("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
+producer(
+    "args.dq_semaphores + chunk",
+    "args.dq_semaphores",
+    "args.dq_semaphores + chunk / Traits::kGroups",
+)
+producer("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
+producer("ptx::load_acquire(semaphore) != rank", "false", "ptx::load_acquire(semaphore) + 1 < rank")
+producer("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
+producer("rank == 0", "false", "true")
+producer("rank + 1", "rank", "rank + 2")
 
 # -- consumers
 consumer = _Source("backward/consumer.cuh")
@@ -115,16 +119,16 @@ consumer(
 consumer("sm90::descriptor_at(ds_dq, slot() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
 consumer(
     "    release_rows();",
-    "    release_rows(); if constexpr (Traits::kDense) { last = own.note().last; }",
+    "    release_rows(); if constexpr (Traits::kDense) { last = own.metadata().last; }",
     only=DENSE,
 )
 consumer(
     "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
     "shared.q_slots[slot()].empty.arrive();",
 )
-consumer("ptx::fence_proxy_async();\n    own.meet_all();",
-         "ptx::fence_proxy_async(); own.meet();")  # fmt: skip
-consumer("meet_before_stores(own);", "", only=BIAS)
+consumer("ptx::fence_proxy_async();\n    own.sync_all();",
+         "ptx::fence_proxy_async(); own.sync();")  # fmt: skip
+consumer("sync_before_stores(own);", "", only=BIAS)
 consumer("sm90::scale_rows(rDk, factors);", "")
 consumer("!view.data", "false", "!view.data")
 consumer("sequence.key_rows - key", "kKeys")
@@ -136,13 +140,13 @@ weights("own.shared.dropout.rows[own.stage.index()]", "own.shared.dropout.rows[0
 masks = _Source("backward/masks.cuh")
 masks("contains(own.shared.work.plan.clean, row_block)", "true")
 masks("!contains(work.plan.full, row_block)", "false")
-masks("note.flags & kHasDead", "false", only=DENSE)
+masks("metadata.flags & kHasDead", "false", only=DENSE)
 masks("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
 masks("own.args.packing.key_offsets", "nullptr")
 part = _Source("backward/part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 
-_SOURCES = (ends, tiles, classes, main, movers, consumer, weights, masks, part)
+_SOURCES = (ends, tiles, classes, main, producer, consumer, weights, masks, part)
 
 
 def mutations_of(instance: str) -> list[Mutation]:
@@ -182,7 +186,7 @@ HARMLESS = (
     Harmless("no bulk wait", "} ptx::cp_async_bulk_wait_group();", "launches end with it here"),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),
 )
-BAND_HARMLESS = (
+BOUNDED_HARMLESS = (
     Harmless("mutation", "rest ? 0 : queries", "there are no keys either"),
     Harmless("mutation", "rest ? 0 : keys", "there are no rows either"),
     Harmless("mutation", "!view.data -> !view.data", "the same: what is noticed falsely shows"),
@@ -193,7 +197,7 @@ BAND_HARMLESS = (
 
 
 def harmless_of(instance: str) -> tuple[Harmless, ...]:
-    return (*HARMLESS, *(BAND_HARMLESS if instance in BAND else ()))
+    return (*HARMLESS, *(BOUNDED_HARMLESS if instance in BOUNDED else ()))
 
 
 # -- an additive mask's gradient -------------------------------------------------------------------
@@ -205,12 +209,12 @@ for right, *wrong in (
     ("sizes[1] == 1 ? args.heads : 1", "1"),
     ("sizes[2] == 1 ? row_tiles : 1", "1"),
     ("sizes[3] == 1 ? key_tiles : 1", "1"),
-    ("walk.row_tile = tile % own_rows;", "walk.row_tile = 0;"),
-    ("walk.key_tile = tile % own_keys;", "walk.key_tile = 0;"),
-    ("walk.head = tile % sizes[1];", "walk.head = 0;"),
-    ("walk.head + number % walk.heads", "walk.head"),
-    ("static_cast<int>(all * part / args.dmask.parts)", "0"),
-    ("static_cast<int>(all * (part + 1) / args.dmask.parts)", "static_cast<int>(all)"),
+    ("loop.row_tile = tile % own_rows;", "loop.row_tile = 0;"),
+    ("loop.key_tile = tile % own_keys;", "loop.key_tile = 0;"),
+    ("loop.head = tile % sizes[1];", "loop.head = 0;"),
+    ("loop.head + number % loop.heads", "loop.head"),
+    ("static_cast<int>(all * split / args.dmask.splits)", "0"),
+    ("static_cast<int>(all * (split + 1) / args.dmask.splits)", "static_cast<int>(all)"),
     # what comes
     ("one_row ? 0 : item.row", "0"),
     ("layout.heads > 1 ? item.head : 0", "0"),
@@ -219,15 +223,15 @@ for right, *wrong in (
     ("item.head / args.heads_per_kv", "0"),
     ("smaller(item.row + line, args.queries - 1)", "item.row + line"),
     ("smaller(item.key + key, args.keys - 1)", "item.key + key"),
-    ("args.bias_comes && has_one_row(args.mask)", "false"),
+    ("args.bias_by_tma && has_one_row(args.mask)", "false"),
     ("threadIdx.x % kWarpgroup == 0", "true"),
     ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
     ("shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);",
      "shared.bias_slot.empty.init(1);"),
     # what is added
     ("group * kMmaRows * sm90::kRowBytes", "0"),
-    ("row < queries ? keys_of_row(row, args.band, keys) : Range{0, 0}",
-     "keys_of_row(row, args.band, keys)"),
+    ("row < queries ? keys_of_row(row, args.bounds, keys) : Range{0, 0}",
+     "keys_of_row(row, args.bounds, keys)"),
     ("contains(allowed[half], key)", "true"),
     ("!(added <= kLowest<MaskElement>)", "true"),
     ("args.delta[head + existing]", "0.0f"),
@@ -236,16 +240,16 @@ for right, *wrong in (
     # what is written
     ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
     ("sums_keys ? kKeys : key + 1", "key + 1"),
-    ("smaller(dmask.sizes[2] - walk.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),
-    ("smaller(dmask.sizes[3] - walk.key_tile * kKeys, kKeys)", "kKeys"),
+    ("smaller(dmask.sizes[2] - loop.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),
+    ("smaller(dmask.sizes[3] - loop.key_tile * kKeys, kKeys)", "kKeys"),
     ("sum -= args.dlse[head * args.queries + at.row];", ""),
-    ("int64_t{part} * sizes[0] + at.batch", "at.batch"),
-    ("dmask.partial[part * count + number]", "dmask.partial[number]"),
+    ("int64_t{split} * sizes[0] + at.batch", "at.batch"),
+    ("dmask.partial[split * count + number]", "dmask.partial[number]"),
 ):  # fmt: skip
     _dmask(right, *wrong, only=DMASK)
 for right, wrong in (
     (
-        "head * (args.statistics_rows / 2) + dropout::lattice_unit(row)",
+        "head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)",
         "dropout::lattice_unit(row)",
     ),
     ("dropout::lattice_unit(item.key) + thread.first_column()", "thread.first_column()"),

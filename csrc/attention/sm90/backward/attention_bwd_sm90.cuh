@@ -69,7 +69,7 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
 // Block of keys number `number`: the first keys come first, which under a causal mask have the most
 // rows.
 template <class Traits>
-__device__ __forceinline__ KeyBlock describe(const BackwardArguments& args, int number) {
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, int number) {
   constexpr int kNoEnd = INT32_MAX;
   const sm90::TilePlace place = sm90::tile_place(args.order, number);
   const Packing& packing = args.packing;
@@ -87,7 +87,7 @@ __device__ __forceinline__ KeyBlock describe(const BackwardArguments& args, int 
   work.sequence = sequence;
   // What follows a packed sequence's last row is not zero.
   work.plan =
-      plan_rows(work.first_key, Traits::kKeys, sequence.band, sequence.queries, sequence.keys,
+      plan_rows(work.first_key, Traits::kKeys, sequence.bounds, sequence.queries, sequence.keys,
                 packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
   const Range visited = work.plan.visited;
   work.steps = is_empty(visited) ? 0 : args.heads_per_kv * (visited.end - visited.begin);
@@ -110,19 +110,19 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (const CUtensorMap* map : {&args.q_map, &args.k_map, &args.v_map, &args.dout_map}) {
       ptx::prefetch_tensormap(map);
     }
-    if (Traits::kBias && args.bias_comes) {
+    if (Traits::kBias && args.bias_by_tma) {
       ptx::prefetch_tensormap(&args.bias_map);
     }
   }
   ptx::griddepcontrol_wait();
   if (threadIdx.x == 0) {
-    shared.work = describe<Traits>(args, atomicAdd(args.counter, 1));
+    shared.work = key_block_of<Traits>(args, atomicAdd(args.counter, 1));
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Traits::kConfig.mover_registers>();
+    ptx::setmaxnreg_dec<Traits::kConfig.producer_registers>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     if (shared.work.steps > 0 && warp <= Traits::kGroups && ptx::elect_one()) {
       if (warp == 0) {
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // -- launcher ------------------------------------------------------------------------------------
 // Key/value heads whose queries, output gradients and sums of dQ fit into the L2 cache together.
-inline int section_heads(const BackwardProblem& p) {
+inline int swizzle_group_heads(const BackwardProblem& p) {
   constexpr int64_t kCacheBytes = int64_t{40} << 20;
   const int64_t row_bytes = int64_t{2} * (p.head_dim + p.value_dim) + int64_t{4} * p.head_dim;
   const int64_t queries = p.packing.query_offsets ? p.packing.max_queries : p.queries;
@@ -160,9 +160,9 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
                               Traits::kKeys) &&
       sm90::encode_tensor_map(&args.dout_map, type, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  args.bias_comes = Traits::kBias && can_come_by_tma(p.mask, p.keys);
-  if (!encoded ||
-      (args.bias_comes && !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
+  args.bias_by_tma = Traits::kBias && readable_by_tma(p.mask, p.keys);
+  if (!encoded || (args.bias_by_tma &&
+                   !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
     return false;
   }
   args.out = p.out;
@@ -173,7 +173,7 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.lse = p.lse;
   args.dlse = p.dlse;
   args.dq_sum = p.dq_sum;
-  args.turns = p.turns;
+  args.dq_semaphores = p.dq_semaphores;
   args.counter = p.counter;
   args.heads = p.heads;
   args.heads_per_kv = p.heads / p.kv_heads;
@@ -189,16 +189,16 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.query_lengths = p.query_lengths;
   args.key_lengths = p.key_lengths;
   args.packing = p.packing;
-  args.band = p.band;
+  args.bounds = p.bounds;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.scale = p.scale;
   args.scale_log2 = p.scale * kLog2e;
   const int row_blocks = args.row_blocks * p.batch * p.heads;
-  args.lse2 = p.statistics;
+  args.lse2 = p.lse_delta;
   args.delta = args.lse2 + int64_t{row_blocks} * Traits::kRows;
   args.row_keys = reinterpret_cast<uint32_t*>(args.delta + int64_t{row_blocks} * Traits::kRows);
-  args.order = {blocks_of(p.keys, Traits::kKeys), p.batch * p.kv_heads, section_heads(p)};
+  args.order = {blocks_of(p.keys, Traits::kKeys), p.batch * p.kv_heads, swizzle_group_heads(p)};
   return true;
 }
 
@@ -229,7 +229,7 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
   }
   if constexpr (Traits::kDense) {
     if (const char* failure = classify_mask_for_backward(p.mask, p.query_lengths, p.key_lengths,
-                                                         p.band, p.queries, p.keys, stream)) {
+                                                         p.bounds, p.queries, p.keys, stream)) {
       return failure;
     }
   }

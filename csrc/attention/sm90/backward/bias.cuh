@@ -25,7 +25,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
   const BackwardArguments& args = own.args;
   const KeyBlock& work = own.shared.work;
   const DenseMask& mask = args.mask;
-  const int head = work.kv_head * args.heads_per_kv + own.note().step.head;
+  const int head = work.kv_head * args.heads_per_kv + own.metadata().step.head;
   const int own_key = own.thread.warp * kLineKeys + own.thread.lane % kLineKeys;
   // Keys and rows that do not exist do as the last one does.
   const int key = smaller(work.first_key + own.first_own_key() + own_key, args.keys - 1);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
 template <class Traits>
 __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
   if constexpr (Traits::kBias) {
-    if (own.args.bias_comes || !own.is_changed()) {
+    if (own.args.bias_by_tma || !own.is_changed()) {
       return;
     }
     if (!is_wide(own.args.mask)) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
       sm90::scale_rows(s, {own.args.scale, own.args.scale});
       return;
     }
-    if (own.args.bias_comes) {
+    if (own.args.bias_by_tma) {
       own.shared.bias.full[own.stage.index()].wait(own.stage.phase());
     }
     switch (own.args.mask.type) {
@@ -147,12 +147,12 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
 // Floats of the mask lie where other warps of the warpgroup store dS and P, and a row that serves
 // all where one of the warpgroups that share keys does: all have read theirs.
 template <class Traits>
-__device__ __forceinline__ void meet_before_stores(const BackwardPart<Traits>& own) {
+__device__ __forceinline__ void sync_before_stores(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kBias) {
     if (!Traits::kSplitsKeys && has_one_row(own.args.mask)) {
-      own.meet_all();
+      own.sync_all();
     } else if (is_wide(own.args.mask)) {
-      own.meet();
+      own.sync();
     }
   }
 }

@@ -27,7 +27,7 @@ struct BackwardConfig {
   int rows;    // queries of a block
   int stages;  // blocks of rows in shared memory
   Split split;
-  int mover_registers, consumer_registers;
+  int producer_registers, consumer_registers;
 };
 
 constexpr BackwardConfig backward_config(int head_dim, bool dense) {
@@ -89,7 +89,7 @@ struct BackwardTraits {
   static_assert(kSplitsKeys ? kStages == 2 : kStages == 1,
                 "there are two buffers of dS, or the only Q guards the only P and dS");
   static_assert(!kTransposesDq || !kSplitsKeys || kGroupChunks == 1);
-  static_assert(kGroups <= 3, "the mover warpgroup has a dQ warp for each of them");
+  static_assert(kGroups <= 3, "the producer warpgroup has a dQ warp for each of them");
 };
 
 constexpr int kWarpsPerGroup = kWarpgroup / kWarp;

@@ -88,7 +88,7 @@ struct BackwardConsumer {
 #pragma unroll 1
       while (!last) {
         shared.q_slots[slot()].full.wait(own.stage.phase());
-        last = take_rows(own.note().step.row_block);
+        last = take_rows(own.metadata().step.row_block);
       }
     } else {
       int row_block = plan.visited.end - 1;
@@ -103,7 +103,7 @@ struct BackwardConsumer {
   }
 
   // -- a step --------------------------------------------------------------------------------
-  // When its Q is there. Whether it was the last one, if the note beside it says so.
+  // When its Q is there. Whether it was the last one, if the metadata beside it says so.
   __device__ __forceinline__ bool take_rows(int row_block) {
     Scores rS, rDp;        // scores, then weights, and dP
     ScoreOperand rP, rDs;  // weights and dS as A operands
@@ -125,27 +125,28 @@ struct BackwardConsumer {
     if (needs_mask(own, row_block)) {
       mask_operands(own, rP, rDs, row_block);
     }
-    meet_before_stores(own);
+    sync_before_stores(own);
     if constexpr (kSplitsKeys) {
       store_scores(shared.ds[slot()], rDs);
       issue_gradient(rDv, rP, dout_columns);
-      show_scores();
+      sync_scores();
     } else {
       // Nobody reads the last step's P and dS any more: this step's Q came into the only buffer
       // after every warpgroup had handed it back.
       store_scores(shared.p.tile, rP);
       store_scores(shared.ds[slot()], rDs);
-      show_scores();
+      sync_scores();
       issue_gradient(rDv, shared.p.tile, dout_columns);
     }
     issue_dq(rDq);
     ptx::wgmma_wait_group<1>();
     ptx::pin(rDv);
     ptx::pin(rP);
-    // Whoever hands Q back, and the note with it, waits for what all four warps issue after this.
+    // Whoever hands Q back, and the metadata with it, waits for what all four warps issue after
+    // this.
     bool last = false;
     if constexpr (Traits::kDense) {
-      last = own.note().last;
+      last = own.metadata().last;
     }
     if constexpr (kSplitsKeys) {
       issue_gradient(rDk, rDs, q_columns);
@@ -159,7 +160,7 @@ struct BackwardConsumer {
     if (leader) {
       release_scores(own);
     }
-    hand_over_dq(rDq);
+    store_dq(rDq);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDk);
     ptx::pin(rDs);
@@ -204,9 +205,9 @@ struct BackwardConsumer {
   }
 
   // What this warpgroup has stored is there for all of them, and the others' for it.
-  __device__ __forceinline__ void show_scores() {
+  __device__ __forceinline__ void sync_scores() {
     ptx::fence_proxy_async();
-    own.meet_all();
+    own.sync_all();
   }
 
   // dV += P^T dO or dK += dS^T Q, from this warpgroup's scores ...
@@ -267,7 +268,7 @@ struct BackwardConsumer {
   }
 
   // Four floats of every thread side by side: no bank is asked twice.
-  __device__ __forceinline__ void hand_over_dq(const DqPart (&parts)[kDqParts]) {
+  __device__ __forceinline__ void store_dq(const DqPart (&parts)[kDqParts]) {
     Slot& slot = shared.dq_slots[own.group];
     slot.empty.wait(dq_position().phase() ^ 1);
     float4* to = reinterpret_cast<float4*>(shared.dq[own.group]) + threadIdx.x % kWarpgroup;

@@ -48,8 +48,8 @@ struct DmaskTraits {
   static constexpr int kKeys = kDmaskKeys;
   static constexpr int kStages = kDim <= 128 ? 2 : 1;  // what fits
   static constexpr int kThreads = (kGroups + 1) * kWarpgroup;
-  static constexpr int kMoverRegisters = 40, kConsumerRegisters = 232;
-  static constexpr int kColumns = pieces(kDim, sm90::kChunkColumns) * sm90::kChunkColumns;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kColumns = ceil_div(kDim, sm90::kChunkColumns) * sm90::kChunkColumns;
 
   using RowTile = SharedTile<Element, kRows, kColumns>;
   using KeyTile = SharedTile<Element, kKeys, kColumns>;
@@ -85,16 +85,16 @@ struct DmaskStorage {
 struct DmaskArguments {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;  // as 16-bit columns: a float is two
-  bool bias_comes;       // by TMA; otherwise consumers fetch it
-  // Natural logarithms, and both padded: rows of a head are `statistics_rows` apart.
+  bool bias_by_tma;      // by TMA; otherwise consumers fetch it
+  // Natural logarithms, and both padded: rows of a head are `lse_delta_rows` apart.
   const float *lse, *delta;  // delta may be null: 0
-  int64_t statistics_rows;
+  int64_t lse_delta_rows;
   const float* dlse;         // [batch, heads, queries], taken from the result; may be null
   const uint32_t* row_keys;  // dropout's, a word for two rows of the statistics
   int batch, heads, heads_per_kv;
   int queries, keys;
   Lengths query_lengths, key_lengths;
-  Band band;
+  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   MaskGradient dmask;
@@ -107,60 +107,61 @@ struct DmaskItem {
   int batch, head, row, key;  // row and key: the first of the block
 };
 
-struct DmaskWalk {
+struct DmaskLoop {
   int batches, heads, row_tiles, key_tiles;  // that one tile stands for
   int batch, head, row_tile, key_tile;       // the tile's own place, 0 where it is summed over
 };
 
 template <class Traits>
-__device__ __forceinline__ DmaskWalk walk_of(const DmaskArguments& args, int tile) {
+__device__ __forceinline__ DmaskLoop loop_of(const DmaskArguments& args, int tile) {
   const int* sizes = args.dmask.sizes;
-  const int row_tiles = pieces(args.queries, Traits::kRows);
-  const int key_tiles = pieces(args.keys, Traits::kKeys);
-  const int own_rows = pieces(sizes[2], Traits::kRows), own_keys = pieces(sizes[3], Traits::kKeys);
-  DmaskWalk walk;
-  walk.key_tile = tile % own_keys;
+  const int row_tiles = ceil_div(args.queries, Traits::kRows);
+  const int key_tiles = ceil_div(args.keys, Traits::kKeys);
+  const int own_rows = ceil_div(sizes[2], Traits::kRows),
+            own_keys = ceil_div(sizes[3], Traits::kKeys);
+  DmaskLoop loop;
+  loop.key_tile = tile % own_keys;
   tile /= own_keys;
-  walk.row_tile = tile % own_rows;
+  loop.row_tile = tile % own_rows;
   tile /= own_rows;
-  walk.head = tile % sizes[1];
-  walk.batch = tile / sizes[1];
-  walk.batches = sizes[0] == 1 ? args.batch : 1;
-  walk.heads = sizes[1] == 1 ? args.heads : 1;
-  walk.row_tiles = sizes[2] == 1 ? row_tiles : 1;
-  walk.key_tiles = sizes[3] == 1 ? key_tiles : 1;
-  return walk;
+  loop.head = tile % sizes[1];
+  loop.batch = tile / sizes[1];
+  loop.batches = sizes[0] == 1 ? args.batch : 1;
+  loop.heads = sizes[1] == 1 ? args.heads : 1;
+  loop.row_tiles = sizes[2] == 1 ? row_tiles : 1;
+  loop.key_tiles = sizes[3] == 1 ? key_tiles : 1;
+  return loop;
 }
 
 template <class Traits>
-__device__ __forceinline__ DmaskItem item_of(const DmaskWalk& walk, int number) {
+__device__ __forceinline__ DmaskItem item_of(const DmaskLoop& loop, int number) {
   DmaskItem item;
-  item.key = (walk.key_tile + number % walk.key_tiles) * Traits::kKeys;
-  number /= walk.key_tiles;
-  item.row = (walk.row_tile + number % walk.row_tiles) * Traits::kRows;
-  number /= walk.row_tiles;
-  item.head = walk.head + number % walk.heads;
-  item.batch = walk.batch + number / walk.heads;
+  item.key = (loop.key_tile + number % loop.key_tiles) * Traits::kKeys;
+  number /= loop.key_tiles;
+  item.row = (loop.row_tile + number % loop.row_tiles) * Traits::kRows;
+  number /= loop.row_tiles;
+  item.head = loop.head + number % loop.heads;
+  item.batch = loop.batch + number / loop.heads;
   return item;
 }
 
 // The items of a thread block: its part of the tile's.
 template <class Traits>
-__device__ __forceinline__ Range items_of(const DmaskArguments& args, const DmaskWalk& walk) {
-  const int64_t all = int64_t{1} * walk.batches * walk.heads * walk.row_tiles * walk.key_tiles;
-  const int part = blockIdx.x % args.dmask.parts;
-  return {static_cast<int>(all * part / args.dmask.parts),
-          static_cast<int>(all * (part + 1) / args.dmask.parts)};
+__device__ __forceinline__ Range items_of(const DmaskArguments& args, const DmaskLoop& loop) {
+  const int64_t all = int64_t{1} * loop.batches * loop.heads * loop.row_tiles * loop.key_tiles;
+  const int split = blockIdx.x % args.dmask.splits;
+  return {static_cast<int>(all * split / args.dmask.splits),
+          static_cast<int>(all * (split + 1) / args.dmask.splits)};
 }
 
-// Whether lengths and the band allow any pair of an item.
+// Whether lengths and the bounds allow any pair of an item.
 template <class Traits>
 __device__ __forceinline__ bool has_pairs(const DmaskArguments& args, const DmaskItem& item) {
   const int queries = clamped_length(args.query_lengths, item.batch, args.queries);
   const int keys = clamped_length(args.key_lengths, item.batch, args.keys);
   const Range rows = {item.row, smaller(item.row + Traits::kRows, queries)};
   return !is_empty(
-      overlap(keys_of_some(rows, args.band, keys), {item.key, item.key + Traits::kKeys}));
+      overlap(keys_of_some(rows, args.bounds, keys), {item.key, item.key + Traits::kKeys}));
 }
 
 // One thread.
@@ -184,12 +185,12 @@ __device__ __forceinline__ void load_item_bias(DmaskStorage<Traits>& shared,
 // One thread.
 template <class Traits>
 __device__ __forceinline__ void load_items(DmaskStorage<Traits>& shared, const DmaskArguments& args,
-                                           const DmaskWalk& walk, Range items) {
+                                           const DmaskLoop& loop, Range items) {
   RingPosition<Traits::kStages> stage;
   RingPosition<1> bias;
 #pragma unroll 1
   for (int number = items.begin; number < items.end; ++number) {
-    const DmaskItem item = item_of<Traits>(walk, number);
+    const DmaskItem item = item_of<Traits>(loop, number);
     if (!has_pairs<Traits>(args, item)) {
       continue;
     }
@@ -202,7 +203,7 @@ __device__ __forceinline__ void load_items(DmaskStorage<Traits>& shared, const D
     tiles.dout.load(&args.dout_map, slot.full, item.row, item.head, item.batch, ptx::kEvictLast);
     tiles.v.load(&args.v_map, slot.full, item.key, kv_head, item.batch, ptx::kEvictLast);
     stage.advance();
-    if (args.bias_comes) {
+    if (args.bias_by_tma) {
       shared.bias_slot.empty.wait(bias.phase() ^ 1);
       load_item_bias<Traits>(shared, args, item);
       bias.advance();
@@ -235,19 +236,19 @@ struct DmaskConsumer {
         thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
                static_cast<int>(threadIdx.x) % kWarp} {}
 
-  __device__ __forceinline__ void run(const DmaskWalk& walk, Range items) {
+  __device__ __forceinline__ void run(const DmaskLoop& loop, Range items) {
 #pragma unroll
     for (float& sum : rSum) {
       sum = 0.0f;
     }
 #pragma unroll 1
     for (int number = items.begin; number < items.end; ++number) {
-      const DmaskItem item = item_of<Traits>(walk, number);
+      const DmaskItem item = item_of<Traits>(loop, number);
       if (has_pairs<Traits>(args, item)) {
         add_item(item);
       }
     }
-    write_sum(walk);
+    write_sum(loop);
   }
 
   __device__ __forceinline__ void add_item(const DmaskItem& item) {
@@ -256,7 +257,7 @@ struct DmaskConsumer {
     shared.slots[stage.index()].full.wait(stage.phase());
     issue_product(rS, tiles.q, tiles.k);
     issue_product(rDp, tiles.dout, tiles.v);
-    if (!args.bias_comes) {
+    if (!args.bias_by_tma) {
       is_wide(args.mask) ? fetch_bias<uint32_t>(item) : fetch_bias<uint16_t>(item);
     }
     ptx::wgmma_wait_group<0>();
@@ -266,7 +267,7 @@ struct DmaskConsumer {
       shared.slots[stage.index()].empty.arrive();
     }
     stage.advance();
-    if (args.bias_comes) {
+    if (args.bias_by_tma) {
       shared.bias_slot.full.wait(bias.phase());
     }
     switch (args.mask.type) {
@@ -280,7 +281,7 @@ struct DmaskConsumer {
         add_gradients<float>(item, rS, rDp);
     }
     __syncwarp();
-    if (args.bias_comes && thread.lane == 0) {
+    if (args.bias_by_tma && thread.lane == 0) {
       shared.bias_slot.empty.arrive();
     }
     bias.advance();
@@ -333,9 +334,9 @@ struct DmaskConsumer {
     const int queries = clamped_length(args.query_lengths, item.batch, args.queries);
     const int keys = clamped_length(args.key_lengths, item.batch, args.keys);
     const int first_key = item.key + thread.first_column();
-    const int64_t head = (int64_t{1} * item.batch * args.heads + item.head) * args.statistics_rows;
+    const int64_t head = (int64_t{1} * item.batch * args.heads + item.head) * args.lse_delta_rows;
     constexpr int kOctetBytes = kOctet * sizeof(MaskElement);
-    const bool one_row = args.bias_comes && has_one_row(args.mask);
+    const bool one_row = args.bias_by_tma && has_one_row(args.mask);
     const uint32_t byte = thread.first_column() * sizeof(MaskElement);
     float lse[2], delta[2];
     Range allowed[2];
@@ -347,7 +348,7 @@ struct DmaskConsumer {
       const int existing = smaller(row, args.queries - 1);
       lse[half] = args.lse[head + existing];
       delta[half] = args.delta ? args.delta[head + existing] : 0.0f;
-      allowed[half] = row < queries ? keys_of_row(row, args.band, keys) : Range{0, 0};
+      allowed[half] = row < queries ? keys_of_row(row, args.bounds, keys) : Range{0, 0};
       const uint32_t line = one_row ? 0 : row - item.row;
       first[half] =
           sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
@@ -386,7 +387,7 @@ struct DmaskConsumer {
       const int row = smaller(item.row + group * kMmaRows + thread.upper_row(), args.queries - 1);
       const int64_t head = int64_t{1} * item.batch * args.heads + item.head;
       const uint32_t row_key =
-          args.row_keys[head * (args.statistics_rows / 2) + dropout::lattice_unit(row)];
+          args.row_keys[head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)];
       const uint32_t stream =
           dropout::stream_key(dropout::kColumnTag, *args.dropout.seed, args.dropout.stream);
       const uint32_t unit = dropout::lattice_unit(item.key) + thread.first_column();
@@ -404,7 +405,7 @@ struct DmaskConsumer {
 
   // Through shared memory, so that rows and keys can be summed over and neighbours written
   // together.
-  __device__ __forceinline__ void write_sum(const DmaskWalk& walk) {
+  __device__ __forceinline__ void write_sum(const DmaskLoop& loop) {
     constexpr int kBarrier = 1, kConsumers = Traits::kGroups * kWarpgroup;
     // Both warpgroups' products are complete.
     ptx::bar_sync(kBarrier, kConsumers);
@@ -417,8 +418,8 @@ struct DmaskConsumer {
     const MaskGradient& dmask = args.dmask;
     const bool sums_rows = dmask.sizes[2] == 1, sums_keys = dmask.sizes[3] == 1;
     const int rows =
-        sums_rows ? 1 : smaller(dmask.sizes[2] - walk.row_tile * Traits::kRows, Traits::kRows);
-    const int keys = sums_keys ? 1 : smaller(dmask.sizes[3] - walk.key_tile * kKeys, kKeys);
+        sums_rows ? 1 : smaller(dmask.sizes[2] - loop.row_tile * Traits::kRows, Traits::kRows);
+    const int keys = sums_keys ? 1 : smaller(dmask.sizes[3] - loop.key_tile * kKeys, kKeys);
 #pragma unroll 1
     for (int i = threadIdx.x - kWarpgroup; i < rows * kKeys; i += kConsumers) {
       const int row = i / kKeys, key = i % kKeys;
@@ -433,22 +434,22 @@ struct DmaskConsumer {
           sum += shared.sum[j][n];
         }
       }
-      const DmaskItem at = {walk.batch, walk.head, walk.row_tile * Traits::kRows + row,
-                            walk.key_tile * kKeys + key};
+      const DmaskItem at = {loop.batch, loop.head, loop.row_tile * Traits::kRows + row,
+                            loop.key_tile * kKeys + key};
       if (args.dlse) {
         const int64_t head = int64_t{1} * at.batch * args.heads + at.head;
         sum -= args.dlse[head * args.queries + at.row];
       }
-      store(dmask, blockIdx.x % dmask.parts, at, sum);
+      store(dmask, blockIdx.x % dmask.splits, at, sum);
     }
   }
 
   // Into the result, or into the part's own copy of it.
-  static __device__ __forceinline__ void store(const MaskGradient& dmask, int part,
+  static __device__ __forceinline__ void store(const MaskGradient& dmask, int split,
                                                const DmaskItem& at, float value) {
     const int* sizes = dmask.sizes;
-    if (dmask.parts > 1) {
-      const int64_t head = (int64_t{part} * sizes[0] + at.batch) * sizes[1] + at.head;
+    if (dmask.splits > 1) {
+      const int64_t head = (int64_t{split} * sizes[0] + at.batch) * sizes[1] + at.head;
       dmask.partial[(head * sizes[2] + at.row) * sizes[3] + at.key] = value;
       return;
     }
@@ -459,21 +460,21 @@ struct DmaskConsumer {
   }
 };
 
-constexpr int kAddPartsThreads = 256;
+constexpr int kAddSplitsThreads = 256;
 
 // A thread: an element of the gradient.
 template <class Traits>
-__global__ void __launch_bounds__(kAddPartsThreads)
-    add_dmask_parts_kernel(const __grid_constant__ MaskGradient dmask) {
+__global__ void __launch_bounds__(kAddSplitsThreads)
+    add_dmask_splits_kernel(const __grid_constant__ MaskGradient dmask) {
   const int* sizes = dmask.sizes;
   const int64_t count = int64_t{1} * sizes[0] * sizes[1] * sizes[2] * sizes[3];
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddPartsThreads + threadIdx.x;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kAddSplitsThreads + threadIdx.x;
   if (number >= count) {
     return;
   }
   float sum = 0.0f;
-  for (int part = 0; part < dmask.parts; ++part) {
-    sum += dmask.partial[part * count + number];
+  for (int split = 0; split < dmask.splits; ++split) {
+    sum += dmask.partial[split * count + number];
   }
   int64_t rest = number, at = 0;
   for (int dim = 3; dim >= 0; --dim) {
@@ -502,17 +503,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
 
-  const DmaskWalk walk = walk_of<Traits>(args, blockIdx.x / args.dmask.parts);
-  const Range items = items_of<Traits>(args, walk);
+  const DmaskLoop loop = loop_of<Traits>(args, blockIdx.x / args.dmask.splits);
+  const Range items = items_of<Traits>(args, loop);
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Traits::kMoverRegisters>();
+    ptx::setmaxnreg_dec<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     if (warp == 0 && ptx::elect_one()) {
-      load_items<Traits>(shared, args, walk, items);
+      load_items<Traits>(shared, args, loop, items);
     }
   } else {
     ptx::setmaxnreg_inc<Traits::kConsumerRegisters>();
-    DmaskConsumer<Traits>(shared, args, warpgroup - 1).run(walk, items);
+    DmaskConsumer<Traits>(shared, args, warpgroup - 1).run(loop, items);
   }
 }
 

@@ -20,8 +20,8 @@ cudaError_t launch_dmask_tiles(const DmaskArguments& args, int device, cudaStrea
     return error;
   }
   const int* sizes = args.dmask.sizes;
-  const int tiles = sizes[0] * sizes[1] * pieces(sizes[2], Traits::kRows) *
-                    pieces(sizes[3], Traits::kKeys) * args.dmask.parts;
+  const int tiles = sizes[0] * sizes[1] * ceil_div(sizes[2], Traits::kRows) *
+                    ceil_div(sizes[3], Traits::kKeys) * args.dmask.splits;
   return launch(kernel, tiles, Traits::kThreads, sizeof(Shared), stream, args, false);
 }
 
@@ -41,14 +41,14 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
                               Traits::kKeys) &&
       sm90::encode_tensor_map(&d.dout_map, kMapType, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  d.bias_comes = args.bias_comes;
+  d.bias_by_tma = args.bias_by_tma;
   if (!encoded ||
-      (d.bias_comes && !encode_bias(&d.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
+      (d.bias_by_tma && !encode_bias(&d.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
     return kRefusedMap;
   }
   d.lse = args.lse2;
   d.delta = args.delta;
-  d.statistics_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim);
+  d.lse_delta_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim);
   d.dlse = nullptr;
   d.row_keys = args.row_keys;
   d.batch = p.batch;
@@ -58,7 +58,7 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   d.keys = p.keys;
   d.query_lengths = p.query_lengths;
   d.key_lengths = p.key_lengths;
-  d.band = p.band;
+  d.bounds = p.bounds;
   d.dropout = p.dropout;
   d.mask = p.mask;
   d.dmask = p.dmask;
@@ -71,7 +71,7 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
     exact.dmask = {args.delta,
                    MaskType::kFloat32,
                    {p.batch, p.heads, p.queries, 1},
-                   {p.heads * d.statistics_rows, d.statistics_rows, 1, 0},
+                   {p.heads * d.lse_delta_rows, d.lse_delta_rows, 1, 0},
                    1,
                    nullptr};
     if (cudaError_t error = launch_dmask_tiles<Traits>(exact, device, stream)) {
@@ -79,10 +79,10 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
     }
   }
   cudaError_t error = launch_dmask_tiles<Traits>(d, device, stream);
-  if (!error && p.dmask.parts > 1) {
+  if (!error && p.dmask.splits > 1) {
     const int64_t count = int64_t{1} * sizes[0] * sizes[1] * sizes[2] * sizes[3];
-    const int64_t blocks = (count + kAddPartsThreads - 1) / kAddPartsThreads;
-    error = launch(add_dmask_parts_kernel<Traits>, static_cast<int>(blocks), kAddPartsThreads, 0,
+    const int64_t blocks = (count + kAddSplitsThreads - 1) / kAddSplitsThreads;
+    error = launch(add_dmask_splits_kernel<Traits>, static_cast<int>(blocks), kAddSplitsThreads, 0,
                    stream, d.dmask, false);
   }
   return error ? cudaGetErrorString(error) : nullptr;

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   const Sequence& sequence = block.sequence;
   const int first_row = block.row_block * Traits::kRows;
   const int64_t head = static_cast<int64_t>(sequence.entry) * args.heads + block.head;
-  const Range live = rows_of_some({0, sequence.keys}, sequence.band, sequence.queries);
+  const Range live = rows_of_some({0, sequence.keys}, sequence.bounds, sequence.queries);
   const int column = threadIdx.x % kRowThreads * kPieceColumns;
   ptx::griddepcontrol_launch_dependents();
 
@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
           dropout::absorb(state, dropout::units(first_row) + i);
     }
   }
-  if (args.turns) {
+  if (args.dq_semaphores) {
     if (threadIdx.x < Traits::kGroups) {
-      args.turns[static_cast<int64_t>(blockIdx.x) * Traits::kGroups + threadIdx.x] = 0;
+      args.dq_semaphores[static_cast<int64_t>(blockIdx.x) * Traits::kGroups + threadIdx.x] = 0;
     }
   } else {
     constexpr int kBlockFloats = Traits::kGroups * Traits::kChunkFloats;
@@ -116,11 +116,11 @@ __device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const
         args.mask.classes[classes_at(layout, of_class, layout.row_tiles - 1) + block.row_block];
     return last.rank > 0 || last.flags & kHasWork;
   }
-  return !is_empty(visitors(block.row_block, Traits::kRows, sequence.band, sequence.queries,
+  return !is_empty(visitors(block.row_block, Traits::kRows, sequence.bounds, sequence.queries,
                             sequence.keys, Traits::kKeys));
 }
 
-// A thread block turns one block of rows of dQ, a sum in the order of the consumers' registers,
+// A thread block converts one block of rows of dQ, a sum in the order of the consumers' registers,
 // into rows of the result.
 template <class Traits>
 __global__ void __launch_bounds__(kFinishThreads)

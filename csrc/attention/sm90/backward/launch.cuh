@@ -31,7 +31,7 @@ cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cud
 }
 
 // Whether the copy engine can bring an additive mask from where it is.
-inline bool can_come_by_tma(const DenseMask& mask, int keys) {
+inline bool readable_by_tma(const DenseMask& mask, int keys) {
   const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
   const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
   return strides >= 0 && strides * bytes % sm90::kPieceBytes == 0 &&

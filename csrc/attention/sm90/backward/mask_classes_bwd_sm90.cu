@@ -4,10 +4,10 @@
 namespace fastattn::attention {
 
 const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
-                                       const Lengths& key_lengths, const Band& band, int queries,
-                                       int keys, cuda::Stream stream) {
+                                       const Lengths& key_lengths, const Bounds& bounds,
+                                       int queries, int keys, cuda::Stream stream) {
   if (const char* failure = classify_mask(transposed(mask), key_lengths, query_lengths,
-                                          transposed(band), keys, queries, stream)) {
+                                          transposed(bounds), keys, queries, stream)) {
     return failure;
   }
   const MaskLayout& layout = mask.layout;

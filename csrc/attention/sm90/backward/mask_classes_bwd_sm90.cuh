@@ -34,8 +34,8 @@ inline DenseMask transposed(DenseMask mask) {
   return mask;
 }
 // j is right of i's diagonal where i is left of j's.
-inline Band transposed(const Band& band) {
-  return {band.right, band.left, -band.diagonal};
+inline Bounds transposed(const Bounds& bounds) {
+  return {bounds.right, bounds.left, -bounds.diagonal};
 }
 
 }  // namespace fastattn::attention

@@ -39,7 +39,7 @@ __device__ __forceinline__ DenseBits<Traits> dense_bits(const BackwardPart<Trait
     const BackwardArguments& args = own.args;
     const MaskLayout& layout = args.mask.layout;
     const KeyBlock& work = own.shared.work;
-    const int head = work.kv_head * args.heads_per_kv + own.note().step.head;
+    const int head = work.kv_head * args.heads_per_kv + own.metadata().step.head;
     // Keys that do not exist do as the last one does.
     const uint32_t* bits =
         args.mask.bits + bits_at(layout, mask_head(layout, work.sequence.number, head),
@@ -70,7 +70,7 @@ __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
   for (int half = 0; half < 2; ++half) {
     const int key = work.first_key + own.first_own_key() + here.upper_row() + half * sm90::kRowStep;
     const Sequence& sequence = work.sequence;
-    const RowMask mask = row_mask(key, origin, sequence.band, sequence.queries, sequence.keys);
+    const RowMask mask = row_mask(key, origin, sequence.bounds, sequence.queries, sequence.keys);
     const DenseBits<Traits> dense = dense_bits(own, key, row_block);
 #pragma unroll
     for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
@@ -87,9 +87,9 @@ __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
 // Weights of dead rows and keys are 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does it
 // for itself before it reads a block; they write the same.
 template <class Traits>
-__device__ __forceinline__ void show_writes_to_wgmma(const BackwardPart<Traits>& own) {
+__device__ __forceinline__ void fence_for_wgmma(const BackwardPart<Traits>& own) {
   ptx::fence_proxy_async();
-  own.meet();
+  own.sync();
 }
 
 template <class Tile>
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool has_row(const BackwardPart<Traits>& own, int own
   if (key >= work.sequence.keys) {
     return false;
   }
-  const Range rows = rows_of_key(key, work.sequence.band, work.sequence.queries);
+  const Range rows = rows_of_key(key, work.sequence.bounds, work.sequence.queries);
   const int heads = layout.class_heads > 1 ? args.heads_per_kv : 1;
 #pragma unroll 1
   for (int head = 0; head < heads; ++head) {
@@ -150,11 +150,11 @@ __device__ __forceinline__ void clear_keys_without_rows(const BackwardPart<Trait
     if (key < kKeys && own.thread.lane == 0) {
       live[own.thread.warp] = word;
     }
-    own.meet();
+    own.sync();
     for (auto* tile : {&own.shared.k, &own.shared.v}) {
       tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);
     }
-    show_writes_to_wgmma(own);
+    fence_for_wgmma(own);
   }
 }
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& own)
     for (auto* tile : {&own.shared.k, &own.shared.v}) {
       clear_outside(*tile, live);
     }
-    show_writes_to_wgmma(own);
+    fence_for_wgmma(own);
   }
 }
 
@@ -183,13 +183,13 @@ __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& own)
 template <class Traits>
 __device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& own, int row_block) {
   if constexpr (Traits::kDense) {
-    const StepNote& note = own.note();
-    if (note.flags & kHasDead) {
+    const StepMetadata& metadata = own.metadata();
+    if (metadata.flags & kHasDead) {
       own.shared.dout_full[own.stage.index()].wait(own.stage.phase());
       for (auto* tile : {&own.shared.q[own.stage.index()], &own.shared.dout[own.stage.index()]}) {
-        tile->clear_unmarked_rows(note.live, threadIdx.x % kWarpgroup, kWarpgroup);
+        tile->clear_unmarked_rows(metadata.live, threadIdx.x % kWarpgroup, kWarpgroup);
       }
-      show_writes_to_wgmma(own);
+      fence_for_wgmma(own);
     }
     return;
   }
@@ -198,13 +198,13 @@ __device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& own,
   }
   const int first_row = row_block * Traits::kRows;
   const Sequence& sequence = own.shared.work.sequence;
-  const Range live = rows_of_some({0, sequence.keys}, sequence.band, sequence.queries);
+  const Range live = rows_of_some({0, sequence.keys}, sequence.bounds, sequence.queries);
   const Range rows = {larger(live.begin - first_row, 0),
                       smaller(live.end - first_row, Traits::kRows)};
   own.shared.dout_full[own.stage.index()].wait(own.stage.phase());
   clear_outside(own.shared.q[own.stage.index()], rows);
   clear_outside(own.shared.dout[own.stage.index()], rows);
-  show_writes_to_wgmma(own);
+  fence_for_wgmma(own);
 }
 
 }  // namespace fastattn::attention

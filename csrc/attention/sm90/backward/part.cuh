@@ -52,17 +52,17 @@ struct BackwardPart {
   }
 
   // Under a dense mask: what there is to know of the step.
-  __device__ __forceinline__ const StepNote& note() const {
-    return shared.dense.notes[stage.index()];
+  __device__ __forceinline__ const StepMetadata& metadata() const {
+    return shared.dense.metadata[stage.index()];
   }
   // Whether a dense mask changes this warpgroup's scores.
   __device__ __forceinline__ bool is_changed() const {
-    return note().flags >> (kSplitsKeys ? group : 0) & 1;
+    return metadata().flags >> (kSplitsKeys ? group : 0) & 1;
   }
 
   // Its four warps.
-  __device__ __forceinline__ void meet() const { ptx::bar_sync(kMeetBarrier + group, kWarpgroup); }
-  __device__ __forceinline__ void meet_all() const {
+  __device__ __forceinline__ void sync() const { ptx::bar_sync(kGroupBarrier + group, kWarpgroup); }
+  __device__ __forceinline__ void sync_all() const {
     ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);
   }
 };

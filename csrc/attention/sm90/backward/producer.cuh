@@ -14,7 +14,7 @@ namespace ptx = sm90::ptx;
 // -- load warp -----------------------------------------------------------------------------------
 // One thread: announces a row of statistics to `full` and starts its copy.
 template <int kCount>
-__device__ __forceinline__ void load_statistics(float (&to)[kCount], const float* from,
+__device__ __forceinline__ void load_row_values(float (&to)[kCount], const float* from,
                                                 Barrier& full) {
   constexpr int kBytes = kCount * sizeof(float);
   full.arrive_expect_bytes(kBytes);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
                                           RingPosition<Traits::kStages> stage) {
   constexpr int kKeyGroups = Traits::kKeys / kMaskRows;
   const KeyBlock& work = shared.work;
-  const StepNote& note = shared.dense.notes[stage.index()];
+  const StepMetadata& metadata = shared.dense.metadata[stage.index()];
   const MaskLayout& layout = args.mask.layout;
   const int halves = is_wide(args.mask) ? 2 : 1;
   const bool one_row = has_one_row(args.mask);
@@ -39,20 +39,20 @@ __device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
   // Heads that share a mask run at about the same time.
   const uint64_t policy = layout.heads > 1 ? ptx::kEvictFirst : ptx::kEvictLast;
   Barrier& full = shared.bias.full[stage.index()];
-  const int row = one_row ? 0 : note.step.row_block * Traits::kRows;
-  const int head = layout.heads > 1 ? work.kv_head * args.heads_per_kv + note.step.head : 0;
+  const int row = one_row ? 0 : metadata.step.row_block * Traits::kRows;
+  const int head = layout.heads > 1 ? work.kv_head * args.heads_per_kv + metadata.step.head : 0;
   const int batch = layout.batches > 1 ? work.sequence.number : 0;
   const int bytes = (one_row ? 1 : Traits::kRows) * sm90::kRowBytes * halves;
   int changed = 0;
 #pragma unroll
   for (int group = 0; group < kKeyGroups; ++group) {
-    changed += note.flags >> group & 1;
+    changed += metadata.flags >> group & 1;
   }
   full.arrive_expect_bytes(changed * bytes);
 #pragma unroll 1
   for (int i = 0; i < kKeyGroups * halves; ++i) {
     const int group = i / halves, half = i - group * halves;
-    if (note.flags >> group & 1) {
+    if (metadata.flags >> group & 1) {
       const int column = work.first_key * halves + i * sm90::kChunkColumns;
       ptx::cp_async_bulk_tensor_load(
           ptx::shared_address(shared.bias_place(stage.index(), group, half)), &args.bias_map,
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
   while (step.head < args.heads_per_kv) {
     const int head = work.kv_head * args.heads_per_kv + step.head;
     const int row = sequence.query_origin + step.row_block * Traits::kRows;
-    const int64_t statistics =
+    const int64_t row_offset =
         static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kRows;
 
     Slot& q_slot = shared.q_slots[stage.index()];
@@ -84,28 +84,28 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
     const Step next = next_step<Traits>(args, work, step);
     if constexpr (Traits::kDense) {
       const BlockClass& now = classes_of<Traits>(args, work, step.head)[step.row_block];
-      shared.dense.notes[stage.index()] = {step,
-                                           next.head == args.heads_per_kv,
-                                           now.flags,
-                                           {now.live[0], now.live[1], now.live[2], now.live[3]}};
+      shared.dense.metadata[stage.index()] = {step,
+                                              next.head == args.heads_per_kv,
+                                              now.flags,
+                                              {now.live[0], now.live[1], now.live[2], now.live[3]}};
     }
     if constexpr (Traits::kDropout) {
       constexpr int kUnits = dropout::units(Traits::kRows), kBytes = kUnits * sizeof(uint32_t);
       const uint32_t to = ptx::shared_address(shared.dropout.rows[stage.index()]);
       q_slot.full.expect_bytes(kBytes);
-      ptx::cp_async_bulk_load(to, args.row_keys + statistics / Traits::kRows * kUnits, kBytes,
+      ptx::cp_async_bulk_load(to, args.row_keys + row_offset / Traits::kRows * kUnits, kBytes,
                               q_slot.full.address());
     }
     shared.q[stage.index()].load(&args.q_map, q_slot.full, row, head, sequence.entry,
                                  ptx::kEvictLast);
-    load_statistics(shared.lse2[stage.index()], args.lse2 + statistics, q_slot.full);
+    load_row_values(shared.lse2[stage.index()], args.lse2 + row_offset, q_slot.full);
 
     Barrier& dout_full = shared.dout_full[stage.index()];
     shared.dout[stage.index()].load(&args.dout_map, dout_full, row, head, sequence.entry,
                                     ptx::kEvictLast);
-    load_statistics(shared.delta[stage.index()], args.delta + statistics, dout_full);
+    load_row_values(shared.delta[stage.index()], args.delta + row_offset, dout_full);
     if constexpr (Traits::kBias) {
-      if (args.bias_comes) {
+      if (args.bias_by_tma) {
         load_bias<Traits>(shared, args, stage);
       }
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
     return classes_of<Traits>(args, work, step.head)[step.row_block].rank;
   }
   const Sequence& sequence = work.sequence;
-  const Range added = visitors(step.row_block, Traits::kRows, sequence.band, sequence.queries,
+  const Range added = visitors(step.row_block, Traits::kRows, sequence.bounds, sequence.queries,
                                sequence.keys, Traits::kKeys);
   return work.first_key / Traits::kKeys - added.begin;
 }
@@ -146,11 +146,11 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
     const int64_t chunk =
         static_cast<int64_t>(row_block_number(args, work, step)) * Traits::kGroups + group;
     float* to = args.dq_sum + chunk * Traits::kChunkFloats;
-    if (args.turns) {
-      int* turn = args.turns + chunk;
+    if (args.dq_semaphores) {
+      int* semaphore = args.dq_semaphores + chunk;
       const int rank = rank_among_visitors<Traits>(args, work, step);
       // Before the sum is there: what asking takes is hidden behind the products.
-      while (ptx::load_acquire(turn) != rank) {
+      while (ptx::load_acquire(semaphore) != rank) {
       }
       ptx::fence_proxy_async_global();
       slot.full.wait(position.phase());
@@ -163,7 +163,7 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
       ptx::cp_async_bulk_wait_group_read();
       slot.empty.arrive();
       ptx::cp_async_bulk_wait_group();
-      ptx::store_release(turn, rank + 1);
+      ptx::store_release(semaphore, rank + 1);
     } else {
       slot.full.wait(position.phase());
       ptx::cp_reduce_async_bulk_add(to, from, kBytes);

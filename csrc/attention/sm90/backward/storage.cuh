@@ -31,23 +31,23 @@ struct DropoutRows<Traits, false> {};
 
 // Under a dense mask: the step in the same slot of Q, with which it comes, and for each warpgroup
 // which of its keys some row may attend.
-struct StepNote {
+struct StepMetadata {
   Step step;
   bool last;
   uint32_t flags;
   uint32_t live[kMaxBlockWords];  // rows
 };
 template <class Traits, bool kDense = Traits::kDense>
-struct StepNotes {
-  StepNote notes[Traits::kStages];
+struct StepMetadataRing {
+  StepMetadata metadata[Traits::kStages];
   uint32_t live_keys[Traits::kGroups][Traits::kKeys / kWordKeys];
 };
 template <class Traits>
-struct StepNotes<Traits, false> {};
+struct StepMetadataRing<Traits, false> {};
 
 // An additive mask comes into the place that dS takes afterwards: a block of rows of 64 keys has as
 // many bytes there. In 32 bits that is 32 keys, and the other 32 come into a second place: where dS
-// of the step before was, or else where P comes. Full when TMA has brought what the step's note
+// of the step before was, or else where P comes. Full when TMA has brought what the step's metadata
 // says; `scores_read` when the dQ products of every warpgroup have read dS.
 template <class Traits, bool kBias = Traits::kBias>
 struct BiasBarriers {
@@ -78,7 +78,7 @@ struct BackwardStorage {
   Barrier passed;
   KeyBlock work;
   DropoutRows<Traits> dropout;
-  StepNotes<Traits> dense;
+  StepMetadataRing<Traits> dense;
   BiasBarriers<Traits> bias;
 
   // Where 64 keys of an additive mask lie, or the first or second 32 of them.
@@ -95,6 +95,6 @@ struct BackwardStorage {
 
 // Named barriers; 0 is __syncthreads.
 constexpr int kScoresBarrier = 1;  // all warpgroups have written dS
-constexpr int kMeetBarrier = 2;    // + warpgroup: its four warps meet
+constexpr int kGroupBarrier = 2;   // + warpgroup: its four warps meet
 
 }  // namespace fastattn::attention

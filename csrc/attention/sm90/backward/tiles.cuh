@@ -20,17 +20,17 @@ struct BackwardArguments {
   float *lse2, *delta;
   uint32_t* row_keys;  // dropout's, a word for two rows
   float* dq_sum;       // [batch, heads, row_blocks, groups, kChunkFloats]
-  int* turns;          // [batch, heads, row_blocks, groups]; null: in any order
+  int* dq_semaphores;  // [batch, heads, row_blocks, groups]; null: in any order
   int* counter;
   int heads, heads_per_kv;
   int queries, keys, head_dim, value_dim;
   int row_blocks;  // of a head, of packed sequences together
   Lengths query_lengths, key_lengths;
   Packing packing;
-  Band band;
+  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
-  bool bias_comes;  // by TMA; otherwise consumers fetch it
+  bool bias_by_tma;  // by TMA; otherwise consumers fetch it
   float scale, scale_log2;
   sm90::TileOrder order;
 };
@@ -43,7 +43,7 @@ struct Sequence {
   int query_rows, key_rows;      // rows of the tensors that it has
   int queries, keys;             // those of them that are computed
   int first_row_block;           // number of its first block of rows among its head's
-  Band band;
+  Bounds bounds;
 };
 
 // Of packed sequences the last one is the rest of the rows, where nothing is computed.
@@ -60,15 +60,15 @@ __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, i
             clamped_length(args.query_lengths, batch, args.queries),
             clamped_length(args.key_lengths, batch, args.keys),
             0,
-            args.band};
+            args.bounds};
   }
   const bool rest = batch == packing.sequences;
   const int query_origin = packing.query_offsets[batch], key_origin = packing.key_offsets[batch];
   const int queries = (rest ? args.queries : packing.query_offsets[batch + 1]) - query_origin;
   const int keys = (rest ? args.keys : packing.key_offsets[batch + 1]) - key_origin;
-  Band band = args.band;
-  if (packing.ends_meet) {
-    band.diagonal = keys - queries;
+  Bounds bounds = args.bounds;
+  if (packing.bottom_right) {
+    bounds.diagonal = keys - queries;
   }
   return {batch,
           0,
@@ -79,7 +79,7 @@ __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, i
           rest ? 0 : queries,
           rest ? 0 : keys,
           first_block(packing.query_offsets, batch, block_rows),
-          band};
+          bounds};
 }
 
 // What a thread block computes.

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<Traits::kRegisters.mover>();
+    ptx::setmaxnreg_dec<Traits::kRegisters.producer>();
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
     const bool elected = ptx::elect_one();
     if (warp == 0) {
@@ -110,17 +110,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
 // -- launcher -------------------------------------------------------------------------------------
 // Heads whose keys and values take 32 MiB of the L2 cache's 50 MB together, or less.
-inline int section_heads(const ForwardProblem& p) {
+inline int swizzle_group_heads(const ForwardProblem& p) {
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   const int64_t group = p.heads / p.kv_heads;
   const int64_t keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
   const int64_t head_bytes =
       std::max<int64_t>(1, int64_t{2} * keys * (p.head_dim + p.value_dim) / group);
-  int section = 1;
-  while (int64_t{2} * section * head_bytes <= kCacheBytes && section < p.batch * p.heads) {
-    section *= 2;
+  int swizzle_group = 1;
+  while (int64_t{2} * swizzle_group * head_bytes <= kCacheBytes &&
+         swizzle_group < p.batch * p.heads) {
+    swizzle_group *= 2;
   }
-  return std::min(section, p.batch * p.heads);
+  return std::min(swizzle_group, p.batch * p.heads);
 }
 
 // An additive mask, or its copy, as 16-bit columns. Where one row serves all, boxes have one.
@@ -188,7 +189,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.query_lengths = p.query_lengths;
   args.key_lengths = p.key_lengths;
   args.packing = p.packing;
-  args.band = p.band;
+  args.bounds = p.bounds;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.splits = p.splits;
@@ -200,9 +201,9 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   // Of packed sequences each may end in a tile of its own; the kernel finds out.
   const int row_tiles =
       (p.queries + Traits::kTileRows - 1) / Traits::kTileRows + p.packing.sequences;
-  args.order = {row_tiles, p.batch * p.heads, Traits::kBanded ? section_heads(p) : 1};
+  args.order = {row_tiles, p.batch * p.heads, Traits::kBounded ? swizzle_group_heads(p) : 1};
   args.tiles = row_tiles * p.batch * p.heads;
-  const int blocks = std::min(args.tiles * p.splits.count, device.processors);
+  const int blocks = std::min(args.tiles * p.splits.count, device.multiprocessors);
   args.source = {p.counter, blocks};
 
   static std::atomic<uint64_t> allowed{0};
@@ -211,7 +212,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
     return cudaGetErrorString(error);
   }
   if constexpr (Traits::kDense) {
-    if (const char* failure = classify_mask(p.mask, p.query_lengths, p.key_lengths, p.band,
+    if (const char* failure = classify_mask(p.mask, p.query_lengths, p.key_lengths, p.bounds,
                                             p.queries, p.keys, stream)) {
       return failure;
     }

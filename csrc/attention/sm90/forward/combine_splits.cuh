@@ -1,7 +1,8 @@
-// Joins the parts that a tile's keys were cut into (KeySplits in attention.h): a warp for each row.
+// Joins the splits that a tile's keys were cut into (KeySplits in attention.h): a warp for each
+// row.
 //
-//   weight of a part   2^(m - M) l, m and l the maximum and the sum of the part, M the largest m
-//   out, lse           the parts' outputs by weight, and the logarithm of all weights
+//   weight of a split   2^(m - M) l, m and l the maximum and the sum of the split, M the largest m
+//   out, lse           the splits' outputs by weight, and the logarithm of all weights
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +23,7 @@ namespace ptx = sm90::ptx;
 constexpr int kCombineWarps = 4, kCombineLanes = 32;
 constexpr int kCombineThreads = kCombineWarps * kCombineLanes;
 // That fit into a multiprocessor at once. Without a number the compiler spares registers: it asks
-// for a part when the one before has come.
+// for a split when the one before has come.
 constexpr int kCombineBlocks = 4;
 
 struct CombineArguments {
@@ -57,24 +58,24 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The weights of a row's parts: lane i has those of parts i, i + 32 and so on.
-struct PartWeights {
+// The weights of a row's splits: lane i has those of splits i, i + 32 and so on.
+struct SplitWeights {
   static constexpr int kOwn = kMaxSplits / kCombineLanes;
   float own[kOwn];
   float sum, highest;
 
-  __device__ __forceinline__ PartWeights(const KeySplits& splits, int64_t rows, int64_t row,
-                                         int lane) {
-    RowStatistics statistics[kOwn];
+  __device__ __forceinline__ SplitWeights(const KeySplits& splits, int64_t rows, int64_t row,
+                                          int lane) {
+    RowMaxSum max_sum[kOwn];
     highest = kMinusInfinity;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int part = i * kCombineLanes + lane;
-      statistics[i] = {kMinusInfinity, 0.0f};
-      if (part < splits.count) {
-        statistics[i] = splits.statistics[part * rows + row];
+      const int split = i * kCombineLanes + lane;
+      max_sum[i] = {kMinusInfinity, 0.0f};
+      if (split < splits.count) {
+        max_sum[i] = splits.max_sum[split * rows + row];
       }
-      highest = fmaxf(highest, statistics[i].highest);
+      highest = fmaxf(highest, max_sum[i].highest);
     }
     highest = warp_max(highest);
     // -inf - (-inf) is NaN: without any key all sums are 0.
@@ -82,7 +83,7 @@ struct PartWeights {
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      own[i] = ptx::ex2(statistics[i].highest - finite) * statistics[i].sum;
+      own[i] = ptx::ex2(max_sum[i].highest - finite) * max_sum[i].sum;
       sum += own[i];
     }
     sum = warp_sum(sum);
@@ -94,7 +95,7 @@ template <class Element>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     combine_splits_kernel(const CombineArguments args) {
   constexpr int kColumns = 4, kLaneColumns = kCombineLanes * kColumns, kShares = 2;
-  constexpr int kAtOnce = 8;  // parts that are on their way together
+  constexpr int kAtOnce = 8;  // splits that are on their way together
   ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % kCombineLanes;
   const int64_t row =
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   if (args.last_offset && query >= *args.last_offset) {
     return;  // cleared by the tiles
   }
-  const PartWeights weights(args.splits, args.rows, row, lane);
+  const SplitWeights weights(args.splits, args.rows, row, lane);
   if (lane == 0) {
     args.lse[row] = (weights.highest + ptx::lg2(weights.sum)) * kLn2;
   }
@@ -115,31 +116,31 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
 
   float4 total[kShares] = {};
 #pragma unroll
-  for (int i = 0; i < PartWeights::kOwn; ++i) {
+  for (int i = 0; i < SplitWeights::kOwn; ++i) {
     const int first = i * kCombineLanes;
     const int last = smaller(args.splits.count, first + kCombineLanes);
 #pragma unroll 1
-    for (int part = first; part < last; part += kAtOnce) {
-      float4 parts[kAtOnce][kShares];
+    for (int split = first; split < last; split += kAtOnce) {
+      float4 splits[kAtOnce][kShares];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const float* from = args.splits.out + ((part + j) * args.rows + row) * args.value_dim;
+        const float* from = args.splits.out + ((split + j) * args.rows + row) * args.value_dim;
 #pragma unroll
         for (int share = 0; share < kShares; ++share) {
           const int column = share * kLaneColumns + lane * kColumns;
-          parts[j][share] = {};
-          if (part + j < last && column < args.value_dim) {
-            parts[j][share] = *reinterpret_cast<const float4*>(from + column);
+          splits[j][share] = {};
+          if (split + j < last && column < args.value_dim) {
+            splits[j][share] = *reinterpret_cast<const float4*>(from + column);
           }
         }
       }
       // Parts that do not exist have weight 0.
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const float weight = __shfl_sync(~0u, weights.own[i], part - first + j) * normalise;
+        const float weight = __shfl_sync(~0u, weights.own[i], split - first + j) * normalise;
 #pragma unroll
         for (int share = 0; share < kShares; ++share) {
-          const float4& x = parts[j][share];
+          const float4& x = splits[j][share];
           total[share].x = fmaf(weight, x.x, total[share].x);
           total[share].y = fmaf(weight, x.y, total[share].y);
           total[share].z = fmaf(weight, x.z, total[share].z);

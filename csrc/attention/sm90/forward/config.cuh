@@ -22,7 +22,7 @@ struct ForwardConfig {
   int block;           // keys of a block
   int query_buffers;   // 2: the next tile's Q comes while this one is computed
   bool stages_output;  // output through shared memory and TMA, otherwise from registers
-  bool takes_turns;    // warpgroups issue their products in order
+  bool ping_pong;      // warpgroups issue their products in order
 };
 
 constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
@@ -52,7 +52,7 @@ constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
 // register lane, one of each warpgroup. 40 + 2 x 232 and 32 + 3 x 160 fit; a sum above what the
 // launch gave never returns from setmaxnreg.
 struct RegisterBudget {
-  int mover, consumer;
+  int producer, consumer;
 };
 constexpr RegisterBudget register_budget(int groups) {
   return groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
@@ -64,27 +64,27 @@ struct ForwardTraits {
   static constexpr ForwardConfig kConfig = forward_config(kDim, kVariant);
   static constexpr RegisterBudget kRegisters = register_budget(kConfig.groups);
   static constexpr int kHeadDim = kDim;
-  static constexpr bool kBanded = kVariant != Variant::kFull;
+  static constexpr bool kBounded = kVariant != Variant::kFull;
   static constexpr bool kDropout = has_dropout(kVariant);
   static constexpr bool kBias = is_additive(kVariant);
   // Dropout and dense masks belong to training, which has tiles enough.
-  static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBand;
+  static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBounded;
   static constexpr bool kDense = is_dense(kVariant);
-  // Blocks that only a dense mask changes are spared lengths and band; this instance has no
+  // Blocks that only a dense mask changes are spared lengths and bounds; this instance has no
   // register left for the choice.
   static constexpr bool kChoosesMasks = !kBias || kHeadDim < 256;
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kBlock = kConfig.block;
   static constexpr int kQueryBuffers = kConfig.query_buffers;
   static constexpr bool kStagesOutput = kConfig.stages_output;
-  static constexpr bool kTakesTurns = kConfig.takes_turns;
-  // Under a band a warpgroup passes over blocks that only the others need; with turns all do the
+  static constexpr bool kPingPong = kConfig.ping_pong;
+  // Under a bounds a warpgroup passes over blocks that only the others need; with turns all do the
   // same number of blocks. Which blocks of a dense mask come is for all of them to compute.
-  static constexpr bool kSkips = kBanded && !kTakesTurns && !kDense;
+  static constexpr bool kSkips = kBounded && !kPingPong && !kDense;
   static constexpr int kStages = 2;
   // What comes with a block's keys and is read until its values are asked for: their slot is free
   // again earlier, that of the values is filled later.
-  static constexpr int kNotes = 2 * kStages;
+  static constexpr int kMetadataSlots = 2 * kStages;
   // Pieces of an additive mask, 64 rows x 128 bytes, that a warpgroup has room for: at least a
   // block of floats.
   static constexpr int kBiasPieces = kHeadDim <= 192 ? 4 : 2;
@@ -102,10 +102,10 @@ struct ForwardTraits {
   static_assert(kHeadDim % kMmaK == 0, "Q K^T takes 16 columns at a time");
   static_assert(kTileRows == forward_tile_rows(kDim, kVariant));
   static_assert(kBlock == forward_block(kDim, kVariant));
-  static_assert(!kBias || !kStagesOutput, "a mover warp has one thing to do");
+  static_assert(!kBias || !kStagesOutput, "a producer warp has one thing to do");
   static_assert(!kBias ||
                 kBiasPieces * sm90::kRowBytes >= kBlock * static_cast<int>(sizeof(float)));
-  static_assert(kGroups <= 3, "the mover warpgroup has a store warp for each of them");
+  static_assert(kGroups <= 3, "the producer warpgroup has a store warp for each of them");
 };
 
 }  // namespace fastattn::attention

@@ -66,12 +66,12 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (Traits::kTakesTurns && group == Traits::kGroups - 1) {
-      pass_turn();  // the first turn is warpgroup 0's
+    if (Traits::kPingPong && group == Traits::kGroups - 1) {
+      arrive_ping_pong();  // the first turn is warpgroup 0's
     }
 #pragma unroll 1
     while (true) {
-      const TileMessage& tile = shared.queue.look(position);
+      const TileInfo& tile = shared.queue.peek(position);
       if (tile.row < 0) {
         return;
       }
@@ -90,7 +90,7 @@ struct Consumer {
   }
 
   // O = unnormalised output of the tile's rows, `factor` what normalises it.
-  __device__ __forceinline__ void attend(const TileMessage& tile, const BlockPlan& plan,
+  __device__ __forceinline__ void attend(const TileInfo& tile, const BlockPlan& plan,
                                          float (&factor)[2]) {
     if constexpr (Traits::kDropout) {
       const int row = tile.row + group * kMmaRows + thread.upper_row();
@@ -112,12 +112,12 @@ struct Consumer {
   }
 
   // All blocks up to the weights of the last one.
-  __device__ __forceinline__ void attend_plan(const TileMessage& tile, const BlockPlan& plan) {
+  __device__ __forceinline__ void attend_plan(const TileInfo& tile, const BlockPlan& plan) {
     skip_blocks(plan.loaded.end - plan.own.end);
     first_block(tile, plan);
     int n = plan.own.end - 2;
-    if constexpr (Traits::kBanded) {
-      // Blocks at the right edge of the band, full ones, blocks at its left edge.
+    if constexpr (Traits::kBounded) {
+      // Blocks at the right edge of the bounds, full ones, blocks at its left edge.
 #pragma unroll 1
       while (n >= plan.own.begin) {
 #pragma unroll 1
@@ -139,7 +139,7 @@ struct Consumer {
   }
 
   // The same under a dense mask: the load warp has looked which blocks there are.
-  __device__ __forceinline__ void attend_dense(const TileMessage& tile) {
+  __device__ __forceinline__ void attend_dense(const TileInfo& tile) {
     int n = first_dense_block(tile);
 #pragma unroll 1
     while (n >= 0) {
@@ -156,7 +156,7 @@ struct Consumer {
 
   // -- a block ------------------------------------------------------------------------------
   // Weights of the tile's first block; nothing runs beside it.
-  __device__ __forceinline__ void first_block(const TileMessage& tile, const BlockPlan& plan) {
+  __device__ __forceinline__ void first_block(const TileInfo& tile, const BlockPlan& plan) {
     const int n = plan.own.end - 1;
     await_query();
     await_key();
@@ -174,10 +174,9 @@ struct Consumer {
 
   // Weights of block n while O takes up the values of the block before.
   template <bool kEdge>
-  __device__ __forceinline__ void next_block(const TileMessage& tile, const BlockPlan& plan,
-                                             int n) {
+  __device__ __forceinline__ void next_block(const TileInfo& tile, const BlockPlan& plan, int n) {
     await_key();
-    issue_in_turn();
+    issue_ping_pong();
     await_scores<1>(n == plan.own.begin);
     if constexpr (kEdge) {
       mask_scores(tile, n);
@@ -190,36 +189,36 @@ struct Consumer {
   }
 
   // Under a dense mask: as above; the result is the number of the block that comes next, -1 for
-  // none. The notes have come with the keys.
-  __device__ __forceinline__ int first_dense_block(const TileMessage& tile) {
+  // none. The metadata have come with the keys.
+  __device__ __forceinline__ int first_dense_block(const TileInfo& tile) {
     await_query();
     await_key();
     issue_scores();
-    const BlockNote& note = read_note(value);
-    await_scores<0>(note.next < 0);
-    mask_dense_scores(tile, note.block, note.flags >> group & 1, is_restricted(note));
+    const BlockMetadata& metadata = read_metadata(value);
+    await_scores<0>(metadata.next < 0);
+    mask_dense_scores(tile, metadata.block, metadata.flags >> group & 1, is_restricted(metadata));
     float alpha[2];
     softmax.template update<true>(rS, alpha, args.scale_log2);
     drop_weights(value);
     sm90::to_operand<Element>(rP, rS);
-    return take_note(value);
+    return apply_metadata(value);
   }
 
   template <bool kEdge>
-  __device__ __forceinline__ int next_dense_block(const TileMessage& tile, int n) {
+  __device__ __forceinline__ int next_dense_block(const TileInfo& tile, int n) {
     await_key();
-    issue_in_turn();
-    const BlockNote& note = read_note(value.next());
-    await_scores<1>(note.next < 0);
+    issue_ping_pong();
+    const BlockMetadata& metadata = read_metadata(value.next());
+    await_scores<1>(metadata.next < 0);
     if constexpr (kEdge) {
-      mask_dense_scores(tile, n, true, is_restricted(note));
+      mask_dense_scores(tile, n, true, is_restricted(metadata));
     }
     float alpha[2];
     softmax.template update<kEdge>(rS, alpha, args.scale_log2);
     drop_weights(value.next());
     await_output();
     take_up_weights(alpha);
-    return take_note(value);
+    return apply_metadata(value);
   }
 
   // -- products -----------------------------------------------------------------------------
@@ -227,7 +226,7 @@ struct Consumer {
     shared.q_slots[query.index()][group].full.wait(query.phase());
     if (args.negate) {
       shared.q[query.index()][group].negate(threadIdx.x % kWarpgroup, kWarpgroup);
-      show_writes_to_wgmma();
+      fence_for_wgmma();
     }
   }
 
@@ -236,11 +235,11 @@ struct Consumer {
   }
 
   // The scores of one block and the output of the block before it, which needs no new operand.
-  __device__ __forceinline__ void issue_in_turn() {
-    await_turn();
+  __device__ __forceinline__ void issue_ping_pong() {
+    wait_ping_pong();
     issue_scores();
     issue_output();
-    pass_turn();
+    arrive_ping_pong();
   }
 
   // kBehind: products that may still run.
@@ -297,25 +296,25 @@ struct Consumer {
   }
 
   // -- masks and dropout --------------------------------------------------------------------
-  __device__ __forceinline__ void mask_scores(const TileMessage& tile, int n) {
+  __device__ __forceinline__ void mask_scores(const TileInfo& tile, int n) {
     const int row = tile.row + group * kMmaRows + thread.upper_row();
-    mask_block<Traits::kBanded>(rS, n * kBlock, row, band_of(args, tile), tile.keys, thread);
+    mask_block<Traits::kBounded>(rS, n * kBlock, row, bounds_of(args, tile), tile.keys, thread);
   }
 
   // The weights of the block whose values will be in slot `at`, after the row sums have counted
   // them. Its column keys have come with its keys.
   __device__ __forceinline__ void drop_weights(RingPosition<Traits::kStages> at) {
     if constexpr (Traits::kDropout) {
-      drop_block(rS, shared.dropout.columns[at.passed % Traits::kNotes], row_key,
+      drop_block(rS, shared.dropout.columns[at.passed % Traits::kMetadataSlots], row_key,
                  args.dropout.threshold, thread);
     }
   }
 
   // Keys that no query may attend have weight 0, but 0 * NaN is NaN: their values are zeroed. Every
   // warpgroup does it for itself before it reads the block; they write the same.
-  __device__ __forceinline__ void clear_dead_values(const TileMessage& tile, int n) {
-    const Range live = Traits::kBanded
-                           ? keys_of_some({0, tile.queries}, band_of(args, tile), tile.keys)
+  __device__ __forceinline__ void clear_dead_values(const TileInfo& tile, int n) {
+    const Range live = Traits::kBounded
+                           ? keys_of_some({0, tile.queries}, bounds_of(args, tile), tile.keys)
                            : Range{0, tile.keys};
     const int first_key = n * kBlock;
     const int begin = larger(live.begin - first_key, 0);
@@ -327,33 +326,34 @@ struct Consumer {
       sm90::SharedTile<Element, kBlock, Traits::kColumns>& tile_v = shared.v[value.index()];
       tile_v.clear_rows(0, begin, threadIdx.x % kWarpgroup, kWarpgroup);
       tile_v.clear_rows(end, kBlock, threadIdx.x % kWarpgroup, kWarpgroup);
-      show_writes_to_wgmma();
+      fence_for_wgmma();
     }
   }
 
-  __device__ __forceinline__ const BlockNote& read_note(RingPosition<Traits::kStages> at) const {
-    return shared.dense.notes[at.passed % Traits::kNotes];
+  __device__ __forceinline__ const BlockMetadata& read_metadata(
+      RingPosition<Traits::kStages> at) const {
+    return shared.dense.metadata[at.passed % Traits::kMetadataSlots];
   }
 
   // After the block: zeroes its dead values, see clear_dead_values, and looks at what comes next.
-  __device__ __forceinline__ int take_note(RingPosition<Traits::kStages> at) {
-    const BlockNote& note = read_note(at);
-    if (note.flags & kHasDead) {
+  __device__ __forceinline__ int apply_metadata(RingPosition<Traits::kStages> at) {
+    const BlockMetadata& metadata = read_metadata(at);
+    if (metadata.flags & kHasDead) {
       shared.v_slots[at.index()].full.wait(at.phase());
-      shared.v[at.index()].clear_unmarked_rows(note.live, threadIdx.x % kWarpgroup, kWarpgroup);
-      show_writes_to_wgmma();
+      shared.v[at.index()].clear_unmarked_rows(metadata.live, threadIdx.x % kWarpgroup, kWarpgroup);
+      fence_for_wgmma();
     }
-    needs_mask = note.next_flags >> group & 1;
-    return note.next;
+    needs_mask = metadata.next_flags >> group & 1;
+    return metadata.next;
   }
 
-  __device__ __forceinline__ bool is_restricted(const BlockNote& note) const {
-    return !Traits::kChoosesMasks || (note.flags >> (kRestrictedBit + group) & 1);
+  __device__ __forceinline__ bool is_restricted(const BlockMetadata& metadata) const {
+    return !Traits::kChoosesMasks || (metadata.flags >> (kRestrictedBit + group) & 1);
   }
 
   // The mask on scores that are still unscaled; after an additive one they are in natural units, as
   // BiasedSoftmax wants them of edge blocks, masked or not.
-  __device__ __forceinline__ void mask_dense_scores(const TileMessage& tile, int n, bool masked,
+  __device__ __forceinline__ void mask_dense_scores(const TileInfo& tile, int n, bool masked,
                                                     bool restricted) {
     if constexpr (Traits::kBias) {
       const float scale = args.scale_log2 * kLn2;
@@ -400,13 +400,13 @@ struct Consumer {
   }
 
   // Of the sequence's first row, among those of all heads; of all parts where keys are cut.
-  __device__ __forceinline__ int64_t row_number(const TileMessage& tile) const {
+  __device__ __forceinline__ int64_t row_number(const TileInfo& tile) const {
     const int64_t head = static_cast<int64_t>(batch_entry(args, tile)) * args.heads + tile.head;
     const int64_t row = head * args.queries + tile.origin;
-    return is_split() ? tile.part * args.splits.rows + row : row;
+    return is_split() ? tile.split * args.splits.rows + row : row;
   }
 
-  __device__ __forceinline__ void close_rows(const TileMessage& tile, float (&factor)[2]) {
+  __device__ __forceinline__ void close_rows(const TileInfo& tile, float (&factor)[2]) {
     const int row = tile.row + group * kMmaRows + thread.upper_row();
     softmax.finish(factor);
     if constexpr (Traits::kDropout) {
@@ -419,21 +419,20 @@ struct Consumer {
     for (int half = 0; half < 2; ++half) {
       const int below = half * sm90::kRowStep;
       if (row + below >= tile.queries) {
-        softmax.forget(half);
+        softmax.clear_row(half);
       }
       if (!thread.leads_row() || row + below >= rows) {
         continue;
       }
       if (is_split()) {
-        args.splits.statistics[place + below] = {softmax.m[half] * args.scale_log2,
-                                                 softmax.l[half]};
+        args.splits.max_sum[place + below] = {softmax.m[half] * args.scale_log2, softmax.l[half]};
       } else {
         args.lse[place + below] = softmax.lse(half, args.scale_log2);
       }
     }
   }
 
-  __device__ __forceinline__ void write_output(const TileMessage& tile, const float (&factor)[2]) {
+  __device__ __forceinline__ void write_output(const TileInfo& tile, const float (&factor)[2]) {
     const int first_row = tile.row + group * kMmaRows;
     const int row = first_row + thread.upper_row();
     sm90::scale_rows(rO, factor);
@@ -446,8 +445,8 @@ struct Consumer {
     }
     const int rows = args.packing.query_offsets ? tile.queries : args.queries;
     if (is_split()) {
-      float* part = args.splits.out + (row_number(tile) + row) * args.value_dim;
-      sm90::store_global(part, args.value_dim, rows - row, args.value_dim, rO, thread);
+      float* split_out = args.splits.out + (row_number(tile) + row) * args.value_dim;
+      sm90::store_global(split_out, args.value_dim, rows - row, args.value_dim, rO, thread);
       return;
     }
     if (Traits::kStagesOutput && is_staged<Traits>(args, tile, group)) {
@@ -480,23 +479,23 @@ struct Consumer {
   }
 
   // -- barriers -----------------------------------------------------------------------------
-  __device__ __forceinline__ void await_turn() {
-    if constexpr (Traits::kTakesTurns) {
-      ptx::bar_sync(kTurnBarrier + group, 2 * kWarpgroup);
+  __device__ __forceinline__ void wait_ping_pong() {
+    if constexpr (Traits::kPingPong) {
+      ptx::bar_sync(kPingPongBarrier + group, 2 * kWarpgroup);
     }
   }
 
-  __device__ __forceinline__ void pass_turn() {
-    if constexpr (Traits::kTakesTurns) {
-      ptx::bar_arrive(kTurnBarrier + (group + 1) % Traits::kGroups, 2 * kWarpgroup);
+  __device__ __forceinline__ void arrive_ping_pong() {
+    if constexpr (Traits::kPingPong) {
+      ptx::bar_arrive(kPingPongBarrier + (group + 1) % Traits::kGroups, 2 * kWarpgroup);
     }
   }
 
-  __device__ __forceinline__ void meet_group() { ptx::bar_sync(kGroupBarrier + group, kWarpgroup); }
+  __device__ __forceinline__ void sync_group() { ptx::bar_sync(kGroupBarrier + group, kWarpgroup); }
 
-  __device__ __forceinline__ void show_writes_to_wgmma() {
+  __device__ __forceinline__ void fence_for_wgmma() {
     ptx::fence_proxy_async();
-    meet_group();
+    sync_group();
   }
 
   __device__ __forceinline__ void release_key(bool last_of_tile) {
@@ -524,7 +523,7 @@ struct Consumer {
       for (int i = 0; i < count; ++i) {
         shared.k_slots[key.index()].full.wait(key.phase());
         shared.v_slots[value.index()].full.wait(value.phase());
-        meet_group();
+        sync_group();
         release_key(false);
         release_value();
       }

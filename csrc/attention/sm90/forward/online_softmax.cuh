@@ -78,7 +78,7 @@ struct OnlineSoftmax {
   }
 
   // A row that is not computed: as if it had no key.
-  __device__ __forceinline__ void forget(int half) {
+  __device__ __forceinline__ void clear_row(int half) {
     m[half] = kMinusInfinity;
     l[half] = 0.0f;
   }

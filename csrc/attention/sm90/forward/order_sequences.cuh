@@ -13,8 +13,8 @@ constexpr int kOrderThreads = 512, kOrderSteps = 256;
 __device__ __forceinline__ int step_of(const Packing& packing, int sequence) {
   constexpr int kBlock = 64;
   const int keys = packing.key_offsets[sequence + 1] - packing.key_offsets[sequence];
-  const int most = larger(pieces(packing.max_keys, kBlock), 1);
-  const int blocks = smaller(pieces(keys, kBlock), most);
+  const int most = larger(ceil_div(packing.max_keys, kBlock), 1);
+  const int blocks = smaller(ceil_div(keys, kBlock), most);
   return (kOrderSteps - 1) - blocks * (kOrderSteps - 1) / most;
 }
 

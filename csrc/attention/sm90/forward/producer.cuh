@@ -22,12 +22,12 @@ struct LoadWarp {
 
   __device__ __forceinline__ void run() {
     TileQueue::Position position;
-    sm90::PackedWalk walk = {};
+    sm90::PackedTileScheduler scheduler = {};
     int number = blockIdx.x;
 #pragma unroll 1
     while (true) {
-      TileMessage tile = describe<Traits>(args, walk, number);
-      const BlockWalk<Traits> blocks = blocks_of<Traits>(args, tile);
+      TileInfo tile = tile_info<Traits>(args, scheduler, number);
+      const BlockLoop<Traits> blocks = blocks_of<Traits>(args, tile);
       if (Traits::kDense && blocks.none()) {
         tile.queries = 0;  // for the others: none of the rows has a key
       }
@@ -45,8 +45,7 @@ struct LoadWarp {
     }
   }
 
-  __device__ __forceinline__ void load_tile(const TileMessage& tile,
-                                            const BlockWalk<Traits>& blocks) {
+  __device__ __forceinline__ void load_tile(const TileInfo& tile, const BlockLoop<Traits>& blocks) {
     const int kv_head = tile.head / args.heads_per_kv;
     const int batch = batch_entry(args, tile);
     const int first_key = args.packing.key_offsets ? args.packing.key_offsets[tile.batch] : 0;
@@ -62,7 +61,7 @@ struct LoadWarp {
       const int key = first_key + n * Traits::kBlock;
       Slot& k_slot = shared.k_slots[stage.index()];
       k_slot.empty.wait(stage.phase() ^ 1);
-      write_note(blocks, n, next);
+      write_metadata(blocks, n, next);
       load_column_keys(k_slot.full, n);
       shared.k[stage.index()].load(&args.k, k_slot.full, key, kv_head, batch, ptx::kEvictLast);
       if (kKeyFirst && n == blocks.last()) {
@@ -75,7 +74,7 @@ struct LoadWarp {
     }
   }
 
-  __device__ __forceinline__ void load_query(const TileMessage& tile, int batch) {
+  __device__ __forceinline__ void load_query(const TileInfo& tile, int batch) {
 #pragma unroll 1
     for (int group = 0; group < Traits::kGroups; ++group) {
       Slot& slot = shared.q_slots[query.index()][group];
@@ -91,23 +90,26 @@ struct LoadWarp {
   // not wait for the values, which come when the slowest warpgroup is done with the block before
   // last. What it overwrites is of the block four before, which nobody reads any more when the
   // products with the keys of the block two before are complete.
-  __device__ __forceinline__ int note() const { return stage.passed % Traits::kNotes; }
+  __device__ __forceinline__ int metadata_slot() const {
+    return stage.passed % Traits::kMetadataSlots;
+  }
 
-  __device__ __forceinline__ void write_note(const BlockWalk<Traits>& blocks, int n, int next) {
+  __device__ __forceinline__ void write_metadata(const BlockLoop<Traits>& blocks, int n, int next) {
     if constexpr (Traits::kDense) {
       const BlockClass& now = blocks.classes[n];
-      shared.dense.notes[note()] = {n,
-                                    next,
-                                    now.flags,
-                                    next < 0 ? 0 : blocks.classes[next].flags,
-                                    {now.live[0], now.live[1], now.live[2], now.live[3]}};
+      shared.dense.metadata[metadata_slot()] = {
+          n,
+          next,
+          now.flags,
+          next < 0 ? 0 : blocks.classes[next].flags,
+          {now.live[0], now.live[1], now.live[2], now.live[3]}};
     }
   }
 
   __device__ __forceinline__ void load_column_keys(Barrier& full, int n) {
     if constexpr (Traits::kDropout) {
       constexpr int kUnits = dropout::units(Traits::kBlock);
-      uint32_t (&keys)[kUnits] = shared.dropout.columns[note()];
+      uint32_t (&keys)[kUnits] = shared.dropout.columns[metadata_slot()];
       full.expect_bytes(sizeof(keys));
       ptx::cp_async_bulk_load(ptx::shared_address(keys), args.dropout.column_keys + n * kUnits,
                               sizeof(keys), full.address());
@@ -124,7 +126,7 @@ __device__ __forceinline__ void store_tiles(SharedStorage<Traits>& shared,
   Slot& slot = shared.out_slots[group];
 #pragma unroll 1
   while (true) {
-    const TileMessage tile = shared.queue.take(position);
+    const TileInfo tile = shared.queue.take(position);
     if (tile.row < 0) {
       break;
     }
@@ -159,11 +161,11 @@ __device__ __forceinline__ void load_bias(SharedStorage<Traits>& shared,
   TileQueue::Position position;
 #pragma unroll 1
   while (true) {
-    const TileMessage tile = shared.queue.take(position);
+    const TileInfo tile = shared.queue.take(position);
     if (tile.row < 0) {
       return;
     }
-    const BlockWalk<Traits> blocks = blocks_of<Traits>(args, tile);
+    const BlockLoop<Traits> blocks = blocks_of<Traits>(args, tile);
     const int row = one_row ? 0 : tile.row + group * kMmaRows;
     const int head = layout.heads > 1 ? tile.head : 0;
     const int batch = layout.batches > 1 ? tile.batch : 0;

@@ -11,30 +11,30 @@ namespace fastattn::attention {
 // More queries than this fill tiles by themselves.
 constexpr int kShortQueries = 128;
 
-inline bool band_restricts(const ForwardProblem& p) {
-  const Range keys = keys_of_all({0, p.queries}, p.band, p.keys);
+inline bool bounds_restrict(const ForwardProblem& p) {
+  const Range keys = keys_of_all({0, p.queries}, p.bounds, p.keys);
   return keys.begin > 0 || keys.end < p.keys;
 }
 
-// Whether the banded instance is the better one: a band leaves out pairs, or all rows are those of
-// one warpgroup, of packed sequences on average, where this instance spares the others nearly all
-// of their blocks. At head dims of 96 and 128 nobody is spared, because warpgroups take turns.
-inline bool wants_band(const ForwardProblem& p) {
-  constexpr int kGroupRows = 64, kTurnsAbove = 64, kTurnsUpTo = 128;
+// Whether the bounded instance is the better one: a bounds leaves out pairs, or all rows are those
+// of one warpgroup, of packed sequences on average, where this instance spares the others nearly
+// all of their blocks. At head dims of 96 and 128 nobody is spared, because warpgroups take turns.
+inline bool wants_bounded(const ForwardProblem& p) {
+  constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128;
   const int dim = larger(p.head_dim, p.value_dim);
-  const bool spares = dim <= kTurnsAbove || dim > kTurnsUpTo;
+  const bool spares = dim <= kPingPongAbove || dim > kPingPongUpTo;
   const int rows = p.queries / larger(p.packing.sequences, 1);
-  return band_restricts(p) || (spares && rows <= kGroupRows);
+  return bounds_restrict(p) || (spares && rows <= kGroupRows);
 }
 
-inline Band no_band(int queries, int keys) {
+inline Bounds no_bounds(int queries, int keys) {
   return {queries + keys, queries + keys, 0};
 }
 
 // What a causal mask or a window leaves to a single query is a range of keys.
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
-  const Range keys = keys_of_row(0, p.band, p.keys);
+  const Range keys = keys_of_row(0, p.bounds, p.keys);
   // Key lengths count from the first key.
   if (p.queries != 1 || is_empty(keys) || (keys.begin > 0 && p.key_lengths.data)) {
     return;
@@ -43,7 +43,7 @@ inline void cut_keys_of_one_query(ForwardProblem& p) {
     x->data = static_cast<char*>(x->data) + keys.begin * x->row_stride * kElementBytes;
   }
   p.keys = keys.end - keys.begin;
-  p.band = no_band(p.queries, p.keys);
+  p.bounds = no_bounds(p.queries, p.keys);
 }
 
 // The query heads that share keys and values become rows of one head, where memory has them at one
@@ -54,7 +54,7 @@ inline void merge_groups(ForwardProblem& p) {
     return p.queries == 1 || x.head_stride == p.queries * x.row_stride;
   };
   if (group == 1 || p.queries > kShortQueries || p.query_lengths.data || p.dropout.seed ||
-      band_restricts(p) || !steady(p.q) || !steady(p.out)) {
+      bounds_restrict(p) || !steady(p.q) || !steady(p.out)) {
     return;
   }
   for (TensorView* x : {&p.q, &p.out}) {
@@ -63,7 +63,7 @@ inline void merge_groups(ForwardProblem& p) {
   }
   p.queries *= group;
   p.heads = p.kv_heads;
-  p.band = no_band(p.queries, p.keys);
+  p.bounds = no_bounds(p.queries, p.keys);
 }
 
 }  // namespace fastattn::attention

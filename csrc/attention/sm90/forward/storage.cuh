@@ -25,23 +25,23 @@ struct OutputStage<Traits, false> {};
 // Dropout's column keys of a block.
 template <class Traits, bool kDropout = Traits::kDropout>
 struct DropoutKeys {
-  alignas(16) uint32_t columns[Traits::kNotes][dropout::units(Traits::kBlock)];
+  alignas(16) uint32_t columns[Traits::kMetadataSlots][dropout::units(Traits::kBlock)];
 };
 template <class Traits>
 struct DropoutKeys<Traits, false> {};
 
 // Under a dense mask: a block and the next one.
-struct BlockNote {
+struct BlockMetadata {
   int block, next;  // -1: the tile's last block
   uint32_t flags, next_flags;
   uint32_t live[kMaxBlockWords];
 };
 template <class Traits, bool kDense = Traits::kDense>
-struct BlockNotes {
-  BlockNote notes[Traits::kNotes];
+struct BlockMetadataRing {
+  BlockMetadata metadata[Traits::kMetadataSlots];
 };
 template <class Traits>
-struct BlockNotes<Traits, false> {};
+struct BlockMetadataRing<Traits, false> {};
 
 // Pieces of an additive mask: a ring for each warpgroup.
 struct alignas(sm90::kTileAlignment) BiasPiece {
@@ -70,12 +70,12 @@ struct SharedStorage {
   Slot out_slots[Traits::kGroups];
   TileQueue queue;
   DropoutKeys<Traits> dropout;
-  BlockNotes<Traits> dense;
+  BlockMetadataRing<Traits> dense;
 };
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kTurnBarrier = 1;   // + warpgroup: its turn to issue
-constexpr int kGroupBarrier = 4;  // + warpgroup: its four warps meet
+constexpr int kPingPongBarrier = 1;  // + warpgroup: its turn to issue
+constexpr int kGroupBarrier = 4;     // + warpgroup: its four warps meet
 constexpr int kWarpsPerGroup = kWarpgroup / kWarp;
 
 template <class Traits>

@@ -13,7 +13,7 @@
 
 namespace fastattn::attention {
 
-using sm90::TileMessage;
+using sm90::TileInfo;
 
 struct ForwardArguments {
   CUtensorMap q, k, v, out_map;
@@ -24,7 +24,7 @@ struct ForwardArguments {
   int queries, keys, value_dim;
   Lengths query_lengths, key_lengths;
   Packing packing;
-  Band band;
+  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   KeySplits splits;
@@ -36,31 +36,31 @@ struct ForwardArguments {
 };
 
 template <class Traits>
-__device__ __forceinline__ Range tile_rows(const TileMessage& tile) {
+__device__ __forceinline__ Range tile_rows(const TileInfo& tile) {
   return {tile.row, smaller(tile.row + Traits::kTileRows, tile.queries)};
 }
 
 // The diagonal of packed sequences depends on their own lengths.
-__device__ __forceinline__ Band band_of(const ForwardArguments& args, const TileMessage& tile) {
-  Band band = args.band;
-  if (args.packing.ends_meet) {
-    band.diagonal = tile.keys - tile.queries;
+__device__ __forceinline__ Bounds bounds_of(const ForwardArguments& args, const TileInfo& tile) {
+  Bounds bounds = args.bounds;
+  if (args.packing.bottom_right) {
+    bounds.diagonal = tile.keys - tile.queries;
   }
-  return band;
+  return bounds;
 }
 
 // Packed sequences are rows of one batch entry.
-__device__ __forceinline__ int batch_entry(const ForwardArguments& args, const TileMessage& tile) {
+__device__ __forceinline__ int batch_entry(const ForwardArguments& args, const TileInfo& tile) {
   return args.packing.query_offsets ? 0 : tile.batch;
 }
 
 template <class Traits>
-__device__ __forceinline__ BlockPlan whole_plan(const ForwardArguments& args,
-                                                const TileMessage& tile, int group) {
+__device__ __forceinline__ BlockPlan whole_plan(const ForwardArguments& args, const TileInfo& tile,
+                                                int group) {
   const int row = tile.row + group * kMmaRows;
   const Range own_rows = {row, smaller(row + kMmaRows, tile.queries)};
-  if constexpr (Traits::kBanded) {
-    return plan_blocks(tile_rows<Traits>(tile), own_rows, band_of(args, tile), tile.keys,
+  if constexpr (Traits::kBounded) {
+    return plan_blocks(tile_rows<Traits>(tile), own_rows, bounds_of(args, tile), tile.keys,
                        Traits::kBlock, Traits::kSkips);
   } else {
     const Range keys = {0, is_empty(tile_rows<Traits>(tile)) ? 0 : tile.keys};
@@ -69,13 +69,13 @@ __device__ __forceinline__ BlockPlan whole_plan(const ForwardArguments& args,
   }
 }
 
-// What a warpgroup does for a tile: of its blocks, or of one part of them.
+// What a warpgroup does for a tile: of its blocks, or of one split of them.
 template <class Traits>
 __device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args,
-                                                    const TileMessage& tile, int group) {
+                                                    const TileInfo& tile, int group) {
   const BlockPlan plan = whole_plan<Traits>(args, tile, group);
   if (Traits::kSplits && args.splits.count > 1) {
-    return part_of(plan, tile.part, args.splits.count);
+    return split_of(plan, tile.split, args.splits.count);
   }
   return plan;
 }
@@ -83,29 +83,29 @@ __device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args
 // Whether a warpgroup's 64 rows of a tile leave through shared memory: TMA would write rows that
 // belong to the next of packed sequences.
 template <class Traits>
-__device__ __forceinline__ bool is_staged(const ForwardArguments& args, const TileMessage& tile,
+__device__ __forceinline__ bool is_staged(const ForwardArguments& args, const TileInfo& tile,
                                           int group) {
   if (Traits::kSplits && args.splits.count > 1) {
-    return false;  // parts leave in fp32
+    return false;  // splits leave in fp32
   }
   return !args.packing.query_offsets || tile.row + (group + 1) * kMmaRows <= tile.queries;
 }
 
 // -- from numbers to tiles ------------------------------------------------------------------------
-constexpr TileMessage kNoTile = {-1, 0, 0, 0, 0, 0, 0};
+constexpr TileInfo kNoTile = {-1, 0, 0, 0, 0, 0, 0};
 
 template <class Traits>
-__device__ __forceinline__ TileMessage describe_packed(const ForwardArguments& args,
-                                                       sm90::PackedWalk& walk, int tile) {
+__device__ __forceinline__ TileInfo packed_tile(const ForwardArguments& args,
+                                                sm90::PackedTileScheduler& scheduler, int tile) {
   const Packing& packing = args.packing;
-  sm90::walk_to(walk, packing.query_offsets, packing.sequences, args.heads, Traits::kTileRows, tile,
-                packing.order);
-  if (walk.sequence >= packing.sequences) {
+  sm90::advance_to(scheduler, packing.query_offsets, packing.sequences, args.heads,
+                   Traits::kTileRows, tile, packing.order);
+  if (scheduler.sequence >= packing.sequences) {
     return kNoTile;
   }
-  const sm90::TilePlace place =
-      sm90::tile_place({walk.row_tiles, args.heads, args.order.section}, tile - walk.first);
-  const int sequence = sm90::sequence_at(packing.order, walk.sequence);
+  const sm90::TilePlace place = sm90::tile_place(
+      {scheduler.row_tiles, args.heads, args.order.swizzle_group}, tile - scheduler.first);
+  const int sequence = sm90::sequence_at(packing.order, scheduler.sequence);
   const int* queries = packing.query_offsets + sequence;
   const int* keys = packing.key_offsets + sequence;
   return {place.row_tile * Traits::kTileRows,
@@ -117,10 +117,10 @@ __device__ __forceinline__ TileMessage describe_packed(const ForwardArguments& a
 }
 
 template <class Traits>
-__device__ __forceinline__ TileMessage describe_whole(const ForwardArguments& args,
-                                                      sm90::PackedWalk& walk, int tile) {
+__device__ __forceinline__ TileInfo unsplit_tile(const ForwardArguments& args,
+                                                 sm90::PackedTileScheduler& scheduler, int tile) {
   if (args.packing.query_offsets) {
-    return describe_packed<Traits>(args, walk, tile);
+    return packed_tile<Traits>(args, scheduler, tile);
   }
   if (tile >= args.tiles) {
     return kNoTile;
@@ -135,22 +135,22 @@ __device__ __forceinline__ TileMessage describe_whole(const ForwardArguments& ar
           0};
 }
 
-// Number `number` as every role needs it: a tile, or one part of a tile after the other.
+// Number `number` as every role needs it: a tile, or one split of a tile after the other.
 template <class Traits>
-__device__ __forceinline__ TileMessage describe(const ForwardArguments& args,
-                                                sm90::PackedWalk& walk, int number) {
+__device__ __forceinline__ TileInfo tile_info(const ForwardArguments& args,
+                                              sm90::PackedTileScheduler& scheduler, int number) {
   if (!Traits::kSplits || args.splits.count == 1) {
-    return describe_whole<Traits>(args, walk, number);
+    return unsplit_tile<Traits>(args, scheduler, number);
   }
   const int tile = number / args.splits.count;
-  TileMessage message = describe_whole<Traits>(args, walk, tile);
-  message.part = number - tile * args.splits.count;
-  return message;
+  TileInfo info = unsplit_tile<Traits>(args, scheduler, tile);
+  info.split = number - tile * args.splits.count;
+  return info;
 }
 
 // The blocks of keys that come for a tile, last one first.
 template <class Traits>
-struct BlockWalk {
+struct BlockLoop {
   Range blocks;
   const BlockClass* classes;  // under a dense mask: of the tile's blocks; some have no work
 
@@ -164,8 +164,8 @@ struct BlockWalk {
 };
 
 template <class Traits>
-__device__ __forceinline__ BlockWalk<Traits> blocks_of(const ForwardArguments& args,
-                                                       const TileMessage& tile) {
+__device__ __forceinline__ BlockLoop<Traits> blocks_of(const ForwardArguments& args,
+                                                       const TileInfo& tile) {
   if (tile.row < 0) {
     return {{0, 0}, nullptr};
   }

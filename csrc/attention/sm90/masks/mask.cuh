@@ -27,16 +27,16 @@ __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range all
 
 // Masks a 64-row block of scores whose first key is `first_key`; `upper_row` is the query of this
 // thread's upper row.
-template <bool kBanded, int kCount>
+template <bool kBounded, int kCount>
 __device__ __forceinline__ void mask_block(float (&s)[kCount], int first_key, int upper_row,
-                                           const Band& band, int keys,
+                                           const Bounds& bounds, int keys,
                                            sm90::AccumulatorThread thread) {
   const int origin = first_key + thread.first_column();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     Range allowed = {0, keys};
-    if constexpr (kBanded) {
-      allowed = keys_of_row(upper_row + half * sm90::kRowStep, band, keys);
+    if constexpr (kBounded) {
+      allowed = keys_of_row(upper_row + half * sm90::kRowStep, bounds, keys);
     } else {
       allowed.begin = origin;  // nothing to test
     }

@@ -4,7 +4,7 @@
 //             consumer thread reads all that it needs of a block for one row in one load
 //   plain     of every 64 rows x block: whether the mask leaves it as it is
 //   copy      of an additive mask that TMA cannot read in place
-//   classes   of every tile of rows x block, after lengths and the band had their say too: which
+//   classes   of every tile of rows x block, after lengths and the bounds had their say too: which
 //             warpgroups must mask it, and which keys any row of the tile may attend
 //
 // Dimensions that the mask is broadcast over have size 1 in bits and plain; classes have them where
@@ -23,7 +23,7 @@ constexpr int kMaxBlockWords = 4;  // words of 32 keys in a block of at most 128
 constexpr int kWordKeys = 32;
 constexpr uint32_t kHasWork = 1u << 31;  // some row may attend some key
 constexpr uint32_t kHasDead = 1u << 30;  // some key has no row
-// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: by lengths or the band
+// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: by lengths or the bounds
 // too.
 constexpr int kRestrictedBit = 3;
 
@@ -42,14 +42,14 @@ struct MaskLayout {
   int blocks, block;
 };
 
-FASTATTN_PURE int pieces(int count, int size) {
+FASTATTN_PURE int ceil_div(int count, int size) {
   return (count + size - 1) / size;
 }
 
 // Columns of a copied additive mask: whole 16 bytes of any type.
 FASTATTN_PURE int copied_columns(int keys) {
   constexpr int kEights = 8;
-  return pieces(keys, kEights) * kEights;
+  return ceil_div(keys, kEights) * kEights;
 }
 
 // mask_*: sizes of the mask, 1 where broadcast. split: lengths differ between batch entries.
@@ -58,13 +58,13 @@ FASTATTN_PURE MaskLayout mask_layout(int mask_batches, int mask_heads, int mask_
   const bool shared = mask_rows == 1;
   return {mask_batches,
           mask_heads,
-          shared ? 1 : pieces(queries, kMaskRows),
+          shared ? 1 : ceil_div(queries, kMaskRows),
           shared ? 1 : kMaskRows,
           split ? batch : mask_batches,
           mask_heads,
-          pieces(queries, tile_rows),
+          ceil_div(queries, tile_rows),
           tile_rows,
-          pieces(keys, block),
+          ceil_div(keys, block),
           block};
 }
 

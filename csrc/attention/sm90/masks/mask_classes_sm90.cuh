@@ -1,5 +1,5 @@
 // Two looks at a dense mask before attention: the first reads it once and leaves bits; the second
-// joins them with lengths and the band, tile by tile. See mask_classes.h.
+// joins them with lengths and the bounds, tile by tile. See mask_classes.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,8 +44,7 @@ __device__ __forceinline__ bool is_aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0;
 }
 
-__device__ __forceinline__ PieceBits look_at_booleans(const uint8_t* from, int64_t step,
-                                                      int count) {
+__device__ __forceinline__ PieceBits read_booleans(const uint8_t* from, int64_t step, int count) {
   uint32_t bits = 0;
   if (step == 1 && count == kPiece && is_aligned(from)) {
     bits = bits_of_bytes(from);
@@ -70,8 +69,8 @@ __device__ __forceinline__ float as_float(__nv_bfloat16 x) {
 // At or below the lowest finite number of its type a value blocks. copy: null, or where the piece
 // goes, in its own type or as floats.
 template <class Element>
-__device__ __forceinline__ PieceBits look_at_values(const Element* from, int64_t step, int count,
-                                                    void* copy, bool as_floats) {
+__device__ __forceinline__ PieceBits read_values(const Element* from, int64_t step, int count,
+                                                 void* copy, bool as_floats) {
   constexpr int kVectors = kPiece * sizeof(Element) / sizeof(uint4);
   alignas(16) Element values[kPiece];
   if (step == 1 && count == kPiece && is_aligned(from)) {
@@ -104,8 +103,8 @@ __device__ __forceinline__ PieceBits look_at_values(const Element* from, int64_t
   return {bits, plain};
 }
 
-__device__ __forceinline__ PieceBits look_at_piece(const DenseMask& mask, int64_t at, int count,
-                                                   int64_t copied_at) {
+__device__ __forceinline__ PieceBits read_piece(const DenseMask& mask, int64_t at, int count,
+                                                int64_t copied_at) {
   const bool as_floats = mask.copy_type == MaskType::kFloat32;
   const int copied_bytes = as_floats ? sizeof(float) : sizeof(__half);
   void* copy = mask.copy ? static_cast<char*>(mask.copy) + copied_at * copied_bytes : nullptr;
@@ -114,16 +113,14 @@ __device__ __forceinline__ PieceBits look_at_piece(const DenseMask& mask, int64_
     case MaskType::kBool:
       break;
     case MaskType::kBFloat16:
-      return look_at_values(static_cast<const __nv_bfloat16*>(mask.data) + at, step, count, copy,
-                            as_floats);
+      return read_values(static_cast<const __nv_bfloat16*>(mask.data) + at, step, count, copy,
+                         as_floats);
     case MaskType::kFloat16:
-      return look_at_values(static_cast<const __half*>(mask.data) + at, step, count, copy,
-                            as_floats);
+      return read_values(static_cast<const __half*>(mask.data) + at, step, count, copy, as_floats);
     case MaskType::kFloat32:
-      return look_at_values(static_cast<const float*>(mask.data) + at, step, count, copy,
-                            as_floats);
+      return read_values(static_cast<const float*>(mask.data) + at, step, count, copy, as_floats);
   }
-  return look_at_booleans(static_cast<const uint8_t*>(mask.data) + at, step, count);
+  return read_booleans(static_cast<const uint8_t*>(mask.data) + at, step, count);
 }
 
 // A thread block: 64 rows x one block of keys. A thread: 16 keys of a row at a time.
@@ -148,19 +145,19 @@ __global__ void __launch_bounds__(kPackThreads)
     // One row that serves all is row 0 of as many as there are.
     if (count > 0 && row < queries) {
       const uint32_t present = kAllOfPiece >> (kPiece - count);
-      bool look_closer = true;
+      bool reads_elements = true;
       if (mask.tiles && !mask.copy) {
         const int64_t word =
             mask.tiles[batch * mask.tile_strides[0] + head * mask.tile_strides[1] +
                        row / kPiece * mask.tile_strides[2] + key / kPiece * mask.tile_strides[3]];
         const bool whole = word >> kWholeBit & 1;
-        look_closer = !whole && (word & kAllOfPiece) != 0;
+        reads_elements = !whole && (word & kAllOfPiece) != 0;
         bits = whole ? present : 0;
       }
-      if (look_closer) {
+      if (reads_elements) {
         const PieceBits piece =
-            look_at_piece(mask, start + row * mask.row_stride + key * mask.column_stride, count,
-                          (copied_head + row) * copied_columns(keys) + key);
+            read_piece(mask, start + row * mask.row_stride + key * mask.column_stride, count,
+                       (copied_head + row) * copied_columns(keys) + key);
         bits = piece.allowed;
         plain = plain && piece.plain;
       }
@@ -178,7 +175,7 @@ __global__ void __launch_bounds__(kPackThreads)
 
 // A thread block: a tile of rows x one block of keys. A thread: a row.
 static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_lengths,
-                                            Lengths key_lengths, Band band, int all_queries,
+                                            Lengths key_lengths, Bounds bounds, int all_queries,
                                             int all_keys) {
   const MaskLayout& layout = mask.layout;
   const int n = blockIdx.x % layout.blocks;
@@ -201,7 +198,8 @@ static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_
   __syncthreads();
   const int row = tile * layout.tile_rows + threadIdx.x;
   const Range block = {n * layout.block, (n + 1) * layout.block};
-  const Range allowed = row < queries ? overlap(block, keys_of_row(row, band, keys)) : Range{0, 0};
+  const Range allowed =
+      row < queries ? overlap(block, keys_of_row(row, bounds, keys)) : Range{0, 0};
   const bool restricted = allowed.begin > block.begin || allowed.end < block.end;
   const bool first_lane = threadIdx.x % kWarpThreads == 0;
   for (int word = 0; word < kMaxBlockWords; ++word) {

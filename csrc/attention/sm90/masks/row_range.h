@@ -9,27 +9,27 @@
 namespace fastattn::attention {
 
 // Rows that may attend a key.
-FASTATTN_PURE Range rows_of_key(int key, const Band& band, int queries) {
-  return {larger(0, key - band.diagonal - band.right),
-          smaller(queries, key - band.diagonal + band.left + 1)};
+FASTATTN_PURE Range rows_of_key(int key, const Bounds& bounds, int queries) {
+  return {larger(0, key - bounds.diagonal - bounds.right),
+          smaller(queries, key - bounds.diagonal + bounds.left + 1)};
 }
 
-// Rows that may attend some key of a range. No gaps: the band moves by one row a key.
-FASTATTN_PURE Range rows_of_some(Range keys, const Band& band, int queries) {
+// Rows that may attend some key of a range. No gaps: the bounds moves by one row a key.
+FASTATTN_PURE Range rows_of_some(Range keys, const Bounds& bounds, int queries) {
   if (is_empty(keys)) {
     return {0, 0};
   }
-  return {rows_of_key(keys.begin, band, queries).begin,
-          rows_of_key(keys.end - 1, band, queries).end};
+  return {rows_of_key(keys.begin, bounds, queries).begin,
+          rows_of_key(keys.end - 1, bounds, queries).end};
 }
 
 // Rows that may attend every key of a range.
-FASTATTN_PURE Range rows_of_all(Range keys, const Band& band, int queries) {
+FASTATTN_PURE Range rows_of_all(Range keys, const Bounds& bounds, int queries) {
   if (is_empty(keys)) {
     return {0, 0};
   }
-  return {rows_of_key(keys.end - 1, band, queries).begin,
-          rows_of_key(keys.begin, band, queries).end};
+  return {rows_of_key(keys.end - 1, bounds, queries).begin,
+          rows_of_key(keys.begin, bounds, queries).end};
 }
 
 // Which rows from `origin` on may attend a key, by one comparison a row: what lies before the first
@@ -37,8 +37,8 @@ FASTATTN_PURE Range rows_of_all(Range keys, const Band& band, int queries) {
 struct RowMask {
   uint32_t offset, count;
 };
-FASTATTN_PURE RowMask row_mask(int key, int origin, const Band& band, int queries, int keys) {
-  const Range rows = rows_of_key(key, band, queries);
+FASTATTN_PURE RowMask row_mask(int key, int origin, const Bounds& bounds, int queries, int keys) {
+  const Range rows = rows_of_key(key, bounds, queries);
   const int count = key < keys ? larger(rows.end - rows.begin, 0) : 0;
   return {static_cast<uint32_t>(origin - rows.begin), static_cast<uint32_t>(count)};
 }
@@ -61,26 +61,26 @@ struct RowPlan {
 };
 
 // queries, keys: of the sequence; rows: of the tensor.
-FASTATTN_PURE RowPlan plan_rows(int first_key, int block_keys, const Band& band, int queries,
+FASTATTN_PURE RowPlan plan_rows(int first_key, int block_keys, const Bounds& bounds, int queries,
                                 int keys, int rows, int block_rows) {
   const Range block = {first_key, first_key + block_keys};
   const Range own = overlap(block, {0, keys});
   const Range none = {0, 0};
-  const Range live_rows = rows_of_some({0, keys}, band, queries);
-  const Range live_keys = overlap(block, keys_of_some({0, queries}, band, keys));
+  const Range live_rows = rows_of_some({0, keys}, bounds, queries);
+  const Range live_keys = overlap(block, keys_of_some({0, queries}, bounds, keys));
   return {
-      blocks_touching(rows_of_some(own, band, queries), block_rows),
+      blocks_touching(rows_of_some(own, bounds, queries), block_rows),
       block.end > keys ? none
-                       : blocks_covered(rows_of_all(block, band, queries), queries, block_rows),
+                       : blocks_covered(rows_of_all(block, bounds, queries), queries, block_rows),
       blocks_covered(live_rows, rows, block_rows),
       is_empty(live_keys) ? none : Range{live_keys.begin - first_key, live_keys.end - first_key}};
 }
 
 // The blocks of keys that visit a block of rows.
-FASTATTN_PURE Range visitors(int row_block, int block_rows, const Band& band, int queries, int keys,
-                             int block_keys) {
+FASTATTN_PURE Range visitors(int row_block, int block_rows, const Bounds& bounds, int queries,
+                             int keys, int block_keys) {
   const int row = row_block * block_rows;
-  return blocks_touching(keys_of_some({row, smaller(row + block_rows, queries)}, band, keys),
+  return blocks_touching(keys_of_some({row, smaller(row + block_rows, queries)}, bounds, keys),
                          block_keys);
 }
 

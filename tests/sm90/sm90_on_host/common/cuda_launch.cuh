@@ -9,7 +9,7 @@
 namespace fastattn::cuda {
 
 struct Device {
-  int processors, capability;
+  int multiprocessors, capability;
 };
 inline cudaError_t current_device(int* index, Device* device) {
   *index = 0;

@@ -22,7 +22,7 @@ class Harmless:
     reason: str
 
 
-class Saboteur:
+class FaultInjector:
     """run: returns the machine's message; is_same: whether the last run's results are right.
     later: the orders in which it runs again with a fault that an earlier call did not notice.
     """

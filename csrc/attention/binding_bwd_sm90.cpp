@@ -4,7 +4,7 @@
 namespace fastattn::attention {
 namespace {
 
-// What a backward has besides its operands, whatever the form of the call.
+// The tensors of a padded or packed backward, besides its operands.
 struct BackwardTensors {
   const Tensor& dout;
   const std::optional<Tensor>& dlse;
@@ -14,7 +14,7 @@ struct BackwardTensors {
 BackwardProblem problem_of(const CallSizes& sizes, const Tensor& k, const Tensor& v,
                            const BackwardTensors& x, double scale, const Dropout& dropout,
                            bool in_order) {
-  // Every instance's blocks of 64 to 128 rows fit.
+  // Enough for every instance, whose blocks have 64 to 128 rows.
   constexpr int64_t kMinBlock = 64, kMaxBlock = 128, kChunk = 64, kSemaphoresPerBlock = 3;
   const Tensor& q = sizes.q;
   STD_TORCH_CHECK(sizes.has_queries(), "there must be queries");
@@ -22,7 +22,7 @@ BackwardProblem problem_of(const CallSizes& sizes, const Tensor& k, const Tensor
   set_operands(problem, sizes, k, v, std::max(sizes.queries, sizes.keys), scale);
   problem.out = sizes.of_queries(x.out, "out", sizes.value_dim);
   problem.dout = sizes.of_queries(x.dout, "dout", sizes.value_dim);
-  // A gradient that nobody wants has no elements.
+  // A gradient that is not needed has no elements.
   problem.dq = x.dq.numel() ? sizes.of_queries(x.dq, "dq", sizes.head_dim) : TensorView{};
   problem.dk = x.dk.numel() ? sizes.of_keys(x.dk, "dk", sizes.head_dim) : TensorView{};
   problem.dv = x.dv.numel() ? sizes.of_keys(x.dv, "dv", sizes.value_dim) : TensorView{};
@@ -63,7 +63,7 @@ DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
   return result;
 }
 
-// dmask: like the mask, or without elements if nobody wants it. splits: [count, *mask's sizes].
+// dmask: like the mask, or without elements if it is not needed. splits: [count, *mask's sizes].
 MaskGradient mask_gradient_of(const Tensor& dmask, const std::optional<Tensor>& splits,
                               const Tensor& mask, const Tensor& q) {
   MaskGradient result;
@@ -101,7 +101,7 @@ void launch(const BackwardProblem& problem, const Tensor& q, const char* op) {
                           : problem.dropout.seed ? Variant::kDropout
                                                  : Variant::kBounded;
   launch(problem, variant, q, op, [](auto type, auto head_dim, auto kind) {
-    // There is no instance of its own for problems without restrictions.
+    // Problems without restrictions use the bounded instance.
     constexpr Variant kOwn = kind() == Variant::kFull ? Variant::kBounded : kind();
     return &attention_bwd_sm90<type(), head_dim(), kOwn>;
   });

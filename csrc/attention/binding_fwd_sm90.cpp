@@ -5,7 +5,7 @@
 namespace fastattn::attention {
 namespace {
 
-// Dropout with its column keys. keys: columns that weights may have.
+// Dropout with its column keys. keys: the most columns that a row may have.
 Dropout hashed_dropout(double p, const std::optional<Tensor>& seed, int64_t stream,
                        const std::optional<Tensor>& column_keys, const Tensor& q, int64_t keys) {
   Dropout result = dropout_of(p, seed, stream, q);
@@ -19,7 +19,7 @@ Dropout hashed_dropout(double p, const std::optional<Tensor>& seed, int64_t stre
   return result;
 }
 
-// Whether the copy engine can bring an additive mask from where it is.
+// Whether TMA can read an additive mask in place.
 bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
   constexpr int64_t kAlignment = 16;
   const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
@@ -29,7 +29,8 @@ bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
          reinterpret_cast<uintptr_t>(mask.data) % kAlignment == 0;
 }
 
-// Words of dropout's column keys where a dense mask's workspace follows them, aligned for it.
+// 32-bit words of dropout's column keys, padded to the alignment of the mask's workspace that
+// follows.
 int64_t column_key_words(const ForwardProblem& p) {
   constexpr int kMaxBlock = 128, kAlignedWords = 4;
   return p.dropout.seed
@@ -72,26 +73,27 @@ DenseMask mask_of(const Tensor& mask, const std::optional<Tensor>& tiles,
   return result;
 }
 
-// parts [count, rows * (value_dim + 2)]: room for outputs of all parts, then for their statistics.
-KeySplits splits_of(const std::optional<Tensor>& parts, const ForwardProblem& p,
+// workspace [splits, rows * (value_dim + 2)]: the outputs of all splits, then their RowMaxSum.
+KeySplits splits_of(const std::optional<Tensor>& workspace, const ForwardProblem& p,
                     const CallSizes& sizes) {
-  if (!parts) {
+  if (!workspace) {
     return {};
   }
   constexpr int64_t kMaxSumFloats = sizeof(RowMaxSum) / sizeof(float);
   const int64_t rows = sizes.batch * sizes.heads * sizes.queries;
-  STD_TORCH_CHECK(parts->dim() == 2 && parts->size(0) > 0 && parts->size(0) <= kMaxSplits &&
-                      parts->size(1) == rows * (p.value_dim + kMaxSumFloats),
-                  "parts must be 1 to ", kMaxSplits, " times ",
-                  rows * (p.value_dim + kMaxSumFloats));
-  const int64_t count = parts->size(0);
+  STD_TORCH_CHECK(
+      workspace->dim() == 2 && workspace->size(0) > 0 && workspace->size(0) <= kMaxSplits &&
+          workspace->size(1) == rows * (p.value_dim + kMaxSumFloats),
+      "workspace must be [1 to ", kMaxSplits, ", ", rows * (p.value_dim + kMaxSumFloats), "]");
+  const int64_t count = workspace->size(0);
   STD_TORCH_CHECK(sizes.tiles(sizes.queries) * count <= kMaxTiles, "the tensors are too large");
-  float* data = cuda_data_of<float>(*parts, "parts", sizes.q, ScalarType::Float, parts->numel());
+  float* data =
+      cuda_data_of<float>(*workspace, "workspace", sizes.q, ScalarType::Float, workspace->numel());
   return {static_cast<int>(count), rows, data,
           reinterpret_cast<RowMaxSum*>(data + count * rows * p.value_dim)};
 }
 
-// What both forms of a call have: sizes, operands, results.
+// Sizes, operands and results of a padded or packed call.
 ForwardProblem problem_of(const CallSizes& sizes, const Tensor& k, const Tensor& v,
                           const Tensor& out, const Tensor& lse, double scale) {
   ForwardProblem problem;
@@ -108,8 +110,7 @@ void launch(const ForwardProblem& problem, const Tensor& q, Variant variant) {
   });
 }
 
-// workspace: column keys of dropout, then what a dense mask needs, or without either room for the
-// parts that keys are cut into.
+// workspace: dropout's column keys, then the dense mask's; with neither of them, that of split-KV.
 void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
                    std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
                    std::optional<Tensor> query_lengths, int64_t causal, int64_t window_left,
@@ -143,7 +144,7 @@ void attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
   launch(problem, q, wants_bounded(problem) ? Variant::kBounded : Variant::kFull);
 }
 
-// counter: one zero, then room for the order of the sequences or nothing.
+// counter: one zero, and optionally space for the order of the sequences.
 void attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
                           int64_t max_seqlen_k, int64_t causal, int64_t window_left,
                           int64_t window_right, double scale, double dropout_p,

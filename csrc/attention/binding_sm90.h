@@ -1,5 +1,5 @@
-// From tensors to the arguments of fastattn_sm90's attention, and the choice of the instance: what
-// the bindings of both directions need.
+// Shared by the forward and backward bindings of fastattn_sm90: conversion of tensors to kernel
+// arguments, and the choice of the instance.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace fastattn::attention {
 
-// Sizes up to here keep every sum of positions inside 32 bits.
+// Limits that keep every sum of positions within 32 bits.
 inline constexpr int64_t kMaxRows = int64_t{1} << 28;
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 inline constexpr int64_t kMaxHeadDim = 256;
@@ -44,8 +44,8 @@ inline Lengths lengths_of(const std::optional<Tensor>& lengths, const char* name
 }
 
 // -- sizes ---------------------------------------------------------------------------------------
-// The sizes of a call. Tensors are [batch, heads, rows, columns], those of packed sequences [rows,
-// heads, columns] and one batch entry; all are on q's device and of its type.
+// The sizes of a call. Tensors are [batch, heads, rows, columns], or [rows, heads, columns] for
+// packed sequences, which are one batch entry. All have q's device and type.
 struct CallSizes {
   const Tensor& q;
   bool packed;
@@ -69,7 +69,7 @@ struct CallSizes {
                     "] with contiguous columns");
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
   }
-  // Of a row for each query, or for each key.
+  // Views of tensors with one row per query, or per key.
   TensorView of_queries(const Tensor& x, const char* name, int64_t columns) const {
     return view_of(x, name, heads, queries, columns);
   }
@@ -78,7 +78,7 @@ struct CallSizes {
   }
 
   bool has_queries() const { return batch > 0 && heads > 0 && queries > 0; }
-  // That rows of all heads may need, each sequence's end in one of its own.
+  // An upper bound on the tiles of all heads: each sequence may end in a partial tile.
   int64_t tiles(int64_t rows) const {
     constexpr int64_t kFewestRows = 64;
     return batch * heads * (rows / kFewestRows + 1 + sequences);
@@ -99,7 +99,7 @@ inline CallSizes packed_sizes_of(const Tensor& q, const Tensor& k, const Tensor&
           q.size(0), k.size(0), q.size(2), v.size(2), cu_seqlens_q.size(0) - 1};
 }
 
-// The problem's sizes and operands. rows: what is cut into tiles, each of 64 or more.
+// Sets the problem's sizes and operands. rows: the dimension that is tiled, by 64 or more.
 template <class Problem>
 void set_operands(Problem& p, const CallSizes& sizes, const Tensor& k, const Tensor& v,
                   int64_t rows, double scale) {
@@ -126,8 +126,7 @@ void set_operands(Problem& p, const CallSizes& sizes, const Tensor& k, const Ten
 }
 
 // -- restrictions --------------------------------------------------------------------------------
-// Unlimited is as good as every position of both sequences; a causal mask allows nothing to the
-// right of the diagonal.
+// Unlimited: queries + keys. A causal mask allows no key to the right of the diagonal.
 inline Bounds bounds_of(int64_t causal, int64_t left, int64_t right, int64_t queries,
                         int64_t keys) {
   const int64_t all = queries + keys;
@@ -137,7 +136,7 @@ inline Bounds bounds_of(int64_t causal, int64_t left, int64_t right, int64_t que
           static_cast<int>(causal == kBottomRight ? keys - queries : 0)};
 }
 
-// The same for packed sequences, whose diagonals the kernels find, and where they begin.
+// The same for packed sequences, and their offsets. The kernels compute the diagonals.
 template <class Problem>
 void set_packing(Problem& p, const CallSizes& sizes, const Tensor& cu_seqlens_q,
                  const Tensor& cu_seqlens_k, int64_t max_queries, int64_t max_keys, int64_t causal,
@@ -223,7 +222,7 @@ DenseMask mask_view_of(const Tensor& mask, const std::optional<Tensor>& tiles, c
   return result;
 }
 
-// Of a problem under a dense mask.
+// The variant for a problem with a dense mask.
 template <class Problem>
 Variant variant_of(const Problem& p, MaskType type) {
   if (type == MaskType::kBool) {
@@ -236,7 +235,7 @@ Variant variant_of(const Problem& p, MaskType type) {
 template <auto kValue>
 using Constant = std::integral_constant<decltype(kValue), kValue>;
 
-// What `of` has for constants: the head dim rounded up to that of an instance, the variant.
+// Calls `of` with the instance's head dim, or with the variant, as a compile-time constant.
 template <class Of>
 auto of_head_dim(int head_dim, Of of) {
   if (head_dim <= 64) {
@@ -270,7 +269,7 @@ auto of_variant(Variant variant, Of of) {
   }
 }
 
-// Launches what `of` has for a problem: of type, head dim and variant.
+// Launches the instance that `of` returns for a type, head dim and variant.
 template <class Problem, class Of>
 void launch(const Problem& problem, Variant variant, const Tensor& q, const char* op, Of of) {
   cuda::Stream stream = nullptr;

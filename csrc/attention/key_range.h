@@ -1,8 +1,7 @@
-// Which keys, and which blocks of keys, the rows of a tile may attend: the arithmetic behind every
-// restriction that is not a dense mask. Causal masks and windows are one bounds along the diagonal;
-// lengths cut it off.
+// Which keys, and which blocks of keys, the rows of a tile may attend under a causal mask, a window
+// and lengths.
 //
-//   row i < queries sees key j < keys  if  i + diagonal - left <= j <= i + diagonal + right
+//   row i < queries attends key j < keys  if  i + diagonal - left <= j <= i + diagonal + right
 #pragma once
 
 #include "common/pure.h"
@@ -11,7 +10,7 @@ namespace fastattn::attention {
 
 struct Bounds {
   int left, right;  // not negative; unlimited: at least queries + keys
-  int diagonal;     // 0, or keys - queries where the last row faces the last key
+  int diagonal;     // 0, or keys - queries for bottom-right alignment
 };
 
 // [begin, end); empty unless begin < end.
@@ -41,7 +40,7 @@ FASTATTN_PURE Range keys_of_row(int row, const Bounds& bounds, int keys) {
           smaller(keys, row + bounds.diagonal + bounds.right + 1)};
 }
 
-// Keys that some row of a range may attend. No gaps: the bounds moves by one key a row.
+// Keys that some row of a range may attend: contiguous, as the bounds move by one key per row.
 FASTATTN_PURE Range keys_of_some(Range rows, const Bounds& bounds, int keys) {
   if (is_empty(rows)) {
     return {0, 0};
@@ -57,7 +56,7 @@ FASTATTN_PURE Range keys_of_all(Range rows, const Bounds& bounds, int keys) {
   return {keys_of_row(rows.end - 1, bounds, keys).begin, keys_of_row(rows.begin, bounds, keys).end};
 }
 
-// Blocks of `size` keys that hold some key of a range.
+// Blocks of `size` keys that overlap a range.
 FASTATTN_PURE Range blocks_touching(Range keys, int size) {
   if (is_empty(keys)) {
     return {0, 0};
@@ -70,15 +69,15 @@ FASTATTN_PURE Range blocks_inside(Range keys, int size) {
   return {(keys.begin + size - 1) / size, keys.end < 0 ? 0 : keys.end / size};
 }
 
-// What one warpgroup does for a tile.
+// The blocks that one warpgroup processes for a tile.
 struct BlockPlan {
-  Range loaded;  // blocks that come for the whole tile, last one first
+  Range loaded;  // blocks that are loaded for the whole tile, last one first
   Range own;     // those that this warpgroup computes; never empty unless `loaded` is
   Range full;    // those of them that need no mask; may be empty or reach outside `own`
 };
 
-// tile_rows and own_rows end at the first row that is not computed; own_rows may be empty.
-// skips: a warpgroup passes over loaded blocks that none of its rows may attend.
+// tile_rows and own_rows end at the first row that is not computed; own_rows may be empty. skips: a
+// warpgroup skips loaded blocks that none of its rows may attend.
 FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Bounds& bounds, int keys,
                                     int block, bool skips) {
   const Range loaded = blocks_touching(keys_of_some(tile_rows, bounds, keys), block);
@@ -88,14 +87,14 @@ FASTATTN_PURE BlockPlan plan_blocks(Range tile_rows, Range own_rows, const Bound
   }
   Range own = overlap(loaded, blocks_touching(keys_of_some(own_rows, bounds, keys), block));
   if (is_empty(own)) {
-    // One block all the same, wholly masked: no path of its own for rows without keys.
+    // One block that is masked completely: rows without keys need no code path of their own.
     own = {loaded.begin, smaller(loaded.begin + 1, loaded.end)};
   }
   return {loaded, own, full};
 }
 
-// What is left of a plan for one of `splits` that keys are cut into, each of as many blocks as any
-// other or one more. Empty if there are fewer blocks.
+// The part of a plan for one of `splits` splits, whose numbers of blocks differ by one at most.
+// Empty if there are fewer blocks than splits.
 FASTATTN_PURE BlockPlan split_of(const BlockPlan& plan, int split, int splits) {
   const int count = larger(plan.loaded.end - plan.loaded.begin, 0);
   const int size = count / splits,

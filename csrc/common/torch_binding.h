@@ -1,12 +1,11 @@
-// What bindings need of torch: the stable ABI, so that one build serves every torch from 2.11 on.
-// The only file that includes torch, but for autograd's nodes (csrc/autograd), which have no stable
-// ABI; kernels see plain pointers and sizes. Checks here are the last
-// line before memory is touched: they refuse what would read or write out of bounds. Arguments that
-// people give are checked in Python.
+// What bindings use of torch: the stable ABI, so that one build works with every torch from 2.11
+// on. Only this file and autograd's nodes (csrc/autograd), which have no stable ABI, include torch;
+// kernels take plain pointers and sizes. Checks here prevent accesses out of bounds. Python checks
+// the arguments that users pass.
 //
 // A CPU binding registers two overloads of an op of the namespace `fastattn`, whose schema Python
-// defines: the default one allocates the results, or hands what the kernels do not take to the
-// other backends (`choose_elsewhere`); `.out` writes into given results.
+// defines: the default one allocates the results, or passes calls without a kernel on to the other
+// backends (`choose_elsewhere`); `.out` writes into given results.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -80,7 +79,7 @@ inline const Tensor& fresh(const Tensor& result) {
 }
 
 // -- memory ---------------------------------------------------------------------------------------
-// Set by tests: new results and scratch memory are filled with NaN.
+// Set by tests: new results and workspace are filled with NaN.
 std::atomic<bool>& poisons_memory();
 
 inline void poison(void* data, int64_t bytes) {
@@ -127,8 +126,7 @@ inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& x) {
   return x ? std::optional(as_contiguous(*x)) : x;
 }
 
-// Scratch memory of one call: on the stack where it is little, which making a tensor takes longer
-// than, else a tensor.
+// Workspace of one call: on the stack if it is small, which is faster than making a tensor.
 template <int64_t kLocalFloats>
 class Workspace {
  public:
@@ -144,15 +142,15 @@ class Workspace {
 
   int64_t floats() const { return floats_; }
 
-  // Consecutive pieces of it.
+  // The next `count` elements.
   template <class T = float>
   T* take(int64_t count) {
     static_assert(sizeof(T) == sizeof(float));
     STD_TORCH_CHECK(count <= floats_ - taken_, "workspace must have ", count - (floats_ - taken_),
                     " more elements");
-    float* piece = next_ + taken_;
+    float* first = next_ + taken_;
     taken_ += count;
-    return reinterpret_cast<T*>(piece);
+    return reinterpret_cast<T*>(first);
   }
 
  private:

@@ -1,4 +1,4 @@
-// What the Hopper kernels of attention have in common outside their loops.
+// Types and constants shared by the Hopper attention kernels.
 #pragma once
 
 #include <cuda.h>

@@ -1,26 +1,24 @@
-// Packed sequences in blocks: a number for every block of every sequence, found
-// from the offsets alone, without a table. Sequence b has rows offsets[b] to
-// offsets[b + 1].
+// Numbers the blocks of packed sequences. The numbers follow from the offsets alone, without a
+// table. Sequence b has rows offsets[b] to offsets[b + 1].
 #pragma once
 
 #include "common/pure.h"
 
 namespace fastattn::attention {
 
-// The number of a sequence's first block of `size` rows. Up to the next
-// sequence's there is room for all of its blocks, and sometimes for one more,
-// which holds nothing. Sequence number `sequences` is the rows behind the last
-// one.
+// The number of a sequence's first block of `size` rows. Between it and the next sequence's there
+// are numbers for all of its blocks, and sometimes one for an empty block. Sequence number
+// `sequences` is the rows after the last sequence.
 FASTATTN_PURE int first_block(const int* offsets, int sequence, int size) {
   return offsets[sequence] / size + sequence;
 }
 
-// Numbers that `rows` rows of packed sequences take.
+// How many numbers `rows` rows of packed sequences need.
 FASTATTN_PURE int packed_blocks(int rows, int sequences, int size) {
   return rows / size + sequences + 1;
 }
 
-// The sequence that a number belongs to.
+// The sequence that a number belongs to, by bisection.
 FASTATTN_PURE int sequence_of_block(const int* offsets, int sequences, int size, int number) {
   int first = 0, last = sequences;
   while (first < last) {

@@ -1,5 +1,4 @@
-// Between thread blocks and between launches: words that carry an order through global memory, and
-// launches that begin before the one they depend on has ended.
+// Synchronisation between thread blocks through global memory, and programmatic dependent launch.
 #pragma once
 
 namespace fastattn::sm90::ptx {
@@ -17,9 +16,9 @@ __device__ __forceinline__ void store_release(int* word, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Orders what this thread knows of global memory before its asynchronous copies to it. Without the
-// state space the compiler adds a fence for the whole device. The other way round none is needed: a
-// copy that has been waited for is ordered.
+// Orders this thread's view of global memory before its asynchronous copies to global memory.
+// Without the state space the compiler adds a fence for the whole device. The other direction needs
+// none: a copy that has been waited for is ordered.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-membar-fence
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -31,7 +30,7 @@ __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The next launch may begin once every thread block has come here.
+// The next launch may start once every thread block has called this or ended.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,7 +1,6 @@
-// mbarrier: a counter in shared memory that threads and asynchronous copies arrive at and threads
-// wait on. A phase is complete when all expected arrivals and all expected bytes have come; then
-// the next one begins. Waiting is by the phase's parity: a wait on parity 1 of a fresh barrier
-// passes at once.
+// mbarrier: a barrier in shared memory. Threads and asynchronous copies arrive, threads wait. A
+// phase completes when all expected arrivals and bytes have been counted; then the next phase
+// begins. Waits name the phase by its parity: a wait for parity 1 of a new barrier passes at once.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +26,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives and announces how many bytes asynchronous copies will bring before the phase is complete.
+// Arrives, and expects further bytes from asynchronous copies in this phase.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Announces bytes without arriving.
+// Expects bytes without arriving.
 // PTX ISA: .../#parallel-synchronization-and-communication-instructions-mbarrier-expect-tx
 __device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)

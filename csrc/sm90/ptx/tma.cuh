@@ -1,6 +1,6 @@
-// TMA: one thread moves a box of a tensor between global and shared memory. A tensor map describes
-// the tensor; parts of the box outside it are read as zero and never written, and count in full
-// towards the announced bytes.
+// TMA: one thread copies a box of a tensor between global and shared memory. A tensor map describes
+// the tensor. Elements of the box outside the tensor are read as zero and never written; the
+// expected bytes include them.
 #pragma once
 
 #include <cuda.h>

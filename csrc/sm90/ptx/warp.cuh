@@ -29,7 +29,8 @@ __device__ __forceinline__ bool elect_one() {
   return elected != 0;
 }
 
-// Every warp of a warpgroup gives registers back or takes them; taking waits until they are there.
+// Every warp of a warpgroup releases registers or requests them; a request waits until they are
+// available.
 // PTX ISA: .../#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {

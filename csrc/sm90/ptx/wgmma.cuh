@@ -1,7 +1,8 @@
 // wgmma: a warpgroup multiplies a 64 x 16 by a 16 x N tile of 16-bit elements on the tensor cores,
-// asynchronously. The accumulators are N / 2 floats of every thread; A comes from shared memory or
-// registers, B from shared memory through a descriptor. Between issue and the matching wait nobody
-// may touch accumulators or A registers: `pin` keeps the compiler from moving code over that line.
+// asynchronously. Each thread holds N / 2 floats of the accumulators; A comes from shared memory or
+// registers, B from shared memory through a matrix descriptor. Between issue and the matching wait,
+// accumulators and A registers must not be accessed: `pin` keeps the compiler from moving code
+// across that point.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,20 +20,20 @@ __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes a group of the wgmma issued so far.
+// Commits the wgmma issued so far as a group.
 // PTX ISA: .../#asynchronous-multiply-and-accumulate-instructions-wgmma-commit-group
 __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `kPending` groups are unfinished.
+// Waits until at most `kPending` groups are pending.
 // PTX ISA: .../#asynchronous-multiply-and-accumulate-instructions-wgmma-wait-group
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// No instruction: a point that no use of these registers crosses.
+// No instruction: the compiler moves no use of these registers across it.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// The accumulator of a 64 x N wgmma as its 128 threads hold it, and its way out.
+// The accumulator of a 64 x N wgmma, held by 128 threads, and its stores.
 //
 // Thread t of the warpgroup (lane l of warp w) holds N / 2 floats: four for every 8 columns, of
 // rows 16 w + l / 4 and 8 below, columns 2 (l % 4) and the next. acc[4 i] and acc[4 i + 1] belong
 // to the upper row, the other two to the lower. Packed in pairs, the same registers are the A
-// operand of the next wgmma: no thread needs another's values.
+// operand of the next wgmma: no exchange between threads is needed.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace fastattn::sm90 {
 
-// Rows of one wgmma, and rows between the two that a thread holds.
+// Rows of one wgmma, and the distance of the two rows that a thread holds.
 constexpr int kMmaRows = 64;
 constexpr int kRowStep = 8;
 constexpr int kWarpRows = 16;
@@ -66,10 +66,10 @@ __device__ __forceinline__ void store_shared(uint32_t tile, const float (&acc)[k
   }
 }
 
-// Rounds the rows straight into global memory, for kernels without shared memory to spare. `upper`
-// is this thread's upper row; rows from `rows` on (counted from `upper`) and columns from `columns`
-// on are not written. The four threads of a row exchange values first, so that each writes 16
-// consecutive bytes of every 32 columns.
+// Rounds the rows and stores them to global memory, for kernels without shared memory to spare.
+// `upper` is this thread's upper row; rows from `rows` on (counted from `upper`) and columns from
+// `columns` on are not written. The four threads of a row exchange values first, so that each
+// writes 16 consecutive bytes of every 32 columns.
 template <class Element, int kCount>
 __device__ __forceinline__ void store_global(Element* upper, int64_t row_stride, int rows,
                                              int columns, const float (&acc)[kCount],

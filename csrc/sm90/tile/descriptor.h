@@ -1,9 +1,8 @@
-// Shared-memory arithmetic of wgmma: where the 128-byte swizzle puts an element and how a matrix
-// descriptor says so.
+// Shared-memory layout of wgmma operands: the 128-byte swizzle and matrix descriptors.
 //
-// A tile of 16-bit elements is cut into chunks of 64 columns. A chunk is a row of 128 bytes after
-// the other; within each row the eight 16-byte pieces are permuted by a xor with the row number
-// modulo 8. TMA writes and wgmma reads this layout; a chunk must begin at a multiple of 1024 bytes.
+// A tile of 16-bit elements is divided into chunks of 64 columns, stored as rows of 128 bytes.
+// Within each row, the eight 16-byte pieces are permuted: piece index xor row number modulo 8. TMA
+// writes and wgmma reads this layout; a chunk starts at a multiple of 1024 bytes.
 #pragma once
 
 #include <cstdint>

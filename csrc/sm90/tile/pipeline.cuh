@@ -1,5 +1,4 @@
-// What producers and consumers meet at: barriers in shared memory and the position in a ring of
-// them.
+// Barriers in shared memory between producers and consumers, and the position in a ring of slots.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +20,22 @@ struct Barrier {
   __device__ __forceinline__ void arrive_expect_bytes(uint32_t bytes) {
     ptx::mbarrier_arrive_expect_tx(address(), bytes);
   }
-  // Announces further bytes before the arrival.
+  // Expects further bytes before the arrival.
   __device__ __forceinline__ void expect_bytes(uint32_t bytes) {
     ptx::mbarrier_expect_tx(address(), bytes);
   }
   __device__ __forceinline__ void wait(uint32_t parity) { ptx::mbarrier_wait(address(), parity); }
 };
 
-// A slot of a ring: the producer waits until it is empty and fills it, consumers wait until it is
-// full and empty it.
+// A slot of a ring: the producer waits for `empty` and fills it, consumers wait for `full` and
+// release it.
 struct Slot {
   Barrier full, empty;
 };
 
-// Which slot of a ring comes next, and the parity of its `full` in this round. Its `empty` is
-// waited on with the other parity, so that the first round passes at once. One register: the load
-// warp has few.
+// The next slot of a ring, and the parity of its `full` in this round. `empty` is waited for with
+// the other parity, so that the first round passes at once. Takes one register: the load warp has
+// few.
 template <int kSlots>
 struct RingPosition {
   static_assert((kSlots & (kSlots - 1)) == 0, "slots are counted modulo 2^32");

@@ -1,9 +1,8 @@
-// The order in which a persistent grid computes the tiles of attention: which rows of which head
-// tile number t is.
+// The tile scheduler of a persistent attention kernel: which rows of which head tile number t is.
 //
-// Heads are taken in sections whose keys and values fit into L2 together. Inside a swizzle_group
-// the last rows of every head come first: under a causal mask they are the longest, and short tiles
-// at the end fill the gaps that long ones leave.
+// Heads are grouped into L2 swizzle groups, whose keys and values fit into the L2 cache together.
+// Within a group the last rows of every head come first: under a causal mask their tiles are the
+// longest, and short tiles at the end balance the load.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@ namespace fastattn::sm90 {
 struct TileOrder {
   int row_tiles;      // tiles of one head
   int heads;          // of all batches
-  int swizzle_group;  // heads of a swizzle_group; 1: head after head
+  int swizzle_group;  // heads of an L2 swizzle group; 1: head after head
 };
 
 struct TilePlace {
@@ -34,11 +33,11 @@ FASTATTN_PURE TilePlace tile_place(const TileOrder& order, int tile) {
   return {order.row_tiles - 1 - rank, first_head + within - rank * width};
 }
 
-// Packed sequences: their tiles are numbered one sequence after the other, `tile_rows` rows each
-// and none for a sequence without rows. Whoever asks for growing numbers walks along. order: which
-// sequence comes when; null: as they lie.
+// The tile scheduler of packed sequences. Tiles are numbered sequence by sequence, `tile_rows` rows
+// each, none for an empty sequence. Callers ask for increasing numbers. order: the sequences in the
+// order of their tiles; null: in memory order.
 struct PackedTileScheduler {
-  int sequence;   // where the scheduler is, counted in that order
+  int sequence;   // position in that order
   int first;      // number of this sequence's first tile
   int row_tiles;  // tiles of one head of it
 };
@@ -47,7 +46,7 @@ FASTATTN_PURE int sequence_at(const int32_t* order, int place) {
   return order ? order[place] : place;
 }
 
-// Walks on to the sequence of tile number `tile`, or to `sequences` if there is no such tile.
+// Advances to the sequence of tile number `tile`, or to `sequences` if there is no such tile.
 // Sequence b has rows offsets[b] to offsets[b + 1].
 FASTATTN_PURE void advance_to(PackedTileScheduler& scheduler, const int32_t* offsets, int sequences,
                               int heads, int tile_rows, int tile, const int32_t* order = nullptr) {

@@ -1,4 +1,4 @@
-// A swizzled tile in shared memory: filled and emptied by TMA, multiplied by wgmma.
+// A swizzled tile in shared memory: loaded and stored by TMA, an operand of wgmma.
 #pragma once
 
 #include "sm90/ptx/mbarrier.cuh"
@@ -22,7 +22,7 @@ struct alignas(kTileAlignment) SharedTile {
 
   __device__ __forceinline__ uint32_t address() const { return ptx::shared_address(data); }
 
-  // One thread: announces the whole tile to `full` and starts the copies, one for each chunk.
+  // One thread: expects the whole tile's bytes at `full` and starts the copies, one for each chunk.
   __device__ __forceinline__ void load(const CUtensorMap* map, Barrier& full, int row, int head,
                                        int batch, uint64_t policy) {
     full.arrive_expect_bytes(kBytes);
@@ -44,8 +44,8 @@ struct alignas(kTileAlignment) SharedTile {
     ptx::cp_async_bulk_commit_group();
   }
 
-  // `threads` threads, of which this is number `thread`: zeroes rows [begin, end). Whole rows, so
-  // the swizzle does not matter. The caller fences before TMA or wgmma looks at them.
+  // Called by `threads` threads, of which this is number `thread`: zeroes rows [begin, end). Whole
+  // rows, so the swizzle does not matter. The caller fences before TMA or wgmma reads them.
   __device__ __forceinline__ void clear_rows(int begin, int end, int thread, int threads) {
     constexpr int kRowPieces = kRowBytes / kPieceBytes;
     const int pieces = (end - begin) * kRowPieces;

@@ -1,4 +1,4 @@
-// Tensor maps: what TMA knows of a [batch, heads, rows, columns] tensor of 16-bit elements with
+// Tensor maps: TMA descriptors of [batch, heads, rows, columns] tensors of 16-bit elements with
 // contiguous columns.
 #pragma once
 
@@ -23,7 +23,7 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The encoder is part of the driver, which is not there when this is linked.
+// The encoder is in the driver, which is not linked.
 inline EncodeTiled encoder() {
   static const EncodeTiled function = [] {
     constexpr unsigned kCudaVersion = 12000;
@@ -39,8 +39,8 @@ inline EncodeTiled encoder() {
 
 }  // namespace detail
 
-// A map whose boxes are one chunk of `box_rows` rows, swizzled. TMA wants the address and the
-// strides to be multiples of 16 bytes. False if the driver refuses.
+// Encodes a map whose boxes are one chunk of `box_rows` rows, swizzled. TMA needs an address and
+// strides that are multiples of 16 bytes. False if the driver refuses.
 inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const TensorView& view,
                               const TensorShape& shape, int box_rows) {
   constexpr int kElementBytes = 2;
@@ -48,7 +48,7 @@ inline bool encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, const 
   if (!encode) {
     return false;
   }
-  // The stride of a dimension of one element is never used, but checked all the same.
+  // The driver also checks the stride of a dimension of size 1, which is never used.
   const auto stride = [](int64_t elements, int size) {
     return static_cast<cuuint64_t>(size == 1 ? kPieceBytes : elements * kElementBytes);
   };

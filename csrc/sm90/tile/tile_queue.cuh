@@ -1,5 +1,5 @@
-// How a persistent thread block learns its next tile: one thread draws it, from a counter in global
-// memory or by fixed strides, and hands it to every other warp through a small ring in shared
+// The tile queue of a persistent thread block: one thread fetches tiles, from a counter in global
+// memory or with a fixed stride, and passes them to the other warps through a ring in shared
 // memory.
 #pragma once
 
@@ -7,26 +7,26 @@
 
 namespace fastattn::sm90 {
 
-// Draws tile numbers: this block's first one is blockIdx.x.
+// Tile numbers; this block's first one is blockIdx.x.
 struct TileSource {
   int* counter;  // zero at launch; null: every `blocks`-th tile
   int blocks;    // of the grid
 
-  // In two splits, so that memory can take its time to answer.
+  // In two steps, to overlap the latency of the atomic.
   __device__ __forceinline__ int draw(int tile) const {
     return counter ? atomicAdd(counter, 1) : tile;
   }
   __device__ __forceinline__ int drawn(int answer) const { return answer + blocks; }
 };
 
-// What is handed over; `row` < 0: there are no more tiles.
+// A tile; `row` < 0: there are no more tiles.
 struct TileInfo {
   int row;  // first query of the tile, counted inside its sequence
   int batch, head;
   int queries;  // rows of this sequence that are computed
   int keys;     // keys of this sequence that may be attended
-  int origin;   // the tensor's row that is the sequence's row 0; not 0 only if sequences are packed
-  int split;    // of the keys, where they are cut
+  int origin;   // the sequence's first row in the tensor, 0 unless packed
+  int split;    // of the keys, with split-KV
 };
 
 struct TileQueue {
@@ -43,7 +43,7 @@ struct TileQueue {
     }
   }
 
-  // The drawing thread.
+  // The fetching thread.
   __device__ __forceinline__ void put(Position& at, const TileInfo& info) {
     slots[at.index()].empty.wait(at.phase() ^ 1);
     infos[at.index()] = info;
@@ -60,8 +60,8 @@ struct TileQueue {
     return info;
   }
 
-  // A reader that is a whole warp and leaves the info where it is until it is done with the
-  // tile: registers are scarcer than slots.
+  // A reader that is a whole warp. It leaves the tile in its slot until it is done with it, to save
+  // registers.
   __device__ __forceinline__ const TileInfo& peek(const Position& at) {
     slots[at.index()].full.wait(at.phase());
     return infos[at.index()];

@@ -42,12 +42,12 @@ namespace fastattn::attention {
 // -- main kernel ---------------------------------------------------------------------------------
 template <class Traits>
 __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
-  constexpr int kTwoAnnouncements = 2;
-  shared.kv_full.init(kTwoAnnouncements);
+  constexpr int kTwoLoads = 2;
+  shared.kv_full.init(kTwoLoads);
   for (int stage = 0; stage < Traits::kStages; ++stage) {
-    shared.q_slots[stage].full.init(kTwoAnnouncements);
+    shared.q_slots[stage].full.init(kTwoLoads);
     shared.q_slots[stage].empty.init(Traits::kGroups);
-    shared.dout_full[stage].init(kTwoAnnouncements);
+    shared.dout_full[stage].init(kTwoLoads);
   }
   for (Slot& slot : shared.dq_slots) {
     slot.full.init(kWarpsPerGroup);
@@ -66,8 +66,7 @@ __device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
   ptx::fence_mbarrier_init();
 }
 
-// Block of keys number `number`: the first keys come first, which under a causal mask have the most
-// rows.
+// Block of keys number `number`, first keys first: under a causal mask they have the most rows.
 template <class Traits>
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, int number) {
   constexpr int kNoEnd = INT32_MAX;
@@ -85,7 +84,7 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, 
   work.first_key = block * Traits::kKeys;
   const Sequence sequence = sequence_of(args, batch, Traits::kRows);
   work.sequence = sequence;
-  // What follows a packed sequence's last row is not zero.
+  // The rows after a packed sequence's last one are not zero.
   work.plan =
       plan_rows(work.first_key, Traits::kKeys, sequence.bounds, sequence.queries, sequence.keys,
                 packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
   auto& shared = *reinterpret_cast<BackwardStorage<Traits>*>(shared_memory);
 
-  // Through a shuffle the compiler knows that these are the same for the whole warp.
+  // The shuffle tells the compiler that the value is the same in all lanes of a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (threadIdx.x == 0) {
     init_barriers<Traits>(shared);
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // -- launcher ------------------------------------------------------------------------------------
-// Key/value heads whose queries, output gradients and sums of dQ fit into the L2 cache together.
+// Key/value heads of an L2 swizzle group: their queries, output gradients and dQ sums fit into L2.
 inline int swizzle_group_heads(const BackwardProblem& p) {
   constexpr int64_t kCacheBytes = int64_t{40} << 20;
   const int64_t row_bytes = int64_t{2} * (p.head_dim + p.value_dim) + int64_t{4} * p.head_dim;

@@ -1,5 +1,5 @@
-// An additive mask on the backward's scores. It has come into the place that dS takes afterwards
-// (backward/storage.cuh); what TMA cannot read, consumers fetch themselves.
+// Adds an additive mask to the backward's scores. The mask is in the shared memory that dS
+// overwrites afterwards (backward/storage.cuh). Consumers load what TMA cannot read.
 #pragma once
 
 #include "attention/sm90/backward/layout.h"
@@ -8,7 +8,7 @@
 
 namespace fastattn::attention {
 
-// Where this warpgroup's keys of the mask lie, 128 bytes a row.
+// This warpgroup's keys of the mask, 128 bytes a row.
 template <class Traits>
 __device__ __forceinline__ char* own_bias(const BackwardPart<Traits>& own, int half) {
   const int row = has_one_row(own.args.mask) ? 0 : own.first_score_row();
@@ -16,7 +16,7 @@ __device__ __forceinline__ char* own_bias(const BackwardPart<Traits>& own, int h
          row * sm90::kRowBytes;
 }
 
-// -- fetching -------------------------------------------------------------------------------------
+// -- loading --------------------------------------------------------------------------------------
 template <class Word, class Traits>
 __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, int row_block) {
   constexpr int kLineKeys = sm90::kWarpRows;  // of a warp
@@ -27,7 +27,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
   const DenseMask& mask = args.mask;
   const int head = work.kv_head * args.heads_per_kv + own.metadata().step.head;
   const int own_key = own.thread.warp * kLineKeys + own.thread.lane % kLineKeys;
-  // Keys and rows that do not exist do as the last one does.
+  // Rows and keys past the end read the last one.
   const int key = smaller(work.first_key + own.first_own_key() + own_key, args.keys - 1);
   const Word* from = static_cast<const Word*>(mask.data) +
                      work.sequence.number * mask.batch_stride + head * mask.head_stride +
@@ -44,7 +44,8 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
   __syncwarp();
 }
 
-// What TMA cannot read: each warp fetches the keys that it will read, while there are registers.
+// For a mask that TMA cannot read: each warp loads the keys that it will use, before the products
+// need its registers.
 template <class Traits>
 __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
   if constexpr (Traits::kBias) {
@@ -63,8 +64,8 @@ __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int 
 }
 
 // -- adding ---------------------------------------------------------------------------------------
-// S = S * scale + mask, from rows of queries in 16 bits: what store_scores does, backwards. The
-// warp reads exactly what it will overwrite with dS.
+// S = S * scale + mask, for 16-bit masks, whose rows are queries: the inverse of store_scores. A
+// warp reads exactly what it overwrites with dS.
 template <class MaskElement, class Traits>
 __device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
                                           typename BackwardPart<Traits>::Scores& s) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
   __syncwarp();
 }
 
-// Of one of a warpgroup's keys, in its half of them.
+// Offset of one of a warpgroup's keys, in its half of them.
 __device__ __forceinline__ uint32_t float_offset(int row, int key) {
   constexpr int kPieceFloats = sm90::kPieceBytes / sizeof(float);
   constexpr int kRowFloats = sm90::kRowBytes / sizeof(float);
@@ -96,7 +97,7 @@ __device__ __forceinline__ uint32_t float_offset(int row, int key) {
          key % kPieceFloats * sizeof(float);
 }
 
-// The same in 32 bits. A warp touches every bank once.
+// The same in 32 bits. A warp accesses every bank once.
 template <class Traits>
 __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
                                            typename BackwardPart<Traits>::Scores& s) {
@@ -119,8 +120,8 @@ __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
   }
 }
 
-// Under an additive mask: scores in natural units, which may be as large as floats are. What the
-// mask blocks is masked later.
+// With an additive mask, scores are in natural units, as large as floats may be. Blocked pairs are
+// masked later.
 template <class Traits>
 __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
                                          typename BackwardPart<Traits>::Scores& s) {
@@ -143,9 +144,9 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
   }
 }
 
-// -- handing over the place -----------------------------------------------------------------------
-// Floats of the mask lie where other warps of the warpgroup store dS and P, and a row that serves
-// all where one of the warpgroups that share keys does: all have read theirs.
+// -- reuse of the shared memory -------------------------------------------------------------------
+// Other warps of the warpgroup store dS and P over floats of the mask, and other warpgroups over a
+// row that is broadcast: waits until all have read theirs.
 template <class Traits>
 __device__ __forceinline__ void sync_before_stores(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kBias) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ void sync_before_stores(const BackwardPart<Traits>& o
   }
 }
 
-// The place of dS that floats of an additive mask come into. One thread.
+// Releases the dS buffer that the next floats of an additive mask are loaded into. One thread.
 template <class Traits>
 __device__ __forceinline__ void release_scores(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kBias && Traits::kSplitsKeys) {

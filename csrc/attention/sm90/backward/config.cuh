@@ -1,5 +1,5 @@
-// The backward's blocks, how warpgroups share them, and what follows: the first file to read of its
-// kernels, whose overview is in attention_bwd_sm90.cuh.
+// The backward's blocks, their division among warpgroups, and the constants derived from them. Read
+// this file first; the overview of the kernels is in attention_bwd_sm90.cuh.
 #pragma once
 
 #include "attention/attention.h"
@@ -14,14 +14,15 @@ using sm90::kWarp;
 using sm90::kWarpgroup;
 using sm90::SharedTile;
 
-// How consumer warpgroups share a step.
+// How a step is divided among consumer warpgroups.
 enum class Split {
   kKeysAndRows,     // scores, dK and dV by keys, dQ by rows
   kKeysAndColumns,  // scores, dK and dV by keys, dQ^T = K^T dS^T by columns
   kRowsAndColumns,  // scores by rows, dK, dV and dQ^T by columns
 };
 
-// TFLOP/s were measured on an H200 with bf16, 16384 tokens, 2048 / head dim heads, without masks.
+// These kernels have not run on a GPU. TFLOP/s below were measured for other kernels on an H200,
+// with bf16, 16384 tokens and 2048 / head dim heads, without masks.
 struct BackwardConfig {
   int groups;  // consumer warpgroups
   int rows;    // queries of a block
@@ -33,16 +34,16 @@ struct BackwardConfig {
 constexpr BackwardConfig backward_config(int head_dim, bool dense) {
   switch (head_dim) {
     case 64:
-      if (dense) {  // four bytes spill with 232 registers
+      if (dense) {  // 232 registers would spill four bytes
         return {2, 128, 2, Split::kKeysAndRows, 24, 240};
       }
-      return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517
-    case 96:                                             // as 128, whose shared memory it needs
-    case 128:  // 593; 64 rows: 570; with 232 registers the compiler serialises the products
+      return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517 TFLOP/s
+    case 96:                                             // needs as much shared memory as 128
+    case 128:  // 593 TFLOP/s; 64 rows: 570; 232 registers would serialise wgmma
       return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
-    case 192:  // not measured: what fits
+    case 192:  // no figure: as much as fits
       return {3, 96, 1, Split::kRowsAndColumns, 32, 160};
-    case 256:  // not measured: what fits
+    case 256:  // no figure: as much as fits
       return {2, 64, 1, Split::kRowsAndColumns, 40, 232};
   }
   return {};
@@ -66,12 +67,12 @@ struct BackwardTraits {
   // Shared memory holds whole chunks of 64 columns.
   static constexpr int kColumns =
       (kHeadDim + sm90::kChunkColumns - 1) / sm90::kChunkColumns * sm90::kChunkColumns;
-  // Where columns are shared out, whole chunks of them.
+  // With columns divided among warpgroups: whole chunks of them.
   static constexpr int kGroupColumns = kColumns / kGroups;
   static constexpr int kGroupChunks = kGroupColumns / sm90::kChunkColumns;
   // Rows of a warpgroup's scores.
   static constexpr int kScoreRows = kSplitsKeys ? kRows : kRows / kGroups;
-  // What one warpgroup adds to dQ in a step.
+  // Floats that one warpgroup adds to dQ in a step.
   static constexpr int kChunkFloats = kRows * kColumns / kGroups;
 
   using RowTile = SharedTile<Element, kRows, kColumns>;
@@ -85,7 +86,7 @@ struct BackwardTraits {
   static_assert(kTransposesDq ? kGroupColumns % sm90::kChunkColumns == 0
                               : kRows == kGroups * kMmaRows,
                 "a warpgroup computes whole chunks of columns or 64 rows of dQ");
-  static_assert(kSplitsKeys || kHeadDim == kColumns, "columns are shared out without remainder");
+  static_assert(kSplitsKeys || kHeadDim == kColumns, "columns divide evenly among warpgroups");
   static_assert(kSplitsKeys ? kStages == 2 : kStages == 1,
                 "there are two buffers of dS, or the only Q guards the only P and dS");
   static_assert(!kTransposesDq || !kSplitsKeys || kGroupChunks == 1);

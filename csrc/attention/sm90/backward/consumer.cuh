@@ -1,5 +1,5 @@
-// A consumer warpgroup of the Hopper attention backward: a step's products and what lies between
-// them, in their order. See attention_bwd_sm90.cuh.
+// A consumer warpgroup of the Hopper attention backward: the products of a step and the arithmetic
+// between them. See attention_bwd_sm90.cuh.
 #pragma once
 
 #include "attention/sm90/backward/bias.cuh"
@@ -10,8 +10,8 @@
 
 namespace fastattn::attention {
 
-// One warpgroup. Products are issued by all of its threads together; one of them, the leader, hands
-// slots back, because a wgmma that is complete for one warp is complete for the warpgroup.
+// One warpgroup. All of its threads issue the products. One of them, the leader, releases slots: a
+// wgmma that is complete for one warp is complete for the warpgroup.
 template <class Traits>
 struct BackwardConsumer {
   using Element = typename Traits::Element;
@@ -22,7 +22,7 @@ struct BackwardConsumer {
   static constexpr int kKeys = Traits::kKeys;
   static constexpr int kHeadDim = Traits::kHeadDim;
   static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
-  // This warpgroup's part of everything, in units of the 64 rows of a wgmma: scores^T 64 keys x
+  // This warpgroup's part of each matrix, in units of the 64 rows of a wgmma: scores^T 64 keys x
   // kScoreRows, dK and dV 64 keys x kOwnColumns, dQ kDqParts times 64 x kDqWidth.
   static constexpr int kScoreRows = Traits::kScoreRows;
   static constexpr int kOwnColumns = kSplitsKeys ? kHeadDim : Traits::kGroupColumns;
@@ -38,7 +38,7 @@ struct BackwardConsumer {
   Part own;
   const bool leader;
 
-  // Descriptors of slot 0; the others are added to. Each begins at this warpgroup's part.
+  // Matrix descriptors of this warpgroup's part of slot 0; other slots are an offset away.
   const uint64_t k_rows, v_rows, q_rows, dout_rows;  // operands of scores: columns contiguous
   const uint64_t q_columns, dout_columns;            // operands of dK and dV: the same, transposed
   const uint64_t k_dq, ds_dq;                        // operands of dQ
@@ -103,7 +103,7 @@ struct BackwardConsumer {
   }
 
   // -- a step --------------------------------------------------------------------------------
-  // When its Q is there. Whether it was the last one, if the metadata beside it says so.
+  // Called when Q has been loaded. Returns whether this was the last step, if metadata says so.
   __device__ __forceinline__ bool take_rows(int row_block) {
     Scores rS, rDp;        // scores, then weights, and dP
     ScoreOperand rP, rDs;  // weights and dS as A operands
@@ -131,8 +131,8 @@ struct BackwardConsumer {
       issue_gradient(rDv, rP, dout_columns);
       sync_scores();
     } else {
-      // Nobody reads the last step's P and dS any more: this step's Q came into the only buffer
-      // after every warpgroup had handed it back.
+      // The last step's P and dS have been read: this step's Q was loaded into the only buffer
+      // after every warpgroup had released it.
       store_scores(shared.p.tile, rP);
       store_scores(shared.ds[slot()], rDs);
       sync_scores();
@@ -142,8 +142,8 @@ struct BackwardConsumer {
     ptx::wgmma_wait_group<1>();
     ptx::pin(rDv);
     ptx::pin(rP);
-    // Whoever hands Q back, and the metadata with it, waits for what all four warps issue after
-    // this.
+    // Read before Q is released, and the metadata with it: that waits for what all four warps issue
+    // after this.
     bool last = false;
     if constexpr (Traits::kDense) {
       last = own.metadata().last;
@@ -172,8 +172,8 @@ struct BackwardConsumer {
   // 64 keys x kScoreRows: K Q^T or V dO^T.
   __device__ __forceinline__ void issue_product(Scores& acc, uint64_t keys, uint64_t rows) {
     if constexpr (Traits::kStages == 1) {
-      // The same in every step, as are those that follow from them: there are no registers to keep
-      // all of them through the loop.
+      // Loop-invariant, like the descriptors derived from it: pinned, as there are no registers to
+      // keep all of these.
       ptx::pin(keys);
       ptx::pin(rows);
     }
@@ -204,7 +204,7 @@ struct BackwardConsumer {
     }
   }
 
-  // What this warpgroup has stored is there for all of them, and the others' for it.
+  // Makes this warpgroup's stores visible to the others, and theirs to it.
   __device__ __forceinline__ void sync_scores() {
     ptx::fence_proxy_async();
     own.sync_all();
@@ -226,7 +226,7 @@ struct BackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // ... or from everybody's.
+  // ... or from those of all warpgroups.
   __device__ __forceinline__ void issue_gradient(float (&acc)[kOwnColumns / 2],
                                                  const typename Traits::ScoreTile& scores,
                                                  uint64_t rows) {
@@ -267,7 +267,7 @@ struct BackwardConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Four floats of every thread side by side: no bank is asked twice.
+  // Each thread stores four floats at a time, side by side: no bank conflicts.
   __device__ __forceinline__ void store_dq(const DqPart (&parts)[kDqParts]) {
     Slot& slot = shared.dq_slots[own.group];
     slot.empty.wait(dq_position().phase() ^ 1);
@@ -287,10 +287,10 @@ struct BackwardConsumer {
     }
   }
 
-  // A step fills one stage and one buffer of dQ: both count steps.
+  // Each step fills one stage and one buffer of dQ, so both count steps.
   __device__ __forceinline__ RingPosition<1> dq_position() const { return {own.stage.passed}; }
 
-  // Whoever hands back Q is done with everything of the step.
+  // Releasing Q releases everything that the step has loaded.
   __device__ __forceinline__ void release_rows() {
     if (leader) {
       shared.q_slots[slot()].empty.arrive();

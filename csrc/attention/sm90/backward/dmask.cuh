@@ -1,12 +1,13 @@
-// The gradient of an additive mask: dS, added up over what the mask is broadcast over. A thread
-// block owns a tile of the mask's gradient and computes scores, weights and dS once more for every
-// pair of blocks that it stands for, in their order: the same bits in every run. Pairs that nothing
-// allows are left out one by one, so that NaN in dead rows and keys goes nowhere. Where tiles are
-// few, each is cut into parts, and another kernel adds these.
+// The gradient of an additive mask: dS, summed over the dimensions that the mask is broadcast over.
+// A thread block owns a tile of the gradient. It recomputes scores, weights and dS for every pair
+// of blocks that the tile sums over, in a fixed order, so that results are bitwise reproducible.
+// Pairs that are not allowed are left out one by one, so that NaN in dead rows and keys does not
+// spread. Where tiles are few, thread blocks split the sum of a tile, and another kernel adds the
+// splits.
 //
-// delta of the first launch carries the rounding of the output. Where that shows, in gradients more
-// precise than the output and in sums over all keys, which vanish in theory, the same kernel first
-// computes delta anew: it is the sum over keys of P dP.
+// delta of the first launch contains the rounding error of the output. It shows in gradients more
+// precise than the output, and in sums over all keys, which are zero in theory. For these, the same
+// kernel first recomputes delta as the sum over keys of P dP.
 #pragma once
 
 #include "attention/key_range.h"
@@ -62,35 +63,35 @@ struct DmaskTiles {
   typename Traits::KeyTile k, v;
 };
 
-// A row is four floats longer: the threads of a warp write to different banks.
+// Rows are padded by four floats: the threads of a warp write to different banks.
 template <class Traits>
 using DmaskSum = float[Traits::kRows][Traits::kKeys + 4];
 
 template <class Traits>
 struct DmaskStorage {
-  // When the last products are complete, the sums take the place of the tiles.
+  // The sums reuse the tiles' memory after the last products.
   union {
     DmaskTiles<Traits> tiles[Traits::kStages];
     DmaskSum<Traits> sum;
   };
-  // The mask's part of the scores: 64 keys in 16 bits, or 32 keys in 32 bits and the other 32.
+  // The mask for the tile: 64 keys in 16 bits, or 32 keys in 32 bits and the other 32.
   alignas(sm90::kTileAlignment) char bias[2][Traits::kRows * sm90::kRowBytes];
-  // Full when TMA has brought the four tiles, empty when one thread of each consumer warpgroup has
-  // seen the products that read them complete.
+  // Full when TMA has written the four tiles, empty when one thread of each consumer warpgroup has
+  // waited for the products that read them.
   Slot slots[Traits::kStages];
-  // Full when TMA has brought the mask, empty when all warps have read it.
+  // Full when TMA has written the mask, empty when all warps have read it.
   Slot bias_slot;
 };
 
 struct DmaskArguments {
   CUtensorMap q_map, k_map, v_map, dout_map;
-  CUtensorMap bias_map;  // as 16-bit columns: a float is two
-  bool bias_by_tma;      // by TMA; otherwise consumers fetch it
-  // Natural logarithms, and both padded: rows of a head are `lse_delta_rows` apart.
+  CUtensorMap bias_map;  // as 16-bit columns, two per float
+  bool bias_by_tma;      // otherwise consumers load it
+  // Natural logarithms. Both are padded: the rows of a head are `lse_delta_rows` long.
   const float *lse, *delta;  // delta may be null: 0
   int64_t lse_delta_rows;
-  const float* dlse;         // [batch, heads, queries], taken from the result; may be null
-  const uint32_t* row_keys;  // dropout's, a word for two rows of the statistics
+  const float* dlse;         // [batch, heads, queries], subtracted from the result; may be null
+  const uint32_t* row_keys;  // dropout's, a word for every two rows of lse and delta
   int batch, heads, heads_per_kv;
   int queries, keys;
   Lengths query_lengths, key_lengths;
@@ -101,15 +102,15 @@ struct DmaskArguments {
   float scale;
 };
 
-// A pair of blocks that a tile stands for: along the dimensions that are summed over all there are,
-// in the others the tile's own place.
+// A pair of blocks that a tile sums over: any along the summed dimensions, the tile's own along the
+// others.
 struct DmaskItem {
   int batch, head, row, key;  // row and key: the first of the block
 };
 
 struct DmaskLoop {
-  int batches, heads, row_tiles, key_tiles;  // that one tile stands for
-  int batch, head, row_tile, key_tile;       // the tile's own place, 0 where it is summed over
+  int batches, heads, row_tiles, key_tiles;  // that one tile sums over
+  int batch, head, row_tile, key_tile;       // the tile's position, 0 where summed
 };
 
 template <class Traits>
@@ -145,7 +146,7 @@ __device__ __forceinline__ DmaskItem item_of(const DmaskLoop& loop, int number) 
   return item;
 }
 
-// The items of a thread block: its part of the tile's.
+// The items of a thread block: its split of the tile's.
 template <class Traits>
 __device__ __forceinline__ Range items_of(const DmaskArguments& args, const DmaskLoop& loop) {
   const int64_t all = int64_t{1} * loop.batches * loop.heads * loop.row_tiles * loop.key_tiles;
@@ -154,7 +155,7 @@ __device__ __forceinline__ Range items_of(const DmaskArguments& args, const Dmas
           static_cast<int>(all * (split + 1) / args.dmask.splits)};
 }
 
-// Whether lengths and the bounds allow any pair of an item.
+// Whether lengths and bounds allow any pair of an item.
 template <class Traits>
 __device__ __forceinline__ bool has_pairs(const DmaskArguments& args, const DmaskItem& item) {
   const int queries = clamped_length(args.query_lengths, item.batch, args.queries);
@@ -287,7 +288,7 @@ struct DmaskConsumer {
     bias.advance();
   }
 
-  // What TMA cannot read: each warp fetches its 16 rows of the mask while the products run.
+  // For a mask that TMA cannot read: each warp loads its 16 rows while the products run.
   template <class Word>
   __device__ __forceinline__ void fetch_bias(const DmaskItem& item) {
     constexpr int kPieceKeys = sm90::kPieceBytes / sizeof(Word);
@@ -299,7 +300,7 @@ struct DmaskConsumer {
 #pragma unroll 8
     for (int i = thread.lane; i < sm90::kWarpRows * kKeys; i += kWarp) {
       const int line = own_row + i / kKeys, key = i % kKeys;
-      // Rows and keys that do not exist do as the last one does.
+      // Rows and keys past the end read the last one.
       const Word word = from[smaller(item.row + line, args.queries - 1) * mask.row_stride +
                              smaller(item.key + key, args.keys - 1) * mask.column_stride];
       char* to = shared.bias[key / kRowKeys] +
@@ -344,7 +345,7 @@ struct DmaskConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = item.row + group * kMmaRows + thread.upper_row() + half * sm90::kRowStep;
-      // Rows and keys that do not exist do as the last one does.
+      // Rows and keys past the end read the last one.
       const int existing = smaller(row, args.queries - 1);
       lse[half] = args.lse[head + existing];
       delta[half] = args.delta ? args.delta[head + existing] : 0.0f;
@@ -359,7 +360,7 @@ struct DmaskConsumer {
     for (int i = 0; i < kCount / 2; ++i) {
       const int octet = i / 2, half = i % 2;
       const int place = octet * kOctetBytes;
-      // The swizzle is a xor, and so is the step to another octet.
+      // The swizzle is an xor, and so is the offset of another octet.
       const char* from =
           shared.bias[place / sm90::kRowBytes] + (first[half] ^ place % sm90::kRowBytes);
       const float2 pair = pair_of(reinterpret_cast<const MaskElement*>(from));
@@ -380,7 +381,7 @@ struct DmaskConsumer {
     }
   }
 
-  // Dropout's words for this thread's scores, see dropout_sm90.cuh: two of every 16 keys.
+  // Dropout's random words for this thread's scores, see dropout_sm90.cuh: two for every 16 keys.
   __device__ __forceinline__ void draw_words(const DmaskItem& item,
                                              uint32_t (&words)[kWords]) const {
     if constexpr (Traits::kDropout) {
@@ -398,16 +399,15 @@ struct DmaskConsumer {
       }
     }
   }
-  // At the threshold that drops all the keep scale is 0.
+  // If the threshold drops everything, the keep scale is 0.
   __device__ __forceinline__ bool is_kept(uint32_t word, int byte) const {
     return word << (24 - 8 * byte) >= static_cast<uint32_t>(args.dropout.threshold) << 24;
   }
 
-  // Through shared memory, so that rows and keys can be summed over and neighbours written
-  // together.
+  // Through shared memory, to sum over rows and keys and to coalesce the stores.
   __device__ __forceinline__ void write_sum(const DmaskLoop& loop) {
     constexpr int kBarrier = 1, kConsumers = Traits::kGroups * kWarpgroup;
-    // Both warpgroups' products are complete.
+    // Waits until both warpgroups' products are complete.
     ptx::bar_sync(kBarrier, kConsumers);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -444,7 +444,7 @@ struct DmaskConsumer {
     }
   }
 
-  // Into the result, or into the part's own copy of it.
+  // Stores into the result, or into the split's partial gradient.
   static __device__ __forceinline__ void store(const MaskGradient& dmask, int split,
                                                const DmaskItem& at, float value) {
     const int* sizes = dmask.sizes;
@@ -487,14 +487,14 @@ __global__ void __launch_bounds__(kAddSplitsThreads)
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_bwd_dmask_kernel(const __grid_constant__ DmaskArguments args) {
-  constexpr int kTileAnnouncements = 4;
+  constexpr int kTileLoads = 4;
   extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
   auto& shared = *reinterpret_cast<DmaskStorage<Traits>*>(shared_memory);
-  // Through a shuffle the compiler knows that it is the same for the whole warp.
+  // The shuffle tells the compiler that the value is the same in all lanes of a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (threadIdx.x == 0) {
     for (Slot& slot : shared.slots) {
-      slot.full.init(kTileAnnouncements);
+      slot.full.init(kTileLoads);
       slot.empty.init(Traits::kGroups);
     }
     shared.bias_slot.full.init(1);

@@ -25,7 +25,7 @@ cudaError_t launch_dmask_tiles(const DmaskArguments& args, int device, cudaStrea
   return launch(kernel, tiles, Traits::kThreads, sizeof(Shared), stream, args, false);
 }
 
-// After the launches that leave and read the statistics in `args`.
+// Called after the launches that write and read lse and delta in `args`.
 template <DType kType, int kHeadDim, bool kDropout>
 const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args, int device,
                          cudaStream_t stream) {

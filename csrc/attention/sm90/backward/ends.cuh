@@ -1,5 +1,5 @@
-// The launches before and after the main kernel of the Hopper attention backward: the statistics of
-// rows, and dQ out of its sums. See attention_bwd_sm90.cuh.
+// The launches before and after the main kernel of the Hopper attention backward: lse and delta of
+// the rows, and the conversion of the dQ sums. See attention_bwd_sm90.cuh.
 #pragma once
 
 #include "attention/sm90/backward/config.cuh"
@@ -13,7 +13,7 @@ namespace fastattn::attention {
 
 namespace ptx = sm90::ptx;
 
-// 16 bytes of a row, one access to memory.
+// 16 bytes of a row: one memory access.
 template <class Element>
 struct alignas(sm90::kPieceBytes) Piece {
   static constexpr int kColumns = sm90::kPieceBytes / sizeof(Element);
@@ -23,8 +23,8 @@ struct alignas(sm90::kPieceBytes) Piece {
 // -- prepare -------------------------------------------------------------------------------------
 constexpr int kPrepareThreads = 256;
 
-// A thread block computes the statistics of one block of rows. A dead row, and one past the end,
-// gets lse +inf, which makes its weights 0, and delta 0.
+// A thread block computes lse and delta of one block of rows. A dead row, or one past the end, gets
+// lse +inf, which makes its weights 0, and delta 0.
 template <class Traits>
 __global__ void __launch_bounds__(kPrepareThreads)
     attention_bwd_prepare_kernel(const __grid_constant__ BackwardArguments args) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 // -- finish --------------------------------------------------------------------------------------
 constexpr int kFinishThreads = 256;
 
-// Rows of dQ. Each is a piece longer: neighbouring rows begin at different banks.
+// Rows of dQ, padded by one piece so that adjacent rows start at different banks.
 template <class Traits>
 using RowStage =
     typename Traits::Element[Traits::kRows]
@@ -120,8 +120,8 @@ __device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const
                             sequence.keys, Traits::kKeys));
 }
 
-// A thread block converts one block of rows of dQ, a sum in the order of the consumers' registers,
-// into rows of the result.
+// A thread block converts one block of rows of dQ from the consumers' register order to rows of the
+// result.
 template <class Traits>
 __global__ void __launch_bounds__(kFinishThreads)
     attention_bwd_finish_kernel(const __grid_constant__ BackwardArguments args) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   constexpr int kRowPieces = Traits::kColumns / kPieceColumns;
   extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
   auto& rows = *reinterpret_cast<RowStage<Traits>*>(shared_memory);
-  static_assert(sizeof(rows) <= 48 * 1024, "more would have to be asked for");
+  static_assert(sizeof(rows) <= 48 * 1024, "more than the default limit of shared memory");
 
   const RowBlock block = row_block_of(args, blockIdx.x, Traits::kRows);
   const Sequence& sequence = block.sequence;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     for (int at = threadIdx.x; at < Traits::kGroups * kFours; at += kFinishThreads) {
       const float4 four = sum[at];
       const float values[] = {four.x, four.y, four.z, four.w};
-      // The parts of all warpgroups follow each other, as do rows or columns of dQ.
+      // The parts of all warpgroups follow each other, in rows or in columns of dQ.
       const int part = 4 * at / kPartFloats;
       const SumElement first = sum_element(4 * at - part * kPartFloats);
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the backward's launchers share: a launch that may begin early, and an additive mask as a
-// tensor map.
+// Shared by the backward's launchers: programmatic dependent launch, and the tensor map of an
+// additive mask.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@ namespace fastattn::attention {
 constexpr const char* kRefusedMap =
     "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
 
-// dependent: the kernel waits for the one before it by itself.
+// dependent: the kernel may start before the previous one ends, and waits for it itself.
 template <class Kernel, class Arguments>
 cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
                    const Arguments& args, bool dependent) {
@@ -30,7 +30,7 @@ cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cud
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// Whether the copy engine can bring an additive mask from where it is.
+// Whether TMA can read an additive mask in place.
 inline bool readable_by_tma(const DenseMask& mask, int keys) {
   const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
   const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
@@ -39,7 +39,8 @@ inline bool readable_by_tma(const DenseMask& mask, int keys) {
          reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
 }
 
-// An additive mask as 16-bit columns. Where one row serves all, boxes have one.
+// The tensor map of an additive mask as 16-bit columns. If the mask is broadcast over rows, its
+// boxes have one row.
 inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
                         int box_rows) {
   const int halves = mask.type == MaskType::kFloat32 ? 2 : 1;

@@ -1,5 +1,5 @@
-// Where the backward's registers go: dS through shared memory, dQ through global memory in the
-// order of the registers that held it. What the kernels compute and the tests check.
+// Layouts of the backward's accumulators: dS in shared memory, dQ in global memory in register
+// order. Kernels and tests share these functions.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,10 @@
 
 namespace fastattn::attention {
 
-// A warp's accumulators hold 16 keys of dS^T in rows of keys. Four transposed 8 x 8 matrices, the
-// upper and the lower 8 keys of 8 queries, then of the next 8, become 16 rows of queries: where
-// `lane` has its row of them, in the 64 columns of the warpgroup's keys. one_row: all rows are one.
+// A warp's accumulators hold 16 keys of dS^T, one key per row. Four transposed 8 x 8 matrices (keys
+// 0 to 7 and 8 to 15 of 8 queries, then of the next 8) become 16 rows of queries. Returns the
+// offset of `lane`'s row within the 64 columns of the warpgroup's keys. one_row: all rows are the
+// same.
 FASTATTN_PURE uint32_t scores_offset(int warp, int lane, bool one_row = false) {
   constexpr int kMatrix = 8, kPiecesPerWarp = 2;
   const int row = one_row ? 0 : lane % kMatrix + lane / (2 * kMatrix) * kMatrix;
@@ -18,8 +19,8 @@ FASTATTN_PURE uint32_t scores_offset(int warp, int lane, bool one_row = false) {
   return sm90::swizzled_offset(row, piece);
 }
 
-// The element of a 64 x N accumulator that number `number` of a sum is: four registers of every
-// thread of the warpgroup side by side, then the next four.
+// The element of a 64 x N accumulator at index `number` of a dQ sum: four registers of every thread
+// of the warpgroup side by side, then the next four.
 struct SumElement {
   int row, column;
 };

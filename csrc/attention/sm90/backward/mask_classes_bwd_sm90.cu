@@ -1,4 +1,4 @@
-// The launcher of backward/mask_classes_bwd_sm90.cuh.
+// Launches backward/mask_classes_bwd_sm90.cuh.
 #include "attention/sm90/backward/mask_classes_bwd_sm90.cuh"
 
 namespace fastattn::attention {

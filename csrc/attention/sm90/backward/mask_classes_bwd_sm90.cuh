@@ -1,5 +1,5 @@
-// A dense mask as the backward sees it: transposed, and in each block of rows the tiles of keys
-// that add to dQ in their order.
+// The backward's view of a dense mask: transposed, with the order in which tiles of keys add to the
+// dQ of each block of rows.
 #pragma once
 
 #include <utility>
@@ -27,13 +27,13 @@ static __global__ void rank_tiles_kernel(MaskLayout layout, BlockClass* classes)
   }
 }
 
-// The same mask with rows and columns in each other's place.
+// The mask with rows and columns swapped.
 inline DenseMask transposed(DenseMask mask) {
   std::swap(mask.row_stride, mask.column_stride);
   std::swap(mask.tile_strides[2], mask.tile_strides[3]);
   return mask;
 }
-// j is right of i's diagonal where i is left of j's.
+// Key j is to the right of row i's diagonal where i is to the left of j's.
 inline Bounds transposed(const Bounds& bounds) {
   return {bounds.right, bounds.left, -bounds.diagonal};
 }

@@ -1,5 +1,5 @@
-// What the backward's restrictions do to its operands: pairs that are not allowed get P and dS of
-// 0; rows and keys that nothing may read are zeroed, whatever they hold.
+// Applies the backward's restrictions to its operands: pairs that are not allowed get P and dS of
+// 0; dead rows and keys are zeroed, whatever they hold.
 #pragma once
 
 #include "attention/sm90/backward/part.cuh"
@@ -13,13 +13,13 @@ template <class Traits>
 __device__ __forceinline__ bool needs_mask(const BackwardPart<Traits>& own, int row_block) {
   const KeyBlock& work = own.shared.work;
   if constexpr (Traits::kDense) {
-    // Classes know nothing of keys that do not exist.
+    // Classes do not cover keys past the end.
     return own.is_changed() || work.first_key + Traits::kKeys > work.sequence.keys;
   }
   return !contains(work.plan.full, row_block);
 }
 
-// Which of this thread's rows from the first one on a dense mask lets attend a key.
+// The bits of a dense mask for a key and this thread's rows, from the first one on.
 template <class Traits>
 struct DenseBits {
   static constexpr int kWords = (Traits::kScoreRows + kWordKeys - 1) / kWordKeys;
@@ -40,7 +40,7 @@ __device__ __forceinline__ DenseBits<Traits> dense_bits(const BackwardPart<Trait
     const MaskLayout& layout = args.mask.layout;
     const KeyBlock& work = own.shared.work;
     const int head = work.kv_head * args.heads_per_kv + own.metadata().step.head;
-    // Keys that do not exist do as the last one does.
+    // Keys past the end read the last one.
     const uint32_t* bits =
         args.mask.bits + bits_at(layout, mask_head(layout, work.sequence.number, head),
                                  smaller(key, args.keys - 1), row_block);
@@ -55,8 +55,9 @@ __device__ __forceinline__ DenseBits<Traits> dense_bits(const BackwardPart<Trait
   return result;
 }
 
-// P and dS become 0 where the pair is not allowed, whatever they are: a weight that no row knows of
-// may be inf. As operands they take half the registers, and nothing else is alive.
+// Sets P and dS to 0 where the pair is not allowed, whatever they are: such a weight may be inf, as
+// lse does not include it. As operands they take half the registers, at a point where little else
+// is live.
 template <class Traits>
 __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
                                               typename BackwardPart<Traits>::ScoreOperand& rP,
@@ -83,9 +84,9 @@ __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
   }
 }
 
-// -- what nothing may read ------------------------------------------------------------------------
-// Weights of dead rows and keys are 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does it
-// for itself before it reads a block; they write the same.
+// -- dead rows and keys ---------------------------------------------------------------------------
+// Dead rows and keys have weight 0, but 0 * NaN is NaN: they are zeroed. Every warpgroup does so
+// before it reads a block; all write the same values.
 template <class Traits>
 __device__ __forceinline__ void fence_for_wgmma(const BackwardPart<Traits>& own) {
   ptx::fence_proxy_async();
@@ -138,7 +139,7 @@ __device__ __forceinline__ bool has_row(const BackwardPart<Traits>& own, int own
   return false;
 }
 
-// A thread looks for one row that may attend its key.
+// Each thread searches for a row that may attend its key.
 template <class Traits>
 __device__ __forceinline__ void clear_keys_without_rows(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kDense) {
@@ -166,8 +167,8 @@ __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& own)
   }
   constexpr int kKeys = Traits::kKeys;
   const Range live = own.shared.work.plan.keys;
-  // Past the tensor's end TMA has zeroed already; the end of a packed sequence is another's
-  // beginning.
+  // TMA has zero-filled keys past the end of the tensor, but after a packed sequence it has loaded
+  // keys of the next one.
   const int rows = own.args.packing.key_offsets
                        ? kKeys
                        : smaller(own.args.keys - own.shared.work.first_key, kKeys);
@@ -179,7 +180,7 @@ __device__ __forceinline__ void clear_dead_keys(const BackwardPart<Traits>& own)
   }
 }
 
-// When Q is there.
+// Called when Q has been loaded.
 template <class Traits>
 __device__ __forceinline__ void clear_dead_rows(const BackwardPart<Traits>& own, int row_block) {
   if constexpr (Traits::kDense) {

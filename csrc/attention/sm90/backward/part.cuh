@@ -1,6 +1,6 @@
-// A consumer warpgroup's view of the backward's main kernel: its share of every tile and its
-// position. The parts of its work take it as an argument: bias.cuh, masks.cuh, weights.cuh, and
-// consumer.cuh with the products.
+// A consumer warpgroup's part of the backward's main kernel: its share of every tile, and its
+// position in the ring. Argument of the functions in bias.cuh, masks.cuh, weights.cuh and
+// consumer.cuh.
 #pragma once
 
 #include "attention/sm90/backward/storage.cuh"
@@ -41,8 +41,8 @@ struct BackwardPart {
     return kSplitsKeys ? 0 : group * kScoreRows;
   }
 
-  // Under an additive mask no register is left to keep what follows from the thread's place through
-  // the loop: pinned, it is computed where it is needed.
+  // With an additive mask there are no registers for values derived from the lane: pinned, they are
+  // recomputed where they are needed.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
     if constexpr (Traits::kBias) {
@@ -51,7 +51,7 @@ struct BackwardPart {
     return {thread.warp, static_cast<int>(lane[0])};
   }
 
-  // Under a dense mask: what there is to know of the step.
+  // Under a dense mask: metadata of the step.
   __device__ __forceinline__ const StepMetadata& metadata() const {
     return shared.dense.metadata[stage.index()];
   }
@@ -60,7 +60,7 @@ struct BackwardPart {
     return metadata().flags >> (kSplitsKeys ? group : 0) & 1;
   }
 
-  // Its four warps.
+  // Barrier of the warpgroup's four warps, and of all consumer warpgroups.
   __device__ __forceinline__ void sync() const { ptx::bar_sync(kGroupBarrier + group, kWarpgroup); }
   __device__ __forceinline__ void sync_all() const {
     ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);

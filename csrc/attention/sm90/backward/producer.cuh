@@ -1,4 +1,4 @@
-// The warps of the Hopper attention backward that move data: one thread loads, another one for each
+// The producer warps of the Hopper attention backward: one thread loads, another one for each
 // consumer warpgroup adds its part of dQ to the sum in global memory. See attention_bwd_sm90.cuh.
 #pragma once
 
@@ -12,7 +12,8 @@ namespace fastattn::attention {
 namespace ptx = sm90::ptx;
 
 // -- load warp -----------------------------------------------------------------------------------
-// One thread: announces a row of statistics to `full` and starts its copy.
+// One thread: starts the copy of lse or delta of a block of rows, with its arrival and bytes at
+// `full`.
 template <int kCount>
 __device__ __forceinline__ void load_row_values(float (&to)[kCount], const float* from,
                                                 Barrier& full) {
@@ -21,7 +22,7 @@ __device__ __forceinline__ void load_row_values(float (&to)[kCount], const float
   ptx::cp_async_bulk_load(ptx::shared_address(to), from, kBytes, full.address());
 }
 
-// One thread: an additive mask for the keys whose scores it changes.
+// One thread: loads an additive mask for the groups of keys whose scores it changes.
 template <class Traits>
 __device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
                                           const BackwardArguments& args,
@@ -36,7 +37,7 @@ __device__ __forceinline__ void load_bias(BackwardStorage<Traits>& shared,
     const RingPosition<1> step = {stage.passed};
     shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
   }
-  // Heads that share a mask run at about the same time.
+  // Heads that share a mask are computed at about the same time.
   const uint64_t policy = layout.heads > 1 ? ptx::kEvictFirst : ptx::kEvictLast;
   Barrier& full = shared.bias.full[stage.index()];
   const int row = one_row ? 0 : metadata.step.row_block * Traits::kRows;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
 }
 
 // -- dQ warps ------------------------------------------------------------------------------------
-// How many blocks of keys add to a step's block of rows before this one.
+// The number of blocks of keys that add to a step's block of rows before this one.
 template <class Traits>
 __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args,
                                                    const KeyBlock& work, Step step) {
@@ -129,9 +130,9 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
   return work.first_key / Traits::kKeys - added.begin;
 }
 
-// One thread for each consumer warpgroup: adds its part of dQ to the sum in global memory. Blocks
-// of keys take turns in their order, the first one stores. Blocks are drawn in this order too, so
-// that whoever is waited for is running.
+// One thread for each consumer warpgroup: adds its part of dQ to the sum in global memory. A dQ
+// semaphore makes the blocks of keys add in order; the first one stores. Thread blocks draw blocks
+// of keys in the same order, so that the block that is waited for is already running.
 template <class Traits>
 __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
     if (args.dq_semaphores) {
       int* semaphore = args.dq_semaphores + chunk;
       const int rank = rank_among_visitors<Traits>(args, work, step);
-      // Before the sum is there: what asking takes is hidden behind the products.
+      // Polls before dQ is ready: the latency overlaps with the products.
       while (ptx::load_acquire(semaphore) != rank) {
       }
       ptx::fence_proxy_async_global();

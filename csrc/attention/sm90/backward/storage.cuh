@@ -1,4 +1,4 @@
-// Shared memory of the backward's main kernel, and the barriers that its roles meet at.
+// Shared memory and barriers of the backward's main kernel.
 #pragma once
 
 #include "attention/sm90/backward/config.cuh"
@@ -19,8 +19,8 @@ struct WeightStage {
 template <class Traits>
 struct WeightStage<Traits, false> {};
 
-// Dropout's row keys of the block that lies in the same slot of Q, with which they come, and for
-// each warpgroup the column keys of its 64 keys.
+// Dropout: row keys of the block in the same slot of Q, loaded with Q, and for each warpgroup the
+// column keys of its 64 keys.
 template <class Traits, bool kDropout = Traits::kDropout>
 struct DropoutRows {
   alignas(16) uint32_t rows[Traits::kStages][dropout::units(Traits::kRows)];
@@ -29,8 +29,8 @@ struct DropoutRows {
 template <class Traits>
 struct DropoutRows<Traits, false> {};
 
-// Under a dense mask: the step in the same slot of Q, with which it comes, and for each warpgroup
-// which of its keys some row may attend.
+// Under a dense mask: metadata of the step in the same slot of Q, written before Q is loaded, and
+// for each warpgroup which of its keys are live.
 struct StepMetadata {
   Step step;
   bool last;
@@ -45,10 +45,11 @@ struct StepMetadataRing {
 template <class Traits>
 struct StepMetadataRing<Traits, false> {};
 
-// An additive mask comes into the place that dS takes afterwards: a block of rows of 64 keys has as
-// many bytes there. In 32 bits that is 32 keys, and the other 32 come into a second place: where dS
-// of the step before was, or else where P comes. Full when TMA has brought what the step's metadata
-// says; `scores_read` when the dQ products of every warpgroup have read dS.
+// An additive mask is loaded into the buffer that dS overwrites afterwards: for 64 keys, a block of
+// rows takes as many bytes. In 32 bits these are 32 keys, and the other 32 are loaded into a second
+// buffer: that of the previous step's dS, or else that of P. Full when TMA has written the groups
+// of keys that the step's metadata names; `scores_read` completes when the dQ products of every
+// warpgroup have read dS.
 template <class Traits, bool kBias = Traits::kBias>
 struct BiasBarriers {
   Barrier full[Traits::kStages];
@@ -66,13 +67,13 @@ struct BackwardStorage {
   alignas(16) float dq[Traits::kGroups][Traits::kChunkFloats];
   alignas(16) float lse2[Traits::kStages][Traits::kRows], delta[Traits::kStages][Traits::kRows];
 
-  // Full when TMA has brought the bytes of both tiles, or of a tile and its rows' statistics; empty
-  // when one thread of each consumer warpgroup has seen the products that read it complete. Those
-  // with Q are a step's last: who hands it back hands back dO, and whatever else the step had.
+  // Full when TMA has written both tiles, or a tile and its rows' lse or delta; empty when one
+  // thread of each consumer warpgroup has waited for the products that read it. The products with Q
+  // are the last ones of a step: releasing Q releases dO and everything else of the step.
   Barrier kv_full;
   Slot q_slots[Traits::kStages];
   Barrier dout_full[Traits::kStages];
-  // Full when the four warps have written, empty when the addition has read.
+  // Full when the four warps have written, empty when the bulk addition has read.
   Slot dq_slots[Traits::kGroups];
   // Complete from the start: a wait that always passes, see weigh.
   Barrier passed;
@@ -81,7 +82,7 @@ struct BackwardStorage {
   StepMetadataRing<Traits> dense;
   BiasBarriers<Traits> bias;
 
-  // Where 64 keys of an additive mask lie, or the first or second 32 of them.
+  // The buffer of 64 keys of an additive mask, or of the first or second 32 of them.
   __device__ __forceinline__ char* bias_place(int stage, int keys_group, int half) {
     typename Traits::ScoreTile* tile = &ds[stage];
     if constexpr (Traits::kSplitsKeys) {
@@ -95,6 +96,6 @@ struct BackwardStorage {
 
 // Named barriers; 0 is __syncthreads.
 constexpr int kScoresBarrier = 1;  // all warpgroups have written dS
-constexpr int kGroupBarrier = 2;   // + warpgroup: its four warps meet
+constexpr int kGroupBarrier = 2;   // + warpgroup: syncs its four warps
 
 }  // namespace fastattn::attention

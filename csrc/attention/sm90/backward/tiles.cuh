@@ -1,5 +1,5 @@
-// The backward's arguments, and what a thread block computes: a block of keys of one sequence, the
-// blocks of rows that it visits, and how numbers lead to them. Every role asks the same functions.
+// The backward's arguments; what a thread block computes (a block of keys of one sequence, and the
+// blocks of rows that it visits); the tile scheduler. All warp roles call the same functions.
 #pragma once
 
 #include "attention/attention.h"
@@ -13,14 +13,14 @@ namespace fastattn::attention {
 
 struct BackwardArguments {
   CUtensorMap q_map, k_map, v_map, dout_map;
-  CUtensorMap bias_map;              // an additive mask as 16-bit columns: a float is two
-  TensorView out, dout, dq, dk, dv;  // data of a gradient may be null: nobody wants it
+  CUtensorMap bias_map;              // an additive mask as 16-bit columns, two per float
+  TensorView out, dout, dq, dk, dv;  // a gradient that is not needed has null data
   const float *lse, *dlse;           // [batch, heads, queries]; dlse may be null
   // [batch, heads, row_blocks * rows of a block]; under an additive mask lse2 is in natural units.
   float *lse2, *delta;
-  uint32_t* row_keys;  // dropout's, a word for two rows
+  uint32_t* row_keys;  // dropout's, a word for every two rows
   float* dq_sum;       // [batch, heads, row_blocks, groups, kChunkFloats]
-  int* dq_semaphores;  // [batch, heads, row_blocks, groups]; null: in any order
+  int* dq_semaphores;  // [batch, heads, row_blocks, groups]; null: any order
   int* counter;
   int heads, heads_per_kv;
   int queries, keys, head_dim, value_dim;
@@ -30,23 +30,23 @@ struct BackwardArguments {
   Bounds bounds;
   Dropout dropout;
   DenseMask mask;
-  bool bias_by_tma;  // by TMA; otherwise consumers fetch it
+  bool bias_by_tma;  // otherwise consumers load it
   float scale, scale_log2;
   sm90::TileOrder order;
 };
 
-// A batch entry, or one of packed sequences: its positions count from 0.
+// A batch entry or a packed sequence; positions count from its start.
 struct Sequence {
   int number;
   int entry;                     // batch entry of the tensors
-  int query_origin, key_origin;  // rows of the tensors where it begins
-  int query_rows, key_rows;      // rows of the tensors that it has
-  int queries, keys;             // those of them that are computed
-  int first_row_block;           // number of its first block of rows among its head's
+  int query_origin, key_origin;  // its first rows in the tensors
+  int query_rows, key_rows;      // its rows in the tensors
+  int queries, keys;             // of these, the computed ones
+  int first_row_block;           // index of its first block of rows within a head
   Bounds bounds;
 };
 
-// Of packed sequences the last one is the rest of the rows, where nothing is computed.
+// Packed sequence number packing.sequences is the rest of the rows, where nothing is computed.
 __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, int batch,
                                                 int block_rows) {
   const Packing& packing = args.packing;
@@ -88,10 +88,10 @@ struct KeyBlock {
   int first_key;
   int kv_head;
   RowPlan plan;
-  int steps;  // under a dense mask 0 for none, otherwise 1
+  int steps;  // under a dense mask only 0 or 1: none, or some
 };
 
-// A block of rows of a query head, by its number among all of them.
+// A block of rows of a query head, by its index among all of them.
 struct RowBlock {
   Sequence sequence;
   int head;  // of the batch entry
@@ -109,14 +109,14 @@ __device__ __forceinline__ RowBlock row_block_of(const BackwardArguments& args, 
   return {sequence, head - sequence.entry * args.heads, block - sequence.first_row_block};
 }
 
-// The number of a step's block of rows.
+// The index of a step's block of rows.
 __device__ __forceinline__ int row_block_number(const BackwardArguments& args, const KeyBlock& work,
                                                 Step step) {
   const int head = work.sequence.entry * args.heads + work.kv_head * args.heads_per_kv + step.head;
   return head * args.row_blocks + work.sequence.first_row_block + step.row_block;
 }
 
-// Under a dense mask: what there is to do for each block of rows of one of the work's heads.
+// Under a dense mask: the classes of the blocks of rows, for one of the work's heads.
 template <class Traits>
 __device__ __forceinline__ const BlockClass* classes_of(const BackwardArguments& args,
                                                         const KeyBlock& work, int head) {
@@ -126,8 +126,8 @@ __device__ __forceinline__ const BlockClass* classes_of(const BackwardArguments&
   return args.mask.classes + classes_at(layout, of_class, work.first_key / Traits::kKeys);
 }
 
-// `step`, or under a dense mask the first one from there on that has work. The last one is followed
-// by one of no head.
+// `step`, or under a dense mask the first step with work from there on. After the last one the head
+// is args.heads_per_kv.
 template <class Traits>
 __device__ __forceinline__ Step with_work(const BackwardArguments& args, const KeyBlock& work,
                                           Step step) {

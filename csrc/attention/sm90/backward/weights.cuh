@@ -1,5 +1,5 @@
-// From scores to weights, and on to the operands P and dS: softmax with the sums of the forward,
-// dropout, the derivative.
+// Computes weights from scores, and the operands P and dS: softmax with the forward's lse, dropout,
+// the derivative.
 #pragma once
 
 #include "attention/sm90/backward/part.cuh"
@@ -9,11 +9,11 @@
 namespace fastattn::attention {
 
 // -- dropout --------------------------------------------------------------------------------------
-// Which weights it keeps: a byte has eight bits, of which each is one place in a unit.
+// Which weights dropout keeps: a byte for each place in a unit, with one bit for each of 8 units.
 template <class Traits>
 using KeptBits = uint32_t[(Traits::kScoreRows / 8 + 7) / 8];
 
-// Column keys, one for the two keys of four threads. A warp hashes what it will read.
+// Column keys, one for two keys, which four threads share. A warp hashes those that it reads.
 template <class Traits>
 __device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kDropout) {
@@ -25,14 +25,14 @@ __device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& own) {
   }
 }
 
-// One bit a weight, while the products run: later there are no registers for hashes. A thread's
-// scores are whole units of dropout's lattice, see dropout_sm90.cuh; here its rows are keys, and
-// all of one unit.
+// Draws one bit per weight while the products run: later there are no registers for hashes. A
+// thread's scores are whole units of dropout's lattice, see dropout_sm90.cuh; here the
+// accumulators' rows are keys.
 template <class Traits>
 __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptBits<Traits>& kept) {
   if constexpr (Traits::kDropout) {
     constexpr uint32_t kLowBits = 0x7F7F7F7F, kHighBits = 0x80808080, kEveryByte = 0x01010101;
-    // At the threshold that drops all the keep scale is 0.
+    // If the threshold drops everything, the keep scale is 0.
     const uint32_t least = ~(static_cast<uint32_t>(own.args.dropout.threshold % 256) * kEveryByte);
     const uint32_t column_key =
         own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptB
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t word = dropout::word(i ? keys.y : keys.x, column_key);
-        // The mean of a byte and 255 - threshold, rounded up, has its high bit where the byte is
+        // The mean of a byte and 255 - threshold, rounded up, has its high bit set if the byte is
         // at least the threshold.
         const uint32_t means = (word | least) - ((word ^ least) >> 1 & kLowBits);
         const int number = 2 * step + i;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptB
   }
 }
 
-// Dropped weights change sign: no other weight is negative.
+// Marks dropped weights by their sign: no other weight is negative.
 template <class Traits>
 __device__ __forceinline__ void mark_dropped(typename BackwardPart<Traits>::Scores& p,
                                              const KeptBits<Traits>& kept) {
@@ -97,15 +97,15 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
   for (int i = 0; i < Traits::kScoreRows / 2; ++i) {
     sum += s[i];
   }
-  // Passes at once, but only when the weights are there, dropped ones marked: without it the
-  // compiler puts the exponentials after the wait for dP, where nothing runs beside them, and
-  // marks that come there spill. No sum is this NaN, but the compiler does not know.
+  // Always passes, but depends on the weights: without it the compiler moves the exponentials
+  // behind the wait for dP, where they overlap with nothing, and the dropout marks there spill. A
+  // sum is never this NaN, but the compiler cannot tell.
   constexpr uint32_t kNoSum = 0x7F800001;
   own.shared.passed.wait(__float_as_uint(sum) == kNoSum);
 }
 
-// dS = P (dP - delta), and both as operands: in one pass, so that P in fp32 and as an operand do
-// not live side by side. Dropout comes between P and dV, and between dP and dS.
+// dS = P (dP - delta), and both as operands, in one pass, so that P in fp32 and P as an operand are
+// not live at the same time. Dropout applies to P in dV and to dP.
 template <class Traits>
 __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
                                               typename BackwardPart<Traits>::ScoreOperand& rP,

@@ -38,8 +38,8 @@
 namespace fastattn::attention {
 
 // -- kernel ---------------------------------------------------------------------------------------
-// Rows behind the last of packed sequences: output 0, lse -inf. Consumers do it while the first
-// tiles are on their way.
+// Rows after the last packed sequence: output 0, lse -inf. Consumers write them while the first
+// tiles are loaded.
 template <class Traits>
 __device__ __forceinline__ void clear_rest(const ForwardArguments& args) {
   constexpr int kPieceColumns = sm90::kPieceBytes / sizeof(typename Traits::Element);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
   auto& shared = *reinterpret_cast<SharedStorage<Traits>*>(shared_memory);
 
-  // Through a shuffle the compiler knows that these are the same for the whole warp.
+  // The shuffle tells the compiler that the value is the same in all lanes of a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (threadIdx.x == 0) {
     init_barriers<Traits>(shared);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // -- launcher -------------------------------------------------------------------------------------
-// Heads whose keys and values take 32 MiB of the L2 cache's 50 MB together, or less.
+// Heads of an L2 swizzle group: their keys and values take at most 32 MiB of the L2 cache's 50 MB.
 inline int swizzle_group_heads(const ForwardProblem& p) {
   constexpr int64_t kCacheBytes = int64_t{32} << 20;
   const int64_t group = p.heads / p.kv_heads;
@@ -124,7 +124,8 @@ inline int swizzle_group_heads(const ForwardProblem& p) {
   return std::min(swizzle_group, p.batch * p.heads);
 }
 
-// An additive mask, or its copy, as 16-bit columns. Where one row serves all, boxes have one.
+// The tensor map of an additive mask, or of its copy, as 16-bit columns. If the mask is broadcast
+// over rows, its boxes have one row.
 template <class Traits>
 bool encode_bias(CUtensorMap* map, const ForwardProblem& p) {
   if constexpr (!Traits::kBias) {
@@ -194,11 +195,10 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.mask = p.mask;
   args.splits = p.splits;
   args.mask.type = p.mask.copy ? p.mask.copy_type : p.mask.type;
-  // At scale 0 the smallest factor gives the same weights, and keeps -inf * scale_log2 from being
-  // NaN.
+  // At scale 0 the smallest positive factor gives the same weights; 0 would turn -inf into NaN.
   args.scale_log2 = std::max(std::abs(p.scale) * kLog2e, std::numeric_limits<float>::min());
   args.negate = p.scale < 0.0f;
-  // Of packed sequences each may end in a tile of its own; the kernel finds out.
+  // An upper bound for packed sequences, each of which may end in a partial tile.
   const int row_tiles =
       (p.queries + Traits::kTileRows - 1) / Traits::kTileRows + p.packing.sequences;
   args.order = {row_tiles, p.batch * p.heads, Traits::kBounded ? swizzle_group_heads(p) : 1};

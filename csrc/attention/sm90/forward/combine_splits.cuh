@@ -1,8 +1,8 @@
-// Joins the splits that a tile's keys were cut into (KeySplits in attention.h): a warp for each
-// row.
+// Combines the splits of split-KV (KeySplits in attention.h). One warp computes a row:
 //
-//   weight of a split   2^(m - M) l, m and l the maximum and the sum of the split, M the largest m
-//   out, lse           the splits' outputs by weight, and the logarithm of all weights
+//   weight of a split   2^(m - M) l, where m and l are the split's maximum and sum, M the largest m
+//   out, lse            the weighted sum of the splits' outputs, the logarithm of the sum of
+//   weights
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +22,8 @@ namespace ptx = sm90::ptx;
 
 constexpr int kCombineWarps = 4, kCombineLanes = 32;
 constexpr int kCombineThreads = kCombineWarps * kCombineLanes;
-// That fit into a multiprocessor at once. Without a number the compiler spares registers: it asks
-// for a split when the one before has come.
+// Resident thread blocks per SM. Without this bound the compiler saves registers by loading one
+// split after the other.
 constexpr int kCombineBlocks = 4;
 
 struct CombineArguments {
@@ -58,7 +58,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The weights of a row's splits: lane i has those of splits i, i + 32 and so on.
+// The weights of a row's splits: lane i holds those of splits i, i + 32 and so on.
 struct SplitWeights {
   static constexpr int kOwn = kMaxSplits / kCombineLanes;
   float own[kOwn];
@@ -90,12 +90,12 @@ struct SplitWeights {
   }
 };
 
-// Four columns of a row: a lane's share of up to 256 columns is at most two of them.
+// Each lane computes four adjacent columns at a time, at most twice for up to 256 columns.
 template <class Element>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     combine_splits_kernel(const CombineArguments args) {
   constexpr int kColumns = 4, kLaneColumns = kCombineLanes * kColumns, kShares = 2;
-  constexpr int kAtOnce = 8;  // splits that are on their way together
+  constexpr int kAtOnce = 8;  // splits whose loads are in flight together
   ptx::griddepcontrol_wait();
   const int lane = threadIdx.x % kCombineLanes;
   const int64_t row =
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   const int64_t head = row / args.queries;
   const int query = static_cast<int>(row - head * args.queries);
   if (args.last_offset && query >= *args.last_offset) {
-    return;  // cleared by the tiles
+    return;  // written by the forward kernel
   }
   const SplitWeights weights(args.splits, args.rows, row, lane);
   if (lane == 0) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
           }
         }
       }
-      // Parts that do not exist have weight 0.
+      // Splits past the last one have weight 0.
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         const float weight = __shfl_sync(~0u, weights.own[i], split - first + j) * normalise;

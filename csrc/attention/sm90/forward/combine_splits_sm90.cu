@@ -1,5 +1,5 @@
-// The launcher of combine_splits.cuh. It is dependent: its blocks may be placed while the forward's
-// last ones end, and wait for them.
+// Launches combine_splits.cuh as a programmatic dependent launch: its thread blocks may start
+// before the forward ends, and wait for it.
 #include <cuda_runtime.h>
 
 #include "attention/sm90/forward/combine_splits.cuh"

@@ -1,5 +1,5 @@
-// The forward's tile shapes and what follows from them: the first file to read of its kernel, whose
-// overview is in attention_fwd_sm90.cuh.
+// The forward's tile shapes and the constants derived from them. Read this file first; the overview
+// of the kernel is in attention_fwd_sm90.cuh.
 #pragma once
 
 #include <type_traits>
@@ -16,41 +16,42 @@ using sm90::kMmaRows;
 using sm90::kWarpgroup;
 using sm90::SharedTile;
 
-// Measured on an H200 with bf16, 16384 tokens, 2048 / head dim heads, against its neighbours.
+// This kernel has not run on a GPU. The percentages below were measured for another kernel on an
+// H200, with bf16, 16384 tokens and 2048 / head dim heads.
 struct ForwardConfig {
   int groups;          // consumer warpgroups
   int block;           // keys of a block
-  int query_buffers;   // 2: the next tile's Q comes while this one is computed
+  int query_buffers;   // 2: the next tile's Q is loaded while this tile is computed
   bool stages_output;  // output through shared memory and TMA, otherwise from registers
-  bool ping_pong;      // warpgroups issue their products in order
+  bool ping_pong;      // warpgroups issue wgmma in ping-pong order
 };
 
 constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
   switch (head_dim) {
     case 64:
-      if (is_additive(variant)) {  // three groups have too few registers for it
+      if (is_additive(variant)) {  // three groups would not have enough registers
         return {2, 128, 2, false, true};
       }
-      // 2 groups with 192-key blocks are 11 % slower; a third K/V stage gains nothing
+      // 2 groups with 192-key blocks: 11 % slower; a third K/V stage: no gain
       return {3, 128, 2, true, false};
-    case 96:  // as 128, whose shared memory it needs
+    case 96:  // needs as much shared memory as 128
     case 128:
-      if (is_additive(variant)) {  // the mask's pieces take the room
+      if (is_additive(
+              variant)) {  // the mask needs the shared memory of a second Q and of the output
         return {2, 128, 1, false, true};
       }
-      // turns: +4 % up to 1k keys; 176-key blocks: -4 % at 4k keys, +4 % at 16k
+      // ping-pong: +4 % up to 1k keys; 176-key blocks: -4 % at 4k keys, +4 % at 16k
       return {2, 128, 2, true, true};
-    case 192:  // what fits beside Q: 2 x 2 blocks of 112 keys, no output stage
+    case 192:  // shared memory: Q, 2 x 2 blocks of 112 keys, no output stage
       return {2, is_additive(variant) ? 64 : 112, 1, false, false};
-    case 256:  // 64-key blocks are 3 % slower
+    case 256:  // 64-key blocks: 3 % slower
       return {2, is_additive(variant) ? 64 : 80, 1, false, false};
   }
   return {};
 }
 
-// Registers a thread has at launch are redistributed: 504 or 512 for the threads that share a
-// register lane, one of each warpgroup. 40 + 2 x 232 and 32 + 3 x 160 fit; a sum above what the
-// launch gave never returns from setmaxnreg.
+// Registers per thread after setmaxnreg. Their sum over the warpgroups must not exceed the
+// allocation at launch, 504 or 512, or setmaxnreg never returns: 40 + 2 x 232 and 32 + 3 x 160.
 struct RegisterBudget {
   int producer, consumer;
 };
@@ -67,26 +68,26 @@ struct ForwardTraits {
   static constexpr bool kBounded = kVariant != Variant::kFull;
   static constexpr bool kDropout = has_dropout(kVariant);
   static constexpr bool kBias = is_additive(kVariant);
-  // Dropout and dense masks belong to training, which has tiles enough.
+  // No split-KV with dropout and dense masks: they occur in training, which has enough tiles.
   static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBounded;
   static constexpr bool kDense = is_dense(kVariant);
-  // Blocks that only a dense mask changes are spared lengths and bounds; this instance has no
-  // register left for the choice.
+  // Blocks that only the dense mask changes skip the masking by lengths and bounds, except in the
+  // instance that has no register left for the test.
   static constexpr bool kChoosesMasks = !kBias || kHeadDim < 256;
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kBlock = kConfig.block;
   static constexpr int kQueryBuffers = kConfig.query_buffers;
   static constexpr bool kStagesOutput = kConfig.stages_output;
   static constexpr bool kPingPong = kConfig.ping_pong;
-  // Under a bounds a warpgroup passes over blocks that only the others need; with turns all do the
-  // same number of blocks. Which blocks of a dense mask come is for all of them to compute.
+  // With bounds, a warpgroup skips blocks that only the other warpgroups need. In ping-pong order,
+  // and under a dense mask, all warpgroups process the same blocks.
   static constexpr bool kSkips = kBounded && !kPingPong && !kDense;
   static constexpr int kStages = 2;
-  // What comes with a block's keys and is read until its values are asked for: their slot is free
-  // again earlier, that of the values is filled later.
+  // Slots of what is loaded with K and read until P V is issued (block metadata, column keys). The
+  // slot of K is released earlier and that of V is filled later, so neither could hold it.
   static constexpr int kMetadataSlots = 2 * kStages;
-  // Pieces of an additive mask, 64 rows x 128 bytes, that a warpgroup has room for: at least a
-  // block of floats.
+  // Slots of a warpgroup's ring for an additive mask, 64 rows x 128 bytes each. A block of floats
+  // fits.
   static constexpr int kBiasPieces = kHeadDim <= 192 ? 4 : 2;
   static constexpr int kTileRows = kGroups * kMmaRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpgroup;
@@ -102,7 +103,7 @@ struct ForwardTraits {
   static_assert(kHeadDim % kMmaK == 0, "Q K^T takes 16 columns at a time");
   static_assert(kTileRows == forward_tile_rows(kDim, kVariant));
   static_assert(kBlock == forward_block(kDim, kVariant));
-  static_assert(!kBias || !kStagesOutput, "a producer warp has one thing to do");
+  static_assert(!kBias || !kStagesOutput, "a producer warp stores output or loads the mask");
   static_assert(!kBias ||
                 kBiasPieces * sm90::kRowBytes >= kBlock * static_cast<int>(sizeof(float)));
   static_assert(kGroups <= 3, "the producer warpgroup has a store warp for each of them");

@@ -1,4 +1,4 @@
-// The warpgroups that compute: products by wgmma, online softmax between them.
+// The consumer warpgroups: products by wgmma, and the online softmax between them.
 #pragma once
 
 #include "attention/sm90/forward/online_softmax.cuh"
@@ -15,9 +15,8 @@ namespace fastattn::attention {
 using sm90::AccumulatorThread;
 using sm90::RingPosition;
 
-// One warpgroup: 64 query rows. Products are issued by all of its threads together; one of them,
-// the leader, hands slots back, because a wgmma that is complete for one warp is complete for the
-// warpgroup.
+// One warpgroup: 64 query rows. All of its threads issue the products. One of them, the leader,
+// releases slots: a wgmma that is complete for one warp is complete for the warpgroup.
 template <class Traits>
 struct Consumer {
   using Element = typename Traits::Element;
@@ -31,10 +30,10 @@ struct Consumer {
   const AccumulatorThread thread;
   const bool leader;
 
-  // Descriptors of slot 0; the others are added to.
+  // Matrix descriptors of slot 0; other slots are an offset away.
   const uint64_t q_base, k_base, v_base;
   RingPosition<Traits::kQueryBuffers> query;
-  // The block whose scores come next, and the one whose values do: one behind.
+  // The block whose scores are computed next, and the block of the next P V, which is one behind.
   RingPosition<Traits::kStages> key, value;
   RingPosition<1> output;
   RingPosition<Traits::kBiasPieces> bias;
@@ -44,9 +43,10 @@ struct Consumer {
   uint32_t rP[kBlock / 4];         // weights as A operand
   float rO[Traits::kHeadDim / 2];  // output of 64 x kHeadDim
   typename Traits::Softmax softmax;
-  // Dropout: the hash that rows continue, and this tile's row key; the thread's two rows share it.
+  // Dropout: the hash of seed, stream and row tag, and this tile's row key, which the thread's two
+  // rows share.
   uint32_t row_stream = 0, row_key = 0;
-  // Dense masks: whether this warpgroup must mask the block that comes next.
+  // Dense masks: whether this warpgroup must mask the next block.
   bool needs_mask = false;
 
   __device__ __forceinline__ Consumer(SharedStorage<Traits>& storage,
@@ -67,7 +67,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     if (Traits::kPingPong && group == Traits::kGroups - 1) {
-      arrive_ping_pong();  // the first turn is warpgroup 0's
+      arrive_ping_pong();  // warpgroup 0 issues first
     }
 #pragma unroll 1
     while (true) {
@@ -89,7 +89,7 @@ struct Consumer {
     }
   }
 
-  // O = unnormalised output of the tile's rows, `factor` what normalises it.
+  // O = unnormalised output of the tile's rows; `factor` normalises it.
   __device__ __forceinline__ void attend(const TileInfo& tile, const BlockPlan& plan,
                                          float (&factor)[2]) {
     if constexpr (Traits::kDropout) {
@@ -111,13 +111,13 @@ struct Consumer {
     }
   }
 
-  // All blocks up to the weights of the last one.
+  // All blocks, up to the weights of the last one.
   __device__ __forceinline__ void attend_plan(const TileInfo& tile, const BlockPlan& plan) {
     skip_blocks(plan.loaded.end - plan.own.end);
     first_block(tile, plan);
     int n = plan.own.end - 2;
     if constexpr (Traits::kBounded) {
-      // Blocks at the right edge of the bounds, full ones, blocks at its left edge.
+      // Blocks that the right bound cuts, full blocks, blocks that the left bound cuts.
 #pragma unroll 1
       while (n >= plan.own.begin) {
 #pragma unroll 1
@@ -138,7 +138,7 @@ struct Consumer {
     }
   }
 
-  // The same under a dense mask: the load warp has looked which blocks there are.
+  // The same under a dense mask: the load warp has chosen the blocks.
   __device__ __forceinline__ void attend_dense(const TileInfo& tile) {
     int n = first_dense_block(tile);
 #pragma unroll 1
@@ -155,7 +155,7 @@ struct Consumer {
   }
 
   // -- a block ------------------------------------------------------------------------------
-  // Weights of the tile's first block; nothing runs beside it.
+  // Weights of the tile's first block. Nothing overlaps with it.
   __device__ __forceinline__ void first_block(const TileInfo& tile, const BlockPlan& plan) {
     const int n = plan.own.end - 1;
     await_query();
@@ -172,7 +172,7 @@ struct Consumer {
     clear_dead_values(tile, n);
   }
 
-  // Weights of block n while O takes up the values of the block before.
+  // Weights of block n, while P V of the previous block runs.
   template <bool kEdge>
   __device__ __forceinline__ void next_block(const TileInfo& tile, const BlockPlan& plan, int n) {
     await_key();
@@ -188,8 +188,8 @@ struct Consumer {
     take_up_weights(alpha);
   }
 
-  // Under a dense mask: as above; the result is the number of the block that comes next, -1 for
-  // none. The metadata have come with the keys.
+  // Under a dense mask: as above. Returns the number of the next block, -1 for none. The metadata
+  // has been loaded with K.
   __device__ __forceinline__ int first_dense_block(const TileInfo& tile) {
     await_query();
     await_key();
@@ -234,7 +234,7 @@ struct Consumer {
     shared.k_slots[key.index()].full.wait(key.phase());
   }
 
-  // The scores of one block and the output of the block before it, which needs no new operand.
+  // Q K^T of this block and P V of the previous one, which needs no new operand.
   __device__ __forceinline__ void issue_ping_pong() {
     wait_ping_pong();
     issue_scores();
@@ -242,7 +242,7 @@ struct Consumer {
     arrive_ping_pong();
   }
 
-  // kBehind: products that may still run.
+  // kBehind: wgmma groups that may still be pending.
   template <int kBehind>
   __device__ __forceinline__ void await_scores(bool last_of_tile) {
     ptx::wgmma_wait_group<kBehind>();
@@ -257,7 +257,7 @@ struct Consumer {
     release_value();
   }
 
-  // The weights become an operand; O, which they will be added to, is scaled as they are.
+  // Converts the weights to an operand, and rescales O like the weights it will be added to.
   __device__ __forceinline__ void take_up_weights(const float (&alpha)[2]) {
     sm90::to_operand<Element>(rP, rS);
     if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
@@ -301,8 +301,8 @@ struct Consumer {
     mask_block<Traits::kBounded>(rS, n * kBlock, row, bounds_of(args, tile), tile.keys, thread);
   }
 
-  // The weights of the block whose values will be in slot `at`, after the row sums have counted
-  // them. Its column keys have come with its keys.
+  // Drops weights of the block whose V will be in slot `at`, after the row sums have been computed.
+  // Its column keys have been loaded with K.
   __device__ __forceinline__ void drop_weights(RingPosition<Traits::kStages> at) {
     if constexpr (Traits::kDropout) {
       drop_block(rS, shared.dropout.columns[at.passed % Traits::kMetadataSlots], row_key,
@@ -310,8 +310,8 @@ struct Consumer {
     }
   }
 
-  // Keys that no query may attend have weight 0, but 0 * NaN is NaN: their values are zeroed. Every
-  // warpgroup does it for itself before it reads the block; they write the same.
+  // Keys that no query may attend have weight 0, but 0 * NaN is NaN: their rows of V are zeroed.
+  // Every warpgroup does so before it reads the block; all write the same values.
   __device__ __forceinline__ void clear_dead_values(const TileInfo& tile, int n) {
     const Range live = Traits::kBounded
                            ? keys_of_some({0, tile.queries}, bounds_of(args, tile), tile.keys)
@@ -319,7 +319,7 @@ struct Consumer {
     const int first_key = n * kBlock;
     const int begin = larger(live.begin - first_key, 0);
     const int end = smaller(live.end - first_key, kBlock);
-    // Past the tensor's end TMA has zeroed already.
+    // TMA has zero-filled rows past the end of the tensor.
     const int rows = smaller(args.keys - first_key, kBlock);
     if (begin > 0 || end < rows) {
       shared.v_slots[value.index()].full.wait(value.phase());
@@ -335,7 +335,8 @@ struct Consumer {
     return shared.dense.metadata[at.passed % Traits::kMetadataSlots];
   }
 
-  // After the block: zeroes its dead values, see clear_dead_values, and looks at what comes next.
+  // After the block: zeroes its dead rows of V (see clear_dead_values) and returns the number of
+  // the next block.
   __device__ __forceinline__ int apply_metadata(RingPosition<Traits::kStages> at) {
     const BlockMetadata& metadata = read_metadata(at);
     if (metadata.flags & kHasDead) {
@@ -351,8 +352,8 @@ struct Consumer {
     return !Traits::kChoosesMasks || (metadata.flags >> (kRestrictedBit + group) & 1);
   }
 
-  // The mask on scores that are still unscaled; after an additive one they are in natural units, as
-  // BiasedSoftmax wants them of edge blocks, masked or not.
+  // Masks scores that are not scaled yet. With an additive mask, scores are in natural units
+  // afterwards, masked or not, as BiasedSoftmax expects of edge blocks.
   __device__ __forceinline__ void mask_dense_scores(const TileInfo& tile, int n, bool masked,
                                                     bool restricted) {
     if constexpr (Traits::kBias) {
@@ -375,7 +376,7 @@ struct Consumer {
     }
   }
 
-  // S = S * scale + mask, which comes in pieces of as many columns as 128 bytes hold.
+  // S = S * scale + mask. Each slot of the ring holds as many columns as 128 bytes do.
   template <class MaskElement>
   __device__ __forceinline__ void add_bias(float scale) {
     constexpr int kColumns = sm90::kRowBytes / sizeof(MaskElement);
@@ -399,7 +400,7 @@ struct Consumer {
     return Traits::kSplits && args.splits.count > 1;
   }
 
-  // Of the sequence's first row, among those of all heads; of all parts where keys are cut.
+  // The index of the sequence's first row among those of all heads, and of all splits.
   __device__ __forceinline__ int64_t row_number(const TileInfo& tile) const {
     const int64_t head = static_cast<int64_t>(batch_entry(args, tile)) * args.heads + tile.head;
     const int64_t row = head * args.queries + tile.origin;
@@ -437,7 +438,7 @@ struct Consumer {
     const int row = first_row + thread.upper_row();
     sm90::scale_rows(rO, factor);
     if (first_row + kMmaRows > tile.queries) {
-      // Rows that are not computed may hold NaN by now.
+      // Rows that are not computed may hold NaN.
 #pragma unroll
       for (int i = 0; i < Traits::kHeadDim / 2; ++i) {
         rO[i] = row + i / 2 % 2 * sm90::kRowStep < tile.queries ? rO[i] : 0.0f;
@@ -465,7 +466,7 @@ struct Consumer {
       slot.empty.wait(output.phase() ^ 1);
       uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
       if constexpr (Traits::kDense) {
-        ptx::pin(lane);  // its offset is computed here: no register keeps it through the loop
+        ptx::pin(lane);  // computes the offset here instead of keeping it in a register
       }
       sm90::store_shared<Element>(shared.out.tiles[group].address(), rO,
                                   {thread.warp, static_cast<int>(lane[0])});
@@ -515,8 +516,8 @@ struct Consumer {
     value.advance();
   }
 
-  // Hands back blocks that only other warpgroups need. No wgmma holds the four warps together here:
-  // without the meeting a late one could miss that its slot was full and wait for ever.
+  // Releases blocks that only other warpgroups need. No wgmma synchronises the four warps here:
+  // without the barrier a late warp could miss a phase of `full` and wait forever.
   __device__ __forceinline__ void skip_blocks(int count) {
     if constexpr (Traits::kSkips) {
 #pragma unroll 1

@@ -1,9 +1,9 @@
-// Softmax over the keys of a row, block after block, in registers. Scores stay as the tensor cores
-// gave them; scale and the base change to 2 are one factor inside the exponent: p = 2^(s *
-// scale_log2 - m * scale_log2), scale_log2 > 0.
+// Online softmax over the blocks of a row's keys, in registers. Scores stay unscaled; the scale and
+// the change to base 2 are one factor inside the exponent: p = 2^(s * scale_log2 - m * scale_log2),
+// scale_log2 > 0.
 //
-// A thread keeps the maxima m of its two rows, which four threads share, and its own part l of the
-// row sums; the four parts are added once, at the end.
+// A thread keeps the maxima m of its two rows, which four threads share, and its own partial row
+// sums l. The partial sums are added once, at the end.
 #pragma once
 
 #include "attention/sm90/launch.cuh"
@@ -32,8 +32,8 @@ struct OnlineSoftmax {
     l[0] = l[1] = 0.0f;
   }
 
-  // Turns scores into weights; earlier weights count `alpha` times as much from here on. kEdge:
-  // rows may be without any key so far.
+  // Turns scores into weights. `alpha` rescales what earlier weights have contributed. kEdge: rows
+  // may have no key so far.
   template <bool kEdge, int kCount>
   __device__ __forceinline__ void update(float (&s)[kCount], float (&alpha)[2], float scale_log2) {
     const float before[2] = {m[0], m[1]};
@@ -46,7 +46,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       m[half] = row_max(m[half]);
-      // -inf - (-inf) is NaN: a row with no key yet is shifted by 0, and its weights are 2^-inf =
+      // -inf - (-inf) is NaN: a row without keys so far is shifted by 0; its weights are 2^-inf =
       // 0.
       const float finite = kEdge && m[half] == kMinusInfinity ? 0.0f : m[half];
       alpha[half] = ptx::ex2((before[half] - finite) * scale_log2);
@@ -67,7 +67,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last block: completes the sums and gives each row's factor for the output, 0 for a
+  // After the last block: completes the sums and returns each row's factor for the output, 0 for a
   // row without keys.
   __device__ __forceinline__ void finish(float (&factor)[2]) {
 #pragma unroll
@@ -77,21 +77,21 @@ struct OnlineSoftmax {
     }
   }
 
-  // A row that is not computed: as if it had no key.
+  // For a row that is not computed: the state of a row without keys.
   __device__ __forceinline__ void clear_row(int half) {
     m[half] = kMinusInfinity;
     l[half] = 0.0f;
   }
 
   // Natural logarithm of the sum of exp(scaled scores), after finish(); -inf for a row without
-  // keys. Built from the same rounded product as the weights, so that its error cancels.
+  // keys. It uses the same rounded product as the weights, so that the rounding error cancels.
   __device__ __forceinline__ float lse(int half, float scale_log2) const {
     return (m[half] * scale_log2 + ptx::lg2(l[half])) * kLn2;
   }
 };
 
-// The same where an additive mask counts in natural units and may be as large as floats are: maxima
-// are those of scaled scores.
+// The same with an additive mask, in natural units and as large as floats may be. The maxima are
+// those of scaled scores.
 struct BiasedSoftmax : OnlineSoftmax {
   // kEdge: the scores are scaled already.
   template <bool kEdge, int kCount>

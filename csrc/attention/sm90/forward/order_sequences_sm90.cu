@@ -1,4 +1,4 @@
-// The launcher of order_sequences.cuh.
+// Launches order_sequences.cuh.
 #include "attention/sm90/forward/order_sequences.cuh"
 
 namespace fastattn::attention {

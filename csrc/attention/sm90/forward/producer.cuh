@@ -1,5 +1,5 @@
-// The warps that move data: one draws tiles and brings Q, K and V; one for each consumer warpgroup
-// sends finished output away or brings an additive mask. One thread of each works.
+// The producer warps: one fetches tiles from the scheduler and loads Q, K and V; one for each
+// consumer warpgroup stores output tiles or loads an additive mask. One thread of each warp works.
 #pragma once
 
 #include "attention/sm90/forward/storage.cuh"
@@ -29,19 +29,19 @@ struct LoadWarp {
       TileInfo tile = tile_info<Traits>(args, scheduler, number);
       const BlockLoop<Traits> blocks = blocks_of<Traits>(args, tile);
       if (Traits::kDense && blocks.none()) {
-        tile.queries = 0;  // for the others: none of the rows has a key
+        tile.queries = 0;  // tells the consumers that no row has a key
       }
       shared.queue.put(position, tile);
       if (tile.row < 0) {
         break;
       }
-      // The next number is on its way while this tile is loaded.
+      // Overlaps the fetch of the next tile number with the loads of this tile.
       number = args.source.draw(number);
       load_tile(tile, blocks);
       number = args.source.drawn(number);
     }
     if (Traits::kSplits && args.splits.count > 1) {
-      ptx::griddepcontrol_launch_dependents();  // who joins the parts waits for the last of them
+      ptx::griddepcontrol_launch_dependents();  // combine_splits waits for the forward's end
     }
   }
 
@@ -49,7 +49,7 @@ struct LoadWarp {
     const int kv_head = tile.head / args.heads_per_kv;
     const int batch = batch_entry(args, tile);
     const int first_key = args.packing.key_offsets ? args.packing.key_offsets[tile.batch] : 0;
-    // The only Q buffer may still be in use: the first K goes before.
+    // The only Q buffer may still be in use: K of the first block is loaded before Q.
     constexpr bool kKeyFirst = Traits::kQueryBuffers == 1;
     if (!kKeyFirst && !blocks.none()) {
       load_query(tile, batch);
@@ -86,10 +86,10 @@ struct LoadWarp {
     query.advance();
   }
 
-  // Where what consumers must know of the block lies. It comes with the keys: whoever needs it must
-  // not wait for the values, which come when the slowest warpgroup is done with the block before
-  // last. What it overwrites is of the block four before, which nobody reads any more when the
-  // products with the keys of the block two before are complete.
+  // The slot of this block's metadata and column keys, which are loaded with K. Waiting for the
+  // slot of V instead would delay fast warpgroups until the slowest has finished the block before
+  // last. The slot's previous contents belong to the block four before; they are no longer read
+  // once the products with K of the block two before are complete.
   __device__ __forceinline__ int metadata_slot() const {
     return stage.passed % Traits::kMetadataSlots;
   }
@@ -145,8 +145,8 @@ __device__ __forceinline__ void store_tiles(SharedStorage<Traits>& shared,
 }
 
 // -- bias warps ----------------------------------------------------------------------------------
-// One thread for each consumer warpgroup: brings an additive mask for the blocks that it changes,
-// in pieces of 128 bytes of 64 rows, or of the single row that serves all.
+// One thread for each consumer warpgroup: loads an additive mask for the blocks that it changes, in
+// boxes of 128 bytes of 64 rows, or of one row if the mask is broadcast over rows.
 template <class Traits>
 __device__ __forceinline__ void load_bias(SharedStorage<Traits>& shared,
                                           const ForwardArguments& args, int group) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void load_bias(SharedStorage<Traits>& shared,
   const MaskLayout& layout = args.mask.layout;
   const int block_halves = Traits::kBlock * (args.mask.type == MaskType::kFloat32 ? 2 : 1);
   const bool one_row = layout.rows == 1;
-  // Heads that share a mask run at about the same time.
+  // Heads that share a mask are computed at about the same time.
   const uint64_t policy = layout.heads > 1 ? ptx::kEvictFirst : ptx::kEvictLast;
   RingPosition<Traits::kBiasPieces> ring;
   TileQueue::Position position;

@@ -1,4 +1,5 @@
-// Few queries, as in decoding: what turns a problem into an equal one with fewer, fuller tiles.
+// Few queries, as in decoding: transforms a problem into an equivalent one with fewer, fuller
+// tiles.
 #pragma once
 
 #include <initializer_list>
@@ -8,7 +9,7 @@
 
 namespace fastattn::attention {
 
-// More queries than this fill tiles by themselves.
+// With more queries than this, tiles are full anyway.
 constexpr int kShortQueries = 128;
 
 inline bool bounds_restrict(const ForwardProblem& p) {
@@ -16,9 +17,9 @@ inline bool bounds_restrict(const ForwardProblem& p) {
   return keys.begin > 0 || keys.end < p.keys;
 }
 
-// Whether the bounded instance is the better one: a bounds leaves out pairs, or all rows are those
-// of one warpgroup, of packed sequences on average, where this instance spares the others nearly
-// all of their blocks. At head dims of 96 and 128 nobody is spared, because warpgroups take turns.
+// Whether to use the bounded instance: the bounds exclude pairs, or all rows (of packed sequences,
+// the average) are those of one warpgroup, so that the others skip nearly all of their blocks. At
+// head dims 96 and 128 no warpgroup skips blocks, because of the ping-pong order.
 inline bool wants_bounded(const ForwardProblem& p) {
   constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128;
   const int dim = larger(p.head_dim, p.value_dim);
@@ -31,7 +32,7 @@ inline Bounds no_bounds(int queries, int keys) {
   return {queries + keys, queries + keys, 0};
 }
 
-// What a causal mask or a window leaves to a single query is a range of keys.
+// Under a causal mask or a window, a single query attends a contiguous range of keys.
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
   const Range keys = keys_of_row(0, p.bounds, p.keys);
@@ -46,8 +47,8 @@ inline void cut_keys_of_one_query(ForwardProblem& p) {
   p.bounds = no_bounds(p.queries, p.keys);
 }
 
-// The query heads that share keys and values become rows of one head, where memory has them at one
-// stride and no restriction tells rows apart. lse keeps its place: it is contiguous.
+// Query heads that share keys and values become rows of one head, if their rows have one stride in
+// memory and no restriction differs between rows. lse is contiguous and stays as it is.
 inline void merge_groups(ForwardProblem& p) {
   const int group = p.heads / p.kv_heads;
   const auto steady = [&](const TensorView& x) {

@@ -1,4 +1,4 @@
-// Shared memory of the forward, and the barriers that its roles meet at.
+// Shared memory and barriers of the forward.
 #pragma once
 
 #include "attention/attention.h"
@@ -30,7 +30,7 @@ struct DropoutKeys {
 template <class Traits>
 struct DropoutKeys<Traits, false> {};
 
-// Under a dense mask: a block and the next one.
+// Under a dense mask: metadata of a block and of the next one.
 struct BlockMetadata {
   int block, next;  // -1: the tile's last block
   uint32_t flags, next_flags;
@@ -43,7 +43,7 @@ struct BlockMetadataRing {
 template <class Traits>
 struct BlockMetadataRing<Traits, false> {};
 
-// Pieces of an additive mask: a ring for each warpgroup.
+// An additive mask: a ring for each warpgroup.
 struct alignas(sm90::kTileAlignment) BiasPiece {
   char bytes[kMmaRows * sm90::kRowBytes];
 };
@@ -60,11 +60,11 @@ struct SharedStorage {
   typename Traits::QueryTile q[Traits::kQueryBuffers][Traits::kGroups];
   typename Traits::KeyTile k[Traits::kStages], v[Traits::kStages];
   BiasRings<Traits> bias;
-  OutputStage<Traits> out;  // behind what is aligned: where there is none, it takes a byte
+  OutputStage<Traits> out;  // after the aligned members: an empty one takes a byte
 
-  // Q, K, V: full when TMA has brought the bytes, empty when one thread of every warpgroup that
-  // reads them has seen its products complete. Out: full when the four warps have written, empty
-  // when the store has read.
+  // Q, K, V: full when TMA has written the bytes, empty when one thread of every warpgroup that
+  // reads them has waited for its products. Out: full when the four warps have written, empty when
+  // the TMA store has read.
   Slot q_slots[Traits::kQueryBuffers][Traits::kGroups];
   Slot k_slots[Traits::kStages], v_slots[Traits::kStages];
   Slot out_slots[Traits::kGroups];
@@ -74,8 +74,8 @@ struct SharedStorage {
 };
 
 // Named barriers; 0 is __syncthreads.
-constexpr int kPingPongBarrier = 1;  // + warpgroup: its turn to issue
-constexpr int kGroupBarrier = 4;     // + warpgroup: its four warps meet
+constexpr int kPingPongBarrier = 1;  // + warpgroup: it may issue
+constexpr int kGroupBarrier = 4;     // + warpgroup: syncs its four warps
 constexpr int kWarpsPerGroup = kWarpgroup / kWarp;
 
 template <class Traits>

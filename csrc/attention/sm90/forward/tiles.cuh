@@ -1,6 +1,6 @@
-// The forward's arguments, and what a tile is: 64 rows of one head for each consumer warpgroup, the
-// blocks of keys that they may attend, and how tile numbers lead to them. Every role asks the same
-// functions, so that all agree without a word.
+// The forward's arguments; a tile (64 rows of one head for each consumer warpgroup) and the blocks
+// of keys that its rows may attend; the tile scheduler. All warp roles call the same functions, so
+// that they agree without communication.
 #pragma once
 
 #include "attention/attention.h"
@@ -17,7 +17,7 @@ using sm90::TileInfo;
 
 struct ForwardArguments {
   CUtensorMap q, k, v, out_map;
-  CUtensorMap bias;  // an additive mask as 16-bit columns: a float is two
+  CUtensorMap bias;  // an additive mask as 16-bit columns, two per float
   TensorView out;
   float* lse;
   int heads, heads_per_kv;
@@ -29,7 +29,7 @@ struct ForwardArguments {
   DenseMask mask;
   KeySplits splits;
   float scale_log2;  // positive
-  bool negate;       // the scale is negative: Q changes sign instead
+  bool negate;       // for a negative scale: negates Q
   sm90::TileOrder order;
   int tiles;
   sm90::TileSource source;
@@ -69,7 +69,7 @@ __device__ __forceinline__ BlockPlan whole_plan(const ForwardArguments& args, co
   }
 }
 
-// What a warpgroup does for a tile: of its blocks, or of one split of them.
+// A warpgroup's blocks of a tile, or of one split of it.
 template <class Traits>
 __device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args,
                                                     const TileInfo& tile, int group) {
@@ -80,18 +80,18 @@ __device__ __forceinline__ BlockPlan plan_for_group(const ForwardArguments& args
   return plan;
 }
 
-// Whether a warpgroup's 64 rows of a tile leave through shared memory: TMA would write rows that
-// belong to the next of packed sequences.
+// Whether a warpgroup's 64 rows of a tile are stored through shared memory. TMA would also write
+// rows of the next packed sequence.
 template <class Traits>
 __device__ __forceinline__ bool is_staged(const ForwardArguments& args, const TileInfo& tile,
                                           int group) {
   if (Traits::kSplits && args.splits.count > 1) {
-    return false;  // splits leave in fp32
+    return false;  // splits are stored in fp32
   }
   return !args.packing.query_offsets || tile.row + (group + 1) * kMmaRows <= tile.queries;
 }
 
-// -- from numbers to tiles ------------------------------------------------------------------------
+// -- tile scheduler -------------------------------------------------------------------------------
 constexpr TileInfo kNoTile = {-1, 0, 0, 0, 0, 0, 0};
 
 template <class Traits>
@@ -135,7 +135,7 @@ __device__ __forceinline__ TileInfo unsplit_tile(const ForwardArguments& args,
           0};
 }
 
-// Number `number` as every role needs it: a tile, or one split of a tile after the other.
+// Tile number `number`; with split-KV, the splits of a tile have consecutive numbers.
 template <class Traits>
 __device__ __forceinline__ TileInfo tile_info(const ForwardArguments& args,
                                               sm90::PackedTileScheduler& scheduler, int number) {
@@ -148,16 +148,16 @@ __device__ __forceinline__ TileInfo tile_info(const ForwardArguments& args,
   return info;
 }
 
-// The blocks of keys that come for a tile, last one first.
+// The loop over the blocks of keys of a tile, last one first.
 template <class Traits>
 struct BlockLoop {
   Range blocks;
-  const BlockClass* classes;  // under a dense mask: of the tile's blocks; some have no work
+  const BlockClass* classes;  // under a dense mask: of the tile's blocks, of which some are empty
 
   __device__ __forceinline__ bool none() const { return is_empty(blocks); }
   __device__ __forceinline__ int last() const { return blocks.end - 1; }
   __device__ __forceinline__ bool reaches(int n) const { return n >= blocks.begin; }
-  // The one that comes after n; under a dense mask -1 for none.
+  // The block after n; under a dense mask -1 for none.
   __device__ __forceinline__ int after(int n) const {
     return Traits::kDense ? last_with_work(classes, n - 1, blocks.begin) : n - 1;
   }

@@ -1,4 +1,4 @@
-// A dense mask on a block of scores in registers. Only blocks that it changes come here.
+// Applies a dense mask to a block of scores in registers, for blocks that it changes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,10 +12,10 @@
 
 namespace fastattn::attention {
 
-constexpr int kOctet = 8;  // columns that have four registers of a thread
+constexpr int kOctet = 8;  // columns for which a thread holds four registers
 constexpr int kOctetRegisters = 4;
 
-// Scores become -inf where a boolean mask, packed into bits, has none. A thread reads the bits of
+// Scores become -inf where a boolean mask, packed into bits, is false. A thread loads the bits of
 // its two rows for the whole block.
 template <int kCount>
 __device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bits,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bi
                                           sm90::AccumulatorThread thread) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Rows that do not exist do as the last one does.
+    // Rows past the end read the last one.
     const int row = smaller(upper_row + half * sm90::kRowStep, queries - 1);
     const uint4 words = *reinterpret_cast<const uint4*>(bits + bits_at(layout, mask_head, row, n));
 #pragma unroll
@@ -45,16 +45,16 @@ __device__ __forceinline__ void mask_bits(float (&s)[kCount], const uint32_t* bi
   }
 }
 
-// An additive mask of floats takes two pieces where one of 16 bits takes one.
+// An additive mask of floats needs two pieces where one of 16 bits needs one.
 __device__ __forceinline__ bool is_wide(const DenseMask& mask) {
   return mask.type == MaskType::kFloat32;
 }
-// Whether one row of a mask serves all.
+// Whether a mask is broadcast over rows.
 __device__ __forceinline__ bool has_one_row(const DenseMask& mask) {
   return mask.row_stride == 0;
 }
 
-// Two neighbouring elements of an additive mask, and the highest that blocks.
+// Two adjacent elements of an additive mask, and the highest value that blocks.
 __device__ __forceinline__ float2 pair_of(const float* at) {
   return *reinterpret_cast<const float2*>(at);
 }
@@ -71,9 +71,9 @@ inline constexpr float kLowest<__nv_bfloat16> = kLowestBFloat16;
 template <>
 inline constexpr float kLowest<__half> = kLowestFloat16;
 
-// s = s * scale + mask, -inf where the mask blocks, for the columns of a piece of 64 rows x 128
-// bytes as TMA leaves it in shared memory, or of one row that serves all. `s`: this thread's scores
-// of those columns. Reads of 16-bit elements touch every bank once, those of floats twice.
+// s = s * scale + mask, -inf where the mask blocks, for the columns of a piece: 64 rows x 128 bytes
+// as TMA stores them in shared memory, or one row that is broadcast. `s`: this thread's scores of
+// those columns. Reads of 16-bit elements access every bank once, those of floats twice.
 template <class MaskElement>
 __device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool one_row,
                                                float scale, sm90::AccumulatorThread thread) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool
         sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
 #pragma unroll
     for (int octet = 0; octet < sm90::kRowBytes / static_cast<int>(kOctetBytes); ++octet) {
-      // The swizzle is a xor, and so is the step to another octet.
+      // The swizzle is an xor, and so is the offset of another octet.
       const char* at = piece + (first ^ octet * kOctetBytes);
       const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(at));
       float* score = &s[octet * kOctetRegisters + 2 * half];

@@ -1,5 +1,4 @@
-// The hash of every pair of columns, once a call: what the forward's thread blocks would otherwise
-// compute for every row.
+// Hashes every pair of columns once per call, instead of once per row in the forward.
 #include "attention/attention.h"
 #include "common/dropout.h"
 

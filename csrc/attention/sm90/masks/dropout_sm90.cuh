@@ -1,7 +1,7 @@
-// Dropout of attention weights in registers. A thread's accumulators are whole units of the lattice
-// that common/dropout.h draws its words for: two rows of one row unit, and of every 16 columns two
-// column units. Columns are hashed once, by a kernel of its own; their keys reach the consumers
-// through shared memory.
+// Dropout of attention weights in registers. common/dropout.h draws a word for each unit of a
+// lattice, and a thread's accumulators are whole units: its two rows are one row unit, and of every
+// 16 columns it has two column units. A separate kernel hashes columns once; the producer loads
+// these column keys into shared memory.
 #pragma once
 
 #include "attention/attention.h"
@@ -10,15 +10,16 @@
 
 namespace fastattn::attention {
 
-// Drops what a thread holds of a block of weights. column_keys: of the block, in shared memory.
+// Applies dropout to a thread's part of a block of weights. column_keys: of the block, in shared
+// memory.
 template <int kCount>
 __device__ __forceinline__ void drop_block(float (&p)[kCount], const uint32_t* column_keys,
                                            uint32_t row_key, int threshold,
                                            sm90::AccumulatorThread thread) {
   constexpr int kUnitRegisters = 8;  // of 16 columns
   constexpr int kUnitsPerStep = dropout::units(sm90::kMmaK);
-  // Bytes are compared in the highest one, so that what follows them does not matter. At the
-  // threshold that drops all the keep scale is 0.
+  // Bytes are compared in the highest position, where the bits below do not matter. If the
+  // threshold drops everything, the keep scale is 0.
   const uint32_t least = static_cast<uint32_t>(threshold) << 24;
 #pragma unroll
   for (int step = 0; step < kCount / kUnitRegisters; ++step) {

@@ -1,5 +1,4 @@
-// Masks on a block of scores in registers. Only edge blocks come here; full blocks have nothing to
-// mask.
+// Masks a block of scores in registers. Only edge blocks need it.
 #pragma once
 
 #include "attention/key_range.h"
@@ -9,9 +8,9 @@ namespace fastattn::attention {
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// Scores of one row (half 0 or 1 of this thread's) at columns outside `allowed` become -inf,
-// whatever they were: dead keys may hold NaN. `allowed` counts from this thread's first column, so
-// that it meets constants.
+// Sets the scores of one row (half 0 or 1 of this thread's) at columns outside `allowed` to -inf,
+// whatever they are: dead keys may hold NaN. `allowed` counts from this thread's first column, so
+// that it is compared with constants.
 template <int kCount>
 __device__ __forceinline__ void mask_row(float (&s)[kCount], int half, Range allowed) {
   constexpr int kGroupColumns = 8, kGroupRegisters = 4;

@@ -1,14 +1,14 @@
-// What sm90 wants to know of a dense mask before it attends, and where that lies in the workspace.
+// The classification of a dense mask, and its layout in the workspace.
 //
-//   bits      of a boolean mask: which keys a row may attend, one bit a key, block by block. A
-//             consumer thread reads all that it needs of a block for one row in one load
-//   plain     of every 64 rows x block: whether the mask leaves it as it is
+//   bits      of a boolean mask: which keys a row may attend, one bit per key, block by block. A
+//             consumer thread loads the bits of a row and a block at once
+//   plain     of every 64 rows x block: whether the mask changes no score
 //   copy      of an additive mask that TMA cannot read in place
-//   classes   of every tile of rows x block, after lengths and the bounds had their say too: which
+//   classes   of every tile of rows x block, after lengths and bounds have been applied: which
 //             warpgroups must mask it, and which keys any row of the tile may attend
 //
-// Dimensions that the mask is broadcast over have size 1 in bits and plain; classes have them where
-// lengths differ.
+// Dimensions that the mask is broadcast over have size 1 in bits and plain; classes have their full
+// size where lengths differ.
 #pragma once
 
 #include <cstdint>
@@ -23,20 +23,20 @@ constexpr int kMaxBlockWords = 4;  // words of 32 keys in a block of at most 128
 constexpr int kWordKeys = 32;
 constexpr uint32_t kHasWork = 1u << 31;  // some row may attend some key
 constexpr uint32_t kHasDead = 1u << 30;  // some key has no row
-// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: by lengths or the bounds
-// too.
+// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: also by lengths or
+// bounds.
 constexpr int kRestrictedBit = 3;
 
 struct BlockClass {
   uint32_t live[kMaxBlockWords];  // keys that some row of the tile may attend
   uint32_t flags;
-  uint32_t rank;  // the backward's: how many tiles before have work in this block
+  uint32_t rank;  // backward: how many earlier tiles have work in this block
   uint32_t unused[2];
 };
 
 struct MaskLayout {
   int batches, heads;    // of the mask: 1 where broadcast
-  int row_groups, rows;  // groups of 64 rows and rows of a group; both 1 if one row serves all
+  int row_groups, rows;  // groups of 64 rows, rows of a group; both 1 if broadcast
   int class_batches, class_heads;
   int row_tiles, tile_rows;
   int blocks, block;
@@ -46,7 +46,7 @@ FASTATTN_PURE int ceil_div(int count, int size) {
   return (count + size - 1) / size;
 }
 
-// Columns of a copied additive mask: whole 16 bytes of any type.
+// Columns of a copied additive mask, padded to 16 bytes of any type.
 FASTATTN_PURE int copied_columns(int keys) {
   constexpr int kEights = 8;
   return ceil_div(keys, kEights) * kEights;
@@ -84,7 +84,7 @@ FASTATTN_PURE int64_t copied_elements(const MaskLayout& layout, int queries, int
   return int64_t{1} * layout.batches * layout.heads * rows * copied_columns(keys);
 }
 
-// Of (batch, head) of q: numbers among those of the mask and of the classes.
+// Index of (batch, head) of q among the mask's heads, and among those of the classes.
 FASTATTN_PURE int64_t mask_head(const MaskLayout& layout, int batch, int head) {
   return int64_t{layout.batches > 1 ? batch : 0} * layout.heads + (layout.heads > 1 ? head : 0);
 }
@@ -93,7 +93,7 @@ FASTATTN_PURE int64_t class_head(const MaskLayout& layout, int batch, int head) 
          (layout.class_heads > 1 ? head : 0);
 }
 
-// Where `plain` has block n of row group `group`, and where `bits` has a row of it.
+// Index in `plain` of block n of row group `group`, and in `bits` of one of its rows.
 FASTATTN_PURE int64_t plain_at(const MaskLayout& layout, int64_t mask_head, int group, int n) {
   return (mask_head * layout.row_groups + (layout.row_groups > 1 ? group : 0)) * layout.blocks + n;
 }
@@ -101,7 +101,7 @@ FASTATTN_PURE int64_t bits_at(const MaskLayout& layout, int64_t mask_head, int r
   const int64_t block = plain_at(layout, mask_head, row / kMaskRows, n);
   return (block * layout.rows + (layout.rows > 1 ? row % kMaskRows : 0)) * kMaxBlockWords;
 }
-// Where `classes` has the first block of a tile.
+// Index in `classes` of the first block of a tile.
 FASTATTN_PURE int64_t classes_at(const MaskLayout& layout, int64_t class_head, int row_tile) {
   return (class_head * layout.row_tiles + row_tile) * layout.blocks;
 }

@@ -1,4 +1,4 @@
-// The launcher of mask_classes_sm90.cuh.
+// Launches mask_classes_sm90.cuh.
 #include "attention/sm90/masks/mask_classes_sm90.cuh"
 
 namespace fastattn::attention {

@@ -1,5 +1,6 @@
-// Two looks at a dense mask before attention: the first reads it once and leaves bits; the second
-// joins them with lengths and the bounds, tile by tile. See mask_classes.h.
+// Two kernels that classify a dense mask before attention: the first reads it once and packs it
+// into bits; the second combines the bits with lengths and bounds, tile by tile. See
+// mask_classes.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,10 +16,10 @@
 namespace fastattn::attention {
 
 constexpr int kPackThreads = 256, kWarpThreads = 32;
-// Keys that one thread looks at: a prepared mask's tiles are as wide.
+// Keys that one thread reads at a time: as many as a tile of a prepared mask has.
 constexpr int kPiece = 16;
 constexpr uint32_t kAllOfPiece = (1u << kPiece) - 1;
-// Bits of a prepared mask's word, as fastattn/ops/attention/prepared.py has them.
+// Bits of a prepared mask's tile bitmask, see fastattn/ops/attention/prepared.py.
 constexpr int kWholeBit = 32;
 
 // Sixteen booleans at an aligned address as sixteen bits.
@@ -34,7 +35,7 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const void* address) {
   return bits;
 }
 
-// What a thread finds in its piece of a row: which keys it allows, and whether it changes no score.
+// A thread's piece of a row: which keys it allows, and whether it changes no score.
 struct PieceBits {
   uint32_t allowed;
   bool plain;
@@ -66,8 +67,8 @@ __device__ __forceinline__ float as_float(__nv_bfloat16 x) {
   return __bfloat162float(x);
 }
 
-// At or below the lowest finite number of its type a value blocks. copy: null, or where the piece
-// goes, in its own type or as floats.
+// A value at or below the lowest finite number of its type blocks. copy: null, or the destination
+// of the piece, in its own type or as floats.
 template <class Element>
 __device__ __forceinline__ PieceBits read_values(const Element* from, int64_t step, int count,
                                                  void* copy, bool as_floats) {
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kPackThreads)
     const int key = n * layout.block + i % block_pieces * kPiece;
     const int count = smaller(last_key - key, kPiece);
     uint32_t bits = 0;
-    // One row that serves all is row 0 of as many as there are.
+    // A row that is broadcast counts as row 0.
     if (count > 0 && row < queries) {
       const uint32_t present = kAllOfPiece >> (kPiece - count);
       bool reads_elements = true;

@@ -1,5 +1,5 @@
-// The same arithmetic as key_range.h, seen from the keys: which rows, and which blocks of rows, may
-// attend a block of keys. The backward owns keys and walks over rows.
+// The transpose of key_range.h: which rows, and which blocks of rows, may attend a block of keys.
+// In the backward a thread block owns keys and loops over rows.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ FASTATTN_PURE Range rows_of_key(int key, const Bounds& bounds, int queries) {
           smaller(queries, key - bounds.diagonal + bounds.left + 1)};
 }
 
-// Rows that may attend some key of a range. No gaps: the bounds moves by one row a key.
+// Rows that may attend some key of a range: contiguous, as the bounds move by one row per key.
 FASTATTN_PURE Range rows_of_some(Range keys, const Bounds& bounds, int queries) {
   if (is_empty(keys)) {
     return {0, 0};
@@ -32,8 +32,8 @@ FASTATTN_PURE Range rows_of_all(Range keys, const Bounds& bounds, int queries) {
           rows_of_key(keys.begin, bounds, queries).end};
 }
 
-// Which rows from `origin` on may attend a key, by one comparison a row: what lies before the first
-// one wraps around.
+// Which rows from `origin` on may attend a key, tested with one unsigned comparison per row: rows
+// before the first one wrap around.
 struct RowMask {
   uint32_t offset, count;
 };
@@ -52,12 +52,12 @@ FASTATTN_PURE Range blocks_covered(Range rows, int count, int size) {
   return rows.end < count ? blocks : Range{blocks.begin, (count + size - 1) / size};
 }
 
-// What a thread block does for one block of keys. Ranges are in blocks of rows.
+// What a thread block computes for one block of keys. Ranges are in blocks of rows.
 struct RowPlan {
-  Range visited;  // those with a pair that is allowed
-  Range full;     // those whose computed rows may attend all of these keys: no mask
-  Range clean;    // those without a row that nothing may read: no zeroing
-  Range keys;     // of these keys those that some row may attend, counted from the first
+  Range visited;  // those with an allowed pair
+  Range full;     // those whose rows may attend all of these keys: no masking
+  Range clean;    // those without a dead row: no zeroing
+  Range keys;     // the live ones of these keys, counted from the first
 };
 
 // queries, keys: of the sequence; rows: of the tensor.
@@ -76,7 +76,7 @@ FASTATTN_PURE RowPlan plan_rows(int first_key, int block_keys, const Bounds& bou
       is_empty(live_keys) ? none : Range{live_keys.begin - first_key, live_keys.end - first_key}};
 }
 
-// The blocks of keys that visit a block of rows.
+// The blocks of keys that add to a block of rows.
 FASTATTN_PURE Range visitors(int row_block, int block_rows, const Bounds& bounds, int queries,
                              int keys, int block_keys) {
   const int row = row_block * block_rows;
@@ -84,9 +84,9 @@ FASTATTN_PURE Range visitors(int row_block, int block_rows, const Bounds& bounds
                          block_keys);
 }
 
-// The steps of a block of keys: the query heads that share it, in each the visited blocks of rows,
-// last one first. Under a causal mask all blocks of keys begin with the same rows, and follow each
-// other at a distance of one step where they add to them in order.
+// The steps of a block of keys: the query heads that share it, and for each the visited blocks of
+// rows, last one first. Under a causal mask all blocks of keys start at the same rows; where they
+// add to dQ in order, each is one step behind the previous block of keys.
 struct Step {
   int head, row_block;
 };

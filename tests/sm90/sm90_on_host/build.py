@@ -144,8 +144,10 @@ class Machine:
     def source(self, address: int) -> str:
         if shutil.which("addr2line") is None:
             return hex(address)
-        command = ["addr2line", "-i", "-s", "-e", str(self.path), hex(address - 1)]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        command = ["addr2line", "-i", "-e", str(self.path), hex(address - 1)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        roots = "|".join(f"{re.escape(str(root))}/" for root in (self.path.parent, HERE, CSRC))
+        lines = [re.sub(f"^(?:{roots}|/.*/)", "", line) for line in found]
         own = [line for line in lines if not line.startswith(("machine.h", "cuda_on_host.h", "("))]
         return " in ".join(own) or hex(address)
 

@@ -105,7 +105,8 @@ class FaultInjector:
 
 def _lines(machine: Machine, address: int) -> str:
     """The line of source at an address, after the line before it, and those that call it."""
-    places = re.findall(r"([\w.]+):(\d+)", machine.source(address))
-    files = {path.name: path.read_text().splitlines() for path in CSRC.rglob("*.cuh")}
+    places = re.findall(r"([\w./]+):(\d+)", machine.source(address))
+    paths = {str(path.relative_to(CSRC)): path for path in CSRC.rglob("*.cuh")}
+    files = {name: path.read_text().splitlines() for name, path in paths.items()}
     lines = [files[name][int(n) - 2 : int(n)] for name, n in places if name in files]
     return " < ".join(" ".join(line.strip() for line in pair) for pair in lines)

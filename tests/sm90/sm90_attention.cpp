@@ -1,12 +1,12 @@
-// The Hopper attention forward on the host, for test_sm90_on_host.py: the kernels as they are over
-// the machine of sm90_on_host. INSTANCES is a list of INSTANCE(type, head dim, variant).
+// Runs the Hopper attention forward on the host for test_sm90_on_host.py: the unchanged kernels
+// over the simulator in sm90_on_host. INSTANCES is a list of INSTANCE(type, head dim, variant).
 #include "machine.h"
 
 namespace fastattn::attention {
 struct ForwardArguments;
 }  // namespace fastattn::attention
 
-// Where launchers, their launch brackets rewritten, bring kernels.
+// Called by launchers, whose <<<>>> is rewritten.
 template <class Arguments>
 void launch_on_host(void (*kernel)(const Arguments), int blocks, int threads, int bytes,
                     const Arguments& arguments) {
@@ -72,7 +72,7 @@ struct View {
   operator TensorView() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
-// What the bindings fill in.
+// The arguments that the bindings set.
 struct Call {
   View q, k, v, out;
   float* lse;

@@ -1,6 +1,6 @@
-// The Hopper attention backward on the host, for test_sm90_bwd_on_host.py: the kernels over the
-// machine of sm90_on_host, all instances, those of ONLY_HEAD_DIM in bf16, or of them ONLY_VARIANT;
-// with ONLY_DMASK nothing but the gradient of its mask, and what that needs.
+// Runs the Hopper attention backward on the host for test_sm90_bwd_on_host.py: the kernels over the
+// simulator in sm90_on_host. All instances, or those of ONLY_HEAD_DIM in bf16, or of these
+// ONLY_VARIANT; with ONLY_DMASK only the gradient of its mask and the launch before it.
 #include "machine.h"
 
 template <class Kernel, class Arguments>
@@ -86,7 +86,7 @@ struct View {
   operator TensorView() const { return {data, strides[0], strides[1], strides[2]}; }
 };
 
-// What the bindings fill in.
+// The arguments that the bindings set.
 struct Call {
   View q, k, v, out, dout, dq, dk, dv;
   const float *lse, *dlse;

@@ -1,6 +1,6 @@
-// The Hopper forward's masks and dropout, run on the host for test_sm90_masks.py: the
-// classification kernels as they are, then what every consumer thread does to its scores, put back
-// into a matrix.
+// Runs the Hopper forward's masks and dropout on the host for test_sm90_masks.py: the unchanged
+// classification kernels, then what every consumer thread does to its scores, collected into a
+// matrix.
 #include "machine.h"
 
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarpSize = 32;
 
-// Where register i of a thread's accumulators lies in a block of 64 rows.
+// The position of register i of a thread's accumulators in a block of 64 rows.
 struct Place {
   int row, column;
 };
@@ -38,9 +38,9 @@ struct Problem {
 
 constexpr int kBiasBytes = kMaskRows * sm90::kRowBytes;
 
-// Pieces of an additive mask as TMA brings them: rows of 128 bytes, what lies outside of the mask
-// zero, in each row the 16-byte parts permuted by the row.
-void bring_bias(const Problem& p, int batch, int head, int first_row, int first_key, int keys) {
+// Loads an additive mask as TMA does: rows of 128 bytes, zero outside of the mask, and in each row
+// the 16-byte pieces permuted by the row number.
+void load_bias(const Problem& p, int batch, int head, int first_row, int first_key, int keys) {
   const MaskLayout& layout = p.mask.layout;
   const int bytes = p.mask.type == MaskType::kFloat32 ? 4 : 2, columns = sm90::kRowBytes / bytes;
   const int rows = layout.rows == 1 ? 1 : kMaskRows, there = layout.rows == 1 ? 1 : p.queries;
@@ -66,8 +66,8 @@ void add_pieces(float (&s)[kCount], bool one_row, float scale, sm90::Accumulator
   }
 }
 
-// scores[head of all batches][queries][keys] as attention's consumers leave them, -inf where a pair
-// is blocked; live[head][row tile][keys]: values that stay in that tile.
+// scores[head of all batches][queries][keys] as the consumers leave them, -inf where a pair is
+// blocked; live[head][row tile][keys]: which values are not zeroed in that tile.
 template <int kBlock>
 void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* live) {
   constexpr int kCount = kBlock / 2;
@@ -98,7 +98,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
           for (int i = 0; i < kCount; ++i) {
             const int column = n * kBlock + place(thread, i).column;
             const int r = row + place(thread, i).row;
-            // Scores of rows and keys that do not exist may be anything.
+            // Scores of rows and keys past the end may be anything.
             s[i] =
                 r < queries && column < keys ? scores[(bh * p.queries + r) * p.keys + column] : NAN;
           }
@@ -106,7 +106,7 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
           if (masked) {
             if (additive) {
               if (t == 0) {
-                bring_bias(p, batch, head, row, n * kBlock, kBlock);
+                load_bias(p, batch, head, row, n * kBlock, kBlock);
               }
               const bool one_row = layout.rows == 1;
               if (p.mask.type == MaskType::kFloat32) {
@@ -127,12 +127,12 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
           for (int i = 0; i < kCount; ++i) {
             const int column = n * kBlock + place(thread, i).column;
             const int r = row + place(thread, i).row;
-            // Under the copy's sign: which scores were computed at all.
+            // In the second half of `scores`: the computed ones.
             if (r < queries && column < p.keys) {
               scores[(int64_t{batch_count} * p.heads + bh) * p.queries * p.keys +
                      int64_t{r} * p.keys + column] = s[i];
             } else if (r < queries && s[i] != -INFINITY) {
-              scores[0] = NAN;  // a key that does not exist has a weight
+              scores[0] = NAN;  // a key past the end has a weight
             }
           }
         }
@@ -143,8 +143,8 @@ void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* li
 
 }  // namespace
 
-// sizes: batch, heads, queries, keys, head_dim, type, then the mask's sizes and strides; its tiles'
-// strides. scores: as given, then room for as many results, which are -inf at first.
+// sizes: batch, heads, queries, keys, head_dim, type, then the mask's sizes and strides.
+// tile_strides: of its tiles. scores: the input, then space for as many results, initially -inf.
 extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const int64_t* tiles,
                                   const int64_t* tile_strides, const int* bounds,
                                   const int* query_lengths, const int* key_lengths, float scale,
@@ -175,7 +175,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
                               static_cast<int>(mask_sizes[2]), batch, query_lengths || key_lengths,
                               p.queries, p.keys, p.tile_rows, forward_block(head_dim, variant));
   const MaskLayout& layout = p.mask.layout;
-  // Filled, because workspace comes as it is.
+  // Filled, because workspace is not initialised.
   p.bits.assign(bit_words(layout), -1);
   p.plain.assign(plain_count(layout), -1);
   p.classes.resize(class_count(layout));

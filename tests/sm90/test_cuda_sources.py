@@ -116,8 +116,8 @@ def test_small_kernels(name: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
 
 
-def test_parts_are_asked_for_together(tmp_path: Path) -> None:
-    """Nobody waits for each part of a row: eight are on their way, of two loads each."""
+def test_loads_of_splits_are_in_flight_together(tmp_path: Path) -> None:
+    """Eight splits of a row are in flight at a time, with two loads each."""
     _, kernels = _compile("combine_splits_sm90.cu", tmp_path)
     for sass in kernels.values():
         order = "".join(re.findall(r"LDG\.E\.128|FFMA", "\n".join(sass)))
@@ -160,9 +160,9 @@ def test_instance(name: str, tmp_path: Path) -> None:
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
 
     if c.variant in ("dropout", "mask", "mask_dropout"):
-        # Between the products of a step and its softmax nobody waits for what comes later than they
-        # do, such as the block's own values: in step all warpgroups would leave the tensor cores
-        # idle.
+        # Between the products of a step and its softmax there is no wait for anything that arrives
+        # later than the operands, such as the block's own values: the warpgroups would run in
+        # lockstep and leave the tensor cores idle.
         waits = "".join(_events(c.sass, waits=True))
         step = f"m{{{scores}}}wm{{{output}}}1e*0"
         assert len(re.findall(step, waits)) == loops, waits
@@ -273,7 +273,7 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     # lse, delta, the first of a sum of dQ, the keys of dropout's rows
     assert count("UBLKCP") == 3 + ("dropout" in variant)
     assert count("UBLKRED") == 2  # the others, in their order and in any
-    assert count(r"MEMBAR\.\w+\.GPU") == 1  # who comes next waits for it
+    assert count(r"MEMBAR\.\w+\.GPU") == 1  # the next block of keys waits for it
     assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)
     if biased:
         (dmask,) = (

@@ -1,9 +1,8 @@
-"""Whether the stand-in for Hopper notices faults in the backward that runs on it.
+"""Whether the simulator of Hopper detects faults in the backward that runs on it.
 
-As test_sm90_faults.py for the forward: every fault that the machine knows of, at every place of the
-launches, one at a time. Besides, one by one, what it knows nothing of (backward_faults.py):
-zeroing left out, a bound that is missing, another stage, the turns of dQ. These may also be noticed
-by what comes out.
+As test_sm90_faults.py for the forward: every fault that the simulator supports, at every place of
+the launches, one at a time. Also mutations of the source (backward_faults.py): zeroing left out, a
+missing bound, another stage, dQ semaphores. These may also be detected by wrong results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,8 +41,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class Backward(FaultInjector):
-    """Stands for a machine. Nothing lies around any tensor; before every run what the call writes
-    is poisoned. The results of the first run are those that the others must have.
+    """Takes the place of a machine. Tensors are guarded on both sides; before every run, what the
+    call writes is poisoned. All runs must return the results of the first.
     """
 
     inputs: list[tuple[Tensor, Tensor]]
@@ -72,7 +71,7 @@ class Backward(FaultInjector):
         return self.examine(partial(self.run, function, *arguments), self.is_same)
 
     def run(self, function: str, *arguments: object) -> str | None:
-        for x, kept in self.inputs:  # a fault may have written there
+        for x, kept in self.inputs:  # a fault may have overwritten them
             x.copy_(kept)
         for x in self.results:
             x.fill_(torch.nan)
@@ -158,9 +157,9 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for sample in _samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
-    assert len(injector.noticed) > 100
+    assert len(injector.detected) > 100
     assert not injector.unreached()
-    assert not injector.unnoticed((*harmless_of(instance), *BY_LAYOUT))
+    assert not injector.undetected((*harmless_of(instance), *BY_LAYOUT))
     assert not injector.unused(harmless_of(instance))
 
 
@@ -173,14 +172,14 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
     injector = Backward(machine, mutations, later=(RANDOM,))
-    # Each tile has several pairs of blocks to add, in one part or two.
+    # Each tile sums several pairs of blocks, in one split or two.
     monkeypatch.setattr(sm90_workspace, "_multiprocessors", lambda x: 1)
     for sample in _dmask_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
-    assert len(injector.noticed) > 60
+    assert len(injector.detected) > 60
     assert not injector.unreached()
-    assert not injector.unnoticed((*DMASK_HARMLESS, *BY_LAYOUT))
+    assert not injector.undetected((*DMASK_HARMLESS, *BY_LAYOUT))
     assert not injector.unused(DMASK_HARMLESS)
 
 
@@ -188,7 +187,7 @@ def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> N
     patch.setattr(sm90, "_library", backward.Simulator(injector))
     patch.setattr(sm90, "unavailable", lambda: None)
     patch.setattr(sm90, "_IN_ORDER", sample.name != "any order")
-    if "fetched" in sample.name:  # nobody has copied it to where the copy engine can read it
+    if "fetched" in sample.name:  # not copied to where TMA can read it
         patch.setattr(sm90, "placed", lambda mask: mask)
     patch.setattr(Op, "allocate_workspace", lambda op, *given: injector.allocate(op, *given))
     for name in ("attention_bwd", "attention_varlen_bwd"):

@@ -1,8 +1,8 @@
 """The Hopper attention backward, computed without a GPU and judged like any backend.
 
-The kernels run over the stand-in for the hardware of sm90_on_host, as test_sm90_on_host.py says of
-the forward's. The forward is the reference's here, the launcher is the real one: workspace,
-strides, descriptors, layouts, masks and the order of sums are those that a GPU would see.
+The kernels run on the simulator in sm90_on_host, like the forward in test_sm90_on_host.py. The
+forward is the reference here and the launcher is the real one: workspace, strides, descriptors,
+layouts, masks and the order of sums are those of a GPU.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def _sample(name: str, **options: object) -> Sample:
     return Sample(name, "every instance, every restriction", partial(make_inputs, **options), names)
 
 
-# All of them with the head dims of most models, elsewhere half, in turn.
+# All of them for the most usual head dims, alternate halves for the others.
 OWN = tuple(
     sample
     for D in INSTANCES
@@ -137,7 +137,7 @@ class Call(ctypes.Structure):
 
 
 class Simulator:
-    """Stands for torch.ops.fastattn_sm90 and its binding."""
+    """Replaces torch.ops.fastattn_sm90 and its binding."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -271,6 +271,6 @@ def test_sums_in_any_order(simulate: Callable[[], None], monkeypatch: pytest.Mon
 def test_masks_that_are_fetched(
     simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Where the copy engine cannot read an additive mask, and nobody has copied it."""
+    """An additive mask that TMA cannot read and that has not been copied."""
     monkeypatch.setattr(sm90, "placed", lambda mask: mask)
     test_gradients(simulate, SPEC, next(s for s in (*SPEC.samples, *OWN) if s.name == name))

@@ -1,7 +1,7 @@
 """Which blocks of rows the Hopper attention backward visits, in which order; where dS and dQ lie.
 
-The kernel's own arithmetic, compiled for the host, against the definitions, and walked through to
-the gradients.
+The kernel's own arithmetic, compiled for the host, against the definitions; and gradients computed
+by a loop over its steps.
 """
 
 import ctypes
@@ -159,7 +159,7 @@ def test_loop_gives_the_gradients(native: ctypes.CDLL, problem: str) -> None:
 def test_first_keys_come_first(
     native: ctypes.CDLL, blocks: int, heads: int, swizzle_group: int
 ) -> None:
-    """What a block of keys waits for in its turn has a smaller number."""
+    """A block of keys only waits for blocks with smaller numbers."""
     result, places = (ctypes.c_int * 2)(), []
     for number in range(blocks * heads):
         native.place(blocks, heads, swizzle_group, number, result)

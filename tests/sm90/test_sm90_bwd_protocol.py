@@ -1,11 +1,11 @@
-"""The barriers of the Hopper attention backward, played through without a GPU.
+"""A model of the barriers of the Hopper attention backward, without a GPU.
 
 As test_sm90_protocol.py does for the forward: every warp of attention_bwd_sm90.cuh is a coroutine,
-copies and additions finish whenever chance has it, and only as many thread blocks run at once as
-the GPU has room for. Checked besides: the blocks of keys add to a block of rows in their order,
-each once, and none waits for one that has not begun; an additive mask comes into the place of dS
-when nobody reads that any more, and nothing takes its place before it has been read. What a thread
-block visits comes from the kernel's own headers, which are checked against the definition.
+copies and additions complete at random times, and only as many thread blocks run at once as are
+resident on the GPU. Also checked: the blocks of keys add to a block of rows in order, each once,
+and none waits for one that has not started; an additive mask is loaded into the buffer of dS after
+the last read of dS, and is not overwritten before it has been read. What a thread block visits
+comes from the kernel's own headers, which are checked against the definition.
 """
 
 import ctypes
@@ -29,25 +29,25 @@ def test_protocol(native: ctypes.CDLL, problem: str, seed: int) -> None:
     World(Arithmetic(native, (PROBLEMS | DENSE)[problem]), seed).play()
 
 
-def _notices(native: ctypes.CDLL, problem: Problem) -> None:
+def _detects(native: ctypes.CDLL, problem: Problem) -> None:
     with pytest.raises(AssertionError):
         for seed in range(20):
             World(Arithmetic(native, problem), seed).play()
 
 
-def test_model_notices_a_turn_of_nobody(
+def test_model_detects_a_wait_for_a_skipped_block(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of keys that passes over waits for none, and nobody waits for it."""
+    """A block of keys that skips a block of rows does not wait, and is not waited for."""
 
     def counts_all(self: Arithmetic, key_block: int, row_block: int, batch: int) -> int:
         return key_block - self.visitors(row_block, batch)[0]
 
     monkeypatch.setattr(Arithmetic, "rank", counts_all)
-    _notices(native, DENSE["dense mask"])
+    _detects(native, DENSE["dense mask"])
 
 
-def test_model_notices_a_missing_barrier(
+def test_model_detects_a_missing_barrier(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dQ reads what the other warpgroup has not written yet."""
@@ -56,10 +56,10 @@ def test_model_notices_a_missing_barrier(
         yield None
 
     monkeypatch.setattr(Consumer, "sync_scores", careless)
-    _notices(native, PROBLEMS["several"])
+    _detects(native, PROBLEMS["several"])
 
 
-def test_model_notices_a_single_buffer_of_scores(
+def test_model_detects_a_single_buffer_of_scores(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One barrier a step is enough only for two buffers of dS."""
@@ -70,18 +70,18 @@ def test_model_notices_a_single_buffer_of_scores(
         self.ds[1] = self.ds[0]
 
     monkeypatch.setattr(ThreadBlock, "__init__", shared)
-    _notices(native, PROBLEMS["several"])
+    _detects(native, PROBLEMS["several"])
 
 
-def test_model_notices_shared_weights_beside_two_stages(
+def test_model_detects_shared_weights_beside_two_stages(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One buffer of P is enough only where one buffer of Q says that it has been read."""
     monkeypatch.setitem(CONFIGS, 192, Config(3, 96, 2, 64, False))
-    _notices(native, PROBLEMS["head dim 192"])
+    _detects(native, PROBLEMS["head dim 192"])
 
 
-def test_model_notices_an_order_against_the_turns(
+def test_model_detects_an_order_against_the_semaphores(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last keys first: the only running thread block waits for one that has not begun."""
@@ -91,16 +91,16 @@ def test_model_notices_an_order_against_the_turns(
         return forwards(self, self.blocks - 1 - number)
 
     monkeypatch.setattr(Arithmetic, "work", backwards)
-    _notices(native, PROBLEMS["one at a time"])
+    _detects(native, PROBLEMS["one at a time"])
 
 
 _FLOATS = "bias 32, head dim 128"
 
 
-def test_model_notices_a_last_step_that_is_asked_for_too_late(
+def test_model_detects_a_last_step_that_is_asked_for_too_late(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When Q has been handed back, the metadata beside it may be another step's."""
+    """After Q has been released, its metadata may be another step's."""
     release = Consumer.release_rows
 
     def late(self: Consumer) -> None:
@@ -108,11 +108,11 @@ def test_model_notices_a_last_step_that_is_asked_for_too_late(
         self.metadata()
 
     monkeypatch.setattr(Consumer, "release_rows", late)
-    _notices(native, DENSE["dense mask"])
+    _detects(native, DENSE["dense mask"])
 
 
 @pytest.mark.parametrize("way", ["", ", fetched"])
-def test_model_notices_floats_that_come_too_early(
+def test_model_detects_floats_that_come_too_early(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Half of them lie where the products with dS of the step before still read."""
@@ -121,13 +121,13 @@ def test_model_notices_floats_that_come_too_early(
         return lambda: True
 
     monkeypatch.setattr(ThreadBlock, "after_scores", at_once)
-    _notices(native, DENSE[f"bias 32{way}, head dim 128"])
+    _detects(native, DENSE[f"bias 32{way}, head dim 128"])
 
 
-def test_model_notices_scores_handed_back_too_early(
+def test_model_detects_scores_released_too_early(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as the last metadata has been looked at, before the products with dS are complete."""
+    """After the metadata has been read, but before the products with dS are complete."""
     look, release = Consumer.read_last, Consumer.release_scores
 
     def early(self: Consumer) -> Role:
@@ -136,10 +136,10 @@ def test_model_notices_scores_handed_back_too_early(
 
     monkeypatch.setattr(Consumer, "read_last", early)
     monkeypatch.setattr(Consumer, "release_scores", lambda self: None)
-    _notices(native, DENSE[_FLOATS])
+    _detects(native, DENSE[_FLOATS])
 
 
-def test_model_notices_one_warpgroup_that_reads_for_all(
+def test_model_detects_one_warpgroup_that_reads_for_all(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of dS are every warpgroup's: one arrival does not speak for the other."""
@@ -155,7 +155,7 @@ def test_model_notices_one_warpgroup_that_reads_for_all(
 
     monkeypatch.setattr(ThreadBlock, "__init__", careless)
     monkeypatch.setattr(Consumer, "release_scores", first)
-    _notices(native, DENSE[_FLOATS])
+    _detects(native, DENSE[_FLOATS])
 
 
 @pytest.mark.parametrize(
@@ -168,29 +168,29 @@ def test_model_notices_one_warpgroup_that_reads_for_all(
         "bias 16, one row fetched, head dim 256",
     ],
 )
-def test_model_notices_scores_over_a_mask_that_is_still_read(
+def test_model_detects_scores_over_a_mask_that_is_still_read(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
     def careless(self: Consumer) -> Role:
         yield None
 
     monkeypatch.setattr(Consumer, "sync_before_stores", careless)
-    _notices(native, DENSE[problem])
+    _detects(native, DENSE[problem])
 
 
-def test_model_notices_warpgroups_that_do_not_meet_over_one_row(
+def test_model_detects_a_missing_barrier_of_all_warpgroups_over_one_row(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where one row serves warpgroups that share keys, the meeting is for all of them."""
+    """If a row is broadcast, warpgroups that share keys need a barrier of all of them."""
 
     def careless(self: Consumer) -> Role:
         yield from self.wait_at(self.block.group_barriers[self.group])
 
     monkeypatch.setattr(Consumer, "sync_before_stores", careless)
-    _notices(native, DENSE["bias 32, one row, head dim 256"])
+    _detects(native, DENSE["bias 32, one row, head dim 256"])
 
 
-def test_model_notices_a_mask_that_nobody_waits_for(
+def test_model_detects_a_missing_wait_for_a_mask(
     native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     barrier = Position.barrier
@@ -199,4 +199,4 @@ def test_model_notices_a_mask_that_nobody_waits_for(
         return (lambda: True) if full.name.startswith("bias") else barrier(self, full)
 
     monkeypatch.setattr(Position, "barrier", careless)
-    _notices(native, DENSE["bias 16, head dim 64"])
+    _detects(native, DENSE["bias 16, head dim 64"])

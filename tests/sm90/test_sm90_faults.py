@@ -1,8 +1,8 @@
-"""Whether the stand-in for Hopper notices faults in the forward that runs on it.
+"""Whether the simulator of Hopper detects faults in the forward that runs on it.
 
-Every fault that it knows of, a wait left out, an arrival too many, the other parity, is committed
-at every place of a kernel where it is possible, one at a time. All but harmless ones must be
-noticed, by the machine itself: nobody looks at results here.
+Every fault that it supports (a missing wait, an extra arrival, the other parity, ...) is injected
+at every place of a kernel where it is possible, one at a time. The simulator itself must detect
+all but the harmless ones: results are not compared here.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from sm90_on_host.fault_injector import FaultInjector, Harmless
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-# All of it stays in the kernel: it does no harm to this machine, or by an accident of what lies
-# around it. Where a launch ends is not said to be where its asynchronous stores do, and barriers
-# that stand in for another are there for something else.
+# All of these stay in the kernel: they are harmless on this simulator, or because of the code
+# around them. PTX does not say that the end of a launch completes its asynchronous stores, and
+# barriers that replace another one serve a different purpose.
 HARMLESS = (
     Harmless("no pin", "ptx::pin(rP)", "the operand's next values come from pinned scores"),
     Harmless(
@@ -29,7 +29,7 @@ HARMLESS = (
     Harmless(
         "no bar.sync",
         "clear_dead_values(tile, n);",
-        "after the first block comes a turn, or the second look at it: barriers too",
+        "the ping-pong barrier follows, or clear_dead_values of the last block",
     ),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),
 )
@@ -39,13 +39,13 @@ FORWARD = (
     forward.Case(128, "kBounded", M=520, N=100, H=3, K=3, causal=1),
     forward.Case(128, "kBounded", packed=((40, 50),) * 14, H=1, K=1),
     forward.CASES["128 packed window"],
-    # Dead keys before the bounds: in the last block of several.
+    # Dead keys to the left of the window: in the last of several blocks.
     forward.Case(128, "kBounded", M=200, N=600, causal=2, window=(40, 0), H=1, K=1),
 )
 
 
 class Forward(FaultInjector):
-    """Stands for a machine: a call is examined."""
+    """Takes the place of a machine: a call is examined."""
 
     def call(self, function: str, *arguments: object) -> str | None:
         return self.examine(partial(self.machine.call, function, *arguments))
@@ -59,6 +59,6 @@ def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for case in FORWARD:
         monkeypatch.setitem(forward.CASES, "here", case)
         forward.test_forward(lambda _: injector, "here")
-    assert len(injector.noticed) > 100
-    assert not injector.unnoticed(HARMLESS)
+    assert len(injector.detected) > 100
+    assert not injector.undetected(HARMLESS)
     assert not injector.unused(HARMLESS)

@@ -1,8 +1,8 @@
 """The Hopper attention forward, computed without a GPU.
 
-The kernels themselves, every thread of them, run over a stand-in for the hardware (sm90_on_host):
-barriers, TMA, wgmma and the rest do what the PTX manual says, at once instead of asynchronously.
-What the results are is checked here; that nothing overtakes anything, in test_sm90_protocol.py.
+The unchanged kernels, all of their threads, run on a simulator of the hardware (sm90_on_host):
+barriers, TMA, wgmma and the rest behave as the PTX manual says. This file checks results,
+test_sm90_protocol.py the order of events.
 """
 
 import ctypes
@@ -228,7 +228,7 @@ def _mask(c: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _poison(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:
-    """NaN wherever no pair looks: in keys and values without a row, in rows without a key."""
+    """NaN in keys and values without a row, and in rows without a key."""
     allowed = allowed.expand(*q.shape[:3], k.shape[2])
     live = allowed.any(2).unflatten(1, (k.shape[1], -1)).any(2)[..., None]
     k.masked_fill_(~live, torch.nan)

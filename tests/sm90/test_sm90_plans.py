@@ -52,7 +52,7 @@ def test_packed_tile_scheduler(native: ctypes.CDLL, order: tuple[int, ...] | Non
         (7, False, (UNLIMITED, UNLIMITED, 0), False, True, (0, 100), False),
         (7, True, (UNLIMITED, UNLIMITED, 0), False, False, (0, 100), False),  # no single stride
         (7, False, (UNLIMITED, 0, 93), False, False, (0, 100), True),  # rows differ
-        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the bounds allows all
+        (7, False, (UNLIMITED, 6, 93), False, True, (0, 100), False),  # the bounds allow all
     ],
 )
 def test_few_queries(
@@ -87,7 +87,7 @@ def test_few_queries(
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if "bounded" in c])
 def test_instance_for_few_queries(native: ctypes.CDLL, config: str) -> None:
-    """Rows of one warpgroup: the bounded instance, where it lets the others pass over blocks."""
+    """Rows of one warpgroup: the bounded instance, if it lets the others skip blocks."""
     head_dim, skips = int(config.split()[0]), CONFIGS[config].skips
     for dims in ((head_dim, 8), (8, head_dim)):
         assert native.wants_bounded(64, 1000, *dims, UNLIMITED, 0) == skips
@@ -140,7 +140,7 @@ def _check_plan(keys_of: list[set[int]], c: Config, tile: Tile, group: int, plan
 
 @pytest.mark.parametrize("config", ["64 bounded", "128 bounded"])
 def test_splits_of_a_plan(native: ctypes.CDLL, config: str) -> None:
-    """Parts follow each other, differ by a block at most and keep what a warpgroup must compute."""
+    """Splits are contiguous, differ by a block at most and keep what a warpgroup must compute."""
     c = CONFIGS[config]
     for N, left, splits in itertools.product((1, 300, 1500), (0, 70, 1 << 20), (2, 3, 7)):
         problem = Problem(400, N, left=left, right=0, diagonal=N - 400, heads=1)
@@ -149,18 +149,18 @@ def test_splits_of_a_plan(native: ctypes.CDLL, config: str) -> None:
         assert cut.tiles == splits * whole.tiles
         for number, group in itertools.product(range(whole.tiles), range(c.groups)):
             tile, plan = whole.tile(number), whole.plan(whole.tile(number), group)
-            pieces = [cut.tile(number * splits + i) for i in range(splits)]
-            assert [replace(p, number=number, split=0) for p in pieces] == [tile] * splits
-            plans = [cut.plan(p, group) for p in pieces]
+            split_tiles = [cut.tile(number * splits + i) for i in range(splits)]
+            assert [replace(p, number=number, split=0) for p in split_tiles] == [tile] * splits
+            plans = [cut.plan(p, group) for p in split_tiles]
             loaded = [list(range(*p.loaded)) for p in plans]
             assert list(itertools.chain(*loaded)) == list(range(*plan.loaded))
             assert max(map(len, loaded)) - min(map(len, loaded)) <= 1
-            for piece, blocks in zip(plans, loaded, strict=True):
-                own, wanted = set(range(*piece.own)), set(range(*plan.own)) & set(blocks)
+            for split, blocks in zip(plans, loaded, strict=True):
+                own, wanted = set(range(*split.own)), set(range(*plan.own)) & set(blocks)
                 assert wanted <= own <= set(blocks)
-                # One block at least, for a warpgroup takes part in every tile.
+                # At least one block: every warpgroup takes part in every tile.
                 assert own == wanted or (not wanted and own == set(blocks[:1]))
-                assert piece.full == plan.full
+                assert split.full == plan.full
 
 
 @pytest.mark.parametrize(

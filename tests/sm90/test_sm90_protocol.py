@@ -1,10 +1,10 @@
-"""The barriers of the Hopper attention forward, played through without a GPU.
+"""A model of the barriers of the Hopper attention forward, without a GPU.
 
-Every warp of attention_fwd_sm90.cuh is a coroutine here, and copies and stores finish whenever
-chance has it. Checked in every run: nobody waits for ever, a wait never passes on another phase
-than the one meant, nothing is read that is not there, nothing is overwritten while it is read, and
+Every warp of attention_fwd_sm90.cuh is a coroutine here, and copies and stores complete at random
+times. Every run checks: there is no deadlock, a wait never passes in another phase than the
+intended one, buffers are not read before they are written nor overwritten while they are read, and
 every tile is written once. Which blocks a warpgroup computes comes from the kernel's own headers
-(key_range.h, scheduler.h), compiled for the host and checked against the definition themselves.
+(key_range.h, scheduler.h), compiled for the host and checked against the definition separately.
 """
 
 import ctypes
@@ -205,7 +205,7 @@ class Consumer(ConsumerWarp):
         yield from self.skip(plan.own[0] - plan.loaded[0])
 
     def attend_dense(self, tile: Tile, blocks: list[int]) -> Role:
-        """Notes come with the keys; every other block has dead values."""
+        """Metadata is loaded with K; every other block has dead values."""
         for before, n in zip([None, *blocks], blocks, strict=False):
             if before is None:
                 yield self.query.full(self.block.q_slots[self.query.index][self.group])
@@ -290,7 +290,7 @@ class Consumer(ConsumerWarp):
             yield from self.read_metadata(tile, n, at)
 
     def read_metadata(self, tile: Tile, n: int, at: Position) -> Role:
-        """Every warp reads what has come with the block's keys, which may be gone."""
+        """Every warp reads what was loaded with the block's K, whose slot may be free already."""
         metadata = self.block.metadata_slot(at)
         assert metadata.holds == ("metadata", tile, n)
         metadata.readers += 1
@@ -298,7 +298,7 @@ class Consumer(ConsumerWarp):
         metadata.readers -= 1
 
     def touch_values(self, tile: Tile, n: int) -> Role:
-        """Zeroes dead rows in every outer block, more often than the kernel, which looks first."""
+        """Zeroes dead rows in every outer block, more often than the kernel, which tests first."""
         b = self.block
         if n in (b.arithmetic.plan(tile, 0).loaded[0], b.arithmetic.plan(tile, 0).loaded[1] - 1):
             yield self.value.full(b.v_slots[self.value.index])
@@ -339,7 +339,7 @@ class Consumer(ConsumerWarp):
 
 
 class World:
-    """Global memory, time and chance."""
+    """Global memory, and a random schedule of roles and copies."""
 
     def __init__(self, arithmetic: Arithmetic, seed: int):
         self.arithmetic, self.chance = arithmetic, random.Random(seed)
@@ -416,10 +416,10 @@ BOUNDED = {
         450, 450, right=0, swizzle_group=4, lengths=((450, 130), (0, 450), (70, 450), (300, 0))
     ),
 }
-# Dropout only adds a reader of what comes with the keys.
+# Dropout only adds a reader of what is loaded with K.
 DROPPED = ("lengths", "causal", "packed bottom right", "window past the end")
-# Keys in splits are other plans for the same roles.
-CUT = ("64", "64 bounded", "128 bounded", "256")
+# Split-KV only changes the plans of the same roles.
+SPLIT = ("64", "64 bounded", "128 bounded", "256")
 DENSE = ("no keys", "several tiles", "negative scale", "lengths", "causal lengths")
 
 
@@ -436,7 +436,7 @@ def _runs() -> Iterator[tuple[str, str]]:
         if config.dense:
             problems = DENSE
         for problem in problems:
-            if name in CUT or "splits" not in problem:
+            if name in SPLIT or "splits" not in problem:
                 yield name, problem
 
 
@@ -446,8 +446,8 @@ def test_protocol(native: ctypes.CDLL, config: str, problem: str, seed: int) -> 
     World(Arithmetic(native, CONFIGS[config], {**PLAIN, **BOUNDED}[problem]), seed).play()
 
 
-def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> None:
-    """Without the meeting in skip(), a late warp misses a phase: the model must see that."""
+def test_model_detects_a_missing_barrier(native: ctypes.CDLL, monkeypatch) -> None:
+    """Without the barrier in skip(), a late warp misses a phase: the model must detect that."""
 
     def careless(self: Consumer, count: int) -> Role:
         for _ in range(count):
@@ -464,8 +464,8 @@ def test_model_notices_a_missing_meeting(native: ctypes.CDLL, monkeypatch) -> No
             World(Arithmetic(native, tall, problem), seed).play()
 
 
-def test_model_notices_too_few_notes(native: ctypes.CDLL, monkeypatch) -> None:
-    """With as many as there are slots of keys, the next ones overwrite what is still read."""
+def test_model_detects_too_few_metadata_slots(native: ctypes.CDLL, monkeypatch) -> None:
+    """With as many as there are slots of K, the next metadata overwrites what is still read."""
     init = ThreadBlock.__init__
 
     def careless(self: ThreadBlock, *args: object) -> None:
@@ -478,7 +478,7 @@ def test_model_notices_too_few_notes(native: ctypes.CDLL, monkeypatch) -> None:
             World(Arithmetic(native, CONFIGS["64 dropout"], PLAIN["lengths"]), seed).play()
 
 
-def test_model_notices_a_piece_handed_back_too_early(native: ctypes.CDLL, monkeypatch) -> None:
+def test_model_detects_a_slot_released_too_early(native: ctypes.CDLL, monkeypatch) -> None:
     """One arrival for the whole warpgroup lets the copy overtake a warp that still reads."""
     init = ThreadBlock.__init__
 

@@ -1,4 +1,4 @@
-"""When the Hopper forward cuts keys into parts: host arithmetic alone, no GPU."""
+"""When the Hopper forward uses split-KV: host arithmetic alone, no GPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def _workspace(q, k, v, *, causal=0, window=(-1, -1), key_lengths=None, dropout_
     return sm90_workspace.attention_fwd_workspace(call)
 
 
-def _parts(workspace) -> int:
+def _splits(workspace) -> int:
     return workspace[1][0][0] if len(workspace) > 1 else 1
 
 
@@ -34,20 +34,20 @@ def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128):
 def test_splits_fill_the_multiprocessors(
     tiles: int, blocks: int, rows: int, multiprocessors: int
 ) -> None:
-    parts = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, multiprocessors)
-    assert 1 <= parts <= 128
-    if parts > 1:
-        assert blocks // parts >= 2
-        assert blocks * 128 // parts >= 8 * rows
+    splits = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, multiprocessors)
+    assert 1 <= splits <= 128
+    if splits > 1:
+        assert blocks // splits >= 2
+        assert blocks * 128 // splits >= 8 * rows
 
     def share(count: int) -> float:
-        """Of all multiprocessors in all waves: those at work."""
+        """The share of busy multiprocessors in all waves."""
         return tiles * count / (multiprocessors * -(-tiles * count // multiprocessors))
 
-    assert share(parts) >= share(1)
+    assert share(splits) >= share(1)
     most = min(128, blocks // max(2, 8 * rows // 128))
     if most >= 2 and tiles < 0.8 * multiprocessors:
-        assert share(parts) >= 0.85 * max(map(share, range(1, most + 1)))
+        assert share(splits) >= 0.85 * max(map(share, range(1, most + 1)))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_splits_fill_the_multiprocessors(
 def test_what_is_cut(shape: tuple[int, ...], options: dict, cut: bool) -> None:
     q, k, v = _decoding(*shape)
     workspace = _workspace(q, k, v, **options)
-    assert (_parts(workspace) > 1 and workspace[1][1] == torch.float32) == cut
+    assert (_splits(workspace) > 1 and workspace[1][1] == torch.float32) == cut
     if cut:
         (_, words), dtype, zeroed = workspace[1]
         assert words == q.shape[0] * q.shape[1] * q.shape[2] * (v.shape[3] + 2)
@@ -79,12 +79,12 @@ def test_what_is_cut(shape: tuple[int, ...], options: dict, cut: bool) -> None:
 def test_merged_heads_count_once() -> None:
     """Query heads that share keys form one tile: 8 of them, not 32, fill the multiprocessors."""
     merged = _workspace(*_decoding(1, 32, 8, 1, 1 << 17))
-    assert 0.8 * MULTIPROCESSORS < 8 * _parts(merged) <= MULTIPROCESSORS
+    assert 0.8 * MULTIPROCESSORS < 8 * _splits(merged) <= MULTIPROCESSORS
 
 
 def test_no_wave_is_left_half_empty() -> None:
-    """32 tiles in 4 parts are one wave of an H200; in 7 they would be two."""
-    assert _parts(_workspace(*_decoding(4, 32, 8, 1, 8192))) == 4
+    """32 tiles in 4 splits are one wave of an H200; in 7 they would be two."""
+    assert _splits(_workspace(*_decoding(4, 32, 8, 1, 8192))) == 4
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4, 1, 9000), (2, 0, 0, 1, 9000), (2, 4, 4, 0, 9000)])

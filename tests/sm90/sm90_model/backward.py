@@ -123,7 +123,7 @@ class Problem:
     mask: str = ""  # "bool", or the bits of an additive one: "16", "32"
     one_row: bool = False  # of the mask, for all rows
     fetched: bool = False  # an additive one: by the consumers, otherwise by TMA
-    # Blocks of (keys, rows) that a dense mask empties, by the remainder of their numbers.
+    # Blocks of (keys, rows) that a dense mask empties, by their indices modulo 3.
     empty: tuple[tuple[int, int], ...] = ()
 
     def is_empty(self, key_block: int, row_block: int) -> bool:
@@ -247,7 +247,7 @@ class Arithmetic:
 
     def metadata(self, work: Work) -> list[StepMetadata]:
         """Of the steps under a dense mask. Which of them it changes, and which have dead rows, is
-        left to chance.
+        random.
         """
         steps, groups = list(self.steps(work)), -(-self.problem.config.keys // 64)
         result = []
@@ -290,8 +290,8 @@ PROBLEMS = {
     ),
     "dropout": Problem(300, 300, right=0, dropout=True),
 }
-# Blocks of keys pass over blocks of rows, and their turns with them; additive masks come into the
-# places of dS and P.
+# Under a dense mask, blocks of keys skip blocks of rows and their semaphores; additive masks are
+# loaded into the buffers of dS and P.
 _SOME = ((0, 0), (1, 2), (2, 0), (2, 2), (0, 2))
 DENSE = {
     "dense mask": Problem(400, 500, group=2, resident=3, mask="bool", empty=_SOME),

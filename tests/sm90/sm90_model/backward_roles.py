@@ -1,5 +1,5 @@
-"""The roles of attention_bwd_sm90.cuh's main kernel: every warp a coroutine, which begins what it
-waits for and says what it reads. Copies and additions finish whenever chance has it.
+"""The warp roles of attention_bwd_sm90.cuh's main kernel: every warp is a coroutine that yields the
+conditions it waits for and checks what it reads. Copies and additions complete at random times.
 """
 
 import itertools
@@ -79,11 +79,11 @@ class ThreadBlock(SharedMemory):
     # -- an additive mask ----------------------------------------------------------------------
     @property
     def shares_bias_place(self) -> bool:
-        """Floats come into dS of the step before."""
+        """Floats are loaded into dS of the step before."""
         return self.problem.mask == "32" and self.config.splits_keys
 
     def bias_place(self, stage: int, keys_group: int, half: int) -> list[Buffer]:
-        """Where 64 keys of a mask lie, or 32 of them: the columns of four warps."""
+        """The buffers of 64 keys of a mask, or of 32: the columns of four warps."""
         if self.config.splits_keys:
             return self.ds[stage ^ half][keys_group]
         rows = self.p if half else self.ds[stage]
@@ -99,7 +99,7 @@ class ThreadBlock(SharedMemory):
             if metadata.changes[group]:
                 content = ("bias", metadata.step, group, half)
                 place = self.bias_place(stage.index, group, half)
-                self.copy(place, content, full, announces=False)
+                self.copy(place, content, full, expects_bytes=False)
 
     def after_scores(self, step: int) -> Callable[[], bool]:
         """When dS of the step before has been read."""
@@ -151,7 +151,7 @@ class Consumer(ConsumerWarp):
             b.world.write(b.work, self.group)
 
     def take_rows(self, step: Step) -> Role:
-        """Whether it was the last one, if a metadata says so."""
+        """Returns whether it was the last step, if metadata says so."""
         b, s = self.block, self.stage.index
         yield from self.clear_dead_rows(step)
         yield from self.fetch_bias(step)
@@ -216,7 +216,7 @@ class Consumer(ConsumerWarp):
 
     # -- what nothing may read -----------------------------------------------------------------
     def clear_dead_keys(self) -> Role:
-        """Under a dense mask the warps tell each other first which keys live."""
+        """Under a dense mask the warps first exchange which keys are live."""
         b, group_barrier = self.block, self.block.group_barriers[self.group]
         if self.problem.mask:
             b.live_keys[self.group][self.warp].holds = "live keys"
@@ -270,7 +270,7 @@ class Consumer(ConsumerWarp):
             yield self.block.after_scores(self.stage.passed)
         pieces, content = self.own_bias(step)
         for piece in pieces:
-            # Where one row serves warpgroups that share keys, each writes the same.
+            # Of a row that is broadcast, warpgroups that share keys write the same values.
             assert piece.holds == content or (piece.readers == 0 and not piece.writing)
             piece.holds = content
         yield None
@@ -302,7 +302,7 @@ class Consumer(ConsumerWarp):
 
 
 class Addition:
-    """A bulk addition: first it has read its shared memory, then it is complete."""
+    """A bulk addition: it reads its shared memory, then completes."""
 
     def __init__(self) -> None:
         self.progress = 0
@@ -315,12 +315,12 @@ class Addition:
 
 
 class World:
-    """Global memory, time and chance."""
+    """Global memory, and a random schedule of roles and copies."""
 
     def __init__(self, arithmetic: Arithmetic, seed: int):
         self.arithmetic, self.problem = arithmetic, arithmetic.problem
         self.chance = random.Random(seed)
-        # How soon copies come: in some runs not before somebody has nothing else to do.
+        # How soon copies complete: in some runs, only when no role can run.
         self.haste = self.chance.choice((0.2, 0.2, 0.02))
         self.events: list[Callable[[], None]] = []
         self.dq_semaphores: dict[tuple[int, int, int], int] = {}

@@ -107,7 +107,7 @@ class Config:
     stages: int = 2
     dropout: bool = False
     dense: bool = False
-    # Of an additive mask: pieces that a warpgroup has room for, and pieces of a block.
+    # An additive mask: slots of a warpgroup's ring, and slots for a block.
     bias_ring: int = 0
     bias_pieces: int = 0
 
@@ -219,9 +219,7 @@ class Arithmetic:
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
 
     def blocks(self, tile: Tile) -> list[int]:
-        """Those that come for the tile, in their order; under a dense mask chance leaves some out,
-        or all of them.
-        """
+        """Those that are loaded for the tile, in order; under a dense mask a random subset."""
         loaded = range(*self.plan(tile, 0).loaded)[::-1]
         if not self.config.dense:
             return list(loaded)
@@ -230,11 +228,11 @@ class Arithmetic:
         return [n for n in loaded if chance.random() < wanted]
 
     def is_masked(self, tile: Tile, group: int, n: int) -> bool:
-        """Whether a dense mask changes a warpgroup's scores of a block: chance."""
+        """Whether a dense mask changes a warpgroup's scores of a block: random."""
         return random.Random(f"{tile.number} {group} {n}").random() < 0.7
 
     def is_staged(self, tile: Tile, group: int) -> bool:
-        """Whether a warpgroup's rows leave through shared memory; splits leave in fp32."""
+        """Whether a warpgroup's rows leave through shared memory; splits are stored in fp32."""
         if self.problem.splits > 1:
             return False
         if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:

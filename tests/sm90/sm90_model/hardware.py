@@ -1,5 +1,5 @@
-"""What the roles of a thread block meet at, and how they are played: every wait is a condition that
-a coroutine yields. What a kernel does wrong here fails an assertion.
+"""Barriers and shared memory of a thread block for models of its warp roles: every wait is a
+condition that a coroutine yields. An error of the protocol fails an assertion.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def compiled(folder: Path, source: str) -> ctypes.CDLL:
 
 
 class Barrier:
-    """An mbarrier. `passed` is told which phase is meant and objects to any other."""
+    """An mbarrier. `passed` takes the expected phase and fails on any other."""
 
     def __init__(self, arrivals: int, name: str):
         self.arrivals = self.missing = arrivals
@@ -75,7 +75,7 @@ class NamedBarrier:
 
 
 class Buffer:
-    """A tile of shared memory: what it holds, who reads it, whether a copy is coming into it."""
+    """A tile of shared memory: its contents, readers, and whether a copy into it is pending."""
 
     def __init__(self) -> None:
         self.holds: object = None
@@ -118,7 +118,7 @@ class Position:
 
 
 class SharedMemory:
-    """Of a thread block. `events` is what happens whenever chance has it."""
+    """Of a thread block. `events` happen at random times."""
 
     def __init__(self, events: list[Callable[[], None]]):
         self.events = events
@@ -130,10 +130,10 @@ class SharedMemory:
         content: object,
         full: Barrier,
         arrives: bool = True,
-        announces: bool = True,
+        expects_bytes: bool = True,
     ) -> None:
-        """Of one box into one or several buffers. It announces its bytes, with an arrival or
-        without one, unless they have been announced.
+        """Copies one box into one or several buffers. Expects its bytes, with an arrival or without
+        one, unless they are expected already.
         """
         buffers = [to] if isinstance(to, Buffer) else to
         for buffer in buffers:
@@ -141,9 +141,9 @@ class SharedMemory:
                 f"{buffer.holds} overwritten by {content}"
             )
             buffer.writing, buffer.holds = True, None
-        if announces and arrives:
+        if expects_bytes and arrives:
             full.arrive(1)
-        elif announces:
+        elif expects_bytes:
             full.bytes += 1
 
         def land() -> None:
@@ -155,7 +155,7 @@ class SharedMemory:
 
 
 class ConsumerWarp:
-    """One warp of a consumer warpgroup. Warp 0, the leader, stands for what the warpgroup reads."""
+    """One warp of a consumer warpgroup. Reads are counted for warp 0, the leader."""
 
     def __init__(self, memory: SharedMemory, group: int, warp: int):
         self.memory, self.group, self.warp = memory, group, warp

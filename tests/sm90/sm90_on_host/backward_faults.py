@@ -1,6 +1,6 @@
-"""Faults of the Hopper attention backward, for test_sm90_bwd_faults.py: those that are written in
-its source, what is there and what would be wrong instead; and those that do no harm. At the end
-those of the launches that compute an additive mask's gradient.
+"""Faults of the Hopper attention backward, for test_sm90_bwd_faults.py: mutations of its source
+(the right text and wrong ones), and harmless faults; then those of the launches that compute an
+additive mask's gradient.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sm90_on_host.build import Mutation
 from sm90_on_host.fault_injector import Harmless
 
-# Head dim and variant. Between them they have every role, and every way of sharing a step.
+# Head dim and variant. Together they have every role, and every division of a step.
 BOUNDED = ("64 kBounded", "128 kBounded", "256 kBounded")
 DROPOUT, DENSE, BIAS = ("128 kDropout",), ("128 kMask",), ("128 kBias", "256 kBias")
 INSTANCES = BOUNDED + DROPOUT + DENSE + BIAS
@@ -63,7 +63,7 @@ tiles("work.sequence.first_row_block + step.row_block", "step.row_block")
 classes = _Source("backward/mask_classes_bwd_sm90.cuh")
 classes("block.flags & kHasWork ? 1 : 0", "1", only=DENSE)
 
-# -- the main launch: barriers, the draw of a block of keys
+# -- the main launch: barriers, the choice of a block of keys
 main = _Source("backward/attention_bwd_sm90.cuh")
 main("shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);")
 main("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
@@ -71,7 +71,7 @@ main("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
 main("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
 main("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
 
-# -- loads, and the dq_semaphores of dQ
+# -- loads, and the dQ semaphores
 producer = _Source("backward/producer.cuh")
 producer("sequence.key_origin + work.first_key", "work.first_key")
 producer("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
@@ -154,9 +154,9 @@ def mutations_of(instance: str) -> list[Mutation]:
 
 
 # -- what does no harm -----------------------------------------------------------------------------
-# All of it stays in the kernels: it does no harm to this machine, or by an accident of what lies
-# around it. What is said of fences and pins holds for one order of instructions, and PTX and the
-# compiler want them whatever it is. Whether they show depends on where g++ puts registers.
+# All of these stay in the kernels: they are harmless on this simulator, or because of the code
+# around them. The reasons given for fences and pins hold for one order of instructions; PTX and the
+# compiler require them in any case. Whether they are detected depends on g++'s register allocation.
 BY_LAYOUT = (
     Harmless(
         "no wgmma fence",
@@ -182,14 +182,14 @@ HARMLESS = (
         "shared.passed.wait(",
         "passes at once: it keeps exponentials before the wait for dP",
     ),
-    # Where a launch ends is not said to be where its asynchronous additions do.
+    # PTX does not say that the end of a launch completes its asynchronous additions.
     Harmless("no bulk wait", "} ptx::cp_async_bulk_wait_group();", "launches end with it here"),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),
 )
 BOUNDED_HARMLESS = (
     Harmless("mutation", "rest ? 0 : queries", "there are no keys either"),
     Harmless("mutation", "rest ? 0 : keys", "there are no rows either"),
-    Harmless("mutation", "!view.data -> !view.data", "the same: what is noticed falsely shows"),
+    Harmless("mutation", "!view.data -> !view.data", "identical: shows false detections"),
     # A packed sequence that ends where the tensor does, from its beginning, is the only one.
     Harmless("mutation", "kNoEnd : args.queries -> args.queries", "behind it TMA has zeroed"),
     Harmless("mutation", "args.packing.key_offsets -> nullptr", "as before"),
@@ -215,7 +215,7 @@ for right, *wrong in (
     ("loop.head + number % loop.heads", "loop.head"),
     ("static_cast<int>(all * split / args.dmask.splits)", "0"),
     ("static_cast<int>(all * (split + 1) / args.dmask.splits)", "static_cast<int>(all)"),
-    # what comes
+    # loads
     ("one_row ? 0 : item.row", "0"),
     ("layout.heads > 1 ? item.head : 0", "0"),
     ("layout.batches > 1 ? item.batch : 0", "0"),
@@ -228,7 +228,7 @@ for right, *wrong in (
     ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
     ("shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);",
      "shared.bias_slot.empty.init(1);"),
-    # what is added
+    # sums
     ("group * kMmaRows * sm90::kRowBytes", "0"),
     ("row < queries ? keys_of_row(row, args.bounds, keys) : Range{0, 0}",
      "keys_of_row(row, args.bounds, keys)"),
@@ -237,7 +237,7 @@ for right, *wrong in (
     ("args.delta[head + existing]", "0.0f"),
     ("first[half] ^ place % sm90::kRowBytes", "first[half]"),
     ("is_allowed ? p * (kept - delta[half]) : 0.0f", "p * (kept - delta[half])"),
-    # what is written
+    # stores
     ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
     ("sums_keys ? kKeys : key + 1", "key + 1"),
     ("smaller(dmask.sizes[2] - loop.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),

@@ -1,26 +1,26 @@
-"""Builds kernels over this folder's stand-in for Hopper, and runs them.
+"""Builds kernels for a simulator of Hopper on the host, and runs them.
 
-The machine is adversarial. Asynchronous operations happen when it likes: as late as their waits
-allow, as early as they can, or whenever chance has it, as `order` says. So do threads. It watches
-every access: kernels are compiled as for a thread sanitizer, whose callbacks are the machine's own.
+The simulator is adversarial. Asynchronous operations complete as late as their waits allow, as
+early as possible, or at random, as `order` says; threads are scheduled the same way. It checks
+every access: kernels are compiled as for a thread sanitizer, whose callbacks are the simulator's.
 
-What it reports: threads that wait for ever, and on what; accesses to shared memory, and to global
-memory that is written, that nothing puts in an order, by vector clocks of threads, copies and
-products; shared memory that is read and nobody has written; ordinary writes that an asynchronous
-operation sees without fence.proxy.async by the writing thread; registers of a wgmma that are
-touched before its wait, or changed without wgmma.fence, or not pinned; phases of an mbarrier that a
-waiter misses, too many arrivals or bytes; barriers that are not visible yet, have different counts
-or the same thread twice; stores that nobody waits for before their memory is written or their block
-ends; registers that setmaxnreg will never get; launches that touch what the one before still
-writes.
+What it reports: deadlocks, and the barriers that are waited for; accesses to shared memory, and to
+global memory that is written, that are not ordered by vector clocks of threads, copies and
+products; reads of shared memory that has not been written; ordinary writes that an asynchronous
+operation reads without fence.proxy.async by the writing thread; registers of a wgmma that are
+accessed before its wait, or changed without wgmma.fence, or not pinned; phases of an mbarrier that
+a waiter misses, too many arrivals or bytes; barriers that are not visible yet, have different
+counts or the same thread twice; stores that are not waited for before their memory is written or
+their block ends; setmaxnreg requests that can never be met; launches that access what the previous
+one still writes.
 
-What it believes: a wgmma that one warp has waited for is complete for the warpgroup, and with it
-whatever its four warps read before they issued it; a write that changes nothing harms nobody.
+What it assumes: a wgmma that one warp has waited for is complete for the warpgroup, and so is
+whatever its four warps read before they issued it; a write that changes nothing is harmless.
 
-What it cannot see: how long anything takes; what ptxas makes of the code; reads of global memory
-that is written later, or past the end of a tensor that is not `guarded`; operands of a wgmma whose
-registers a compiler gives to something else; what a block does to one that began sixteen blocks
-before. Blocks run two or three at a time.
+What it cannot detect: performance; what ptxas makes of the code; reads of global memory that is
+written later, or past the end of a tensor that is not `guarded`; operands of a wgmma whose
+registers a compiler reuses; what a block does to one that began sixteen blocks before. Two or
+three blocks run at a time.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[2] / "csrc"
 CUDA = Path("/usr/local/cuda/include")
-# What g++ does not read, and what stands for it.
+# Code that g++ does not accept, and its replacement.
 REWRITTEN = {
     "kernel<<<blocks, Traits::kThreads, sizeof(Shared), stream>>>(args);": (
         "launch_on_host(kernel, blocks, Traits::kThreads, sizeof(Shared), args);"
@@ -46,9 +46,9 @@ REWRITTEN = {
         "char* shared_memory = on_host::shared;"
     ),
 }
-# When asynchronous operations happen. From 2 on chance decides, with this seed.
+# When asynchronous operations complete. From 2 on at random, with this seed.
 AT_ONCE, LATE, RANDOM = 0, 1, 2
-# What can be made wrong at any place of a kernel, to see whether it is noticed: engine/faults.h.
+# The faults that can be injected at any place of a kernel: engine/faults.h.
 FAULTS = (
     "none", "no wgmma fence", "no wgmma commit", "no wgmma wait", "wgmma wait for one group less",
     "no pin", "no proxy fence", "no mbarrier wait", "other parity", "no arrival", "two arrivals",
@@ -69,7 +69,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """Somewhere in a kernel where `fault`, an index of FAULTS, can be committed."""
+    """A place in a kernel where `fault`, an index of FAULTS, can be injected."""
 
     fault: int
     address: int
@@ -122,8 +122,8 @@ class Machine:
             return self.located(failure.decode()) if self.place is None else failure.decode()
         return None if message is None else message.decode()
 
-    def commit(self, place: Place | None) -> None:
-        """From now on with this fault, or with none."""
+    def inject(self, place: Place | None) -> None:
+        """Later calls run with this fault, or with none."""
         self.place = place
         self.library.on_host_fault(*((place.fault, place.address) if place else (0, 0)))
 
@@ -131,7 +131,7 @@ class Machine:
         self.library.on_host_record(int(on))
 
     def places(self) -> list[Place]:
-        """Where faults could have been committed since `record`."""
+        """Where faults could have been injected since `record`."""
         numbers = (ctypes.c_uint32 * (3 * _MOST_PLACES))()
         count = self.library.on_host_sites(numbers, _MOST_PLACES)
         assert count <= _MOST_PLACES

@@ -1,6 +1,6 @@
 // Enough of CUDA for a C++ compiler to run kernels without a GPU: each thread of a block is a fiber
-// of the stand-in for the machine (sm90_on_host/engine.h). Lanes of a warp must meet at the same
-// warp-wide operations.
+// of the simulator (sm90_on_host/engine.h). Lanes of a warp must execute the same warp-wide
+// operations.
 #pragma once
 
 #include <cuda.h>

@@ -1,9 +1,9 @@
-// The stand-in for a GPU, see engine.h, and what tests ask of it. One translation unit in parts:
-// the compiler of the kernels calls `touch` at every access to memory.
+// The GPU simulator, see engine.h, and its interface to the tests. One translation unit, split into
+// headers: the kernels' compiler calls `touch` at every memory access.
 //
-// To be read in this order, in engine/: vector_clocks.h and shadow_memory.h, state.h, faults.h,
-// fibers.h, reports.h, memory.h, then barriers.h, warps.h, bulk_copies.h and wgmma.h, at last
-// thread_blocks.h, scheduler.h and launches.h.
+// Read the headers of engine/ in this order: vector_clocks.h and shadow_memory.h, state.h,
+// faults.h, fibers.h, reports.h, memory.h, then barriers.h, warps.h, bulk_copies.h and wgmma.h, and
+// last thread_blocks.h, scheduler.h and launches.h.
 #include "engine.h"
 
 #include <cstdint>
@@ -34,7 +34,7 @@ void on_host_record(int yes) {
   on_host::records_sites = yes != 0;
   on_host::sites.clear();
 }
-// Where which faults could have been committed so far: kind, place and how often, in turn.
+// The places where faults can be injected, found so far: kind, address and count of each.
 int on_host_sites(uint32_t* result, int most) {
   int count = 0;
   for (const auto& [site, times] : on_host::sites) {
@@ -48,8 +48,8 @@ int on_host_sites(uint32_t* result, int most) {
   return count;
 }
 
-// What a compiler calls at every access under -fsanitize=thread; no other part of its runtime is
-// linked.
+// Called by the compiler's code at every access under -fsanitize=thread; the sanitizer's runtime is
+// not linked.
 #define ON_HOST_TOUCH(NAME, BYTES, WRITE)                               \
   ON_HOST_ENTRY void NAME(void* address) {                              \
     on_host::touch(address, BYTES, WRITE, __builtin_return_address(0)); \

@@ -1,5 +1,5 @@
-// What the stand-in for a GPU does for the kernels: threads, barriers, asynchronous operations. The
-// kernels' side of it is machine.h and cuda_on_host.h.
+// The GPU simulator's interface for the kernels: threads, barriers, asynchronous operations.
+// machine.h and cuda_on_host.h call it.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace on_host {
 
 constexpr int kWarpLanes = 32;
 constexpr uint32_t kSharedBytes = 227 * 1024;
-// Of the running thread's block; between launches some memory that is nobody's.
+// Shared memory of the running thread's block; unused memory between launches.
 alignas(1024) inline char spare_shared[kSharedBytes];
 inline char* shared = spare_shared;
 
@@ -38,11 +38,11 @@ inline void launch(int64_t blocks, int threads, std::function<void()> body) {
 }
 
 // -- faults ---------------------------------------------------------------------------------------
-// Whether a line of source is to be wrong now, see build.py's Mutation.
+// Whether a mutation of the source is active, see build.py's Mutation.
 bool mutated(uint32_t number);
 
 // -- threads --------------------------------------------------------------------------------------
-// Lanes of a warp must meet at the same warp-wide operations.
+// Lanes of a warp must execute the same warp-wide operations.
 void syncwarp();
 void bar_sync(int id, int threads);
 void bar_arrive(int id, int threads);

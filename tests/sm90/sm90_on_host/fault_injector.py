@@ -1,7 +1,7 @@
-"""Commits every fault that a machine knows of at every place of its kernels, one at a time.
+"""Injects every fault that a machine supports at every place of its kernels, one at a time.
 
-Each must be noticed by the machine itself, all but those that say why they are harmless. Mutations
-of the source may also show in what the kernels compute.
+The machine itself must detect each of them, except those with a reason why they are harmless.
+Mutations of the source may also be detected by wrong results.
 """
 
 import re
@@ -15,7 +15,7 @@ ORDERS = (LATE, RANDOM, RANDOM + 1)
 
 @dataclass(frozen=True)
 class Harmless:
-    """A fault, what the lines of source have that it is committed at, and why it does no harm."""
+    """A fault, a part of the source lines where it is injected, and why it is harmless."""
 
     fault: str
     source: str
@@ -24,7 +24,7 @@ class Harmless:
 
 class FaultInjector:
     """run: returns the machine's message; is_same: whether the last run's results are right.
-    later: the orders in which it runs again with a fault that an earlier call did not notice.
+    later: the orders for faults that an earlier call did not detect.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class FaultInjector:
         later: Sequence[int] = ORDERS,
     ) -> None:
         self.machine, self.mutations, self.later = machine, mutations, later
-        self.noticed: dict[tuple[int, int], bool] = {}
+        self.detected: dict[tuple[int, int], bool] = {}
 
     def examine(
         self, run: Callable[[], str | None], is_same: Callable[[], bool] = lambda: True
     ) -> str | None:
-        """Runs once as it should, then with every fault that has not been noticed yet. The message
-        of a run without a fault, afterwards.
+        """Runs without a fault, then with every fault that has not been detected yet. Returns the
+        message of a last run without a fault.
         """
         self.machine.record(True)
         for self.machine.order in ORDERS:
@@ -50,30 +50,30 @@ class FaultInjector:
         places = self.machine.places()
         self.machine.record(False)
         for place in places:
-            if not self.noticed.get(place.key):
-                orders = self.later if place.key in self.noticed else ORDERS
-                self.noticed[place.key] = self._notices(run, is_same, place, orders)
+            if not self.detected.get(place.key):
+                orders = self.later if place.key in self.detected else ORDERS
+                self.detected[place.key] = self._detects(run, is_same, place, orders)
         return run()
 
-    def _notices(
+    def _detects(
         self,
         run: Callable[[], str | None],
         is_same: Callable[[], bool],
         place: Place,
         orders: Sequence[int],
     ) -> bool:
-        self.machine.commit(place)
+        self.machine.inject(place)
         try:
             for self.machine.order in orders:
                 if run() is not None or (place.fault == MUTATION and not is_same()):
                     return True
         finally:
-            self.machine.commit(None)
+            self.machine.inject(None)
         return False
 
-    def unnoticed(self, harmless: Sequence[Harmless] = ()) -> list[str]:
-        """Descriptions of faults, all but the harmless ones."""
-        keys = [key for key, noticed in self.noticed.items() if not noticed]
+    def undetected(self, harmless: Sequence[Harmless] = ()) -> list[str]:
+        """Descriptions of undetected faults, except the harmless ones."""
+        keys = [key for key, detected in self.detected.items() if not detected]
         return [
             f"{fault}: {lines}"
             for fault, lines in map(self._described, keys)
@@ -81,8 +81,8 @@ class FaultInjector:
         ]
 
     def unused(self, harmless: Sequence[Harmless]) -> list[Harmless]:
-        """Excuses for faults that are noticed, or that there are none of."""
-        keys = [key for key, noticed in self.noticed.items() if not noticed]
+        """Those of `harmless` whose faults are detected or do not exist."""
+        keys = [key for key, detected in self.detected.items() if not detected]
         described = [self._described(key) for key in keys]
         return [
             h for h in harmless if not any(f == h.fault and h.source in s for f, s in described)
@@ -92,7 +92,7 @@ class FaultInjector:
         return [
             mutation
             for number, mutation in enumerate(self.mutations)
-            if (MUTATION, number) not in self.noticed
+            if (MUTATION, number) not in self.detected
         ]
 
     def _described(self, key: tuple[int, int]) -> tuple[str, str]:

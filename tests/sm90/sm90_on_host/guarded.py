@@ -1,4 +1,4 @@
-"""Tensors with nothing around them: whoever reads or writes past their end meets no memory."""
+"""Tensors between inaccessible pages: accesses out of bounds fault."""
 
 import ctypes
 import mmap

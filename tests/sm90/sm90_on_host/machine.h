@@ -1,6 +1,5 @@
-// What the kernels ask of Hopper, on the host: the functions of csrc/sm90/ptx over the stand-in for
-// the machine (engine.h). Written from the PTX manual, not from csrc: layouts are decoded from
-// descriptors and tensor maps.
+// The functions of csrc/sm90/ptx for the host, over the simulator (engine.h). Written from the PTX
+// manual, not from csrc: layouts are decoded from descriptors and tensor maps.
 #pragma once
 
 #include "cuda_on_host.h"

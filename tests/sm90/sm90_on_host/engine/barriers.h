@@ -13,8 +13,8 @@ namespace on_host {
 namespace {
 
 // -- mbarrier -------------------------------------------------------------------------------------
-// Whoever waits for the phases of a barrier must have seen the last one before the next is
-// complete: parities do not tell it from the one after.
+// A thread that waits for a barrier's phases must observe each before the next completes: parities
+// do not distinguish it from the one after.
 void check_waiters(const Mbarrier& b, const Access& who) {
   const int segment = (who.who - 1) / kActors;
   for (int thread = 0; thread < kThreads && b.complete; ++thread) {

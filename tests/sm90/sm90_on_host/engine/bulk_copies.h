@@ -1,5 +1,6 @@
-// Asynchronous copies between global and shared memory, tensor maps (TMA) and plain ones: loads
-// that an mbarrier counts, stores and additions in bulk groups. They come in pieces, in any order.
+// Asynchronous copies between global and shared memory, with tensor maps (TMA) or plain: loads that
+// an mbarrier counts, stores and additions in bulk groups. Their bytes are transferred in any
+// order.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What tests ask for: when asynchronous operations happen, and a fault to commit.
+// Settings of the tests: the order of asynchronous operations, and a fault to inject.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ uint32_t place_of(const void* address) {
   return static_cast<uint32_t>(static_cast<const char*>(address) - &__ehdr_start);
 }
 
-// Order 0: asynchronous operations happen at once, one block after the other. 1: as late as is
-// legal. From 2 on: whenever chance has it, with chance's other decisions drawn from the number.
+// Order 0: asynchronous operations complete at once, one block after the other. 1: as late as is
+// legal. From 2 on: at random; the number is the seed of this and all other random choices.
 uint64_t order = 0;
 uint64_t random_state = 0;
 bool instrumented = false;  // ordinary accesses are known
@@ -37,7 +37,7 @@ bool chance(uint32_t one_in) {
   return order >= 2 && random_below(one_in) == 0;
 }
 
-// A fault to commit wherever `where` asks for this operation, to see whether it is noticed.
+// A fault to inject where `where` executes this operation, to see whether it is detected.
 enum class Fault {
   kNone,
   kNoWgmmaFence,

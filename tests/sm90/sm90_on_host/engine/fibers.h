@@ -1,4 +1,4 @@
-// Threads are fibers of one thread of the host: they run until they wait, or let others run.
+// Threads are fibers of one host thread: they run until they wait or yield.
 #pragma once
 
 #include "engine/faults.h"

@@ -16,7 +16,7 @@
 namespace on_host {
 namespace {
 
-// Whoever touches memory that is not there, or divides by zero, fails like any other.
+// Accesses to unmapped memory and divisions by zero are failures like any other.
 alignas(16) char signal_stack[64 * 1024];
 void on_bad_address(int, siginfo_t* info, void*) {
   if (operates) {

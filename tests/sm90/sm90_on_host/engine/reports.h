@@ -1,4 +1,5 @@
-// What a failure says: who, where in the program, and what it met. The first failure counts.
+// The text of a failure: the thread, its place in the program, and the cause. The first failure
+// counts.
 #pragma once
 
 #include <cstdarg>

@@ -1,5 +1,4 @@
-// Whose turn it is: warps in some order, some of them starved, between them asynchronous
-// operations.
+// Schedules warps in some order, starves some of them, and runs asynchronous operations in between.
 #pragma once
 
 #include <algorithm>
@@ -116,43 +115,43 @@ void choose_starved() {
 
 // Every warp of every block once, in some order. False: nothing happened.
 bool run_round() {
-  struct Turn {
+  struct Slot {
     Block* block;
     int warp;
   };
-  std::vector<Turn> turns;
+  std::vector<Slot> slots;
   bool later_launch_runs = false;
   for (auto& block : blocks) {
     for (int warp = 0; warp < static_cast<int>(block->warps.size()); ++warp) {
-      turns.push_back({block.get(), warp});
+      slots.push_back({block.get(), warp});
     }
   }
   if (order > 0) {
-    for (size_t i = turns.size(); i > 1; --i) {
-      std::swap(turns[i - 1], turns[random_below(static_cast<uint32_t>(i))]);
+    for (size_t i = slots.size(); i > 1; --i) {
+      std::swap(slots[i - 1], slots[random_below(static_cast<uint32_t>(i))]);
     }
     // A launch that began early runs ahead: the one before it takes as long as it likes.
-    std::stable_partition(turns.begin(), turns.end(),
-                          [](const Turn& t) { return t.block->grid != grids.front().get(); });
+    std::stable_partition(slots.begin(), slots.end(),
+                          [](const Slot& t) { return t.block->grid != grids.front().get(); });
   }
   bool ran = false;
-  for (const Turn& turn : turns) {
-    if (later_launch_runs && turn.block->grid == grids.front().get()) {
+  for (const Slot& slot : slots) {
+    if (later_launch_runs && slot.block->grid == grids.front().get()) {
       break;
     }
-    const int count = std::min(kWarpLanes, turn.block->grid->launch.threads - turn.warp * 32);
+    const int count = std::min(kWarpLanes, slot.block->grid->launch.threads - slot.warp * 32);
     const int start = order >= 2 ? static_cast<int>(random_below(count)) : 0;
     for (int i = 0; i < count; ++i) {
       const int lane = (start + i) % count;
-      Thread& thread = *turn.block->threads[turn.warp * kWarpLanes + lane];
-      if (turn.block == starved.block && turn.warp == starved.warp &&
+      Thread& thread = *slot.block->threads[slot.warp * kWarpLanes + lane];
+      if (slot.block == starved.block && slot.warp == starved.warp &&
           (starved.lane < 0 || starved.lane == lane)) {
         continue;
       }
       if (!thread.done && is_ready(thread)) {
         run_thread(thread);
         ran = true;
-        later_launch_runs = turn.block->grid != grids.front().get();
+        later_launch_runs = slot.block->grid != grids.front().get();
       }
       if (!failure.empty()) {
         return false;
@@ -163,7 +162,7 @@ bool run_round() {
         ran = true;
       }
     } else if (chance(1 + order % 5)) {
-      ran = advance_one() || ran;  // somebody may wait for it
+      ran = advance_one() || ran;  // a thread may wait for it
     }
     if (!failure.empty()) {
       return false;

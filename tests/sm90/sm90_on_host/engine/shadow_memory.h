@@ -1,5 +1,5 @@
-// What an order means for memory: for every 16 bytes who wrote and read them last, and whether the
-// next access comes after that.
+// Shadow memory: the last writes and reads of every 16 bytes, and whether the next access is
+// ordered after them.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace on_host {
 
 constexpr int kCellBytes = 16, kGrain = 2;
 struct Cell {
-  // same: others who wrote what was there already, in no order with `write`.
+  // same: other writes of the same value, not ordered with `write`.
   Access write, same[2], reads[3];
   uint32_t crowd = 0;  // more readers
-  uint32_t parts = 0;  // pieces of kGrain bytes are told apart
+  uint32_t parts = 0;  // pieces of kGrain bytes are distinguished
   bool added = false;  // the last write
 };
 
@@ -31,7 +31,7 @@ class Shadow {
     clear_pools();
   }
 
-  // strict: what nobody has written must not be read.
+  // strict: memory that has not been written must not be read.
   Conflict read(uint32_t at, uint32_t bytes, const Actor& actor, bool strict) {
     return visit(at, bytes, [&](Cell& cell) { return read_cell(cell, actor, strict); });
   }

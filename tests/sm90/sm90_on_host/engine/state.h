@@ -1,5 +1,5 @@
-// All that the machine remembers: threads, barriers, copies and products in flight, thread blocks
-// and their launches.
+// The simulator's state: threads, barriers, copies and products in flight, thread blocks and their
+// launches.
 #pragma once
 
 #include <cstdint>
@@ -185,10 +185,10 @@ struct Starved {
 Thread* current = nullptr;
 void* scheduler_stack = nullptr;
 std::string failure;
-bool asked = false;  // somebody will ask for the failure
-// What was released with words of global memory.
+bool asked = false;  // the test will read the failure
+// The clocks that words of global memory were released with.
 std::map<const int*, std::shared_ptr<Clock>> released;
-// A thread that asks again what it has just been told waits for another answer.
+// The last value that a thread has polled: it waits for another one.
 std::map<std::pair<const Thread*, const int*>, int> told;
 
 }  // namespace

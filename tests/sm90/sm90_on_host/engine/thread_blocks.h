@@ -1,4 +1,4 @@
-// Thread blocks from their start, with memory that nobody has written, to their end.
+// Thread blocks, from their start with uninitialised memory to their end.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ void prepare_thread(Block& block, int index) {
   const Thread old = thread;
   thread = {};
   thread.stack = old.stack;
-  // What an earlier block left on the stack is nobody's register.
+  // An earlier block's stack holds no registers of this one.
   thread.registers = old.registers;
   std::fill(thread.registers + old.lowest, thread.registers + kStackBytes / 4, Register());
   thread.block = &block;
@@ -98,7 +98,7 @@ void start_block(Grid& grid) {
   block.triggered = block.acquires = false;
   block.all_said_yes = true;
   block.shadow.clear();
-  // What nobody wrote must not look like zero.
+  // Unwritten memory must not look like zero.
   std::memset(block.memory, 0xFF, kArrayBytes);
   block.mbarriers.clear();
   for (NamedBarrier& b : block.named) {

@@ -1,4 +1,4 @@
-// What happens before what: vector clocks of threads and of asynchronous operations.
+// Happens-before: vector clocks of threads and of asynchronous operations.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,8 @@ constexpr int kThreads = 512, kWarpgroups = kThreads / 128, kStorers = 8, kLoads
 constexpr int kFirstWgmma = kThreads, kFirstReader = kFirstWgmma + kWarpgroups,
               kFirstWriter = kFirstReader + kStorers, kFirstLoad = kFirstWriter + kStorers;
 constexpr int kActors = (kFirstLoad + kLoads + 15) / 16 * 16;
-// Blocks that are told apart. When one takes another's number, what that one did is long over.
+// Blocks that have a clock of their own. A block that reuses a number starts long after the
+// previous one has ended.
 constexpr int kSegments = 16;
 
 inline void take_later(uint32_t (&times)[kActors], const uint32_t (&others)[kActors]) {
@@ -25,8 +26,9 @@ inline void take_later(uint32_t (&times)[kActors], const uint32_t (&others)[kAct
   }
 }
 
-// For every actor up to which of its own times somebody knows what it did, up to which its ordinary
-// writes are known to asynchronous readers as well, and up to which at least its reads are over.
+// For every actor: up to which of its times all that it did is ordered before this clock; up to
+// which its ordinary writes are visible to asynchronous readers as well; and up to which its reads
+// have ended.
 struct Clock {
   uint32_t segments = 0;  // which have anything in them
   uint32_t grids = 0;     // everything of launches before this one
@@ -85,7 +87,7 @@ inline ClockPool& clocks() {
 }
 
 struct Access {
-  uint16_t who = 0;  // 1 + segment * kActors + actor; 0: nobody
+  uint16_t who = 0;  // 1 + segment * kActors + actor; 0: none
   uint16_t grid = 0;
   uint32_t when = 0;
   uint32_t where = 0;  // in the program
@@ -108,7 +110,7 @@ inline bool is_over(const Clock& clock, const Access& read) {
          clock.read[(read.who - 1) / kActors][(read.who - 1) % kActors] >= read.when;
 }
 
-// Who touches memory now, and what they know.
+// The actor of the current access, and its clock.
 struct Actor {
   Access access;
   const Clock* clock;

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together: meet, exchange values, elect one, change their registers.
+// Warp-wide operations: lanes synchronise, exchange values, elect one, change their registers.
 #pragma once
 
 #include <cstdint>

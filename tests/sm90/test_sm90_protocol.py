@@ -371,7 +371,7 @@ class World:
             if self.events and (not ready or self.chance.random() < 0.2):
                 self.events.pop(self.chance.randrange(len(self.events)))()
                 continue
-            assert ready, "waiting for ever: " + ", ".join(entry[0] for entry in live)
+            assert ready, "deadlock: " + ", ".join(entry[0] for entry in live)
             entry = self.chance.choice(ready)
             if self.chance.randrange(patience[entry[0]]) and len(ready) > 1:
                 continue

@@ -369,7 +369,7 @@ class World:
             if self.events and (not ready or self.chance.random() < self.haste):
                 self.events.pop(self.chance.randrange(len(self.events)))()
                 continue
-            assert ready, "waiting for ever"
+            assert ready, "deadlock"
             roles, entry = self.chance.choice(ready)
             if self.chance.randrange(patience[id(entry)]) and len(ready) > 1:
                 continue

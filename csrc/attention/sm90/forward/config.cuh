@@ -36,8 +36,7 @@ constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
       return {3, 128, 2, true, false};
     case 96:  // needs as much shared memory as 128
     case 128:
-      if (is_additive(
-              variant)) {  // the mask needs the shared memory of a second Q and of the output
+      if (is_additive(variant)) {  // the mask needs shared memory
         return {2, 128, 1, false, true};
       }
       // ping-pong: +4 % up to 1k keys; 176-key blocks: -4 % at 4k keys, +4 % at 16k

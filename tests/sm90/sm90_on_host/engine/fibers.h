@@ -72,7 +72,7 @@ bool is_ready(const Thread& thread) {
   return true;
 }
 
-// What the thread wrote last is looked at, see memory.h.
+// Checks the thread's last write, see memory.h.
 void settle(Thread& thread);
 void wait_for(const Wait& wait) {
   settle(*current);

@@ -99,7 +99,7 @@ void synchronize() {
         waiting = waiting && block->live > 0;
       }
       if (waiting) {
-        fail(everybody());
+        fail(all_waits());
       }
     }
   }

@@ -31,7 +31,7 @@ std::string name_of(const Thread& thread) {
 }
 std::string name_of(const Access& access) {
   if (access.who == 0) {
-    return "nobody";
+    return "no actor";
   }
   const int segment = (access.who - 1) / kActors, actor = (access.who - 1) % kActors;
   std::string result = text("block %u, ", segment_block[segment]);
@@ -87,15 +87,15 @@ std::string name_of(const Wait& wait) {
     case Wait::kWord:
       return text("a word of global memory that is %d", static_cast<int>(wait.value));
     case Wait::kRegisters:
-      return "registers that nobody gives back";
+      return "registers that are not released";
     case Wait::kGrid:
       return "the launch before";
   }
   return "";
 }
 
-std::string everybody() {
-  std::string result = "all threads wait for ever:";
+std::string all_waits() {
+  std::string result = "deadlock, all threads wait:";
   std::map<std::string, std::pair<int, const Thread*>> waits;
   for (auto& block : blocks) {
     for (int i = 0; i < block->grid->launch.threads; ++i) {

@@ -130,7 +130,7 @@ bool run_round() {
     for (size_t i = slots.size(); i > 1; --i) {
       std::swap(slots[i - 1], slots[random_below(static_cast<uint32_t>(i))]);
     }
-    // A launch that began early runs ahead: the one before it takes as long as it likes.
+    // A launch that began early runs ahead; the previous one is delayed arbitrarily.
     std::stable_partition(slots.begin(), slots.end(),
                           [](const Slot& t) { return t.block->grid != grids.front().get(); });
   }

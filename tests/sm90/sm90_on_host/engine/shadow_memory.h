@@ -131,7 +131,7 @@ class Shadow {
 
   Conflict read_cell(Cell& cell, const Actor& actor, bool strict) {
     if (strict && cell.write.who == 0) {
-      return {"which nobody has written", {}};
+      return {"which has not been written", {}};
     }
     const Conflict conflict = check_writes(cell, actor);
     if (conflict.what) {

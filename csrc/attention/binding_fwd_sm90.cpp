@@ -29,8 +29,7 @@ bool read_in_place(const DenseMask& mask, MaskType own, int keys) {
          reinterpret_cast<uintptr_t>(mask.data) % kAlignment == 0;
 }
 
-// 32-bit words of dropout's column keys, padded to the alignment of the mask's workspace that
-// follows.
+// 32-bit words of dropout's column keys, padded to 16 bytes for the mask's workspace behind them.
 int64_t column_key_words(const ForwardProblem& p) {
   constexpr int kMaxBlock = 128, kAlignedWords = 4;
   return p.dropout.seed

@@ -183,8 +183,8 @@ inline MaskType mask_type_of(const Tensor& mask) {
   }
 }
 
-// A mask [batch or 1, heads or 1, queries or 1, keys or 1] without its workspace. sizes: 1 where it
-// is broadcast.
+// A mask [batch or 1, heads or 1, queries or 1, keys or 1] without workspace. sizes: 1 if
+// broadcast.
 template <class Problem>
 DenseMask mask_view_of(const Tensor& mask, const std::optional<Tensor>& tiles, const Problem& p,
                        const Tensor& q, int (&sizes)[4]) {

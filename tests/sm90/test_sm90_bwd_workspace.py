@@ -109,7 +109,7 @@ def test_workspace_of_a_mask(
 @pytest.mark.parametrize(
     ("shape", "count"), [((2, 3, 65, 270), 1), ((1, 3, 65, 270), 2), ((1, 1, 1, 270), 6)]
 )
-def test_parts_of_a_mask_gradient(shape: tuple[int, ...], count: int) -> None:
+def test_splits_of_a_mask_gradient(shape: tuple[int, ...], count: int) -> None:
     """Where tiles are few, what they are broadcast over is shared out; never more than there is."""
     mask = torch.ones(shape)
     for needed in (False, True):

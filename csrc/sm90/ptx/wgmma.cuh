@@ -1,8 +1,7 @@
 // wgmma: a warpgroup multiplies a 64 x 16 by a 16 x N tile of 16-bit elements on the tensor cores,
-// asynchronously. Each thread holds N / 2 floats of the accumulators; A comes from shared memory or
-// registers, B from shared memory through a matrix descriptor. Between issue and the matching wait,
-// accumulators and A registers must not be accessed: `pin` keeps the compiler from moving code
-// across that point.
+// asynchronously. Each thread holds N / 2 accumulators; A comes from shared memory or registers, B
+// from shared memory through a matrix descriptor. Between issue and the matching wait, accumulators
+// and A registers must not be accessed: `pin` keeps the compiler from moving accesses there.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -27,15 +27,13 @@ struct Barrier {
   __device__ __forceinline__ void wait(uint32_t parity) { ptx::mbarrier_wait(address(), parity); }
 };
 
-// A slot of a ring: the producer waits for `empty` and fills it, consumers wait for `full` and
-// release it.
+// A slot of a ring: the producer waits for `empty` and fills it, consumers release it after `full`.
 struct Slot {
   Barrier full, empty;
 };
 
 // The next slot of a ring, and the parity of its `full` in this round. `empty` is waited for with
-// the other parity, so that the first round passes at once. Takes one register: the load warp has
-// few.
+// the other parity, so that the first round passes at once. One register: the load warp has few.
 template <int kSlots>
 struct RingPosition {
   static_assert((kSlots & (kSlots - 1)) == 0, "slots are counted modulo 2^32");

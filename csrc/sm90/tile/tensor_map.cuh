@@ -1,5 +1,4 @@
-// Tensor maps: TMA descriptors of [batch, heads, rows, columns] tensors of 16-bit elements with
-// contiguous columns.
+// TMA descriptors of [batch, heads, rows, columns] tensors of 16-bit elements, columns contiguous.
 #pragma once
 
 #include <cuda.h>

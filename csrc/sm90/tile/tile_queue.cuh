@@ -1,6 +1,5 @@
-// The tile queue of a persistent thread block: one thread fetches tiles, from a counter in global
-// memory or with a fixed stride, and passes them to the other warps through a ring in shared
-// memory.
+// The tile queue of a persistent thread block: one thread fetches tiles, from a global counter or
+// with a fixed stride, and passes them to the other warps through a ring in shared memory.
 #pragma once
 
 #include "sm90/tile/pipeline.cuh"
@@ -60,7 +59,7 @@ struct TileQueue {
     return info;
   }
 
-  // A reader that is a whole warp. It leaves the tile in its slot until it is done with it, to save
+  // A reader that is a whole warp and leaves the tile in its slot until it is done, to save
   // registers.
   __device__ __forceinline__ const TileInfo& peek(const Position& at) {
     slots[at.index()].full.wait(at.phase());

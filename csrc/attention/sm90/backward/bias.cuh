@@ -44,8 +44,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
   __syncwarp();
 }
 
-// For a mask that TMA cannot read: each warp loads the keys that it will use, before the products
-// need its registers.
+// For a mask that TMA cannot read: each warp loads its keys before products need the registers.
 template <class Traits>
 __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
   if constexpr (Traits::kBias) {
@@ -120,8 +119,7 @@ __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
   }
 }
 
-// With an additive mask, scores are in natural units, as large as floats may be. Blocked pairs are
-// masked later.
+// With an additive mask, scores are in natural units. Blocked pairs are masked later.
 template <class Traits>
 __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
                                          typename BackwardPart<Traits>::Scores& s) {

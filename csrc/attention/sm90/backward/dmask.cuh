@@ -102,8 +102,7 @@ struct DmaskArguments {
   float scale;
 };
 
-// A pair of blocks that a tile sums over: any along the summed dimensions, the tile's own along the
-// others.
+// A pair of blocks that a tile sums over: in dimensions that are not summed, the tile's own.
 struct DmaskItem {
   int batch, head, row, key;  // row and key: the first of the block
 };

@@ -120,8 +120,7 @@ __device__ __forceinline__ bool is_added_to(const BackwardArguments& args, const
                             sequence.keys, Traits::kKeys));
 }
 
-// A thread block converts one block of rows of dQ from the consumers' register order to rows of the
-// result.
+// A thread block converts one block of rows of dQ from the consumers' register order to rows.
 template <class Traits>
 __global__ void __launch_bounds__(kFinishThreads)
     attention_bwd_finish_kernel(const __grid_constant__ BackwardArguments args) {

@@ -1,5 +1,4 @@
-// Shared by the backward's launchers: programmatic dependent launch, and the tensor map of an
-// additive mask.
+// Shared by the backward's launchers: dependent launches, the tensor map of an additive mask.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,8 +38,7 @@ inline bool readable_by_tma(const DenseMask& mask, int keys) {
          reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
 }
 
-// The tensor map of an additive mask as 16-bit columns. If the mask is broadcast over rows, its
-// boxes have one row.
+// An additive mask as 16-bit columns. If it is broadcast over rows, its boxes have one row.
 inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
                         int box_rows) {
   const int halves = mask.type == MaskType::kFloat32 ? 2 : 1;

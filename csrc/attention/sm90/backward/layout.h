@@ -10,8 +10,7 @@ namespace fastattn::attention {
 
 // A warp's accumulators hold 16 keys of dS^T, one key per row. Four transposed 8 x 8 matrices (keys
 // 0 to 7 and 8 to 15 of 8 queries, then of the next 8) become 16 rows of queries. Returns the
-// offset of `lane`'s row within the 64 columns of the warpgroup's keys. one_row: all rows are the
-// same.
+// offset of `lane`'s row in the 64 columns of the warpgroup's keys. one_row: all rows are one.
 FASTATTN_PURE uint32_t scores_offset(int warp, int lane, bool one_row = false) {
   constexpr int kMatrix = 8, kPiecesPerWarp = 2;
   const int row = one_row ? 0 : lane % kMatrix + lane / (2 * kMatrix) * kMatrix;

@@ -56,8 +56,7 @@ __device__ __forceinline__ DenseBits<Traits> dense_bits(const BackwardPart<Trait
 }
 
 // Sets P and dS to 0 where the pair is not allowed, whatever they are: such a weight may be inf, as
-// lse does not include it. As operands they take half the registers, at a point where little else
-// is live.
+// lse does not include it. As operands they take half the registers, while little else is live.
 template <class Traits>
 __device__ __forceinline__ void mask_operands(const BackwardPart<Traits>& own,
                                               typename BackwardPart<Traits>::ScoreOperand& rP,

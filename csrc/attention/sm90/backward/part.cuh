@@ -1,6 +1,5 @@
-// A consumer warpgroup's part of the backward's main kernel: its share of every tile, and its
-// position in the ring. Argument of the functions in bias.cuh, masks.cuh, weights.cuh and
-// consumer.cuh.
+// A consumer warpgroup's share of every tile of the backward's main kernel, and its position in the
+// ring. The argument of the functions in bias.cuh, masks.cuh, weights.cuh and consumer.cuh.
 #pragma once
 
 #include "attention/sm90/backward/storage.cuh"

@@ -12,8 +12,7 @@ namespace fastattn::attention {
 namespace ptx = sm90::ptx;
 
 // -- load warp -----------------------------------------------------------------------------------
-// One thread: starts the copy of lse or delta of a block of rows, with its arrival and bytes at
-// `full`.
+// One thread: arrives at `full` and starts the copy of lse or delta of a block of rows.
 template <int kCount>
 __device__ __forceinline__ void load_row_values(float (&to)[kCount], const float* from,
                                                 Barrier& full) {

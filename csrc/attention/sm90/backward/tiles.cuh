@@ -126,8 +126,8 @@ __device__ __forceinline__ const BlockClass* classes_of(const BackwardArguments&
   return args.mask.classes + classes_at(layout, of_class, work.first_key / Traits::kKeys);
 }
 
-// `step`, or under a dense mask the first step with work from there on. After the last one the head
-// is args.heads_per_kv.
+// `step`, or under a dense mask the first step with work from there on. Head args.heads_per_kv:
+// there are no more steps.
 template <class Traits>
 __device__ __forceinline__ Step with_work(const BackwardArguments& args, const KeyBlock& work,
                                           Step step) {

@@ -1,5 +1,4 @@
-// Computes weights from scores, and the operands P and dS: softmax with the forward's lse, dropout,
-// the derivative.
+// Computes weights from scores, and P and dS from weights: softmax with the forward's lse, dropout.
 #pragma once
 
 #include "attention/sm90/backward/part.cuh"

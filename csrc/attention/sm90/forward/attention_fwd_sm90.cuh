@@ -38,8 +38,7 @@
 namespace fastattn::attention {
 
 // -- kernel ---------------------------------------------------------------------------------------
-// Rows after the last packed sequence: output 0, lse -inf. Consumers write them while the first
-// tiles are loaded.
+// Rows after the last packed sequence: output 0, lse -inf. Overlaps with the loads of first tiles.
 template <class Traits>
 __device__ __forceinline__ void clear_rest(const ForwardArguments& args) {
   constexpr int kPieceColumns = sm90::kPieceBytes / sizeof(typename Traits::Element);

@@ -1,8 +1,7 @@
 // Combines the splits of split-KV (KeySplits in attention.h). One warp computes a row:
 //
 //   weight of a split   2^(m - M) l, where m and l are the split's maximum and sum, M the largest m
-//   out, lse            the weighted sum of the splits' outputs, the logarithm of the sum of
-//   weights
+//   out, lse            the splits' outputs by weight, the logarithm of the sum of weights
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +21,7 @@ namespace ptx = sm90::ptx;
 
 constexpr int kCombineWarps = 4, kCombineLanes = 32;
 constexpr int kCombineThreads = kCombineWarps * kCombineLanes;
-// Resident thread blocks per SM. Without this bound the compiler saves registers by loading one
-// split after the other.
+// Resident blocks per SM. Without this bound the compiler loads splits one after the other.
 constexpr int kCombineBlocks = 4;
 
 struct CombineArguments {

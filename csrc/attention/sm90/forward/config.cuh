@@ -85,8 +85,7 @@ struct ForwardTraits {
   // Slots of what is loaded with K and read until P V is issued (block metadata, column keys). The
   // slot of K is released earlier and that of V is filled later, so neither could hold it.
   static constexpr int kMetadataSlots = 2 * kStages;
-  // Slots of a warpgroup's ring for an additive mask, 64 rows x 128 bytes each. A block of floats
-  // fits.
+  // Slots of a warpgroup's ring for an additive mask, 64 rows x 128 bytes: at least a block.
   static constexpr int kBiasPieces = kHeadDim <= 192 ? 4 : 2;
   static constexpr int kTileRows = kGroups * kMmaRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpgroup;

@@ -43,8 +43,8 @@ struct Consumer {
   uint32_t rP[kBlock / 4];         // weights as A operand
   float rO[Traits::kHeadDim / 2];  // output of 64 x kHeadDim
   typename Traits::Softmax softmax;
-  // Dropout: the hash of seed, stream and row tag, and this tile's row key, which the thread's two
-  // rows share.
+  // Dropout: the hash that row keys continue, and the row key of the thread's two rows in this
+  // tile.
   uint32_t row_stream = 0, row_key = 0;
   // Dense masks: whether this warpgroup must mask the next block.
   bool needs_mask = false;
@@ -335,8 +335,7 @@ struct Consumer {
     return shared.dense.metadata[at.passed % Traits::kMetadataSlots];
   }
 
-  // After the block: zeroes its dead rows of V (see clear_dead_values) and returns the number of
-  // the next block.
+  // After the block: zeroes its dead rows of V (see clear_dead_values). Returns the next block.
   __device__ __forceinline__ int apply_metadata(RingPosition<Traits::kStages> at) {
     const BlockMetadata& metadata = read_metadata(at);
     if (metadata.flags & kHasDead) {

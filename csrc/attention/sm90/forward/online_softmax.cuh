@@ -46,8 +46,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       m[half] = row_max(m[half]);
-      // -inf - (-inf) is NaN: a row without keys so far is shifted by 0; its weights are 2^-inf =
-      // 0.
+      // -inf - (-inf) is NaN: a row without keys so far is shifted by 0, its weights are 0.
       const float finite = kEdge && m[half] == kMinusInfinity ? 0.0f : m[half];
       alpha[half] = ptx::ex2((before[half] - finite) * scale_log2);
       shift[half] = finite * scale_log2;
@@ -67,8 +66,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last block: completes the sums and returns each row's factor for the output, 0 for a
-  // row without keys.
+  // After the last block: completes the sums. factor: of the output, 0 for a row without keys.
   __device__ __forceinline__ void finish(float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

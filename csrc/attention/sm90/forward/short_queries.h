@@ -1,5 +1,4 @@
-// Few queries, as in decoding: transforms a problem into an equivalent one with fewer, fuller
-// tiles.
+// Few queries, as in decoding: transforms a problem into an equal one with fewer, fuller tiles.
 #pragma once
 
 #include <initializer_list>

@@ -10,8 +10,7 @@
 
 namespace fastattn::attention {
 
-// Applies dropout to a thread's part of a block of weights. column_keys: of the block, in shared
-// memory.
+// Applies dropout to a thread's part of a block. column_keys: of the block, in shared memory.
 template <int kCount>
 __device__ __forceinline__ void drop_block(float (&p)[kCount], const uint32_t* column_keys,
                                            uint32_t row_key, int threshold,

@@ -23,8 +23,7 @@ constexpr int kMaxBlockWords = 4;  // words of 32 keys in a block of at most 128
 constexpr int kWordKeys = 32;
 constexpr uint32_t kHasWork = 1u << 31;  // some row may attend some key
 constexpr uint32_t kHasDead = 1u << 30;  // some key has no row
-// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: also by lengths or
-// bounds.
+// Bits 0, 1, 2: the block needs masking in that warpgroup; the next three: by lengths or bounds.
 constexpr int kRestrictedBit = 3;
 
 struct BlockClass {

@@ -1,6 +1,5 @@
-// Two kernels that classify a dense mask before attention: the first reads it once and packs it
-// into bits; the second combines the bits with lengths and bounds, tile by tile. See
-// mask_classes.h.
+// Two kernels that classify a dense mask before attention (see mask_classes.h): the first packs it
+// into bits; the second combines the bits with lengths and bounds, tile by tile.
 #pragma once
 
 #include <cuda_bf16.h>

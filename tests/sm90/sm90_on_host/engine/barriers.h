@@ -1,5 +1,4 @@
-// Barriers: mbarriers in shared memory, which count arrivals and bytes, and the named ones of
-// bar.sync.
+// Barriers: mbarriers in shared memory, which count arrivals and bytes; named ones (bar.sync).
 #pragma once
 
 #include <algorithm>

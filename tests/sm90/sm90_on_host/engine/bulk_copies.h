@@ -1,6 +1,5 @@
 // Asynchronous copies between global and shared memory, with tensor maps (TMA) or plain: loads that
-// an mbarrier counts, stores and additions in bulk groups. Their bytes are transferred in any
-// order.
+// an mbarrier counts, stores and additions in bulk groups. Bytes are transferred in any order.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// The text of a failure: the thread, its place in the program, and the cause. The first failure
-// counts.
+// The text of a failure: the thread, its place in the program, the cause. Only the first counts.
 #pragma once
 
 #include <cstdarg>

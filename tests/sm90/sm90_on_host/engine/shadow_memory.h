@@ -1,5 +1,4 @@
-// Shadow memory: the last writes and reads of every 16 bytes, and whether the next access is
-// ordered after them.
+// Shadow memory: the last accesses to every 16 bytes, and whether the next one is ordered after.
 #pragma once
 
 #include <algorithm>

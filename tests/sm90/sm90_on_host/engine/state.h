@@ -1,5 +1,4 @@
-// The simulator's state: threads, barriers, copies and products in flight, thread blocks and their
-// launches.
+// The simulator's state: threads, barriers, copies and products in flight, blocks and launches.
 #pragma once
 
 #include <cstdint>

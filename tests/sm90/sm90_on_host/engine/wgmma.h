@@ -211,8 +211,7 @@ ON_HOST_ENTRY void wgmma(const Product& product) {
     entry.a[member][i] = product.a[i];
   }
   entry.d[member] = product.d;
-  // Threads of a warp issue together: what is ordered before one of them is ordered before the
-  // product.
+  // Threads of a warp issue together: what happened before one happened before the product.
   std::shared_ptr<Clock>& known = queue.clocks[warp];
   if (queue.versions[member] != thread.version) {
     if (!known || known.use_count() > 1) {

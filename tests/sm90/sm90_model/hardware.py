@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
 WARPS = 4
 Range = tuple[int, int]
 Role = Iterator[Callable[[], bool] | None]

@@ -50,7 +50,6 @@ from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
-from fastattn.ops.best_tokens.op import best_tokens as _best_tokens
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.op import ffn as _ffn
 from fastattn.ops.layer_norm.op import add_layer_norm as _add_layer_norm
@@ -58,6 +57,7 @@ from fastattn.ops.layer_norm.op import layer_norm as _layer_norm
 from fastattn.ops.layer_norm.op import rms_norm as _rms_norm
 from fastattn.ops.linear.op import batch_invariant as batch_invariant
 from fastattn.ops.linear.op import linear as _linear
+from fastattn.ops.topk_logsumexp.op import topk_logsumexp as _topk_logsumexp
 
 __all__ = [
     "PreparedMask",
@@ -518,22 +518,22 @@ def linear(
     return _linear(x, weight, bias, backend=backend)  # type: ignore[no-any-return]
 
 
-def best_tokens(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a search wants to know of logits [..., V], without gradients.
+def topk_logsumexp(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest logits of each row of [..., V] and the row's logsumexp, without gradients.
 
     Returns:
-        The logarithm of the sum of their exponentials [...], NaN where a logit is, and the `count`
-        largest logits of tokens from `first` on, largest first, with their tokens, each [...,
-        count]. Which of equal logits comes first, and the tokens of -inf, are not defined.
+        The logsumexp of each whole row [...], NaN if the row contains NaN; the `count` largest
+        logits of each row from column `first` on, in descending order, and their indices in the
+        row, each [..., count]. The order of equal logits and the indices of -inf are undefined.
     """
     if not (first >= 0 and 1 <= count <= logits.shape[-1] - first):
         raise ValueError(
-            f"count must be from 1 to the {logits.shape[-1]} tokens less first, got {count} "
+            f"count must be from 1 to the {logits.shape[-1]} columns less first, got {count} "
             f"with first {first}"
         )
     rows, leading = logits.detach().reshape(-1, logits.shape[-1]), logits.shape[:-1]
-    log_z, best, tokens = _best_tokens(rows, first, count)
-    return log_z.view(leading), best.view(*leading, count), tokens.view(*leading, count)
+    logsumexp, values, indices = _topk_logsumexp(rows, first, count)
+    return logsumexp.view(leading), values.view(*leading, count), indices.view(*leading, count)
 
 
 def prepare_mask(mask: Tensor) -> PreparedMask:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattn.functional import best_tokens
+from fastattn.functional import topk_logsumexp
 
 from .continuations import Continuations
 from .data import BEGIN, END
@@ -131,7 +131,7 @@ class BeamState:
         K = self._options.beams
         logits = self._continuations.logits(self._last)  # [B, K, V]
         C = min(2 * K, logits.shape[-1] - END)  # PAD and BEGIN come before END
-        log_z, best, tokens = best_tokens(logits, END, C)  # [B, K], [B, K, C] twice
+        logsumexp, best, tokens = topk_logsumexp(logits, END, C)  # [B, K], [B, K, C] twice
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0][:, None, None]  # [B, 1, 1]
             free = forced == FREE
@@ -142,7 +142,7 @@ class BeamState:
         if C == 1:  # END alone: its rival never comes
             best = torch.cat([best, torch.full_like(best, NEVER)], -1)
             tokens, C = tokens.expand(-1, -1, 2), 2
-        scores = self._scores[:, :, None] + (best - log_z[..., None])
+        scores = self._scores[:, :, None] + (best - logsumexp[..., None])
         scores, order = scores.flatten(1).topk(2 * K, dim=1)
         parents = torch.div(order, C, rounding_mode="floor")
         return scores, parents, tokens.flatten(1).gather(1, order)

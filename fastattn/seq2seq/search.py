@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastattn.functional import best_tokens
+from fastattn.functional import topk_logsumexp
 
 from .continuations import Continuations
 from .data import BEGIN, END, PAD
@@ -125,11 +125,11 @@ class SingleSearch:
 
     def step(self) -> None:
         logits = self._continuations.logits(self._last)[:, 0]  # [B, V]
-        token, log_z = self._choose(logits, self._step)
+        token, logsumexp = self._choose(logits, self._step)
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0]
             token = torch.where(forced == FREE, token, forced)
-        log_p = logits.gather(1, token[:, None])[:, 0] - log_z
+        log_p = logits.gather(1, token[:, None])[:, 0] - logsumexp
         self._log_p.add_(log_p.masked_fill(self.ended, 0.0))
         token = token.masked_fill(self.ended, PAD)
         self._tokens.index_copy_(0, self._step, token[None])
@@ -148,5 +148,5 @@ class SingleSearch:
 
 def most_likely(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """Greedy search's rule."""
-    log_z, _, tokens = best_tokens(logits, END, 1)
-    return tokens[:, 0], log_z
+    logsumexp, _, tokens = topk_logsumexp(logits, END, 1)
+    return tokens[:, 0], logsumexp

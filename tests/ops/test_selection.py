@@ -304,7 +304,7 @@ def test_nonsense_in_the_environment(
     assert value in str(failure.value)
 
 
-@pytest.mark.parametrize("name", ["atention", "best_tokens"])
+@pytest.mark.parametrize("name", ["atention", "topk_logsumexp"])
 def test_op_in_the_environment_that_cannot_be_asked(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +313,7 @@ def test_op_in_the_environment_that_cannot_be_asked(
     with pytest.raises(ValueError, match=f"{_env.BACKEND_VARIABLE}.*, got '{name}'") as failure:
         fastattn.layer_norm(torch.ones(2, 3))
     offered = str(failure.value).partition(", got")[0]
-    assert "attention" in offered and "best_tokens" not in offered
+    assert "attention" in offered and "topk_logsumexp" not in offered
 
 
 def test_environment_asks_for_a_backend_the_op_lacks(

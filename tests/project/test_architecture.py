@@ -300,7 +300,7 @@ def questions_outside_env(package: Path) -> list[str]:
 
 _FAMILIES = (
     *("attention", "attention_varlen", "ffn", "layer_norm", "add_layer_norm", "rms_norm"),
-    *("linear", "best_tokens"),
+    *("linear", "topk_logsumexp"),
 )
 
 

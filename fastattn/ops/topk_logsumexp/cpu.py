@@ -1,4 +1,4 @@
-"""The search of logits on the CPU in C++ (csrc/best_tokens): fp32, one pass while a row is cached.
+"""The C++ kernel on the CPU (csrc/topk_logsumexp): fp32, two passes, the second over a cached row.
 
 The kernel is registered under the dispatcher's CPU key.
 """
@@ -13,7 +13,7 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def best_tokens_unsupported(logits: Tensor, first: int, count: int) -> str | None:
+def topk_logsumexp_unsupported(logits: Tensor, first: int, count: int) -> str | None:
     if logits.dtype is not torch.float32:
         return f"has kernels for fp32, got {logits.dtype}"
     return unavailable()

@@ -1,4 +1,4 @@
-"""The torch op that searches logits: schema, shapes of the results, backends. No gradients."""
+"""The torch op `topk_logsumexp`: schema, shapes of the results, backends. No gradients."""
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ def _outputs(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
     )
 
 
-# A part of searches: users choose no backend for it.
-best_tokens = Op(
-    "best_tokens",
+# Internal to greedy and beam search: users choose no backend for it.
+topk_logsumexp = Op(
+    "topk_logsumexp",
     "Tensor logits, int first, int count",
-    "Tensor log_z, Tensor best, Tensor tokens",
+    "Tensor logsumexp, Tensor values, Tensor indices",
     _outputs,
-    "fastattn.ops.best_tokens",
+    "fastattn.ops.topk_logsumexp",
     (Backend("cpu"), Backend("reference")),
     requestable=False,
 )

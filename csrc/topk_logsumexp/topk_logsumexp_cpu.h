@@ -1,18 +1,18 @@
-// The CPU kernel of best_tokens, written once and compiled for each instruction set: one pass over
-// a row for its maximum, one for everything else while the row is in the first cache.
+// The CPU kernel of topk_logsumexp, written once and compiled for each instruction set: one pass
+// over a row for its maximum, one for everything else while the row is in the first cache.
 #pragma once
 
 #include <cmath>
 #include <limits>
 
-#include "best_tokens/best_tokens.h"
 #include "common/exponential.h"
+#include "topk_logsumexp/topk_logsumexp.h"
 
-namespace fastattn::FASTATTN_ISA::best_tokens_kernels {
+namespace fastattn::FASTATTN_ISA::topk_logsumexp_kernels {
 
-using best_tokens::Problem;
+using topk_logsumexp::Problem;
 
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 inline Float larger(Float a, Float b) {
   return a > b ? a : b;
@@ -38,47 +38,47 @@ inline __attribute__((always_inline)) void for_row(const float* row, int64_t n, 
   }
   if (i < n) {
     float rest[kLanes];
-    store(rest, splat(kNever));
+    store(rest, splat(kNegInf));
     memcpy(rest, row + i, sizeof(float) * (n - i));
     body(load(rest), i);
   }
 }
 
 // The largest values so far in descending order.
-class Best {
+class TopK {
  public:
-  Best(float* values, int64_t* tokens, int64_t count, int64_t first)
-      : values_(values), tokens_(tokens), count_(count) {
+  TopK(float* values, int64_t* indices, int64_t count, int64_t first)
+      : values_(values), indices_(indices), count_(count) {
     for (int64_t i = 0; i < count; ++i) {
-      values[i] = kNever;
-      tokens[i] = first;
+      values[i] = kNegInf;
+      indices[i] = first;
     }
   }
 
-  float least() const { return values_[count_ - 1]; }
+  float smallest() const { return values_[count_ - 1]; }
 
-  void offer(float value, int64_t token) {
-    if (!(value > least())) {
+  void insert(float value, int64_t index) {
+    if (!(value > smallest())) {
       return;
     }
     int64_t i = count_ - 1;
     for (; i > 0 && value > values_[i - 1]; --i) {
       values_[i] = values_[i - 1];
-      tokens_[i] = tokens_[i - 1];
+      indices_[i] = indices_[i - 1];
     }
     values_[i] = value;
-    tokens_[i] = token;
+    indices_[i] = index;
   }
 
  private:
   float* values_;
-  int64_t* tokens_;
+  int64_t* indices_;
   int64_t count_;
 };
 
-inline void search_row(const float* row, const Problem& p, float* log_z, float* values,
-                       int64_t* tokens) {
-  Float high = splat(kNever);
+inline void run_row(const float* row, const Problem& p, float* logsumexp, float* values,
+                    int64_t* indices) {
+  Float high = splat(kNegInf);
   decltype(high != high) nan = {};  // comparisons pass over NaN
   for_row(row, p.V, [&](Float v, int64_t) {
     high = larger(v, high);
@@ -95,32 +95,32 @@ inline void search_row(const float* row, const Problem& p, float* log_z, float* 
     m = lanes[i] > m ? lanes[i] : m;
   }
 
-  Best best(values, tokens, p.count, p.first);
+  TopK topk(values, indices, p.count, p.first);
   Float total = {};
   for_row(row, p.V, [&](Float v, int64_t at) {
     total += exponential(v - m);
-    if (__builtin_expect(any_above(v, best.least()), 0)) {
+    if (__builtin_expect(any_above(v, topk.smallest()), 0)) {
       float found[kLanes];
       store(found, v);
       for (int i = 0; i < kLanes; ++i) {
         if (at + i >= p.first) {
-          best.offer(found[i], at + i);
+          topk.insert(found[i], at + i);
         }
       }
     }
   });
-  *log_z = has_nan         ? std::numeric_limits<float>::quiet_NaN()
-           : std::isinf(m) ? m
-                           : m + std::log(sum(total));
+  *logsumexp = has_nan         ? std::numeric_limits<float>::quiet_NaN()
+               : std::isinf(m) ? m
+                               : m + std::log(sum(total));
 }
 
-inline void search(const Problem& p, int64_t first_row, int64_t last_row) {
+inline void run(const Problem& p, int64_t first_row, int64_t last_row) {
   for (int64_t row = first_row; row < last_row; ++row) {
-    search_row(p.logits + row * p.V, p, p.log_z + row, p.best + row * p.count,
-               p.tokens + row * p.count);
+    run_row(p.logits + row * p.V, p, p.logsumexp + row, p.values + row * p.count,
+            p.indices + row * p.count);
   }
 }
 
-constexpr best_tokens::Kernels kKernels = {search};
+constexpr topk_logsumexp::Kernels kKernels = {run};
 
-}  // namespace fastattn::FASTATTN_ISA::best_tokens_kernels
+}  // namespace fastattn::FASTATTN_ISA::topk_logsumexp_kernels

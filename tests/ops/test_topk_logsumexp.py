@@ -1,4 +1,4 @@
-"""What a search asks of logits: the largest ones in order, and the sum of all exponentials."""
+"""`topk_logsumexp`: the largest logits in descending order, and the logsumexp of each row."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import functional
-from fastattn.functional import best_tokens
+from fastattn.functional import topk_logsumexp
 from fastattn.ops import _env, _native
 
 NO_LIBRARY = _native.unavailable("cpu")
@@ -19,8 +19,8 @@ ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas(
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set of the CPU kernel, and torch's functions."""
     if request.param == "reference":
-        op = functional._best_tokens
-        monkeypatch.setattr(functional, "_best_tokens", partial(op, backend="reference"))
+        op = functional._topk_logsumexp
+        monkeypatch.setattr(functional, "_topk_logsumexp", partial(op, backend="reference"))
         yield request.param
         return
     _native.use_cpu_isa(request.param)
@@ -39,43 +39,45 @@ def _logits(*shape: int) -> Tensor:
 def test_against_torch(shape: tuple[int, ...], first: int, count: int) -> None:
     logits = _logits(*shape)
     kept = logits.clone()
-    log_z, best, tokens = best_tokens(logits, first, count)
-    torch.testing.assert_close(log_z.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    logsumexp, values, indices = topk_logsumexp(logits, first, count)
+    torch.testing.assert_close(
+        logsumexp.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6
+    )
     wanted = logits[..., first:].topk(count, dim=-1)
-    assert torch.equal(best, wanted.values) and torch.equal(tokens, wanted.indices + first)
+    assert torch.equal(values, wanted.values) and torch.equal(indices, wanted.indices + first)
     assert torch.equal(logits, kept)
 
 
 def test_rows_of_a_larger_tensor() -> None:
     logits = _logits(4, 100)
-    expected = best_tokens(logits[:, :50].contiguous(), 2, 3)
-    for ours, wanted in zip(best_tokens(logits[:, :50], 2, 3), expected, strict=True):
+    expected = topk_logsumexp(logits[:, :50].contiguous(), 2, 3)
+    for ours, wanted in zip(topk_logsumexp(logits[:, :50], 2, 3), expected, strict=True):
         assert torch.equal(ours, wanted)
 
 
 def test_the_largest_logits_may_not_be_chosen() -> None:
     logits = _logits(2, 40)
     logits[:, :2] = 90.0
-    log_z, best, tokens = best_tokens(logits, 2, 2)
-    assert (tokens >= 2).all() and (best < 50).all()
-    torch.testing.assert_close(log_z, logits.logsumexp(-1))
+    logsumexp, values, indices = topk_logsumexp(logits, 2, 2)
+    assert (indices >= 2).all() and (values < 50).all()
+    torch.testing.assert_close(logsumexp, logits.logsumexp(-1))
 
 
 def test_impossible_tokens_and_large_logits() -> None:
     logits = torch.full((3, 37), float("-inf"))
     logits[0, 5], logits[0, 36] = -3e4, -3e4 + 1
     logits[1, 3] = 3e38
-    log_z, best, tokens = best_tokens(logits, 2, 2)
-    assert tokens[0].tolist() == [36, 5] and int(tokens[1, 0]) == 3
-    assert ((tokens >= 2) & (tokens < 37)).all() and best[1, 1] == float("-inf")
-    torch.testing.assert_close(log_z, logits.logsumexp(-1))
+    logsumexp, values, indices = topk_logsumexp(logits, 2, 2)
+    assert indices[0].tolist() == [36, 5] and int(indices[1, 0]) == 3
+    assert ((indices >= 2) & (indices < 37)).all() and values[1, 1] == float("-inf")
+    torch.testing.assert_close(logsumexp, logits.logsumexp(-1))
 
 
 def test_ascending_logits() -> None:
     """Each is larger than all before it."""
-    log_z, best, tokens = best_tokens(torch.arange(1000.0)[None], 0, 5)
-    assert tokens[0].tolist() == [999, 998, 997, 996, 995] == best[0].tolist()
-    torch.testing.assert_close(log_z, torch.arange(1000.0).logsumexp(0)[None])
+    logsumexp, values, indices = topk_logsumexp(torch.arange(1000.0)[None], 0, 5)
+    assert indices[0].tolist() == [999, 998, 997, 996, 995] == values[0].tolist()
+    torch.testing.assert_close(logsumexp, torch.arange(1000.0).logsumexp(0)[None])
 
 
 def test_equal_logits_are_in_the_order_of_their_tokens(isa: str) -> None:
@@ -83,30 +85,33 @@ def test_equal_logits_are_in_the_order_of_their_tokens(isa: str) -> None:
         pytest.skip("torch promises no order")
     logits = torch.zeros(1, 70)
     logits[0, [20, 50]] = 1.0
-    assert best_tokens(logits, 2, 5)[2].tolist() == [[20, 50, 2, 3, 4]]
+    assert topk_logsumexp(logits, 2, 5)[2].tolist() == [[20, 50, 2, 3, 4]]
 
 
 def test_nan_shows_in_the_sum() -> None:
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[0, nan, 1, 2, 3], [nan] * 5, [0, nan, inf, 2, 3], [inf, 0, 0, 0, 0]])
-    log_z = best_tokens(logits, 0, 1)[0]
-    assert log_z.isnan().tolist() == [True, True, True, False] and log_z[3] == inf
+    logsumexp = topk_logsumexp(logits, 0, 1)[0]
+    assert logsumexp.isnan().tolist() == [True, True, True, False] and logsumexp[3] == inf
 
 
 def test_searches_are_not_bound_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
-    assert best_tokens(_logits(2, 9), 1, 2)[1].shape == (2, 2)
+    assert topk_logsumexp(_logits(2, 9), 1, 2)[1].shape == (2, 2)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
     search = torch.compile(
-        lambda x: best_tokens(x.sin(), 2, 3), fullgraph=True, backend="aot_eager", dynamic=dynamic
+        lambda x: topk_logsumexp(x.sin(), 2, 3),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=dynamic,
     )
     for rows in (3, 5):
         logits = _logits(rows, 40)
-        wanted = best_tokens(logits.sin(), 2, 3)
+        wanted = topk_logsumexp(logits.sin(), 2, 3)
         for ours, expected in zip(search(logits), wanted, strict=True):
             assert torch.equal(ours, expected)
 
@@ -114,4 +119,4 @@ def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])
 def test_counts_that_do_not_fit(first: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"count must be .* got {count} with first {first}"):
-        best_tokens(_logits(2, 9), first, count)
+        topk_logsumexp(_logits(2, 9), first, count)

@@ -1,5 +1,0 @@
-#include "best_tokens/best_tokens_cpu.h"
-
-namespace fastattn::best_tokens {
-extern const Kernels kPortable = portable::best_tokens_kernels::kKernels;
-}  // namespace fastattn::best_tokens

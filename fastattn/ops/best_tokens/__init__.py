@@ -1,1 +1,0 @@
-"""What a search wants to know of a step's logits."""

@@ -170,11 +170,11 @@ class AttentionTask:
             return
         from fastattn.ops.attention import triton
 
-        spaces = [
+        workspace = [
             torch.empty(shape, dtype=dtype, device=case.results[0].device)
             for shape, dtype, _ in triton.attention_fwd_workspace(case.args)
         ]
-        triton.attention_fwd(case.args, *case.results[:2], *spaces)
+        triton.attention_fwd(case.args, *case.results[:2], *workspace)
 
     def launch(self, config: Any, case: Case) -> None:
         if self.direction == "fwd":

@@ -135,13 +135,13 @@ class NormTask(_RowTask):
         else:
             (dy, z, weight, rstd, *_), (dx, dweight) = a, r
             mean = dresidual = dbias = None
-        spaces = [
+        workspace = [
             torch.empty(shape, dtype=dtype, device=z.device)
             for shape, dtype, _ in triton.norm_bwd_workspace(config, z, self.parameters)
         ]
         dropout = (0.0, None, 0)
         triton.norm_bwd(dy, None, z, weight, mean, rstd, *dropout, dx, dresidual, dweight, dbias,
-                        None, *spaces, config=config)  # fmt: skip
+                        None, *workspace, config=config)  # fmt: skip
 
     def expected(self, case: Case) -> Sequence[Tensor | None]:
         from fastattn.ops.layer_norm import reference

@@ -33,7 +33,7 @@ Grid = tuple[int, int, int]
 _Straight = Callable[[Grid, tuple[Any, ...]], bool]
 
 
-class Template(NamedTuple):
+class DescriptorTemplate(NamedTuple):
     """A tensor descriptor without its memory. dims: where calls bring other sizes, the tensor's
     dimensions in the order of the descriptor's.
     """
@@ -51,17 +51,17 @@ class Template(NamedTuple):
         return descriptor
 
 
-def template_of(
+def descriptor_template(
     x: Tensor,
     shape: list[int],
     strides: list[int],
     block: list[int],
     dims: tuple[int, ...] | None = None,
-) -> Template:
+) -> DescriptorTemplate:
     """Of tensors like x."""
     descriptor = TensorDescriptor(x, shape, strides, block)
     descriptor.base = None  # what is remembered must not keep memory alive
-    return Template(descriptor, dims)
+    return DescriptorTemplate(descriptor, dims)
 
 
 class BoundLaunch:
@@ -69,8 +69,8 @@ class BoundLaunch:
 
     The kernel's parameters are: what changes from call to call (tensors, None, and numbers that are
     not specialised), then `scalars`, then the names in `constants`, in order. Which of the leading
-    ones are None must not change. Those at the positions in `described` are tensors, of which the
-    kernel gets descriptors like these templates; without a template it gets None.
+    ones are None must not change. At the positions in `descriptors` are tensors, which the
+    kernel gets as descriptors made from these templates; without a template it gets None.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class BoundLaunch:
         kernel: Any,
         scalars: tuple[Any, ...],
         constants: dict[str, Any],
-        described: Mapping[int, Template | None] | None = None,
+        descriptors: Mapping[int, DescriptorTemplate | None] | None = None,
         **options: Any,
     ):
-        self.kernel, self.described = kernel, described or {}
+        self.kernel, self.descriptors = kernel, descriptors or {}
         self.scalars, self.constants, self.options = scalars, constants, options
         self._tail = (*scalars, *constants.values())
         self._compiled: Any = None
@@ -97,8 +97,8 @@ class BoundLaunch:
         return functools.partial(self, (programs, 1, 1))
 
     def _launch(self, grid: Grid, leading: tuple[Any, ...]) -> None:
-        arguments = _arguments(leading, self.described)
-        if self.described:
+        arguments = _arguments(leading, self.descriptors)
+        if self.descriptors:
             ensure_context()
         bindable = aligned(*leading) and not _watched()
         if bindable and self._compiled is not None:
@@ -110,13 +110,15 @@ class BoundLaunch:
             )
         # The interpreter and compile-only runs have nothing to run again.
         if bindable and getattr(compiled, "function", None) is not None:
-            self._straight = _straight(compiled, grid, leading, self.described, self._tail)
+            self._straight = _straight(compiled, grid, leading, self.descriptors, self._tail)
             self._compiled = compiled
 
 
-def _arguments(leading: tuple[Any, ...], described: Mapping[int, Template | None]) -> list[Any]:
+def _arguments(
+    leading: tuple[Any, ...], descriptors: Mapping[int, DescriptorTemplate | None]
+) -> list[Any]:
     arguments = list(leading)
-    for n, template in described.items():
+    for n, template in descriptors.items():
         arguments[n] = None if template is None else template.of(leading[n])
     return arguments
 
@@ -148,7 +150,7 @@ def _straight(
     compiled: Any,
     grid: Grid,
     leading: tuple[Any, ...],
-    described: Mapping[int, Template | None],
+    descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
 ) -> _Straight | None:
     """A function that launches what was compiled for `leading` with others of their kinds, or
@@ -161,13 +163,13 @@ def _straight(
         launcher = compiled.run
         if launcher.global_scratch_size > 0 or launcher.profile_scratch_size > 0:
             return None
-        run = _past(launcher, compiled, leading, described, tail)
+        run = _past(launcher, compiled, leading, descriptors, tail)
         ours, theirs = _Recorder(), _Recorder()
         run(ours, grid, leading)
-        _through(launcher, compiled, theirs, grid, leading, described, tail)
+        _through(launcher, compiled, theirs, grid, leading, descriptors, tail)
         if ours.seen is None or ours.seen != theirs.seen:
             raise ValueError("Triton's launcher passes other arguments on")
-        return functools.partial(run, _innermost(launcher, any(described.values())))
+        return functools.partial(run, _innermost(launcher, any(descriptors.values())))
     except Exception:  # whatever is different: Triton's own launcher goes with it
         _log.debug("cannot launch past Triton's launcher", exc_info=True)
         _remark()
@@ -203,7 +205,7 @@ def _through(
     innermost: Callable[..., None],
     grid: Grid,
     leading: tuple[Any, ...],
-    described: Mapping[int, Template | None],
+    descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
 ) -> None:
     """Triton's own way to the innermost launcher."""
@@ -213,7 +215,7 @@ def _through(
     stream = driver.active.get_current_stream(driver.active.get_current_device())
     probe(
         *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *_arguments(leading, described), *tail,
+        *_arguments(leading, descriptors), *tail,
     )  # fmt: skip
 
 
@@ -234,14 +236,14 @@ def _past(
     launcher: Any,
     compiled: Any,
     leading: tuple[Any, ...],
-    described: Mapping[int, Template | None],
+    descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
 ) -> Callable[[Callable[..., None], Grid, tuple[Any, ...]], bool]:
     """The short way to the innermost launcher."""
-    pointers = [n for n, x in enumerate(leading) if isinstance(x, Tensor) and n not in described]
-    absent = [n for n, template in described.items() if template is None]
+    pointers = [n for n, x in enumerate(leading) if isinstance(x, Tensor) and n not in descriptors]
+    absent = [n for n, template in descriptors.items() if template is None]
     # One becomes several arguments: from behind, so that the others keep their positions.
-    templates = [(n, template) for n, template in described.items() if template is not None]
+    templates = [(n, template) for n, template in descriptors.items() if template is not None]
     layouts = compiled.metadata.tensordesc_meta if templates else []
     encoders = [
         (n, _encoder(template, layout))
@@ -275,7 +277,7 @@ def _past(
     return run
 
 
-def _encoder(template: Template, layout: Any) -> Callable[[Tensor], list[Any]]:
+def _encoder(template: DescriptorTemplate, layout: Any) -> Callable[[Tensor], list[Any]]:
     """base -> a descriptor's arguments."""
     encode = driver.active.utils.fill_tma_descriptor
     shape, strides = list(template.descriptor.shape), list(template.descriptor.strides)

@@ -173,7 +173,7 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
     injector = Backward(machine, mutations, later=(RANDOM,))
     # Each tile sums several pairs of blocks, in one split or two.
-    monkeypatch.setattr(sm90_workspace, "_multiprocessors", lambda x: 1)
+    monkeypatch.setattr(sm90_workspace, "_num_sms", lambda x: 1)
     for sample in _dmask_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)

@@ -34,7 +34,7 @@ def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128):
 def test_splits_fill_the_multiprocessors(
     tiles: int, blocks: int, rows: int, multiprocessors: int
 ) -> None:
-    splits = sm90_workspace.parts_of_keys(tiles, rows, blocks, 128, multiprocessors)
+    splits = sm90_workspace.num_splits(tiles, rows, blocks, 128, multiprocessors)
     assert 1 <= splits <= 128
     if splits > 1:
         assert blocks // splits >= 2

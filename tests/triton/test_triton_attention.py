@@ -90,11 +90,11 @@ def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
     if config is not None:
         kernels.attention_fwd_with_config(config, call, out, lse)
     else:
-        spaces = [
+        workspace = [
             torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
             for shape, dtype, _ in kernels.attention_fwd_workspace(call)
         ]
-        kernels.attention_fwd(call, out, lse, *spaces)
+        kernels.attention_fwd(call, out, lse, *workspace)
     wide, same = reference.attention_fwd(*_wide(args)), reference.attention_fwd(*args)
     # Of a value's size: the sum of its terms' sizes; of a score's: its own rounding, a few terms.
     size = reference.attention_fwd(*_wide(args)[:2], args[2].double().abs(), *_wide(args)[3:])[0]
@@ -154,11 +154,11 @@ def _check_packed(sample: Sample) -> None:
     lse = torch.full((H, T), float("nan"), device=DEVICE)
     call = PackedForwardCall(*(_move(x) for x in args))
     assert kernels.attention_varlen_fwd_unsupported(call) is None
-    spaces = [
+    workspace = [
         torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
         for shape, dtype, _ in kernels.attention_varlen_fwd_workspace(call)
     ]
-    kernels.attention_varlen_fwd(call, out, lse, *spaces)
+    kernels.attention_varlen_fwd(call, out, lse, *workspace)
     wide = reference.attention_varlen_fwd(q.double(), k.double(), v.double(), *args[3:])
     same = reference.attention_varlen_fwd(*args)
     for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
@@ -407,7 +407,7 @@ def test_dead_keys_are_what_the_pairs_say() -> None:
             call = ForwardCall(q, k, k, *options)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
-            limits = tiles.band(causal, left, right, M, N)
+            limits = tiles.diagonal_bounds(causal, left, right, M, N)
             assert kernels._dead_keys(call, limits) == dead, (M, N, causal, left, right)
 
 
@@ -417,7 +417,7 @@ def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
     parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
     for described in (x, x.transpose(1, 2), *parts):
         assert operands.describable(described)
-        [template, _] = operands.templates(described, 16, (16, 0))
+        [template, _] = operands.descriptor_templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
     for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
         assert not operands.describable(other)
@@ -429,10 +429,10 @@ def test_workspaces_have_a_key_for_every_two_columns_of_dropout(M: int, N: int) 
     call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.5, None, 0)
     offsets = torch.tensor([0])
     packed = PackedForwardCall(q[0], k[0], k[0], offsets, offsets, M, N, *call[7:])
-    for spaces in (
+    for workspace in (
         kernels.attention_fwd_workspace(call), kernels.attention_varlen_fwd_workspace(packed)
     ):  # fmt: skip
-        [((columns,), _, _)] = spaces
+        [((columns,), _, _)] = workspace
         assert 2 * columns >= N
 
 

@@ -45,8 +45,8 @@ from fastattn.ops.attention.triton import bwd_bind, bwd_config
 from fastattn.ops.attention.triton import bwd_tiles as tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.ops.attention.triton.bwd_layout import layout_of
-from fastattn.ops.attention.triton.bwd_parts import STATISTICS_STEP
-from fastattn.ops.attention.triton.tiles import band, mask_shape
+from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
+from fastattn.ops.attention.triton.tiles import diagonal_bounds, mask_shape
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -119,11 +119,11 @@ class Call:
         if config is not None:
             launchers.attention_bwd_with_config(config, call, *results)
         else:
-            spaces = [
+            workspace = [
                 torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
                 for shape, dtype, _ in launchers.attention_bwd_workspace(call)
             ]
-            launchers.attention_bwd(call, *results, *spaces)
+            launchers.attention_bwd(call, *results, *workspace)
         return dict(zip(RESULTS, results, strict=True))
 
     def check(self, results: dict[str, Tensor]) -> None:
@@ -361,11 +361,11 @@ def _check_packed(sample: Sample) -> None:
     call = PackedBackwardCall(*(_move(x) for x in args))
     assert launchers.attention_varlen_bwd_unsupported(call) is None
     results = [torch.full_like(x, NAN) for x in (call.q, call.k, call.v)]
-    spaces = [
+    workspace = [
         torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
         for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
     ]
-    launchers.attention_varlen_bwd(call, *results, *spaces)
+    launchers.attention_varlen_bwd(call, *results, *workspace)
     wide = [x.double() if x.is_floating_point() else x for x in args[:7]]  # type: ignore[union-attr]
     exact = reference.attention_varlen_bwd(*wide, out.double(), lse.double(), *args[9:])
     same = reference.attention_varlen_bwd(*args)
@@ -467,14 +467,14 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_k
     q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
     allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
 
-    limits = band(2, -1, -1, M, N)
+    limits = diagonal_bounds(2, -1, -1, M, N)
     mask, lengths, queries = _move(mask), _move(lengths), _move(queries)
     described = None if mask is None else mask_shape(mask)
     c = tiles.classes(described, B, True, M, N, 16, 16)
     to = tiles.lists(c, M, N, block_m, block_n, by_key)
     kinds, alive, listed = (
         torch.full(size, 1 << 6, dtype=dtype, device=DEVICE)
-        for size, dtype, _ in c.spaces() + to.spaces()
+        for size, dtype, _ in c.workspace() + to.workspace()
     )
     strides = (0, 0, 0, 0) if described is None else described.strides
     words = prepared.classify(mask) if looked_at and mask is not None else None
@@ -508,7 +508,7 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_k
 @pytest.mark.parametrize("length", [1, 3, 4, 9])
 def test_statistics_of_packed_sequences_fit(length: int) -> None:
     """Each sequence's begin at a multiple of a step, behind the last one's."""
-    sequences, step = 40, STATISTICS_STEP.value
+    sequences, step = 40, LSE_DELTA_ALIGNMENT.value
     offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
     q = torch.empty(sequences * length, 1, 8)
     inputs = (q, None, q, q, q, offsets, offsets, q, q[..., 0].T, length, length)
@@ -574,15 +574,15 @@ def test_edges_go_by_the_tiles_of_the_loop() -> None:
 def test_every_head_dim_has_a_tiling(arch: str) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for D in (8, 64, 72, 128, 136, 192, 256):
-            for banded, dense in ((False, False), (True, False), (True, True)):
-                config = bwd_config.bwd_config(arch, dtype, D, D, banded, dense)
+            for bounded, dense in ((False, False), (True, False), (True, True)):
+                config = bwd_config.bwd_config(arch, dtype, D, D, bounded, dense)
                 for tile in (config.dq, config.dkdv):
                     assert tile.block_m % 16 == tile.block_n % 16 == 128 % tile.block_m == 0
                 for first, second in (config.widths(D), config.widths(8)):
                     assert first + second >= 8 and max(first, second) <= 256
                 assert sum(config.widths(D)) >= D
                 assert config.precision in ("ieee", "tf32x3")
-                found = candidates(arch, dtype, D, D, banded, dense)
+                found = candidates(arch, dtype, D, D, bounded, dense)
                 assert found[0] == config and len(set(found)) == len(found)
     for dtype in (torch.bfloat16, torch.float32):
         assert len(candidates("sm_90", dtype, 128, 128)) > 5

@@ -92,10 +92,10 @@ def _launch(
     if config is not None:
         launchers.attention_bwd_with_config(config, call, *results)
         return
-    spaces = [
+    workspace = [
         empty(*shape, dtype=dtype) for shape, dtype, _ in launchers.attention_bwd_workspace(call)
     ]
-    launchers.attention_bwd(call, *results, *spaces)
+    launchers.attention_bwd(call, *results, *workspace)
 
 
 def _count(pattern: str, code: Sequence[str]) -> int:
@@ -170,11 +170,11 @@ def _launch_packed(D: int, *, heads: int, left: int = -1, dropout_p: float = 0.0
         q, None, q, k, k, offsets, offsets, q, torch.empty(heads, 4096, device="meta"), 700, 700,
         2, left, -1, 0.125, dropout_p, seed, 0, [True] * 3,
     )  # fmt: skip
-    spaces = [
+    workspace = [
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
     ]
-    launchers.attention_varlen_bwd(call, q, k, k, *spaces)
+    launchers.attention_varlen_bwd(call, q, k, k, *workspace)
 
 
 @compiles

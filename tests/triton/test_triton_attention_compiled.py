@@ -73,11 +73,11 @@ def _launch(
         empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip
-    spaces = [
+    workspace = [
         empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(call)
     ]
     out, lse = empty(2, 4, M, v.shape[3]), empty(2, 4, M, dtype=torch.float32)
-    kernels.attention_fwd(call, out, lse, *spaces)
+    kernels.attention_fwd(call, out, lse, *workspace)
 
 
 def _tensor_instructions(kernel: Any, arch: str) -> int:
@@ -190,7 +190,7 @@ def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
         call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, tiles.band(0, -1, -1, 256, 256), call, q, aligned)
+        plan = kernels._bind(config, tiles.diagonal_bounds(0, -1, -1, 256, 256), call, q, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
     assert config.maxnreg == 128

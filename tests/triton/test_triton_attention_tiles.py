@@ -84,13 +84,13 @@ def _allowed_by_tiles(
 def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
     large, small = ((70, 70), (40, 100), (100, 40)), ((2, 2), (2, 9), (9, 2))
     for (M, N), block in (*((sizes, 16) for sizes in large), *((sizes, 1) for sizes in small)):
-        band = device_tiles.band(causal, left, right, M, N)
+        bounds = device_tiles.diagonal_bounds(causal, left, right, M, N)
         for start in range(0, M, 32):
             rows = (start, min(start + 32, M))
             out = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
             _tile_range_kernel[(1,)](
-                out, *rows, N, band.low, band.high, HAS_LOW=band.has_low, HAS_HIGH=band.has_high,
-                BLOCK=block,
+                out, *rows, N, bounds.low, bounds.high, HAS_LOW=bounds.has_low,
+                HAS_HIGH=bounds.has_high, BLOCK=block,
             )  # fmt: skip
             first, full_first, full_last, last = out.tolist()
             expected = _allowed_by_tiles(M, N, causal, left, right, rows, block)
@@ -165,21 +165,21 @@ def test_band_is_what_the_pairs_say() -> None:
         ahead = torch.arange(N) - torch.arange(M)[:, None]
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
             allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
-            band = device_tiles.band(causal, left, right, M, N)
-            above_low = (ahead >= band.low) | (not band.has_low)
-            below_high = (ahead <= band.high) | (not band.has_high)
+            bounds = device_tiles.diagonal_bounds(causal, left, right, M, N)
+            above_low = (ahead >= bounds.low) | (not bounds.has_low)
+            below_high = (ahead <= bounds.high) | (not bounds.has_high)
             case = M, N, causal, left, right
             assert torch.equal(above_low & below_high, allowed.expand(M, N)), case
-            assert band.has_low == (not above_low.all()), case
-            assert band.has_high == (not below_high.all()), case
+            assert bounds.has_low == (not above_low.all()), case
+            assert bounds.has_high == (not below_high.all()), case
 
 
 def test_band_drops_what_restricts_nothing() -> None:
-    assert device_tiles.band(0, -1, -1, 5, 9) == (0, 0, False, False)
-    assert device_tiles.band(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
-    assert device_tiles.band(1, -1, 3, 5, 9) == (0, 0, False, True)
-    assert device_tiles.band(0, 100, 2, 5, 9) == (0, 2, False, True)
-    assert device_tiles.band(2, 3, -1, 5, 9) == (1, 4, True, True)
+    assert device_tiles.diagonal_bounds(0, -1, -1, 5, 9) == (0, 0, False, False)
+    assert device_tiles.diagonal_bounds(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
+    assert device_tiles.diagonal_bounds(1, -1, 3, 5, 9) == (0, 0, False, True)
+    assert device_tiles.diagonal_bounds(0, 100, 2, 5, 9) == (0, 2, False, True)
+    assert device_tiles.diagonal_bounds(2, 3, -1, 5, 9) == (1, 4, True, True)
 
 
 def test_head_dims_are_split_where_that_pads_less() -> None:

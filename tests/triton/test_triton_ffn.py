@@ -111,8 +111,8 @@ class Call:
         if config is not None:
             launchers.ffn_fwd_with_config(config, call, y, hidden)
         else:
-            spaces = [_space(*s) for s in launchers.ffn_fwd_workspace(call)]
-            launchers.ffn_fwd(call, y, hidden, *spaces)
+            workspace = [_buffer(*s) for s in launchers.ffn_fwd_workspace(call)]
+            launchers.ffn_fwd(call, y, hidden, *workspace)
         return y, hidden
 
     def backward(
@@ -133,8 +133,8 @@ class Call:
         if config is not None:
             launchers.ffn_bwd_with_config(config, call, *results)
         else:
-            spaces = [_space(*s) for s in launchers.ffn_bwd_workspace(call)]
-            launchers.ffn_bwd(call, *results, *spaces)
+            workspace = [_buffer(*s) for s in launchers.ffn_bwd_workspace(call)]
+            launchers.ffn_bwd(call, *results, *workspace)
         return results
 
     def wide(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...], dict[str, Tensor]]:
@@ -167,7 +167,7 @@ class Call:
                 _compare(f"d{name}", g, w, s, mags[f"d{name}"])
 
 
-def _space(shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool) -> Tensor:
+def _buffer(shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool) -> Tensor:
     return torch.full(shape, 0.0 if zeroed else NAN, dtype=dtype, device=DEVICE)
 
 

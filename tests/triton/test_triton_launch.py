@@ -164,11 +164,13 @@ class _Call:
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         self.bwd = BackwardCall(dout, None, *self.fwd[:7], out, lse, *rest[3:], needs)
         self.results = [(out, lse), (*gradients, torch.empty(0))]
-        spaces = (
+        workspaces = (
             forward.attention_fwd_workspace(self.fwd),
             backward.attention_bwd_workspace(self.bwd),
         )
-        self.scratch = [[torch.empty(s, dtype=t) for s, t, _ in space] for space in spaces]
+        self.scratch = [
+            [torch.empty(s, dtype=t) for s, t, _ in workspace] for workspace in workspaces
+        ]
 
     def __call__(self) -> None:
         forward.attention_fwd(self.fwd, *self.results[0], *self.scratch[0])
@@ -197,8 +199,8 @@ class _Norms:
         self.fwd = (LayerNormCall(x, w, w, 1e-5), x, row, row)
         self.add = (AddLayerNormCall(x, x, w, w, w, 1e-5, 0.1, seed, rows), x, x, row, row)
         self.bwd = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
-        spaces = norms.layer_norm_bwd_workspace(self.bwd)
-        self.results = (x, w, w, *(torch.empty(s, dtype=t) for s, t, _ in spaces))
+        workspace = norms.layer_norm_bwd_workspace(self.bwd)
+        self.results = (x, w, w, *(torch.empty(s, dtype=t) for s, t, _ in workspace))
 
     def __call__(self) -> None:
         norms.layer_norm_fwd(*self.fwd)

@@ -430,13 +430,13 @@ def _launch(
         backward = AddLayerNormBackwardCall(
             x, x if dz else None, x, w, w, w, row, row, 1e-5, dtype, *dropout, [True] * 5
         )
-        spaces = kernels.add_layer_norm_bwd_workspace(backward)
-        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
+        workspace = kernels.add_layer_norm_bwd_workspace(backward)
+        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in workspace]
         kernels.add_layer_norm_bwd(backward, x, x, w, w, w, *scratch)
     else:
         plain = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
-        spaces = kernels.layer_norm_bwd_workspace(plain)
-        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in spaces]
+        workspace = kernels.layer_norm_bwd_workspace(plain)
+        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in workspace]
         kernels.layer_norm_bwd(plain, x, w, w, *scratch)
 
 

@@ -47,14 +47,14 @@ def _like_query(q: Tensor, E: int) -> Tensor:
     return q.new_empty(B, H, M, E)
 
 
-def _statistics(q: Tensor) -> torch.dtype:
+def _lse_dtype(q: Tensor) -> torch.dtype:
     """Of lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
     q = call.q
-    return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_statistics(q))
+    return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
 def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
@@ -123,7 +123,7 @@ attention = differentiable(
 
 def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
     q, (T, H, _) = call.q, call.q.shape
-    return q.new_empty(T, H, call.v.shape[2]), q.new_empty(H, T, dtype=_statistics(q))
+    return q.new_empty(T, H, call.v.shape[2]), q.new_empty(H, T, dtype=_lse_dtype(q))
 
 
 def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:

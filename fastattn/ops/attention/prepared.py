@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Queries and keys of a tile: kernels' tiles are multiples of it.
 TILE = 16
-# Bits of a tile's word. 16 from KEYS on: key j has a query in the tile that may attend it. 16 from
+# A tile's bitmask. 16 bits from KEYS on: key j has a query in the tile that may attend it. 16 from
 # QUERIES on: query i has a key. WHOLE: every pair is allowed and an additive mask is 0 in fp32.
 KEYS, QUERIES, WHOLE = 0, 16, 32
 
@@ -21,9 +21,9 @@ KEYS, QUERIES, WHOLE = 0, 16, 32
 class PreparedMask(NamedTuple):
     """A mask and what `prepare_mask` found in it; stands for the mask in `attention`.
 
-    tiles: int64 [B or 1, H or 1, ceil(M / 16) or 1, ceil(N / 16) or 1], one word a tile. Where the
-    mask has a single line that serves all, so do the tiles. Lines beyond the mask have no bits and
-    take nothing from WHOLE.
+    tiles: int64 [B or 1, H or 1, ceil(M / 16) or 1, ceil(N / 16) or 1], a bitmask per tile. Where
+    the mask has a single line that serves all, so do the tiles. Lines beyond the mask have no bits
+    and take nothing from WHOLE.
     """
 
     mask: Tensor
@@ -31,7 +31,7 @@ class PreparedMask(NamedTuple):
 
 
 def classify(mask: Tensor) -> Tensor:
-    """The words of a 4-dimensional mask, bool or floating."""
+    """The tile bitmasks of a 4-dimensional mask, bool or floating."""
     mask = mask.detach()
     for dim in range(4):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:

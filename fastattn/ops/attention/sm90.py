@@ -4,7 +4,7 @@ Lengths, packed sequences, causal masks and windows are loop bounds of the same 
 read and written through their strides, which the copy engine (TMA) wants to be multiples of 16
 bytes. Workspace (sm90_workspace.py): where tiles differ in length or are short, thread blocks draw
 them from a counter; dropout hashes columns once; a dense mask becomes bits and classes of tiles;
-where tiles are few, as in decoding, their keys are cut into parts, which another kernel joins.
+where tiles are few, as in decoding, their keys are split and another kernel combines the results.
 """
 
 import torch

@@ -124,7 +124,7 @@ SAMPLES = (
     _s("shared", "stride 0 over the batch", layout="shared", M=33, N=40),
     _s("gqa", "grouped queries", "interpreter", H=6, K=2, M=50, N=66),
     _s("mqa", "one key/value head", H=4, K=1, M=33, N=65),
-    _s("gqa_window_e", "grouped queries in a band, E > D", "interpreter", H=4, K=2, M=63, N=127,
+    _s("gqa_window_e", "grouped queries in a window, E > D", "interpreter", H=4, K=2, M=63, N=127,
        D=16, E=40, causal="bottom_right", window=(30, 0)),
     _s("gqa_lengths", "grouped queries, padded", H=6, K=3, B=3, M=65, N=63, D=24, E=8,
        key_lengths=[63, 0, 17], query_lengths=[1, 65, 64]),

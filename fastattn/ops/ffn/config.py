@@ -44,8 +44,8 @@ def rows_per_group(rows: int, width: int) -> int:
 class GemmTile:
     """One tiling of our matrix product.
 
-    group: rows of tiles that are walked together, column by column, so that what they read stays in
-    the L2 cache. programs: of a persistent grid, 0 for one program a tile. splits: of the summed
+    group: rows of tiles that are processed together, column by column, so that their operands stay
+    in the L2 cache. programs: of a persistent grid, 0 for one program a tile. splits: of the summed
     dimension, whose partial products are added in order by another kernel. parts: pieces of a tile
     that the work at its end takes one after the other. tma: operands through tensor descriptors.
     precision: of fp32 products, never plain TF32.

@@ -109,16 +109,16 @@ def _forward_workspace(config: ForwardConfig, call: ForwardCall) -> Workspace:
     """
     x, residual, (E, F) = call.x, call.residual, call.w2.shape
     rows = x.shape[:-1].numel()
-    spaces: Workspace = []
+    workspace: Workspace = []
     if call.activation != "relu":
-        spaces.append(((rows, F), x.dtype, False))
+        workspace.append(((rows, F), x.dtype, False))
     if config.down.tile is None and residual is not None and residual.dtype != x.dtype:
-        spaces.append(((rows, E), x.dtype, False))
-    return spaces
+        workspace.append(((rows, E), x.dtype, False))
+    return workspace
 
 
-def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor, *spaces: Tensor) -> None:
-    _forward(None, call, y, hidden, spaces)
+def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor, *workspace: Tensor) -> None:
+    _forward(None, call, y, hidden, workspace)
 
 
 class _ForwardPlan(NamedTuple):
@@ -141,7 +141,7 @@ def _forward(
     call: ForwardCall,
     y: Tensor,
     hidden: Tensor,
-    spaces: Sequence[Tensor],
+    workspace: Sequence[Tensor],
 ) -> None:
     (
         x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p, dropout_seed,
@@ -149,7 +149,7 @@ def _forward(
     ) = call  # fmt: skip
     x, y, hidden = _rows(x), _rows(y), _rows(hidden)
     residual = None if residual is None else _kernel_rows(residual)
-    a = hidden if activation == "relu" else spaces[0]
+    a = hidden if activation == "relu" else workspace[0]
     seed = dropout_seed if dropout_p > 0.0 else None
     output_seed = dropout_seed if output_dropout_p > 0.0 else None
     rows = x.shape[0]
@@ -177,7 +177,7 @@ def _forward(
     if plan.down is not None:
         plan.down(a, w2, _dense(b2), residual, y, output_seed, dropout_stream)
         return
-    product = y if y.dtype == x.dtype else spaces[-1]
+    product = y if y.dtype == x.dtype else workspace[-1]
     _library_product(a, w2.t(), b2, product)
     if plan.finish is not None:
         plan.finish(rows, product, residual, y, output_seed, dropout_stream)
@@ -216,11 +216,11 @@ def ffn_bwd_unsupported(call: BackwardCall) -> str | None:
 
 
 def ffn_bwd_workspace(call: BackwardCall) -> Workspace:
-    spaces = _backward_spaces(_backward_config(call.x, call.w2, call.activation), call)
-    return [(shape, dtype, False) for shape, dtype in spaces.values()]
+    workspace = _backward_workspace(_backward_config(call.x, call.w2, call.activation), call)
+    return [(shape, dtype, False) for shape, dtype in workspace.values()]
 
 
-def _backward_spaces(
+def _backward_workspace(
     config: BackwardConfig, call: BackwardCall
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Scratch memory by name. dropped: dy after dropout, in x's dtype. dpre: gradient of the
@@ -234,26 +234,26 @@ def _backward_spaces(
     need_x, need_w1, need_b1, need_w2, need_b2 = call.needs
     below = need_x or need_w1 or need_b1
     tile = _tile(config.dhidden, True, rows * F)
-    spaces: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    workspace: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if call.output_dropout_p > 0.0 or dy.dtype != x.dtype:
-        spaces["dropped"] = (rows, E), x.dtype
+        workspace["dropped"] = (rows, E), x.dtype
     if need_b2:
-        spaces["dy_sums"] = (steps.group_count(rows, E), E), torch.float32
+        workspace["dy_sums"] = (steps.group_count(rows, E), E), torch.float32
     if below:
-        spaces["dpre"] = (rows, w1.shape[0]), x.dtype
+        workspace["dpre"] = (rows, w1.shape[0]), x.dtype
     if activation != "relu" and (need_w2 or (below and tile is None and activation in GATED)):
-        spaces["a"] = (rows, F), x.dtype
+        workspace["a"] = (rows, F), x.dtype
     if need_b1:
         count = steps.group_count(rows, F) if tile is None else steps.ceil_div(rows, tile.block_m)
-        spaces["dpre_sums"] = (count, w1.shape[0]), torch.float32
+        workspace["dpre_sums"] = (count, w1.shape[0]), torch.float32
     for name, choice, shape, needed in (
         ("dx_pieces", config.dx, (rows, w1.shape[1]), need_x),
         ("dw1_pieces", config.dw1, tuple(w1.shape), need_w1),
         ("dw2_pieces", config.dw2, tuple(w2.shape), need_w2),
     ):
         if needed and choice.tile is not None and choice.tile.splits > 1:
-            spaces[name] = (choice.tile.splits, *shape), torch.float32
-    return spaces
+            workspace[name] = (choice.tile.splits, *shape), torch.float32
+    return workspace
 
 
 def ffn_bwd(
@@ -263,9 +263,9 @@ def ffn_bwd(
     db1: Tensor,
     dw2: Tensor,
     db2: Tensor,
-    *spaces: Tensor,
+    *workspace: Tensor,
 ) -> None:
-    _backward(None, call, Gradients(dx, dw1, db1, dw2, db2), spaces)
+    _backward(None, call, Gradients(dx, dw1, db1, dw2, db2), workspace)
 
 
 class _BackwardPlan(NamedTuple):
@@ -289,7 +289,7 @@ def _backward(
     config: BackwardConfig | None,
     call: BackwardCall,
     gradients: Gradients,
-    spaces: Sequence[Tensor],
+    workspace: Sequence[Tensor],
 ) -> None:
     (
         dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, dropout_seed,
@@ -309,13 +309,13 @@ def _backward(
     plan = _plans.get(key)
     if plan is None:
         rows_call = call._replace(dy=dy, x=x, hidden=hidden)
-        plan = _bind_backward(config, rows_call, gradients, spaces, key[-1])
+        plan = _bind_backward(config, rows_call, gradients, workspace, key[-1])
         _plans.remember(key, plan)
-    space = dict(zip(plan.names, spaces, strict=True))
+    buffers = dict(zip(plan.names, workspace, strict=True))
     dropped, dy_sums, dpre, dpre_sums = (
-        space.get(name) for name in ("dropped", "dy_sums", "dpre", "dpre_sums")
+        buffers.get(name) for name in ("dropped", "dy_sums", "dpre", "dpre_sums")
     )
-    a = hidden if activation == "relu" else space.get("a")
+    a = hidden if activation == "relu" else buffers.get("a")
     kept = a if need_w2 and activation != "relu" else None  # what the derivative's kernel writes
     seed = dropout_seed if dropout_p > 0.0 else None
 
@@ -337,14 +337,14 @@ def _backward(
         plan.sum_dpre(dpre_sums.shape[0], dpre_sums, db1)
     if need_w2:
         assert a is not None
-        _weight_gradient(plan.dw2, dy, a, dw2, space.get("dw2_pieces"))
+        _weight_gradient(plan.dw2, dy, a, dw2, buffers.get("dw2_pieces"))
     if need_w1:
         assert dpre is not None
-        _weight_gradient(plan.dw1, dpre, x, dw1, space.get("dw1_pieces"))
+        _weight_gradient(plan.dw1, dpre, x, dw1, buffers.get("dw1_pieces"))
     if need_x:
         assert dpre is not None
         if plan.dx is not None:
-            plan.dx(dpre, w1.t(), dx, space.get("dx_pieces"))
+            plan.dx(dpre, w1.t(), dx, buffers.get("dx_pieces"))
         elif dx.is_contiguous():
             torch.mm(dpre, w1, out=_rows(dx))
         else:
@@ -365,18 +365,18 @@ def _bind_backward(
     config: BackwardConfig,
     call: BackwardCall,
     gradients: Gradients,
-    spaces: Sequence[Tensor],
+    workspace: Sequence[Tensor],
     can_describe: bool,
 ) -> _BackwardPlan:
     dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, *_ = call
     rows, (E, F), W = x.shape[0], w2.shape, w1.shape[0]
     need_x, need_w1, _, need_w2, _ = call.needs
-    shapes = _backward_spaces(config, call)
-    space = dict(zip(shapes, spaces, strict=True))
+    shapes = _backward_workspace(config, call)
+    buffers = dict(zip(shapes, workspace, strict=True))
     drop = dhidden = differentiate = activate = None
     if "dropped" in shapes or "dy_sums" in shapes:
         drop = steps.drop_gradient(dy, x.dtype, output_dropout_p)
-    dy = space.get("dropped", dy)
+    dy = buffers.get("dropped", dy)
     if "dpre" in shapes:
         if (tile := _tile(config.dhidden, can_describe, rows * F)) is not None:
             dhidden = steps.dhidden(tile, dy, w2, activation, dropout_p)
@@ -392,7 +392,7 @@ def _bind_backward(
         tile = _tile(choice, can_describe, out.numel()) if out.is_contiguous() else None
         return None if tile is None else steps.PlainProduct(tile, a, b, over_rows=over_rows)
 
-    a = hidden if activation == "relu" else space.get("a", hidden)
+    a = hidden if activation == "relu" else buffers.get("a", hidden)
     return _BackwardPlan(
         tuple(shapes),
         drop,
@@ -401,8 +401,8 @@ def _bind_backward(
         differentiate,
         steps.SumOverGroups(W) if "dpre_sums" in shapes else None,
         activate,
-        product(config.dx, space["dpre"], w1.t(), gradients.dx, False) if need_x else None,
-        product(config.dw1, space["dpre"].t(), x.t(), gradients.dw1, True) if need_w1 else None,
+        product(config.dx, buffers["dpre"], w1.t(), gradients.dx, False) if need_x else None,
+        product(config.dw1, buffers["dpre"].t(), x.t(), gradients.dw1, True) if need_w1 else None,
         product(config.dw2, dy.t(), a.t(), gradients.dw2, True) if need_w2 else None,
     )
 
@@ -414,14 +414,14 @@ def ffn_fwd_with_config(
     config: ForwardConfig, call: ForwardCall, y: Tensor, hidden: Tensor
 ) -> None:
     """ffn_fwd with given products, and a workspace of its own."""
-    spaces = _forward_workspace(config, call)
+    workspace = _forward_workspace(config, call)
     new = call.x.new_empty
-    _forward(config, call, y, hidden, [new(shape, dtype=dtype) for shape, dtype, _ in spaces])
+    _forward(config, call, y, hidden, [new(shape, dtype=dtype) for shape, dtype, _ in workspace])
 
 
 def ffn_bwd_with_config(config: BackwardConfig, call: BackwardCall, *gradients: Tensor) -> None:
     """ffn_bwd with given products, and a workspace of its own."""
-    spaces = _backward_spaces(config, call).values()
+    workspace = _backward_workspace(config, call).values()
     new = call.x.new_empty
     results = Gradients(*gradients)
-    _backward(config, call, results, [new(shape, dtype=dtype) for shape, dtype in spaces])
+    _backward(config, call, results, [new(shape, dtype=dtype) for shape, dtype in workspace])

@@ -1,6 +1,6 @@
 """The matrix products of the Triton feed-forward network that end with its elementwise work.
 
-A kernel's programs walk over tiles of the result (all of them, if the grid is persistent) in groups
+A kernel's programs loop over tiles of the result (all of them, if the grid is persistent) in groups
 of rows that share what they read. `multiply` sums one tile in fp32; what follows is the kernel's
 own: bias, activation and dropout (`up_kernel`), bias, dropout and residual (`down_kernel`), the
 activation's derivative, the activation computed again and sums over rows (`dhidden_kernel`), or

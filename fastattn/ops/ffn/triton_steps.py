@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops._dropout import keep_scale, threshold
-from fastattn.ops._triton_launch import BoundLaunch, Template, template_of
+from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, descriptor_template
 from fastattn.ops.ffn.config import (
     GATED,
     MAPPED,
@@ -171,11 +171,11 @@ class Multiplication:
         last = (a.stride(1) == 1, b.stride(1) == 1)
         tma = tile.tma and _describable(a) and _describable(b) and (last[1] or not paired)
         strides = (0, 0, 0, 0) if tma else (*a.stride(), *b.stride())
-        described: dict[int, Template | None] = {}
+        descriptors: dict[int, DescriptorTemplate | None] = {}
         if tma:
-            described[0] = _template(a, tile.block_m, tile.block_k, open_=True)
+            descriptors[0] = _descriptor_template(a, tile.block_m, tile.block_k, open_=True)
             b_block = tile.block_n, tile.block_k
-            described[1] = _template(b, *b_block, paired=paired, open_=over_rows)
+            descriptors[1] = _descriptor_template(b, *b_block, paired=paired, open_=over_rows)
         self._kernel = BoundLaunch(
             kernel, (self._columns, self._features, *strides, *scalars),
             constants | {
@@ -189,7 +189,7 @@ class Multiplication:
                 "BLOCK_N": tile.block_n,
                 "BLOCK_K": tile.block_k,
             },
-            described, num_warps=tile.warps, num_stages=tile.stages,
+            descriptors, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     def __call__(self, a: Tensor, b: Tensor, *others: Any) -> None:
@@ -210,17 +210,19 @@ def _describable(x: Tensor) -> bool:
     return steps[0] == 1 and steps[1] > 0 and steps[1] * x.element_size() % 16 == 0
 
 
-def _template(x: Tensor, rows: int, block_k: int, *, open_: bool, paired: bool = False) -> Template:
+def _descriptor_template(
+    x: Tensor, rows: int, block_k: int, *, open_: bool, paired: bool = False
+) -> DescriptorTemplate:
     """Of [rows, K] by its contiguous dimension, which comes last; paired as [2, rows / 2, K].
     open_: calls bring other sizes.
     """
     if paired:
         half = x.shape[0] // 2
         steps = [half * x.stride(0), x.stride(0), 1]
-        return template_of(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
+        return descriptor_template(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
     dims = (0, 1) if x.stride(1) == 1 else (1, 0)
     block = (rows, block_k)
-    return template_of(
+    return descriptor_template(
         x, [x.shape[d] for d in dims], [x.stride(dims[0]), 1], [block[d] for d in dims],
         dims if open_ else None,
     )  # fmt: skip

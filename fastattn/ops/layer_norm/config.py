@@ -22,7 +22,7 @@ class ForwardConfig:
     """A tile of ROWS rows and BLOCK columns. BLOCK below the row length: one row at a time, in a
     loop over blocks of columns.
 
-    programs: how many a core gets, which then walk over the tiles; 0: one for each tile.
+    programs: how many a core gets, which then loop over the tiles; 0: one for each tile.
     parameters: when weight and bias are loaded, one of the three above.
     stages: depth of the load pipeline over tiles or blocks.
     """
@@ -253,7 +253,7 @@ def forward_candidates(arch: str, N: int, add: bool) -> list[ForwardConfig]:
         if 1 <= rows <= 128 and rows * width <= 64 * 32 * warps:
             found.append(ForwardConfig(rows, width, warps, programs, parameters, stages))
 
-    # Walking over tiles with the next rows on their way, the parameters in registers. One warp a
+    # Looping over tiles with the next rows on their way, the parameters in registers. One warp a
     # program spares every barrier.
     for rows, warps, programs in (
         *((1, 1, 24), (2, 1, 16), (4, 1, 12), (1, 2, 12), (2, 2, 8), (4, 4, 8), (8, 8, 4)),

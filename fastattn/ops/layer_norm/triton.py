@@ -215,7 +215,7 @@ def _parts(c: BackwardConfig, N: int) -> int:
 
 
 def _lines(c: BackwardConfig, arch: str, M: int, N: int) -> int:
-    """Programs that walk over tiles of the same columns, and write a line of partial sums each."""
+    """Programs that loop over tiles of the same columns, and write a line of partial sums each."""
     return min((M - 1) // c.ROWS + 1, max(1, c.programs * cores(arch) // _parts(c, N)))
 
 

@@ -2,7 +2,7 @@
 
 A pointer that is None switches off what it stands for: without `mean_ptr` the norm is RMS norm,
 with `z_ptr` the forward first adds the branch to the residual. `norm_fwd_kernel` and
-`norm_bwd_kernel` hold whole rows in registers and read them once; the others walk along rows that
+`norm_bwd_kernel` hold whole rows in registers and read them once; the others loop over rows that
 are longer. Parameter gradients leave the backward as fp32 partial sums, one line per program, which
 `sum_partials_kernel` adds in a fixed order. All arithmetic is fp32; results are rounded once.
 

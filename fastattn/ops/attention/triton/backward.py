@@ -1,8 +1,8 @@
 """The backward of attention in Triton: what is launched for which call. forward.py is the forward.
 
-A call launches dq (with the rows' statistics, which the others need), then dk and dv, then the
-gradient of an additive mask, each only if somebody wants it. Formulas are in bwd_parts.py, a
-kernel each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in bwd_tiles.py,
+A call launches dq (with lse and delta of every row, which the others need), then dk and dv, then
+the gradient of an additive mask, each only if it is needed. Formulas are in bwd_parts.py, a kernel
+each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in bwd_tiles.py,
 tilings in bwd_config.py. What follows from sizes is in bwd_layout.py, what follows from
 strides too in bwd_bind.py; both are worked out once per combination and remembered.
 """
@@ -17,7 +17,7 @@ from fastattn.ops._triton_launch import LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
-from fastattn.ops.attention.triton.bwd_layout import Packed, Spaces, layout_of, packed_layout
+from fastattn.ops.attention.triton.bwd_layout import Packed, Workspace, layout_of, packed_layout
 from fastattn.ops.attention.triton.operands import architecture, unsupported
 from fastattn.ops.attention.triton.tiles import dropout_numbers
 
@@ -28,30 +28,30 @@ def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
 
 
-def attention_bwd_workspace(call: BackwardCall) -> Spaces:
-    return layout_of(None, call).spaces
+def attention_bwd_workspace(call: BackwardCall) -> Workspace:
+    return layout_of(None, call).workspace
 
 
 def attention_bwd(
-    call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, *spaces: Tensor
+    call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, *workspace: Tensor
 ) -> None:
-    _run(None, call, Gradients(dq, dk, dv, dmask), spaces)
+    _run(None, call, Gradients(dq, dk, dv, dmask), workspace)
 
 
 def attention_bwd_with_config(config: BwdConfig, call: BackwardCall, *gradients: Tensor) -> None:
     """attention_bwd in a given tiling, for tuning and tests; allocates its own scratch memory."""
-    spaces = [
+    workspace = [
         torch.empty(size, dtype=dtype, device=call.q.device)
-        for size, dtype, _ in layout_of(config, call).spaces
+        for size, dtype, _ in layout_of(config, call).workspace
     ]
-    _run(config, call, Gradients(*gradients), spaces)
+    _run(config, call, Gradients(*gradients), workspace)
 
 
 def _run(
     tiling: BwdConfig | None,
     call: BackwardCall,
     gradients: Gradients,
-    spaces: Sequence[Tensor],
+    workspace: Sequence[Tensor],
     packed: Packed | None = None,
 ) -> None:
     needed = _what_is_left(call, gradients, packed)
@@ -77,26 +77,26 @@ def _run(
         if packed is None:
             layout = layout_of(tiling, call)
         else:
-            band = call.causal, call.window_left, call.window_right
-            layout = packed_layout(q, v, packed.sequences, packed.N, *band, dropout_p)
+            bounds = call.causal, call.window_left, call.window_right
+            layout = packed_layout(q, v, packed.sequences, packed.N, *bounds, dropout_p)
         plan = bind(layout, call, gradients, key[-1], packed)
         _plans.remember(key, plan)
 
-    statistics, *rest = spaces
+    lse_delta, *rest = workspace
     kinds = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
         kinds, alive, lists_dq, lists_dkdv, *rest = rest
         plan.classify(mask, mask_tiles, key_lengths, query_lengths, kinds, alive)
     seed = dropout_seed if dropout_p > 0.0 else None
-    row_keys = None if seed is None else spaces[-2]
+    row_keys = None if seed is None else workspace[-2]
     column_keys = None
     if plan.hash_columns is not None:
-        column_keys = spaces[-1]
+        column_keys = workspace[-1]
         plan.hash_columns(seed, column_keys, dropout_stream)
     if plan.list_dq is not None:
         plan.list_dq(kinds, lists_dq)
     plan.dq(
-        q, k, v, out, dout, k, k, v, v, lse, dlse, statistics, dq if needs[0] else None, mask,
+        q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, mask,
         lists_dq, alive, key_lengths, query_lengths, seed, column_keys, row_keys,
         dropout_stream,
     )  # fmt: skip
@@ -104,14 +104,14 @@ def _run(
         plan.list_dkdv(kinds, lists_dkdv)
     for launch, writes_dk, writes_dv in plan.dkdv:
         launch(
-            q, k, v, dout, q, q, dout, dout, statistics, dk if writes_dk else None,
+            q, k, v, dout, q, q, dout, dout, lse_delta, dk if writes_dk else None,
             dv if writes_dv else None, mask, lists_dkdv, alive, key_lengths, query_lengths, seed,
             row_keys, dropout_stream,
         )  # fmt: skip
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
-            q, k, v, dout, statistics, mask, kinds, key_lengths, query_lengths, seed, target,
+            q, k, v, dout, lse_delta, mask, kinds, key_lengths, query_lengths, seed, target,
             dropout_stream,
         )  # fmt: skip
         if plan.sum_splits is not None:
@@ -160,15 +160,15 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     return unsupported(None, q, k, v, out=out, dout=dout)
 
 
-def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Spaces:
+def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
     q, v = _heads_first(call.q), _heads_first(call.v)
-    band = call.causal, call.window_left, call.window_right
+    bounds = call.causal, call.window_left, call.window_right
     sequences = call.cu_seqlens_q.numel() - 1
-    return packed_layout(q, v, sequences, call.max_seqlen_k, *band, call.dropout_p).spaces
+    return packed_layout(q, v, sequences, call.max_seqlen_k, *bounds, call.dropout_p).workspace
 
 
 def attention_varlen_bwd(
-    call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, *spaces: Tensor
+    call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, *workspace: Tensor
 ) -> None:
     """Offsets contiguous, lse and dlse [H, T]."""
     longest = call.max_seqlen_q, call.max_seqlen_k
@@ -182,4 +182,4 @@ def attention_varlen_bwd(
         call.dropout_seed, call.dropout_stream, (*call.needs, False),
     )  # fmt: skip
     wanted = Gradients(_heads_first(dq), _heads_first(dk), _heads_first(dv), q.new_empty(0))
-    _run(None, padded, wanted, spaces, packed)
+    _run(None, padded, wanted, workspace, packed)

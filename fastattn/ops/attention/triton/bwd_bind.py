@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastattn.ops._triton_launch import BoundLaunch, Template
+from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate
 from fastattn.ops.attention.calls import BackwardCall, Gradients
 from fastattn.ops.attention.triton import bwd_tiles as tiles
 from fastattn.ops.attention.triton.bwd_config import BwdTile
@@ -25,12 +25,12 @@ from fastattn.ops.attention.triton.bwd_dq_kernel import attention_bwd_dq_kernel
 from fastattn.ops.attention.triton.bwd_layout import Layout, Packed
 from fastattn.ops.attention.triton.operands import (
     describable,
+    descriptor_templates,
     dropout_kind,
     mask_steps,
     row_strides,
-    section,
     stride_unit,
-    templates,
+    swizzle_group_size,
 )
 from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
@@ -39,7 +39,7 @@ from fastattn.ops.attention.triton.tiles import (
     shared_lines,
 )
 
-# One tile of keys, and a band of few: summing delta over them once more costs next to nothing.
+# One tile of keys, or bounds that leave few: summing delta over them again costs next to nothing.
 _ONE_TILE, _FEW_KEYS = 64, 16
 
 _Launch = Callable[..., None]
@@ -80,8 +80,8 @@ def bind(
             list_dkdv = tiles.lister(layout.classes, layout.for_dkdv, True)
     if need_dmask:
         dmask, sum_splits = binder.dmask()
-    walks = call.dout is not None and (need_dq or binder.exact_delta)
-    hash_columns = column_hasher(binder.N) if call.dropout_p > 0.0 and walks else None
+    loops_over_keys = call.dout is not None and (need_dq or binder.exact_delta)
+    hash_columns = column_hasher(binder.N) if call.dropout_p > 0.0 and loops_over_keys else None
     return Plan(classify, list_dq, list_dkdv, hash_columns, binder.dq(), dkdv, dmask, sum_splits)
 
 
@@ -154,10 +154,10 @@ class _Binder:
         c = self.layout.classes
         return (0, 0, 0, 0) if c is None else (c.stride_b, c.stride_h, c.tiles_m, c.keys)
 
-    def section(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
+    def swizzle_group(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
         """x and y are what a head reads again and again."""
         head_bytes = x.shape[2] * (x.shape[3] + y.shape[3]) * x.element_size()
-        return section(self.layout.limits, head_bytes, group, heads)
+        return swizzle_group_size(self.layout.limits, head_bytes, group, heads)
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -176,9 +176,7 @@ class _Binder:
 
     @property
     def dead_rows(self) -> bool:
-        """Rows without a key lie beyond their length, or where the band leaves the keys on either
-        side.
-        """
+        """Rows without a key lie beyond their length, or where the bounds hold none."""
         limits = self.layout.limits
         dead = self.layout.classes is not None or self.has_query_lengths
         dead |= limits.has_high and limits.high < 0
@@ -186,7 +184,7 @@ class _Binder:
 
     @property
     def dead_keys(self) -> bool:
-        """Keys without a row lie there, or where the band leaves the rows."""
+        """Keys without a row lie beyond their length, or where the bounds hold none."""
         limits = self.layout.limits
         dead = self.layout.classes is not None or self.has_lengths
         dead |= limits.has_high and (self.has_query_lengths or limits.high < self.N - self.M)
@@ -200,8 +198,8 @@ class _Binder:
         call, limits, dmask = self.call, self.layout.limits, self.gradients.dmask
         if call.dout is None or call.out.dtype.itemsize >= 4:
             return False
-        banded = limits.has_low and limits.has_high
-        if self.N <= _ONE_TILE or (banded and limits.high - limits.low < _FEW_KEYS):
+        bounded = limits.has_low and limits.has_high
+        if self.N <= _ONE_TILE or (bounded and limits.high - limits.low < _FEW_KEYS):
             return True
         finer = dmask.dtype.itemsize > call.out.dtype.itemsize
         return call.needs[3] and (finer or dmask.shape[3] == 1)
@@ -256,13 +254,16 @@ class _Binder:
             "EDGE_STAGES": tile.edge_stages,
         }
 
-    def described(
+    def descriptors(
         self, first: int, x: Tensor, y: Tensor | None, rows: int, tma: bool
-    ) -> Mapping[int, Template | None]:
+    ) -> Mapping[int, DescriptorTemplate | None]:
         """Two descriptors of x and two of y, by the position of the kernel's argument."""
         if not tma:
             return dict.fromkeys(range(first, first + 4))
-        found = (*templates(x, rows, self.widths[0]), *templates(y, rows, self.widths[1]))
+        found = (
+            *descriptor_templates(x, rows, self.widths[0]),
+            *descriptor_templates(y, rows, self.widths[1]),
+        )
         return {first + n: template for n, template in enumerate(found)}
 
     # -- the kernels -------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class _Binder:
                 *self.strides(0, 1, 2, 3, 4, 5), *self.mask_steps, *self.class_strides,
                 *tiles.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
                 self.N // self.mask_unit, layout.padded_m, self.rows, heads,
-                self.section(call.k, call.v, self.group, heads), *self.numbers,
+                self.swizzle_group(call.k, call.v, self.group, heads), *self.numbers,
             ),
             {
                 "STRIDE_UNIT": self.unit,
@@ -303,7 +304,7 @@ class _Binder:
                 "TMA": tma,
                 **self.sizes(tile),
             },
-            self.described(5, call.k, read_v, tile.block_n, tma),
+            self.descriptors(5, call.k, read_v, tile.block_n, tma),
             **tile.options(tma),
         )  # fmt: skip
         return launch.over(triton.cdiv(self.M, tile.block_m) * heads)
@@ -325,7 +326,7 @@ class _Binder:
                 *self.strides(0, 1, 2, 4, 6, 7), *self.mask_steps, *self.class_strides,
                 self.group if c is not None and c.heads > 1 else 1, *tiles.list_strides(lists),
                 *self.length_strides, self.H, self.K, self.group, self.M, self.N // self.mask_unit,
-                layout.padded_m, heads, self.section(call.q, call.v, 1, heads), *self.numbers,
+                layout.padded_m, heads, self.swizzle_group(call.q, call.v, 1, heads), *self.numbers,
             ),
             {
                 "STRIDE_UNIT": self.unit,
@@ -344,7 +345,7 @@ class _Binder:
                 "TMA": tma,
                 **self.sizes(tile),
             },
-            self.described(4, call.q, call.dout, tile.block_m, tma),
+            self.descriptors(4, call.q, call.dout, tile.block_m, tma),
             **tile.options(tma),
         )  # fmt: skip
         return launch.over(triton.cdiv(self.N, tile.block_n) * heads)

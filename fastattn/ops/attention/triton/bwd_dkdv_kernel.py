@@ -1,6 +1,6 @@
 """The Triton attention backward: dk and dv.
 
-`attention_bwd_dkdv_kernel` owns a tile of keys and walks over the queries of every head of its
+`attention_bwd_dkdv_kernel` owns a tile of keys and loops over the queries of every head of its
 group, on transposed scores: pᵀ and dsᵀ then are what the tensor cores want from registers. The
 formulas are in bwd_parts.py.
 """
@@ -24,10 +24,10 @@ from fastattn.ops.attention.triton.bwd_parts import (
     Case,
     Mask,
     load_rows,
+    packed_lse_delta_start,
     packed_sequence,
-    packed_statistics,
     product,
-    unpack_statistics,
+    unpack_lse_delta,
     weights,
 )
 from fastattn.ops.attention.triton.tiles import (
@@ -103,7 +103,7 @@ class Sums(NamedTuple):
 def dkdv_tile(
     sums,
     tile,
-    statistics_ptr,
+    lse_delta_ptr,
     row_keys_ptr,
     given,
     KIND: tl.constexpr,
@@ -112,7 +112,7 @@ def dkdv_tile(
     LATE: tl.constexpr,
     CASE: tl.constexpr,
 ):
-    """Adds query tile `tile` to dk and dv. statistics_ptr and row_keys_ptr: of the tile if it is
+    """Adds query tile `tile` to dk and dv. lse_delta_ptr and row_keys_ptr: of the tile if it is
     FULL and not listed, else of the head. LATE: dp is computed before p.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
@@ -128,10 +128,10 @@ def dkdv_tile(
     live = (i >= given.rows.begin) & (i < given.rows.end)
     if KIND == EDGE:
         read = (i < given.M) if CASE.LISTS else live
-        word = tl.load(statistics_ptr + i, mask=read, other=DEAD_ROW)
+        word = tl.load(lse_delta_ptr + i, mask=read, other=DEAD_ROW)
     else:
-        word = tl.load(statistics_ptr + (stored_start + local_i))
-    lse, delta = unpack_statistics(word)
+        word = tl.load(lse_delta_ptr + (stored_start + local_i))
+    lse, delta = unpack_lse_delta(word)
     if KIND == EDGE and CASE.LISTS:
         live = lse != float("inf")
     MASKED: tl.constexpr = KIND == EDGE
@@ -238,7 +238,7 @@ def dkdv_tile(
 @triton.jit(
     do_not_specialize=[
         "stream", "stride_cb", "stride_ch", "base_tiles_m", "alive_heads", "stride_tb", "stride_th",
-        "inner", "stride_lb", "stride_ub", "H", "K", "batch_heads", "section", "low", "high",
+        "inner", "stride_lb", "stride_ub", "H", "K", "batch_heads", "swizzle_group", "low", "high",
         "threshold",
     ]
 )  # fmt: skip
@@ -251,7 +251,7 @@ def attention_bwd_dkdv_kernel(
     q1_desc,
     do0_desc,
     do1_desc,
-    statistics_ptr,
+    lse_delta_ptr,
     dk_ptr,
     dv_ptr,
     mask_ptr,
@@ -302,7 +302,7 @@ def attention_bwd_dkdv_kernel(
     N,
     padded_m,
     batch_heads,
-    section,
+    swizzle_group,
     low,
     high,
     scale,
@@ -343,7 +343,7 @@ def attention_bwd_dkdv_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
 ):
-    """Arguments as in attention_bwd_dq_kernel; batch_heads and section count key/value heads."""
+    """Arguments as in attention_bwd_dq_kernel; batch_heads, swizzle_group: of key/value heads."""
     CASE: tl.constexpr = Case(
         LISTS, FACTOR_N, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
         HAS_DOUT, NATURAL, DEAD_ROWS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
@@ -351,7 +351,7 @@ def attention_bwd_dkdv_kernel(
     mm = stride_mm * MASK_UNIT
     N = N * MASK_UNIT
     # Causality makes the first keys' loops the longest.
-    n_tile, batch_head = program_tile(N, batch_heads, section, BLOCK_N, False)
+    n_tile, batch_head = program_tile(N, batch_heads, swizzle_group, BLOCK_N, False)
     b = batch_head // K
     kv_head = batch_head % K
     n_start = n_tile * BLOCK_N
@@ -446,10 +446,10 @@ def attention_bwd_dkdv_kernel(
         dout_head = dout_ptr
         if HAS_DOUT:
             dout_head = dout_ptr + (b64 * stride_dob + h64 * stride_doh) * STRIDE_UNIT
-        first_statistic = (b64 * H + h64) * padded_m
+        lse_delta_start = (b64 * H + h64) * padded_m
         if PACKED:
-            first_statistic = h64 * padded_m + packed_statistics(query0, b)
-        statistics = statistics_ptr + first_statistic
+            lse_delta_start = h64 * padded_m + packed_lse_delta_start(query0, b)
+        lse_delta = lse_delta_ptr + lse_delta_start
         mask_head = mask_ptr
         if DENSE:
             mask_head = mask_ptr + (b64 * stride_mb + h64 * stride_mh) * MASK_UNIT
@@ -466,10 +466,10 @@ def attention_bwd_dkdv_kernel(
             n_partial = tl.load(list_ptr + PARTIAL)
             n_edge = tl.load(list_ptr + EDGE)
             list_ptr += LIST_HEADER
-        row_keys = statistics
+        row_keys = lse_delta
         column_keys = j
         if HAS_DOUT and DROPOUT:
-            row_keys = row_keys_ptr + first_statistic
+            row_keys = row_keys_ptr + lse_delta_start
             column_base = stream_key(COLUMN_TAG, seed_ptr, stream, False)
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
@@ -486,10 +486,10 @@ def attention_bwd_dkdv_kernel(
         next_tile = full_first
         if LISTS:
             next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
-        tile_statistics = statistics
+        tile_lse_delta = lse_delta
         tile_row_keys = row_keys
         if MOVING:
-            tile_statistics += full_first * BLOCK_M
+            tile_lse_delta += full_first * BLOCK_M
             tile_row_keys += full_first * BLOCK_M
         for index in tl.range(0, n_full, num_stages=STAGES):
             tile = next_tile
@@ -500,7 +500,7 @@ def attention_bwd_dkdv_kernel(
             sums = dkdv_tile(
                 sums,
                 tile,
-                tile_statistics,
+                tile_lse_delta,
                 tile_row_keys,
                 given,
                 FULL,
@@ -510,7 +510,7 @@ def attention_bwd_dkdv_kernel(
                 CASE,
             )
             if MOVING:
-                tile_statistics += BLOCK_M
+                tile_lse_delta += BLOCK_M
                 tile_row_keys += BLOCK_M
         if DENSE:
             partial = list_ptr + n_full
@@ -519,7 +519,7 @@ def attention_bwd_dkdv_kernel(
                 tile = next_tile
                 next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
                 sums = dkdv_tile(
-                    sums, tile, statistics, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
+                    sums, tile, lse_delta, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
                 )
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
@@ -529,7 +529,7 @@ def attention_bwd_dkdv_kernel(
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
                 sums = dkdv_tile(
-                    sums, tile, statistics, row_keys, given, EDGE, NEED_DK, NEED_DV, LATE, CASE
+                    sums, tile, lse_delta, row_keys, given, EDGE, NEED_DK, NEED_DV, LATE, CASE
                 )
 
     # -- results; keys beyond their length hold whatever their row became

@@ -1,6 +1,6 @@
 """The Triton attention backward: the gradient of an additive mask.
 
-`attention_bwd_dmask_kernel` owns a tile of the mask and walks over what the mask is broadcast over;
+`attention_bwd_dmask_kernel` owns a tile of the mask and loops over what the mask is broadcast over;
 where few programs would own a tile they share its sum, and `sum_splits_kernel` adds the shares. The
 formulas are in bwd_parts.py.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
 from fastattn.ops.attention.triton.bwd_parts import (
-    unpack_statistics,
+    unpack_lse_delta,
     weights,
 )
 from fastattn.ops.attention.triton.tiles import (
@@ -34,7 +34,7 @@ def attention_bwd_dmask_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    statistics_ptr,
+    lse_delta_ptr,
     mask_ptr,
     kinds_ptr,
     key_lengths_ptr,
@@ -170,8 +170,8 @@ def attention_bwd_dmask_kernel(
                 M - m_start, N - n_start, ONE_ROW if ROWS_SHARED else 0,
             )  # fmt: skip
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
-            word = tl.load(statistics_ptr + (b * H + h) * padded_m + i)
-            lse, delta = unpack_statistics(word)
+            word = tl.load(lse_delta_ptr + (b * H + h) * padded_m + i)
+            lse, delta = unpack_lse_delta(word)
             p = weights(s, lse[:, None], bias, scale, shift, True, True, DROPOUT > 0)
             if HAS_DOUT:
                 do_at = (b * stride_dob + h * stride_doh + m64 * stride_dom) * STRIDE_UNIT

@@ -1,7 +1,7 @@
 """The Triton attention backward: dq, and what the other kernels need to know of the rows.
 
-`attention_bwd_dq_kernel` owns a tile of queries and walks over the keys; it computes delta on the
-way and leaves its rows' statistics for the kernels that follow. The formulas are in
+`attention_bwd_dq_kernel` owns a tile of queries and loops over the keys; it computes delta on the
+way and stores lse and delta of its rows for the kernels that follow. The formulas are in
 bwd_parts.py.
 """
 
@@ -23,9 +23,9 @@ from fastattn.ops.attention.triton.bwd_parts import (
     Case,
     Mask,
     load_rows,
-    pack_statistics,
+    pack_lse_delta,
+    packed_lse_delta_start,
     packed_sequence,
-    packed_statistics,
     product,
     weights,
 )
@@ -180,7 +180,7 @@ def dq_tile(
 @triton.jit(
     do_not_specialize=[
         "stream", "stride_cb", "stride_ch", "base_tiles_m", "stride_tb", "stride_th", "inner",
-        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "section", "low",
+        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "swizzle_group", "low",
         "high", "threshold",
     ]
 )  # fmt: skip
@@ -196,7 +196,7 @@ def attention_bwd_dq_kernel(
     v1_desc,
     lse_ptr,
     dlse_ptr,
-    statistics_ptr,
+    lse_delta_ptr,
     dq_ptr,
     mask_ptr,
     lists_ptr,
@@ -246,7 +246,7 @@ def attention_bwd_dq_kernel(
     padded_m,
     rows,
     batch_heads,
-    section,
+    swizzle_group,
     low,
     high,
     scale,
@@ -292,17 +292,17 @@ def attention_bwd_dq_kernel(
 
     EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much.
     PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
-    M and N the longest, rows all there are; with FROM_END the band counts from each one's end.
+    M and N the longest, rows all there are; with FROM_END the bounds count from each one's end.
     Strides of the tensors come divided by STRIDE_UNIT, N and those of the mask but the last by
     MASK_UNIT, so that the compiler sees their alignment. row_keys_ptr: for dkdv, dropout's key of
-    each unit of rows, at the place of its first row among the statistics.
+    each unit of rows, at the position of its first row in lse_delta.
     """
     CASE: tl.constexpr = Case(
         LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
         HAS_DOUT, NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
-    m_tile, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
+    m_tile, batch_head = program_tile(M, batch_heads, swizzle_group, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
     kv_head = h // GROUP
@@ -317,14 +317,14 @@ def attention_bwd_dq_kernel(
     N = N * MASK_UNIT
     desc_b = b
     key0 = 0
-    first_statistic = batch_head.to(tl.int64) * padded_m
+    lse_delta_start = batch_head.to(tl.int64) * padded_m
     first_row = batch_head.to(tl.int64) * M  # in lse and dlse
     if PACKED:  # the lengths are offsets; batch strides are 0
         query0, M, key0, N, low, high = packed_sequence(
             query_lengths_ptr + b, key_lengths_ptr + b, low, high, FROM_END
         )
         desc_b = 0
-        first_statistic = h64 * padded_m + packed_statistics(query0, b)
+        lse_delta_start = h64 * padded_m + packed_lse_delta_start(query0, b)
         first_row = h64 * rows + query0
         k_ptr += key0.to(tl.int64) * stride_kn * STRIDE_UNIT
         v_ptr += key0.to(tl.int64) * stride_vn * STRIDE_UNIT
@@ -361,7 +361,7 @@ def attention_bwd_dq_kernel(
         row_base = dropout_row_base(seed_ptr, stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
         first_rows = unit_rows(m_start, BLOCK_M // 2)
-        row_keys_ptr += first_statistic
+        row_keys_ptr += lse_delta_start
         if PACKED:
             tl.store(
                 row_keys_ptr + first_rows, row_keys.to(tl.int32, bitcast=True), mask=first_rows < M
@@ -410,7 +410,7 @@ def attention_bwd_dq_kernel(
         reach = Reach(row_begin, row_end, touched_begin, touched_end)
         dropout = Dropout(row_keys, column_keys_ptr, threshold)
 
-    # -- statistics
+    # -- lse and delta
     shift = tl.log2(keep_factor)
     if EXACT_DELTA:
         given = Operands(
@@ -435,12 +435,12 @@ def attention_bwd_dq_kernel(
     delta = tl.where(live, delta, 0.0)
     if DROPOUT and not NATURAL:
         lse -= shift
-    word = pack_statistics(lse, delta)
-    statistics_ptr += first_statistic
+    word = pack_lse_delta(lse, delta)
+    lse_delta_ptr += lse_delta_start
     if PACKED:
-        tl.store(statistics_ptr + i, word, mask=inside)
+        tl.store(lse_delta_ptr + i, word, mask=inside)
     else:
-        tl.store(statistics_ptr + i, word)
+        tl.store(lse_delta_ptr + i, word)
 
     # -- dq
     if NEED_DQ:

@@ -1,5 +1,5 @@
 """The Triton attention backward: what follows from a call's sizes and options alone, which is the
-tiling of its kernels, the lists of tiles they walk over, and scratch memory.
+tiling of its kernels, the lists of tiles they loop over, and scratch memory.
 """
 
 import functools
@@ -15,23 +15,23 @@ from fastattn.ops._triton_launch import signature
 from fastattn.ops.attention.calls import BackwardCall
 from fastattn.ops.attention.triton import bwd_tiles as tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, bwd_config
-from fastattn.ops.attention.triton.bwd_parts import STATISTICS_STEP
+from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
 from fastattn.ops.attention.triton.operands import architecture
 from fastattn.ops.attention.triton.tiles import (
-    Band,
+    DiagonalBounds,
     MaskShape,
-    band,
-    column_keys_space,
+    column_keys_workspace,
+    diagonal_bounds,
     mask_shape,
-    packed_band,
+    packed_diagonal_bounds,
 )
 
-# Rows of statistics are padded to a multiple of every block_m: full tiles load them aligned.
-_STATISTICS_ROWS = 128
+# Rows of lse and delta are padded to a multiple of every block_m: full tiles load them aligned.
+_LSE_DELTA_ROWS = 128
 # Programs that keep a GPU busy; where fewer own the tiles of a mask they share their sums.
 _DMASK_PROGRAMS = 512
 
-Spaces = list[tuple[tuple[int, ...], torch.dtype, bool]]
+Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one behind the other: how many, the longest, whether bands count from the end."""
+    """Sequences one behind the other: how many, the longest, whether bounds count from the end."""
 
     sequences: int
     M: int
@@ -59,14 +59,14 @@ class Packed:
 class Layout:
     """The tiling of a call and its scratch memory.
 
-    That is: statistics; with lists the kinds, the living keys and the lists of dq and dkdv; with
+    That is: lse and delta; with lists the kinds, the living keys and the lists of dq and dkdv; with
     shares of dmask those; with dropout the keys of rows and of columns.
     """
 
     config: BwdConfig
-    limits: Band
+    limits: DiagonalBounds
     padded_m: int
-    spaces: Spaces
+    workspace: Workspace
     shape: MaskShape | None = None
     classes: tiles.Classes | None = None
     for_dq: tiles.Lists | None = None
@@ -111,20 +111,20 @@ def _layout(
 ) -> Layout:
     """tiling: a config, or the architecture to choose one for. length_dims: of key_lengths."""
     (B, H, M, D), N = q_shape, k_shape[2]
-    limits = band(causal, window_left, window_right, M, N)
+    limits = diagonal_bounds(causal, window_left, window_right, M, N)
     listed = mask is not None or length_dims == 2
     if isinstance(tiling, str):
         edges = limits.has_low or limits.has_high or length_dims > 0 or has_query_lengths
-        edges |= M % _STATISTICS_ROWS != 0 or N % _STATISTICS_ROWS != 0
+        edges |= M % _LSE_DELTA_ROWS != 0 or N % _LSE_DELTA_ROWS != 0
         wide = mask is not None and mask[0].itemsize >= 4
         config = bwd_config(tiling, dtype, D, E, edges, listed, wide)
     else:
         config = tiling
     padded_m = _padded(M)
-    spaces: Spaces = [((B, H, padded_m), torch.int64, False)]
+    workspace: Workspace = [((B, H, padded_m), torch.int64, False)]
     keys = _dropout_keys(B * H * padded_m, N) if dropout else []
     if not listed:
-        return Layout(config, limits, padded_m, spaces + keys)
+        return Layout(config, limits, padded_m, workspace + keys)
     shape = None if mask is None else _mask_shape(*mask[1:])
     by_batch = length_dims > 0 or has_query_lengths
     base_m = min(config.dq.block_m, config.dkdv.block_m)
@@ -132,22 +132,22 @@ def _layout(
     c = tiles.classes(shape, B, by_batch, M, N, base_m, base_n)
     for_dq = tiles.lists(c, M, N, config.dq.block_m, config.dq.block_n, by_key=False)
     for_dkdv = tiles.lists(c, M, N, config.dkdv.block_m, config.dkdv.block_n, by_key=True)
-    spaces += c.spaces() + for_dq.spaces() + for_dkdv.spaces()
+    workspace += c.workspace() + for_dq.workspace() + for_dkdv.workspace()
     sums = None
     if need_dmask and mask is not None:
         sums = _dmask_sums(mask[1], B, H, c)
         if sums.splits > 1:
-            spaces.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
-    return Layout(config, limits, padded_m, spaces + keys, shape, c, for_dq, for_dkdv, sums)
+            workspace.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
+    return Layout(config, limits, padded_m, workspace + keys, shape, c, for_dq, for_dkdv, sums)
 
 
-def _dropout_keys(statistics: int, columns: int) -> Spaces:
-    """For one key, at most, beside each of the statistics."""
-    return [((statistics,), torch.int32, False), column_keys_space(columns)]
+def _dropout_keys(rows: int, columns: int) -> Workspace:
+    """For at most one key per row, and those of the columns."""
+    return [((rows,), torch.int32, False), column_keys_workspace(columns)]
 
 
 def _padded(rows: int) -> int:
-    return triton.cdiv(rows, _STATISTICS_ROWS) * _STATISTICS_ROWS
+    return triton.cdiv(rows, _LSE_DELTA_ROWS) * _LSE_DELTA_ROWS
 
 
 def _mask_shape(sizes: Sequence[int], strides: Sequence[int]) -> MaskShape:
@@ -175,9 +175,9 @@ def packed_layout(
     dropout_p: float,
 ) -> Layout:
     """q [1, H, T, D], v [1, K, S, E]. longest: sequence of keys."""
-    limits = packed_band(causal, window_left, window_right)
+    limits = packed_diagonal_bounds(causal, window_left, window_right)
     hashed = longest if dropout_p > 0.0 else None
-    rows = _padded(q.shape[2] + (STATISTICS_STEP.value - 1) * sequences)
+    rows = _padded(q.shape[2] + (LSE_DELTA_ALIGNMENT.value - 1) * sequences)
     return _packed_layout(architecture(q), q.dtype, q.shape, v.shape[3], limits, rows, hashed)
 
 
@@ -187,13 +187,13 @@ def _packed_layout(
     dtype: torch.dtype,
     q_shape: torch.Size,
     E: int,
-    limits: Band,
+    limits: DiagonalBounds,
     rows: int,
     hashed: int | None,
 ) -> Layout:
-    """rows: of statistics. hashed: columns whose keys dropout wants."""
+    """rows: of lse and delta. hashed: columns whose keys dropout wants."""
     _, H, _, D = q_shape
     config = bwd_config(arch, dtype, D, E, edges=True)
-    spaces: Spaces = [((H, rows), torch.int64, False)]
+    workspace: Workspace = [((H, rows), torch.int64, False)]
     keys = [] if hashed is None else _dropout_keys(H * rows, hashed)
-    return Layout(config, limits, rows, spaces + keys)
+    return Layout(config, limits, rows, workspace + keys)

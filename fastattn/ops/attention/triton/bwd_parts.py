@@ -20,25 +20,25 @@ import triton.language as tl
 
 from fastattn.ops.attention.triton.tiles import LOG2E, load_tile
 
-# A row's statistics travel as one 64-bit word: delta above, lse below. A dead row's lse is +inf,
-# which makes its p 0; this is its word, with delta 0.
+# lse and delta of a row are packed into one 64-bit word: delta above, lse below. A dead row's lse
+# is +inf, which makes its p 0; this is its word, with delta 0.
 DEAD_ROW = tl.constexpr(0x7F800000)
 # Those of a packed sequence begin at a multiple of this, wherever its rows do: full tiles load
 # them, and dropout's keys beside them, 16 bytes at a time.
-STATISTICS_STEP = tl.constexpr(4)
+LSE_DELTA_ALIGNMENT = tl.constexpr(4)
 
 
 # -- rows' lse and delta --------------------------------------------------------------------------
 
 
 @triton.jit
-def pack_statistics(lse, delta):
+def pack_lse_delta(lse, delta):
     low = lse.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return (delta.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
 
 
 @triton.jit
-def unpack_statistics(word):
+def unpack_lse_delta(word):
     lse = word.to(tl.int32).to(tl.float32, bitcast=True)
     return lse, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -162,11 +162,11 @@ def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def packed_statistics(query0, b):
-    """Where the statistics of sequence b begin, whose first query is query0: every sequence before
+def packed_lse_delta_start(query0, b):
+    """Where lse and delta of sequence b begin, whose first query is query0: every sequence before
     it may have moved it by a step, less one.
     """
-    return (query0 + b * (STATISTICS_STEP - 1)) // STATISTICS_STEP * STATISTICS_STEP
+    return (query0 + b * (LSE_DELTA_ALIGNMENT - 1)) // LSE_DELTA_ALIGNMENT * LSE_DELTA_ALIGNMENT
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Which tiles the Triton attention backward visits where arithmetic alone cannot say it: under a
 dense mask, or with a key length for every query.
 
-The first kernel looks at every base tile once, with all restrictions intersected, and notes what it
-found: five bits a tile, and which of its keys are alive. The second turns the bits into lists: for
-every outer tile of a kernel (query tiles for dq, key tiles for dk and dv) the inner tiles that are
-FULL, PARTIAL or EDGE, without those that are empty. Both run on the device and never wait for it.
+The first kernel looks at every base tile once, with all restrictions intersected, and records what
+it found: five bits a tile, and which of its keys are alive. The second turns the bits into lists:
+for every outer tile of a kernel (query tiles for dq, key tiles for dk and dv) the inner tiles that
+are FULL, PARTIAL or EDGE, without those that are empty. Both run on the device without
+synchronisation.
 """
 
 from collections.abc import Callable
@@ -25,12 +26,12 @@ from fastattn.ops.attention.triton.tiles import (
     PARTIAL,
     QUERIES,
     TILE,
-    Band,
+    DiagonalBounds,
     MaskShape,
+    bitmask_strides,
     clamped_length,
     key_bounds,
     load_mask,
-    word_strides,
 )
 from fastattn.ops.attention.triton.tiles import OUTSIDE as MASK_OUTSIDE
 from fastattn.ops.attention.triton.tiles import WHOLE as MASK_WHOLE
@@ -79,14 +80,14 @@ class Classes(NamedTuple):
         """Keys of whole base tiles."""
         return self.tiles_n * self.block_n
 
-    def spaces(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+    def workspace(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
         shape = (self.batches, self.heads, self.tiles_m, self.tiles_n)
         return [(shape, torch.uint8, False), ((*shape, self.block_n), torch.uint8, False)]
 
 
 class Lists(NamedTuple):
     """int32 [batches, heads, outer, LIST_HEADER + inner]: counts of FULL, PARTIAL, EDGE and a spare
-    word, then the three lists one after the other, each ascending.
+    entry, then the three lists one after the other, each ascending.
 
     factor_outer, factor_inner: base tiles along a side of an outer and of an inner tile.
     """
@@ -110,7 +111,7 @@ class Lists(NamedTuple):
     def stride_h(self) -> int:
         return self.outer * self.row if self.heads > 1 else 0
 
-    def spaces(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+    def workspace(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
         return [((self.batches, self.heads, self.outer, self.row), torch.int32, False)]
 
 
@@ -136,7 +137,7 @@ def lists(c: Classes, M: int, N: int, block_m: int, block_n: int, by_key: bool) 
 
 @triton.jit
 def classify_prepared(
-    words_ptr,
+    bitmasks_ptr,
     kind_ptr,
     alive_ptr,
     stride_wm,
@@ -148,24 +149,24 @@ def classify_prepared(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What the words of a prepared mask say of a base tile that nothing else restricts."""
+    """What the tile bitmasks of a prepared mask say of a base tile that nothing else restricts."""
     row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
     column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
-    words = tl.load(
-        words_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
+    bitmasks = tl.load(
+        bitmasks_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
         mask=(row * TILE < M) & (column * TILE < N),
         other=MASK_OUTSIDE,
     )
-    # A word's bits go on beyond the tensor where one line of the mask serves all.
+    # A bitmask's bits go on beyond the tensor where one line of the mask serves all.
     line = tl.arange(0, TILE)
-    keys = (tl.reduce_or(words, 0) >> KEYS)[:, None] >> line[None, :] & 1
+    keys = (tl.reduce_or(bitmasks, 0) >> KEYS)[:, None] >> line[None, :] & 1
     j = n_start + tl.arange(0, BLOCK_N // TILE)[:, None] * TILE + line[None, :]
     keys = tl.where(j < N, keys, 0)
-    queries = (tl.reduce_or(words, 1) >> QUERIES)[:, None] >> line[None, :] & 1
+    queries = (tl.reduce_or(bitmasks, 1) >> QUERIES)[:, None] >> line[None, :] & 1
     i = m_start + tl.arange(0, BLOCK_M // TILE)[:, None] * TILE + line[None, :]
     queries = tl.where(i < M, queries, 0)
     some = tl.max(tl.max(keys, 1), 0)
-    whole = tl.min(tl.min(words >> MASK_WHOLE, 1), 0)
+    whole = tl.min(tl.min(bitmasks >> MASK_WHOLE, 1), 0)
     keys_alive = tl.min(tl.min(keys, 1), 0)
     queries_alive = tl.min(tl.min(queries, 1), 0)
     unbound = tl.full([], 1, tl.int64)
@@ -178,7 +179,7 @@ def classify_prepared(
 @triton.jit(do_not_specialize=["heads", "tiles_m", "tiles_n", "M", "low", "high"])
 def classify_tiles_kernel(
     mask_ptr,
-    words_ptr,
+    bitmasks_ptr,
     key_lengths_ptr,
     query_lengths_ptr,
     kinds_ptr,
@@ -241,9 +242,9 @@ def classify_tiles_kernel(
     if PREPARED:
         cut = (i < M) & ((begin > n_start) | (end < tl.minimum(n_start + BLOCK_N, N)))
         if tl.max(tl.max(cut.to(tl.int32), 1), 0) == 0:
-            words_ptr += b * stride_wb + h * stride_wh
+            bitmasks_ptr += b * stride_wb + h * stride_wh
             classify_prepared(
-                words_ptr, kinds_ptr + tile, alive_ptr + tile * BLOCK_N, stride_wm, stride_wn,
+                bitmasks_ptr, kinds_ptr + tile, alive_ptr + tile * BLOCK_N, stride_wm, stride_wn,
                 m_start, n_start, M, N, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             return
@@ -372,7 +373,7 @@ def classifier(
     mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
-    limits: Band,
+    limits: DiagonalBounds,
     M: int,
     N: int,
     mask_strides: tuple[int, ...],
@@ -381,12 +382,12 @@ def classifier(
     """The launch (mask, mask_tiles, key_lengths, query_lengths, kinds, alive) that looks at every
     base tile.
     """
-    words = (0, 0, 0, 0) if mask_tiles is None else word_strides(mask_tiles)
+    bitmasks = (0, 0, 0, 0) if mask_tiles is None else bitmask_strides(mask_tiles)
     launch = BoundLaunch(
         classify_tiles_kernel,
         (
-            *mask_strides, *words, *length_strides, c.heads, c.tiles_m, c.tiles_n, M, N, limits.low,
-            limits.high,
+            *mask_strides, *bitmasks, *length_strides, c.heads, c.tiles_m, c.tiles_n, M, N,
+            limits.low, limits.high,
         ),
         {
             "DENSE": mask is not None,

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, Template, signature
+from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchCache, signature
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
@@ -19,22 +19,22 @@ from fastattn.ops.attention.triton.fwd_tiles import mask_classifier, prepared_li
 from fastattn.ops.attention.triton.operands import (
     architecture,
     describable,
+    descriptor_templates,
     dropout_kind,
     mask_steps,
     row_strides,
-    section,
     stride_unit,
-    templates,
+    swizzle_group_size,
     unsupported,
 )
 from fastattn.ops.attention.triton.tiles import (
-    Band,
-    band,
+    DiagonalBounds,
     column_hasher,
-    column_keys_space,
+    column_keys_workspace,
+    diagonal_bounds,
     dropout_numbers,
     mask_shape,
-    packed_band,
+    packed_diagonal_bounds,
     shared_lines,
 )
 
@@ -49,43 +49,43 @@ class _Plan(NamedTuple):
     hash_columns: Callable[..., None] | None
 
 
-_Spaces = list[tuple[tuple[int, ...], torch.dtype, bool]]
+_Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 _plans = LaunchCache()
 
 
-def _config(call: ForwardCall, limits: Band) -> ForwardConfig:
+def _config(call: ForwardCall, limits: DiagonalBounds) -> ForwardConfig:
     q = call.q
     lengths = call.key_lengths is not None or call.query_lengths is not None
-    banded = limits.has_low or limits.has_high
+    bounded = limits.has_low or limits.has_high
     wide = call.mask is not None and call.mask.dtype.itemsize == 8
-    features = Features(banded, lengths, call.mask is not None, call.dropout_p > 0.0, wide)
+    features = Features(bounded, lengths, call.mask is not None, call.dropout_p > 0.0, wide)
     D, E = q.shape[3], call.v.shape[3]
     return forward_config(architecture(q), q.dtype, D, E, q.shape[2], features)
 
 
-def _band(call: ForwardCall) -> Band:
+def _diagonal_bounds(call: ForwardCall) -> DiagonalBounds:
     M, N = call.q.shape[2], call.k.shape[2]
-    return band(call.causal, call.window_left, call.window_right, M, N)
+    return diagonal_bounds(call.causal, call.window_left, call.window_right, M, N)
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     return unsupported(call.mask, call.q, call.k, call.v)
 
 
-def attention_fwd_workspace(call: ForwardCall) -> _Spaces:
-    return _spaces(None, call)
+def attention_fwd_workspace(call: ForwardCall) -> _Workspace:
+    return _workspace(None, call)
 
 
-def _spaces(config: ForwardConfig | None, call: ForwardCall) -> _Spaces:
+def _workspace(config: ForwardConfig | None, call: ForwardCall) -> _Workspace:
     """The lists of tiles of a dense mask; the keys of columns for dropout."""
-    spaces: _Spaces = []
+    workspace: _Workspace = []
     if call.mask is not None:
-        tiling = config or _config(call, _band(call))
-        spaces.append((_list_shape(tiling, call), torch.int32, False))
+        tiling = config or _config(call, _diagonal_bounds(call))
+        workspace.append((_list_shape(tiling, call), torch.int32, False))
     if call.dropout_p > 0.0:
-        spaces.append(column_keys_space(call.k.shape[2]))
-    return spaces
+        workspace.append(column_keys_workspace(call.k.shape[2]))
+    return workspace
 
 
 def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
@@ -94,16 +94,18 @@ def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
     return tile_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N).shape
 
 
-def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *spaces: Tensor) -> None:
-    _run(None, call, out, lse, spaces)
+def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor) -> None:
+    _run(None, call, out, lse, workspace)
 
 
 def attention_fwd_with_config(
     config: ForwardConfig, call: ForwardCall, out: Tensor, lse: Tensor
 ) -> None:
     """attention_fwd in a given tiling, to tune and test; allocates its own scratch memory."""
-    spaces = [call.q.new_empty(shape, dtype=dtype) for shape, dtype, _ in _spaces(config, call)]
-    _run(config, call, out, lse, spaces)
+    workspace = [
+        call.q.new_empty(shape, dtype=dtype) for shape, dtype, _ in _workspace(config, call)
+    ]
+    _run(config, call, out, lse, workspace)
 
 
 def _run(
@@ -111,7 +113,7 @@ def _run(
     call: ForwardCall,
     out: Tensor,
     lse: Tensor,
-    spaces: Sequence[Tensor],
+    workspace: Sequence[Tensor],
 ) -> None:
     if lse.numel() == 0:
         return
@@ -127,15 +129,15 @@ def _run(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        limits = _band(call)
+        limits = _diagonal_bounds(call)
         plan = _bind(config or _config(call, limits), limits, call, out, key[-1])
         _plans.remember(key, plan)
     lists = keys = None
     if plan.classify is not None:
-        lists = spaces[0]
+        lists = workspace[0]
         plan.classify(mask if mask_tiles is None else mask_tiles, lists)
     if plan.hash_columns is not None:
-        keys = spaces[-1]
+        keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
         q, k, v, k, v, mask, lists, key_lengths, query_lengths,
@@ -143,7 +145,7 @@ def _run(
     )  # fmt: skip
 
 
-def _dead_keys(call: ForwardCall, limits: Band) -> bool:
+def _dead_keys(call: ForwardCall, limits: DiagonalBounds) -> bool:
     """Whether there may be keys that no query attends: their values may be NaN."""
     restricted = (call.mask, call.key_lengths, call.query_lengths)
     if any(x is not None for x in restricted):
@@ -152,7 +154,9 @@ def _dead_keys(call: ForwardCall, limits: Band) -> bool:
     return limits.low > 0 or (limits.has_high and M - 1 + limits.high < N - 1)
 
 
-def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligned: bool) -> _Plan:
+def _bind(
+    c: ForwardConfig, limits: DiagonalBounds, call: ForwardCall, out: Tensor, aligned: bool
+) -> _Plan:
     q, k, v, mask, mask_tiles, key_lengths, query_lengths, *_ = call
     (B, H, M, D), (K, N), E = q.shape, k.shape[1:3], v.shape[3]
     shape, classify, lists_strides = None, None, (0, 0, 0, 0)
@@ -168,7 +172,7 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
             classify = prepared_lister(shape, mask_tiles, M, N, c.BLOCK_M, c.BLOCK_N)
     per_query = key_lengths is not None and key_lengths.dim() == 2
     strides = row_strides(q) + row_strides(k) + row_strides(v) + row_strides(out)
-    described = _described(c, k, v, aligned)
+    descriptors = _descriptors(c, k, v, aligned)
     scalars = _scalars(
         strides, (*dense_strides, *lists_strides),
         (
@@ -177,11 +181,11 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
             0 if query_lengths is None else query_lengths.stride(0),
         ),
         (H, H // K, M, N // mask_unit, B * H),
-        section(limits, N * (D + E) * k.element_size(), H // K, B * H), limits,
+        swizzle_group_size(limits, N * (D + E) * k.element_size(), H // K, B * H), limits,
         call.scale, call.dropout_p,
     )  # fmt: skip
     constants = _constants(
-        c, strides, limits, q, E, call.scale, call.dropout_p, described[3] is not None,
+        c, strides, limits, q, E, call.scale, call.dropout_p, descriptors[3] is not None,
         KEY_LENGTHS=0 if key_lengths is None else key_lengths.dim(),
         QUERY_LENGTHS=query_lengths is not None,
         MASK_UNIT=mask_unit,
@@ -192,7 +196,7 @@ def _bind(c: ForwardConfig, limits: Band, call: ForwardCall, out: Tensor, aligne
         RAGGED=N % c.BLOCK_N != 0,
     )  # fmt: skip
     options = c.options(_in_vectors(constants, aligned))
-    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
+    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, descriptors, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * B * H
     return _Plan(attend.over(programs), classify, _hash_columns(call.dropout_p, N))
 
@@ -201,9 +205,9 @@ def _hash_columns(dropout_p: float, N: int) -> Callable[..., None] | None:
     return column_hasher(N) if dropout_p > 0.0 else None
 
 
-def _described(
+def _descriptors(
     c: ForwardConfig, k: Tensor, v: Tensor, aligned: bool
-) -> Mapping[int, Template | None]:
+) -> Mapping[int, DescriptorTemplate | None]:
     """By the position of the kernel's argument; none where descriptors are not wanted or cannot
     cover what is read.
     """
@@ -211,7 +215,10 @@ def _described(
     one_tile_each = widths[0][1] == 0 and widths[1][1] == 0
     if not (c.tma and aligned and one_tile_each and describable(k) and describable(v)):
         return {3: None, 4: None}
-    return {3: templates(k, c.BLOCK_N, widths[0])[0], 4: templates(v, c.BLOCK_N, widths[1])[0]}
+    return {
+        3: descriptor_templates(k, c.BLOCK_N, widths[0])[0],
+        4: descriptor_templates(v, c.BLOCK_N, widths[1])[0],
+    }
 
 
 def _in_vectors(constants: Mapping[str, Any], aligned: bool) -> bool:
@@ -225,8 +232,8 @@ def _scalars(
     mask_strides: tuple[int, ...],
     length_strides: tuple[int, int, int],
     sizes: tuple[int, int, int, int, int],
-    heads_together: int,
-    limits: Band,
+    swizzle_group: int,
+    limits: DiagonalBounds,
     scale: float,
     dropout_p: float,
 ) -> tuple[float, ...]:
@@ -235,14 +242,14 @@ def _scalars(
     threshold, keep_factor = dropout_numbers(dropout_p)
     return (
         *(stride // unit for stride in strides), *mask_strides, *length_strides, *sizes,
-        heads_together, limits.low, limits.high, abs(scale) or 1.0, threshold, keep_factor,
+        swizzle_group, limits.low, limits.high, abs(scale) or 1.0, threshold, keep_factor,
     )  # fmt: skip
 
 
 def _constants(
     c: ForwardConfig,
     strides: tuple[int, ...],
-    limits: Band,
+    limits: DiagonalBounds,
     q: Tensor,
     E: int,
     scale: float,
@@ -301,12 +308,12 @@ def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     return unsupported(None, *(x.transpose(0, 1)[None] for x in (call.q, call.k, call.v)))
 
 
-def attention_varlen_fwd_workspace(call: PackedForwardCall) -> _Spaces:
-    return [column_keys_space(call.max_seqlen_k)] if call.dropout_p > 0.0 else []
+def attention_varlen_fwd_workspace(call: PackedForwardCall) -> _Workspace:
+    return [column_keys_workspace(call.max_seqlen_k)] if call.dropout_p > 0.0 else []
 
 
 def attention_varlen_fwd(
-    call: PackedForwardCall, out: Tensor, lse: Tensor, *spaces: Tensor
+    call: PackedForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor
 ) -> None:
     """lse [H, T]; the offsets are contiguous."""
     if lse.numel() == 0:
@@ -322,7 +329,7 @@ def attention_varlen_fwd(
         plan = _plans.remember(key, _bind_packed(call, out, key[-1]))
     keys = None
     if plan.hash_columns is not None:
-        keys = spaces[-1]
+        keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
         q, k, v, k, v, None, None, cu_seqlens_k, cu_seqlens_q,
@@ -334,24 +341,24 @@ def _bind_packed(call: PackedForwardCall, out: Tensor, aligned: bool) -> _Plan:
     q, k, v = call.q, call.k, call.v
     (T, H, D), K, E = q.shape, k.shape[1], v.shape[2]
     entries = call.cu_seqlens_q.numel()  # the sequences, and one more for the rows behind them
-    limits = packed_band(call.causal, call.window_left, call.window_right)
+    limits = packed_diagonal_bounds(call.causal, call.window_left, call.window_right)
     features = Features(limits.has_low or limits.has_high, True, False, call.dropout_p > 0.0)
     M, N = max(1, call.max_seqlen_q), call.max_seqlen_k
     c = forward_config(architecture(q), q.dtype, D, E, M, features)
     strides = tuple(
         stride for x in (q, k, v, out) for stride in (0, *reversed(row_strides(x)))
     )  # batch, head, row
-    described = _described(c, k, v, aligned)
+    descriptors = _descriptors(c, k, v, aligned)
     scalars = _scalars(
         strides, (0,) * 8, (0, 0, T), (H, H // K, M, N, entries * H),
-        section(limits, N * (D + E) * k.element_size(), H // K, entries * H), limits,
+        swizzle_group_size(limits, N * (D + E) * k.element_size(), H // K, entries * H), limits,
         call.scale, call.dropout_p,
     )  # fmt: skip
     constants = _constants(
-        c, strides, limits, q, E, call.scale, call.dropout_p, described[3] is not None,
+        c, strides, limits, q, E, call.scale, call.dropout_p, descriptors[3] is not None,
         KEY_LENGTHS=3, FROM_END=call.causal == 2,
     )  # fmt: skip
     options = c.options(_in_vectors(constants, aligned))
-    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, described, **options)
+    attend = BoundLaunch(attention_fwd_kernel, scalars, constants, descriptors, **options)
     programs = triton.cdiv(M, c.BLOCK_M) * entries * H
     return _Plan(attend.over(programs), None, _hash_columns(call.dropout_p, N))

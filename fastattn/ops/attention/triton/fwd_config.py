@@ -52,11 +52,11 @@ class ForwardConfig:
 class Features:
     """What a call asks for, as far as it changes the best tiling.
 
-    band: causal or window. lengths: of keys or queries. dense: a mask tensor; wide: of 8 bytes an
+    bounds: causal or window. lengths: of keys or queries. dense: a mask tensor; wide: of 8 bytes an
     element.
     """
 
-    band: bool = False
+    bounds: bool = False
     lengths: bool = False
     dense: bool = False
     dropout: bool = False

@@ -1,7 +1,7 @@
 """The kernel of attention's forward in Triton; its launchers are in forward.py.
 
 One program computes BLOCK_M queries of one head: it finds out which key tiles they may attend, then
-walks over the edge, the partial and the full ones (fwd_loops.py), with one step of online
+loops over the edge, the partial and the full ones (fwd_loops.py), with one step of online
 softmax for each (fwd_parts.py).
 """
 
@@ -14,8 +14,8 @@ import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_row_base, unit_keys
 from fastattn.ops.attention.triton.fwd_loops import (
-    Bounds,
     Spans,
+    TileBounds,
     Tiles,
     attend_edge_tiles,
     attend_full_tiles,
@@ -73,7 +73,7 @@ def clear_rows(
 @triton.jit(
     do_not_specialize=[
         "dropout_stream", "stride_tb", "stride_th", "stride_tm", "inner", "stride_lb", "stride_ub",
-        "M", "batch_heads", "section", "low", "high", "threshold",
+        "M", "batch_heads", "swizzle_group", "low", "high", "threshold",
     ]
 )  # fmt: skip
 def attention_fwd_kernel(
@@ -119,7 +119,7 @@ def attention_fwd_kernel(
     M,
     N,
     batch_heads,
-    section,
+    swizzle_group,
     low,
     high,
     scale,
@@ -165,15 +165,15 @@ def attention_fwd_kernel(
     """
     ROW_LENGTHS: tl.constexpr = KEY_LENGTHS == 2
     PACKED: tl.constexpr = KEY_LENGTHS == 3
-    BAND: tl.constexpr = HAS_LOW or HAS_HIGH
-    ARITHMETIC: tl.constexpr = BAND or KEY_LENGTHS > 0 or QUERY_LENGTHS
-    HOLES: tl.constexpr = DENSE or (ROW_LENGTHS and BAND)
+    BOUNDED: tl.constexpr = HAS_LOW or HAS_HIGH
+    ARITHMETIC: tl.constexpr = BOUNDED or KEY_LENGTHS > 0 or QUERY_LENGTHS
+    HOLES: tl.constexpr = DENSE or (ROW_LENGTHS and BOUNDED)
     CASE: tl.constexpr = Case(
         PACKED, DENSE, BIAS, SHARED, MASK_UNIT, ARITHMETIC, HOLES, DEAD_KEYS, DROPOUT, TMA,
         PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
-    tile_m, batch_head = program_tile(M, batch_heads, section, BLOCK_M, True)
+    tile_m, batch_head = program_tile(M, batch_heads, swizzle_group, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
     kv_head = h // GROUP
@@ -235,7 +235,7 @@ def attention_fwd_kernel(
         limit = tl.max(row_limit, 0)
         limit_all = tl.min(tl.where(i < q_limit, row_limit, N), 0)
     limit = tl.where(m_start < q_limit, limit, 0)
-    # Of rows beyond their length a band would still call some tiles full.
+    # Of rows beyond their length bounds would still call some tiles full.
     limit_all = tl.where(m_start < q_limit, limit_all, 0)
     first, full_first, full_last, last, touched_begin, touched_end = tile_range(
         m_start, m_end, limit, limit_all, low, high, HAS_LOW, HAS_HIGH, BLOCK_N
@@ -244,7 +244,7 @@ def attention_fwd_kernel(
     if DENSE and QUERY_LENGTHS:
         # A key that only rows beyond the query length may attend is dead.
         full_last = tl.where(m_end < tl.minimum(m_start + BLOCK_M, M), full_first, full_last)
-    bounds = Bounds(first, full_first, full_last, last)
+    bounds = TileBounds(first, full_first, full_last, last)
     spans = Spans(full_first, full_last, 0, 0, last - first - (full_last - full_first))
     runs = None
     partial_ptr = lists_ptr

@@ -3,7 +3,7 @@
 Full tiles need no mask work, partial tiles read the dense mask, edge tiles pass every test and read
 as zero what no query of the tile may see. Without a dense mask the tiles are ranges, with one they
 are lists, of which restrictions by arithmetic leave ranges: what is full or partial and lies at a
-boundary of these is walked with the edge tiles. One tile's work is in fwd_parts.py.
+boundary of these is processed with the edge tiles. One tile's work is in fwd_parts.py.
 
 Every loop is in an if: where a loop of no trips joins accumulators with products in flight, ptxas
 gives up overlapping any products (C7515).
@@ -31,7 +31,7 @@ from fastattn.ops.attention.triton.tiles import EDGE, FULL, LIST_HEADER, PARTIAL
 # -- which tiles ----------------------------------------------------------------------------------
 
 
-class Bounds(NamedTuple):
+class TileBounds(NamedTuple):
     """What tile_range says: [full_first, full_last) is full, the rest of [first, last) edge."""
 
     first: Any
@@ -54,7 +54,7 @@ class Spans(NamedTuple):
 
 class Runs(NamedTuple):
     """The edge loop under a dense mask and arithmetic: from `edge` on the EDGE list, until that
-    many have been walked, then the two ends of the FULL list and those of the PARTIAL list.
+    many have been processed, then the two ends of the FULL list and those of the PARTIAL list.
     """
 
     edge: Any
@@ -73,7 +73,7 @@ class Tiles(NamedTuple):
     the second; runs: where arithmetic bounds them, too.
     """
 
-    bounds: Bounds
+    bounds: TileBounds
     spans: Spans
     runs: Runs | None
     lists_ptr: Any

@@ -24,15 +24,15 @@ from fastattn.ops.attention.triton.tiles import (
     TILE,
     WHOLE,
     MaskShape,
+    bitmask_strides,
     load_mask,
-    word_strides,
 )
 
 
 class TileLists(NamedTuple):
     """Shape and strides (0 where the mask is broadcast) of the int32 lists of key tiles.
 
-    One row per mask batch, mask head and query tile: LIST_HEADER words (how many FULL, PARTIAL,
+    One row per mask batch, mask head and query tile: LIST_HEADER integers (how many FULL, PARTIAL,
     EDGE), then for each of these kinds a list of up to `inner` key tiles, ascending.
     """
 
@@ -137,17 +137,17 @@ def mask_classifier(
     return launch.over(outer * batches * heads)
 
 
-@triton.jit(do_not_specialize=["heads", "words_m", "words_n", "N", "outers", "inner"])
+@triton.jit(do_not_specialize=["heads", "bitmasks_m", "bitmasks_n", "N", "outers", "inner"])
 def list_prepared_kernel(
-    words_ptr,
+    bitmasks_ptr,
     lists_ptr,
     stride_wb,
     stride_wh,
     stride_wm,
     stride_wn,
     heads,
-    words_m,
-    words_n,
+    bitmasks_m,
+    bitmasks_n,
     N,
     outers,
     inner,
@@ -160,7 +160,7 @@ def list_prepared_kernel(
     pid = tl.program_id(0)
     outer = pid % outers
     batch_head = (pid // outers).to(tl.int64)
-    words_ptr += batch_head // heads * stride_wb + batch_head % heads * stride_wh
+    bitmasks_ptr += batch_head // heads * stride_wb + batch_head % heads * stride_wh
     lists_ptr += pid.to(tl.int64) * (LIST_HEADER + 3 * inner)
     n_full = 0
     n_partial = 0
@@ -175,13 +175,13 @@ def list_prepared_kernel(
             keys = tl.zeros([CHUNK], tl.int64)
             for m in tl.static_range(FACTOR_M):
                 row = outer * FACTOR_M + m
-                word = tl.load(
-                    words_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
-                    mask=(row < words_m) & (column < words_n),
+                bitmask = tl.load(
+                    bitmasks_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
+                    mask=(row < bitmasks_m) & (column < bitmasks_n),
                     other=OUTSIDE,
                 )
-                keys = keys | (word >> KEYS & LINES)
-                whole = whole & (word >> WHOLE)
+                keys = keys | (bitmask >> KEYS & LINES)
+                whole = whole & (bitmask >> WHOLE)
             some = some | keys
             alive = alive & keys
         ragged = t * BLOCK_N + BLOCK_N > N
@@ -204,15 +204,17 @@ def list_prepared_kernel(
 
 
 def prepared_lister(
-    mask: MaskShape, words: torch.Tensor, M: int, N: int, BLOCK_M: int, BLOCK_N: int
+    mask: MaskShape, bitmasks: torch.Tensor, M: int, N: int, BLOCK_M: int, BLOCK_N: int
 ) -> Callable[..., None]:
-    """Called with (words of a prepared mask, lists): the same lists."""
+    """Called with (tile bitmasks of a prepared mask, lists): the same lists."""
     (batches, heads, outer, _), inner, *_ = tile_lists(mask, M, N, BLOCK_M, BLOCK_N)
     sizes = (heads, triton.cdiv(M, prepared.TILE), triton.cdiv(N, prepared.TILE), N, outer, inner)
     chunk = min(256, max(16, triton.next_power_of_2(inner)))
     constants = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "CHUNK": chunk}
     options: dict[str, Any] = {"num_warps": 4 if chunk > 64 else 1}
-    launch = BoundLaunch(list_prepared_kernel, (*word_strides(words), *sizes), constants, **options)
+    launch = BoundLaunch(
+        list_prepared_kernel, (*bitmask_strides(bitmasks), *sizes), constants, **options
+    )
     return launch.over(outer * batches * heads)
 
 

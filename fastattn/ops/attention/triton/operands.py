@@ -1,5 +1,5 @@
 """What the launches of the Triton attention kernels take from their operands: strides, tensor
-descriptors, how many heads run together; and what no kernel can read.
+descriptors, L2 swizzle groups; and what no kernel can read.
 """
 
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastattn.ops import _env
-from fastattn.ops._triton_launch import DTYPES, Template, template_of, too_old
-from fastattn.ops.attention.triton.tiles import Band
+from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
+from fastattn.ops.attention.triton.tiles import DiagonalBounds
 
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22
 # What the heads that run at the same time read again and again should stay in the L2 cache.
-_SECTION_BYTES = 32 << 20
+_SWIZZLE_GROUP_BYTES = 32 << 20
 
 
 def architecture(x: Tensor) -> str:
@@ -51,9 +51,9 @@ def describable(x: Tensor | None) -> bool:
     return x.numel() > 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def templates(
+def descriptor_templates(
     x: Tensor | None, rows: int, widths: tuple[int, int]
-) -> tuple[Template | None, Template | None]:
+) -> tuple[DescriptorTemplate | None, DescriptorTemplate | None]:
     """Descriptors of tensors like x, [B, K, N, D] or packed [S, K, D]: blocks of so many rows of
     one head, of its first columns and of those that follow; 0 in columns beyond D.
     """
@@ -62,20 +62,20 @@ def templates(
     # Torch leaves strides of size-1 dimensions undefined, the hardware wants multiples of 16 bytes.
     pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     strides = [*(16 if size == 1 else stride for size, stride in pairs), 1]
-    found: list[Template | None] = []
+    found: list[DescriptorTemplate | None] = []
     for width in widths:
         block = [1, 1, rows, width] if x.dim() == 4 else [rows, 1, width]
-        found.append(template_of(x, list(x.shape), strides, block) if width else None)
+        found.append(descriptor_template(x, list(x.shape), strides, block) if width else None)
     return found[0], found[1]
 
 
-def section(limits: Band, head_bytes: int, group: int, heads: int) -> int:
-    """How many of the heads run their tiles in one long-to-short order. head_bytes: what each of
-    them reads again and again, shared by `group` of them.
+def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, heads: int) -> int:
+    """How many of the heads form an L2 swizzle group, whose tiles run in one long-to-short order.
+    head_bytes: what each of them reads again and again, shared by `group` of them.
     """
     if not limits.has_high:
         return 1
-    return min(heads, group * max(1, _SECTION_BYTES // max(1, head_bytes)))
+    return min(heads, group * max(1, _SWIZZLE_GROUP_BYTES // max(1, head_bytes)))
 
 
 def dropout_kind(q: Tensor, dropout_p: float) -> int:

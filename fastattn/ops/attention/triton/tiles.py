@@ -33,7 +33,7 @@ LIST_HEADER = tl.constexpr(4)
 ONE_ROW = tl.constexpr(1)
 ONE_COLUMN = tl.constexpr(2)
 
-# A prepared mask's words (prepared.py). A tile outside the mask has no lines and misses none.
+# Tile bitmasks of a prepared mask (prepared.py). A tile outside it has no lines and misses none.
 TILE = tl.constexpr(prepared.TILE)
 KEYS = tl.constexpr(prepared.KEYS)
 QUERIES = tl.constexpr(prepared.QUERIES)
@@ -45,8 +45,9 @@ OUTSIDE = tl.constexpr(1 << prepared.WHOLE)
 # -- geometry, on the host ------------------------------------------------------------------------
 
 
-class Band(NamedTuple):
-    """Query i may attend keys i + low to i + high; a side that restricts nothing is off, number 0.
+class DiagonalBounds(NamedTuple):
+    """Causal or window bounds: query i may attend keys i + low to i + high. A side that restricts
+    nothing is off, number 0.
 
     For the queries of a key j swap the roles: j - high to j - low.
     """
@@ -57,24 +58,26 @@ class Band(NamedTuple):
     has_high: bool
 
 
-def band(causal: int, window_left: int, window_right: int, M: int, N: int) -> Band:
-    """Causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited) together."""
+def diagonal_bounds(
+    causal: int, window_left: int, window_right: int, M: int, N: int
+) -> DiagonalBounds:
+    """Of causal alignment (0 none, 1 top left, 2 bottom right) and window (-1 unlimited)."""
     shift = N - M if causal == 2 else 0
     if causal:
         window_right = 0  # no window widens what causal allows
     low, high = shift - window_left, shift + window_right
     has_low = window_left >= 0 and M - 1 + low > 0  # else even the last row starts at key 0
     has_high = window_right >= 0 and high < N - 1  # else even the first row reaches the last key
-    return Band(low if has_low else 0, high if has_high else 0, has_low, has_high)
+    return DiagonalBounds(low if has_low else 0, high if has_high else 0, has_low, has_high)
 
 
-def packed_band(causal: int, window_left: int, window_right: int) -> Band:
-    """The band of packed sequences, whose sizes differ: the diagonal's shift is added on the
+def packed_diagonal_bounds(causal: int, window_left: int, window_right: int) -> DiagonalBounds:
+    """The bounds of packed sequences, whose sizes differ: the diagonal's shift is added on the
     device.
     """
     right = 0 if causal else window_right
     low = -window_left if window_left >= 0 else 0
-    return Band(low, max(right, 0), window_left >= 0, right >= 0)
+    return DiagonalBounds(low, max(right, 0), window_left >= 0, right >= 0)
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -94,14 +97,14 @@ def dropout_numbers(p: float) -> tuple[int, float]:
 _WIDEST_TILE = 256
 
 
-def column_keys_space(N: int) -> tuple[tuple[int, ...], torch.dtype, bool]:
+def column_keys_workspace(N: int) -> tuple[tuple[int, ...], torch.dtype, bool]:
     """Scratch memory for the keys of N columns and of those that the last tile has beyond them."""
     return (triton.cdiv(max(N, 1), _WIDEST_TILE) * _WIDEST_TILE // 2,), torch.int32, False
 
 
 def column_hasher(N: int) -> Callable[..., None]:
-    """Called with (seed, keys of column_keys_space(N), stream): for `load_keys`."""
-    [units], _, _ = column_keys_space(N)
+    """Called with (seed, keys of column_keys_workspace(N), stream): for `load_keys`."""
+    [units], _, _ = column_keys_workspace(N)
     launch = BoundLaunch(column_keys_kernel, (units,), {"BLOCK": 256}, num_warps=4)
     return launch.over(triton.cdiv(units, 256))
 
@@ -110,21 +113,22 @@ def column_hasher(N: int) -> Callable[..., None]:
 
 
 @triton.jit
-def program_tile(lines, batch_heads, section, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+def program_tile(lines, batch_heads, swizzle_group, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     """(tile, batch and head) of this program, which owns BLOCK of a head's lines.
 
-    Programs run in sections of heads that share the L2 cache, in each the tiles in one order for
-    all heads: LAST_FIRST where causality makes the last the longest, so that short ones fill up.
+    L2 swizzle: programs run in groups of heads that share the L2 cache, in each the tiles in one
+    order for all heads: LAST_FIRST where causality makes the last the longest, so that short ones
+    fill up.
     """
     pid = tl.program_id(0)
     tiles = (lines + BLOCK - 1) // BLOCK
-    section_index = pid // (section * tiles)
-    heads_here = tl.minimum(section, batch_heads - section_index * section)
-    in_section = pid - section_index * section * tiles
-    tile = in_section // heads_here
+    group_index = pid // (swizzle_group * tiles)
+    heads_in_group = tl.minimum(swizzle_group, batch_heads - group_index * swizzle_group)
+    in_group = pid - group_index * swizzle_group * tiles
+    tile = in_group // heads_in_group
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    return tile, section_index * section + in_section % heads_here
+    return tile, group_index * swizzle_group + in_group % heads_in_group
 
 
 @triton.jit
@@ -367,8 +371,8 @@ def shared_lines(mask: MaskShape) -> int:
     return ONE_COLUMN.value if mask.sizes[3] == 1 else 0
 
 
-def word_strides(words: torch.Tensor) -> tuple[int, ...]:
+def bitmask_strides(bitmasks: torch.Tensor) -> tuple[int, ...]:
     """Of a prepared mask's tiles; 0 where one serves all."""
     return tuple(
-        0 if n == 1 else stride for n, stride in zip(words.shape, words.stride(), strict=True)
+        0 if n == 1 else stride for n, stride in zip(bitmasks.shape, bitmasks.stride(), strict=True)
     )

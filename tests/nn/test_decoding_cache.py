@@ -28,12 +28,12 @@ def last_row(module: fnn.TransformerDecoder, x: torch.Tensor, memory, **masks) -
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_beams_follow_their_parents_and_nothing_is_copied(norm_first, batch_first):
-    ours = decoder(norm_first=norm_first, batch_first=batch_first)
+    fast = decoder(norm_first=norm_first, batch_first=batch_first)
     whole = decoder(norm_first=norm_first)
     memory = torch.randn(B, S, E)
     lengths = torch.tensor([S, 2])
     given = memory if batch_first else memory.transpose(0, 1)
-    cache = ours.init_cache(given, memory_lengths=lengths, max_length=T, beams=K)
+    cache = fast.init_cache(given, memory_lengths=lengths, max_length=T, beams=K)
     padding = torch.arange(S) >= lengths[:, None]
     histories = [[[] for _ in range(K)] for _ in range(B)]
     draw = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ def test_beams_follow_their_parents_and_nothing_is_copied(norm_first, batch_firs
             for k in range(K):
                 histories[b][k].append(x[b, k])
         before = [layer.target.clone() for layer in cache.layers]
-        got = ours.step(x if batch_first else x.transpose(0, 1), cache)
+        got = fast.step(x if batch_first else x.transpose(0, 1), cache)
         got = got if batch_first else got.transpose(0, 1)
         for b in range(B):
             for k in range(K):
@@ -66,69 +66,69 @@ def test_beams_follow_their_parents_and_nothing_is_copied(norm_first, batch_firs
 
 
 def test_a_cache_starts_again_with_another_memory():
-    ours = decoder()
+    fast = decoder()
     x = torch.randn(B, T, E)
     first, second = torch.randn(B, S, E), torch.randn(B, S - 2, E)
     lengths = [torch.tensor(values) for values in ([S, 1], [1, S - 2])]
-    kept = ours.init_cache(first, memory_lengths=lengths[0], max_length=T, memory_size=S + 3)
+    kept = fast.init_cache(first, memory_lengths=lengths[0], max_length=T, memory_size=S + 3)
     for memory, length in ((first, lengths[0]), (second, lengths[1])):
         if memory is second:
-            ours.restart(kept, memory, length)
-        fresh = ours.init_cache(memory, memory_lengths=length, max_length=T)
+            fast.restart(kept, memory, length)
+        fresh = fast.init_cache(memory, memory_lengths=length, max_length=T)
         for t in range(T):
             row = x[:, t : t + 1]
-            torch.testing.assert_close(ours.step(row, kept), ours.step(row, fresh))
+            torch.testing.assert_close(fast.step(row, kept), fast.step(row, fresh))
     assert lengths[0].tolist() == [S, 1]  # the caller's own
     assert not any(layer.memory.requires_grad for layer in kept.layers)
     kept.rewind()
-    again = ours.init_cache(second, memory_lengths=lengths[1], max_length=T)
-    torch.testing.assert_close(ours.step(x[:, :3], kept), ours.step(x[:, :3], again))
+    again = fast.init_cache(second, memory_lengths=lengths[1], max_length=T)
+    torch.testing.assert_close(fast.step(x[:, :3], kept), fast.step(x[:, :3], again))
 
 
 def test_beams_start_again_with_their_own_rows():
-    ours = decoder()
+    fast = decoder()
     memory, x = torch.randn(B, S, E), torch.randn(B, K, E)
-    cache = ours.init_cache(memory, max_length=T, beams=K)
-    first = [ours.step(x, cache) for _ in range(3)]
+    cache = fast.init_cache(memory, max_length=T, beams=K)
+    first = [fast.step(x, cache) for _ in range(3)]
     cache.follow(torch.zeros(B, K, dtype=torch.long))
-    ours.step(x, cache)
+    fast.step(x, cache)
     cache.rewind()
     for expected in first:
-        torch.testing.assert_close(ours.step(x, cache), expected)
+        torch.testing.assert_close(fast.step(x, cache), expected)
 
 
 def test_each_layer_may_read_a_memory_of_its_own():
-    ours = decoder()
+    fast = decoder()
     memories = [torch.randn(B, S, E) for _ in range(2)]
     x = torch.randn(B, T, E)
-    cache = ours.init_cache(memories, max_length=T)
-    got = torch.cat([ours.step(x[:, t : t + 1], cache) for t in range(T)], 1)
+    cache = fast.init_cache(memories, max_length=T)
+    got = torch.cat([fast.step(x[:, t : t + 1], cache) for t in range(T)], 1)
     causal = torch.ones(T, T).triu(1).bool()
     y = x
-    for layer, memory in zip(ours.layers, memories, strict=True):
+    for layer, memory in zip(fast.layers, memories, strict=True):
         y = layer(y, memory, tgt_mask=causal)
-    torch.testing.assert_close(got, ours.norm(y), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, fast.norm(y), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("beams", [1, K])
 def test_reordering_sequences_keeps_their_beams(beams):
-    ours = decoder()
+    fast = decoder()
     memory, x = torch.randn(B, S, E), torch.randn(B, beams, E)
     rows, parents = torch.tensor([1, 0, 1]), torch.tensor([[0] * beams, [beams - 1] * beams])
-    cache = ours.init_cache(memory, memory_lengths=torch.tensor([2, S]), max_length=T, beams=beams)
-    other = ours.init_cache(
+    cache = fast.init_cache(memory, memory_lengths=torch.tensor([2, S]), max_length=T, beams=beams)
+    other = fast.init_cache(
         memory[rows], memory_lengths=torch.tensor([S, 2, S]), max_length=T, beams=beams
     )
     for _ in range(2):
-        ours.step(x, cache), ours.step(x[rows], other)
+        fast.step(x, cache), fast.step(x[rows], other)
         cache.follow(parents), other.follow(parents[rows])
     cache.reorder(rows)
     assert cache.batch_size == 3 and cache.length == 2
-    torch.testing.assert_close(ours.step(x[rows], cache), ours.step(x[rows], other))
+    torch.testing.assert_close(fast.step(x[rows], cache), fast.step(x[rows], other))
 
 
 def test_the_cache_names_what_is_wrong():
-    ours, memory = decoder(), torch.randn(B, S, E)
+    fast, memory = decoder(), torch.randn(B, S, E)
     lengths = torch.tensor([S, 2])
     for arguments, message in (
         ({"beams": 0}, "beams must be at least 1, got 0"),
@@ -136,30 +136,30 @@ def test_the_cache_names_what_is_wrong():
         ({"memory_size": 2, "memory_lengths": lengths}, "memory_size must be at least .* got 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            ours.init_cache(memory, **{"max_length": T, **arguments})
+            fast.init_cache(memory, **{"max_length": T, **arguments})
     with pytest.raises(ValueError, match="one tensor or one for each of 2 layers, got 3"):
-        ours.init_cache([memory] * 3, max_length=T)
+        fast.init_cache([memory] * 3, max_length=T)
     with pytest.raises(ValueError, match=r"one shape for all layers, \[2, 5, 16\], got"):
-        ours.init_cache([memory, memory[:, :4]], max_length=T)
-    cache = ours.init_cache(memory, memory_lengths=lengths, max_length=2, beams=K)
+        fast.init_cache([memory, memory[:, :4]], max_length=T)
+    cache = fast.init_cache(memory, memory_lengths=lengths, max_length=2, beams=K)
     with pytest.raises(ValueError, match=r"x must be \[B, 3, E\] with B=2, E=16, got \[2, 1, 16\]"):
-        ours.step(torch.zeros(B, 1, E), cache)
+        fast.step(torch.zeros(B, 1, E), cache)
     with pytest.raises(ValueError, match=r"parents must be int64 \[2, 3\], got torch.int64 \[3\]"):
         cache.follow(torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="must have 2 sequences of at most 5 rows, got 2 of 6"):
-        ours.restart(cache, torch.randn(B, S + 1, E), lengths)
+        fast.restart(cache, torch.randn(B, S + 1, E), lengths)
     with pytest.raises(ValueError, match="cache must be one with memory_lengths"):
-        ours.restart(ours.init_cache(memory, max_length=2), memory, lengths)
-    masked = ours.init_cache(
+        fast.restart(fast.init_cache(memory, max_length=2), memory, lengths)
+    masked = fast.init_cache(
         memory, memory_lengths=lengths, max_length=2,
         memory_key_padding_mask=torch.zeros(B, S, dtype=torch.bool),
     )  # fmt: skip
     with pytest.raises(ValueError, match="memory_lengths and no mask of the memory"):
-        ours.restart(masked, memory, lengths)
+        fast.restart(masked, memory, lengths)
     for _ in range(2):
-        ours.step(torch.zeros(B, K, E), cache)
+        fast.step(torch.zeros(B, K, E), cache)
     with pytest.raises(ValueError, match="max_length=2 positions, got position 2"):
-        ours.step(torch.zeros(B, K, E), cache)
+        fast.step(torch.zeros(B, K, E), cache)
 
 
 def test_offsets_may_be_tensors():

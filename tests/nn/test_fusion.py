@@ -19,7 +19,7 @@ from fastattn.nn.fusion import linear
 
 
 def _with_plain_tensors(layer: nn.Module) -> nn.Module:
-    """As somebody does who computes the weights: the parameters go, tensors take their names."""
+    """A copy whose parameters are replaced by plain tensors of the same names."""
     layer = copy.deepcopy(layer)
     for name in ("linear1", "linear2", "norm1", "norm2", "self_attn.out_proj"):
         module = layer.get_submodule(name)
@@ -34,12 +34,12 @@ def _with_plain_tensors(layer: nn.Module) -> nn.Module:
 def test_tensors_in_place_of_parameters(norm_first: bool) -> None:
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
-    ours = fastattn.nn.TransformerEncoderLayer(16, 2, 32, **options)
-    torchs = nn.TransformerEncoderLayer(16, 2, 32, **options)
-    torchs.load_state_dict(ours.state_dict())
+    fast = fastattn.nn.TransformerEncoderLayer(16, 2, 32, **options)
+    reference = nn.TransformerEncoderLayer(16, 2, 32, **options)
+    reference.load_state_dict(fast.state_dict())
     x = torch.randn(2, 5, 16)
-    before = ours(x)
-    after, expected = _with_plain_tensors(ours)(x), _with_plain_tensors(torchs)(x)
+    before = fast(x)
+    after, expected = _with_plain_tensors(fast)(x), _with_plain_tensors(reference)(x)
     torch.testing.assert_close(after, expected)
     assert not torch.allclose(after, before)
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning
 @pytest.mark.parametrize("memory", ["whole", "padding", "lengths"])
 def test_decoding_step_by_step_equals_forward(batch_first, norm_first, memory):
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerDecoder", batch_first=batch_first, norm_first=norm_first)
-    theirs.eval(), ours.eval()
+    reference, fast = twins("TransformerDecoder", batch_first=batch_first, norm_first=norm_first)
+    reference.eval(), fast.eval()
     tgt, source = inputs("TransformerDecoder", batch_first=batch_first)
     lengths = torch.tensor([S, 3, 1])
     padding = torch.arange(S) >= lengths[:, None]
@@ -27,54 +27,54 @@ def test_decoding_step_by_step_equals_forward(batch_first, norm_first, memory):
     }[memory]
     kwargs = {} if memory == "whole" else {"memory_key_padding_mask": padding}
     kwargs["tgt_mask"] = causal_mask(T)
-    expected = theirs(tgt, source, **kwargs).detach()
-    truth = theirs.double()(
+    expected = reference(tgt, source, **kwargs).detach()
+    truth = reference.double()(
         tgt.double(), source.double(), **kwargs | {"tgt_mask": causal_mask(T).double()}
     ).detach()
 
     time = 1 if batch_first else 0
-    cache = ours.init_cache(source, max_length=T, **given)
+    cache = fast.init_cache(source, max_length=T, **given)
     rows = []
     for i in range(T):
         assert cache.length == i
-        rows.append(ours.step(tgt.narrow(time, i, 1), cache))
+        rows.append(fast.step(tgt.narrow(time, i, 1), cache))
     assert not rows[0].requires_grad
     assert_same("steps", torch.cat(rows, time), expected, truth)
 
-    cache = ours.init_cache(source, max_length=T + 3, **given)
-    prompt = ours.step(tgt.narrow(time, 0, 3), cache)
-    rest = ours.step(tgt.narrow(time, 3, T - 3), cache)
+    cache = fast.init_cache(source, max_length=T + 3, **given)
+    prompt = fast.step(tgt.narrow(time, 0, 3), cache)
+    rest = fast.step(tgt.narrow(time, 3, T - 3), cache)
     assert_same("prompt", torch.cat((prompt, rest), time), expected, truth)
 
 
 def test_decoding_goes_on_from_reordered_rows():
     torch.manual_seed(0)
-    ours = build(fnn, "TransformerDecoder", batch_first=True).eval()
+    fast = build(fnn, "TransformerDecoder", batch_first=True).eval()
     tgt, memory = inputs("TransformerDecoder")
     padding = torch.arange(S) >= torch.tensor([S, 3, 1])[:, None]
     rows = torch.tensor([2, 0, 0, 1])
-    cache = ours.init_cache(memory, memory_key_padding_mask=padding, max_length=T)
-    ours.step(tgt[:, :2], cache)
+    cache = fast.init_cache(memory, memory_key_padding_mask=padding, max_length=T)
+    fast.step(tgt[:, :2], cache)
     cache.reorder(rows)
     assert cache.batch_size == 4 and cache.length == 2
-    got = ours.step(tgt[rows, 2:3], cache)
-    cache = ours.init_cache(memory[rows], memory_key_padding_mask=padding[rows], max_length=T)
-    expected = ours.step(tgt[rows, :3], cache)[:, 2:]
+    got = fast.step(tgt[rows, 2:3], cache)
+    cache = fast.init_cache(memory[rows], memory_key_padding_mask=padding[rows], max_length=T)
+    expected = fast.step(tgt[rows, :3], cache)[:, 2:]
     assert_same("reordered", got, expected, expected.double())
 
 
 def test_decoding_calls_the_children_it_can():
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerDecoder", batch_first=True)
+    reference, fast = twins("TransformerDecoder", batch_first=True)
     tgt, memory = inputs("TransformerDecoder")
-    for module in (theirs.eval(), ours.eval()):
+    for module in (reference.eval(), fast.eval()):
         layer = module.layers[1]
         layer.norm1.register_forward_hook(lambda module, args, output: output + 1)
         layer.linear1.register_forward_hook(lambda module, args, output: output * 2)
         layer.dropout2.register_forward_hook(lambda module, args, output: output * 3)
-    expected = theirs(tgt, memory, causal_mask(T))
-    cache = ours.init_cache(memory, max_length=T)
-    got = torch.cat([ours.step(tgt[:, i : i + 1], cache) for i in range(T)], 1)
+    expected = reference(tgt, memory, causal_mask(T))
+    cache = fast.init_cache(memory, max_length=T)
+    got = torch.cat([fast.step(tgt[:, i : i + 1], cache) for i in range(T)], 1)
     assert_same("steps", got, expected, expected.double())
 
 

@@ -100,14 +100,14 @@ def answer(module: nn.Module, args: list[Tensor], kwargs: dict[str, Any]) -> Any
 def test_raises_exactly_where_torch_raises(name: str, batch_first: bool) -> None:
     torch.manual_seed(0)
     chooser = random.Random(f"{name} {batch_first}")
-    theirs, ours = build(nn, name, batch_first), build(fnn, name, batch_first)
-    ours.load_state_dict(theirs.state_dict())
+    reference, fast = build(nn, name, batch_first), build(fnn, name, batch_first)
+    fast.load_state_dict(reference.state_dict())
     accepted = refused = 0
     for _ in range(DRAWS):
         args, kwargs = draw(chooser, name)
         training = chooser.random() < 0.5
-        theirs.train(training), ours.train(training)
-        expected, got = answer(theirs, args, kwargs), answer(ours, args, kwargs)
+        reference.train(training), fast.train(training)
+        expected, got = answer(reference, args, kwargs), answer(fast, args, kwargs)
         call = (
             [x.shape for x in args],
             {n: (x.dtype, x.shape) if isinstance(x, Tensor) else x for n, x in kwargs.items()},

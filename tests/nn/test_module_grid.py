@@ -110,13 +110,13 @@ class _Almost(nn.Linear):
     "dtype, factor", [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.06)]
 )
 def test_the_rule_sees_a_small_difference(dtype: torch.dtype, factor: float) -> None:
-    theirs, ours = nn.Linear(E, E, dtype=dtype), _Almost(E, E, dtype=dtype)
-    ours.load_state_dict(theirs.state_dict())
+    reference, fast = nn.Linear(E, E, dtype=dtype), _Almost(E, E, dtype=dtype)
+    fast.load_state_dict(reference.state_dict())
     x = torch.randn(B, E, dtype=dtype)
-    assert_equivalent(theirs, ours, x)
-    ours.factor = 1 + factor
+    assert_equivalent(reference, fast, x)
+    fast.factor = 1 + factor
     with pytest.raises(AssertionError, match=r"error .*, allowed"):
-        assert_equivalent(theirs, ours, x)
+        assert_equivalent(reference, fast, x)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -132,27 +132,27 @@ def sequence(case: dict[str, Any], length: int, size: int, layout: str) -> Tenso
     return torch.randn(shape, dtype=case["dtype"])
 
 
-def prepare(theirs: nn.Module, ours: nn.Module, case: dict[str, Any]) -> None:
+def prepare(reference: nn.Module, fast: nn.Module, case: dict[str, Any]) -> None:
     """Equal parameters in the case's dtype and mode, carried over and back by `state_dict`."""
-    for module in (theirs, ours):
+    for module in (reference, fast):
         module.to(case["dtype"]).train(case["training"])
-    for parameter in theirs.parameters():
+    for parameter in reference.parameters():
         if parameter.dim() == 1:  # away from 0 and 1
             nn.init.normal_(parameter, mean=0.5, std=0.3)
-    state = theirs.state_dict()
-    assert list(ours.state_dict()) == list(state)
-    ours.load_state_dict(state)
-    theirs.load_state_dict(ours.state_dict())
-    for name, value in ours.state_dict().items():
+    state = reference.state_dict()
+    assert list(fast.state_dict()) == list(state)
+    fast.load_state_dict(state)
+    reference.load_state_dict(fast.state_dict())
+    for name, value in fast.state_dict().items():
         assert torch.equal(value, state[name]), name
 
 
-def assert_same_without_autograd(ours: nn.Module, *args: Any, **kwargs: Any) -> None:
+def assert_same_without_autograd(fast: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Evaluation takes the same path: none with other results."""
-    expected = ours(*args, **kwargs)
+    expected = fast(*args, **kwargs)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            got = ours(*args, **kwargs)
+            got = fast(*args, **kwargs)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -161,7 +161,7 @@ def test_multihead_attention(case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kind, layout, dtype = case["inputs"], case["layout"], case["dtype"]
     sizes = {"kdim and vdim": {"kdim": 6, "vdim": 10}, "kdim alone": {"kdim": 6}}.get(kind, {})
-    theirs, ours = (
+    reference, fast = (
         package.MultiheadAttention(
             E,
             H,
@@ -173,7 +173,7 @@ def test_multihead_attention(case: dict[str, Any]) -> None:
         )
         for package in (nn, fnn)
     )
-    prepare(theirs, ours, case)
+    prepare(reference, fast, case)
     batch = 1 if layout == "unbatched" else B
     keys = T if kind in ("self", "query is key") else S
     query = sequence(case, T, E, layout)
@@ -198,8 +198,8 @@ def test_multihead_attention(case: dict[str, Any]) -> None:
         kwargs["key_padding_mask"] = random_mask(
             *shape, dtype=torch.bool if padding == "bool" else dtype
         )
-    assert_equivalent(theirs, ours, query, key, value, **kwargs)
-    assert_same_without_autograd(ours, query, key, value, **kwargs)
+    assert_equivalent(reference, fast, query, key, value, **kwargs)
+    assert_same_without_autograd(fast, query, key, value, **kwargs)
 
 
 def build(package: Any, name: str, **kwargs: Any) -> nn.Module:
@@ -246,12 +246,12 @@ def test_layers_and_stacks(name: str, case: dict[str, Any]) -> None:
     torch.manual_seed(0)
     options = {key: case[key] for key in ("batch_first", "norm_first", "bias")}
     options["activation"] = ACTIVATIONS[case["activation"]]
-    theirs, ours = build(nn, name, **options), build(fnn, name, **options)
-    prepare(theirs, ours, case)
+    reference, fast = build(nn, name, **options), build(fnn, name, **options)
+    prepare(reference, fast, case)
     layout = "batch first" if case["batch_first"] else "sequence first"
     layout = layout if case["batched"] else "unbatched"
     lengths = {"Transformer": (S, T)}.get(name, (T, S) if "Decoder" in name else (S,))
     args = [sequence(case, length, E, layout) for length in lengths]
     kwargs = masks(name, case)
-    assert_equivalent(theirs, ours, *args, **kwargs)
-    assert_same_without_autograd(ours, *args, **kwargs)
+    assert_equivalent(reference, fast, *args, **kwargs)
+    assert_same_without_autograd(fast, *args, **kwargs)

@@ -1,6 +1,6 @@
 """What PyTorch offers for any module, on the drop-ins: utilities, conversions, copies, loading.
 
-Every test does the same to torch's module and to ours and compares what they compute then.
+Every test does the same to PyTorch's module and to fastattn's, then compares their results.
 """
 
 import contextlib
@@ -49,11 +49,11 @@ def build(package: Any, name: str, dropout: float = 0.0, **kwargs: Any) -> nn.Mo
 
 def twins(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    theirs, ours = build(nn, name, **kwargs), build(fnn, name, **kwargs)
-    for parameter in theirs.parameters():
+    reference, fast = build(nn, name, **kwargs), build(fnn, name, **kwargs)
+    for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    fast.load_state_dict(reference.state_dict())
+    return reference, fast
 
 
 def inputs(name: str) -> tuple[Tensor, ...]:
@@ -72,27 +72,27 @@ def first(result: Any) -> Tensor:
 # -- torch.nn.utils -------------------------------------------------------------------------------
 @each_class
 def test_parameters_as_a_vector(name: str) -> None:
-    theirs, ours = twins(name)
-    vector = utils.parameters_to_vector(ours.parameters())
-    assert torch.equal(vector, utils.parameters_to_vector(theirs.parameters()))
-    for module in (theirs, ours):
+    reference, fast = twins(name)
+    vector = utils.parameters_to_vector(fast.parameters())
+    assert torch.equal(vector, utils.parameters_to_vector(reference.parameters()))
+    for module in (reference, fast):
         utils.vector_to_parameters(vector.detach() / 2 + 0.1, module.parameters())
-    assert_equivalent(theirs, ours, *inputs(name))
+    assert_equivalent(reference, fast, *inputs(name))
 
 
 @each_class
 def test_clipping_gradients(name: str) -> None:
-    theirs, ours = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name))
     args = [x.double() for x in inputs(name)]
     for clip, limit in ((utils.clip_grad_norm_, 0.5), (utils.clip_grad_value_, 0.01)):
         norms = []
-        for module in (theirs, ours):
+        for module in (reference, fast):
             module.zero_grad()
             first(module(*args)).square().sum().backward()
             norms.append(clip(module.parameters(), limit))
         if norms[0] is not None:
             torch.testing.assert_close(*norms)
-        for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        for a, b in zip(reference.parameters(), fast.parameters(), strict=True):
             torch.testing.assert_close(b.grad, a.grad)
 
 
@@ -160,10 +160,10 @@ CHANGES: tuple[Callable[[nn.Module], None], ...] = (
 )
 
 
-def assert_same_steps(theirs: nn.Module, ours: nn.Module, args: list[Tensor]) -> None:
+def assert_same_steps(reference: nn.Module, fast: nn.Module, args: list[Tensor]) -> None:
     """Results and gradients in fp64; nothing is copied, because pruned modules cannot be."""
     values = []
-    for module in (theirs, ours):
+    for module in (reference, fast):
         module.zero_grad()
         leaves = [x.double().requires_grad_() for x in args]
         out = first(module(*leaves))
@@ -179,53 +179,53 @@ def assert_same_steps(theirs: nn.Module, ours: nn.Module, args: list[Tensor]) ->
 def test_changed_parameters(change: Callable[[nn.Module], None], training: bool) -> None:
     """Norms of weights, pruning and other parametrizations keep their effect and gradients."""
     name = "TransformerEncoderLayer"
-    theirs, ours = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name))
     args = list(inputs(name))
-    before = ours(args[0].double())
-    for module in (theirs, ours):
+    before = fast(args[0].double())
+    for module in (reference, fast):
         torch.manual_seed(1)
         change(module)
         module.train(training)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    assert_same_steps(theirs, ours, args)
+    assert list(fast.state_dict()) == list(reference.state_dict())
+    fast.load_state_dict(reference.state_dict())
+    assert_same_steps(reference, fast, args)
     same = change in (_weight_norm, _weight_norm_by_hook, _parametrize_and_remove)
-    after, _ = (module(args[0].double()) for module in (ours, theirs))  # spectral norms iterate
+    after, _ = (module(args[0].double()) for module in (fast, reference))  # spectral norms iterate
     assert torch.allclose(after, before) is same
-    assert_same_steps(theirs, ours, args)
+    assert_same_steps(reference, fast, args)
 
 
 def test_cached_parametrizations() -> None:
-    theirs, ours = (module.double() for module in twins("TransformerDecoderLayer"))
-    for module in (theirs, ours):
+    reference, fast = (module.double() for module in twins("TransformerDecoderLayer"))
+    for module in (reference, fast):
         _weight_norm(module)
     with parametrize.cached():
-        assert_same_steps(theirs, ours, list(inputs("TransformerDecoderLayer")))
+        assert_same_steps(reference, fast, list(inputs("TransformerDecoderLayer")))
 
 
 @each_class
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_functional_call(name: str) -> None:
     """Parameters from outside, tied or not, without touching those inside."""
-    theirs, ours = twins(name)
+    reference, fast = twins(name)
     args = inputs(name)
-    others = {n: torch.randn_like(p) for n, p in ours.named_parameters()}
-    inside = copy.deepcopy(ours.state_dict())
-    expected, got = (first(torch.func.functional_call(m, others, args)) for m in (theirs, ours))
+    others = {n: torch.randn_like(p) for n, p in fast.named_parameters()}
+    inside = copy.deepcopy(fast.state_dict())
+    expected, got = (first(torch.func.functional_call(m, others, args)) for m in (reference, fast))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    for n, value in ours.state_dict().items():
+    for n, value in fast.state_dict().items():
         assert torch.equal(value, inside[n])
     # Ensembles: one module, stacked parameters.
-    stacked, buffers = torch.func.stack_module_state([ours, copy.deepcopy(ours)])  # type: ignore[arg-type]
+    stacked, buffers = torch.func.stack_module_state([fast, copy.deepcopy(fast)])  # type: ignore[arg-type]
     each = torch.func.vmap(
-        lambda p, b: first(torch.func.functional_call(ours, (p, b), args)), randomness="different"
+        lambda p, b: first(torch.func.functional_call(fast, (p, b), args)), randomness="different"
     )(stacked, buffers)
-    torch.testing.assert_close(each[0], first(ours(*args)))
+    torch.testing.assert_close(each[0], first(fast(*args)))
 
 
 @each_class
 def test_skip_init_meta_and_to_empty(name: str) -> None:
-    theirs, ours = twins(name)
+    reference, fast = twins(name)
     if name == "MultiheadAttention":
         empty = utils.skip_init(fnn.MultiheadAttention, E, H, batch_first=True)
     else:
@@ -233,11 +233,11 @@ def test_skip_init_meta_and_to_empty(name: str) -> None:
             empty = build(fnn, name)
         assert all(p.is_meta for p in empty.parameters())
         shapes = first(empty(*(x.to("meta") for x in inputs(name)))).shape
-        assert shapes == first(ours(*inputs(name))).shape
+        assert shapes == first(fast(*inputs(name))).shape
         empty.to_empty(device="cpu")
-    assert type(empty) is type(ours)
-    empty.load_state_dict(theirs.state_dict())
-    assert_equivalent(theirs, empty, *inputs(name))
+    assert type(empty) is type(fast)
+    empty.load_state_dict(reference.state_dict())
+    assert_equivalent(reference, empty, *inputs(name))
 
 
 # -- conversions and copies -----------------------------------------------------------------------
@@ -253,47 +253,47 @@ def _swapping() -> Iterator[None]:
 @pytest.mark.parametrize("how", [contextlib.nullcontext, _swapping], ids=["in place", "swapped"])
 @each_class
 def test_dtypes(name: str, how: Callable[[], Any]) -> None:
-    theirs, ours = twins(name)
+    reference, fast = twins(name)
     args = inputs(name)
     with how():
         for dtype in (torch.float64, torch.bfloat16, torch.float32):
-            theirs.to(dtype), ours.to(dtype)
-            assert {p.dtype for p in ours.parameters()} == {dtype}
-            assert_equivalent(theirs, ours, *(x.to(dtype) for x in args))
+            reference.to(dtype), fast.to(dtype)
+            assert {p.dtype for p in fast.parameters()} == {dtype}
+            assert_equivalent(reference, fast, *(x.to(dtype) for x in args))
 
 
 @each_class
 def test_copies_and_files(name: str) -> None:
-    """deepcopy, pickle, torch.save whole and by state_dict, shared memory: ours in, ours out."""
-    theirs, ours = twins(name)
+    """Classes stay fastattn's: deepcopy, pickle, torch.save (whole, state_dict), sharing."""
+    reference, fast = twins(name)
     args = inputs(name)
-    expected = first(ours(*args))
+    expected = first(fast(*args))
     file, state = io.BytesIO(), io.BytesIO()
-    torch.save(ours, file)
-    torch.save(ours.state_dict(), state)
+    torch.save(fast, file)
+    torch.save(fast.state_dict(), state)
     file.seek(0), state.seek(0)
     loaded = build(fnn, name)
     loaded.load_state_dict(torch.load(state, weights_only=True), assign=True)
     copies = [
-        copy.deepcopy(ours),
-        copy.copy(ours),
-        pickle.loads(pickle.dumps(ours)),
+        copy.deepcopy(fast),
+        copy.copy(fast),
+        pickle.loads(pickle.dumps(fast)),
         torch.load(file, weights_only=False),
         loaded,
-        copy.deepcopy(ours).share_memory(),
+        copy.deepcopy(fast).share_memory(),
     ]
     for other in copies:
-        assert [type(m) for m in other.modules()] == [type(m) for m in ours.modules()]
+        assert [type(m) for m in other.modules()] == [type(m) for m in fast.modules()]
         assert torch.equal(first(other(*args)), expected)
-    # A file of torch's whole module becomes ours by `adopt`.
-    adopted = fnn.adopt(pickle.loads(pickle.dumps(theirs)))
+    # `adopt` converts a whole module of PyTorch's loaded from a file.
+    adopted = fnn.adopt(pickle.loads(pickle.dumps(reference)))
     assert torch.equal(first(adopted(*args)), expected)
 
 
 @each_class
 def test_loading_says_what_torch_says(name: str) -> None:
-    theirs, ours = twins(name)
-    state = ours.state_dict()
+    reference, fast = twins(name)
+    state = fast.state_dict()
     some = next(iter(state))
     wrong = {
         "missing": {n: x for n, x in state.items() if n != some},
@@ -302,32 +302,32 @@ def test_loading_says_what_torch_says(name: str) -> None:
     }
     for values in wrong.values():
         messages = []
-        for module in (theirs, ours):
+        for module in (reference, fast):
             with pytest.raises(RuntimeError) as error:
                 module.load_state_dict(values)
             messages.append(str(error.value))
         assert messages[0] == messages[1]
-    loose = [m.load_state_dict(wrong["missing"], strict=False) for m in (theirs, ours)]
+    loose = [m.load_state_dict(wrong["missing"], strict=False) for m in (reference, fast)]
     assert loose[0] == loose[1] and loose[1].missing_keys == [some]
 
 
 def test_state_dict_hooks_run() -> None:
-    ours = build(fnn, "TransformerEncoderLayer")
+    fast = build(fnn, "TransformerEncoderLayer")
     seen = []
-    ours.linear1.register_state_dict_post_hook(lambda *_: seen.append("saved"))
-    ours.self_attn.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
-    ours.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
-    ours.load_state_dict(ours.state_dict())
+    fast.linear1.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    fast.self_attn.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
+    fast.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    fast.load_state_dict(fast.state_dict())
     assert seen == ["saved", "loading", "loaded"]
 
 
 @each_class
 def test_training_both_gives_the_same_model(name: str) -> None:
     """A few steps of an optimiser, a part of the parameters frozen and a part tied."""
-    theirs, ours = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name))
     args = [x.double() for x in inputs(name)]
     losses = []
-    for module in (theirs, ours):
+    for module in (reference, fast):
         parameters = list(module.parameters())
         parameters[-1].requires_grad_(False)
         if name != "MultiheadAttention":
@@ -352,9 +352,9 @@ def test_training_both_gives_the_same_model(name: str) -> None:
 @each_class
 def test_empty_batches(name: str, batch_first: bool, training: bool) -> None:
     """Results without elements; gradients of parameters are zeros, not None."""
-    theirs, ours = twins(name, batch_first=batch_first)
+    reference, fast = twins(name, batch_first=batch_first)
     args = [x[:0] if batch_first else x[:0].transpose(0, 1) for x in inputs(name)]
-    for module in (theirs, ours):
+    for module in (reference, fast):
         leaves = [x.clone().requires_grad_() for x in args]
         module.zero_grad()
         out = first(module.train(training)(*leaves))
@@ -362,16 +362,16 @@ def test_empty_batches(name: str, batch_first: bool, training: bool) -> None:
         out.backward(torch.rand_like(out))
         for x in (*leaves, *module.parameters()):
             assert x.grad is not None and torch.equal(x.grad, torch.zeros_like(x))
-    assert first(ours(*args)).shape == first(theirs(*args)).shape
+    assert first(fast(*args)).shape == first(reference(*args)).shape
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_no_queries(need_weights: bool) -> None:
-    theirs, ours = twins("MultiheadAttention")
+    reference, fast = twins("MultiheadAttention")
     keys = torch.randn(B, S, E)
     query = torch.randn(B, 0, E)
     padding = random_mask(B, S)
-    for module in (theirs, ours):
+    for module in (reference, fast):
         out, weights = module(
             query, keys, keys, key_padding_mask=padding, need_weights=need_weights
         )

@@ -1,4 +1,4 @@
-"""Attention, norms and modules of our own: against torch's modules, or against their definition."""
+"""Attention, norms and further modules: against PyTorch's modules, or against their definition."""
 
 import copy
 import inspect
@@ -22,13 +22,13 @@ B, M, N = 3, 5, 7
 
 
 def twins(name: str, *args, dtype=None, **kwargs) -> tuple[nn.Module, nn.Module]:
-    """torch's module and ours, built alike, with parameters away from their symmetric start."""
-    theirs = getattr(nn, name)(*args, **kwargs)
-    ours = getattr(fnn, name)(*args, **kwargs)
-    for parameter in theirs.parameters():
+    """PyTorch's module and fastattn's, built alike, their parameters not at the symmetric start."""
+    reference = getattr(nn, name)(*args, **kwargs)
+    fast = getattr(fnn, name)(*args, **kwargs)
+    for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs.to(dtype), ours.to(dtype)
+    fast.load_state_dict(reference.state_dict())
+    return reference.to(dtype), fast.to(dtype)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -37,7 +37,7 @@ def twins(name: str, *args, dtype=None, **kwargs) -> tuple[nn.Module, nn.Module]
 )
 def test_queries_without_keys_get_a_zero_context(mask, need_weights):
     torch.manual_seed(0)
-    theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
+    reference, fast = twins("MultiheadAttention", E, H, batch_first=True)
     x = torch.randn(B, M, E, requires_grad=True)
     blocked = torch.zeros(B, H, M, M, dtype=torch.bool)
     if "padding" in mask:
@@ -50,15 +50,15 @@ def test_queries_without_keys_get_a_zero_context(mask, need_weights):
         kwargs = {name: m * torch.tensor(1.0) for name, m in kwargs.items()}
         low = torch.finfo(torch.float32).min if "lowest" in mask else float("-inf")
         kwargs = {name: m.masked_fill(m > 0, low) for name, m in kwargs.items()}
-    out, weights = ours(x, x, x, need_weights=need_weights, average_attn_weights=False, **kwargs)
+    out, weights = fast(x, x, x, need_weights=need_weights, average_attn_weights=False, **kwargs)
     dead = blocked[:, 0, :, 0]
-    assert torch.equal(out[dead], ours.out_proj.bias.expand_as(out[dead]))
+    assert torch.equal(out[dead], fast.out_proj.bias.expand_as(out[dead]))
     if need_weights:
         assert torch.equal(weights[blocked], torch.zeros_like(weights[blocked]))
-    expected, _ = theirs(x, x, x, **kwargs)
+    expected, _ = reference(x, x, x, **kwargs)
     assert_same("living rows", out[~dead], expected[~dead], expected[~dead].double())
     out.square().sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in (x, *ours.parameters()))
+    assert all(torch.isfinite(p.grad).all() for p in (x, *fast.parameters()))
 
 
 def malformed_attention_calls() -> dict[str, tuple[tuple, dict]]:
@@ -89,99 +89,99 @@ def malformed_attention_calls() -> dict[str, tuple[tuple, dict]]:
 
 @pytest.mark.parametrize("call", malformed_attention_calls())
 def test_malformed_attention_calls_raise_what_torch_raises(call):
-    theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
+    reference, fast = twins("MultiheadAttention", E, H, batch_first=True)
     args, kwargs = malformed_attention_calls()[call]
     for need_weights in (True, False):
         with pytest.raises((AssertionError, RuntimeError, ValueError)) as expected:
-            theirs(*args, need_weights=need_weights, **kwargs)
+            reference(*args, need_weights=need_weights, **kwargs)
         with pytest.raises(expected.type) as got:
-            ours(*args, need_weights=need_weights, **kwargs)
+            fast(*args, need_weights=need_weights, **kwargs)
         said = {"causal hint without mask": "attn_mask", "input of another dtype": "same dtype"}
         assert said.get(call, str(expected.value)) in str(got.value)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_a_bias_of_another_dtype_goes_to_torch(need_weights):
-    theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
-    for module in (theirs, ours):
+    reference, fast = twins("MultiheadAttention", E, H, batch_first=True)
+    for module in (reference, fast):
         module.in_proj_bias.data = module.in_proj_bias.data.double()
     x = torch.randn(B, M, E)
-    expected, _ = theirs(x, x, x, need_weights=need_weights)
-    assert torch.equal(ours(x, x, x, need_weights=need_weights)[0], expected)
+    expected, _ = reference(x, x, x, need_weights=need_weights)
+    assert torch.equal(fast(x, x, x, need_weights=need_weights)[0], expected)
 
 
 def test_masks_of_different_types_warn_as_in_torch():
-    theirs, ours = twins("MultiheadAttention", E, H, batch_first=True)
+    reference, fast = twins("MultiheadAttention", E, H, batch_first=True)
     x = torch.randn(B, M, E)
     masks = {"attn_mask": random_mask(M, M, dtype=torch.float32)}
     masks["key_padding_mask"] = random_mask(B, M)
-    for module in (theirs, ours):
+    for module in (reference, fast):
         with pytest.warns(UserWarning, match="deprecated"):
             module(x, x, x, **masks)
     masks["attn_mask"] = random_mask(M, M)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours(x, x, x, **masks)
+        fast(x, x, x, **masks)
 
 
 def test_returned_weights_are_the_dropped_ones():
     torch.manual_seed(0)
-    ours = fnn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
+    fast = fnn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
     x = torch.randn(8, 64, E)
-    out, weights = ours(x, x, x, average_attn_weights=False)
-    v = F.linear(x, ours.in_proj_weight[2 * E :]).unflatten(-1, (H, D)).transpose(1, 2)
-    again = ours.out_proj((weights @ v).transpose(1, 2).flatten(-2))
+    out, weights = fast(x, x, x, average_attn_weights=False)
+    v = F.linear(x, fast.in_proj_weight[2 * E :]).unflatten(-1, (H, D)).transpose(1, 2)
+    again = fast.out_proj((weights @ v).transpose(1, 2).flatten(-2))
     torch.testing.assert_close(out, again)
     dropped = (weights == 0).double().mean().item()
     assert abs(dropped - 0.5) < 5 * math.sqrt(0.25 / weights.numel())
-    averaged = ours.eval()(x, x, x)[1]
-    assert torch.equal(averaged, ours(x, x, x, average_attn_weights=False)[1].mean(1))
+    averaged = fast.eval()(x, x, x)[1]
+    assert torch.equal(averaged, fast(x, x, x, average_attn_weights=False)[1].mean(1))
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention_dropout_repeats_and_keeps_its_rate(need_weights):
     torch.manual_seed(0)
-    ours = fnn.MultiheadAttention(E, H, dropout=0.25, batch_first=True)
+    fast = fnn.MultiheadAttention(E, H, dropout=0.25, batch_first=True)
     with torch.no_grad():
         # Equal scores and values of 1: a context is the kept share of the weights, rescaled.
-        ours.in_proj_weight.zero_()
-        ours.in_proj_bias[2 * E :] = 1.0
-        ours.out_proj.weight.copy_(torch.eye(E))
+        fast.in_proj_weight.zero_()
+        fast.in_proj_bias[2 * E :] = 1.0
+        fast.out_proj.weight.copy_(torch.eye(E))
     x = torch.randn(4, 256, E)
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return ours(x, x, x, need_weights=need_weights)[0]
+        return fast(x, x, x, need_weights=need_weights)[0]
 
     first = run(1)
     assert torch.equal(first, run(1))
     assert not torch.equal(first, run(2))
-    assert not torch.equal(first, ours(x, x, x, need_weights=need_weights)[0])
+    assert not torch.equal(first, fast(x, x, x, need_weights=need_weights)[0])
     # 4 * 4 * 256 * 256 independent weights, each 4/3 with probability 3/4.
     deviation = math.sqrt(1 / 3 / (4 * H * 256 * 256))
     assert abs(first.double().mean().item() - 1) < 5 * deviation
-    assert torch.allclose(ours.eval()(x, x, x, need_weights=need_weights)[0], torch.ones(1))
+    assert torch.allclose(fast.eval()(x, x, x, need_weights=need_weights)[0], torch.ones(1))
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", "LayerNorm", "RMSNorm"])
 def test_drop_ins_are_torch_modules(name):
     args = (E, H) if name == "MultiheadAttention" else (E,)
     torch.manual_seed(0)
-    theirs = getattr(nn, name)(*args)
+    reference = getattr(nn, name)(*args)
     torch.manual_seed(0)
-    ours = getattr(fnn, name)(*args)
-    assert isinstance(ours, getattr(nn, name))
-    assert repr(ours) == repr(theirs)
-    for (a, x), (b, y) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    fast = getattr(fnn, name)(*args)
+    assert isinstance(fast, getattr(nn, name))
+    assert repr(fast) == repr(reference)
+    for (a, x), (b, y) in zip(fast.named_parameters(), reference.named_parameters(), strict=True):
         assert a == b and torch.equal(x, y)
-    theirs.load_state_dict(ours.state_dict())
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is type(ours)
-        assert twin.state_dict().keys() == ours.state_dict().keys()
+    reference.load_state_dict(fast.state_dict())
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert type(twin) is type(fast)
+        assert twin.state_dict().keys() == fast.state_dict().keys()
     file = io.BytesIO()
-    torch.save(ours, file)
+    torch.save(fast, file)
     file.seek(0)
-    assert type(torch.load(file, weights_only=False)) is type(ours)
+    assert type(torch.load(file, weights_only=False)) is type(fast)
 
 
 def test_wrapped_tensors_go_to_torch():
@@ -193,9 +193,9 @@ def test_wrapped_tensors_go_to_torch():
             cls.functions.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    ours = fnn.MultiheadAttention(E, H, batch_first=True)
+    fast = fnn.MultiheadAttention(E, H, batch_first=True)
     x = torch.randn(B, M, E).as_subclass(Counted)
-    ours(x, x, x)
+    fast(x, x, x)
     assert F.multi_head_attention_forward in Counted.functions
 
 
@@ -212,14 +212,14 @@ NORM_CASES = pairwise(
 @pytest.mark.parametrize("case", NORM_CASES, ids=label)
 def test_norms_equal_torch(case):
     torch.manual_seed(0)
-    theirs, ours = twins(
+    reference, fast = twins(
         case["name"], case["shape"], elementwise_affine=case["affine"], dtype=case["dtype"]
     )
     # Small enough for eps to show.
     x = 0.01 * torch.randn(*case["leading"], *case["shape"], dtype=case["dtype"])
     if case["transposed"] and x.dim() > 1:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    assert_equivalent(theirs, ours, x)
+    assert_equivalent(reference, fast, x)
 
 
 IMAGES = torch.arange(360.0).sin().view(3, 4, 5, 6)
@@ -239,19 +239,19 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms_keep_the_memory_format_where_torch_does(name, rank, layout):
     x = LAYOUTS[layout]
-    theirs, ours = twins(name, x.shape[-rank:])
-    assert ours(x).stride() == theirs(x).stride()
-    assert_equivalent(theirs, ours, x)
+    reference, fast = twins(name, x.shape[-rank:])
+    assert fast(x).stride() == reference(x).stride()
+    assert_equivalent(reference, fast, x)
 
 
 def test_layer_norm_without_bias_and_with_a_wrong_shape():
-    theirs, ours = twins("LayerNorm", E, bias=False)
-    assert_equivalent(theirs, ours, torch.randn(B, E))
+    reference, fast = twins("LayerNorm", E, bias=False)
+    assert_equivalent(reference, fast, torch.randn(B, E))
     for x in (torch.randn(B, E + 1), torch.tensor(1.0)):
         with pytest.raises(RuntimeError) as expected:
-            theirs(x)
+            reference(x)
         with pytest.raises(RuntimeError) as got:
-            ours(x)
+            fast(x)
         assert str(got.value) == str(expected.value)
 
 
@@ -267,21 +267,21 @@ class PlainAddNorm(nn.Module):
 @pytest.mark.parametrize("shape", [E, (M, E)])
 def test_add_norm(shape):
     torch.manual_seed(0)
-    ours = fnn.AddNorm(shape, dropout=0.3).eval()
-    nn.init.normal_(ours.norm.weight)
-    theirs = PlainAddNorm(shape)
-    theirs.load_state_dict(ours.state_dict())
+    fast = fnn.AddNorm(shape, dropout=0.3).eval()
+    nn.init.normal_(fast.norm.weight)
+    reference = PlainAddNorm(shape)
+    reference.load_state_dict(fast.state_dict())
     x, y = torch.randn(B, M, E), torch.randn(B, M, E)
-    assert_equivalent(theirs, ours, x, y)
-    assert_equivalent(theirs, ours, x.bfloat16(), y)  # the sum has the wider dtype
-    assert_equivalent(theirs, ours, x, y.bfloat16())
+    assert_equivalent(reference, fast, x, y)
+    assert_equivalent(reference, fast, x.bfloat16(), y)  # the sum has the wider dtype
+    assert_equivalent(reference, fast, x, y.bfloat16())
     with pytest.raises(ValueError, match=r"the shape of x, \[3, 5, 16\], got \[3, 4, 16\]"):
-        ours(x, y[:, :4])
-    ours.train()
+        fast(x, y[:, :4])
+    fast.train()
     torch.manual_seed(1)
-    first = ours(x, y)
+    first = fast(x, y)
     torch.manual_seed(1)
-    assert torch.equal(first, ours(x, y)) and not torch.equal(first, ours(x, y))
+    assert torch.equal(first, fast(x, y)) and not torch.equal(first, fast(x, y))
 
 
 class PlainFFN(nn.Module):
@@ -318,18 +318,18 @@ ACTIVATIONS = {
 def test_position_wise_ffn(activation, fused):
     torch.manual_seed(0)
     bias = activation not in ("silu", "geglu")
-    ours = fnn.PositionWiseFFN(E, 24, 10, activation=activation, dropout=0.5, bias=bias).eval()
+    fast = fnn.PositionWiseFFN(E, 24, 10, activation=activation, dropout=0.5, bias=bias).eval()
     if not fused:
-        ours.linear1.register_forward_hook(lambda *_: None)
-    linears = copy.deepcopy(ours.linear1), copy.deepcopy(ours.linear2)
-    theirs = PlainFFN(*linears, ACTIVATIONS[activation])
-    assert_equivalent(theirs, ours, torch.randn(B, M, E))
+        fast.linear1.register_forward_hook(lambda *_: None)
+    linears = copy.deepcopy(fast.linear1), copy.deepcopy(fast.linear2)
+    reference = PlainFFN(*linears, ACTIVATIONS[activation])
+    assert_equivalent(reference, fast, torch.randn(B, M, E))
     x = torch.ones(64, E)
-    ours.train()
+    fast.train()
     torch.manual_seed(1)
-    first = ours(x)
+    first = fast(x)
     torch.manual_seed(1)
-    assert torch.equal(first, ours(x)) and not torch.equal(first, ours(x))
+    assert torch.equal(first, fast(x)) and not torch.equal(first, fast(x))
     # Equal rows differ by their dropout alone; their mean is that of evaluation.
     assert not torch.equal(first[0], first[1])
 
@@ -439,10 +439,10 @@ def test_queries_without_keys_may_hold_anything(need_weights):
 class PlainLengthMasked(nn.Module):
     """One query, one head at a time, over the keys that count."""
 
-    def __init__(self, ours: nn.Module) -> None:
+    def __init__(self, fast: nn.Module) -> None:
         super().__init__()
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            setattr(self, name, copy.deepcopy(getattr(ours, name)))
+            setattr(self, name, copy.deepcopy(getattr(fast, name)))
 
     def forward(self, queries, keys, values, valid_lens=None):
         q, k, v = self.q_proj(queries), self.k_proj(keys), self.v_proj(values)
@@ -464,16 +464,16 @@ class PlainLengthMasked(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 def test_length_masked_attention(lens, bias):
     torch.manual_seed(0)
-    ours = fnn.LengthMaskedMultiheadAttention(6, 10, 12, E, H, dropout=0.5, bias=bias).eval()
+    fast = fnn.LengthMaskedMultiheadAttention(6, 10, 12, E, H, dropout=0.5, bias=bias).eval()
     inputs = torch.randn(B, M, 6), torch.randn(B, N, 10), torch.randn(B, N, 12)
     valid_lens = {
         "none": None,
         "per sequence": torch.tensor([3, N, 0]),
         "per query": torch.randint(0, N + 1, (B, M), dtype=torch.int32),
     }[lens]
-    assert_equivalent(PlainLengthMasked(ours), ours, *inputs, valid_lens)
-    out, weights = ours(*inputs, valid_lens, need_weights=True)
-    assert_same("need_weights", out, out, ours(*inputs, valid_lens).double())
+    assert_equivalent(PlainLengthMasked(fast), fast, *inputs, valid_lens)
+    out, weights = fast(*inputs, valid_lens, need_weights=True)
+    assert_same("need_weights", out, out, fast(*inputs, valid_lens).double())
     lengths = torch.full((B, 1), N) if valid_lens is None else valid_lens.view(B, -1)
     allowed = (torch.arange(N) < lengths[..., None]).expand(B, M, N)[:, None].expand_as(weights)
     assert (weights[~allowed] == 0).all() and (weights[allowed] > 0).all()
@@ -514,11 +514,11 @@ def test_naive_transformer_equals_torch(norm_first, activation):
         "norm_first": norm_first,
         "bias": not norm_first,
     }
-    theirs = nn.Transformer(**sizes, batch_first=True)
+    reference = nn.Transformer(**sizes, batch_first=True)
     plain = naive.Transformer(naive.Config(**sizes))
-    plain.load_state_dict(theirs.state_dict())
-    ours = fnn.Transformer(**sizes, batch_first=True)
-    ours.load_state_dict(plain.state_dict())
+    plain.load_state_dict(reference.state_dict())
+    fast = fnn.Transformer(**sizes, batch_first=True)
+    fast.load_state_dict(plain.state_dict())
     padding = random_mask(B, N)
     masks = {
         "tgt_mask": torch.ones(M, M, dtype=torch.bool).triu(1),
@@ -529,11 +529,11 @@ def test_naive_transformer_equals_torch(norm_first, activation):
         "memory_key_padding_mask": padding,
     }
     src, tgt = torch.randn(B, N, E), torch.randn(B, M, E)
-    assert_equivalent(theirs, plain, src, tgt, **masks)
-    assert_equivalent(plain, ours, src, tgt, **masks)
+    assert_equivalent(reference, plain, src, tgt, **masks)
+    assert_equivalent(plain, fast, src, tgt, **masks)
     masks["memory_key_padding_mask"] = padding.index_fill(0, torch.tensor([1]), True)
     masks["src_key_padding_mask"] = masks["memory_key_padding_mask"]
-    assert_equivalent(plain, ours, src, tgt, **masks)
+    assert_equivalent(plain, fast, src, tgt, **masks)
 
 
 def test_adopt_changes_exactly_torch_classes():

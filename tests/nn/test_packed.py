@@ -43,18 +43,18 @@ def causal(S: int) -> Tensor:
 
 
 def assert_same(
-    ours: Tensor, padded: Tensor, lengths: list[int], batch_first: bool, inputs: list[Tensor]
+    actual: Tensor, padded: Tensor, lengths: list[int], batch_first: bool, inputs: list[Tensor]
 ) -> None:
     """Equal at real rows, zero elsewhere, equal gradients of whatever `inputs` are."""
-    pad = padding(lengths, ours.shape[1 if batch_first else 0])
+    pad = padding(lengths, actual.shape[1 if batch_first else 0])
     pad = pad if batch_first else pad.t()
-    torch.testing.assert_close(ours[~pad], padded[~pad], atol=2e-5, rtol=1e-4)
-    assert torch.equal(ours[pad], torch.zeros_like(ours[pad]))
-    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(actual[~pad], padded[~pad], atol=2e-5, rtol=1e-4)
+    assert torch.equal(actual[pad], torch.zeros_like(actual[pad]))
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(9))
     expected = torch.autograd.grad(
         (padded * weights)[~pad].sum(), inputs, allow_unused=True, retain_graph=True
     )
-    got = torch.autograd.grad((ours * weights).sum(), inputs, allow_unused=True)
+    got = torch.autograd.grad((actual * weights).sum(), inputs, allow_unused=True)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4)
 
@@ -67,8 +67,8 @@ def test_encoder(batch_first: bool, norm_first: bool, masked: bool) -> None:
     mask = causal(7) if masked else None
     padded = model(src, mask=mask, src_key_padding_mask=padding(SRC_LENGTHS, 7))
     for lengths in (SRC_LENGTHS, torch.tensor(SRC_LENGTHS)):
-        ours = model(src, mask=mask, src_lengths=lengths)
-        assert_same(ours, padded, SRC_LENGTHS, batch_first, [src, *model.parameters()])
+        actual = model(src, mask=mask, src_lengths=lengths)
+        assert_same(actual, padded, SRC_LENGTHS, batch_first, [src, *model.parameters()])
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
@@ -88,8 +88,8 @@ def test_decoder(batch_first: bool, norm_first: bool) -> None:
             tgt_key_padding_mask=padding(real, 5),
             memory_key_padding_mask=padding(lengths.get("src_lengths", [7] * 4), 7),
         )
-        ours = model(tgt, memory, tgt_mask=causal(5), tgt_is_causal=True, **lengths)
-        assert_same(ours, padded, real, batch_first, inputs)
+        actual = model(tgt, memory, tgt_mask=causal(5), tgt_is_causal=True, **lengths)
+        assert_same(actual, padded, real, batch_first, inputs)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -107,8 +107,8 @@ def test_blocks_that_are_not_fused(norm_first: bool) -> None:
         tgt_key_padding_mask=padding(TGT_LENGTHS, 5),
         memory_key_padding_mask=padding(SRC_LENGTHS, 7),
     )
-    ours = model(tgt, memory, tgt_lengths=TGT_LENGTHS, src_lengths=SRC_LENGTHS)
-    assert_same(ours, padded, TGT_LENGTHS, True, [tgt, memory])
+    actual = model(tgt, memory, tgt_lengths=TGT_LENGTHS, src_lengths=SRC_LENGTHS)
+    assert_same(actual, padded, TGT_LENGTHS, True, [tgt, memory])
 
 
 @pytest.mark.parametrize(("batch_first", "norm_first"), STYLES)
@@ -124,8 +124,8 @@ def test_transformer(batch_first: bool, norm_first: bool) -> None:
         tgt_key_padding_mask=tgt_padding,
         memory_key_padding_mask=src_padding,
     )
-    ours = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)
-    assert_same(ours, padded, TGT_LENGTHS, batch_first, [src, tgt, *model.parameters()])
+    actual = model(src, tgt, tgt_mask=causal(5), src_lengths=SRC_LENGTHS, tgt_lengths=TGT_LENGTHS)
+    assert_same(actual, padded, TGT_LENGTHS, batch_first, [src, tgt, *model.parameters()])
 
 
 def test_lengths_on_another_default_device() -> None:
@@ -233,8 +233,8 @@ def test_layers_that_cannot_be_packed_run_padded(change: Any) -> None:
     change(model)
     src = batch(7, True).requires_grad_()
     padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
-    ours = model(src, src_lengths=SRC_LENGTHS)
-    assert_same(ours, padded, SRC_LENGTHS, True, [src])
+    actual = model(src, src_lengths=SRC_LENGTHS)
+    assert_same(actual, padded, SRC_LENGTHS, True, [src])
 
 
 @pytest.mark.parametrize("block", ["_sa_block", "_mha_block", "_ff_block"])
@@ -242,9 +242,9 @@ def test_decoder_layers_that_cannot_be_packed_run_padded(block: str) -> None:
     model = make(fnn.TransformerDecoder, True, False)
     replaced(block)(model)
     tgt, memory = batch(5, True), batch(7, True).requires_grad_()
-    ours = model(tgt, memory, src_lengths=SRC_LENGTHS)
+    actual = model(tgt, memory, src_lengths=SRC_LENGTHS)
     padded = model(tgt, memory, memory_key_padding_mask=padding(SRC_LENGTHS, 7))
-    assert_same(ours, padded, [5] * 4, True, [memory])
+    assert_same(actual, padded, [5] * 4, True, [memory])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -265,8 +265,8 @@ def test_masks_that_cannot_be_packed_run_padded(
         else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
         memory_key_padding_mask=src_padding,
     )
-    ours = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
-    assert_same(ours, padded, [5] * 4, True, [src, tgt])
+    actual = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
+    assert_same(actual, padded, [5] * 4, True, [src, tgt])
     # Each mask decides in which type the padding beside it comes.
     padded = model(
         src,
@@ -278,8 +278,8 @@ def test_masks_that_cannot_be_packed_run_padded(
         if dtype is torch.bool
         else torch.zeros(4, 7).masked_fill(src_padding, -torch.inf),
     )
-    ours = model(src, tgt, tgt_mask=causal(5), memory_mask=mask[:5], src_lengths=SRC_LENGTHS)
-    assert_same(ours, padded, [5] * 4, True, [src, tgt])
+    actual = model(src, tgt, tgt_mask=causal(5), memory_mask=mask[:5], src_lengths=SRC_LENGTHS)
+    assert_same(actual, padded, [5] * 4, True, [src, tgt])
     assert not [w for w in recwarn if "different types" in str(w.message)]
 
 
@@ -294,8 +294,8 @@ def test_dropout_follows_the_seed() -> None:
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
     padded = model.eval()(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
-    ours = model(src, src_lengths=SRC_LENGTHS)
-    assert_same(ours, padded, SRC_LENGTHS, True, [*model.parameters()])
+    actual = model(src, src_lengths=SRC_LENGTHS)
+    assert_same(actual, padded, SRC_LENGTHS, True, [*model.parameters()])
 
 
 def test_empty_batches_and_sequences() -> None:
@@ -308,11 +308,11 @@ def test_autocast() -> None:
     model = make(fnn.TransformerEncoder, True, True)
     src = batch(7, True)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = model(src, src_lengths=SRC_LENGTHS)
+        actual = model(src, src_lengths=SRC_LENGTHS)
         padded = model(src, src_key_padding_mask=padding(SRC_LENGTHS, 7))
     real = ~padding(SRC_LENGTHS, 7)
-    assert ours.dtype == padded.dtype
-    torch.testing.assert_close(ours[real], padded[real], atol=0.05, rtol=0.05)
+    assert actual.dtype == padded.dtype
+    torch.testing.assert_close(actual[real], padded[real], atol=0.05, rtol=0.05)
 
 
 def test_compiled() -> None:

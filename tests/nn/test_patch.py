@@ -65,13 +65,13 @@ def test_same_numbers_and_the_same_tensors(model: Block, x: Tensor, training: bo
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(state)
     assert all(after[name] is state[name] for name in state)
-    for ours, theirs in zip(result(model, x), before, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    for actual, expected in zip(result(model, x), before, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     fastattn.unpatch(model)
     assert kinds(model) == names
     assert model.encoder.use_nested_tensor
-    for ours, theirs in zip(result(model, x), before, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(result(model, x), before, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_context_manager_also_after_an_error(model: Block) -> None:
@@ -128,15 +128,15 @@ def test_what_adopt_took_goes_back_too(model: Block, x: Tensor) -> None:
     names, before = kinds(model), result(model, x)
     fnn.adopt(model)
     assert kinds(model) != names
-    made = fnn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)  # ours, its parts too
+    made = fnn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)  # fastattn's parts too
     fastattn.unpatch(nn.ModuleList([model, made]))
     assert kinds(model) == names and model.encoder.use_nested_tensor
-    for ours, theirs in zip(result(model, x), before, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(result(model, x), before, strict=True):
+        assert torch.equal(actual, expected)
     assert isinstance(made.layers[0].norm1, fnn.LayerNorm)
 
 
-def test_what_was_ours_stays_ours() -> None:
+def test_unpatch_keeps_modules_of_fastattn() -> None:
     model = nn.Sequential(fnn.LayerNorm(4), nn.LayerNorm(4))
     fastattn.patch(model, quiet=True)
     fastattn.unpatch(model)

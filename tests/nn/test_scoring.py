@@ -156,13 +156,13 @@ def test_a_query_whose_keys_have_the_lowest_number(weight_function):
 
 
 def test_dot_scoring_is_torchs_attention():
-    ours = ScoredMultiheadAttention(E, H, scoring="dot")
-    theirs = nn.MultiheadAttention(E, H, batch_first=True)
-    theirs.load_state_dict(ours.state_dict())
+    fast = ScoredMultiheadAttention(E, H, scoring="dot")
+    reference = nn.MultiheadAttention(E, H, batch_first=True)
+    reference.load_state_dict(fast.state_dict())
     query, memory = torch.randn(B, M, E), torch.randn(B, N, E)
     for mine, other in zip(
-        ours(query, memory, memory, **masks()),
-        theirs(query, memory, memory, **masks()),
+        fast(query, memory, memory, **masks()),
+        reference(query, memory, memory, **masks()),
         strict=True,
     ):
         torch.testing.assert_close(mine, other)

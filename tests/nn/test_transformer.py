@@ -20,21 +20,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning
 @pytest.mark.parametrize("name", CLASSES)
 def test_drop_ins_are_torch_modules(name):
     torch.manual_seed(0)
-    theirs = build(nn, name)
+    reference = build(nn, name)
     torch.manual_seed(0)
-    ours = build(fnn, name)
-    assert isinstance(ours, getattr(nn, name))
-    assert repr(ours) == repr(theirs)
-    assert inspect.signature(type(ours)) == inspect.signature(type(theirs))
-    for (a, x), (b, y) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    fast = build(fnn, name)
+    assert isinstance(fast, getattr(nn, name))
+    assert repr(fast) == repr(reference)
+    assert inspect.signature(type(fast)) == inspect.signature(type(reference))
+    for (a, x), (b, y) in zip(fast.named_parameters(), reference.named_parameters(), strict=True):
         assert a == b and torch.equal(x, y)
-    theirs.load_state_dict(ours.state_dict())
+    reference.load_state_dict(fast.state_dict())
     args = inputs(name, batch_first=False)
-    expected = ours(*args)
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert all(type(a) is type(b) for a, b in zip(twin.modules(), ours.modules(), strict=True))
+    expected = fast(*args)
+    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert all(type(a) is type(b) for a, b in zip(twin.modules(), fast.modules(), strict=True))
         assert torch.equal(twin(*args), expected)
-    kinds = {type(module) for module in ours.modules()}
+    kinds = {type(module) for module in fast.modules()}
     assert not kinds & {getattr(nn, name) for name in (*CLASSES, "LayerNorm", "MultiheadAttention")}
 
 
@@ -52,20 +52,20 @@ def test_attributes_that_torch_keeps():
 def test_sequences_of_padding_alone(norm_first, padding):
     """torch gives NaN, or not, as its path has it; here attention adds nothing but its bias."""
     torch.manual_seed(0)
-    theirs, ours = twins("Transformer", batch_first=True, norm_first=norm_first)
+    reference, fast = twins("Transformer", batch_first=True, norm_first=norm_first)
     src, tgt = inputs("Transformer")
     mask = torch.zeros(B, S, dtype=padding)
     mask[1] = True if padding is torch.bool else float("-inf")
     kwargs = {"src_key_padding_mask": mask, "memory_key_padding_mask": mask}
     living = torch.tensor([0, 2])
     for training in (True, False):
-        out = ours.train(training)(src, tgt, **kwargs)
+        out = fast.train(training)(src, tgt, **kwargs)
         assert torch.isfinite(out).all()
-        expected = theirs.train(training)(src, tgt, **kwargs)[living]
+        expected = reference.train(training)(src, tgt, **kwargs)[living]
         assert_same("the others", out[living], expected, expected.double())
-        ours.zero_grad()
+        fast.zero_grad()
         out.sum().backward()
-        assert all(torch.isfinite(p.grad).all() for p in ours.parameters())
+        assert all(torch.isfinite(p.grad).all() for p in fast.parameters())
 
 
 def malformed_calls() -> dict[str, tuple[str, tuple, dict]]:
@@ -102,49 +102,49 @@ def malformed_calls() -> dict[str, tuple[str, tuple, dict]]:
 @pytest.mark.parametrize("call", malformed_calls())
 def test_malformed_calls_raise_what_torch_raises(call, norm_first):
     name, args, kwargs = malformed_calls()[call]
-    theirs, ours = twins(name, batch_first=True, norm_first=norm_first)
+    reference, fast = twins(name, batch_first=True, norm_first=norm_first)
     with pytest.raises((AssertionError, RuntimeError, ValueError)) as expected:
-        theirs(*args, **kwargs)
+        reference(*args, **kwargs)
     with pytest.raises(expected.type) as got:
-        ours(*args, **kwargs)
+        fast(*args, **kwargs)
     said = {"hint without mask": "attn_mask", "hint without mask in a decoder": "attn_mask"}
     if call != "dtype":  # the first product that notices differs
         assert said.get(call, str(expected.value)) in str(got.value)
 
 
 def test_masks_of_different_types_warn_once():
-    ours = build(fnn, "TransformerEncoder", batch_first=True)
+    fast = build(fnn, "TransformerEncoder", batch_first=True)
     (x,) = inputs("TransformerEncoder")
     with pytest.warns(UserWarning, match="src_key_padding_mask is torch.bool") as caught:
-        ours(x, torch.zeros(S, S), torch.zeros(B, S, dtype=torch.bool))
+        fast(x, torch.zeros(S, S), torch.zeros(B, S, dtype=torch.bool))
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours(x, torch.zeros(S, S, dtype=torch.bool), torch.zeros(B, S, dtype=torch.bool))
+        fast(x, torch.zeros(S, S, dtype=torch.bool), torch.zeros(B, S, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("name", ["TransformerEncoder", "TransformerDecoder"])
 def test_causal_masks_are_detected(name, dtype):
-    ours = build(fnn, name, batch_first=True)
+    fast = build(fnn, name, batch_first=True)
     args = inputs(name)
     argument, size = ("mask", S) if name == "TransformerEncoder" else ("tgt_mask", T)
     mask = causal_mask(size)
     mask = mask < 0 if dtype is torch.bool else mask
     with Calls() as counted:
-        ours(*args, **{argument: mask})
+        fast(*args, **{argument: mask})
     causal = [call["causal"] for call in counted.arguments if call["op"] == "attention"]
     assert causal == (["top_left"] * 2 if name == "TransformerEncoder" else ["top_left", False] * 2)
     assert all(call["mask"] is None for call in counted.arguments if call["op"] == "attention")
     hints = []
-    ours.layers[0].register_forward_pre_hook(
+    fast.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: hints.append(kwargs), with_kwargs=True
     )
     key = "is_causal" if name == "TransformerEncoder" else "tgt_is_causal"
     other = mask.clone()
     other[0, -1] = False if dtype is torch.bool else 0.0
     for given, hint, wanted in ((mask, None, True), (other, None, False), (mask, False, False)):
-        ours(*args, **{argument: given, key: hint})
+        fast(*args, **{argument: given, key: hint})
         assert hints[-1][key] is wanted
     assert not hints[-1].get("memory_is_causal", False)
 
@@ -181,13 +181,13 @@ def test_layers_of_others_get_what_torch_gives_them():
 
 def test_nested_tensors_go_to_torch():
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerEncoder", batch_first=True)
-    theirs.norm, ours.norm = nn.LayerNorm(E), fnn.LayerNorm(E)
+    reference, fast = twins("TransformerEncoder", batch_first=True)
+    reference.norm, fast.norm = nn.LayerNorm(E), fnn.LayerNorm(E)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nested tensors are in prototype stage
         nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(5, E)])
     with torch.no_grad():
-        expected, got = theirs.eval()(nested), ours.eval()(nested)
+        expected, got = reference.eval()(nested), fast.eval()(nested)
     assert got.is_nested
     for a, b in zip(got.unbind(), expected.unbind(), strict=True):
         assert torch.equal(a, b)
@@ -198,20 +198,20 @@ def test_nested_tensors_go_to_torch():
 @pytest.mark.parametrize("name", ["TransformerEncoderLayer", "TransformerDecoderLayer"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_dropout_repeats_under_manual_seed(name, norm_first):
-    ours = build(fnn, name, norm_first=norm_first, batch_first=True, dropout=0.3)
+    fast = build(fnn, name, norm_first=norm_first, batch_first=True, dropout=0.3)
     args = inputs(name)
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return ours(*args)
+        return fast(*args)
 
     first = run(1)
     assert torch.equal(first, run(1))
     assert not torch.equal(first, run(2))
-    assert not torch.equal(first, ours(*args))
-    ours.eval()
+    assert not torch.equal(first, fast(*args))
+    fast.eval()
     state = torch.get_rng_state()
-    assert torch.equal(ours(*args), ours(*args))
+    assert torch.equal(fast(*args), fast(*args))
     assert torch.equal(state, torch.get_rng_state())  # evaluation draws nothing
 
 
@@ -263,33 +263,33 @@ def test_dropouts_of_one_layer_are_independent():
 @pytest.mark.parametrize("name", CLASSES)
 def test_autocast_dtypes_and_values(name, norm_first):
     torch.manual_seed(0)
-    theirs, ours = twins(name, norm_first=norm_first, batch_first=True)
+    reference, fast = twins(name, norm_first=norm_first, batch_first=True)
     args = inputs(name)
-    truth = copy.deepcopy(theirs).double()(*[x.double() for x in args])
+    truth = copy.deepcopy(reference).double()(*[x.double() for x in args])
     for dtype in (torch.float32, torch.bfloat16):
         moved = tuple(x.to(dtype) for x in args)
         with torch.autocast("cpu", torch.bfloat16):
-            expected, got = theirs(*moved), ours(*moved)
+            expected, got = reference(*moved), fast(*moved)
         assert got.dtype == expected.dtype
         cost = (expected.double() - truth).abs().max()
         assert (got.double() - truth).abs().max() <= 2 * cost
         got.sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+    assert all(p.grad.dtype == torch.float32 for p in fast.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*mask:UserWarning")
 def test_torch_compile_in_one_graph_for_all_sizes():
     torch.manual_seed(0)
     name = "TransformerEncoderLayer"
-    theirs, ours = twins(name, batch_first=True)
+    reference, fast = twins(name, batch_first=True)
     kwargs = {"src_mask": causal_mask(S), "src_key_padding_mask": random_mask(B, S)}
-    eager = copy.deepcopy(ours)
-    ours.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    eager = copy.deepcopy(fast)
+    fast.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     (x,) = inputs(name)
-    assert_equivalent(theirs, ours, x, **kwargs)
+    assert_equivalent(reference, fast, x, **kwargs)
     kwargs["src_key_padding_mask"] = kwargs["src_key_padding_mask"][:2]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        got = ours(x[:2].requires_grad_(), **kwargs)
+        got = fast(x[:2].requires_grad_(), **kwargs)
     expected = eager(x[:2], **kwargs)
     assert_same("another batch", got, expected, expected.double())
 
@@ -297,32 +297,32 @@ def test_torch_compile_in_one_graph_for_all_sizes():
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_compiled_decoder_takes_its_mask_as_it_is_and_drops(norm_first):
     torch.manual_seed(0)
-    ours = build(fnn, "TransformerDecoder", batch_first=True, norm_first=norm_first, dropout=0.5)
+    fast = build(fnn, "TransformerDecoder", batch_first=True, norm_first=norm_first, dropout=0.5)
     args = *inputs("TransformerDecoder"), causal_mask(T)
-    expected = ours.eval()(*args)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    expected = fast.eval()(*args)
+    compiled = torch.compile(fast, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         got = compiled(*args)
         assert_same("compiled", got, expected, expected.double())
-        ours.train()
+        fast.train()
         assert not torch.equal(compiled(*args), compiled(*args))
 
 
 def test_transforms_and_export():
     torch.manual_seed(0)
-    ours = build(fnn, "TransformerEncoderLayer", batch_first=True)
-    parameters = {name: p.detach() for name, p in ours.named_parameters()}
+    fast = build(fnn, "TransformerEncoderLayer", batch_first=True)
+    parameters = {name: p.detach() for name, p in fast.named_parameters()}
     (x,) = inputs("TransformerEncoderLayer")
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(ours, parameters, (x[None],)).square().sum()
+        return torch.func.functional_call(fast, parameters, (x[None],)).square().sum()
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
     for i in range(B):
-        ours.zero_grad()
-        ours(x[i : i + 1]).square().sum().backward()
-        for name, p in ours.named_parameters():
+        fast.zero_grad()
+        fast(x[i : i + 1]).square().sum().backward()
+        for name, p in fast.named_parameters():
             torch.testing.assert_close(each[name][i], p.grad)
-    program = torch.export.export(ours.eval(), (x,))
+    program = torch.export.export(fast.eval(), (x,))
     assert any("fastattn.attention_fwd" in str(node.target) for node in program.graph.nodes)
-    torch.testing.assert_close(program.module()(x), ours(x))
+    torch.testing.assert_close(program.module()(x), fast(x))

@@ -37,7 +37,7 @@ def label_of_activation(value: object) -> str:
     ],
 )
 def test_plain_layers_run_fused(name, norm_first, calls, training):
-    ours = build(fnn, name, norm_first=norm_first, batch_first=True).train(training)
+    fast = build(fnn, name, norm_first=norm_first, batch_first=True).train(training)
     with (
         Calls() as counted,
         torch.no_grad(),
@@ -45,7 +45,7 @@ def test_plain_layers_run_fused(name, norm_first, calls, training):
         mock.patch("torch._native_multi_head_attention", side_effect=AssertionError),
         mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError),
     ):
-        ours(*inputs(name))
+        fast(*inputs(name))
     wanted = dict(zip(("attention", "layer_norm", "add_layer_norm", "ffn"), calls, strict=True))
     assert counted.of == wanted
 
@@ -66,11 +66,11 @@ def test_plain_layers_run_fused(name, norm_first, calls, training):
 )
 def test_activations(activation, fused):
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerEncoderLayer", batch_first=True, activation=activation)
+    reference, fast = twins("TransformerEncoderLayer", batch_first=True, activation=activation)
     args = inputs("TransformerEncoderLayer")
-    assert_equivalent(theirs, ours, *args)
+    assert_equivalent(reference, fast, *args)
     with Calls() as counted:
-        ours(*args)
+        fast(*args)
     assert counted.of["ffn"] == fused
 
 
@@ -83,8 +83,8 @@ def test_hooks_on_children_fire(child, norm_first):
     torch.manual_seed(0)
     decoder = child in ("multihead_attn", "norm3", "dropout3")
     name = "TransformerDecoderLayer" if decoder else "TransformerEncoderLayer"
-    theirs, ours = twins(name, norm_first=norm_first, batch_first=True)
-    seen: dict[nn.Module, list] = {theirs: [], ours: []}
+    reference, fast = twins(name, norm_first=norm_first, batch_first=True)
+    seen: dict[nn.Module, list] = {reference: [], fast: []}
     for module, log in seen.items():
         target = getattr(module, child)
 
@@ -96,36 +96,36 @@ def test_hooks_on_children_fire(child, norm_first):
 
         target.register_forward_hook(halve)
         target.register_full_backward_hook(lambda *_, log=log: log.append("backward"))
-    assert_equivalent(copy.deepcopy(theirs), ours, *inputs(name))
-    theirs(*inputs(name)).sum().backward()
-    assert seen[ours] == ["forward", "backward"]
-    assert seen[theirs][-2:] == seen[ours]
+    assert_equivalent(copy.deepcopy(reference), fast, *inputs(name))
+    reference(*inputs(name)).sum().backward()
+    assert seen[fast] == ["forward", "backward"]
+    assert seen[reference][-2:] == seen[fast]
 
 
 def test_pre_hooks_and_global_hooks_fire():
     torch.manual_seed(0)
-    ours = build(fnn, "TransformerEncoderLayer", batch_first=True)
+    fast = build(fnn, "TransformerEncoderLayer", batch_first=True)
     (x,) = inputs("TransformerEncoderLayer")
     seen = []
-    handle = ours.linear1.register_forward_pre_hook(lambda module, args: seen.append(module))
-    ours(x)
-    assert seen == [ours.linear1]
+    handle = fast.linear1.register_forward_pre_hook(lambda module, args: seen.append(module))
+    fast(x)
+    assert seen == [fast.linear1]
     handle.remove()
     for register in (
-        ours.norm1.register_full_backward_hook,
-        ours.norm1.register_full_backward_pre_hook,
+        fast.norm1.register_full_backward_hook,
+        fast.norm1.register_full_backward_pre_hook,
     ):
         seen.clear()
         handle = register(lambda module, *_: seen.append(module))
-        ours(x).sum().backward()
-        assert seen == [ours.norm1]
+        fast(x).sum().backward()
+        assert seen == [fast.norm1]
         handle.remove()
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
-        ours(x)
+        fast(x)
     finally:
         handle.remove()
-    assert set(seen) >= {ours.self_attn, ours.linear2, ours.norm1, ours.dropout2, ours}
+    assert set(seen) >= {fast.self_attn, fast.linear2, fast.norm1, fast.dropout2, fast}
 
 
 class LowRank(nn.Module):
@@ -152,34 +152,34 @@ class LowRank(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_parametrized_children(child, parameter, training):
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerEncoderLayer", batch_first=True)
-    for module in (theirs, ours):
+    reference, fast = twins("TransformerEncoderLayer", batch_first=True)
+    for module in (reference, fast):
         torch.manual_seed(1)
         target = module.get_submodule(child)
         weight = getattr(target, parameter)
         rule = LowRank(weight) if weight.dim() == 2 else nn.Softplus()
         parametrize.register_parametrization(target, parameter, rule)
     assert_equivalent(
-        theirs.train(training), ours.train(training), *inputs("TransformerEncoderLayer")
+        reference.train(training), fast.train(training), *inputs("TransformerEncoderLayer")
     )
 
 
 def test_replaced_children_and_overridden_blocks():
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerDecoderLayer", batch_first=True)
+    reference, fast = twins("TransformerDecoderLayer", batch_first=True)
     args = inputs("TransformerDecoderLayer")
-    for module in (theirs, ours):
+    for module in (reference, fast):
         torch.manual_seed(1)
         module.norm2 = nn.RMSNorm(E)
         module.linear2 = nn.Sequential(nn.Linear(FFN, 8), nn.Linear(8, E))
-    assert_equivalent(theirs, ours, *args)
+    assert_equivalent(reference, fast, *args)
 
-    theirs, ours = twins("TransformerDecoderLayer", batch_first=True)
-    for module in (theirs, ours):
+    reference, fast = twins("TransformerDecoderLayer", batch_first=True)
+    for module in (reference, fast):
         plain = module.self_attn.forward
         module.self_attn.forward = lambda *a, plain=plain, **k: (plain(*a, **k)[0] * 2, None)
         module._mha_block = lambda x, memory, *_: memory[:, : x.shape[1]]
-    expected, got = theirs(*args), ours(*args)
+    expected, got = reference(*args), fast(*args)
     assert_same("replaced", got, expected, expected.double())
 
     def with_weights(package):
@@ -194,10 +194,10 @@ def test_replaced_children_and_overridden_blocks():
         torch.manual_seed(1)
         return WithWeights(E, H, FFN, dropout=0.0, batch_first=True)
 
-    theirs, ours = with_weights(nn), with_weights(fnn)
+    reference, fast = with_weights(nn), with_weights(fnn)
     kwargs = {"src_mask": random_mask(S, S), "src_key_padding_mask": random_mask(B, S)}
-    assert_equivalent(theirs, ours, *inputs("TransformerEncoderLayer"), **kwargs)
-    assert_same("weights", ours.weights, theirs.weights, theirs.weights.double())
+    assert_equivalent(reference, fast, *inputs("TransformerEncoderLayer"), **kwargs)
+    assert_same("weights", fast.weights, reference.weights, reference.weights.double())
 
 
 @pytest.mark.parametrize(
@@ -212,19 +212,19 @@ def test_replaced_children_and_overridden_blocks():
 )
 def test_blocks_of_one_instance(name, block):
     torch.manual_seed(0)
-    theirs, ours = twins(name, batch_first=True)
-    for module in (theirs, ours):
+    reference, fast = twins(name, batch_first=True)
+    for module in (reference, fast):
         setattr(module, block, lambda x, *_, **__: x.sin())
-    assert_equivalent(theirs, ours, *inputs(name))
+    assert_equivalent(reference, fast, *inputs(name))
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_an_eps_that_the_ops_refuse(norm_first):
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerEncoderLayer", batch_first=True, norm_first=norm_first)
-    for module in (theirs, ours):
+    reference, fast = twins("TransformerEncoderLayer", batch_first=True, norm_first=norm_first)
+    for module in (reference, fast):
         module.norm2.eps = float("inf")
-    assert_equivalent(theirs, ours, *inputs("TransformerEncoderLayer"))
+    assert_equivalent(reference, fast, *inputs("TransformerEncoderLayer"))
 
 
 class Wrapped(Tensor):
@@ -240,25 +240,25 @@ class Wrapped(Tensor):
 
 def test_wrapped_weights_compute_their_own_products():
     torch.manual_seed(0)
-    theirs, ours = twins("TransformerEncoderLayer", batch_first=True)
-    for module in (theirs, ours):
+    reference, fast = twins("TransformerEncoderLayer", batch_first=True)
+    for module in (reference, fast):
         weight = module.linear1.weight.detach().as_subclass(Wrapped)
         module.linear1.weight = nn.Parameter(weight)
         assert type(module.linear1.weight) is Wrapped
     (x,) = inputs("TransformerEncoderLayer")
-    expected = theirs(x)
-    assert_same("wrapped", ours(x), expected, expected.double())
+    expected = reference(x)
+    assert_same("wrapped", fast(x), expected, expected.double())
 
 
 def test_tied_and_frozen_parameters():
     torch.manual_seed(0)
-    theirs, ours = twins("Transformer", batch_first=True)
-    for model in (theirs, ours):
+    reference, fast = twins("Transformer", batch_first=True)
+    for model in (reference, fast):
         model.encoder.layers[1].linear1.weight = model.encoder.layers[0].linear1.weight
         model.decoder.layers[0].self_attn = model.encoder.layers[0].self_attn
         model.decoder.layers[1].requires_grad_(False)
         model.encoder.layers[0].norm1.weight.requires_grad_(False)
         model.encoder.layers[1].self_attn.in_proj_weight.requires_grad_(False)
-    assert_equivalent(theirs, ours, *inputs("Transformer"))
-    frozen = [name for name, p in ours.named_parameters() if not p.requires_grad]
-    assert len(frozen) > 2 and all(ours.get_parameter(name).grad is None for name in frozen)
+    assert_equivalent(reference, fast, *inputs("Transformer"))
+    frozen = [name for name, p in fast.named_parameters() if not p.requires_grad]
+    assert len(frozen) > 2 and all(fast.get_parameter(name).grad is None for name in frozen)

@@ -300,7 +300,7 @@ def test_a_graph_sees_new_data(place: Place, name: str) -> None:
         assert_same(place, got, results(place, inputs))
 
 
-# A process whose first call of ours is captured: kernels are loaded, and by Triton compiled, in it.
+# A process that captures fastattn's first call: kernels are loaded, and by Triton compiled, in it.
 _CAPTURED_FIRST = """
 import contextlib
 import sys
@@ -408,7 +408,7 @@ def test_two_threads_at_once(place: Place) -> None:
 
 @pytest.mark.parametrize("name", _BUSY)
 def test_a_thread_that_never_touched_the_device(place: Place, name: str) -> None:
-    """Memory comes from torch's cache: nothing before our kernels needs a context."""
+    """Memory comes from torch's cache: nothing before fastattn's kernels needs a context."""
     cases = [sample(place, name, seed) for seed in (1, 2)]
     [_, expected] = _expected(place, cases)
     found: list[tuple[Tensor, ...]] = []

@@ -32,12 +32,12 @@ def test_sample(sample: Sample) -> None:
     inputs = SPEC.widen(sample.inputs("cpu", torch.float32))
     B, K, N, _ = inputs["k"].shape
     identity = torch.eye(N, dtype=torch.float64).expand(B, K, N, N)
-    theirs = SPEC.torch_form(inputs | {"v": identity})
-    assert theirs is not None
-    ours = _weights(inputs)
+    expected = SPEC.torch_form(inputs | {"v": identity})
+    assert expected is not None
+    actual = _weights(inputs)
     close: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(ours, theirs[0], **close)
-    torch.testing.assert_close(_gradients(ours, inputs), _gradients(theirs[0], inputs), **close)
+    torch.testing.assert_close(actual, expected[0], **close)
+    torch.testing.assert_close(_gradients(actual, inputs), _gradients(expected[0], inputs), **close)
 
 
 @pytest.mark.parametrize("name", ["bshd", "gqa", "key_lengths_rows", "bias_dead", "bool_mask_rows"])

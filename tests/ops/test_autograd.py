@@ -290,7 +290,7 @@ def _narrow(x: Tensor) -> Tensor:
 
 
 @each_op
-def test_errors_of_hooks_are_theirs(op: str) -> None:
+def test_errors_of_hooks_propagate(op: str) -> None:
     inputs = make_inputs(op)
     calls: list[Any] = []
 

@@ -118,9 +118,9 @@ def test_a_hook_on_one_leaves_the_other() -> None:
         assert residual.grad is not None
         return residual.grad
 
-    ours = gradient_of_residual(fastattn.add_layer_norm)
-    torchs = gradient_of_residual(lambda a, b: F.layer_norm(a + b, (40,)))
-    torch.testing.assert_close(ours, torchs)
+    actual = gradient_of_residual(fastattn.add_layer_norm)
+    expected = gradient_of_residual(lambda a, b: F.layer_norm(a + b, (40,)))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -155,8 +155,8 @@ def test_compiled() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(fastattn.add_layer_norm, fullgraph=True, backend="aot_eager")
-    for ours, eager in zip(gradients(compiled), gradients(fastattn.add_layer_norm), strict=True):
-        assert torch.equal(ours, eager)
+    for actual, eager in zip(gradients(compiled), gradients(fastattn.add_layer_norm), strict=True):
+        assert torch.equal(actual, eager)
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
@@ -186,8 +186,8 @@ def test_drop_ins_take_what_torch_takes(eps: float) -> None:
         encoder = module.TransformerEncoderLayer(40, 2, 48, 0.0, layer_norm_eps=eps)
         return [*rows, encoder(x.unsqueeze(1))]
 
-    for ours, theirs in zip(results(fastattn.nn), results(torch.nn), strict=True):
-        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for actual, wanted in zip(results(fastattn.nn), results(torch.nn), strict=True):
+        torch.testing.assert_close(actual, wanted, equal_nan=True)
     add_norm = fastattn.nn.AddNorm(40, eps=eps)
     expected = F.layer_norm(x + residual, (40,), eps=float(eps))
     torch.testing.assert_close(add_norm(x, residual), expected, equal_nan=True)

@@ -265,12 +265,12 @@ def test_no_columns(sizes: tuple[int, int], backend: str | None) -> None:
     inputs = x, weight, bias.requires_grad_()
     y, expected = functional.linear(*inputs, backend=backend), F.linear(*inputs)
     assert y.equal(expected)
-    for ours, torchs in zip(
+    for actual, wanted in zip(
         torch.autograd.grad(y.sum(), inputs),
         torch.autograd.grad(expected.sum(), inputs),
         strict=True,
     ):
-        assert ours.equal(torchs)
+        assert actual.equal(wanted)
 
 
 def test_second_derivatives_are_traced_for_any_number_of_rows() -> None:

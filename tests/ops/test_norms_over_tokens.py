@@ -53,9 +53,9 @@ def test_warming_up_power_norm_uses_the_batch_and_its_gradient():
     for _ in range(2):
         torch.testing.assert_close(norm(x), normed(x))
         weights = torch.randn(3, 4, E, dtype=torch.float64)
-        (ours,) = torch.autograd.grad((norm(x) * weights).sum(), x)
-        (theirs,) = torch.autograd.grad((normed(x) * weights).sum(), x)
-        torch.testing.assert_close(ours, theirs)
+        (actual,) = torch.autograd.grad((norm(x) * weights).sum(), x)
+        (expected,) = torch.autograd.grad((normed(x) * weights).sum(), x)
+        torch.testing.assert_close(actual, expected)
         assert norm.nu.abs().max() == 0
     # The fifth batch is the first to be divided by what the others left.
     assert not torch.allclose(norm(x), normed(x), rtol=1e-2)
@@ -75,23 +75,23 @@ def test_one_program_for_any_number_of_tokens(kind):
 
 
 def test_batch_norm_equals_torchs():
-    ours, theirs = TokenBatchNorm(E), nn.BatchNorm1d(E)
+    fast, reference = TokenBatchNorm(E), nn.BatchNorm1d(E)
     for x in batches():
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, z = ours(a), theirs(b.flatten(0, 1)).view(3, 4, E)
+        y, z = fast(a), reference(b.flatten(0, 1)).view(3, 4, E)
         torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
         dy = torch.randn(3, 4, E)
         y.backward(dy), z.backward(dy)
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(fast.running_mean, reference.running_mean)
     # torch keeps the unbiased variance, 12/11 of the batch's.
     kept = 0.9 ** len(batches())
-    unbiased = (theirs.running_var - kept) * 11 / 12 + kept
-    torch.testing.assert_close(ours.running_variance, unbiased)
-    ours.eval(), theirs.eval()
-    theirs.running_var.copy_(ours.running_variance)
+    unbiased = (reference.running_var - kept) * 11 / 12 + kept
+    torch.testing.assert_close(fast.running_variance, unbiased)
+    fast.eval(), reference.eval()
+    reference.running_var.copy_(fast.running_variance)
     x = batches()[0]
-    torch.testing.assert_close(ours(x), theirs(x.flatten(0, 1)).view(3, 4, E))
+    torch.testing.assert_close(fast(x), reference(x.flatten(0, 1)).view(3, 4, E))
 
 
 @pytest.mark.parametrize("warmup", [0, 100])
@@ -110,8 +110,8 @@ def test_padding_does_not_count(kind, warmup):
         torch.testing.assert_close(y[real], z, rtol=1e-4, atol=1e-5)
         y[real].sin().sum().backward(), z.sin().sum().backward()
         torch.testing.assert_close(a.grad[real], rows.grad, rtol=1e-3, atol=1e-5)
-    for (name, ours), theirs in zip(padded.named_buffers(), alone.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
+    for (name, actual), expected in zip(padded.named_buffers(), alone.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=name)
     assert padded.real is None
 
 
@@ -121,8 +121,8 @@ def test_statistics_of_half_precision_are_wide(kind):
     for x in batches(2):
         y = half(x.bfloat16())
         torch.testing.assert_close(y, single(x.bfloat16().float()).bfloat16())
-    for (name, ours), theirs in zip(half.named_buffers(), single.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
+    for (name, actual), expected in zip(half.named_buffers(), single.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, msg=name)
 
 
 @pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])

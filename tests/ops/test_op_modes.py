@@ -324,8 +324,8 @@ def test_func_grad_of_grad(op: str) -> None:
     first = torch.autograd.grad(loss, [inputs[n] for n in names], create_graph=True)
     total = sum(gradient.square().sum() for gradient in first)
     second = torch.autograd.grad(total, [inputs[n] for n in names], materialize_grads=True)
-    theirs = dict(zip(names, second, strict=True))
-    torch.testing.assert_close(torch.func.grad(penalty)(_detached(inputs)), theirs)
+    expected = dict(zip(names, second, strict=True))
+    torch.testing.assert_close(torch.func.grad(penalty)(_detached(inputs)), expected)
 
 
 @each_op

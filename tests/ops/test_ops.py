@@ -100,18 +100,18 @@ def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict
 def test_reference_is_what_torch_computes(spec: OpSpec, sample: Sample) -> None:
     """In fp64 the reference and torch's operators are two independent statements of one thing."""
     inputs = spec.widen(sample.inputs("cpu", torch.float32))
-    theirs = spec.torch_form(inputs)
-    if theirs is None:
+    form = spec.torch_form(inputs)
+    if form is None:
         pytest.skip("torch has no such operator")
-    theirs = _results(spec, sample, inputs, theirs)
-    ours = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    expected = _results(spec, sample, inputs, form)
+    actual = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
     near = 1e-10
-    if "lse" in ours:  # scores are as exact as they are large
-        finite = ours["lse"][ours["lse"].isfinite()].abs().tolist()
+    if "lse" in actual:  # scores are as exact as they are large
+        finite = actual["lse"][actual["lse"].isfinite()].abs().tolist()
         near = max(near, torch.finfo(torch.float64).eps * max(finite, default=0.0))
-    for name, value in ours.items():
+    for name, value in actual.items():
         torch.testing.assert_close(
-            value, theirs[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}"
+            value, expected[name], rtol=near, atol=near, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

@@ -118,9 +118,9 @@ def test_several_calls_share_it() -> None:
     for B, H in ((1, 2), (3, 1)):
         q = torch.randn(B, H, 20, 8, generator=generator).to(DEVICE)
         k = torch.randn(B, H, 30, 8, generator=generator).to(DEVICE)
-        ours, theirs = (fastattn.attention(q, k, k, mask=m) for m in (prepared, mask))
-        assert torch.equal(ours, theirs)
-        total = total + ours.sin().sum()
+        actual, expected = (fastattn.attention(q, k, k, mask=m) for m in (prepared, mask))
+        assert torch.equal(actual, expected)
+        total = total + actual.sin().sum()
     assert torch.autograd.grad(total, mask)[0].abs().sum() > 0
 
 
@@ -195,8 +195,8 @@ def test_compile(inside: bool) -> None:
         with torch.compiler.set_stance("fail_on_recompile"):
             for length in (33, 70):
                 pairs = zip(run(compiled, length), run(function, length), strict=True)
-                for ours, theirs in pairs:
-                    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+                for actual, expected in pairs:
+                    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     finally:
         torch._dynamo.reset()
 
@@ -233,8 +233,8 @@ def test_functorch() -> None:
         q, mask
     )
     outside = torch.func.grad(loss)(q, fastattn.prepare_mask(mask))
-    for ours, theirs in zip((*inside, outside), (*expected, expected[0]), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for actual, wanted in zip((*inside, outside), (*expected, expected[0]), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
 
     masks = torch.stack([mask, mask.flip(-1), mask.mT])
     each = torch.func.vmap(_prepare_and_attend, in_dims=(None, 0))(q, masks)

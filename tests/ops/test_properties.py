@@ -67,11 +67,11 @@ def _assert_reference_is_torch(op: str, sample: Sample) -> None:
     form = spec.torch_form(inputs)
     if form is None:
         return
-    theirs = _results(spec, sample, inputs, form)
-    ours = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
-    for name, value in ours.items():
+    expected = _results(spec, sample, inputs, form)
+    actual = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    for name, value in actual.items():
         torch.testing.assert_close(
-            value, theirs[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+            value, expected[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

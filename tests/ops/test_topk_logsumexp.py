@@ -51,8 +51,8 @@ def test_against_torch(shape: tuple[int, ...], first: int, count: int) -> None:
 def test_rows_of_a_larger_tensor() -> None:
     logits = _logits(4, 100)
     expected = topk_logsumexp(logits[:, :50].contiguous(), 2, 3)
-    for ours, wanted in zip(topk_logsumexp(logits[:, :50], 2, 3), expected, strict=True):
-        assert torch.equal(ours, wanted)
+    for actual, wanted in zip(topk_logsumexp(logits[:, :50], 2, 3), expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_the_largest_logits_may_not_be_chosen() -> None:
@@ -112,8 +112,8 @@ def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (3, 5):
         logits = _logits(rows, 40)
         wanted = topk_logsumexp(logits.sin(), 2, 3)
-        for ours, expected in zip(search(logits), wanted, strict=True):
-            assert torch.equal(ours, expected)
+        for actual, expected in zip(search(logits), wanted, strict=True):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])

@@ -78,8 +78,8 @@ def test_backward_follows_another_backends_forward(saved_by: str) -> None:
     torch.manual_seed(0)
     found = _backward(call, out, lse, "torch")
     torch.manual_seed(0)
-    for ours, expected in zip(found, _backward(call, out, lse, "reference"), strict=True):
-        torch.testing.assert_close(ours, expected)
+    for actual, expected in zip(found, _backward(call, out, lse, "reference"), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])

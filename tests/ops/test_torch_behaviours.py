@@ -26,21 +26,21 @@ pytestmark = [
 
 
 def pair(name: str, *args: Any, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
-    """torch's module and ours with its parameters."""
+    """PyTorch's module, and fastattn's with the same parameters."""
     torch.manual_seed(0)
-    theirs, ours = getattr(nn, name)(*args, **kwargs), getattr(fnn, name)(*args, **kwargs)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    reference, fast = getattr(nn, name)(*args, **kwargs), getattr(fnn, name)(*args, **kwargs)
+    fast.load_state_dict(reference.state_dict())
+    return reference, fast
 
 
-def same(ours: Any, theirs: Any) -> None:
+def same(actual: Any, expected: Any) -> None:
     """Results of both, tuples included."""
-    ours, theirs = (x if isinstance(x, tuple) else (x,) for x in (ours, theirs))
-    for got, expected in zip(ours, theirs, strict=True):
-        if expected is None:
+    both = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
+    for got, wanted in zip(*both, strict=True):
+        if wanted is None:
             assert got is None
         else:
-            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(got, wanted)
 
 
 # -- nested tensors -------------------------------------------------------------------------------
@@ -54,14 +54,14 @@ def nested(*lengths: int) -> Tensor:
     "mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__
 )
 def test_jagged_tensors(extra: dict[str, bool], mode: Callable[[], Any]) -> None:
-    """Whatever torch's attention says of them, result or error, ours says."""
-    theirs, ours = pair("MultiheadAttention", E, H, batch_first=True, **extra)
+    """fastattn's attention has the results and raises the errors of PyTorch's."""
+    reference, fast = pair("MultiheadAttention", E, H, batch_first=True, **extra)
     x, keys, values = nested(4, 6), nested(7, 9), nested(7, 9)
-    for module in (theirs, ours):
+    for module in (reference, fast):
         module.eval()
     for args in ((x, x, x), (x, keys, values)):
         answers = []
-        for module in (theirs, ours):
+        for module in (reference, fast):
             try:
                 with mode():
                     out = module(*args)[0]
@@ -128,16 +128,16 @@ def test_compiled_evaluation_with_padding() -> None:
 def test_torchs_switches_change_nothing() -> None:
     """The fast path's switch and the choice of torch's attention kernels."""
     torch.manual_seed(0)
-    ours = fnn.Transformer(E, H, 1, 1, FFN, dropout=0.0, batch_first=True).eval()
+    fast = fnn.Transformer(E, H, 1, 1, FFN, dropout=0.0, batch_first=True).eval()
     src, tgt = torch.randn(B, S, E), torch.randn(B, S, E)
-    expected = ours(src, tgt)
+    expected = fast(src, tgt)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        assert torch.equal(ours(src, tgt), expected)
+        assert torch.equal(fast(src, tgt), expected)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
     with sdpa_kernel(SDPBackend.MATH):
-        assert torch.equal(ours(src, tgt), expected)
+        assert torch.equal(fast(src, tgt), expected)
 
 
 def test_constructors_warn_as_torchs() -> None:
@@ -185,14 +185,14 @@ def test_mocked_layers_get_torchs_arguments() -> None:
 
 
 def test_a_true_hint_is_the_mask() -> None:
-    theirs, ours = pair("TransformerEncoderLayer", 3, 1, 6, batch_first=True)
-    theirs.eval(), ours.eval()
+    reference, fast = pair("TransformerEncoderLayer", 3, 1, 6, batch_first=True)
+    reference.eval(), fast.eval()
     x = torch.randn(1, S, 3)
     mask = nn.Transformer.generate_square_subsequent_mask(S)
-    hinted = ours(x, src_mask=mask, is_causal=True)
-    torch.testing.assert_close(hinted, ours(x, src_mask=mask))
-    same(hinted, theirs(x, src_mask=mask, is_causal=True))
-    assert not torch.allclose(hinted, ours(x))
+    hinted = fast(x, src_mask=mask, is_causal=True)
+    torch.testing.assert_close(hinted, fast(x, src_mask=mask))
+    same(hinted, reference(x, src_mask=mask, is_causal=True))
+    assert not torch.allclose(hinted, fast(x))
 
 
 def test_attention_of_ones() -> None:
@@ -225,30 +225,30 @@ def test_masks_for_each_sequence() -> None:
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_batches_as_long_as_their_sequences(training: bool, with_grad: bool) -> None:
-    theirs, ours = pair(
+    reference, fast = pair(
         "TransformerEncoder", nn.TransformerEncoderLayer(4, 2, 16, 0.0, batch_first=True), 2
     )
     x = torch.arange(16.0).reshape(2, 2, 4)
     mask = torch.tensor([[False, True], [False, False]])
     with torch.set_grad_enabled(with_grad):
-        same(ours.train(training)(x, mask=mask), theirs.train(training)(x, mask=mask))
+        same(fast.train(training)(x, mask=mask), reference.train(training)(x, mask=mask))
 
 
 # -- sizes and types ------------------------------------------------------------------------------
 @pytest.mark.parametrize("heads, size", [(1, 1), (7, 14), (5, 15), (3, 33), (2, 10)])
 def test_odd_head_dims(heads: int, size: int) -> None:
-    theirs, ours = pair("MultiheadAttention", size, heads, batch_first=True)
+    reference, fast = pair("MultiheadAttention", size, heads, batch_first=True)
     x = torch.randn(B, S, size)
-    assert_equivalent(theirs, ours, x, x, x, need_weights=False)
-    assert_equivalent(theirs, ours, x, x, x, key_padding_mask=random_mask(B, S))
+    assert_equivalent(reference, fast, x, x, x, need_weights=False)
+    assert_equivalent(reference, fast, x, x, x, key_padding_mask=random_mask(B, S))
 
 
 def test_parameters_of_another_dtype() -> None:
-    """What torch makes of a bias in another dtype, ours makes of it."""
-    theirs, ours = pair("MultiheadAttention", 4, 4, batch_first=True, dtype=torch.float64)
+    """A bias in another dtype gives PyTorch's result or error."""
+    reference, fast = pair("MultiheadAttention", 4, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(4, 4, 4, dtype=torch.float64)
     answers = []
-    for module in (theirs, ours):
+    for module in (reference, fast):
         module.in_proj_bias = nn.Parameter(module.in_proj_bias.half())
         try:
             with torch.no_grad():
@@ -305,9 +305,9 @@ def test_unbatched_padding_masks_of_wrong_rank(training: bool, need_weights: boo
 
 
 def test_functional_forward_agrees() -> None:
-    """Our parameters in torch's functional form: other code reads them from the module."""
+    """fastattn's parameters in PyTorch's functional form: other code reads them from the module."""
     torch.manual_seed(0)
-    ours = fnn.MultiheadAttention(E, H, add_bias_kv=True, add_zero_attn=True).eval()
+    fast = fnn.MultiheadAttention(E, H, add_bias_kv=True, add_zero_attn=True).eval()
     x = torch.randn(S, B, E)
     expected = F.multi_head_attention_forward(
         x,
@@ -315,17 +315,17 @@ def test_functional_forward_agrees() -> None:
         x,
         E,
         H,
-        ours.in_proj_weight,
-        ours.in_proj_bias,
-        ours.bias_k,
-        ours.bias_v,
-        ours.add_zero_attn,
+        fast.in_proj_weight,
+        fast.in_proj_bias,
+        fast.bias_k,
+        fast.bias_v,
+        fast.add_zero_attn,
         0.0,
-        ours.out_proj.weight,
-        ours.out_proj.bias,
+        fast.out_proj.weight,
+        fast.out_proj.bias,
         training=False,
     )
-    same(ours(x, x, x), expected)
+    same(fast(x, x, x), expected)
 
 
 def test_padding_in_training() -> None:

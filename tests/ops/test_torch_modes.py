@@ -61,8 +61,8 @@ def test_checkpointing_repeats_the_dropout(reentrant: bool) -> None:
         got = [y, x.grad, *(p.grad for p in module.parameters())]
     else:
         got = gradients(lambda x: checkpoint(module, x, use_reentrant=False), module)
-    for ours, whole in zip(got, expected, strict=True):
-        assert torch.equal(ours, whole)
+    for actual, whole in zip(got, expected, strict=True):
+        assert torch.equal(actual, whole)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_selective_checkpointing(saved: tuple[Any, ...], runs: int) -> None:
         got = gradients(
             lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module
         )
-    for ours, whole in zip(got, gradients(module, module), strict=True):
-        assert torch.equal(ours, whole)
+    for actual, whole in zip(got, gradients(module, module), strict=True):
+        assert torch.equal(actual, whole)
     assert counted.calls["attention_fwd"] == counted.calls["ffn_fwd"] == runs
     assert counted.calls["attention_bwd"] == counted.calls["ffn_bwd"] == 1
 
@@ -209,8 +209,8 @@ def test_deterministic_mode_changes_nothing_and_refuses_nothing() -> None:
         got = gradients(module, module)
     finally:
         torch.use_deterministic_algorithms(False)
-    for ours, usual in zip(got, expected, strict=True):
-        assert torch.equal(ours, usual)
+    for actual, usual in zip(got, expected, strict=True):
+        assert torch.equal(actual, usual)
 
 
 # -- ahead of time ---------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ def ring_is_attention() -> None:
             parts = [
                 shard_sequence(x.detach(), 2, causal=causal).requires_grad_() for x in (q, k, v)
             ]
-            ours = ring_attention(*parts, causal=causal, return_lse=True)
+            part_results = ring_attention(*parts, causal=causal, return_lse=True)
             part_weights = [shard_sequence(w, 2, causal=causal) for w in weights]
-            got = (*ours, *gradients(ours, part_weights, parts))
+            got = (*part_results, *gradients(part_results, part_weights, parts))
             tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-5
             for x, y in zip(got, expected, strict=True):
                 full = unshard_sequence(x, 2, causal=causal)
@@ -297,12 +297,12 @@ def dropout_bits_do_not_depend_on_sharding() -> None:
     whole = [Replicate()]
     for name in ("dropout_p", "output_dropout_p"):
         options: dict[str, Any] = {name: 0.5}
-        ours = fastattn.ffn(
+        sharded_out = fastattn.ffn(
             distribute_tensor(q, mesh, [Shard(0)]), distribute_tensor(w, mesh, whole), None,
             distribute_tensor(w, mesh, whole), None, dropout_seed=seed_, **options,
         )  # fmt: skip
         expected = fastattn.ffn(q, w, None, w, None, dropout_seed=seed, **options)
-        torch.testing.assert_close(ours.full_tensor(), expected)  # type: ignore[attr-defined]
+        torch.testing.assert_close(sharded_out.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
 # -- whole models ----------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def test_packed(causal, window, same, alibi) -> None:
     assert bool((out[-beyond:] == 0).all()) and bool((lse[:, -beyond:] == -math.inf).all())
     dout = normal(*right.shape)
     got = torch.autograd.grad((out[:-beyond] * dout).sum(), (q, k, v))
-    for mine, theirs in zip(got, torch.autograd.grad(right, (q, k, v), dout), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for actual, expected in zip(got, torch.autograd.grad(right, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_packed_tensors() -> None:

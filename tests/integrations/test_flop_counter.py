@@ -32,14 +32,14 @@ def data(*shape: int) -> Tensor:
 def test_attention_as_torch(causal: bool) -> None:
     q, k, v = data(2, 4, 9, 8), data(2, 4, 9, 8), data(2, 4, 9, 8)
 
-    def ours() -> Tensor:
+    def attend() -> Tensor:
         return fastattn.attention(q, k, v, causal=causal)  # type: ignore[return-value]
 
     with sdpa_kernel(SDPBackend.MATH):
-        torchs = count(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), False)
-    assert count(ours, backward=False) == torchs == 2 * 2 * 4 * 9 * 9 * 16
+        expected = count(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal), False)
+    assert count(attend, backward=False) == expected == 2 * 2 * 4 * 9 * 9 * 16
     # The backward computes Q Kᵀ once more.
-    assert count(ours) == torchs + 2 * 2 * 4 * 9 * 9 * 5 * 8
+    assert count(attend) == expected + 2 * 2 * 4 * 9 * 9 * 5 * 8
 
 
 def test_attention_with_other_sizes() -> None:
@@ -50,15 +50,15 @@ def test_attention_with_other_sizes() -> None:
 def test_varlen_counts_pairs_inside_sequences() -> None:
     q, k, v = data(9, 4, 8), data(9, 2, 8), data(9, 2, 6)
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
-    ours = count(lambda: fastattn.attention_varlen(q, k, v, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
-    assert ours == 2 * 4 * (3 * 3 + 6 * 6) * (14 + 36)
+    actual = count(lambda: fastattn.attention_varlen(q, k, v, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
+    assert actual == 2 * 4 * (3 * 3 + 6 * 6) * (14 + 36)
 
 
 def test_varlen_without_data_counts_the_longest_sequences() -> None:
     with torch.device("meta"):
         q, offsets = data(9, 4, 8), torch.zeros(3, dtype=torch.int32)
-    ours = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 5))  # type: ignore[arg-type, return-value]
-    assert ours == 2 * 4 * (2 * 6 * 5) * (2 + 5) * 8
+    actual = count(lambda: fastattn.attention_varlen(q, q, q, offsets, offsets, 6, 5))  # type: ignore[arg-type, return-value]
+    assert actual == 2 * 4 * (2 * 6 * 5) * (2 + 5) * 8
 
 
 def test_varlen_counts_pairs_beyond_32_bits() -> None:
@@ -74,8 +74,8 @@ def test_linear_as_torch(frozen: tuple[str, ...]) -> None:
     for name in frozen:
         tensors[name].requires_grad_(False)
     x, weight, bias = tensors.values()
-    ours = count(lambda: fastattn.linear(x, weight, bias))
-    assert ours == count(lambda: F.linear(x, weight, bias)) > 0
+    actual = count(lambda: fastattn.linear(x, weight, bias))
+    assert actual == count(lambda: F.linear(x, weight, bias)) > 0
 
 
 @pytest.mark.parametrize("frozen", [(), ("w1", "b1"), ("x", "w1"), ("x", "w1", "b1"), ("w2",)])
@@ -85,20 +85,20 @@ def test_ffn_as_torch(frozen: tuple[str, ...]) -> None:
     for name in frozen:
         tensors[name].requires_grad_(False)
     x, w1, b1, w2, b2 = tensors.values()
-    ours = count(lambda: fastattn.ffn(x, w1, b1, w2, b2))
-    torchs = count(lambda: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2))
-    assert ours == torchs
+    actual = count(lambda: fastattn.ffn(x, w1, b1, w2, b2))
+    expected = count(lambda: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2))
+    assert actual == expected
 
 
 def test_layer_as_torch() -> None:
     kinds = nn.TransformerEncoderLayer, fnn.TransformerEncoderLayer
     x = data(2, 7, 16)
     with sdpa_kernel(SDPBackend.MATH):
-        theirs, ours = (
+        expected, actual = (
             count(lambda k=k: k(16, 2, 32, 0.0, batch_first=True)(x), backward=False)  # type: ignore[misc]
             for k in kinds
         )
-    assert ours == theirs
+    assert actual == expected
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_import_order_does_not_matter() -> None:
         "with FlopCounterMode(display=False) as counter: fastattn.attention(q, q, q)\n"
         "assert counter.get_total_flops() == 2 * 4 * 4 * 16, counter.get_total_flops()\n"
     )
-    ours, theirs = "import fastattn", "from torch.utils.flop_counter import FlopCounterMode"
-    late = f"{ours}\nassert 'triton' not in sys.modules\n{theirs}"
+    fast, counter = "import fastattn", "from torch.utils.flop_counter import FlopCounterMode"
+    late = f"{fast}\nassert 'triton' not in sys.modules\n{counter}"
     look = "import importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
-    for imports in (late, f"{theirs}\n{ours}", f"{ours}\n{look}\n{theirs}"):
+    for imports in (late, f"{counter}\n{fast}", f"{fast}\n{look}\n{counter}"):
         subprocess.run([sys.executable, "-c", code.format(imports=imports)], check=True)

@@ -174,11 +174,11 @@ def test_text_models(name: str, side: str) -> None:
 def test_generation(name: str, cache: str | None) -> None:
     ids, mask = tokens("left")
     options = {"max_new_tokens": 7, "do_sample": False, "cache_implementation": cache}
-    eager, ours = (build(TEXT[name], which) for which in ("eager", "fastattn"))
+    eager, fast = (build(TEXT[name], which) for which in ("eager", "fastattn"))
     for beams in (1, 2):
         expected, got = (
             model.generate(ids, attention_mask=mask, num_beams=beams, **options)  # type: ignore[operator]
-            for model in (eager, ours)
+            for model in (eager, fast)
         )
         assert torch.equal(got, expected)
 
@@ -325,7 +325,7 @@ def test_what_is_not_offered() -> None:
 
 
 def test_a_model_whose_attention_cannot_be_exchanged() -> None:
-    """Its own attention would add our boolean mask to the scores."""
+    """Bloom's attention would add the boolean mask to the scores."""
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, **SMALL)
     huggingface.register()
     model = transformers.BloomModel._from_config(config, attn_implementation="fastattn")

@@ -46,10 +46,10 @@ def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> No
     )
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
-    for ours, theirs in zip(
+    for gradient, wanted in zip(
         grads, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(gradient, wanted)
 
 
 def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
@@ -58,12 +58,12 @@ def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
     for q in (torch.randn(2, 3, 9, 8), torch.randn(2, 9, 3, 8).transpose(1, 2)):
         with FakeTensorMode() as mode:
             described = op(*3 * [mode.from_tensor(q)], 0.3, True)
-        for ours, theirs in zip(op(q, q, q, 0.3, True), described, strict=True):
-            if isinstance(ours, torch.Tensor):
-                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-                assert ours.stride() == theirs.stride()
+        for actual, expected in zip(op(q, q, q, 0.3, True), described, strict=True):
+            if isinstance(actual, torch.Tensor):
+                assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+                assert actual.stride() == expected.stride()
             else:
-                assert ours == theirs
+                assert actual == expected
 
 
 def test_removal_gives_the_op_back() -> None:
@@ -88,8 +88,8 @@ def test_sdpa_on_a_gpu(causal: bool) -> None:
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         attention.activate_flash_attention_impl(sdpa.NAME)
         try:
-            ours = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            actual = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         finally:
             attention.restore_flash_attention_impl()
-    assert torch.equal(ours, fastattn.attention(q, k, v, causal=causal))
-    torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
+    assert torch.equal(actual, fastattn.attention(q, k, v, causal=causal))
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)

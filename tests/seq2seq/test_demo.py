@@ -43,8 +43,8 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert [check["passed"] for check in summary["checks"][:3]] == [True] * 3
     assert [len(run["losses"]) for run in summary["runs"].values()] == [30, 30]
-    ours, theirs = (run["losses"] for run in summary["runs"].values())
-    assert max(plots.relative_differences(ours[:20], theirs[:20])) <= 1e-4
+    actual, expected = (run["losses"] for run in summary["runs"].values())
+    assert max(plots.relative_differences(actual[:20], expected[:20])) <= 1e-4
     assert summary["text"]["test"] == 20 and summary["text"]["pairs"] == 400
     assert f"text: {data}; 400 pairs, 0 malformed lines" in notes
 
@@ -105,8 +105,8 @@ def test_demo_fails_where_the_transformers_disagree():
         "one early loss": (result(early, 3.0), [False, True, True]),
         "final losses": (result(late, 3.1), [True, False, False]),
     }
-    for name, (theirs, expected) in verdicts.items():
-        checks = demo._compare({"fastattn.nn": result(same, 3.0), "torch.nn": theirs})
+    for name, (torch_result, expected) in verdicts.items():
+        checks = demo._compare({"fastattn.nn": result(same, 3.0), "torch.nn": torch_result})
         assert [check.passed for check in checks] == expected, name
 
 

@@ -146,8 +146,8 @@ def test_a_decoder_that_cannot_step_runs_whole_prefixes():
     expected = generate(model, *padded(sources()), max_lengths=LIMITS)
     model.transformer.decoder.layers[1].__class__ = Mine
     found = generate(model, *padded(sources()), max_lengths=LIMITS)
-    for ours, wanted in zip(found, expected, strict=True):
-        assert_same_hypotheses(ours, wanted)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_same_hypotheses(actual, wanted)
     with pytest.raises(NotImplementedError, match=r"layers\[1\] is not exactly"):
         generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=True)
 
@@ -169,8 +169,8 @@ def test_beam_search_equals_the_naive_one(beams, length_penalty, early_stopping)
         found = generate(
             model, *padded(sources()), max_lengths=LIMITS, strategy=options, use_cache=use_cache
         )
-        for ours, naive in zip(found, expected, strict=True):
-            assert_same_hypotheses(ours, naive)
+        for actual, naive in zip(found, expected, strict=True):
+            assert_same_hypotheses(actual, naive)
 
 
 def test_beams_find_what_greedy_misses():
@@ -350,7 +350,7 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
         assert_same_hypotheses(shuffled[order.index(i)], alone[i])
 
 
-@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="for products of our own")
+@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs fastattn's CPU products")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
     """Of a few sentences weights are read as they lie, of many they would be packed."""
@@ -369,8 +369,8 @@ def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
         for first in range(0, 45, size)
     ]
     together, parts = results[0], [found for part in results[1:] for found in part]
-    for ours, others in zip(together, parts, strict=True):
-        assert [(h.tokens, h.score) for h in ours] == [(h.tokens, h.score) for h in others]
+    for actual, others in zip(together, parts, strict=True):
+        assert [(h.tokens, h.score) for h in actual] == [(h.tokens, h.score) for h in others]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -541,8 +541,8 @@ def test_hooks_run_at_every_step(register):
     layer = model.transformer.decoder.layers[0]
     hook = getattr(layer.linear1, register)(lambda *_: seen.append(1))
     found = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
-    for ours, wanted in zip(found, plain, strict=True):
-        assert_same_hypotheses(ours, wanted)
+    for actual, wanted in zip(found, plain, strict=True):
+        assert_same_hypotheses(actual, wanted)
     assert len(seen) == max(len(h.tokens) + h.ended for (h,) in plain)
     hook.remove()
     assert generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs) == plain
@@ -562,8 +562,8 @@ def test_recorded_steps_repeat_on_a_gpu(strategy):
             programs=programs,
         )  # fmt: skip
     assert len(programs._kept) == 1
-    for ours, wanted in zip(found, expected, strict=True):
-        assert_same_hypotheses(ours, wanted)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_same_hypotheses(actual, wanted)
 
 
 # Errors

@@ -18,14 +18,14 @@ from fastattn.seq2seq.training import TrainingConfig
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
 def test_both_transformers_have_the_same_parameters_and_logits(tied, positions):
-    ours = small_model("fastattn", tied=tied, positions=positions).eval()
-    theirs = small_model("torch", tied=tied, positions=positions).eval()
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert list(mine) == list(other)
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    fast = small_model("fastattn", tied=tied, positions=positions).eval()
+    reference = small_model("torch", tied=tied, positions=positions).eval()
+    fast_state, reference_state = fast.state_dict(), reference.state_dict()
+    assert list(fast_state) == list(reference_state)
+    assert all(torch.equal(fast_state[name], reference_state[name]) for name in fast_state)
     batch = collate(random_examples(6))
     with torch.no_grad():
-        a, b = (m(batch.source, batch.target_in, batch.source_padding) for m in (ours, theirs))
+        a, b = (m(batch.source, batch.target_in, batch.source_padding) for m in (fast, reference))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

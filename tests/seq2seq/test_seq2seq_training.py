@@ -79,17 +79,17 @@ def test_label_smoothing_equals_torchs(smoothing, dtype):
     targets[0, 3:] = PAD
     targets[2] = PAD
     loss = label_smoothed_cross_entropy(logits, targets, smoothing=smoothing, ignore_index=PAD)
-    (ours,) = torch.autograd.grad(loss, logits)
+    (actual,) = torch.autograd.grad(loss, logits)
     reference = F.cross_entropy(
         logits.double().flatten(0, 1), targets.flatten(), ignore_index=PAD,
         label_smoothing=smoothing,
     )  # fmt: skip
-    (theirs,) = torch.autograd.grad(reference, logits)
+    (expected,) = torch.autograd.grad(reference, logits)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
     torch.testing.assert_close(
-        ours, theirs, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-8
+        actual, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-8
     )
-    assert ours[2].abs().max() == 0
+    assert actual[2].abs().max() == 0
 
 
 # Training
@@ -395,11 +395,11 @@ def test_checkpoints_hold_the_whole_state(tmp_path):
     other_optimizer = training.make_optimizer(other, toy_training(), CPU)
     assert checkpoint.load_checkpoint(folder, other, other_optimizer, CPU) == state
     assert torch.equal(torch.rand(4), expected_noise)
-    ours, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
-    assert ours.keys() == theirs.keys() and len(ours) == len(list(model.parameters()))
-    for index, values in ours.items():
+    saved, loaded = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert saved.keys() == loaded.keys() and len(saved) == len(list(model.parameters()))
+    for index, values in saved.items():
         for key, value in values.items():
-            assert torch.equal(value, theirs[index][key]), (index, key)
+            assert torch.equal(value, loaded[index][key]), (index, key)
 
 
 def test_files_are_replaced_whole(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def _save_time() -> None:
 
     def call_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         """A kernel's launch patches what its module sees of triton.language, and takes it back.
-        What other modules see stays patched from the first call of a function of theirs.
+        What other modules see stays patched from the first call of one of those modules' functions.
         """
         module = id(self.fn.__globals__)
         if module not in patched:

@@ -1,9 +1,10 @@
-"""How a module of ours is compared with torch's: one rule for outputs and gradients.
+"""How a module of fastattn is compared with PyTorch's: one rule for outputs and gradients.
 
-Three runs on the same values: torch's module in fp64 is the truth, torch's module in the tested
-dtype shows what that dtype costs, ours may err twice as much plus a few roundings. Where that fails
-torch runs again on values a rounding away, and the largest of its errors counts. `pairwise` makes
-the grids: few cases that hold every pair of values of every two factors.
+Three runs on the same values: PyTorch's module in fp64 gives the true values, PyTorch's module in
+the tested dtype the error of that dtype, and fastattn's error may be twice that plus a few
+roundings. Where that fails, PyTorch's module runs again on values a rounding away, and the largest
+of its errors counts. `pairwise` makes the grids: few cases that hold every pair of values of every
+two factors.
 """
 
 import copy
@@ -19,24 +20,29 @@ from torch import Tensor, nn
 ROUNDINGS = 4
 
 
-def assert_same(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, *others: Tensor) -> None:
+def assert_same(
+    name: str, actual: Tensor, expected: Tensor, truth: Tensor, *others: Tensor
+) -> None:
     """The rule. Errors are the largest of a tensor, sizes that of the largest true value.
 
     others: what torch gives for values a rounding away.
     """
-    assert ours.shape == truth.shape, f"{name}: shape {list(ours.shape)}, not {list(truth.shape)}"
-    assert ours.dtype == theirs.dtype, f"{name}: {ours.dtype}, not {theirs.dtype}"
-    error, allowed = error_and_allowed(ours, (theirs, *others), truth)
+    shapes = f"shape {list(actual.shape)}, not {list(truth.shape)}"
+    assert actual.shape == truth.shape, f"{name}: {shapes}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, not {expected.dtype}"
+    error, allowed = error_and_allowed(actual, (expected, *others), truth)
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-def error_and_allowed(ours: Tensor, theirs: Iterable[Tensor], truth: Tensor) -> tuple[float, float]:
+def error_and_allowed(
+    actual: Tensor, expected: Iterable[Tensor], truth: Tensor
+) -> tuple[float, float]:
     if truth.numel() == 0:
         return 0.0, 0.0
-    cost = max((x.double() - truth).abs().max().item() for x in theirs)
+    cost = max((x.double() - truth).abs().max().item() for x in expected)
     size = truth.abs().max().item()
-    allowed = 2 * cost + ROUNDINGS * torch.finfo(ours.dtype).eps * size
-    return (ours.double() - truth).abs().max().item(), allowed
+    allowed = 2 * cost + ROUNDINGS * torch.finfo(actual.dtype).eps * size
+    return (actual.double() - truth).abs().max().item(), allowed
 
 
 def run(
@@ -90,23 +96,23 @@ def _copy(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return copied.new_empty(span).as_strided(x.shape, x.stride()).copy_(copied)
 
 
-def assert_equivalent(theirs: nn.Module, ours: nn.Module, *args: Any, **kwargs: Any) -> None:
+def assert_equivalent(reference: nn.Module, fast: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Both modules, in one mode and with equal parameters, give the same results and gradients."""
-    truth = run(copy.deepcopy(theirs).double(), args, kwargs, torch.float64)
-    expected = run(theirs, args, kwargs, None)
-    got = run(ours, args, kwargs, None)
+    truth = run(copy.deepcopy(reference).double(), args, kwargs, torch.float64)
+    expected = run(reference, args, kwargs, None)
+    got = run(fast, args, kwargs, None)
     assert got.keys() == expected.keys()
 
     def close(name: str) -> bool:
         error, allowed = error_and_allowed(got[name], (expected[name],), truth[name])
         return error <= allowed
 
-    others = [] if all(map(close, truth)) else _a_rounding_away(theirs, args, kwargs)
+    others = [] if all(map(close, truth)) else _a_rounding_away(reference, args, kwargs)
     for name in truth:
         assert_same(name, got[name], expected[name], truth[name], *(x[name] for x in others))
 
 
-def _a_rounding_away(theirs: nn.Module, args: tuple, kwargs: dict) -> list[dict[str, Tensor]]:
+def _a_rounding_away(reference: nn.Module, args: tuple, kwargs: dict) -> list[dict[str, Tensor]]:
     """What torch's module gives if every value that goes in is rounded up or down by chance.
 
     It shows what one lucky run does not: where errors grow, where a ReLU is about to turn, and in
@@ -126,7 +132,7 @@ def _a_rounding_away(theirs: nn.Module, args: tuple, kwargs: dict) -> list[dict[
     results = []
     for _ in range(8):
         copies: dict[int, Tensor] = {}
-        module = copy.deepcopy(theirs)
+        module = copy.deepcopy(reference)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(rounded(parameter))

@@ -35,13 +35,13 @@ def build(package, name: str, **kwargs) -> nn.Module:
 
 
 def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
-    """torch's module and ours, with the same parameters, biases and norms away from their start."""
-    theirs, ours = build(nn, name, **kwargs), build(fnn, name, **kwargs)
-    for parameter in theirs.parameters():
+    """PyTorch's and fastattn's module: the same parameters, biases and norms not as they start."""
+    reference, fast = build(nn, name, **kwargs), build(fnn, name, **kwargs)
+    for parameter in reference.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.5, std=0.3)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    fast.load_state_dict(reference.state_dict())
+    return reference, fast
 
 
 def inputs(name: str, *, batch_first: bool = True) -> tuple[Tensor, ...]:

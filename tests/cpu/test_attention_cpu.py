@@ -313,10 +313,10 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
         total = (out.double() * dout).sum() + (lse.double() * dlse).sum()
         return out, lse, *torch.autograd.grad(total, given)
 
-    for ours, exact in zip(
+    for actual, exact in zip(
         results(torch.float32, "cpu"), results(torch.float64, "reference"), strict=True
     ):
-        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual.double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
 # -- layouts -------------------------------------------------------------------------------------

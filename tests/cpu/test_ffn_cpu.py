@@ -190,12 +190,12 @@ def test_activation_everywhere(isa: str, activation: str) -> None:
         y = fastattn.ffn(x, one, None, one, None, activation, backend=backend)
         return y, torch.autograd.grad(y.sum(), x)[0]
 
-    ours = value_and_slope(x, one, "cpu")
+    actual = value_and_slope(x, one, "cpu")
     exact = value_and_slope(x.double(), one.double(), "reference")
     eps = torch.finfo(torch.float32).eps
     # Cancellation aside, a few units in the last place of x and of 1.
-    assert ((ours[0] - exact[0]).abs() <= 3 * eps * (x.abs() + 1)).all()
-    assert ((ours[1] - exact[1]).abs() <= 8 * eps).all()
+    assert ((actual[0] - exact[0]).abs() <= 3 * eps * (x.abs() + 1)).all()
+    assert ((actual[1] - exact[1]).abs() <= 8 * eps).all()
 
 
 def test_nan_stays_where_it_is() -> None:

@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX") or shutil.which("g++")
-PORTABLE = sorted(CSRC.glob("*/*_cpu_portable.cpp"))
+PORTABLE = sorted(CSRC.rglob("*_cpu_portable.cpp"))
 KERNELS_ON_THREADS = (
     str(Path(__file__).with_name("attention_threads.cpp")),
-    str(CSRC / "attention" / "attention_cpu_portable.cpp"),
+    str(CSRC / "attention" / "cpu" / "attention_cpu_portable.cpp"),
 )
 FLAGS = f"-std=c++17 -fno-math-errno -ffp-contract=off -Wall -Wextra -I{CSRC} -pthread".split()
 ARM = shutil.which("aarch64-linux-gnu-g++")

@@ -1,8 +1,8 @@
-"""`patch(model)`: the modules of an existing model become ours, in place, and can go back.
+"""`patch(model)` makes an existing model use fastattn, in place; `unpatch(model)` reverts it.
 
-Modules that are exactly of torch's classes change their class and nothing else: parameters,
-buffers, hooks, names and `state_dict` stay the same objects. Attention of Hugging Face models goes
-through `attn_implementation`. Whatever stays as it was is named with its reason.
+Modules of exactly torch's classes are converted (nn/conversion.py). Models of Hugging Face
+`transformers` get fastattn as their `attn_implementation`. The report lists what was not replaced,
+with the reason.
 """
 
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fastattn.integrations import huggingface
-from fastattn.nn.adoption import DROP_INS, become_ours, go_back, why_not
+from fastattn.nn.conversion import DROP_INS, convert_class, restore, why_not_convertible
 
-# In the __dict__ of a model of `transformers`: its configurations and the attention of each before.
+# In the __dict__ of a `transformers` model: [(config, its previous attention implementation)].
 _ATTENTION_BEFORE = "_fastattn_attention_before"
 
 
 @dataclass
 class PatchReport:
-    """What `patch` did to a model; as a context manager, takes that back at the end.
+    """What `patch` changed in a model. As a context manager, reverts these changes on exit.
 
-    replaced: name of the module -> its class before. attention: name of a model of `transformers`
-    -> its class and its attention before. kept: name -> why it stayed.
+    replaced: module name -> previous class. attention: name of a `transformers` model -> its class
+    and previous attention. kept: name of a module that was not replaced -> the reason.
     """
 
     model: nn.Module = field(repr=False)
@@ -58,8 +58,8 @@ class PatchReport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What was patched before stays so.
-        _take_back(
+        # Only what this call of patch changed.
+        _revert(
             {
                 name: module
                 for name, module in self.model.named_modules()
@@ -69,14 +69,16 @@ class PatchReport:
 
 
 def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
-    """Turns the parts of `model` that fastattn knows into ours, in place.
+    """Replaces the modules of `model` for which fastattn has drop-ins, in place.
 
-    These are `nn.MultiheadAttention`, the encoder and decoder layers and stacks, `Transformer`,
-    `LayerNorm` and `RMSNorm`, and the attention of models of `transformers`. Results and gradients
-    stay what they were, up to rounding; a query that may attend nothing gets a zero context.
+    These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
+    `nn.LayerNorm` and `nn.RMSNorm`, and the attention of `transformers` models. Results and
+    gradients stay the same up to rounding, except that a query whose keys are all masked gets a
+    zero context.
 
-    Returns what was replaced and what was not, and prints it unless `quiet`. `unpatch(model)` takes
-    it back, as does leaving `with fastattn.patch(model):`. A model may be patched again.
+    Returns a report of what was and was not replaced, and prints it unless `quiet`.
+    `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
+    replaces only what is new.
     """
     _check(model)
     report = PatchReport(model)
@@ -87,9 +89,9 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             _switch_attention(name, module, report)
         if type(module) not in DROP_INS:
             why = _why_kept(name, module, report)
-        elif (why := why_not(module)) is None:
+        elif (why := why_not_convertible(module)) is None:
             report.replaced[name] = type(module).__name__
-            become_ours(module)
+            convert_class(module)
         if why is not None:
             report.kept[name] = why
     if not quiet:
@@ -98,20 +100,19 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Takes back what `patch` did to `model`, or `fastattn.nn.adopt`, also in copies of it and
-    after pickling.
+    """Reverts `patch` or `fastattn.nn.convert`, also on copied and unpickled models.
 
-    Raises RuntimeError, and changes nothing, where something else has changed a module's class
-    since: parametrizations or `fully_shard`, say.
+    Raises RuntimeError, and changes nothing, if a module's class was changed afterwards, for
+    example by a parametrization or `fully_shard`.
     """
     _check(model)
-    _take_back(dict(model.named_modules()))
+    _revert(dict(model.named_modules()))
 
 
-def _take_back(modules: dict[str, nn.Module]) -> None:
-    go_back(modules)
+def _revert(modules: dict[str, nn.Module]) -> None:
+    restore(modules)
     for module in modules.values():
-        # Outer ones first.
+        # Outer models first.
         for config, implementation in module.__dict__.pop(_ATTENTION_BEFORE, ()):
             config._attn_implementation = implementation
 
@@ -131,9 +132,9 @@ def _is_transformers_model(module: nn.Module) -> bool:
 
 
 def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
-    """Sends the attention of a model of `transformers`, and of the models in it, to ours."""
+    """Sets fastattn as the attention of a `transformers` model and of the models it contains."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        report.kept[name] = "has an attention that transformers cannot exchange"
+        report.kept[name] = "has an attention that transformers cannot replace"
         return
     configs: dict[int, Any] = {}
     _collect_configs(model.config, configs)
@@ -143,7 +144,7 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if any(config.output_attentions for config in configs.values()):
         report.kept[name] = "has config.output_attentions, which wants eager attention"
         return
-    if (why := _why_not_ours(model, configs)) is not None:
+    if (why := _why_unsupported(model, configs)) is not None:
         report.kept[name] = why
         return
     before = [(config, config._attn_implementation) for config in configs.values()]
@@ -155,8 +156,8 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 
-def _why_not_ours(model: nn.Module, configs: dict[int, Any]) -> str | None:
-    """What the attention of a model does that `attention_forward` would refuse."""
+def _why_unsupported(model: nn.Module, configs: dict[int, Any]) -> str | None:
+    """Which feature of the model's attention `huggingface.attention_forward` does not support."""
     if any(getattr(c, "attn_logit_softcapping", None) is not None for c in configs.values()):
         return "has an attention with softcap"
     for module in model.modules():
@@ -175,7 +176,7 @@ def _collect_configs(config: Any, configs: dict[int, Any]) -> None:
 
 
 def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
-    """Why a module that looks like ours was not replaced; None for any other."""
+    """Why a module that resembles a supported one was not replaced; None for any other."""
     kind = type(module)
     if kind in DROP_INS.values():
         return None

@@ -1,12 +1,12 @@
-"""Modules: drop-ins for `torch.nn`'s Transformer family, and what a Transformer needs beside them.
+"""Modules: drop-ins for `torch.nn`'s attention, Transformer and norm classes, and related layers.
 
-The drop-ins subclass torch's modules: same constructors, parameter names, `state_dict`, masks and
-results; `adopt` turns a model built of torch's classes into ours in place. `fastattn.nn.naive` is
-the readable reference, imported on its own.
+The drop-ins subclass torch's modules and keep their constructors, parameter names, `state_dict`,
+masks and results. `convert` changes a model built of torch's classes to these, in place.
+`fastattn.nn.naive`, the readable reference, is imported explicitly.
 """
 
-from fastattn.nn.adoption import adopt
 from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAttention
+from fastattn.nn.conversion import convert
 from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import PositionWiseFFN
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
@@ -40,5 +40,5 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
-    "adopt",
+    "convert",
 ]

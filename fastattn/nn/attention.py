@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastattn import functional
-from fastattn.nn.adoption import DropIn
+from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.nn.adoption import DropIn, adopt_children
 from fastattn.nn.attention import floating_mask, matching_masks
 from fastattn.nn.blocks import context_of, decoder_layer, encoder_layer
+from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import DropoutStreams, inherits
 
 
@@ -22,7 +22,7 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
         @functools.wraps(nn.TransformerEncoderLayer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children(self)
+            convert_children(self)
 
     def forward(
         self,
@@ -58,7 +58,7 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
         @functools.wraps(nn.TransformerDecoderLayer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children(self)
+            convert_children(self)
 
     def forward(
         self,

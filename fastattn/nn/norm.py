@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.nn.adoption import DropIn
+from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,

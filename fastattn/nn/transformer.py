@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastattn.nn.adoption import DropIn, adopt_children
 from fastattn.nn.attention import check_causal_hint, floating_mask, matching_masks
 from fastattn.nn.blocks import packed_decoder_layer, packed_encoder_layer
+from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import inherits
 from fastattn.nn.incremental import IncrementalDecoding
 from fastattn.nn.layers import (
@@ -42,7 +42,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.use_nested_tensor = False
-            adopt_children(self)
+            convert_children(self)
 
     def forward(
         self,
@@ -118,7 +118,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
         @functools.wraps(nn.TransformerDecoder.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children(self)
+            convert_children(self)
 
     def forward(
         self,
@@ -214,7 +214,7 @@ class Transformer(DropIn, nn.Transformer):
         @functools.wraps(nn.Transformer.__init__)
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            adopt_children(self)
+            convert_children(self)
 
     def forward(
         self,

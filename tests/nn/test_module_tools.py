@@ -285,9 +285,9 @@ def test_copies_and_files(name: str) -> None:
     for other in copies:
         assert [type(m) for m in other.modules()] == [type(m) for m in fast.modules()]
         assert torch.equal(first(other(*args)), expected)
-    # `adopt` converts a whole module of PyTorch's loaded from a file.
-    adopted = fnn.adopt(pickle.loads(pickle.dumps(reference)))
-    assert torch.equal(first(adopted(*args)), expected)
+    # `convert` converts a whole module of PyTorch's loaded from a file.
+    converted = fnn.convert(pickle.loads(pickle.dumps(reference)))
+    assert torch.equal(first(converted(*args)), expected)
 
 
 @each_class

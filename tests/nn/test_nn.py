@@ -536,7 +536,7 @@ def test_naive_transformer_equals_torch(norm_first, activation):
     assert_equivalent(plain, fast, src, tgt, **masks)
 
 
-def test_adopt_changes_exactly_torch_classes():
+def test_convert_changes_exactly_torch_classes():
     class Mine(nn.LayerNorm):
         pass
 
@@ -548,13 +548,13 @@ def test_adopt_changes_exactly_torch_classes():
     x = torch.randn(B, M, E)
     expected = model(x)
     parameters = list(model.parameters())
-    assert fnn.adopt(model) is model
+    assert fnn.convert(model) is model
     assert type(model[0]) is fnn.TransformerEncoder and not model[0].use_nested_tensor
     assert type(model[0].layers[1].self_attn) is fnn.MultiheadAttention
     assert type(model[0].layers[1].norm2) is fnn.LayerNorm
     assert type(model[1]) is Mine and type(model[2]) is fnn.RMSNorm
     assert all(x is y for x, y in zip(parameters, model.parameters(), strict=True))
-    assert_same("adopted", model(x), expected, expected.double())
+    assert_same("converted", model(x), expected, expected.double())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -115,7 +115,7 @@ def test_twice_and_back(model: Block) -> None:
     assert kinds(model) == names
 
 
-def test_copies_and_pickles_go_back_too(model: Block) -> None:
+def test_copies_and_pickles_are_unpatched(model: Block) -> None:
     names = kinds(model)
     fastattn.patch(model, quiet=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -124,11 +124,11 @@ def test_copies_and_pickles_go_back_too(model: Block) -> None:
     assert isinstance(model.norm, fnn.LayerNorm)
 
 
-def test_what_adopt_took_goes_back_too(model: Block, x: Tensor) -> None:
+def test_unpatch_reverts_convert(model: Block, x: Tensor) -> None:
     names, before = kinds(model), result(model, x)
-    fnn.adopt(model)
+    fnn.convert(model)
     assert kinds(model) != names
-    made = fnn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)  # fastattn's parts too
+    made = fnn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1)  # of fastattn's classes
     fastattn.unpatch(nn.ModuleList([model, made]))
     assert kinds(model) == names and model.encoder.use_nested_tensor
     for actual, expected in zip(result(model, x), before, strict=True):

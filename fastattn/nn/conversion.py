@@ -1,8 +1,8 @@
-"""Modules of torch's classes become ours, in place, and can go back.
+"""In-place conversion of torch.nn modules to fastattn's drop-in classes, and back.
 
-They change their class and nothing else: parameters, buffers, hooks, names and `state_dict` stay
-the same objects. A module remembers what it was, also in copies of it and after pickling. The
-classes themselves are found by their base, `DropIn`.
+Conversion changes a module's class and nothing else: parameters, buffers, hooks, names and
+`state_dict` stay the same objects. A converted module records its previous class, which copies and
+pickles keep. Drop-in classes register themselves through their base, `DropIn`.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import nn
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 DROP_INS: dict[type[nn.Module], type[nn.Module]] = {}  # PyTorch's class -> fastattn's
-_BEFORE = "_fastattn_before"  # in the __dict__ of a module that may go back: what it was
+_BEFORE = "_fastattn_before"  # in a converted module's __dict__: what `restore` sets again
 
 
 class DropIn:
@@ -23,8 +23,8 @@ class DropIn:
 
     `torch.jit.script`, which cannot compile the ops of fastattn, compiles `forward` of PyTorch's
     class. It reads the source of a method by `inspect`, which follows `__wrapped__`, and looks up
-    its names in the method's globals. The modules stay as they are; what `__prepare_scriptable__`
-    returns would replace them in their parents for good.
+    its names in the method's globals. `__prepare_scriptable__` is not used, because the module that
+    it returns permanently replaces this one in its parent.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -42,62 +42,62 @@ class DropIn:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that a function looks up among its globals, and those of attributes."""
+    """The names of globals and attributes that a function reads."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 
-def adopt(module: AnyModule) -> AnyModule:
-    """Turns `module` and the modules in it, where exactly of torch's classes, into ours, in place.
+def convert(module: AnyModule) -> AnyModule:
+    """Converts `module` and its submodules to fastattn's drop-in classes, in place; returns it.
 
-    Parameters, buffers, hooks and names stay the same objects; subclasses, and modules with a
-    forward of their own, are left alone. `fastattn.unpatch` takes it back.
+    Parameters, buffers, hooks and names stay the same objects. Subclasses of torch.nn's classes,
+    and modules whose `forward` was replaced, are not converted. `fastattn.unpatch` reverts it.
     """
     for child in module.modules():
-        if why_not(child) is None:
-            become_ours(child)
+        if why_not_convertible(child) is None:
+            convert_class(child)
     return module
 
 
-def adopt_children(module: nn.Module) -> None:
-    """What is ours from its construction on, and has nothing to go back to."""
+def convert_children(module: nn.Module) -> None:
+    """Converts the submodules of a drop-in that is being constructed; `restore` skips them."""
     for child in module.children():
         for part in child.modules():
-            if why_not(part) is None:
-                become_ours(part, for_good=True)
+            if why_not_convertible(part) is None:
+                convert_class(part, reversible=False)
 
 
-def why_not(module: nn.Module) -> str | None:
-    """Why a module cannot become ours, phrased to follow its name."""
+def why_not_convertible(module: nn.Module) -> str | None:
+    """Why a module cannot be converted, phrased to follow its name; None if it can."""
     if type(module) not in DROP_INS:
         return f"is {type(module).__name__}, none of the classes of torch.nn that have a drop-in"
     return "has a forward of its own" if "forward" in module.__dict__ else None
 
 
-def become_ours(module: nn.Module, *, for_good: bool = False) -> None:
+def convert_class(module: nn.Module, *, reversible: bool = True) -> None:
+    """Converts this module alone, whose class must be a key of DROP_INS."""
     kind = type(module)
     before: dict[str, object] = {"class": kind}
     if isinstance(module, nn.TransformerEncoder):
         before["use_nested_tensor"] = module.use_nested_tensor
         module.use_nested_tensor = False
     module.__class__ = DROP_INS[kind]  # type: ignore[assignment]
-    if not for_good:
+    if reversible:
         module.__dict__[_BEFORE] = before
 
 
-def go_back(modules: Mapping[str, nn.Module]) -> None:
-    """Takes back what `become_ours` did to modules, by name; leaves the others alone.
+def restore(modules: Mapping[str, nn.Module]) -> None:
+    """Reverts `convert_class` on these modules, given by name; skips those not converted.
 
-    Raises RuntimeError, and changes nothing, where something else has changed a module's class
-    since.
+    Raises RuntimeError, and changes nothing, if a module's class was changed after conversion.
     """
     for name, module in modules.items():
         before = module.__dict__.get(_BEFORE)
         if before is not None and type(module) is not DROP_INS[before["class"]]:
-            ours = DROP_INS[before["class"]].__name__
+            converted = DROP_INS[before["class"]].__name__
             raise RuntimeError(
-                f"{name or 'the model'} must be a {ours} of fastattn.nn, as patch left it, got "
-                f"{type(module).__name__}: take back what came after patch first"
+                f"{name or 'the model'} must be a {converted} of fastattn.nn, as patch left it, "
+                f"got {type(module).__name__}: revert what changed its class after patch first"
             )
     for module in modules.values():
         before = module.__dict__.pop(_BEFORE, {})

@@ -1,11 +1,11 @@
-"""Ring attention (Liu, Zaharia, Abbeel 2023): each process holds a part of the sequence.
+"""Ring attention (Liu, Zaharia, Abbeel 2023): each process holds a shard of the sequence.
 
-Keys and values go round the processes; each attends its queries to what it holds, and results of
-parts are merged by their lse. The backward sends the gradients of keys and values round with them.
-While a part is computed the next one travels.
+Keys and values are passed around the ring; each process attends its queries to the shard it holds,
+and partial results are merged by their lse. The backward passes the gradients of keys and values
+around with them. The next shard is transferred while the current one is computed.
 
 Causal work is balanced by the layout: of 2 P chunks, process r holds chunks r and 2 P - 1 - r, so
-all have the same number of pairs at every step. `shard_sequence` and `unshard_sequence` know it.
+all have the same number of pairs at every step. `shard_sequence` and `unshard_sequence` convert.
 
 Shapes: P processes, B batch, H query heads, K key heads, S = the whole sequence, D, E head dims.
 """
@@ -26,32 +26,32 @@ _WHOLE, _FIRST, _SECOND = slice(None), 0, 1
 def shard_sequence(
     x: Tensor, dim: int, *, causal: bool, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """This process's part of `x` along `dim`: 1 / P of it, or two chunks of 1 / (2 P) if causal.
+    """This process's shard of `x` along `dim`: 1 / P of it, or two chunks of 1 / (2 P) if causal.
 
-    Raises ValueError where the size does not divide evenly.
+    Raises ValueError if the size is not divisible.
     """
     P, rank = _place(group)
-    pieces = 2 * P if causal else P
-    if x.shape[dim] % pieces:
+    count = 2 * P if causal else P
+    if x.shape[dim] % count:
         raise ValueError(
-            f"x must have a size along dim {dim} that {pieces} divides, got {x.shape[dim]}"
+            f"x must have a size along dim {dim} that {count} divides, got {x.shape[dim]}"
         )
-    chunks = x.chunk(pieces, dim)
+    chunks = x.chunk(count, dim)
     if not causal:
         return chunks[rank].contiguous()
     return torch.cat([chunks[rank], chunks[2 * P - 1 - rank]], dim)
 
 
 def unshard_sequence(
-    part: Tensor, dim: int, *, causal: bool, group: dist.ProcessGroup | None = None
+    shard: Tensor, dim: int, *, causal: bool, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The whole of which `part` is this process's; on every process. Records no gradient."""
+    """The whole tensor, on every process, from each process's `shard`. Records no gradient."""
     P, _ = _place(group)
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(P)]
-    dist.all_gather(parts, part.detach().contiguous(), group)
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(P)]
+    dist.all_gather(shards, shard.detach().contiguous(), group)
     if not causal:
-        return torch.cat(parts, dim)
-    halves = [part.chunk(2, dim) for part in parts]
+        return torch.cat(shards, dim)
+    halves = [shard.chunk(2, dim) for shard in shards]
     ascending = [first for first, _ in halves]
     return torch.cat([*ascending, *(second for _, second in reversed(halves))], dim)
 
@@ -69,9 +69,9 @@ def ring_attention(
     """`attention` of the whole sequence, for this process's queries.
 
     Args:
-        q: [B, H, S / P, D]; k: [B, K, S / P, D]; v: [B, K, S / P, E], as `shard_sequence` parts
-            them. Every process calls with the same shapes.
-        causal: position j is seen from i >= j; needs the layout of `shard_sequence(causal=True)`.
+        q: [B, H, S / P, D]; k: [B, K, S / P, D]; v: [B, K, S / P, E], shards from
+            `shard_sequence`. Every process calls with the same shapes.
+        causal: query i attends keys j <= i; needs the layout of `shard_sequence(causal=True)`.
         scale: default D ** -0.5. group: default all processes.
 
     Returns:
@@ -90,7 +90,7 @@ def ring_attention(
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The number of processes, and which of them this is."""
+    """The number of processes, and this process's rank."""
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"group must contain the calling process, global rank {dist.get_rank()}")
@@ -110,7 +110,7 @@ class _Neighbours:
         return cls(group, *_place(group))
 
     def start_pass(self, *tensors: Tensor) -> tuple[list[Tensor], list[Any]]:
-        """Begins to send contiguous tensors on: where others arrive, and what to wait for."""
+        """Starts sending contiguous tensors on; returns the receive buffers and the requests."""
         received = [torch.empty_like(x) for x in tensors]
         if self.size == 1:
             return list(tensors), []
@@ -126,11 +126,12 @@ class _Neighbours:
 
 
 def _share(rank: int, owner: int, causal: bool) -> tuple[Any, Any, int] | None:
-    """Which half of our queries attends to which half of the owner's keys, and how; None: nothing.
+    """Which half of this rank's queries attends which half of the owner's keys, and the op's causal
+    code; None for no pairs.
 
-    Causal: chunks r and 2 P - 1 - r of a process are in order, so its own part is causal in
-    itself. Of a process before us both chunks of queries see the first chunk of keys alone; of one
-    behind us the second chunk of queries sees both.
+    Causal: a process holds chunks r and 2 P - 1 - r in ascending order, so its own shard is causal.
+    With an owner of lower rank, both query chunks attend its first key chunk only; with one of
+    higher rank, the second query chunk attends both.
     """
     if not causal:
         return _WHOLE, _WHOLE, _FULL
@@ -145,13 +146,13 @@ def _half(x: Tensor, which: Any) -> Tensor:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds a part's result to the fp32 sums `out`, `lse`, in place."""
+    """Merges a partial result into the running `out` and `lse`, in place."""
     total = torch.logaddexp(lse, part_lse)
     empty = total == float("-inf")
-    ours, theirs = (
+    weight, part_weight = (
         torch.exp(x - total).masked_fill_(empty, 0.0)[..., None] for x in (lse, part_lse)
     )
-    out.mul_(ours).add_(part * theirs)
+    out.mul_(weight).add_(part * part_weight)
     lse.copy_(total)
 
 
@@ -191,7 +192,7 @@ class _Ring(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         held = [k.contiguous(), v.contiguous()]
         dq = torch.zeros_like(q, dtype=wide)
-        travelling = [torch.zeros_like(x, dtype=wide) for x in held]  # gradients of what is held
+        held_grads = [torch.zeros_like(x, dtype=wide) for x in held]
         for step in range(ring.size):
             arriving, transfers = ring.start_pass(*held) if step + 1 < ring.size else (held, [])
             share = _share(ring.rank, (ring.rank - step) % ring.size, ctx.causal)
@@ -205,12 +206,12 @@ class _Ring(torch.autograd.Function):
                     kind, -1, -1, ctx.scale, 0.0, None, 0, [True, True, True, False],
                 )  # fmt: skip
                 _half(dq, rows).add_(parts[0])
-                for total, part in zip(travelling, parts[1:3], strict=True):
+                for total, part in zip(held_grads, parts[1:3], strict=True):
                     _half(total, keys).add_(part)
-            # The gradients follow what they belong to; after the last step they are home.
-            arrived, gradient_transfers = ring.start_pass(*travelling)
+            # Gradients move with their keys and values; the last step returns them to the owner.
+            arrived, gradient_transfers = ring.start_pass(*held_grads)
             for transfer in (*transfers, *gradient_transfers):
                 transfer.wait()
-            held, travelling = arriving, arrived
-        dk, dv = travelling
+            held, held_grads = arriving, arrived
+        dk, dv = held_grads
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

@@ -1,9 +1,9 @@
-"""How DTensors shard the package's ops: attention over batch and heads, norms and FFN over rows.
+"""DTensor sharding rules of the ops: attention over batch and heads, norms and FFN over rows.
 
-`register_sharding_rules()` tells `torch.distributed.tensor`. Ops on DTensors then run on the local
-shards, without communication where batch, heads or rows are sharded; what is sharded otherwise is
-gathered first, as everywhere in DTensor. With dropout nothing may stay sharded: the bits of an
-element follow from its place in the whole tensor.
+After `register_sharding_rules()`, ops on DTensors run on the local shards, without communication
+where batch, heads or rows are sharded; other shardings are gathered first, as usual in DTensor.
+With dropout everything is replicated: an element's random bits depend on its index in the whole
+tensor.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-# For one way of sharding: argument or result -> its placement; tensors not named are replicated.
+# One sharding: argument or result -> its placement; tensors not named are replicated.
 _Placements = Mapping[str, Placement]
 _registered = False
 
@@ -49,7 +49,7 @@ def register_sharding_rules() -> None:
 
 def _compare_all_arguments(op: Any) -> None:
     """DTensor caches the placements and shapes of an op's results by its tensors and by the other
-    arguments from the first integer on. Which gradients are wanted decides as well.
+    arguments from `static_argnum` on. 0 includes `needs`, which decides the shapes of gradients.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.op_to_schema_info[op].static_argnum = 0
@@ -58,7 +58,7 @@ def _compare_all_arguments(op: Any) -> None:
 def _strategy(
     op: Any, rule: Callable[[Mapping[str, Any]], Sequence[_Placements]]
 ) -> Callable[..., Sequence[tuple[list[Any], list[Any]]]]:
-    """The function that `register_sharding` wants: placements of the results, of the arguments."""
+    """The strategy for `register_sharding`: placements of the results and of the arguments."""
     names = [argument.name for argument in op._schema.arguments]
     results = [result.name for result in op._schema.returns]
 
@@ -84,7 +84,7 @@ def _strategy(
 
 
 def _unwanted(given: Mapping[str, Any], results: Sequence[str]) -> set[str]:
-    """Gradients that nobody asked for: results of shape [0]."""
+    """Gradients that are not required: results of shape [0]."""
     needs = given.get("needs")
     return (
         set() if needs is None else {y for y, need in zip(results, needs, strict=True) if not need}
@@ -92,7 +92,7 @@ def _unwanted(given: Mapping[str, Any], results: Sequence[str]) -> set[str]:
 
 
 def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
-    """Over the batch, and over heads where each process gets whole groups of them."""
+    """Over the batch, and over heads if each process gets whole groups of query heads."""
     k, mask = given["k"], given["mask"]
     ways = []
     for dim in (0, 1):
@@ -112,8 +112,8 @@ def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
 
 
 def _most_shards_of_heads(given: Mapping[str, Any]) -> int:
-    """Into how many parts the heads may come to be sharded: over every mesh dimension together on
-    which an argument is something other than replicated or sharded over the batch.
+    """The largest number of shards of the heads: the product of all mesh dimensions on which an
+    argument is neither replicated nor sharded over the batch.
     """
     sharded = {
         i
@@ -125,7 +125,7 @@ def _most_shards_of_heads(given: Mapping[str, Any]) -> int:
 
 
 def _by_rows(given: Mapping[str, Any]) -> Sequence[_Placements]:
-    """Over any dimension but the last; gradients of parameters are then sums over processes."""
+    """Over any dimension but the last; gradients of parameters are then partial sums."""
     rows = (
         "x", "residual", "y", "z", "mean", "rstd", "hidden", "dy", "dz", "dx", "dresidual",
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""fastattn in models that others wrote."""
+"""fastattn as the attention of other packages' models."""

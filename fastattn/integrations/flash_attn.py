@@ -2,12 +2,12 @@
 
     from fastattn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-Tensors are [B, S, H, D] as there, and masks are aligned bottom right. They run wherever fastattn
-runs, a CPU included, in fp32 too, with the gradients of every argument that has one there. What is
-different: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf; every
-result is deterministic, so `deterministic` changes nothing; `num_splits` is our own choice;
-`softcap` is refused. ALiBi, and a window where it is not the causal one of sequences of one length,
-become a dense mask, [B, H, M, N] at most: exact, but no longer free.
+Tensors are [B, S, H, D] and masks are aligned bottom right, as in flash_attn. The functions run on
+every device of fastattn, a CPU included, also in fp32, and have gradients for the same arguments.
+Differences: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf; all
+results are deterministic, so `deterministic` has no effect; `num_splits` is ignored; `softcap` is
+not supported. ALiBi slopes and windows, except causal ones and those of equal lengths, become a
+dense mask of at most [B, H, M, N]: exact, but slower.
 """
 
 import operator
@@ -39,12 +39,12 @@ def flash_attn_func(
 
     Args:
         q: [B, M, H, D]. k: [B, N, K, D], v: [B, N, K, E]; H a multiple of K.
-        causal: query i sees the keys j <= i + N - M.
+        causal: query i attends keys j <= i + N - M.
         window_size: (left, right) of that diagonal; -1 = unlimited.
         alibi_slopes: fp32 [H] or [B, H]: -slope * |i + N - M - j| is added to the scores.
-        return_attn_probs: for tests: also lse [B, H, M] and, with dropout, the weights [B, H, M,
-            N], negative where they were dropped (None without dropout); in fp32, and of sum 1 in
-            each row, where flash_attn's are in q's type and lack the last scaling.
+        return_attn_probs: for tests: also return lse [B, H, M] and, with dropout, the weights
+            [B, H, M, N], negative where dropped (None without dropout). They are fp32 and each row
+            has sum 1; flash_attn's are in q's dtype and lack the final scaling.
 
     Returns:
         out [B, M, H, E], or (out, lse, weights).
@@ -92,12 +92,12 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """`flash_attn_func` of sequences packed one behind the other.
+    """`flash_attn_func` of packed sequences.
 
     Args:
         q: [T, H, D]; k, v: [S, K, D], or pages [P, page size, K, D] under a block_table.
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where each sequence begins.
-        max_seqlen_q, max_seqlen_k: the longest lengths, on the host.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], the offset of each sequence.
+        max_seqlen_q, max_seqlen_k: the largest lengths, Python integers.
         block_table: int32 [B, pages of a sequence].
         The others as in `flash_attn_func`; with return_attn_probs, lse is [H, T] and the weights
         are [B, H, max_seqlen_q, max_seqlen_k].
@@ -107,22 +107,22 @@ def flash_attn_varlen_func(
     """
     _refuse_softcap(softcap)
     window_size = _sides(window_size)
-    max_seqlen_q, max_seqlen_k = _whole(max_seqlen_q), _whole(max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
     same = cu_seqlens_q is cu_seqlens_k
-    plain = alibi_slopes is None and block_table is None
+    needs_mask = alibi_slopes is not None or block_table is not None
     restrictions = _restrictions(0, 0 if same else None, causal, window_size)
-    if plain and restrictions is not None and not (return_attn_probs and dropout_p > 0.0):
+    if not needs_mask and restrictions is not None and not (return_attn_probs and dropout_p > 0.0):
         out, lse = functional.attention_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             scale=softmax_scale, dropout_p=dropout_p, return_lse=True, **restrictions,
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
-    # The others run padded: sequence by sequence, rows behind its end are never computed.
+    # Other calls run padded; rows beyond the end of a sequence are not computed.
     queries, rows = cu_seqlens_q.diff(), _rows(cu_seqlens_q, max_seqlen_q)
     keys = cu_seqlens_k.diff()
     if block_table is None:
-        places = _rows(cu_seqlens_k, max_seqlen_k).clamp(max=max(k.shape[0] - 1, 0))
-        k, v = k[places], v[places]
+        positions = _rows(cu_seqlens_k, max_seqlen_k).clamp(max=max(k.shape[0] - 1, 0))
+        k, v = k[positions], v[positions]
     else:
         k, v = (_gathered(x, block_table)[:, :max_seqlen_k] for x in (k, v))
     M, N, H = max_seqlen_q, k.shape[1], q.shape[1]
@@ -135,7 +135,7 @@ def flash_attn_varlen_func(
         True,
     )
     assert isinstance(padded, tuple)
-    # Row t is the row t - cu_seqlens[b] of its sequence b.
+    # Packed row t of sequence b is its row t - cu_seqlens_q[b].
     steps = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens_q.dtype)
     sequence = torch.searchsorted(cu_seqlens_q[1:], steps, right=True)
     beyond = sequence >= len(queries)
@@ -185,28 +185,28 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache, into which new keys and values are written first.
+    """Attention of new queries over a cache, after new keys and values are written to it.
 
     Args:
         q: [B, M, H, D].
         k_cache, v_cache: [cache's B, N, K, D], or pages [P, page size, K, D] under a block_table;
             changed in place.
-        k, v: [B, new, K, D], written behind the first cache_seqlens; None: nothing is new.
+        k, v: [B, new, K, D], written after the first cache_seqlens positions; None: nothing is new.
         rotary_cos, rotary_sin: [positions, rotary D / 2], applied to k at its positions, and to q
-            at the same where causal or windowed, else at cache_seqlens. rotary_interleaved: pairs
+            at the same ones if causal or windowed, else at cache_seqlens. rotary_interleaved: pairs
             are (0, 1), (2, 3), ..., else (0, D / 2), ....
         cache_seqlens: int or int32 [B], keys in the cache before the call; None: all.
-        cache_batch_idx: int32 [B], which row of the cache belongs to which query.
-        cache_leftpad: int32 [B], where the keys of a row begin.
+        cache_batch_idx: int32 [B], the cache row of each query.
+        cache_leftpad: int32 [B], the position of the first key of each row.
         block_table: int32 [B, pages of a sequence].
         The others as in `flash_attn_func`. No gradients.
 
     Returns:
         out [B, M, H, D], or (out, lse [B, H, M]).
 
-    Raises ValueError where cache_seqlens and k do not fit the cache, or a page that is read or
-    written does not exist, if the values are on the host. Values on a GPU are never read: there,
-    lengths beyond the cache are cut at its end and writes outside it are errors of the device.
+    Raises ValueError if cache_seqlens and k do not fit the cache or a page that is read or written
+    does not exist, for values on the CPU. Values on a GPU are not checked: there, lengths are
+    clamped to the cache's size and writes outside it are device errors.
     """
     _refuse_softcap(softcap)
     window_size = _sides(window_size)
@@ -214,11 +214,11 @@ def flash_attn_with_kvcache(
         if block_table is not None and other is not None:
             raise ValueError(f"{name} must be None with a block_table, got a tensor")
     if (k is None) != (v is None):
-        raise ValueError(f"k and v must come together, got {'v' if k is None else 'k'} alone")
+        raise ValueError(f"k and v must both be given, got {'v' if k is None else 'k'} alone")
     if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("rotary_cos and rotary_sin must come together, got one of them")
+        raise ValueError("rotary_cos and rotary_sin must both be given, got one of them")
     B, M, H, _ = q.shape
-    banded = causal or window_size != (-1, -1)
+    bounded = causal or window_size != (-1, -1)
     page = k_cache.shape[1]
     size = page if block_table is None else page * block_table.shape[1]
     if cache_seqlens is None:
@@ -229,17 +229,17 @@ def flash_attn_with_kvcache(
     past = cache_seqlens.long()
     rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if rotary_cos is not None and rotary_sin is not None:
-        steps = past[:, None] + torch.arange(M, device=q.device) * banded
+        steps = past[:, None] + torch.arange(M, device=q.device) * bounded
         q = _rotated(q, rotary_cos[steps], rotary_sin[steps], rotary_interleaved)
     lengths = past
     if k is not None and v is not None:
-        places = past[:, None] + torch.arange(k.shape[1], device=q.device)
+        positions = past[:, None] + torch.arange(k.shape[1], device=q.device)
         if rotary_cos is not None and rotary_sin is not None:
-            k = _rotated(k, rotary_cos[places], rotary_sin[places], rotary_interleaved)
+            k = _rotated(k, rotary_cos[positions], rotary_sin[positions], rotary_interleaved)
         if block_table is None:
-            target = (rows[:, None], places)
+            target = (rows[:, None], positions)
         else:
-            target = (block_table.long().gather(1, places // page), places % page)
+            target = (block_table.long().gather(1, positions // page), positions % page)
         k_cache[target] = k.to(k_cache.dtype)
         v_cache[target] = v.to(v_cache.dtype)
         lengths = past + k.shape[1]
@@ -254,7 +254,7 @@ def flash_attn_with_kvcache(
         restrictions["mask"] = _dense(
             M, keys.shape[1], lengths - M, cache_leftpad, causal, window_size, alibi_slopes, H
         )
-    elif causal:  # query i sees as many keys less as queries follow it
+    elif causal:  # query i may attend all keys but those of the queries after it
         restrictions["key_lengths"] = lengths[:, None] - torch.arange(
             M - 1, -1, -1, device=q.device
         )
@@ -271,16 +271,16 @@ def _refuse_softcap(softcap: float) -> None:
         raise NotImplementedError(f"softcap must be 0.0, got {softcap}")
 
 
-def _whole(value: Any) -> int:
-    """An integer as itself; flash_attn takes tensors of one element in the place of one, too."""
-    known = isinstance(value, (int, torch.SymInt))
-    return value if known else operator.index(value)  # type: ignore[no-any-return]
+def _integer(value: Any) -> int:
+    """`value` as an integer; like flash_attn, accepts a tensor of one element."""
+    is_integer = isinstance(value, (int, torch.SymInt))
+    return value if is_integer else operator.index(value)  # type: ignore[no-any-return]
 
 
 def _sides(window: Any) -> Window:
-    """(left, right) of anything that holds two integers; each below 0 is -1."""
+    """(left, right) of a pair of integers; negative ones become -1."""
     try:
-        left, right = (_whole(side) for side in window)
+        left, right = (_integer(side) for side in window)
     except (TypeError, ValueError):
         wanted = "two integers (left, right), -1 for unlimited"
         raise TypeError(f"window_size must be {wanted}, got {window!r}") from None
@@ -297,7 +297,7 @@ def _unpacked(name: str, x: Tensor, count: int, dimensions: int) -> tuple[Tensor
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, S, H, D] -> [B, H, S, D], which copies nothing."""
+    """[B, S, H, D] -> [B, H, S, D] as views."""
     for name, x in zip("qkv", tensors, strict=True):
         if x.dim() != 4:
             raise ValueError(f"{name} must be [B, S, H, D], got {list(x.shape)}")
@@ -305,8 +305,9 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _restrictions(M: int, N: int | None, causal: bool, window: Window) -> dict[str, Any] | None:
-    """The op's own arguments for a band, or None where it has none: a window that is not causal is
-    aligned bottom right here and top left there (N None: sequences whose lengths may differ).
+    """The op's own arguments for causal and window, or None if it cannot express them: without
+    causal, a window is aligned bottom right in flash_attn and top left in the op. N None: lengths
+    may differ between queries and keys.
     """
     left, right = window
     if causal:
@@ -328,12 +329,12 @@ def _dense(
     slopes: Tensor | None,
     H: int,
 ) -> Tensor:
-    """The mask of a band around keys - queries = diagonal [B or 1], boolean [B, 1, M, N] or, with
-    ALiBi's slopes, their biases [B, H, M, N] with -inf outside the band.
+    """The mask of causal and window bounds along keys - queries = diagonal [B or 1]: bool
+    [B, 1, M, N], or with ALiBi's slopes their biases [B, H, M, N] with -inf outside the bounds.
     """
     left, right = window
     j = torch.arange(N, device=diagonal.device)
-    # How far key j lies right of query i's place.
+    # The offset of key j from the diagonal of query i.
     distance = j - torch.arange(M, device=j.device)[:, None] - diagonal[:, None, None, None]
     allowed = torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -357,7 +358,7 @@ def _attend(
     restrictions: dict[str, Any],
     dropout_p: float,
     scale: float | None,
-    everything: bool,
+    return_all: bool,
 ) -> Result:
     q, k, v = heads
     seed = functional.new_dropout_seed(q.device) if dropout_p > 0.0 else None
@@ -365,23 +366,23 @@ def _attend(
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": seed}
     out, lse = functional.attention(q, k, v, return_lse=True, **options, **dropout)
     out = out.transpose(1, 2)
-    if not everything:
+    if not return_all:
         return out
     if dropout_p == 0.0:
         return out, lse, None
-    # What is dropped depends on the seed and the position alone, so the unit vectors as values
-    # show it.
+    # The dropout mask depends on the seed and the position only, so attention with the identity
+    # matrix as values returns it.
     weights = functional.attention_weights(q, k, **options)
     units = torch.eye(k.shape[2], dtype=q.dtype, device=q.device)
     units = units.expand(*k.shape[:2], -1, -1)
-    even = functional.attention(torch.zeros_like(q), torch.zeros_like(k), units, **dropout)
-    return out, lse, torch.where(even > 0, weights, -weights)
+    kept = functional.attention(torch.zeros_like(q), torch.zeros_like(k), units, **dropout)
+    return out, lse, torch.where(kept > 0, weights, -weights)
 
 
 def _check_cache(
     cache_seqlens: int | Tensor, new: int, size: int, block_table: Tensor | None, cache: Tensor
 ) -> None:
-    """Raises where positions are outside the cache, as far as values on the host tell."""
+    """Raises if positions are outside the cache, for values on the CPU."""
     if isinstance(cache_seqlens, Tensor):
         if not _is_on_host(cache_seqlens):
             return
@@ -412,24 +413,24 @@ def _is_on_host(x: Tensor) -> bool:
 
 
 def _rows(offsets: Tensor, longest: int) -> Tensor:
-    """[B, longest]: row i of sequence b, also behind its end."""
+    """[B, longest]: the index of row i of sequence b, also beyond its end."""
     return offsets[:-1, None].long() + torch.arange(longest, device=offsets.device)
 
 
 def _gathered(pages: Tensor, table: Tensor) -> Tensor:
-    """Pages [P, page size, K, D] -> each sequence's own [B, pages * page size, K, D]."""
-    # Entries behind a sequence's end may hold anything.
+    """Pages [P, page size, K, D] -> the rows of each sequence [B, pages * page size, K, D]."""
+    # Entries after a sequence's last page may hold any value.
     return pages[table.long().clamp(0, pages.shape[0] - 1)].flatten(1, 2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotary positions (Su et al. 2021) of x [B, S, H, D] by angles [B, S, rotary D / 2]."""
     half = cos.shape[-1]
-    turning, still = x[..., : 2 * half], x[..., 2 * half :]
+    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, :, None].to(wide), sin[:, :, None].to(wide)
-    pairs = turning.to(wide).unflatten(-1, (half, 2) if interleaved else (2, half))
+    pairs = rotary.to(wide).unflatten(-1, (half, 2) if interleaved else (2, half))
     along = -1 if interleaved else -2
     a, b = pairs.unbind(along)
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), along).flatten(-2)
-    return torch.cat((turned.to(x.dtype), still), -1)
+    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), along).flatten(-2)
+    return torch.cat((rotated.to(x.dtype), rest), -1)

@@ -1,8 +1,8 @@
-"""Formulas for `torch.utils.flop_counter.FlopCounterMode`, so that it counts the package's ops.
+"""Formulas for `torch.utils.flop_counter.FlopCounterMode`, so that it counts fastattn's ops.
 
-As torch counts its own: two operations for a multiplication and an addition, matrix products only,
-every pair of query and key whatever the mask. Of packed sequences the pairs inside them are
-counted, which reads their offsets; without data, as many as their upper bounds allow.
+They follow torch's: a multiplication and addition are two operations, only matrix products count,
+and every pair of query and key counts whatever the mask. For packed sequences only pairs within a
+sequence count, which reads the offsets; without data, the pairs that the maximum lengths allow.
 """
 
 import importlib.abc
@@ -27,7 +27,7 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) 
 def attention_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kw: Any
 ) -> int:
-    """Q Kᵀ again, dO Vᵀ, Pᵀ dO, dS K and dSᵀ Q."""
+    """Q Kᵀ recomputed, dO Vᵀ, Pᵀ dO, dS K and dSᵀ Q."""
     B, H, M, D = q.shape
     return 2 * B * H * M * k.shape[2] * (3 * D + 2 * v.shape[3])
 
@@ -36,7 +36,7 @@ def varlen_flops(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """`attention_flops` of every sequence: q `[T, H, D]`, k `[S, K, D]`, v `[S, K, E]`."""
+    """`attention_flops` summed over sequences: q `[T, H, D]`, k `[S, K, D]`, v `[S, K, E]`."""
     H, D = q.shape[1:]
     return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (D + v.shape[2])
 
@@ -45,7 +45,7 @@ def varlen_backward_flops(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
     cu_k: Tensor, out: Tensor, lse: Tensor, max_q: int, max_k: int, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """`attention_backward_flops` of every sequence."""
+    """`attention_backward_flops` summed over sequences."""
     H, D = q.shape[1:]
     return 2 * H * _pairs(cu_q, cu_k, max_q, max_k) * (3 * D + 2 * v.shape[2])
 
@@ -62,7 +62,7 @@ def ffn_backward_flops(
     dy: Tensor, x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None,
     hidden: Tensor, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """The products of the gradients that are needed; the hidden layer's leads to all but w2's."""
+    """The products of the required gradients; all but w2's need the hidden layer's gradient."""
     needs: Sequence[bool] = next(x for x in rest if isinstance(x, list | tuple))
     need_x, need_w1, need_b1, need_w2, _ = needs
     rows = x.numel() // max(1, x.shape[-1])
@@ -78,7 +78,7 @@ def linear_flops(x: Tensor, w: Tensor, *rest: Any, **kwargs: Any) -> int:
 def linear_backward_flops(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool], *rest: Any, **kwargs: Any
 ) -> int:
-    """The products of the gradients that are needed: dy `[..., E]` with w `[E, D]` and with x."""
+    """The products of the required gradients: dy `[..., E]` with w `[E, D]` and with x."""
     need_x, need_w, _ = needs
     columns = sum(t.shape[-1] for t, need in ((w, need_x), (x, need_w)) if need and t is not None)
     return 2 * dy.numel() * columns
@@ -97,7 +97,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def install() -> None:
-    """Registers the formulas, at once or when `torch.utils.flop_counter` is first imported.
+    """Registers the formulas, now or when `torch.utils.flop_counter` is first imported.
 
     Importing that module imports Triton, so `import fastattn` does not.
     """
@@ -116,7 +116,7 @@ def _register(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch's module where it is and registers the formulas after it has run."""
+    """Finds torch's module as usual and registers the formulas after it has executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,11 +1,11 @@
 """`attn_implementation="fastattn"` for the models of Hugging Face `transformers`.
 
-`register()` gives `transformers` two functions under that name: the attention itself, and the one
-that makes its masks. Masks stay as small as they are, padding is `[B, 1, 1, N]`, and looking into
-one for a short cut, which waits for the GPU, is not needed: the kernels find the empty tiles.
-Queries that may attend nothing, in the padding on the left say, get zeros.
+`register()` registers two functions under that name: the attention and its mask function. Masks
+keep their broadcast shape; a padding mask is `[B, 1, 1, N]`. No mask is read to find out whether it
+can be dropped, which would synchronise with the GPU: the kernels skip empty tiles. Queries with no
+allowed key, such as left padding, get zeros.
 
-Shapes, theirs: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, result
+Shapes, as in transformers: query `[B, H, M, D]`, key `[B, K, N, D]`, value `[B, K, N, E]`, result
 `[B, M, H, E]`.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from fastattn import functional
 
 NAME = "fastattn"
-_OLDEST = (5, 4)  # the first that describes masks by `q_length` and `q_offset`
-# What some models hand to the kernels of their own, and `attention` would ignore.
+_OLDEST = (5, 4)  # the first whose mask functions take `q_length` and `q_offset`
+# Arguments that some models pass and `attention` would ignore.
 _REFUSED = {
     "softcap": "no softcap",
     "cache": "no paged cache",
@@ -31,12 +31,12 @@ _REFUSED = {
 }
 
 
-# transformers.masking_utils, once registered: a compiler cannot import while it reads our function.
+# transformers.masking_utils after `register`: torch.compile cannot trace the import.
 _masking_utils: Any = None
 
 
 def register() -> None:
-    """Makes `attn_implementation="fastattn"` known to `transformers`; may be called again.
+    """Registers `attn_implementation="fastattn"` with `transformers`; may be called again.
 
     Raises ImportError without `transformers` 5.4 or newer.
     """
@@ -70,26 +70,26 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of `transformers`, on the `attention` op.
 
-    attention_mask: bool (True = may attend) or additive, as `attention` takes. position_bias: added
-    to the scores, `[1 or B, H, M, N]`, with its gradient (T5). s_aux: `[H]`, a logit for each head
-    that takes its share of the softmax and has no value (attention sinks). With output_attentions
-    the weights `[B, H, M, N]` come second, before dropout; with s_aux they are refused.
+    attention_mask: bool (True = may attend) or additive, as for `attention`. position_bias: added
+    to the scores, `[1 or B, H, M, N]`, differentiable (T5). s_aux: `[H]`, one more logit in each
+    head's softmax that has no value (attention sinks). With output_attentions the weights
+    `[B, H, M, N]` before dropout are returned second; not supported with s_aux.
 
-    Raises NotImplementedError for softcap, paged caches, and the sparse attentions that select keys
-    outside of the mask.
+    Raises NotImplementedError for softcap, paged caches, and sparse attention that selects keys by
+    other means than the mask.
     """
     for name, what in _REFUSED.items():
         if (given := kwargs.get(name)) is not None:
             got = given if isinstance(given, float) else type(given).__name__
             raise NotImplementedError(f"attn_implementation={NAME!r} has {what}, got {name}={got}")
-    if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters
+    if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters, without a batch
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and is_causal and query.shape[2] > 1
     M, N = query.shape[2], key.shape[2]
     if causal and M != N:
-        # Nobody says whether these are the first positions of a cache or the last of a sequence.
+        # The alignment is unknown: queries may be the first positions of a cache or the last.
         raise ValueError(f"attention_mask must be given for causal {M} queries and {N} keys")
     mask = _with_bias(attention_mask, position_bias)
     restrictions: dict[str, Any] = {"mask": mask, "causal": causal}
@@ -103,13 +103,13 @@ def attention_forward(
         return_lse=True,
     )
     if s_aux is not None:
-        # softmax over scores and the sink: the weights' sum exp(lse) over exp(lse) + exp(sink).
+        # Softmax over scores and sink: exp(lse) / (exp(lse) + exp(sink)) goes to the keys.
         share = torch.sigmoid(lse - s_aux.float()[:, None])
         out = out * share[..., None].to(out.dtype)
     weights = None
     if output_attentions:
         if s_aux is not None:
-            raise NotImplementedError("output_attentions=True is not offered beside s_aux")
+            raise NotImplementedError("output_attentions=True is not supported with s_aux")
         weights = functional.attention_weights(query, key, **restrictions, scale=scaling)
     return out.transpose(1, 2).contiguous(), weights
 
@@ -125,14 +125,14 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function of `transformers`: bool, True = may attend, None where nothing is blocked
-    or `is_causal` says it all.
+    """The mask function of `transformers`: bool, True = may attend. None where nothing is blocked
+    or `is_causal` expresses the mask.
 
-    attention_mask: `[B, N]`, False = padding. The rest is what `transformers` passes to
+    attention_mask: `[B, N]`, False = padding. The other arguments are those of
     `masking_utils.sdpa_mask`.
 
-    Raises NotImplementedError for a model whose attention `transformers` cannot exchange: its own
-    would read this mask as one to be added.
+    Raises NotImplementedError for a model whose attention `transformers` cannot replace: its own
+    attention would add this mask to the scores.
     """
     if _masking_utils is None:
         register()
@@ -186,7 +186,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     lowest = torch.finfo(bias.dtype).min
     if mask.dtype is torch.bool:
         return torch.where(mask, bias, lowest)
-    # A positive bias must not lift what the mask blocks.
+    # The sum could exceed the blocking threshold where the bias is positive.
     return torch.where(mask <= torch.finfo(mask.dtype).min, lowest, bias + mask)
 
 
@@ -199,5 +199,5 @@ def _check_exchangeable(config: Any) -> None:
         if not getattr(model, "_can_set_attn_implementation", lambda: True)():
             raise NotImplementedError(
                 f"attn_implementation={NAME!r} needs a model whose attention transformers can "
-                f"exchange, got one of {kind.__name__}"
+                f"replace, got one of {kind.__name__}"
             )

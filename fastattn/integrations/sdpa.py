@@ -1,9 +1,9 @@
 """fastattn as a flash attention of `torch.nn.functional.scaled_dot_product_attention`.
 
 `register()` adds the name "fastattn" to torch's list of implementations (torch 2.11 and newer);
-`torch.nn.attention.activate_flash_attention_impl("fastattn")` puts it where SDPA's flash backend
-was, for CUDA tensors, and `restore_flash_attention_impl()` takes it away. SDPA still decides when
-its flash backend may run: without a mask, in half precision.
+`torch.nn.attention.activate_flash_attention_impl("fastattn")` replaces SDPA's flash backend by it,
+for CUDA tensors, and `restore_flash_attention_impl()` undoes that. SDPA still decides when its
+flash backend may run: without a mask, in half precision.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ _TOP_LEFT = 1  # the op's code; SDPA's is_causal means this
 
 
 def register() -> None:
-    """Makes the name known to torch; may be called again.
+    """Registers the name with torch; may be called again.
 
-    Raises ImportError where torch has no list of implementations.
+    Raises ImportError if torch has no list of implementations.
     """
     try:
         from torch.nn.attention import register_flash_attention_impl
@@ -29,11 +29,11 @@ def register() -> None:
             "register needs torch.nn.attention.register_flash_attention_impl, "
             "which this torch does not have"
         ) from None
-    register_flash_attention_impl(NAME, register_fn=take_over)
+    register_flash_attention_impl(NAME, register_fn=override)
 
 
 class Handle:
-    """The registration in force; `remove` ends it."""
+    """An active registration; `remove` ends it."""
 
     def __init__(self, library: "torch.library.Library | None") -> None:
         self._library = library
@@ -44,8 +44,8 @@ class Handle:
         self._library = None
 
 
-def take_over(key: str = "CUDA") -> Handle:
-    """Puts `attention` in the place of SDPA's flash ops for the dispatch key."""
+def override(key: str = "CUDA") -> Handle:
+    """Overrides SDPA's flash ops with `attention` for the dispatch key."""
     library = torch.library.Library("aten", "IMPL", key)
     library.impl("_scaled_dot_product_flash_attention", _forward, key)
     library.impl("_scaled_dot_product_flash_attention_backward", _backward, key)
@@ -63,13 +63,13 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     if return_debug_mask:
-        raise NotImplementedError("return_debug_mask=True is not offered by fastattn")
+        raise NotImplementedError("return_debug_mask=True is not supported by fastattn")
     seed = functional.new_dropout_seed(query.device) if dropout_p > 0.0 else None
     out, lse = torch.ops.fastattn.attention_fwd(
         query, key, value, None, None, None, None, _TOP_LEFT if is_causal else 0, -1, -1,
         query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed, 0,
     )  # fmt: skip
-    # The seed travels where torch keeps the state of its generator, in the shape that it has there.
+    # The seed is returned as torch's generator state, in the state's shape.
     state = (
         torch.zeros(2, dtype=torch.int64, device=query.device) if seed is None else seed.repeat(2)
     )

@@ -1,9 +1,9 @@
-"""`MultiheadAttention` in place of torch's, on the `attention` op, and one masked by lengths.
+"""`MultiheadAttention` on the `attention` op, and multi-head attention masked by lengths.
 
-`torch.nn` masks say what is *blocked*, the masks of the ops what is *allowed*: `allowed_mask` is
-where one becomes the other. Calls that the op does not cover, malformed ones among them, go to
-torch's forward: slower, never different. One difference is meant: a query whose keys are all
-blocked gets a zero context, where torch gives NaN or not, depending on its path.
+A `torch.nn` mask marks what is *blocked*, a mask of an op what is *allowed*: `allowed_mask`
+converts. Calls that the op does not support, invalid ones included, use torch's forward, with the
+same result. One difference is intended: a query whose keys are all blocked gets a zero context,
+where torch, depending on its path, may return NaN.
 
 Shapes: B batch, M queries, N keys, H heads, D head dim, E = H * D. Heads are `[B, H, S, D]` views.
 """
@@ -25,8 +25,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` on the `attention` op.
 
-    `is_causal=True` needs `attn_mask`, as in torch, and is believed: the op then reads no mask, not
-    beside a `key_padding_mask` either. With `need_weights=True` the weights are computed unfused.
+    As in torch, `is_causal=True` requires `attn_mask` and is trusted: the op then reads no mask,
+    also beside a `key_padding_mask`. With `need_weights=True` the weights are computed unfused.
     """
 
     def forward(
@@ -87,9 +87,9 @@ def covers(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> bool:
-    """Whether `attention_context` takes this call. Reads sizes and types only."""
+    """Whether `attention_context` supports this call. Reads sizes and types only."""
     if is_parametrized(module.out_proj, "weight"):
-        return False  # reading it computes it, once a call
+        return False  # each read of a parametrized weight computes it
     rank = query.dim()
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
         return False
@@ -130,7 +130,7 @@ def matching_masks(
     attn_name: str = "attn_mask",
     padding_name: str = "key_padding_mask",
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both masks boolean or both floating; like torch, warns where it has to convert."""
+    """Both masks boolean or both floating; like torch, warns before it converts."""
     if attn_mask is None or key_padding_mask is None or attn_mask.dtype == key_padding_mask.dtype:
         return attn_mask, key_padding_mask
     if not torch.compiler.is_compiling():
@@ -143,7 +143,7 @@ def matching_masks(
 
 
 def floating_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A blocked-is-True mask as the additive one that torch hands on to layers and modules."""
+    """A mask with True = blocked as the additive mask that torch passes to layers and modules."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
@@ -159,12 +159,12 @@ def attention_context(
     is_causal: bool,
     streams: DropoutStreams,
 ) -> Tensor:
-    """What `module` computes before its output projection, in query's layout `[..., E]`."""
+    """The output of `module` before its output projection, in query's layout `[..., E]`."""
     check_causal_hint(is_causal, attn_mask)
     attn_mask, key_padding_mask = matching_masks(attn_mask, key_padding_mask, query.dtype)
     q, k, v = project(module, query, key, value)
     k, v, extra = extended_keys(module, k, v)
-    # torch lays the hint over keys that were added, too, unless padding made it use the mask.
+    # As in torch, the hint also covers the added keys, unless a padding mask requires the mask.
     causal = is_causal and (extra == 0 or key_padding_mask is None)
     mask = allowed_mask(
         None if causal else attn_mask, key_padding_mask, q.shape[0], module.num_heads, extra
@@ -229,19 +229,19 @@ def project(
 def project_packed(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
-    """x times parts `first` to `first + count` of the packed weight, as heads `[B, H, S, D]`."""
+    """x times blocks `first` to `first + count` of the packed weight, as heads `[B, H, S, D]`."""
     return tuple(_heads(module, part) for part in project_parts(module, x, first, count))
 
 
 def project_parts(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
-    """x `[..., E]` times parts of the packed weight (0 query, 1 key, 2 value): `[..., H, D]`."""
+    """x `[..., E]` times blocks of the packed weight (0 query, 1 key, 2 value): `[..., H, D]`."""
     return project_stacked(module, x, first, count).unbind(-3)
 
 
 def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count: int) -> Tensor:
-    """The same as one tensor, `[..., count, H, D]`."""
+    """Like `project_parts`, as one tensor `[..., count, H, D]`."""
     weight: Tensor = module.in_proj_weight
     bias: Tensor | None = module.in_proj_bias
     if count < 3:
@@ -254,7 +254,7 @@ def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count:
 def extended_keys(
     module: nn.MultiheadAttention, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """k and v with the keys of `add_bias_kv` and `add_zero_attn` behind, and how many these are."""
+    """k and v followed by the keys of `add_bias_kv` and `add_zero_attn`, and how many there are."""
     B, H, _, D = k.shape
     ks, vs = [k], [v]
     if module.bias_k is not None and module.bias_v is not None:
@@ -273,8 +273,8 @@ def allowed_mask(
 ) -> Tensor | None:
     """nn's masks, both boolean (True = blocked) or both floating, as one mask for the op.
 
-    attn_mask `[M, N]` or `[B * H, M, N]`, key_padding_mask `[N]` or `[B, N]`; `extra` keys behind
-    them are allowed. Dimensions that do not matter stay of size 1.
+    attn_mask `[M, N]` or `[B * H, M, N]`, key_padding_mask `[N]` or `[B, N]`; `extra` keys after
+    them are allowed. Dimensions over which the mask is constant keep size 1.
     """
     if attn_mask is not None:
         attn_mask = (
@@ -296,7 +296,7 @@ def allowed_mask(
 
 
 def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tensor:
-    """Heads `[B, H, M, D]` in the layout of a query of that rank, `[..., E]`."""
+    """Heads `[B, H, M, D]` in the layout of a query of rank `rank`, `[..., E]`."""
     if rank == 2:
         return heads[0].transpose(0, 1).flatten(-2)  # [M, E]
     if module.batch_first:
@@ -307,10 +307,10 @@ def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tens
 def attention_with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention by plain torch functions: heads `[B, H, M, D]` and their weights `[B, H, M, N]`.
+    """Attention in unfused torch functions: heads `[B, H, M, D]` and weights `[B, H, M, N]`.
 
-    mask: what the op takes. The weights are those after dropout; rows that may attend nothing have
-    zero weights and zero gradients, and what no row may attend may hold anything.
+    mask: as for the op. The weights are returned after dropout; rows with no allowed key have zero
+    weights and zero gradients; keys that no row may attend may hold any value, NaN included.
     """
     if mask is not None:
         blocked = ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
@@ -332,10 +332,10 @@ def attention_with_weights(
 
 
 class LengthMaskedMultiheadAttention(nn.Module):
-    """Multi-head attention over the first `valid_lens` keys, with its own size for each input.
+    """Multi-head attention over the first `valid_lens` keys; each input has its own width.
 
-    query_size, key_size, value_size: widths of the inputs; num_hiddens: width of the heads together
-    and of the output. Batch comes first.
+    query_size, key_size, value_size: widths of the inputs; num_hiddens: total width of the heads
+    and width of the output. Batch comes first.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class LengthMaskedMultiheadAttention(nn.Module):
 
         valid_lens: int32 or int64, `[B]`, or `[B, M]` with one length for each query; keys at or
         beyond it are not attended, a length of 0 gives a zero context. With `need_weights` the
-        weights `[B, H, M, N]` come second (after dropout in training).
+        weights `[B, H, M, N]` are returned second (after dropout in training).
         """
         sizes = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
         check_sequences(queries, keys, values, sizes, valid_lens)
@@ -419,7 +419,7 @@ def check_sequences(
     sizes: tuple[int, int, int | None],
     valid_lens: Tensor | None,
 ) -> None:
-    """Of batched inputs with those widths, None for any, and of the lengths that mask them."""
+    """Checks batched inputs of widths `sizes` (None: any) and the lengths that mask them."""
     named = {"queries": queries, "keys": keys, "values": values}
     for (name, x), size in zip(named.items(), sizes, strict=True):
         if (
@@ -447,7 +447,7 @@ def check_sequences(
 
 
 def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
-    """Raises as torch does where `is_causal` says something of a mask that is not there."""
+    """Raises, like torch, if `is_causal` is set without a mask."""
     if is_causal and attn_mask is None:
         raise RuntimeError(
             "is_causal=True is a hint about attn_mask and needs it: pass "

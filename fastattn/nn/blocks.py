@@ -1,9 +1,9 @@
 """The blocks and layers of the Transformer, as functions over torch's modules.
 
-A layer is a row of blocks: attention or feed-forward network, dropout, residual, norm. A block runs
-as fused ops while its modules are plain (see `fusion`), else as the composition that torch writes:
-`_sa_block`, `_mha_block`, `_ff_block` and the norms, called as modules. The same layer serves
-padded and packed batches and single steps of decoding: they differ in what the attention reads.
+A layer is a sequence of blocks: attention or feed-forward network, dropout, residual, norm. A block
+runs as fused ops if its modules are plain (see `fusion`), else as torch composes it: `_sa_block`,
+`_mha_block`, `_ff_block` and the norms, called as modules. The same layer functions serve padded
+batches, packed batches and single decoding steps, which differ in what the attention reads.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from fastattn.nn.fusion import DropoutStreams, active_p, inherits, is_plain, lin
 from fastattn.nn.norm import fused_add_norm, fused_add_norm_and_sum, fuses
 from fastattn.nn.packing import Packing, packed_context
 
-# What a block reads -> the attention's context before its output projection, None if not covered.
+# Input of a block -> the attention's context before its output projection, None if not supported.
 Context = Callable[[Tensor], Tensor | None]
 # The same block as torch composes it, dropout included.
 Block = Callable[[Tensor], Tensor]
@@ -43,7 +43,7 @@ def context_of(
     is_causal: bool,
     streams: DropoutStreams,
 ) -> Tensor | None:
-    """The attention's context before its output projection, None where it must be called whole."""
+    """The attention's context before its output projection; None if the module must be called."""
     if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
         return None
     if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
@@ -71,10 +71,10 @@ def _attention_block(
     norm: nn.Module,
     streams: DropoutStreams,
 ) -> tuple[Tensor, Tensor]:
-    """x the residual stream, y what the attention reads -> the same two for the next block.
+    """x is the residual stream, y the attention's input -> x and y for the next block.
 
-    Post-norm both are one tensor, and `norm` is this block's; pre-norm y is normed, and `norm` is
-    that of the next block.
+    Post-norm: both are one tensor, and `norm` is this block's. Pre-norm: y is normalised, and
+    `norm` is that of the next block.
     """
     heads = context(y) if fuses(dropout, norm) else None
     if heads is None:
@@ -98,7 +98,7 @@ def _feed_forward_block(
     norm: nn.Module | None,
     streams: DropoutStreams,
 ) -> Tensor:
-    """x + dropout(ffn(y)), under `norm` where there is one (post-norm)."""
+    """x + dropout(ffn(y)), then `norm` if it is given (post-norm)."""
     linear1, inner, linear2 = layer.linear1, layer.dropout, layer.linear2
     base = (
         nn.TransformerEncoderLayer
@@ -138,7 +138,7 @@ def encoder_layer(
     to_self: tuple[Context, Block],
     streams: DropoutStreams,
 ) -> Tensor:
-    """The two blocks of an encoder layer, padded and packed alike."""
+    """The two blocks of an encoder layer, for padded and packed batches."""
     pre = layer.norm_first
     norms = (layer.norm2, None) if pre else (layer.norm1, layer.norm2)
     y = layer.norm1(x) if pre else x
@@ -197,7 +197,7 @@ def decoder_layer(
     to_memory: tuple[Context, Block],
     streams: DropoutStreams,
 ) -> Tensor:
-    """The three blocks of a decoder layer: padded, packed, and single steps alike."""
+    """The three blocks of a decoder layer, for padded and packed batches and single steps."""
     pre = layer.norm_first
     norms = (layer.norm2, layer.norm3, None) if pre else (layer.norm1, layer.norm2, layer.norm3)
     y = layer.norm1(x) if pre else x
@@ -225,7 +225,7 @@ def decoder_layer_step(
     def attend_self(y: Tensor) -> Tensor:
         packed = project_stacked(self_attn, y, 0, 3)
         packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
-        past.target.index_copy_(1, rows, packed[:, :, 1:].to(past.target.dtype))  # of autocast
+        past.target.index_copy_(1, rows, packed[:, :, 1:].to(past.target.dtype))  # autocast's dtype
         q = packed[:, :, 0].transpose(1, 2)
         k, v = past.target_heads()
         heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)

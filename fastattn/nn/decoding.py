@@ -1,13 +1,13 @@
-"""What a decoder remembers between two tokens: the projected keys and values of every layer.
+"""The state of incremental decoding: the projected keys and values of every decoder layer.
 
-`TransformerDecoder.init_cache` makes a `DecoderCache`, `TransformerDecoder.step` fills it. Nothing
-in it changes its shape or its place: a step writes the rows that a counter on the device points at
-and moves the counter, so that one step can be captured as a CUDA graph and replayed.
+`TransformerDecoder.init_cache` makes a `DecoderCache`, `TransformerDecoder.step` fills it. Its
+tensors change neither shape nor address: a step writes the rows given by a counter on the device
+and increments the counter, so one step can be captured as a CUDA graph and replayed.
 
 Beams of one sequence share its cache. Position t of beam j is row `t * beams + j`, all beams are
-queries of one attention over all rows, and `ancestry` says which rows are a beam's own history.
-Reordering beams changes that mask; no key or value moves. The attention's products grow by the
-number of beams, the memory it reads, which decides its time, does not.
+queries of one attention over all rows, and the mask `ancestry` allows each beam its own history.
+Reordering beams changes that mask; no key or value moves. The attention's products grow with the
+number of beams; the memory it reads, which determines its time, does not.
 
 Shapes: B batch, K beams, N rows of the memory, T positions, H heads, D head dim.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys and values of one decoder layer, together: `[B, rows, 2, H, D]`."""
+    """Keys and values of one decoder layer, interleaved: `[B, rows, 2, H, D]`."""
 
     target: Tensor  # T * K rows
     memory: Tensor  # N rows
@@ -39,9 +39,9 @@ class DecoderCache:
     """The state of incremental decoding. `length` counts the positions decoded so far.
 
     memory_mask: allowed keys of the memory, bool `[B, 1, 1, N]`, or None. memory_lengths: `[B]` or
-    None. On the device: `position` `[1]`, the next position; `rows` `[K]`, where it is written;
-    `key_lengths` `[B]`, the rows that its queries read. ancestry: bool `[B, 1, K, T * K]`, None for
-    one beam.
+    None. On the device: `position` `[1]`, the next position; `rows` `[K]`, the rows it is written
+    to; `key_lengths` `[B]`, how many rows its queries read. ancestry: bool `[B, 1, K, T * K]`, None
+    for one beam.
     """
 
     layers: list[LayerCache]
@@ -58,7 +58,7 @@ class DecoderCache:
     def _allocate(self) -> None:
         like = self.layers[0].target
         B, K, device = like.shape[0], self.beams, like.device
-        # One tensor, so that one addition moves all three counters.
+        # One tensor, so that one addition advances all three counters.
         start = [0, *range(K), *[K] * B]
         self._start = torch.tensor(start, dtype=torch.int64, device=device)
         self._increment = torch.full_like(self._start, K)
@@ -67,7 +67,7 @@ class DecoderCache:
         self.position, self.rows, self.key_lengths = self._counters.split([1, K, B])
         if K > 1:
             self._columns = torch.arange(self.max_length * K, device=device)
-            # Rows to come: each beam reads those that it will write itself.
+            # Future rows: each beam reads those that it will write itself.
             own = self._columns % K == self._start[1 : 1 + K, None]  # [K, T * K]
             self._own = own.expand(B, 1, K, self.max_length * K)
             self.ancestry = self._own.clone()
@@ -84,12 +84,12 @@ class DecoderCache:
         return rows, (rows + 1).expand(self.batch_size, positions)
 
     def advance(self, positions: int) -> None:
-        """Moves the counters behind what was just written."""
+        """Advances the counters past the positions just written."""
         self._counters.add_(self._increment, alpha=positions)
         self.length += positions
 
     def follow(self, parents: Tensor) -> None:
-        """Beam j of sequence b goes on from beam `parents[b, j]`; int64 `[B, K]`."""
+        """Beam j of sequence b continues from beam `parents[b, j]`; int64 `[B, K]`."""
         B, K = self.batch_size, self.beams
         if parents.shape != (B, K) or parents.dtype is not torch.int64:
             raise ValueError(
@@ -102,16 +102,16 @@ class DecoderCache:
         torch.where(past, inherited, self._own, out=self.ancestry)
 
     def rewind(self) -> None:
-        """Back to before the first position; what was written is not read any more."""
+        """Resets to position 0; rows written before are no longer read."""
         self._counters.copy_(self._start)
         self.length = 0
         if self.ancestry is not None:
             self.ancestry.copy_(self._own)
 
     def reorder(self, rows: Tensor) -> None:
-        """Sequence i goes on from `rows[i]`: a batch without those that have ended, say.
+        """Sequence i continues from `rows[i]`, for example without the sequences that have ended.
 
-        Copies the cache. Beams of one sequence are reordered by `follow`, which does not.
+        Copies the cache; `follow`, which reorders the beams of one sequence, does not.
         """
         if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -137,7 +137,7 @@ def _heads(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_memory_lengths(memory_lengths: Tensor | None, B: int) -> None:
-    """Raises where `memory_lengths` are not integers `[B]`."""
+    """Raises unless `memory_lengths` is None or integers `[B]`."""
     if memory_lengths is not None and (
         memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,)
     ):

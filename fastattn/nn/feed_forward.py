@@ -1,7 +1,7 @@
-"""The position-wise feed-forward network: `PositionWiseFFN`, and the fused form that layers share.
+"""The position-wise feed-forward network: `PositionWiseFFN`, and the test whether one can be fused.
 
-`fused_activation` tells whether the modules of a network may run as one `ffn` op, and under which
-name the op knows the activation.
+`fused_activation` returns the `ffn` op's name of the activation if the modules of a network may run
+as one op.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from fastattn.nn.fusion import DropoutStreams, active_p, is_plain
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 _GATED: dict[str, Callable[[Tensor], Tensor]] = {"reglu": F.relu, "geglu": F.gelu, "swiglu": F.silu}
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+_UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -25,7 +25,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_name(activation: Any) -> str | None:
-    """The `ffn` op's name for a function or module, None for one that it does not know."""
+    """The `ffn` op's name for a function or module, None if it is not supported."""
     for function, name in _FUNCTIONS:
         if activation is function:
             return name
@@ -39,7 +39,7 @@ def activation_name(activation: Any) -> str | None:
 def fused_activation(
     linear1: nn.Module, activation: Any, dropout: nn.Module, linear2: nn.Module
 ) -> str | None:
-    """The activation's name if one op does what these modules do, else None."""
+    """The activation's name if one op computes the same as these modules, else None."""
     if (
         is_plain(linear1, nn.Linear)
         and is_plain(dropout, nn.Dropout)
@@ -53,7 +53,7 @@ class PositionWiseFFN(nn.Module):
     """`linear2(dropout(activation(linear1(x))))` at every position.
 
     input_size, hidden_size: widths of x and of the hidden layer. output_size: default input_size.
-    activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, swiglu. Gated, `linear1` has
+    activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, swiglu. If gated, `linear1` has
     2 * hidden_size rows, the gate's first: act(gate) * up (Shazeer 2020).
     """
 
@@ -70,8 +70,8 @@ class PositionWiseFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _PLAIN and activation not in _GATED:
-            known = ", ".join((*_PLAIN, *_GATED))
+        if activation not in _UNGATED and activation not in _GATED:
+            known = ", ".join((*_UNGATED, *_GATED))
             raise ValueError(f"activation must be one of {known}, got {activation!r}")
         self.activation = activation
         rows = 2 * hidden_size if activation in _GATED else hidden_size
@@ -102,7 +102,7 @@ class PositionWiseFFN(nn.Module):
         if self.activation in _GATED:
             gate, up = hidden.chunk(2, dim=-1)
             return _GATED[self.activation](gate) * up
-        return _PLAIN[self.activation](hidden)
+        return _UNGATED[self.activation](hidden)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

@@ -1,8 +1,8 @@
-"""When a child module may become part of a fused op, and what the modules of a block share.
+"""Tests whether a child module may be fused into an op, and what the modules of a block share.
 
-A block is computed by a fused op only while each child does exactly what its class says. Hooks,
-parametrizations, subclasses, replaced `forward` methods and wrapped weights (low-rank adapters,
-pruning, quantisation, sharding) make a child not plain: then the module itself is called.
+A block is computed by a fused op only if each child is plain: it does exactly what its class
+defines. Hooks, parametrizations, subclasses, replaced `forward` methods and wrapped weights
+(low-rank adapters, pruning, quantisation, sharding) make it not plain; then the module is called.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _DEFAULT_FUNCTIONS: tuple[Any, ...] = (
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether a tensor's values are its storage: no wrapper, no `__torch_function__` of its own."""
+    """Whether a tensor holds its values itself: no wrapper and no own `__torch_function__`."""
     kind = type(tensor)
     if kind is Tensor or kind is nn.Parameter:
         return not tensor.is_nested
@@ -32,7 +32,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Whether calling `module` does what its class, one of `classes`, does, and nothing else."""
+    """Whether calling `module` does exactly what its class, one of `classes`, defines."""
     if (
         type(module) not in classes
         or module._forward_hooks
@@ -50,9 +50,8 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`fastattn.linear` for plain CPU tensors in eager code. Everything else goes to PyTorch's own,
-    which compilers fuse, subclasses (quantised or sharded weights) override and autocast caches the
-    casts of, and whose errors users know.
+    """`fastattn.linear` for plain CPU tensors in eager code, else `F.linear`, which compilers fuse,
+    which subclasses (quantised or sharded weights) override and whose weights autocast caches.
     """
     if (
         torch.compiler.is_compiling()
@@ -73,27 +72,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """The two attributes, without the half microsecond that nn.Module takes to find each."""
+    """Both attributes, without `nn.Module.__getattr__`, which takes half a microsecond for each."""
     parameters = module._parameters
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]
-    return module.weight, module.bias  # somebody put plain tensors in their place
+    return module.weight, module.bias  # not parameters: assigned as tensors
 
 
 def inherits(module: nn.Module, base: type[nn.Module], method: str) -> bool:
-    """Whether `module.method` is the one of `base`: no subclass and no assignment replaced it."""
+    """Whether `module.method` is that of `base`, not overridden by a subclass or assignment."""
     return getattr(type(module), method) is getattr(base, method) and method not in module.__dict__
 
 
 def active_p(dropout: nn.Module) -> float:
-    """The probability that an `nn.Dropout` applies now."""
+    """The probability that an `nn.Dropout` currently applies: 0 in evaluation."""
     return float(dropout.p) if dropout.training else 0.0  # type: ignore[arg-type]
 
 
 class DropoutStreams:
     """The dropouts of one forward: one seed for all, streams 0, 1, 2 ... in the order of the calls.
 
-    The seed is drawn when the first active dropout asks, so evaluation leaves the generator alone.
+    The seed is drawn at the first active dropout, so evaluation leaves the generator unchanged.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""Decoding token by token with the layers of `TransformerDecoder`: its `init_cache`, `restart` and
-`step`. What is remembered between two tokens is in `decoding`.
+"""Decoding token by token with the layers of `TransformerDecoder`: its methods `init_cache`,
+`restart` and `step`. The state kept between two tokens is in `decoding`.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from fastattn.nn.layers import TransformerDecoderLayer
 
 
 class IncrementalDecoding:
-    """What `TransformerDecoder` does beside torch's class."""
+    """The methods that `TransformerDecoder` has beyond those of torch's class."""
 
-    if TYPE_CHECKING:  # TorchScript would compile annotations of a class as attributes
+    if TYPE_CHECKING:  # at run time TorchScript would compile these annotations as attributes
         layers: Any
         norm: nn.Module | None
 
@@ -36,8 +36,8 @@ class IncrementalDecoding:
         """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
 
         memory: one for all layers, or one for each. memory_key_padding_mask: bool `[B, N]`, True =
-        padding. memory_lengths: int32 or int64 `[B]`. max_length: the most positions that will be
-        decoded, allocated now. beams: continuations of each sequence side by side (see
+        padding. memory_lengths: int32 or int64 `[B]`. max_length: the largest number of positions
+        to decode, allocated now. beams: continuations of each sequence (see
         `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later `restart`.
         """
         for i, layer in enumerate(self.layers):
@@ -90,7 +90,7 @@ class IncrementalDecoding:
     def restart(
         self, cache: DecoderCache, memory: Tensor | Sequence[Tensor], memory_lengths: Tensor
     ) -> None:
-        """Starts again in the same tensors over a memory of the same batch that is not longer."""
+        """Restarts at position 0 in the same tensors, over a memory of the same batch that fits."""
         memories = self._memories(memory)
         batch_dim = 0 if self.layers[0].self_attn.batch_first else 1
         B, N = memories[0].shape[batch_dim], memories[0].shape[1 - batch_dim]
@@ -101,7 +101,7 @@ class IncrementalDecoding:
                 f"got {B} of {N}"
             )
         if cache.memory_lengths is None or cache.memory_mask is not None:
-            raise ValueError("cache must be one with memory_lengths and no mask of the memory")
+            raise ValueError("cache must have memory_lengths and no memory_key_padding_mask")
         check_memory_lengths(memory_lengths, B)
         cache.memory_lengths.copy_(memory_lengths)
         for layer, rows, layer_memory in zip(self.layers, cache.layers, memories, strict=True):
@@ -110,11 +110,11 @@ class IncrementalDecoding:
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: DecoderCache) -> Tensor:
-        """The next position, `[B, 1, E]` (or `[1, B, E]`), after all that `cache` has seen.
+        """The output at the next position, `[B, 1, E]` (or `[1, B, E]`).
 
         Equal to the last row of `forward` over the whole prefix with a causal mask. Several
-        positions at once, as a prompt, are causal among themselves. With beams x holds the next
-        position of each, `[B, beams, E]`. No gradients are recorded.
+        positions in one call, such as a prompt, are causal among themselves. With beams, x holds
+        the next position of each, `[B, beams, E]`. No gradients are recorded.
         """
         time_dim = 1 if self.layers[0].self_attn.batch_first else 0
         count = x.shape[time_dim] if x.dim() == 3 else 0
@@ -162,7 +162,7 @@ class IncrementalDecoding:
 
 
 def _cannot_decode(layer: nn.Module) -> str | None:
-    """Why `step` cannot stand for calls of this layer, phrased to follow its name."""
+    """Why `step` cannot replace calls of this layer, phrased to follow its name."""
     if not is_plain(layer, nn.TransformerDecoderLayer, TransformerDecoderLayer):
         return "is not exactly a TransformerDecoderLayer without hooks"
     for method in ("_sa_block", "_mha_block"):

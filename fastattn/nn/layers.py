@@ -1,5 +1,5 @@
-"""The encoder and decoder layer of `torch.nn` on fused ops, in place of torch's; see
-`transformer` for what they share with the stacks.
+"""Drop-in replacements of torch's encoder and decoder layer on fused ops; `transformer` describes
+what they share with the stacks.
 """
 
 import functools

@@ -1,9 +1,8 @@
-"""The whole encoder-decoder in one readable file, in the textbook's order, on plain torch.
+"""The whole encoder-decoder in one file, in textbook order, in plain torch functions.
 
-Nothing here is fast and nothing is fused: this is what the other modules are checked against. Batch
-comes first, masks are boolean with True = blocked as in `torch.nn`, a query that may attend nothing
-gets a zero context. Parameter names are those of `torch.nn.Transformer`, so one `state_dict` loads
-into both.
+Nothing here is fused or fast: the other modules are tested against it. Batch comes first, masks are
+boolean with True = blocked as in `torch.nn`, and a query with no allowed key gets a zero context.
+Parameter names are those of `torch.nn.Transformer`, so one `state_dict` loads into both.
 
 Shapes: B batch, S source length, T target length, H heads, D head dim, E = H * D model size.
 """
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes and choices that all layers of one model share; names and defaults are torch's."""
+    """The sizes and options that all layers of one model share; names and defaults are torch's."""
 
     d_model: int = 512
     nhead: int = 8
@@ -37,7 +36,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """q [B, H, M, D], k and v [B, H, N, D], allowed broadcast to [B, H, M, N] -> [B, H, M, D]."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # [B, H, M, N]
-    # Beside an allowed score the smallest number has weight 0; the product settles empty rows.
+    # Next to an allowed score the lowest number has weight 0; the product zeroes rows without one.
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1) * allowed
     return dropout(weights) @ v
@@ -77,7 +76,7 @@ class MultiheadAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """What both kinds of layer share: the feed-forward network, and residual, dropout and norm."""
+    """The part common to both layers: the feed-forward network, and residual, dropout and norm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -129,7 +128,7 @@ class DecoderLayer(Layer):
 
 
 class Stack(nn.Module):
-    """Layers one after the other, and a norm behind the last."""
+    """Layers in sequence, followed by a norm."""
 
     def __init__(self, config: Config, kind: type[Layer], num_layers: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm` in place of torch's, and `AddNorm`: norm(x + dropout(sublayer output)).
 
-The drop-ins differ from `torch.nn`'s in `forward` alone. `fused_add_norm` is the end of a block of
-a Transformer layer as one op, for modules of which `fuses` says that nothing would be skipped.
+The drop-ins differ from `torch.nn`'s only in `forward`. `fused_add_norm` is the end of a block of
+a Transformer layer as one op, for modules that `fuses` accepts.
 """
 
 import math
@@ -24,12 +24,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _takes_eps(eps: Any) -> bool:
-    """Whether the ops do: torch's norms compute something with any number."""
+    """Whether the ops accept this eps: torch's norms compute a result for any number."""
     return isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps < math.inf
 
 
 def _covered(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
-    """Whether the ops take x; everything else, errors included, is left to torch's forward."""
+    """Whether the ops accept x; everything else, errors included, is handled by torch's forward."""
     rank = len(normalized_shape)
     return (
         is_plain_tensor(x)
@@ -42,7 +42,7 @@ def _covered(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
 
 
 def _autocast_input(x: Tensor) -> Tensor:
-    """x as autocast hands it to torch's norms: in fp32, but on a CPU as it is."""
+    """x as autocast passes it to torch's norms: in fp32, on a CPU unchanged."""
     kind = x.device.type
     if x.dtype not in (torch.bfloat16, torch.float16) or kind in ("cpu", "meta"):
         return x
@@ -52,7 +52,7 @@ def _autocast_input(x: Tensor) -> Tensor:
 def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
     """y, contiguous, in the memory format of x if that is channels_last or channels_last_3d."""
     memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    # With one channel both formats fit: the strides tell which one x has.
+    # With one channel both formats match: the strides decide.
     if memory_format is None or x.stride(1) > x.stride(-1):
         return y
     if not x.is_contiguous(memory_format=memory_format):
@@ -76,7 +76,7 @@ class LayerNorm(DropIn, nn.LayerNorm):
 
 
 class RMSNorm(DropIn, nn.RMSNorm):
-    """`torch.nn.RMSNorm` on the `rms_norm` op. The default eps is that of fp32 (fp64), as torch."""
+    """`torch.nn.RMSNorm` on the `rms_norm` op. As in torch, the default eps is fp32's or fp64's."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not _covered(x, self.normalized_shape, 0.0 if self.eps is None else self.eps):
@@ -95,7 +95,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
 
 
 class AddNorm(nn.Module):
-    """`norm(x + dropout(y))`: x goes around a sublayer, y is what the sublayer made of it.
+    """`norm(x + dropout(y))`: y is the output of a sublayer, x its input.
 
     normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
     """
@@ -115,7 +115,7 @@ class AddNorm(nn.Module):
         self.norm = LayerNorm(shape, eps, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x and y `[..., *normalized_shape]` of one shape, else ValueError; the result has it."""
+        """x and y have one shape `[..., *normalized_shape]`, else ValueError; so has the result."""
         if x.shape != y.shape:
             raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
         norm = self.norm
@@ -125,7 +125,7 @@ class AddNorm(nn.Module):
 
 
 def fuses(dropout: nn.Module, norm: nn.Module) -> bool:
-    """Whether `fused_add_norm` does what both do: modules plain, the norm over one dimension."""
+    """Whether `fused_add_norm` can replace both: plain modules, a norm over one dimension."""
     return (
         is_plain(dropout, nn.Dropout)
         and is_plain(norm, nn.LayerNorm, LayerNorm)
@@ -142,7 +142,7 @@ def fused_add_norm(
     norm: nn.Module,
     streams: DropoutStreams,
 ) -> Tensor:
-    """norm(residual + dropout(x + x_bias)) in torch's dtype, post-norm's end of a block."""
+    """norm(residual + dropout(x + x_bias)) in torch's dtype: the end of a post-norm block."""
     y, _ = fused_add_norm_and_sum(
         x, x_bias, _autocast_input(_promoted(residual, x)), dropout, norm, streams
     )
@@ -157,7 +157,7 @@ def fused_add_norm_and_sum(
     norm: nn.Module,
     streams: DropoutStreams,
 ) -> tuple[Tensor, Tensor]:
-    """z = residual + dropout(x + x_bias) -> (norm(z), z): pre-norm, from a block to the next."""
+    """z = residual + dropout(x + x_bias) -> (norm(z), z): between two pre-norm blocks."""
     p = active_p(dropout)
     weight, bias = weight_and_bias(norm)
     eps: Any = norm.eps
@@ -176,7 +176,7 @@ def fused_add_norm_and_sum(
 
 
 def _promoted(residual: Tensor, x: Tensor) -> Tensor:
-    """The op's sum takes the residual's dtype, torch's the wider one."""
+    """The residual in the wider of both dtypes, as in torch: the op's sum has the residual's."""
     if residual.dtype == x.dtype:
         return residual
     return residual.to(torch.promote_types(residual.dtype, x.dtype))

@@ -1,9 +1,9 @@
-"""Packed execution: a stack of layers run on the real tokens of a padded batch alone.
+"""Packed execution: a stack of layers runs only on the real tokens of a padded batch.
 
-`src_lengths=` and `tgt_lengths=` of the stacks ask for it. `Packing` knows which rows of the batch
+The stacks' `src_lengths=` and `tgt_lengths=` request it. A `Packing` holds which rows of the batch
 are real; rows are gathered once at the entry, `[B, S, E]` to `[T, E]`, and scattered once at the
-exit, where padding is 0. In between everything but attention is row-wise, and attention is
-`attention_varlen`. Lengths live on the CPU, so nothing waits for the device.
+exit, where padding is 0. Everything in between is row-wise, except attention, which is
+`attention_varlen`. Lengths are on the CPU, so nothing synchronises with the device.
 """
 
 import operator
@@ -20,7 +20,7 @@ from fastattn.nn.fusion import DropoutStreams, inherits, is_plain
 from fastattn.nn.norm import LayerNorm, RMSNorm
 
 Lengths: TypeAlias = Sequence[int] | Tensor
-# Modules that look at each number by itself.
+# Element-wise modules.
 _ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Softplus,
     nn.Tanh, nn.Sigmoid,
@@ -29,9 +29,9 @@ _ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the real rows of a padded batch are.
+    """The positions of the real rows of a padded batch.
 
-    rows: int64 [T], the place of each packed row in the batch with its two leading dimensions
+    rows: int64 [T], the index of each packed row in the batch with its two leading dimensions
     flattened. cu_seqlens: int32 [B + 1]. Both on the data's device.
     """
 
@@ -49,7 +49,7 @@ class Packing:
     ) -> "Packing":
         """The packing of `x`, `[B, S, E]` or `[S, B, E]`, by `lengths` (None: every row is real).
 
-        Raises ValueError or TypeError that call the two by their names.
+        Raises ValueError or TypeError that name `x_name` and `name`.
         """
         if x.dim() != 3:
             wanted = "[B, S, E]" if batch_first else "[S, B, E]"
@@ -71,7 +71,7 @@ class Packing:
         return cls(B, S, batch_first, lengths_, max([0, *numbers]), cu_seqlens, rows)
 
     def pack(self, x: Tensor) -> Tensor:
-        """The padded `x` -> its real rows `[T, E]`, sequence after sequence."""
+        """The padded `x` -> its real rows `[T, E]`, one sequence after the other."""
         return x.flatten(0, 1).index_select(0, self.rows)
 
     def unpack(self, rows: Tensor) -> Tensor:
@@ -95,22 +95,22 @@ class Packing:
 
 
 def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
-    """Lengths and a key padding mask of the same sequences: one of them is too many."""
+    """Raises if a key padding mask is given together with lengths of the same sequences."""
     for name, mask in masks.items():
         if mask is not None:
-            raise ValueError(f"{name} must be None with {lengths}, which says the same: give one")
+            raise ValueError(f"{name} must be None with {lengths}, which replaces it")
 
 
 def packs_norm(norm: nn.Module | None) -> bool:
-    """Whether the norm of a stack, if there is one, does the same to packed rows."""
+    """Whether a stack's norm, if there is one, computes the same on packed rows."""
     return norm is None or is_plain(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
 def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether `layer` does the same to packed rows: torch's or our class, its modules plain.
+    """Whether `layer` computes the same on packed rows: torch's or fastattn's class, plain modules.
 
-    The linear layers may have other weights (parametrizations) but must be linear layers: whatever
-    else stands in their place may look at a row's neighbours.
+    The linear layers may have other weights (parametrizations) but must be linear layers: another
+    module in their place might read neighbouring rows.
     """
     if not is_plain(layer, *classes) or "_sa_block" in layer.__dict__:
         return False
@@ -174,7 +174,7 @@ def _numbers(lengths: Lengths, B: int, S: int, name: str) -> list[int]:
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu":
             raise ValueError(
-                f"{name} must be on the CPU, where reading it waits for nothing, "
+                f"{name} must be on the CPU, where reading it needs no synchronisation, "
                 f"got {lengths.device}"
             )
         if lengths.dtype not in (torch.int32, torch.int64) or lengths.dim() != 1:

@@ -73,8 +73,8 @@ class SinusoidalPositionalEncoding(_PositionalEncoding):
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         """x `[..., S, d_model]` with the rows of its positions added.
 
-        offset: how many positions came before, as when a step is decoded. An int64 tensor `[1]` is
-        read on the device alone and trusted, so that a step can be captured as a CUDA graph.
+        offset: number of earlier positions, for incremental decoding. An int64 tensor `[1]` is read
+        only on the device and not checked, so that a step can be captured as a CUDA graph.
         """
         return self._add(x, self.table, offset)
 
@@ -88,7 +88,7 @@ class LearnedPositionalEncoding(_PositionalEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # 0.02: small beside embeddings of unit variance, as usual for learned positions.
+        # 0.02: small compared with embeddings of unit variance, as usual for learned positions.
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:

@@ -1,8 +1,8 @@
 """Norms whose statistics run over tokens instead of features: `PowerNorm` and `TokenBatchNorm`.
 
-They stand beside `LayerNorm` for comparison. Both normalise each feature by what they have seen of
-it in training, and in evaluation by that alone, so a token's result then depends on nothing else.
-In training they are told which tokens are real by `real_tokens`; padding does not count.
+They are alternatives to `LayerNorm`, for comparison. Both normalise each feature by statistics
+gathered in training; in evaluation the result of a token depends on nothing else. In training
+`real_tokens` marks the real tokens; padding does not count.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _TokenNorm(nn.Module):
-    """Weight and bias for `[..., E]`, and the tokens that count."""
+    """Weight and bias for `[..., E]`, and which tokens count."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class _TokenNorm(nn.Module):
 class PowerNorm(_TokenNorm):
     """x / psi * weight + bias, psi² the running mean of x² (Shen et al. 2020, algorithm 2).
 
-    Forward uses the psi of before the batch. Backward replaces the term that the batch's statistics
-    would have by a running estimate, nu: dx = (dz - nu z) / psi for z = x / psi. Both move by
-    1 - alpha a batch. In the first `warmup` training batches psi is that of the batch itself, with
-    its exact gradient ("PN-V", equation 4), while the running mean settles.
+    Forward uses psi from before the batch. Backward replaces the term of the batch's statistics by
+    a running estimate, nu: dx = (dz - nu z) / psi for z = x / psi. Both are updated with weight
+    1 - alpha per batch. In the first `warmup` training batches psi is that of the batch itself,
+    with its exact gradient ("PN-V", equation 4), while the running mean settles.
     """
 
     psi2: Tensor
@@ -77,7 +77,7 @@ class PowerNorm(_TokenNorm):
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., size]`, each of its rows a token; under `real_tokens` padding does not count."""
+        """x `[..., size]`, each row a token; under `real_tokens` padding does not count."""
         self._check(x)
         if not self.training:
             return self._affine(_wide(x) * (self.psi2 + self.eps).rsqrt(), x)
@@ -88,7 +88,7 @@ class PowerNorm(_TokenNorm):
             _wide(x),
             (self.psi2 + self.eps).rsqrt(),
             self.nu,
-            self.nu.new_full((), 1.0 - self.alpha),  # a float that varies does not compile there
+            self.nu.new_full((), 1.0 - self.alpha),  # a tensor: a varying float does not compile
             self.real,
             warming,
         )
@@ -99,8 +99,8 @@ class PowerNorm(_TokenNorm):
 
 
 class _PowerNormFunction(torch.autograd.Function):
-    """z = x * inverse_psi; the backward of algorithm 2, which moves `nu` by `rest`, 1 - alpha,
-    unless `frozen`.
+    """z = x * inverse_psi; the backward of algorithm 2, which updates `nu` with weight `rest`,
+    1 - alpha, unless `frozen`.
     """
 
     @staticmethod
@@ -132,9 +132,9 @@ class _PowerNormFunction(torch.autograd.Function):
 class TokenBatchNorm(_TokenNorm):
     """(x - mean) / sqrt(variance + eps) * weight + bias over tokens (Ioffe and Szegedy 2015).
 
-    Training uses the batch's statistics (algorithm 1), evaluation the running ones, which move by
-    `momentum` a batch. In a decoder the batch's statistics see later tokens: training there is not
-    strictly causal, one reason why layer norm replaced it.
+    Training uses the batch's statistics (algorithm 1), evaluation the running ones, which are
+    updated with weight `momentum` per batch. In a decoder the batch's statistics include later
+    tokens, so training is not strictly causal: one reason why layer norm replaced it.
     """
 
     running_mean: Tensor
@@ -156,7 +156,7 @@ class TokenBatchNorm(_TokenNorm):
         self.register_buffer("running_variance", torch.ones(size, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., size]`, each of its rows a token; under `real_tokens` padding does not count."""
+        """x `[..., size]`, each row a token; under `real_tokens` padding does not count."""
         self._check(x)
         mean, variance = self.running_mean, self.running_variance
         if self.training:
@@ -169,12 +169,12 @@ class TokenBatchNorm(_TokenNorm):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Statistics are taken in fp32, or in fp64 of such data."""
+    """x in the dtype of the statistics: fp32, or fp64 for fp64 data."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _mean(x: Tensor, real: Tensor | None) -> Tensor:
-    """The mean over all dimensions but the last, of the real tokens, [E]."""
+    """The mean of the real tokens over all dimensions but the last, [E]."""
     rows = x.flatten(0, -2)
     if real is None:
         return rows.mean(dim=0)
@@ -184,7 +184,7 @@ def _mean(x: Tensor, real: Tensor | None) -> Tensor:
 
 @contextmanager
 def real_tokens(stack: nn.Module, real: Tensor) -> Iterator[None]:
-    """Inside, the norms of `stack` that count tokens count those where `real` is true, [B, S]."""
+    """Within this context the token norms of `stack` count tokens where `real` [B, S] is True."""
     norms = [module for module in stack.modules() if isinstance(module, _TokenNorm)]
     for norm in norms:
         norm.real = real

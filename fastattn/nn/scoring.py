@@ -1,8 +1,8 @@
-"""Other ways to compare queries with keys, and to make weights of the scores.
+"""Other score functions between queries and keys, and other weight functions than softmax.
 
-`ScoredMultiheadAttention` takes the place of `torch.nn.MultiheadAttention` in a Transformer, with
-additive or cosine scores; `AdditiveAttention` is Bahdanau's attention by itself. Weight functions
-other than softmax are options of the unfused form. Cosine with softmax runs on the fused op.
+`ScoredMultiheadAttention` replaces `torch.nn.MultiheadAttention` in a Transformer, with additive or
+cosine scores; `AdditiveAttention` is Bahdanau's attention. Weight functions other than softmax run
+unfused; cosine scores with softmax run on the fused op.
 
 Shapes: B batch, H heads, M queries, N keys, D head dim.
 """
@@ -32,10 +32,10 @@ WEIGHTS = ("softmax", "sparsemax", "sigmoid")
 
 
 def attention_weights_of(scores: Tensor, allowed: Tensor | None, function: str) -> Tensor:
-    """Turns scores `[..., N]` into weights; what is not allowed and rows without a key get 0.
+    """Converts scores `[..., N]` to weights; blocked keys and rows without a key get 0.
 
     softmax; sparsemax, the nearest point of the simplex (Martins and Astudillo 2016, algorithm 1);
-    sigmoid, each key by itself, which do not sum to 1.
+    sigmoid, computed for each key alone: the weights do not sum to 1.
     """
     if function not in WEIGHTS:
         raise ValueError(f"function must be one of {WEIGHTS}, got {function!r}")
@@ -43,14 +43,14 @@ def attention_weights_of(scores: Tensor, allowed: Tensor | None, function: str) 
         allowed = scores.new_ones((), dtype=torch.bool)
     if function == "sigmoid":
         return scores.sigmoid().masked_fill(~allowed, 0.0)
-    # The lowest finite number in place of -inf: a row without a key has a finite gradient.
+    # Half the lowest finite number, not -inf: the gradient of a row without a key stays finite.
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min / 2)
     weights = scores.softmax(dim=-1) if function == "softmax" else _sparsemax(scores)
     return weights.masked_fill(~allowed, 0.0)
 
 
 def _sparsemax(scores: Tensor) -> Tensor:
-    """max(scores - tau, 0), with the tau that makes them sum to 1 (algorithm 1)."""
+    """max(scores - tau, 0), with the tau for which the weights sum to 1 (algorithm 1)."""
     scores = scores - scores.amax(dim=-1, keepdim=True)
     ordered, _ = scores.sort(dim=-1, descending=True)
     ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device, dtype=scores.dtype)
@@ -63,8 +63,8 @@ def _sparsemax(scores: Tensor) -> Tensor:
 class AdditiveAttention(nn.Module):
     """v tanh(W query + U key) scores (Bahdanau, Cho, Bengio 2015, appendix A.1.2).
 
-    query_size, key_size: widths of the inputs; num_hiddens: of the layer between. The context is
-    the weighted sum of the values. weight_function: see `attention_weights_of`.
+    query_size, key_size: widths of the inputs; num_hiddens: width of the hidden layer. The context
+    is the weighted sum of the values. weight_function: see `attention_weights_of`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class AdditiveAttention(nn.Module):
         """queries `[B, M, query_size]`, keys `[B, N, key_size]`, values `[B, N, V]` -> `[B, M, V]`.
 
         valid_lens: int32 or int64, `[B]` or `[B, M]`: keys at or beyond it are not attended. With
-        `need_weights` the weights `[B, M, N]` come second.
+        `need_weights` the weights `[B, M, N]` are returned second.
         """
         sizes = (self.q_proj.in_features, self.k_proj.in_features, None)
         check_sequences(queries, keys, values, sizes, valid_lens)
@@ -115,13 +115,12 @@ class AdditiveAttention(nn.Module):
 
 
 class ScoredMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with another score between the projections and the weights.
+    """`torch.nn.MultiheadAttention` with another score function, another weight function or both.
 
     scoring: "dot", scaled by D**-0.5; "additive", v_h tanh(q + k) with one vector for each head;
     "cosine", s_h cos(q, k) with a trained sharpness (as in Graves et al. 2014, equation 5).
-    weight_function: softmax; sparsemax, the nearest point of the simplex; sigmoid, each key by
-    itself. batch_first is True unless said otherwise. Additive scores hold `[B, H, M, N, D]` in
-    memory.
+    weight_function: see `attention_weights_of`. batch_first defaults to True. Additive scores need
+    `[B, H, M, N, D]` numbers of memory.
     """
 
     def __init__(
@@ -160,8 +159,8 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
             self.sharpness = nn.Parameter(sharpness.to(dtype or torch.get_default_dtype()))
 
     def _reset_parameters(self) -> None:
-        """As torch's, the last step of its constructor. Of a module whose projections are not
-        packed torch's encoder layers call `forward`; else they read the weights past it.
+        """Torch's, the last step of its constructor. Sets the projections to not packed, so that
+        torch's encoder layers call `forward` instead of reading the weights directly.
         """
         self._qkv_same_embed_dim = True
         super()._reset_parameters()
@@ -178,7 +177,7 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's; batched inputs. `is_causal` is a hint beside `attn_mask`, which is read."""
+        """As torch's, for batched inputs. `is_causal` is a hint; `attn_mask` is read regardless."""
         self._check(query, key, value, key_padding_mask, attn_mask)
         check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
@@ -237,7 +236,7 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
                 )
 
     def _comparable(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
-        """q, k and scale whose product is the score."""
+        """q, k and scale for which scale * (q @ k.T) is the score."""
         if self.scoring == "dot":
             return q, k, self.head_dim**-0.5
         q = F.normalize(q, dim=-1) * self.sharpness[:, None, None].to(q.dtype)

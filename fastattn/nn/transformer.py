@@ -1,12 +1,12 @@
-"""The encoder and decoder stacks of `torch.nn` on fused ops, in place of torch's.
+"""Drop-in replacements of torch's Transformer and its encoder and decoder stacks, on fused ops.
 
-Constructors, parameters, `state_dict` and masks are torch's; `forward` is ours, the same in
-training and evaluation, made of the blocks in `blocks`. Nested tensors and masks that torch rejects
-go to torch. `src_lengths` and `tgt_lengths` ask for packed execution (see `packing`).
+Constructors, parameters, `state_dict` and masks are torch's. `forward` is fastattn's, the same in
+training and evaluation, and composed of `blocks`. Nested tensors and masks that torch rejects are
+passed to torch. `src_lengths` and `tgt_lengths` request packed execution (see `packing`).
 
-Causality: `is_causal=None` compares the mask with the causal one, which waits for the device as in
-torch; while compiling, in a CUDA graph and without data the mask is used as it is, with the same
-result. A hint is believed.
+Causality: `is_causal=None` compares the mask with the causal mask, which synchronises with the
+device as in torch. While compiling, in a CUDA graph and on the meta device the mask is used as it
+is, with the same result. A hint is trusted.
 """
 
 import functools
@@ -29,11 +29,11 @@ from fastattn.nn.packing import Lengths, Packing, packs, packs_norm, refuse_padd
 
 
 class TransformerEncoder(DropIn, nn.TransformerEncoder):
-    """`torch.nn.TransformerEncoder` on fused ops. Nested tensors are never made of padded ones.
+    """`torch.nn.TransformerEncoder` on fused ops. Padded tensors are not converted to nested ones.
 
-    src_lengths: integers, a list or a CPU tensor `[B]`: only the first tokens of each sequence are
-    real. The stack runs on these alone, and the result is 0 at the others; with masks or layers
-    that packed rows do not allow, it runs on all of them with a key padding mask instead.
+    src_lengths: integers, a list or a CPU tensor `[B]`, the number of real tokens at the start of
+    each sequence. The stack runs only on these, and the result is 0 elsewhere. Masks or layers
+    that do not support packed rows make it run on all tokens with a key padding mask.
     """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
@@ -68,7 +68,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
                 isinstance(layer, TransformerEncoderLayer)
                 and inherits(layer, TransformerEncoderLayer, "forward")
             ):
-                # Layers that others wrote expect what torch's encoder hands on.
+                # Other layers expect the masks that torch's encoder passes.
                 masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
             output = layer(
                 output, src_mask=masks[0], is_causal=is_causal, src_key_padding_mask=masks[1]
@@ -110,7 +110,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
 class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
     """`torch.nn.TransformerDecoder` on fused ops; `init_cache` and `step` decode incrementally.
 
-    tgt_lengths, src_lengths: of `tgt` and of `memory`, as in `TransformerEncoder`.
+    tgt_lengths, src_lengths: those of `tgt` and `memory`, as in `TransformerEncoder`.
     """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
@@ -203,10 +203,10 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
 
 
 class Transformer(DropIn, nn.Transformer):
-    """`torch.nn.Transformer` on fused ops; custom parts that are not torch's classes stay so.
+    """`torch.nn.Transformer` on fused ops; a custom encoder or decoder is kept.
 
-    src_lengths, tgt_lengths: as in `TransformerEncoder`; the encoder hands packed rows on to the
-    decoder. Both stacks must be ours then.
+    src_lengths, tgt_lengths: as in `TransformerEncoder`; the encoder passes packed rows to the
+    decoder. Both stacks must then be those of `fastattn.nn`.
     """
 
     if not TYPE_CHECKING:  # type checkers read torch's constructor
@@ -290,7 +290,7 @@ class Transformer(DropIn, nn.Transformer):
 
 
 def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first: bool) -> bool:
-    """The hint, or without one whether `mask` is the causal mask for x, where that can be known."""
+    """The hint, or without one whether `mask` is the causal mask for x, where values are known."""
     if hint is not None or mask is None or x.is_nested:
         return hint is True
     size = x.shape[1 if batch_first and x.dim() == 3 else 0]
@@ -305,7 +305,7 @@ def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first
 
 
 def _padding_beside(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
-    """The key padding mask of a packing, in the kind of the mask it stands beside."""
+    """The key padding mask of a packing, boolean or floating like `mask`."""
     padding = real.padding()
     if mask is None or mask.dtype is torch.bool:
         return padding

@@ -245,7 +245,7 @@ def test_wrong_input_is_named() -> None:
         flash_attn.flash_attn_qkvpacked_func(q)
     with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[B, 4\], got \[3\]"):
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(3))
-    with pytest.raises(ValueError, match="k and v must come together, got k alone"):
+    with pytest.raises(ValueError, match="k and v must both be given, got k alone"):
         flash_attn.flash_attn_with_kvcache(q, q, q, k=q)
     with pytest.raises(ValueError, match="cache_leftpad must be None with a block_table"):
         flash_attn.flash_attn_with_kvcache(

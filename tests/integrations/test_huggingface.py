@@ -324,13 +324,13 @@ def test_what_is_not_offered() -> None:
         huggingface.attention_forward(nn.Identity(), q[:, :, 1:], q, q, None, is_causal=True)
 
 
-def test_a_model_whose_attention_cannot_be_exchanged() -> None:
+def test_a_model_whose_attention_cannot_be_replaced() -> None:
     """Bloom's attention would add the boolean mask to the scores."""
     config = transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, **SMALL)
     huggingface.register()
     model = transformers.BloomModel._from_config(config, attn_implementation="fastattn")
     ids, mask = tokens("left")
-    with pytest.raises(NotImplementedError, match="transformers can exchange, got one of Bloom"):
+    with pytest.raises(NotImplementedError, match="transformers can replace, got one of Bloom"):
         model(ids, attention_mask=mask)
 
 

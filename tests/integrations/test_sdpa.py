@@ -19,7 +19,7 @@ if not hasattr(attention, "register_flash_attention_impl"):
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
     """The same functions under the CPU's key, where torch has none."""
-    handle = sdpa.take_over("CPU")
+    handle = sdpa.override("CPU")
     yield
     handle.remove()
 
@@ -68,7 +68,7 @@ def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
 
 def test_removal_gives_the_op_back() -> None:
     q = torch.randn(1, 2, 3, 8)
-    sdpa.take_over("CPU").remove()
+    sdpa.override("CPU").remove()
     with pytest.raises(NotImplementedError):
         torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
 

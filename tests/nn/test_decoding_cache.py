@@ -148,13 +148,13 @@ def test_the_cache_names_what_is_wrong():
         cache.follow(torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="must have 2 sequences of at most 5 rows, got 2 of 6"):
         fast.restart(cache, torch.randn(B, S + 1, E), lengths)
-    with pytest.raises(ValueError, match="cache must be one with memory_lengths"):
+    with pytest.raises(ValueError, match="cache must have memory_lengths"):
         fast.restart(fast.init_cache(memory, max_length=2), memory, lengths)
     masked = fast.init_cache(
         memory, memory_lengths=lengths, max_length=2,
         memory_key_padding_mask=torch.zeros(B, S, dtype=torch.bool),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="memory_lengths and no mask of the memory"):
+    with pytest.raises(ValueError, match="memory_lengths and no memory_key_padding_mask"):
         fast.restart(masked, memory, lengths)
     for _ in range(2):
         fast.step(torch.zeros(B, K, E), cache)

@@ -1,7 +1,7 @@
 """The command `fastattn`: train, translate, evaluate, demo, info, check.
 
-Results go to standard output, progress and remarks to standard error; `--json` prints one JSON
-document instead of text. Heavy modules are imported by the command that needs them.
+Results go to standard output, progress and warnings to standard error; `--json` prints one JSON
+document instead of text. Slow imports are left to the commands that need them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastattn.cli.arguments import (
     FAILED,
     INTERRUPTED,
     NO_TEXT,
-    READER_GONE,
+    PIPE_CLOSED,
     WRONG_INPUT,
     UsageError,
 )
@@ -26,9 +26,9 @@ from fastattn.cli.arguments import (
 DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
 
 EPILOG = """\
-exit codes: 0 done, 1 a check failed or nothing could be checked, or training diverged, 2 wrong
-input or a missing package, 3 the default text could not be downloaded, 130 interrupted, 141
-nobody reads the output
+exit codes: 0 success, 1 a check failed, nothing could be checked or training diverged, 2 wrong
+input or a missing package, 3 the default text could not be downloaded, 130 interrupted, 141 the
+output pipe was closed
 """
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return WRONG_INPUT
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is no reason to stop
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that its encoding lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         command: Callable[[argparse.Namespace], int] = options.run
@@ -64,16 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.command} needs the package {error.name}, which is not installed: "
             "from a clone, pip install --no-build-isolation '.[demo]'"
         )
-    except BrokenPipeError:  # whoever read has what he wanted
-        if isinstance(sys.stdout, io.TextIOWrapper):  # Python's last flush shall not fail again
+    except BrokenPipeError:  # the reader closed the pipe
+        if isinstance(sys.stdout, io.TextIOWrapper):  # or Python's last flush would fail too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE
+        return PIPE_CLOSED
     except (UsageError, OSError) as error:
         return _fail(str(error))
     except (OverflowError, MemoryError) as error:
         return _fail(f"a number among the options is too large: {error or 'out of memory'}")
     except Exception as error:
-        # Raised by modules that are imported lazily, so known by name here.
+        # Raised by modules that are imported lazily, so matched by name.
         code = {
             "TextUnavailable": NO_TEXT, "TrainingDiverged": FAILED, "DamagedFile": WRONG_INPUT,
         }.get(type(error).__name__)  # fmt: skip
@@ -83,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser; the options of `check` are read in only when it is the command."""
+    """Return the parser; it has the options of `check` only if that is the command."""
     parser = argparse.ArgumentParser(
         prog="fastattn",
         description="Attention kernels behind a drop-in Transformer: try it, train it, check it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     demo.add(commands)
     train.add(commands)

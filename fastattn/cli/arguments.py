@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, errors of use, types of arguments, options of several."""
+"""What the commands share: exit codes, usage errors, argument types, common options."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.generation import Strategy
 
-DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
+DONE, FAILED, WRONG_INPUT, NO_TEXT, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 130, 141
 PROBLEMS_SHOWN = 5
 
 
 class UsageError(Exception):
-    """Input that the command cannot work with; the message names it, what was wanted, what came."""
+    """Wrong input; the message names it, what was expected and what was given."""
 
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Report a ValueError of the library, which names the value at fault, as wrong input."""
+    """Report a ValueError of the library, whose message names the value, as wrong input."""
     try:
         yield
     except ValueError as error:
@@ -109,7 +109,7 @@ def share(text: str) -> float:
     return value
 
 
-def picture(text: str) -> Path:
+def image_file(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in (".png", ".svg", ".pdf", ".jpg", ".jpeg") or path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file .png, .svg, .pdf or .jpg, got {text!r}")
@@ -134,11 +134,11 @@ def device(text: str) -> torch.device:
 
     try:
         device = torch.device(text)
-        torch.empty(0, device=device).sum().item()  # not of the meta device
+        torch.empty(0, device=device).sum().item()  # fails on the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(
-            f"must be a device that torch can use here, cpu or cuda say, got {text!r} ({reason})"
+            f"must be a device that torch can use here, e.g. cpu or cuda, got {text!r} ({reason})"
         ) from error
     return device
 
@@ -164,11 +164,11 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return getattr(options, "device", None) or default_device()
 
 
-def chosen_text(options: argparse.Namespace, before: Path | None) -> Path | None:
-    """--data, or what a run was started with."""
-    path: Path | None = getattr(options, "data", before)
+def chosen_text(options: argparse.Namespace, default: Path | None) -> Path | None:
+    """--data, or the text that the run was started with."""
+    path: Path | None = getattr(options, "data", default)
     if path is not None and not path.is_file():
-        raise UsageError(f"--data must be given where the run's own text is gone, got {path}")
+        raise UsageError(f"--data must be given: the run's own text does not exist, got {path}")
     return path
 
 
@@ -181,9 +181,9 @@ def load_pairs(path: Path | None) -> list[Pair]:
         return catalogues.load_catalogue_pairs().pairs
     file = data.read_pairs(path)
     for problem in file.problems[:PROBLEMS_SHOWN]:
-        say(f"left out: {problem}")
+        say(f"skipped: {problem}")
     if len(file.problems) > PROBLEMS_SHOWN:
-        say(f"left out: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
+        say(f"skipped: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
     if not file.pairs:
         raise UsageError(
             f"--data must hold lines of source<TAB>target, got {len(file.problems)} lines without "
@@ -193,26 +193,26 @@ def load_pairs(path: Path | None) -> list[Pair]:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """The ways of choosing tokens; options that belong to another way are errors."""
+    """The options of the search strategies; those of a strategy that is not chosen are errors."""
     group = parser.add_argument_group("search (greedy without --beams and --sample)")
 
     def add(*names: str, **about: Any) -> None:
         group.add_argument(*names, default=argparse.SUPPRESS, **about)
 
-    add("--beams", type=positive_int, help="keep so many translations side by side")
-    add("--length-penalty", type=number, help="of beams: larger favours length (default: 0.6)")
+    add("--beams", type=positive_int, help="beam search with this many beams")
+    add("--length-penalty", type=number, help="--beams: larger favours length (default: 0.6)")
     add(
         "--early-stopping", action="store_true",
-        help="of beams: stop at as many ends as beams, though another could still win",
+        help="--beams: stop at as many ends as beams, even if an unfinished beam could still win",
     )  # fmt: skip
-    add("--sample", action="store_true", help="draw each token")
-    add("--temperature", type=positive_float, help="of samples: divides the logits (default: 1)")
-    add("--top-k", type=positive_int, help="of samples: the k likeliest tokens (default: all)")
+    add("--sample", action="store_true", help="draw each token at random")
+    add("--temperature", type=positive_float, help="--sample: divides the logits (default: 1)")
+    add("--top-k", type=positive_int, help="--sample: only the k likeliest tokens (default: all)")
     add(
         "--top-p", type=share,
-        help="of samples: the likeliest tokens that reach this probability (default: 1)",
+        help="--sample: only the likeliest tokens that reach this probability (default: 1)",
     )  # fmt: skip
-    add("--seed", type=natural, help="of samples (default: 0)")
+    add("--seed", type=natural, help="--sample: seed of the random numbers (default: 0)")
 
 
 def chosen_strategy(options: argparse.Namespace) -> Strategy:
@@ -221,18 +221,18 @@ def chosen_strategy(options: argparse.Namespace) -> Strategy:
     from fastattn.seq2seq.sampling import Sampling
 
     given = vars(options)
-    ways = {
+    strategies = {
         "beams": ("beams", "length_penalty", "early_stopping"),
         "sample": ("temperature", "top_k", "top_p", "seed"),
     }
-    for way, names in ways.items():
-        for name in names:
-            if name in given and way not in given:
-                flag = name.replace("_", "-")
-                raise UsageError(f"--{flag} must come with --{way}, got {given[name]} without it")
+    for name, own in strategies.items():
+        for option in own:
+            if option in given and name not in given:
+                flag = option.replace("_", "-")
+                raise UsageError(f"--{flag} needs --{name}, got {given[option]} without it")
     if "beams" in given and "sample" in given:
-        raise UsageError("--sample must come without --beams, got both")
-    way = next((way for way in ways if way in given), "")
-    chosen = {name: given[name] for name in ways.get(way, ()) if name in given}
+        raise UsageError("--sample must be given without --beams, got both")
+    name = next((name for name in strategies if name in given), "")
+    chosen = {option: given[option] for option in strategies.get(name, ()) if option in given}
     with input_errors():
-        return {"beams": BeamSearch, "sample": Sampling}[way](**chosen) if way else GREEDY
+        return {"beams": BeamSearch, "sample": Sampling}[name](**chosen) if name else GREEDY

@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
         description=(
             "Train a small translator twice from one seed, with fastattn.nn.Transformer and with "
             "torch.nn.Transformer, check that their losses agree, and translate held-out "
-            "sentences. Three to six minutes on two CPU cores, by their speed; a GPU trains a "
-            "larger model."
+            "sentences. Takes three to six minutes on two CPU cores, depending on their speed; on "
+            "a GPU the model is larger."
         ),
     )
     parser.add_argument(
@@ -83,7 +83,7 @@ def _print_demo(report: DemoReport) -> None:
     console = Console(highlight=False, markup=False)
 
     def write(line: str) -> None:
-        # Soft: a line that is copied into a shell or searched for stays one line.
+        # Soft wrap, so that a line that is copied or searched for stays one line.
         console.print(line, soft_wrap=True)
 
     write("")
@@ -117,17 +117,17 @@ def _print_demo(report: DemoReport) -> None:
     console.print(table)
     write(
         f"Held-out BLEU: {report.bleu:.1f} (update {report.best_step}, the lowest "
-        f"validation loss); handing the source back: {report.bleu_of_source:.1f}"
+        f"validation loss); BLEU of the untranslated source: {report.bleu_of_source:.1f}"
         f"{'' if report.bleu_is_judged else ' (not judged in a shortened run)'}\n"
     )
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
-    for heading in ("source", "reference", "ours"):
+    for heading in ("source", "reference", "translation"):
         table.add_column(heading, ratio=1, overflow="fold")
     for sample in report.samples:
-        table.add_row(Text(sample.source), Text(sample.reference), Text(sample.ours, "cyan"))
+        table.add_row(Text(sample.source), Text(sample.reference), Text(sample.translation, "cyan"))
     console.print(table)
-    write(f"{report.seconds['all']:.0f} s in all. Curves, samples, heat maps: {report.out}")
+    write(f"{report.seconds['all']:.0f} s in total. Curves, samples, heat maps: {report.out}")
     example = shlex.join(["--run", str(report.out), report.samples[0].source])
     write(f"Try it: fastattn translate {example}")
     write("The text keeps its licence; the trained model is for demonstration.")

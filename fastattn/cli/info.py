@@ -1,4 +1,4 @@
-"""`fastattn info` and `fastattn check`: what serves this machine, and whether it is right."""
+"""`fastattn info` and `fastattn check`: this machine's backends, and tests of their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastattn.cli.arguments import (
 
 def add_info(commands: Any) -> None:
     parser = add_command(
-        commands, "info", "print versions, the device and which backend serves which op", _run_info
+        commands, "info", "print versions, the device and the backends of each op", _run_info
     )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     add_device(parser)
@@ -61,13 +61,13 @@ def _run_info(options: argparse.Namespace) -> int:
         print("  ".join([*cells, line[4]]).rstrip())
     if device.type == "cpu" and (why := ops.library_unavailable("cpu")):
         print(f"\nOps on the CPU run PyTorch's operators: backend cpu {why}")
-    served = f"in Python, which takes longer: {missing}" if missing else "by the extension autograd"
-    print(f"\nDerivatives are recorded {served}")
+    recorder = f"Python, which takes longer: {missing}" if missing else "the extension autograd"
+    print(f"\nDerivatives are recorded by {recorder}")
     return DONE
 
 
 def add_check(commands: Any, *, with_options: bool) -> None:
-    """with_options: read in the options, which takes the test harness's imports."""
+    """with_options: add the options, which imports the test harness."""
     parser = add_command(
         commands, "check", "compare every op and backend with an fp64 reference", _run_check
     )

@@ -50,14 +50,14 @@ def add(commands: Any) -> None:
         _run_train,
         description=(
             "Train a translator into a run folder, from tab-separated sentence pairs (source, "
-            "target, further columns ignored, as in Tatoeba's fra.txt). With --resume, continue "
-            "an interrupted run with the choices it was started with."
+            "target; further columns are ignored, as in Tatoeba's fra.txt). With --resume, "
+            "continue an interrupted run with its own options."
         ),
     )
     parser.add_argument(
         "--data", type=existing_file, default=argparse.SUPPRESS,
         help="tab-separated sentence pairs (default: downloaded English-French messages; with "
-        "--resume what the run was started with)",
+        "--resume the text of the run)",
     )  # fmt: skip
     parser.add_argument("--out", type=run_folder, required=True, metavar="RUN", help="run folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -70,109 +70,109 @@ def add(commands: Any) -> None:
 
     fixed: dict[str, tuple[str, Any]] = {}
 
-    def choices_of(title: str) -> Callable[..., None]:
+    def fixed_options(title: str) -> Callable[..., None]:
         group = parser.add_argument_group(title)
 
         def add(*names: str, **about: Any) -> None:
             default = about.pop("default", False if "action" in about else argparse.SUPPRESS)
             if default is not argparse.SUPPRESS and "action" not in about:
                 about["help"] += f" (default: {default})"
-            # Only what was given is among the options: with --resume nothing may be.
+            # Suppressed defaults tell which options were given: with --resume none may be.
             action = group.add_argument(*names, default=argparse.SUPPRESS, **about)
             fixed[action.dest] = (action.option_strings[0], default)
 
         return add
 
-    model = choices_of("model")
+    model = fixed_options("model")
     model(
         "--vocabulary", type=positive_int, default=8000,
-        help="tokens to learn, 259 of them bytes and marks",
+        help="number of tokens, of which 259 are bytes and special tokens",
     )  # fmt: skip
     model("--width", type=positive_int, default=256, help="size of a token's vector")
     model("--heads", type=positive_int, default=4, help="attention heads")
     model("--layers", type=positive_int, default=3, help="layers of each stack")
     model("--ffn-width", type=positive_int, default=1024, help="hidden size of an FFN")
-    model("--dropout", type=fraction, default=0.1, help="probability")
+    model("--dropout", type=fraction, default=0.1, help="dropout probability")
     model("--max-length", type=positive_int, default=128, help="tokens of a sentence")
     model("--post-norm", action="store_true", help="norms after the residual sums")
     model("--untied", action="store_true", help="separate embeddings and output head")
     model("--positions", choices=("sinusoidal", "learned"), default="sinusoidal", help="encoding")
     model(
         "--norm", choices=("layer", "power", "batch"), default="layer",
-        help="what the norms normalise by; power and batch for comparison",
+        help="layer norm, or power norm or batch norm for comparison",
     )  # fmt: skip
     model(
         "--scoring", choices=("dot", "additive", "cosine"), default="dot",
-        help="how attention compares queries with keys",
+        help="score function of the attention",
     )  # fmt: skip
     model(
         "--memory-layers", default="last", metavar="LAYERS",
         help="encoder layer that each decoder layer reads: last, same, reversed, or numbers from "
         "1 such as 1,2,2",
     )  # fmt: skip
-    model("--copy", action="store_true", help="a head that may copy source tokens")
+    model("--copy", action="store_true", help="add a head that can copy source tokens")
     model(
         "--decoder", choices=("autoregressive", "non-autoregressive"), default="autoregressive",
-        help="one token after the other, or all at once",
+        help="one token after the other, or all tokens at once",
     )  # fmt: skip
     model(
         "--length", choices=("predictor", "end"), default="predictor",
-        help="what ends a non-autoregressive translation: its predicted length, or its first END",
+        help="end of a non-autoregressive translation: a predicted length or the first END token",
     )  # fmt: skip
 
-    training = choices_of("training")
-    training("--steps", type=positive_int, default=10_000, help="updates in all")
+    training = fixed_options("training")
+    training("--steps", type=positive_int, default=10_000, help="total updates")
     training(
-        "--batch-tokens", type=positive_int, default=8192, help="source and target tokens a batch"
+        "--batch-tokens", type=positive_int, default=8192, help="source and target tokens per batch"
     )
-    training("--accumulate", type=positive_int, default=1, help="batches of an update")
-    training("--packed", action="store_true", help="run on real tokens alone, without padding")
+    training("--accumulate", type=positive_int, default=1, help="batches per update")
+    training("--packed", action="store_true", help="run only on real tokens, without padding")
     training(
         "--patience", type=natural, default=0,
-        help="stop after so many validations without a lower loss; 0: never",
+        help="stop after this many validations without a lower loss; 0: never",
     )  # fmt: skip
     training("--learning-rate", type=positive_float, default=1e-3, help="peak, after the warm-up")
     training("--warmup-steps", type=natural, default=400, help="updates of warm-up")
     training("--smoothing", type=fraction, default=0.1, help="label smoothing")
-    training("--weight-decay", type=fraction, default=0.01, help="AdamW's")
+    training("--weight-decay", type=fraction, default=0.01, help="weight decay of AdamW")
     training("--clip", type=positive_float, default=1.0, help="largest gradient norm")
     training(
         "--precision", choices=("auto", "fp32", "bf16"), default="auto",
         help="auto: bf16 autocast on a GPU, fp32 on a CPU",
     )  # fmt: skip
-    training("--seed", type=natural, default=0, help="of split, model and order")
+    training("--seed", type=natural, default=0, help="seed of the split, the model and the order")
     training(
         "--held-out", type=positive_int, default=argparse.SUPPRESS,
-        help="sentences of the validation and of the test part (default: 5 %%, at most 500)",
+        help="sentences of the validation part and of the test part (default: 5 %%, at most 500)",
     )  # fmt: skip
     training("--valid-every", type=positive_int, default=500, help="updates between validations")
     training(
         "--checkpoint-every", type=positive_int, default=500, help="updates between checkpoints"
     )
 
-    objective = choices_of("what training minimises")
+    objective = fixed_options("objective")
     objective(
         "--scheduled-sampling", choices=("none", "sequential", "parallel"), default="none",
-        help="feed the decoder some of its own tokens, drawn one by one or all at once",
+        help="replace decoder inputs by the model's own tokens, drawn one by one or all at once",
     )  # fmt: skip
     objective(
         "--sampling-decay", choices=("linear", "exponential", "inverse-sigmoid"), default="linear",
-        help="how the share of true tokens falls from 1 (inverse-sigmoid: from a little less)",
+        help="decay of the share of true tokens from 1 (inverse-sigmoid: from slightly less)",
     )  # fmt: skip
-    objective("--truth-floor", type=share, default=0.5, help="and to which share")
+    objective("--truth-floor", type=share, default=0.5, help="lowest share of true tokens")
     objective(
         "--guided-attention", type=number, default=0.0, metavar="WEIGHT",
-        help="of a loss that keeps attention near the diagonal",
+        help="weight of a loss that keeps attention near the diagonal",
     )  # fmt: skip
-    objective("--guided-width", type=positive_float, default=0.2, help="how near")
+    objective("--guided-width", type=positive_float, default=0.2, help="relative width of it")
     objective(
         "--sequence-steps", type=natural, default=0,
-        help="last updates that reward sampled translations by their BLEU",
+        help="last updates, which reward sampled translations by their BLEU",
     )  # fmt: skip
     objective(
-        "--sequence-weight", type=share, default=0.9, help="share of that loss in these updates"
+        "--sequence-weight", type=share, default=0.9, help="weight of that reward in these updates"
     )
-    parser.set_defaults(fixed_choices=fixed)
+    parser.set_defaults(fixed_options=fixed)
 
 
 def _run_train(options: argparse.Namespace) -> int:
@@ -194,7 +194,7 @@ def _run_train(options: argparse.Namespace) -> int:
         start_run(run, files)
     parameters = sum(p.numel() for p in model.parameters())
     say(
-        f"{len(prepared.train):,} training pairs ({prepared.left_out} too long left out), "
+        f"{len(prepared.train):,} training pairs ({prepared.left_out} too long and skipped), "
         f"{len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
         f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"
     )
@@ -222,7 +222,7 @@ def _run_train(options: argparse.Namespace) -> int:
         print(json.dumps(outcome, indent=2))
     else:
         print(
-            f"test BLEU {outcome['bleu']:.1f}; handing the source back: "
+            f"test BLEU {outcome['bleu']:.1f}; BLEU of the untranslated source: "
             f"{outcome['bleu_of_source']:.1f}\n"
             f'translate with: fastattn translate --run {shlex.quote(str(run))} "TEXT"'
         )
@@ -234,7 +234,7 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
     from fastattn.seq2seq.runs import RunFiles, default_held_out, prepare_text, require_no_run
     from fastattn.seq2seq.training import TrainingConfig
 
-    for name, (_, default) in options.fixed_choices.items():
+    for name, (_, default) in options.fixed_options.items():
         if default is not argparse.SUPPRESS and not hasattr(options, name):
             setattr(options, name, default)
     try:
@@ -269,7 +269,7 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
 
 
 def _config(kind: type[T], options: argparse.Namespace, **translated: Any) -> T:
-    """The options whose names are fields of `kind`, and those that go by another name."""
+    """`kind` from the options named like its fields, and from `translated` for the others."""
     named = {f.name: getattr(options, f.name) for f in fields(kind) if hasattr(options, f.name)}
     return kind(**named | translated)
 
@@ -278,11 +278,11 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
     from fastattn.seq2seq.runs import open_run, prepare_text
 
     files = open_run(options.out)
-    for name, (flag, _) in options.fixed_choices.items():
+    for name, (flag, _) in options.fixed_options.items():
         if hasattr(options, name):
             raise UsageError(
-                f"{flag} must be left out with --resume, which continues with the run's own "
-                f"choices, got {getattr(options, name)}"
+                f"{flag} cannot be given with --resume, which continues with the run's own "
+                f"options, got {getattr(options, name)}"
             )
     prepared = prepare_text(
         load_pairs(chosen_text(options, files.text)),
@@ -293,7 +293,7 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
     )
     if prepared.digest != files.data_digest:
         raise UsageError(
-            f"--data must be the text that {options.out} was started with, got another one"
+            f"--data must be the text that {options.out} was started with, got another text"
         )
     return prepared, files
 

@@ -1,4 +1,4 @@
-"""`fastattn translate` and `fastattn evaluate`: what trained runs are used for."""
+"""`fastattn translate` and `fastattn evaluate`: translate with trained runs and compare them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fastattn.cli.arguments import (
     chosen_strategy,
     chosen_text,
     existing_file,
+    image_file,
     input_errors,
     load_pairs,
-    picture,
     positive_int,
     say,
 )
@@ -41,19 +41,19 @@ def add_translate(commands: Any) -> None:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="a sentence")
     parser.add_argument(
         "--max-length", type=positive_int, default=argparse.SUPPRESS,
-        help="tokens of a translation (default: twice the source's and ten)",
+        help="largest number of tokens of a translation (default: twice the source's plus ten)",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", type=picture, metavar="PNG", default=argparse.SUPPRESS,
+        "--attention", type=image_file, metavar="PNG", default=argparse.SUPPRESS,
         help="draw the cross-attention of the first sentence",
     )  # fmt: skip
     parser.add_argument(
-        "--alignment", type=picture, metavar="PNG", default=argparse.SUPPRESS,
+        "--alignment", type=image_file, metavar="PNG", default=argparse.SUPPRESS,
         help="draw the first sentence and its translation with lines between their tokens",
     )  # fmt: skip
     parser.add_argument(
         "--prefix", default=argparse.SUPPRESS, metavar="WORDS",
-        help="words that every translation begins with",
+        help="words that begin every translation",
     )  # fmt: skip
     parser.add_argument(
         "--scores", action="store_true", help="print each translation's score and a tab before it"
@@ -77,7 +77,7 @@ def _run_translate(options: argparse.Namespace) -> int:
         for flag in ("beams", "sample", "prefix"):
             if flag in vars(options):
                 raise UsageError(
-                    f"--{flag} must be left out for a run whose decoder writes all tokens at once, "
+                    f"--{flag} cannot be given for a run whose decoder writes all tokens at once, "
                     f"got {getattr(options, flag)} for {options.run_folder}"
                 )
     texts = options.text or _lines_of_input()
@@ -115,9 +115,9 @@ def _run_translate(options: argparse.Namespace) -> int:
 
 def _lines_of_input() -> list[str]:
     if sys.stdin is None:
-        raise UsageError("TEXT must be given where there is no standard input, got neither")
+        raise UsageError("TEXT must be given if there is no standard input, got neither")
     if sys.stdin.isatty():
-        say("reading lines from the keyboard; end with Ctrl-D")
+        say("reading lines from the terminal; end with Ctrl-D")
     lines = [line.rstrip("\r\n") for line in sys.stdin]
     return [lines[0].removeprefix("\ufeff"), *lines[1:]] if lines else []
 
@@ -129,15 +129,15 @@ def add_evaluate(commands: Any) -> None:
         "compare runs on their test part: BLEU and speed",
         _run_evaluate,
         description=(
-            "Translate the test part with each RUN and print BLEU and sentences per second side by "
-            "side, all with the same search; a decoder that writes all tokens at once has none. "
-            "All runs must come from one text."
+            "Translate the test part with each RUN and print BLEU and sentences per second as a "
+            "table, all with the same search; a decoder that writes all tokens at once has none. "
+            "All runs must be trained on the same text."
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument(
         "--data", type=existing_file, default=argparse.SUPPRESS,
-        help="the text that the runs were trained on (default: where the first found it)",
+        help="the text that the runs were trained on (default: the text of the first run)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     add_strategy(parser)
@@ -157,7 +157,7 @@ def _run_evaluate(options: argparse.Namespace) -> int:
             rows.append(evaluate_run(run, pairs, strategy=strategy, device=device))
             if rows[-1].test_part != rows[0].test_part:
                 raise UsageError(
-                    f"RUN must have the test part of {options.runs[0]}, which goes by --seed, "
+                    f"RUN must have the test part of {options.runs[0]}, which depends on --seed, "
                     f"--held-out, --max-length and the tokens, got {run} with another one"
                 )
     if options.json:

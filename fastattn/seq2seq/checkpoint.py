@@ -1,13 +1,13 @@
-"""Checkpoints of a training run: safetensors and JSON, complete or absent.
+"""Checkpoints of a training run: safetensors and JSON, written atomically.
 
 A run folder holds `model.json`, `training.json`, `tokenizer.json`, `metrics.jsonl`, `best.json`
-and `checkpoints/step-00000400/`, each of which has
+and folders `checkpoints/step-00000400/` with
 
-    model.safetensors   the parameters, as `state_dict` names them
+    model.safetensors   the parameters, named as in `state_dict`
     state.safetensors   AdamW's moments and the random number generators
     state.json          the update count, the position in the data, the best validation
 
-A checkpoint is written under another name and renamed when complete; nothing is pickled.
+A checkpoint is written under a temporary name and renamed when complete; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Best:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training needs besides the model and the optimizer to continue."""
+    """What training needs to continue, besides the model and the optimizer."""
 
     step: int = 0  # updates done
     position: Position = field(default_factory=Position)  # the next batch
@@ -53,30 +53,30 @@ class TrainingState:
 
 
 class DamagedFile(ValueError):
-    """A file of a run that does not hold what training wrote into it."""
+    """A file of a run whose content is not what training writes."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[Path]:
-    """Whatever is wrong inside with what a file holds becomes an error that names the file."""
+    """Convert errors about the content of a file into a DamagedFile that names the file."""
     try:
         yield path
     except (OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises Exception itself
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise DamagedFile(f"{path} must be as training wrote it, got {why}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is either the old one or the new one, whatever happens."""
+    """Write a text file so that after a crash it holds either the old or the new text."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp's file is private; a run folder is as readable as its owner's other files.
+        # mkstemp creates a private file; run folders have the permissions of other files.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except BaseException:
@@ -102,10 +102,10 @@ def save_checkpoint(
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        # mkdtemp's private mode would stay with the renamed folder.
+        # mkdtemp creates a private folder, and renaming keeps its mode.
         scratch.chmod(0o777 & ~_umask())
-        _save(_plain(model.state_dict()), scratch / "model.safetensors")
-        _save(_plain(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
+        _save(_to_cpu(model.state_dict()), scratch / "model.safetensors")
+        _save(_to_cpu(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
         (scratch / "state.json").write_text(json.dumps(asdict(state)))
         if folder.exists():
             shutil.rmtree(folder)
@@ -122,9 +122,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # of a full disk, too
+    except SafetensorError as error:  # also for a full disk
         raise OSError(f"cannot write {path}: {error}") from error
-    path.chmod(0o666 & ~_umask())  # it makes private files
+    path.chmod(0o666 & ~_umask())  # safetensors creates private files
 
 
 def load_checkpoint(
@@ -178,11 +178,11 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -
     return tensors
 
 
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-# Which checkpoints there are
+# Listing checkpoints
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -197,7 +197,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def prune_checkpoints(run: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one, and what crashes left."""
+    """Delete unfinished checkpoints, and all but the newest `keep` and the best one."""
     for unfinished in (run / CHECKPOINTS).glob(".step-*"):
         shutil.rmtree(unfinished)
     best = read_best(run)

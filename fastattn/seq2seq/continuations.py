@@ -1,8 +1,8 @@
-"""What may follow: the logits of the next token for every beam of every sentence.
+"""The logits of the next token, for every beam of every sentence.
 
-`CachedContinuations` feeds one token a beam through a decoder with a key/value cache and is
-static: same tensors, same operations at every step. `PrefixContinuations` runs the whole prefix
-again, for decoders without a cache: the same logits, more slowly. Searches see no difference.
+`CachedContinuations` feeds one token per beam through a decoder with a key/value cache and is
+static: the same tensors and operations at every step. `PrefixContinuations` recomputes the whole
+prefix, for decoders without a cache: the same logits, more slowly. They have one interface.
 
 Shapes: B sentences, K beams, S source tokens, V vocabulary.
 """
@@ -23,17 +23,17 @@ class Continuations(Protocol):
     device: torch.device
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B, K] to the beams and return what may follow, fp32 [B, K, V]."""
+        """Append `tokens` [B, K] to the beams and return the next logits, fp32 [B, K, V]."""
 
     def follow(self, parents: Tensor) -> None:
-        """Beam j of sentence b goes on from beam `parents[b, j]`."""
+        """Beam j of sentence b continues from beam `parents[b, j]`."""
 
     def rewind(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
 
 
 class CachedContinuations:
-    """One decoder step; `memory_size` leaves room for longer sources in `restart`."""
+    """One decoder step; `memory_size` is the capacity for longer sources in `restart`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CachedContinuations:
     ) -> None:
         self.beams, self.device = beams, memory.source.device
         self._model = model
-        # Only a copying head reads the memory again; it gets tensors that stay where they are.
+        # Only a copying head reads the memory again, from tensors of fixed address.
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
         self._cache = model.transformer.decoder.init_cache(
             memory.layers,
@@ -57,13 +57,13 @@ class CachedContinuations:
         )
 
     def restart(self, memory: Memory) -> None:
-        """Take other sentences, no more and no longer than there is room for."""
+        """Replace the sentences by others, no more and no longer than the capacity."""
         self._model.transformer.decoder.restart(self._cache, memory.layers, memory.lengths())
         if self._memory is not None:
-            self._memory.replace_by(memory.padded(self._memory.source.shape[1]))
+            self._memory.copy_from(memory.padded(self._memory.source.shape[1]))
 
     def logits(self, tokens: Tensor) -> Tensor:
-        # Beams stand where positions do, but are all at one position: embedded one by one.
+        # Beams are the sequence dimension but share one position, so each is embedded by itself.
         x = self._model.embed_target(tokens.view(-1, 1), start=self._cache.position)
         x = x.view(*tokens.shape, -1)  # [B, K, width]
         hidden = self._model.transformer.decoder.step(x, self._cache)
@@ -77,7 +77,7 @@ class CachedContinuations:
 
 
 class PrefixContinuations:
-    """The whole decoder over the whole prefix at every step."""
+    """Runs the whole decoder over the whole prefix at every step."""
 
     def __init__(self, model: Seq2SeqTransformer, memory: Memory, *, beams: int) -> None:
         self.beams, self.device = beams, memory.source.device
@@ -109,9 +109,9 @@ def make_continuations(
     memory_size: int | None = None,
     use_cache: bool | None = None,
 ) -> Continuations:
-    """Return cached continuations where the decoder has a cache for them, else the others.
+    """Return cached continuations if the decoder has a cache that supports them, else the others.
 
-    use_cache: True insists on it, False does without it.
+    use_cache: True requires the cache, False disables it.
     """
     decoder = model.transformer.decoder
     if use_cache is False:
@@ -119,7 +119,7 @@ def make_continuations(
     if not hasattr(decoder, "init_cache"):
         if use_cache:
             raise ValueError(
-                f"use_cache=True wants a fastattn.nn decoder, got {type(decoder).__module__}."
+                f"use_cache=True needs a fastattn.nn decoder, got {type(decoder).__module__}."
                 f"{type(decoder).__name__}"
             )
         return PrefixContinuations(model, memory, beams=beams)

@@ -1,11 +1,10 @@
 """From sentence pairs to batches: reading, splitting, subwords, batches of similar length.
 
-A pair file is tab-separated text, one pair a line, as Tatoeba's `fra.txt`: source, target, and
+A pair file is tab-separated text, one pair per line, like Tatoeba's `fra.txt`: source, target, and
 any further columns, which are ignored. The split depends only on the sentences and the seed, and
-no source sentence (letter case and punctuation aside) stands in two parts. Subwords are byte-level
-BPE of both languages together, trained on the training part alone. Batches hold about the same
-number of tokens each, and their order is a pure function of seed and epoch, so that training can
-continue from any position.
+no source sentence (ignoring case and punctuation) is in two parts. Subwords are byte-level BPE over
+both languages, trained on the training part only. Batches hold about the same number of tokens, and
+their order is a pure function of seed and epoch, so that training can continue from any position.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ PAD, BEGIN, END = 0, 1, 2
 SPECIAL_TOKENS = ("<pad>", "<begin>", "<end>")
 BYTES = 256
 MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
-MAXIMUM_VOCABULARY = 1 << 24  # room for them is made before one is learnt
+MAXIMUM_VOCABULARY = 1 << 24  # the trainer allocates for all of them
 
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # which end lines, too
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # includes all line ends
 
 
 class Pair(NamedTuple):
@@ -41,7 +40,7 @@ class Pair(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A pair as token ids; END closes both sides, BEGIN is added when batches are made."""
+    """A pair as token ids; both sides end with END, BEGIN is added when batches are made."""
 
     source: list[int]
     target: list[int]
@@ -52,7 +51,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class PairFile:
-    """The pairs of a file and, for each line that holds none, a sentence that says why."""
+    """The pairs of a file, and an error message for each line that holds none."""
 
     pairs: list[Pair]
     problems: list[str]
@@ -73,17 +72,18 @@ def read_pairs(path: Path | str) -> PairFile:
         if b"\0" in line:
             problems.append(f"{path}:{number}: must be UTF-8 text, got byte 0x00, as in UTF-16")
         elif len(columns) < 2:
-            problems.append(f"{path}:{number}: wants source<TAB>target, got {_shorten(columns[0])}")
+            got = _shorten(columns[0])
+            problems.append(f"{path}:{number}: must be source<TAB>target, got {got}")
         elif not columns[0] or not columns[1]:
             side = "target" if columns[0] else "source"
-            problems.append(f"{path}:{number}: wants source<TAB>target, got an empty {side}")
+            problems.append(f"{path}:{number}: must be source<TAB>target, got an empty {side}")
         else:
             pairs.append(Pair(columns[0], columns[1]))
     return PairFile(pairs, problems)
 
 
 def tidy(text: str) -> str:
-    """Return `text` in Unicode's composed form with every run of white space as one space."""
+    """Return `text` in Unicode NFC with every run of whitespace as one space."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -105,9 +105,9 @@ def split_pairs(pairs: Iterable[Pair], *, held_out: int, seed: int = 0) -> Split
     """Split into training, validation and test pairs, the last two of `held_out` sentences each.
 
     Sources that differ only in case, punctuation or spaces count as one sentence and stay
-    together. A held-out sentence keeps its first translation, a training sentence all different
-    ones. Which part a sentence falls into is decided by its hash with the seed, so adding
-    pairs to a file moves few of the old ones.
+    together. A held-out sentence keeps only its first translation, a training sentence all distinct
+    ones. The hash of a sentence with the seed decides its part, so adding pairs to a file moves few
+    of the existing ones.
     """
     groups: dict[str, dict[Pair, None]] = {}
     for pair in pairs:
@@ -116,7 +116,7 @@ def split_pairs(pairs: Iterable[Pair], *, held_out: int, seed: int = 0) -> Split
         raise ValueError(f"held_out must be at least 1, got {held_out}")
     if len(groups) < 3 * held_out:
         raise ValueError(
-            f"holding out 2 x {held_out} sentences (held_out) needs at least {3 * held_out} "
+            f"held_out={held_out} for validation and test needs at least {3 * held_out} "
             f"different source sentences, got {len(groups)}"
         )
     keys = sorted(groups, key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
@@ -129,7 +129,7 @@ def split_pairs(pairs: Iterable[Pair], *, held_out: int, seed: int = 0) -> Split
 
 
 def sentence_key(text: str) -> str:
-    """Return what two sentences share when they differ only in case, punctuation or spaces."""
+    """Return the same key for sentences that differ only in case, punctuation or spaces."""
     words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(words) or text
 
@@ -142,7 +142,7 @@ class SubwordTokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        # "<end>" in a sentence is text, never a special token.
+        # "<end>" in a sentence is text, not a special token.
         self._backend.encode_special_tokens = True
 
     @classmethod
@@ -189,15 +189,13 @@ class SubwordTokenizer:
         for number, text in enumerate(texts, start=1):
             try:
                 text.encode()
-            except UnicodeEncodeError:  # of a surrogate, which Python makes of other bytes
+            except UnicodeEncodeError:  # a surrogate, which Python decodes invalid bytes to
                 raise ValueError(f"text {number} must be UTF-8, got {text[:60]!a}") from None
         encoded = self._backend.encode_batch([tidy(t) for t in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, one line; special tokens and control characters leave no
-        trace.
-        """
+        """Return token ids as one line of text, without special tokens or control characters."""
         text = self._backend.decode(list(ids), skip_special_tokens=True)
         return " ".join(_CONTROLS.sub(" ", text).split())
 
@@ -213,7 +211,7 @@ class SubwordTokenizer:
 def encode_pairs(
     pairs: Sequence[Pair], tokenizer: SubwordTokenizer, *, max_length: int | None = None
 ) -> list[Example]:
-    """Encode pairs, END included; pairs with a side longer than `max_length` are left out."""
+    """Encode pairs, END included; pairs with a side longer than `max_length` are skipped."""
     sources = tokenizer.encode_all([pair.source for pair in pairs])
     targets = tokenizer.encode_all([pair.target for pair in pairs])
     examples = [
@@ -230,7 +228,7 @@ def encode_pairs(
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded token ids. The decoder reads `target_in` (BEGIN first), is scored on `target_out`."""
+    """Padded token ids: the decoder reads `target_in` (BEGIN first), the loss `target_out`."""
 
     source: Tensor  # [B, S] int64
     source_padding: Tensor  # [B, S] bool, True = padding, as torch.nn's key_padding_mask
@@ -272,7 +270,7 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the rows as one int64 tensor, shorter rows filled up with PAD on the right."""
+    """Return the rows as one int64 tensor, padded with PAD on the right."""
     width = max(map(len, rows))
     filled = [[*row, *[PAD] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device="cpu")
@@ -283,9 +281,9 @@ def plan_batches(
 ) -> list[list[int]]:
     """Return the batches of one epoch as lists of indices into `examples`.
 
-    Neighbours in length share a batch; its padded size, source and target together, stays within
-    `token_budget` unless one example alone exceeds it. With a seed, examples of equal length and
-    the batches are shuffled, differently in each epoch; without one the order is by length.
+    Examples of similar length share a batch; its padded size, source and target together, stays
+    within `token_budget` unless a single example exceeds it. With a seed, examples of equal length
+    and the batches are shuffled, differently in each epoch; without, the order is by length.
     """
     order = list(range(len(examples)))
     shuffler = None if seed is None else random.Random(f"{seed} {epoch}")
@@ -308,7 +306,7 @@ def plan_batches(
 
 
 class Position(NamedTuple):
-    """Where training stands in the data: the next batch is number `batch` of `epoch`."""
+    """The position of training in the data: the next batch is number `batch` of `epoch`."""
 
     epoch: int = 0
     batch: int = 0
@@ -317,7 +315,7 @@ class Position(NamedTuple):
 def training_batches(
     examples: Sequence[Example], *, token_budget: int, seed: int, start: Position | None = None
 ) -> Iterator[tuple[Batch, Position]]:
-    """Yield batches for ever from `start` on, each with the position of the batch after it."""
+    """Yield batches without end from `start`, each with the position of the next batch."""
     if not examples:
         raise ValueError("examples must hold at least one sentence pair, got none")
     epoch, first = start or Position()

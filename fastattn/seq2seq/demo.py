@@ -1,9 +1,9 @@
 """`fastattn demo`: train a translator, compare it with torch.nn.Transformer, translate new text.
 
 The same token model is trained twice from the same seed on the same batches, once with
-`fastattn.nn.Transformer` and once with `torch.nn.Transformer`. Without dropout and in fp32 the
-two loss curves must agree; held-out BLEU must beat handing the source back. The run folder
-receives the checkpoints, curves, samples, heat maps and `summary.json`.
+`fastattn.nn.Transformer` and once with `torch.nn.Transformer`. Without dropout and in fp32 the two
+loss curves must agree; held-out BLEU must be higher than that of the untranslated source. The run
+folder receives checkpoints, curves, samples, heat maps and `summary.json`.
 
 On a CPU the compared runs are the demonstration. On a GPU a larger model is compared over fewer
 updates, then trained with dropout in bf16, where the tokens per second of both are measured.
@@ -60,8 +60,8 @@ TRANSFORMERS: dict[str, type[nn.Transformer]] = {
 class Preset:
     """What the demo trains. `model.vocabulary` is an upper bound until subwords are learnt.
 
-    `compared_updates`: how many updates the fp32 comparison without dropout takes when it is a run
-    of its own; None where the demonstration itself is that run.
+    `compared_updates`: updates of the fp32 comparison without dropout, if that is a separate run;
+    None if the demonstration itself is compared.
     """
 
     model: ModelConfig
@@ -69,7 +69,7 @@ class Preset:
     compared_updates: int | None = None
 
 
-# Two quiet cores reach about 19,000 tokens/s: both runs and the rest take about three minutes.
+# Two otherwise idle cores reach about 19,000 tokens/s: the demo takes about three minutes.
 CPU_PRESET = Preset(
     ModelConfig(
         vocabulary=4000, width=128, heads=4, encoder_layers=2, decoder_layers=2, ffn_width=512,
@@ -96,7 +96,7 @@ GPU_PRESET = Preset(
 
 @dataclass(frozen=True)
 class Check:
-    """One claim of the demo: what was wanted, what came."""
+    """One claim of the demo: the expected value and the result."""
 
     name: str
     wanted: str
@@ -108,12 +108,12 @@ class Check:
 class Sample:
     source: str
     reference: str
-    ours: str
+    translation: str
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """Everything the demo found out; `summary.json` holds the same."""
+    """The results of the demo; `summary.json` holds the same."""
 
     out: Path
     device: str
@@ -176,7 +176,7 @@ def run_demo(
     """Run the demo into the folder `out`, which must not hold a run yet, and return its report.
 
     `data` replaces the default text by a pair file. `steps` shortens or lengthens training; with
-    fewer than the preset's, BLEU is reported but not judged. `notify` receives one line a stage.
+    fewer than the preset's, BLEU is reported but not checked. `notify` receives one line per stage.
     """
     started = time.perf_counter()
     device = device or default_device()
@@ -244,7 +244,7 @@ def run_demo(
     if judged:
         checks.append(
             Check(
-                "held-out BLEU beats the source text",
+                "held-out BLEU is higher than that of the source",
                 f"> {copied.score:.1f}",
                 f"{score.score:.1f}",
                 score.score > copied.score,
@@ -255,7 +255,7 @@ def run_demo(
     shown = _choose_samples(samples)
     stage = time.perf_counter()
     _draw(out, compared, translator, shown)
-    seconds["pictures"] = time.perf_counter() - stage
+    seconds["plots"] = time.perf_counter() - stage
     seconds["all"] = time.perf_counter() - started
     report = DemoReport(
         out=out,
@@ -282,7 +282,7 @@ def run_demo(
 
 
 def _with_steps(preset: Preset, steps: int) -> Preset:
-    """Fit a preset to another number of updates; the warm-up keeps its share."""
+    """Adapt a preset to another number of updates; the warm-up scales with it."""
     training = preset.training
     scaled = {
         name: max(1, round(getattr(training, name) * steps / training.steps))
@@ -309,7 +309,7 @@ def _load_pairs(
         pairs, left_out = file.pairs, {"malformed lines": len(file.problems)}
         origin = [str(data)]
         for problem in file.problems[:PROBLEMS_SHOWN]:
-            notify(f"left out: {problem}")
+            notify(f"skipped: {problem}")
         notify(f"text: {data}; {len(pairs):,} pairs, {len(file.problems)} malformed lines")
     return pairs, {"origin": origin, "pairs": len(pairs), "left_out": left_out}
 
@@ -349,34 +349,35 @@ def _train_both(
     return results
 
 
-def _require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    if ours.keys() != theirs.keys() or not all(torch.equal(ours[k], theirs[k]) for k in ours):
+def _require_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    if first.keys() != second.keys() or not all(torch.equal(first[k], second[k]) for k in first):
         raise RuntimeError(
             "both Transformers must start from equal parameters, but their state_dicts differ"
         )
 
 
 def _compare(compared: dict[str, TrainingResult]) -> list[Check]:
-    ours, theirs = (compared[name] for name in TRANSFORMERS)
-    first = max(relative_differences(ours.losses[:FIRST_UPDATES], theirs.losses[:FIRST_UPDATES]))
+    result, expected = (compared[name] for name in TRANSFORMERS)
+    differences = relative_differences(result.losses, expected.losses)
+    first = max(differences[:FIRST_UPDATES])
     checks = [
         Check(
-            f"losses of the first {min(FIRST_UPDATES, len(ours.losses))} updates equal torch's",
+            f"losses of the first {min(FIRST_UPDATES, len(result.losses))} updates equal torch's",
             f"<= {FIRST_UPDATES_LIMIT:.0e} apart",
             f"{first:.1e}",
             first <= FIRST_UPDATES_LIMIT,
         )
     ]
-    finals = [("training", _final_loss(ours), _final_loss(theirs))]
-    if ours.validations and theirs.validations:
-        finals.append(("validation", ours.validations[-1][1], theirs.validations[-1][1]))
-    for kind, mine, other in finals:
-        apart = abs(mine - other) / other
+    finals = [("training", _final_loss(result), _final_loss(expected))]
+    if result.validations and expected.validations:
+        finals.append(("validation", result.validations[-1][1], expected.validations[-1][1]))
+    for kind, loss, expected_loss in finals:
+        apart = abs(loss - expected_loss) / expected_loss
         checks.append(
             Check(
                 f"final {kind} loss equals torch's",
                 f"<= {FINAL_LIMIT:.0%} apart",
-                f"{mine:.4f} against {other:.4f}: {apart:.2%}",
+                f"{loss:.4f} against {expected_loss:.4f}: {apart:.2%}",
                 apart <= FINAL_LIMIT,
             )
         )
@@ -389,7 +390,7 @@ def _final_loss(result: TrainingResult) -> float:
 
 
 def _choose_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Choose a few sentences of four to ten words by a fixed draw that looks at no translation."""
+    """Choose a few sentences of four to ten words by a fixed draw, whatever their translations."""
     fitting = [s for s in samples if 4 <= len(s.source.split()) <= 10] or list(samples)
     return random.Random(0).sample(fitting, min(SAMPLES_SHOWN, len(fitting)))
 
@@ -406,16 +407,17 @@ def _draw(
         difference_limit=FIRST_UPDATES_LIMIT,
     )
     for number, sample in enumerate(samples[:HEAT_MAPS], start=1):
-        draw_attention(out / f"attention-{number}.png", translator, sample.source, sample.ours)
+        path = out / f"attention-{number}.png"
+        draw_attention(path, translator, sample.source, sample.translation)
 
 
 def draw_attention(path: Path, translator: Translator, source: str, target: str) -> None:
-    """Save the cross-attention of every layer while the model reads `target` as its own output."""
+    """Save the cross-attention of every layer for `target` as the output."""
     save_heat_map(path, *_cross_attention(translator, source, target))
 
 
 def draw_alignment(path: Path, translator: Translator, source: str, target: str) -> None:
-    """Save lines between the tokens of both sentences, by the mean of all layers and heads."""
+    """Save lines between the tokens of both sentences, from the mean of all layers and heads."""
     layers, source_tokens, target_tokens = _cross_attention(translator, source, target)
     mean = torch.stack(layers).mean(dim=(0, 1))  # [M, N]
     save_alignment(path, mean, source_tokens, target_tokens)

@@ -1,4 +1,4 @@
-"""Quality and speed of trained runs, side by side: `fastattn evaluate`."""
+"""Quality and speed of trained runs, for `fastattn evaluate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .runs import load_translator, open_run, prepare_text
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A run's figures on its test part; `bleu_of_source` is what handing the source back gets."""
+    """A run's results on its test part; `bleu_of_source` is the BLEU of the untranslated source."""
 
     run: str
     decoder: str
@@ -46,8 +46,8 @@ def evaluate_run(
 ) -> Evaluation:
     """Translate the test part of the text that `run` was trained on and score it.
 
-    A decoder that writes all tokens at once does so whatever `strategy` says. What is set up once
-    does not count as time: a few sentences are translated before the clock starts.
+    A decoder that writes all tokens at once ignores `strategy`. Set-up is not timed: a few
+    sentences are translated before the clock starts.
     """
     files = open_run(run)
     prepared = prepare_text(
@@ -59,7 +59,7 @@ def evaluate_run(
         show=show,
     )
     if prepared.digest != files.data_digest:
-        raise ValueError(f"pairs must be the text that {run} was trained on, got another one")
+        raise ValueError(f"pairs must be the text that {run} was trained on, got another text")
     at_once = files.model.decoder == "non-autoregressive"
     strategy = GREEDY if at_once else strategy
     translator = load_translator(run, device=device)

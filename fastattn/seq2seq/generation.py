@@ -1,9 +1,9 @@
 """From BEGIN to END: greedy search, sampling, beam search; translation of text, and BLEU.
 
-`generate` decodes a batch of token ids, `Translator` texts. Where the decoder has a key/value cache
-each step feeds one token a beam through it, on a GPU as one CUDA graph; any other decoder runs the
-whole prefix again, which gives the same tokens more slowly. A sentence's result does not depend on
-its neighbours or on padding.
+`generate` decodes a batch of token ids, `Translator` texts. If the decoder has a key/value cache,
+each step feeds one token per beam through it, on a GPU as one CUDA graph; any other decoder
+recomputes the whole prefix, which gives the same tokens more slowly. A sentence's result does not
+depend on the other sentences of its batch or on padding.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .step_graph import recorded
 
 @dataclass(frozen=True)
 class Greedy:
-    """The most likely token, over and over."""
+    """The most likely token at every step."""
 
 
 Strategy: TypeAlias = Greedy | Sampling | BeamSearch
 GREEDY = Greedy()
 
-# Sizes are rounded up to these multiples, so that one recorded step serves batches of similar size.
+# Sizes are rounded up to multiples of these, so that similar batches share one recorded step.
 MEMORY_SIZES = 16
 STEPS = 32
 
 
 @dataclass
 class _Program:
-    """A search in its tensors and how to advance it by one step."""
+    """A search with its tensors, and the function that advances it by one step."""
 
     continuations: CachedContinuations
     search: Search
@@ -52,9 +52,9 @@ class _Program:
 
 @dataclass
 class Programs:
-    """Decoding programs kept for further batches of the same sizes: a GPU records its step once.
+    """Decoding programs kept for later batches of the same sizes: a GPU records its step once.
 
-    Belongs to one model; the newest `keep` stay in memory.
+    For one model; the newest `keep` stay in memory.
     """
 
     keep: int = 4
@@ -86,18 +86,18 @@ def generate(
     use_cache: bool | None = None,
     programs: Programs | None = None,
 ) -> list[list[Hypothesis]]:
-    """Return the hypotheses for each source of a batch, best first; only beam search has several.
+    """Return the hypotheses of each source of a batch, best first; only beam search has several.
 
     Args:
-        source, source_padding: [B, S]; padding stands on the right.
-        max_lengths: for each source the most tokens of its result, END and prefix included.
+        source, source_padding: [B, S]; padding must be on the right.
+        max_lengths: for each source the maximum tokens of its result, END and prefix included.
         strategy: `Greedy()`, `Sampling(...)` or `BeamSearch(...)`.
         prefixes: for each source the tokens that its result begins with; they count in scores.
-        numbers: which draws of `Sampling` each source gets, by default 0, 1, 2, ...
-        return_attention: the decoder's attention over the source, for the best hypothesis, by one
-            more run of the model.
-        use_cache: None means where the decoder has one.
-        programs: keeps what was set up for this batch's sizes, see `Programs`.
+        numbers: the stream of random numbers for each source in `Sampling`, default 0, 1, 2, ...
+        return_attention: return the decoder's attention over the source for the best hypothesis,
+            from one more run of the model.
+        use_cache: None means if the decoder has one.
+        programs: reuses recorded steps for batches of the same sizes, see `Programs`.
 
     The model must be in eval mode.
     """
@@ -129,7 +129,7 @@ def greedy_decode(
     max_lengths: Sequence[int],
     use_cache: bool | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of greedy search alone, without END; see `generate`."""
+    """Return only the tokens of greedy search, without END; see `generate`."""
     results = generate(model, source, source_padding, max_lengths=max_lengths, use_cache=use_cache)
     return [hypotheses[0].tokens for hypotheses in results]
 
@@ -150,7 +150,7 @@ def _check(
             f"got {request.limit}"
         )
     if bool((source_padding[:, :-1] & ~source_padding[:, 1:]).any()):
-        raise ValueError("source_padding must stand on the right, got a token behind padding")
+        raise ValueError("source_padding must be on the right, got a token after padding")
     if request.prefixes is None:
         return
     if len(request.prefixes) != B:
@@ -175,13 +175,13 @@ def _search(
     use_cache: bool | None,
     programs: Programs | None,
 ) -> tuple[Search, Callable[[], None]]:
-    """A search for this request, new or kept, and what advances it."""
-    # Hooks are Python, which a recorded step does not run.
+    """A search for this request, new or kept, and the function that advances it."""
+    # A replay of a recorded step does not run hooks.
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     programs = None if hooked or use_cache is False else programs
     B, S = memory.source.shape
     size, steps = _round_up(S, MEMORY_SIZES), _round_up(request.limit, STEPS)
-    # The draws of a sampling strategy are inputs, not part of the program.
+    # The random numbers of a sampling strategy are inputs of the program, not part of it.
     fixed = replace(strategy, seed=0) if isinstance(strategy, Sampling) else strategy
     key = (fixed, B, size, steps, request.prefixes is not None, *_fingerprint(model))
     program = None if programs is None else programs.take(key)
@@ -204,7 +204,7 @@ def _search(
         return search, search.step
     device = memory.source.device
     if programs is None and device.type != "cpu":
-        # Recording a graph takes longer than a few dozen steps: it pays where others use it again.
+        # Recording a graph takes longer than a few dozen steps: only worth it if it is kept.
         return search, search.step
     advance = recorded(search.step, search.rewind, device)
     if programs is not None:
@@ -217,7 +217,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _fingerprint(model: Seq2SeqTransformer) -> tuple[Hashable, ...]:
-    """What a recorded step takes for granted: where the parameters are, and autocast."""
+    """The state that a recorded step depends on: addresses of the parameters, and autocast."""
     device = model.embedding.weight.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (autocast, *(p.data_ptr() for p in model.parameters()))
@@ -239,7 +239,7 @@ def _with_attention(
     source_padding: Tensor,
     results: list[list[Hypothesis]],
 ) -> list[list[Hypothesis]]:
-    """The best hypotheses with what each layer read while it produced them."""
+    """The best hypotheses with the attention of each layer over the source."""
     targets = [best.tokens + [END] * best.ended for best, *_ in results]
     shifted = pad([[BEGIN, *tokens[:-1]] for tokens in targets]).to(source.device)
     with record_attention(model) as weights:
@@ -257,7 +257,7 @@ def _with_attention(
 
 @dataclass(frozen=True)
 class Translation:
-    """A text's translation; `hypothesis` is None where the text is empty."""
+    """A text's translation; `hypothesis` is None if the text is empty."""
 
     text: str
     hypothesis: Hypothesis | None
@@ -281,10 +281,10 @@ class Translator:
         use_cache: bool | None = None,
         notify: Callable[[int], None] = lambda _: None,
     ) -> list[str]:
-        """Translate sentences, in batches of similar length; `notify` gets the count so far.
+        """Translate sentences, in batches of similar length; `notify` receives the count so far.
 
-        A translation has at most `max_length` tokens, by default twice those of its source and
-        ten more. A source longer than the model allows raises ValueError; an empty one stays so.
+        A translation has at most `max_length` tokens, by default twice those of its source plus
+        ten. A source longer than the model allows raises ValueError; an empty one stays empty.
         """
         results = self.search(
             texts,
@@ -365,7 +365,7 @@ class Translator:
 
 @dataclass(frozen=True)
 class Bleu:
-    """Corpus BLEU, 0 to 100; `signature` names the settings, for comparison with other work."""
+    """Corpus BLEU, 0 to 100; `signature` names sacrebleu's settings."""
 
     score: float
     details: str

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 def label_smoothed_cross_entropy(
     logits: Tensor, targets: Tensor, *, smoothing: float = 0.0, ignore_index: int
 ) -> Tensor:
-    """Return the mean loss, in nats a token, over the targets that are not `ignore_index`.
+    """Return the mean loss per target, in nats, over the targets that are not `ignore_index`.
 
     The target distribution gives `1 - smoothing` to the target and spreads `smoothing` evenly over
     the whole vocabulary: the value of `torch.nn.functional.cross_entropy(label_smoothing=...)`,
@@ -28,18 +28,18 @@ def label_smoothed_cross_entropy(
 def guided_attention_loss(
     weights: Tensor, target_lengths: Tensor, source_lengths: Tensor, *, width: float = 0.2
 ) -> Tensor:
-    """Return how far attention strays from the diagonal (Tachibana, Uenoyama, Aihara 2018).
+    """Return the distance of attention from the diagonal (Tachibana, Uenoyama, Aihara 2018).
 
     The mean over real pairs of A_nt W_nt, W_nt = 1 - exp(-(n / N - t / T)^2 / (2 width^2))
-    (equations 7 and 8), for weights A [B, ..., T, N], lengths [B]: 0 where source and target
-    advance together. For nearly monotonic tasks, such as speech or closely related languages.
+    (equations 7 and 8), for weights A [B, ..., T, N], lengths [B]: 0 on the diagonal. For nearly
+    monotonic tasks, such as speech or closely related languages.
     """
     T, N = weights.shape[-2:]
     t, n = (torch.arange(size, device=weights.device)[None] for size in (T, N))
     tl, nl = target_lengths[:, None], source_lengths[:, None]
     real = (t < tl)[:, :, None] & (n < nl)[:, None]  # [B, T, N]
-    apart = (n / nl)[:, None] - (t / tl)[:, :, None]
-    penalty = (1.0 - torch.exp(-apart.square() / (2.0 * width**2))).masked_fill(~real, 0.0)
+    distance = (n / nl)[:, None] - (t / tl)[:, :, None]
+    penalty = (1.0 - torch.exp(-distance.square() / (2.0 * width**2))).masked_fill(~real, 0.0)
     shape = [len(penalty), *[1] * (weights.dim() - 3), T, N]
     per_head = weights[0, ..., 0, 0].numel()
     return (weights.float() * penalty.view(shape)).sum() / (real.sum() * per_head)

@@ -37,22 +37,22 @@ LENGTHS = ("predictor", "end")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and choices of a model.
+    """Sizes and options of a model.
 
     One vocabulary serves both languages. `max_length` bounds the tokens of a sentence, END
     included.
 
     Attributes:
-        tied: one matrix is source embedding, target embedding and output head.
+        tied: source embedding, target embedding and output head share one matrix.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
-            usual; "same": the one at its own height (He et al. 2018); "reversed": from the last
-            down; or numbers from 1, one for each decoder layer, such as "1,2,2".
+            usual; "same": the one with its own index (He et al. 2018); "reversed": from the last
+            to the first; or numbers from 1, one for each decoder layer, such as "1,2,2".
         norm: "layer"; "power" and "batch" normalise over tokens, for comparison.
-        scoring: how queries and keys are compared: "dot", "additive" or "cosine".
-        copy: a pointer-generator head may copy source tokens.
+        scoring: the score of queries and keys: "dot", "additive" or "cosine".
+        copy: add a pointer-generator head, which can copy source tokens.
         decoder: "non-autoregressive" predicts all target tokens at once.
-        length: how such a decoder knows its target's length: by a "predictor", or by cutting a
-            result of the maximum length at its first "end".
+        length: the target length of such a decoder: from a "predictor", or by cutting a result of
+            the maximum length at its first "end".
     """
 
     vocabulary: int
@@ -97,7 +97,7 @@ class ModelConfig:
         self.memory_numbers()
 
     def memory_numbers(self) -> list[int]:
-        """For each decoder layer the encoder layer that it reads, counted from 1."""
+        """The encoder layer that each decoder layer reads, counted from 1."""
         wanted, last, count = self.memory_layers, self.encoder_layers, self.decoder_layers
         if wanted == "last":
             return [last] * count
@@ -121,32 +121,32 @@ class ModelConfig:
         values = json.loads(text)
         known = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - known):
-            raise ValueError(f"a model configuration has the keys {sorted(known)}, got {unknown}")
+            raise ValueError(f"model configuration keys must be in {sorted(known)}, got {unknown}")
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """An encoded batch: what each decoder layer reads, and the ids it came from."""
+    """An encoded batch: the input of each decoder layer, and the source ids."""
 
     layers: list[Tensor]  # one [B, S, width] for each decoder layer
     source: Tensor  # [B, S] int64
     padding: Tensor  # [B, S] bool, True = padding
     output: Tensor  # [B, S, width], of the last encoder layer
-    copy_keys: Tensor | None = None  # [B, S, width], what the copying head compares with
+    copy_keys: Tensor | None = None  # [B, S, width], keys of the copying head
 
     def lengths(self) -> Tensor:
-        """The real tokens of each source, int64 [B]; padding stands on the right."""
+        """The number of real tokens of each source, int64 [B]; padding is on the right."""
         return (~self.padding).sum(dim=1)
 
     def repeat(self, times: int) -> Memory:
-        """Each sentence `times` times, one behind the other."""
+        """Each sentence repeated `times` times in succession."""
         if times == 1:
             return self
         return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def padded(self, size: int) -> Memory:
-        """The same for at most `size` source tokens, in tensors of its own."""
+        """A copy padded to `size` source tokens."""
         extra = size - self.source.shape[1]
 
         def longer(tensor: Tensor) -> Tensor:
@@ -156,17 +156,17 @@ class Memory:
 
         return self._map(longer)
 
-    def replace_by(self, other: Memory) -> None:
-        """Take the values of another memory of the same sizes."""
-        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
-            mine.copy_(theirs)
+    def copy_from(self, other: Memory) -> None:
+        """Copy the values of another memory of the same sizes."""
+        for target, source in zip(self._tensors(), other._tensors(), strict=True):
+            target.copy_(source)
 
     def _tensors(self) -> list[Tensor]:
         keys = [] if self.copy_keys is None else [self.copy_keys]
         return [*self.layers, self.source, self.padding, self.output, *keys]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Memory:
-        done: dict[int, Tensor] = {}  # most layers read one and the same tensor
+        done: dict[int, Tensor] = {}  # most layers share one tensor
 
         def once(tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
@@ -189,7 +189,7 @@ class Seq2SeqTransformer(nn.Module):
         self, config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
     ) -> None:
         super().__init__()
-        _require_ours(config, transformer_class)
+        _check_transformer_class(config, transformer_class)
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         if not config.tied:
@@ -204,7 +204,7 @@ class Seq2SeqTransformer(nn.Module):
             config.width, max_length=config.max_length, dropout=config.dropout
         )
         with warnings.catch_warnings():
-            # torch remarks that its nested-tensor path is off with norm_first; nothing is lost.
+            # torch warns that norm_first disables its nested tensors, which are not used here.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             self.transformer = transformer_class(
                 d_model=config.width,
@@ -221,7 +221,7 @@ class Seq2SeqTransformer(nn.Module):
         _use_scoring(self.transformer, config.scoring)
         self.copying = PointerGenerator(config.width) if config.copy else None
         self._memory_numbers = config.memory_numbers()
-        # Scaled by sqrt(width), embeddings start with variance 1; as a head, logits do.
+        # Embeddings scaled by sqrt(width) have variance 1 at first; so have the head's logits.
         for module in self.children():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=config.width**-0.5)
@@ -229,12 +229,12 @@ class Seq2SeqTransformer(nn.Module):
     def forward(self, source: Tensor, target_in: Tensor, source_padding: Tensor) -> Tensor:
         """Return logits [B, T, vocabulary] for ids [B, S] and [B, T]; padding True = padded.
 
-        Targets need no padding mask: padding stands on the right, where the causal mask hides it
-        from every real token, and the loss ignores its rows.
+        Targets need no padding mask: padding is on the right, where the causal mask hides it from
+        every real token, and the loss ignores its rows.
         """
         real = target_in != PAD
         if set(self._memory_numbers) <= {self.config.encoder_layers} and self.copying is None:
-            with self._counting(source_padding, real):
+            with self._norms_skip_padding(source_padding, real):
                 hidden = self.transformer(
                     self.embed_source(source),
                     self.embed_target(target_in),
@@ -250,10 +250,10 @@ class Seq2SeqTransformer(nn.Module):
     def forward_packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits [T, vocabulary] and targets [T] of the T real target tokens of a batch.
 
-        Layers and head run on real tokens alone: `cannot_pack` says for which models that is so.
+        Layers and head run only on real tokens. Raises ValueError if `cannot_pack`.
         """
         if why := self.cannot_pack():
-            raise ValueError(f"packed execution is not for a model that {why}")
+            raise ValueError(f"packed execution is not supported for a model that {why}")
         hidden = self.transformer(
             self.embed_source(batch.source),
             self.embed_target(batch.target_in),
@@ -266,11 +266,11 @@ class Seq2SeqTransformer(nn.Module):
         return self.logits(real.pack(hidden)), real.pack(batch.target_out[..., None])[:, 0]
 
     def cannot_pack(self) -> str | None:
-        """Why `forward_packed` does not serve this model, phrased to follow "a model that"."""
+        """Why `forward_packed` does not support this model, phrased to follow "a model that"."""
         if not isinstance(self.transformer, Transformer):
             return f"has a {type(self.transformer).__module__}.Transformer"
         if self.copying is not None:
-            return "copies"
+            return "copies source tokens"
         if set(self._memory_numbers) != {self.config.encoder_layers}:
             return f"reads the encoder's layers {self._memory_numbers}"
         if self.config.norm != "layer":
@@ -278,10 +278,10 @@ class Seq2SeqTransformer(nn.Module):
         return None
 
     def encode(self, source: Tensor, source_padding: Tensor) -> Memory:
-        """Return what the decoder's layers read."""
+        """Return the inputs of the decoder's layers."""
         encoder, x = self.transformer.encoder, self.embed_source(source)
         wanted, last = self._memory_numbers, self.config.encoder_layers
-        with self._counting(source_padding):
+        with self._norms_skip_padding(source_padding):
             if set(wanted) <= {last}:
                 output = encoder(x, src_key_padding_mask=source_padding)
                 layers = [output] * len(wanted)
@@ -303,10 +303,10 @@ class Seq2SeqTransformer(nn.Module):
     def _run_decoder(
         self, x: Tensor, memory: Memory, real: Tensor, masks: dict[str, Any]
     ) -> Tensor:
-        """The decoder's layers, each over its own memory."""
+        """The decoder's layers, each with its own memory."""
         decoder = self.transformer.decoder
         masks = {**masks, "memory_key_padding_mask": memory.padding}
-        with self._counting(memory.padding, real):
+        with self._norms_skip_padding(memory.padding, real):
             if all(layer is memory.output for layer in memory.layers):
                 return decoder(x, memory.output, **masks)
             for layer, read in zip(decoder.layers, memory.layers, strict=True):
@@ -317,7 +317,7 @@ class Seq2SeqTransformer(nn.Module):
         return self._embed(self.embedding, source)
 
     def embed_target(self, target: Tensor, *, start: int | Tensor = 0) -> Tensor:
-        """Embed target ids [B, T] that stand at positions `start`, `start + 1`, ...
+        """Embed target ids [B, T] at positions `start`, `start + 1`, ...
 
         start: as the `offset` of a positional encoding, an int or a tensor on the device.
         """
@@ -326,24 +326,24 @@ class Seq2SeqTransformer(nn.Module):
         )
 
     def logits(self, hidden: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return logits [B, T, vocabulary]; a copying head needs the memory, and its logits are
-        log-probabilities, their own softmax.
+        """Return logits [B, T, vocabulary]. A copying head needs the memory, and its logits are
+        log-probabilities.
         """
         weight = self.embedding.weight if self.config.tied else self.head.weight
         logits = linear(hidden, weight)
         if self.copying is None:
             return logits
         if memory is None or memory.copy_keys is None:
-            raise ValueError("memory must be what encode returned, for a model that copies")
+            raise ValueError("memory must be the result of encode, for a model that copies")
         return self.copying(
             hidden, logits, memory.output, memory.copy_keys, memory.source, memory.padding
         )
 
     @contextmanager
-    def _counting(
+    def _norms_skip_padding(
         self, source_padding: Tensor, real_target: Tensor | None = None
     ) -> Iterator[None]:
-        """Inside, norms over tokens leave padding out."""
+        """Within this context, norms over tokens ignore padding."""
         if self.config.norm == "layer":
             yield
             return
@@ -358,10 +358,10 @@ class Seq2SeqTransformer(nn.Module):
         return self.positions(x, offset=start)
 
 
-def _require_ours(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
+def _check_transformer_class(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
     for name, usual in (("norm", "layer"), ("scoring", "dot")):
         if getattr(config, name) != usual and not issubclass(transformer_class, Transformer):
-            # torch's layers look inside their children and would compute something else.
+            # torch's layers read their children's weights directly and would ignore these options.
             raise ValueError(
                 f"{name} must be {usual!r} with {transformer_class.__module__}."
                 f"{transformer_class.__name__}, got {getattr(config, name)!r}"
@@ -403,13 +403,15 @@ def record_attention(
     """Collect the attention weights of every layer while the block runs the model.
 
     Yields a dict from module name, such as `decoder.layers.0.multihead_attn`, to the weights of
-    its last call, [B, H, M, N] with the heads apart. Works by hooks that ask each attention module
-    for its weights, so the fused paths are off inside the block. `only` chooses modules whose name
-    ends so; `differentiable` keeps the weights' graph.
+    its last call, [B, H, M, N], not averaged over heads. Hooks request the weights from each
+    attention module, so the fused paths are off within the block. `only` selects modules whose
+    name ends with it; `differentiable` keeps the weights' graph.
     """
     weights: dict[str, Tensor] = {}
 
-    def ask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def request_weights(
+        module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "need_weights": True, "average_attn_weights": False}
 
     def keep(name: str) -> Any:
@@ -421,7 +423,7 @@ def record_attention(
     handles = []
     for name, module in model.transformer.named_modules():
         if isinstance(module, nn.MultiheadAttention) and name.endswith(only):
-            handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(request_weights, with_kwargs=True))
             handles.append(module.register_forward_hook(keep(name)))
     try:
         yield weights

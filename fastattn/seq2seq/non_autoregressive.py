@@ -1,12 +1,12 @@
 """A decoder that writes all target tokens at once (Gu et al. 2018).
 
-Every position gets a copy of a source token (section 3.1, uniform copying) and sees all others:
-there is no causal mask and no BEGIN. How long the target is decides either a classifier over the
-mean of the encoder's output, trained beside the tokens ("predictor"), or the tokens themselves:
-twice the source and ten more positions are written and cut at the first END ("end").
+Every position reads a copy of a source token (section 3.1, uniform copying) and attends all others:
+there is no causal mask and no BEGIN. The target length comes from a classifier over the mean of the
+encoder's output, trained together with the tokens ("predictor"), or from the tokens: twice the
+source's length plus ten positions are predicted and cut at the first END ("end").
 
-Fast, because one pass writes a sentence; weaker, because tokens of one sentence do not know of each
-other. `make_model` returns the kind of model that a configuration asks for.
+It is faster, because one pass predicts a sentence, and weaker, because the tokens of a sentence are
+predicted independently. `make_model` returns the model class that a configuration selects.
 
 Shapes: B batch, S source tokens, T target positions, V vocabulary.
 """
@@ -34,26 +34,26 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         self, config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
     ) -> None:
         super().__init__(config, transformer_class)
-        # Class n stands for n + 1 tokens.
+        # Class n means n + 1 tokens.
         self.length_head = (
             nn.Linear(config.width, config.max_length) if config.length == "predictor" else None
         )
 
     def forward(self, source: Tensor, target_in: Tensor, source_padding: Tensor) -> Tensor:
         """Return logits [B, T, V] at the positions of `target_in`, of which only the lengths are
-        read: as many tokens as real ones behind BEGIN, or as many as the source allows ("end").
+        read: the number of real tokens after BEGIN, or what the source allows ("end").
         """
         memory = self.encode(source, source_padding)
         return self.logits_at_once(memory, (target_in != PAD).sum(dim=1) - 1, target_in.shape[1])
 
     def logits_at_once(self, memory: Memory, lengths: Tensor, positions: int) -> Tensor:
-        """Return logits [B, positions, V]; `lengths` [B] are ignored where END decides."""
+        """Return logits [B, positions, V]; `lengths` [B] are ignored if END decides the length."""
         sources = memory.lengths()[:, None]  # [B, 1]
         copied = lengths.clamp(min=1)[:, None]
         width = positions
         if self.length_head is None:
-            # The same positions in training and use: nothing may tell the length but END.
-            lengths, copied = self.room(memory), sources
+            # The same positions in training and use, so that only END determines the length.
+            lengths, copied = self.target_lengths(memory), sources
             width = max(positions, 2 * memory.source.shape[1] + 10)
             width = min(width, self.config.max_length)
         t = torch.arange(width, device=sources.device)[None]
@@ -65,8 +65,8 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         )
         return self.logits(hidden[:, :positions], memory)
 
-    def room(self, memory: Memory) -> Tensor:
-        """Positions of each sentence where END decides, int64 [B]."""
+    def target_lengths(self, memory: Memory) -> Tensor:
+        """The number of positions of each sentence if END decides the length, int64 [B]."""
         return (2 * memory.lengths() + 10).clamp(max=self.config.max_length)
 
     def length_logits(self, memory: Memory) -> Tensor:
@@ -90,13 +90,14 @@ def make_model(
 def at_once_loss(
     model: NonAutoregressiveTransformer, batch: Batch, *, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the cross-entropy of the tokens and, with a predictor, of the lengths beside it."""
+    """Return the cross-entropy of the tokens plus, with a predictor, that of the lengths."""
     memory = model.encode(batch.source, batch.source_padding)
     lengths = ((batch.target_out != PAD) & (batch.target_out != END)).sum(dim=1)
     logits = model.logits_at_once(memory, lengths, batch.target_out.shape[1])
     if model.length_head is None:
         positions = torch.arange(batch.target_out.shape[1], device=lengths.device)
-        targets = batch.target_out.masked_fill(positions >= model.room(memory)[:, None], PAD)
+        limits = model.target_lengths(memory)[:, None]
+        targets = batch.target_out.masked_fill(positions >= limits, PAD)
         return label_smoothed_cross_entropy(logits, targets, smoothing=smoothing, ignore_index=PAD)
     targets = batch.target_out.masked_fill(batch.target_out == END, PAD)
     tokens = label_smoothed_cross_entropy(logits, targets, smoothing=smoothing, ignore_index=PAD)
@@ -115,7 +116,7 @@ def decode_at_once(
     memory = model.encode(source, source_padding)
     limits = torch.tensor(max_lengths, device=source.device)
     if model.length_head is None:
-        lengths, length_log_p = model.room(memory), None
+        lengths, length_log_p = model.target_lengths(memory), None
     else:
         log_p, classes = model.length_logits(memory).float().log_softmax(dim=-1).max(dim=-1)
         lengths, length_log_p = classes + 1, log_p

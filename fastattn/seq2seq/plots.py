@@ -1,7 +1,7 @@
-"""Pictures of a run: curves of loss and BLEU, and which source token each target token reads, as
-heat maps and as lines between the sentences.
+"""Plots of a run: curves of loss and BLEU, and cross-attention as heat maps and as lines between
+the sentences.
 
-Figures are made without pyplot, so nothing depends on a display or changes a global backend.
+Figures are made without pyplot, so they need no display and change no global backend.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 SMOOTHING_UPDATES = 20
-_MOST_INCHES = 120.0
+_MAX_INCHES = 120.0
 COLOURS = ("#0b6e99", "#d9730d")
 
 
@@ -27,8 +27,8 @@ class Curve:
 def save_curves(
     path: Path, curves: Mapping[str, Curve], *, difference_limit: float | None = None
 ) -> None:
-    """Draw the curves in one panel; given two, their relative difference in another; and BLEU in
-    one more, where it was measured.
+    """Draw the loss curves in one panel, the relative difference of two curves in a second one, and
+    BLEU, where it was measured, in a last one.
     """
     from matplotlib.figure import Figure
 
@@ -38,7 +38,7 @@ def save_curves(
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for (name, curve), colour, width in zip(curves.items(), COLOURS, (4.0, 1.5), strict=False):
         steps = range(1, len(curve.losses) + 1)
-        # The first line is wide and pale, the second thin, so that equal curves both show.
+        # The first line is wide and transparent, the second thin, so that equal curves both show.
         axes[0].plot(
             steps, moving_average(curve.losses, SMOOTHING_UPDATES), color=colour, linewidth=width,
             alpha=0.5 if width > 2 else 1.0, label=f"{name}, training",
@@ -48,7 +48,7 @@ def save_curves(
                 *zip(*curve.validations, strict=True), color=colour, marker="o", linestyle=":",
                 markersize=2 * width, alpha=0.5 if width > 2 else 1.0, label=f"{name}, validation",
             )  # fmt: skip
-    axes[0].set(xlabel="update", ylabel="loss (nats a token)")
+    axes[0].set(xlabel="update", ylabel="loss (nats per token)")
     axes[0].legend(frameon=False)
     if scored:
         for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
@@ -59,7 +59,7 @@ def save_curves(
     if compared:
         (_, first), (_, second) = curves.items()
         differences = relative_differences(first.losses, second.losses)
-        # A difference of exactly 0 has no place on a logarithmic axis.
+        # A logarithmic axis cannot show a difference of 0.
         shown = [(step, d) for step, d in enumerate(differences, start=1) if d > 0]
         if shown:
             axes[1].semilogy(*zip(*shown, strict=True), ".", color=COLOURS[0], markersize=3)
@@ -77,14 +77,14 @@ def save_heat_map(
     source_tokens: Sequence[str],
     target_tokens: Sequence[str],
 ) -> None:
-    """Draw cross-attention, one panel a layer; each layer's weights are [H, M, N], averaged here.
+    """Draw cross-attention, one panel per layer; each layer's weights are [H, M, N], averaged here.
 
-    Row i shows what the decoder read while it produced target token i.
+    Row i is the attention with which the decoder produced target token i.
     """
     from matplotlib.figure import Figure
 
-    width = min(1.6 + 0.34 * len(source_tokens), _MOST_INCHES / len(weights))
-    height = min(1.8 + 0.28 * len(target_tokens), _MOST_INCHES)
+    width = min(1.6 + 0.34 * len(source_tokens), _MAX_INCHES / len(weights))
+    height = min(1.8 + 0.28 * len(target_tokens), _MAX_INCHES)
     figure = Figure(figsize=(width * len(weights), height), layout="constrained")
     text = {"fontsize": 8, "parse_math": False}  # a token may hold a dollar sign
     for index, (axis, layer) in enumerate(
@@ -101,29 +101,29 @@ def save_heat_map(
 def save_alignment(
     path: Path, weights: Tensor, source_tokens: Sequence[str], target_tokens: Sequence[str]
 ) -> None:
-    """Draw both sentences and lines between them, the darker the more a target token reads.
+    """Draw both sentences with lines between them, darker for larger weights.
 
-    weights: [M, N], averaged over heads and layers, say.
+    weights: [M, N], for example averaged over heads and layers.
     """
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
     longest = max(len(source_tokens), len(target_tokens))
-    figure = Figure(figsize=(min(1.0 + 0.75 * longest, _MOST_INCHES), 2.6), layout="constrained")
+    figure = Figure(figsize=(min(1.0 + 0.75 * longest, _MAX_INCHES), 2.6), layout="constrained")
     axis = figure.subplots()
     rows = ((1.0, source_tokens, "bottom"), (0.0, target_tokens, "top"))
-    places = []
+    positions = []
     for height, tokens, side in rows:
-        # Both sentences over the whole width.
-        across = [(i + 0.5) / len(tokens) for i in range(len(tokens))]
-        places.append(across)
-        for x, token in zip(across, tokens, strict=True):
+        # Both sentences span the whole width.
+        xs = [(i + 0.5) / len(tokens) for i in range(len(tokens))]
+        positions.append(xs)
+        for x, token in zip(xs, tokens, strict=True):
             axis.text(x, height, token, ha="center", va=side, fontsize=9, parse_math=False)
-    # What is less than a hundredth cannot be seen.
+    # Lines of less than a hundredth would be invisible.
     seen = [(*pair, weights[tuple(pair)].item()) for pair in (weights > 0.01).nonzero().tolist()]
-    if seen:  # of nothing it cannot be made
+    if seen:  # LineCollection accepts no empty list of alphas
         lines = LineCollection(
-            [((places[1][target], 0.02), (places[0][source], 0.98)) for target, source, _ in seen],
+            [((positions[1][t], 0.02), (positions[0][s], 0.98)) for t, s, _ in seen],
             colors=COLOURS[0], linewidths=[2.0 * weight for *_, weight in seen],
             alpha=[min(1.0, weight) for *_, weight in seen], capstyle="round",
         )  # fmt: skip

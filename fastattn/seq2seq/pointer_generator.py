@@ -2,10 +2,10 @@
 
     P(w) = p_gen P_vocabulary(w) + (1 - p_gen) sum over i with source_i = w of a_i     (equation 9)
 
-Source and target share one vocabulary of subwords, so that every source token has a place in it.
-The attention a is a head of its own over the encoder's output, with scaled dot products in place of
-the paper's additive scores (equations 1 and 2); p_gen reads its context and the decoder's output,
-which has seen the decoder's input (equation 8).
+Source and target share one vocabulary of subwords, so every source token is in it. The attention a
+is a separate head over the encoder's output, with scaled dot products in place of the paper's
+additive scores (equations 1 and 2); p_gen depends on its context and on the decoder's output, which
+includes the decoder's input (equation 8).
 
 Shapes: B batch, T target positions, S source positions, E width, V vocabulary.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class PointerGenerator(nn.Module):
-    """Turns the logits of a decoder's output into log-probabilities of generating and copying."""
+    """Converts the decoder's logits to log-probabilities of generating and copying."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PointerGenerator(nn.Module):
         self.generate = nn.Linear(2 * width, 1)
 
     def keys(self, memory: Tensor) -> Tensor:
-        """What `forward` compares with, [B, S, E]: made once for each source."""
+        """The keys of `forward`, [B, S, E]: computed once for each source."""
         return self.key(memory)
 
     def forward(
@@ -48,5 +48,5 @@ class PointerGenerator(nn.Module):
         p = p_gen * logits.float().softmax(dim=-1)
         index = source[:, None].expand(-1, hidden.shape[1], -1)  # [B, T, S]
         p = p.scatter_add(2, index, (1.0 - p_gen) * weights)
-        # Rounding may leave an impossible token with 0, whose logarithm has no gradient.
+        # Rounding may make a probability 0, whose logarithm has no finite gradient.
         return p.clamp(min=torch.finfo(torch.float32).tiny).log()

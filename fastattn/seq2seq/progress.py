@@ -1,4 +1,4 @@
-"""Progress on standard error: live on a terminal, a line every few seconds elsewhere."""
+"""Progress on standard error: a live bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts to `total` within a `with` block; `show=False` keeps it silent."""
+    """Counts to `total` within a `with` block; `show=False` prints nothing."""
 
     def __init__(self, description: str, total: int, *, show: bool = True, unit: str = "") -> None:
         self._description = description
@@ -42,7 +42,7 @@ class Progress:
         return self
 
     def update(self, completed: int, note: str = "") -> None:
-        """Set the count reached and the figures shown beside it."""
+        """Set the count reached and the text shown beside it."""
         if self._live:
             self._bar.update(self._task, completed=completed, note=note)
         elif self._show:
@@ -65,7 +65,7 @@ class Progress:
 
 @contextmanager
 def waiting(description: str, *, show: bool = True) -> Iterator[None]:
-    """Say what the block does, which cannot count its steps; a terminal shows that it lives."""
+    """Print what the block does, for work without a step count; a terminal shows activity."""
     if show and sys.stderr.isatty():
         from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Run folders: preparing the text of a run, writing what it fixes at its start, loading it."""
+"""Run folders: preparing the text of a run, starting and opening a run, loading its translator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
 class PreparedText:
     """Sentence pairs split and encoded, without those too long for the model.
 
-    Of the test part only the source must fit; `left_out` counts the training pairs that do not.
+    A test pair is kept if its source fits; `left_out` counts the training pairs that do not fit.
     """
 
     splits: Splits
@@ -53,7 +53,7 @@ class PreparedText:
 
     @property
     def digest(self) -> str:
-        """A digest of the text, to notice that a run is continued or judged with another one."""
+        """A digest of the text, to detect that a run is continued or evaluated with another."""
         digest = hashlib.sha256()
         for part in (self.train, self.valid, self.test):
             for example in part:
@@ -85,19 +85,19 @@ def prepare_text(
         train = encode_pairs(splits.train, tokenizer, max_length=max_length)
         valid = encode_pairs(splits.valid, tokenizer, max_length=max_length)
         sources = tokenizer.encode_all([pair.source for pair in splits.test])
-        # END takes a place, too.
+        # END counts too.
         fits = [len(source) < max_length for source in sources]
         test = list(itertools.compress(splits.test, fits))
     for part, kept in (("training", train), ("validation", valid), ("test", test)):
         if not kept:
             raise ValueError(
-                f"max_length must leave some {part} pairs, got {max_length}, and all are longer"
+                f"max_length must keep some {part} pairs, got {max_length}, and all are longer"
             )
     return PreparedText(splits, tokenizer, train, valid, test, len(splits.train) - len(train))
 
 
 def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTransformer], float]:
-    """Return what scores a model by the BLEU of its greedy translations of `count` sentences."""
+    """Return a function that scores a model by BLEU of greedy translations of `count` sentences."""
     tokenizer = prepared.tokenizer
     examples = prepared.valid[:count]
     sources, references = (
@@ -111,8 +111,8 @@ def validation_bleu(prepared: PreparedText, count: int) -> Callable[[Seq2SeqTran
 
 
 def default_held_out(pairs: Sequence[Pair]) -> int:
-    """Return how many sentences validation and test get each: 5 %, at most 500, and no more than
-    leave training a third of the different sources.
+    """Return the number of sentences for validation and for test: 5 %, at most 500, and at most a
+    third of the different sources.
     """
     sources = len({sentence_key(pair.source) for pair in pairs})
     return max(1, min(500, len(pairs) // 20, sources // 3))
@@ -120,9 +120,9 @@ def default_held_out(pairs: Sequence[Pair]) -> int:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run fixes before the first update: sizes, choices, subwords, text.
+    """What is fixed before the first update: sizes, options, subwords, text.
 
-    text: the file of pairs; None is the default text.
+    text: the file of pairs; None means the default text.
     """
 
     model: ModelConfig
@@ -134,13 +134,13 @@ class RunFiles:
 
 
 def require_no_run(run: Path) -> None:
-    """Refuse a folder that already holds a run."""
+    """Raise if a folder already holds a run."""
     if (run / "model.json").exists():
         raise FileExistsError(f"the run folder must be new or empty, got {run}, which holds a run")
 
 
 def start_run(run: Path, files: RunFiles) -> None:
-    """Create a run folder; one that already holds a run is refused."""
+    """Create a run folder; raises if it already holds a run."""
     require_no_run(run)
     run.mkdir(parents=True, exist_ok=True)
     text = None if files.text is None else str(files.text.resolve())
@@ -148,12 +148,12 @@ def start_run(run: Path, files: RunFiles) -> None:
     write_atomically(run / "tokenizer.json", files.tokenizer.to_json())
     write_atomically(run / "training.json", files.training.to_json())
     write_atomically(run / "data.json", json.dumps(data))
-    # Last: its presence says that the folder holds a run.
+    # Last: the folder holds a run once this file exists.
     write_atomically(run / "model.json", files.model.to_json())
 
 
 def open_run(run: Path) -> RunFiles:
-    """Read what `start_run` wrote; DamagedFile names what is not as it was written."""
+    """Read what `start_run` wrote; DamagedFile names a file with other content."""
     for name in FILES:
         if not (run / name).is_file():
             raise FileNotFoundError(

@@ -1,8 +1,8 @@
-"""Sampling the next token: temperature, the k likeliest, the nucleus.
+"""Sampling the next token: temperature, top-k, top-p (nucleus).
 
-Each sentence has a stream of uniform numbers of its own, drawn beforehand from its seed; a step
-turns one of them into a token through the inverse of the distribution function. So a sample depends
-on the sentence, the options and the seed alone: neither on the batch nor on the device's generator.
+Each sentence has its own stream of uniform numbers, drawn in advance from its seed; a step converts
+one of them to a token by the inverse distribution function. So a sample depends only on the
+sentence, the options and the seed, not on the batch or the device's generator.
 
 Top-k: Fan, Lewis, Dauphin 2018, section 5. Top-p: Holtzman et al. 2020, equations 2 and 3;
 temperature, equation 4.
@@ -21,16 +21,16 @@ from .continuations import Continuations
 from .data import END
 from .search import Request, SingleSearch
 
-_COLDEST, _WARMEST = 1e-6, 1e6  # logits divided by them stay finite in fp32
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6  # logits divided by them stay finite in fp32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draw each token; `top_k` None and `top_p` 1 leave the whole vocabulary.
+    """Draw each token at random; `top_k` None and `top_p` 1 allow the whole vocabulary.
 
     temperature: divides the logits, from 1e-6 to 1e6. top_k: only the k likeliest tokens. top_p: of
     those, only the likeliest that together reach this probability. seed: together with a sentence's
-    number it decides its draws.
+    number it determines its random numbers.
     """
 
     temperature: float = 1.0
@@ -39,9 +39,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _COLDEST <= self.temperature <= _WARMEST:
+        if not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature must lie in [{_COLDEST}, {_WARMEST}], got {self.temperature}"
+                f"temperature must lie in [{_MIN_TEMPERATURE}, {_MAX_TEMPERATURE}], "
+                f"got {self.temperature}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
@@ -70,9 +71,9 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     p = x.softmax(dim=-1)
     reached = p.cumsum(dim=-1)
     if sampling.top_p < 1.0:
-        # Kept while what stands before a token is less than top_p: the first one always is.
+        # A token is kept while the sum before it is less than top_p: the first one always is.
         last = ((reached - p) < sampling.top_p).sum(dim=-1, keepdim=True) - 1
-        last = last.clamp(min=0)  # of a top_p that is 0 in fp32
+        last = last.clamp(min=0)  # if top_p is 0 in fp32
     else:
         last = torch.full_like(uniforms, x.shape[-1] - 1, dtype=torch.long)[:, None]
     threshold = uniforms[:, None] * reached.gather(-1, last)
@@ -82,7 +83,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
 
 
 class SamplingSearch(SingleSearch):
-    """A single search whose rule draws; the numbers lie ready on the device."""
+    """A single search that samples; its random numbers are copied to the device in advance."""
 
     def __init__(
         self, continuations: Continuations, sampling: Sampling, request: Request, *, steps: int

@@ -1,14 +1,14 @@
-"""Scheduled sampling: decoder inputs of which some are the model's own tokens instead of the truth.
+"""Scheduled sampling: decoder inputs that are partly the model's own tokens instead of the truth.
 
-Both forms return mixed inputs of one further, teacher-forced pass, in which the gradient is taken;
-none flows through the draws.
+Both forms return mixed inputs for one more teacher-forced pass, which computes the gradient; no
+gradient flows through the sampling.
 
-`sequential_inputs` walks through the target: each input is kept or drawn given the mixed inputs so
+`sequential_inputs` goes through the target: each input is kept or drawn given the mixed inputs so
 far (Bengio et al. 2015, section 2.4). `parallel_inputs` draws all at once from a pass over the true
-inputs, or over the mixed ones of the pass before (Duckworth et al. 2019, algorithm 2; with one pass
-Mihaylova and Martins 2019): as costly as a pass, whatever the length.
+inputs, or over the mixed ones of the previous pass (Duckworth et al. 2019, algorithm 2; with one
+pass Mihaylova and Martins 2019): its cost is that of its passes, whatever the length.
 
-Draws come from the model in eval mode and from torch's generator, whose state checkpoints hold.
+Tokens are drawn with the model in eval mode, by torch's generator, whose state is in checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMS = ("sequential", "parallel")
 
 @torch.no_grad()
 def sequential_inputs(model: Seq2SeqTransformer, batch: Batch, truth_share: float) -> Tensor:
-    """Return mixed decoder inputs [B, T]; each token after BEGIN is true with `truth_share`."""
+    """Return mixed decoder inputs [B, T]; each token after BEGIN is true with P `truth_share`."""
     truth = batch.target_in
     keep = _kept(truth, truth_share)
     was_training = model.training
@@ -61,11 +61,11 @@ def parallel_inputs(
 
 
 def _kept(truth: Tensor, truth_share: float) -> Tensor:
-    """Which inputs stay true, bool [B, T]: BEGIN and padding always do."""
+    """Which inputs stay true, bool [B, T]; always BEGIN and padding."""
     if not 0.0 <= truth_share <= 1.0:
         raise ValueError(f"truth_share must lie in [0, 1], got {truth_share}")
-    lucky = torch.rand(truth.shape, device=truth.device) < truth_share
-    return lucky | (truth == PAD) | (truth == BEGIN)
+    kept = torch.rand(truth.shape, device=truth.device) < truth_share
+    return kept | (truth == PAD) | (truth == BEGIN)
 
 
 def _draw(logits: Tensor) -> Tensor:
@@ -77,5 +77,5 @@ def _draw(logits: Tensor) -> Tensor:
 
 
 def _shifted(drawn: Tensor) -> Tensor:
-    """The token drawn for position t is an input at t + 1."""
+    """Inputs from drawn tokens: the token drawn at position t is the input at t + 1."""
     return torch.cat([torch.full_like(drawn[:, :1], BEGIN), drawn[:, :-1]], dim=1)

@@ -1,4 +1,4 @@
-"""Schedules as pure functions of the update's number: learning rates, and shares of true inputs."""
+"""Schedules as pure functions of the update number: learning rate, and share of true inputs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ DECAYS = ("linear", "exponential", "inverse-sigmoid")
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, cycles: float = 0.5) -> float:
-    """Return the factor for update `step`, counted from 0, as `torch.optim`'s LambdaLR counts.
+    """Return the factor for update `step`, counted from 0 as in `torch.optim`'s LambdaLR.
 
     It rises linearly from 0 at step 0 to 1 at `warmup_steps`, then follows
     `0.5 * (1 + cos(2 pi * cycles * progress))`, floored at 0, where progress goes from 0 to 1 at
-    `total_steps`. Half a cycle, the default, ends at 0; other values of `cycles` end or turn
-    elsewhere on the wave.
+    `total_steps`. The default, half a cycle, ends at 0.
     """
     if step < warmup_steps:
         return step / warmup_steps
@@ -25,9 +24,9 @@ def truth_share(step: int, *, total_steps: int, decay: str, floor: float) -> flo
     """Return the share of true tokens among the decoder's inputs at update `step`, from 0.
 
     The decays of scheduled sampling (Bengio et al. 2015, section 2.4), from 1 down to `floor` over
-    `total_steps`: "linear"; "exponential", k^i, with the k that leaves a hundredth of the way;
-    "inverse-sigmoid", k / (k + exp(i / k)), with the k that makes the half of the way the half of
-    the steps: it begins and ends 1 / (1 + k) of the way short.
+    `total_steps`: "linear"; "exponential", k^i, with the k that leaves 1 % of the difference;
+    "inverse-sigmoid", k / (k + exp(i / k)), with the k that reaches half of the difference at half
+    of the steps: it begins and ends 1 / (1 + k) of the difference off.
     """
     if decay not in DECAYS:
         raise ValueError(f"decay must be one of {DECAYS}, got {decay!r}")
@@ -44,7 +43,7 @@ def truth_share(step: int, *, total_steps: int, decay: str, floor: float) -> flo
 
 
 def _solve_k_log_k(value: float) -> float:
-    """The k > 1 with k ln k = value, by Newton's steps, which approach it from above."""
+    """The k > 1 with k ln k = value, by Newton's method, which converges from above."""
     k = math.e + value
     for _ in range(50):
         k -= (k * math.log(k) - value) / (math.log(k) + 1.0)

@@ -1,9 +1,9 @@
-"""What all ways of searching for a translation share: the request, the result, the loop.
+"""What all searches for a translation share: the request, the result, the loop.
 
-A search keeps its whole state in tensors that never move. `step` advances every sentence of the
-batch by one token on the device, ended ones idly, so that it can be recorded as a CUDA graph; the
-host only asks now and then whether all have ended. A sentence's result depends on nothing but
-itself. `SingleSearch` keeps one continuation (greedy, sampling); `beam_search` has several.
+A search keeps its state in tensors of fixed address. `step` advances every sentence of the batch by
+one token on the device, without effect on ended ones, so that it can be recorded as a CUDA graph;
+the host checks every few steps whether all have ended. A sentence's result does not depend on the
+others. `SingleSearch` keeps one continuation (greedy, sampling), `beam_search` several.
 
 Shapes: B sentences, K beams, T steps, V vocabulary.
 """
@@ -22,18 +22,18 @@ from fastattn.functional import topk_logsumexp
 from .continuations import Continuations
 from .data import BEGIN, END, PAD
 
-# Asking whether all sentences have ended makes a GPU wait.
+# Checking whether all sentences have ended synchronises with the GPU.
 STEPS_BETWEEN_END_CHECKS = {"cpu": 1, "cuda": 8}
-FREE = -1  # where no token is forced
+FREE = -1  # marks a position where no token is forced
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation. Without END, which `log_probability` counts where the hypothesis reached it.
+    """A translation, without END; `log_probability` includes END if the hypothesis reached it.
 
-    score: what ranked it, the log-probability under the length penalty, if any. ended: False if it
-    was cut at its maximum length. attention: of each decoder layer over the source,
-    [layers, H, tokens (and END), S], where it was asked for.
+    score: the value that ranked it, the log-probability under the length penalty, if any. ended:
+    False if it was cut at its maximum length. attention: of each decoder layer over the source,
+    [layers, H, tokens (and END), S], if requested.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Request:
-    """What is fixed for each sentence: its longest result and the tokens that it begins with."""
+    """The fixed values of each sentence: its maximum length and the tokens that it begins with."""
 
     max_lengths: Sequence[int]
     prefixes: Sequence[Sequence[int]] | None = None
@@ -55,7 +55,7 @@ class Request:
         return max(self.max_lengths)
 
     def forced(self, steps: int) -> Tensor:
-        """Token ids [T, B], FREE where the search may choose."""
+        """Token ids [T, B], FREE where the search chooses."""
         prefixes = self.prefixes or [()] * len(self.max_lengths)
         rows = [[*prefix, *[FREE] * (steps - len(prefix))] for prefix in prefixes]
         return torch.tensor(rows, dtype=torch.long).T.contiguous()
@@ -65,10 +65,10 @@ class Search(Protocol):
     ended: Tensor  # bool [B]
 
     def start(self, request: Request) -> None:
-        """Take a request of the same batch size and at most as many steps, and rewind."""
+        """Rewind with a request of the same batch size and no more steps."""
 
     def rewind(self) -> None:
-        """Back to BEGIN."""
+        """Return to BEGIN."""
 
     def step(self) -> None:
         """One more token for every sentence."""
@@ -86,8 +86,8 @@ def run(search: Search, advance: Callable[[], None], limit: int) -> None:
             return
 
 
-# The logits [B, V] of one step and the step [1] -> the token that goes on, and the logarithm of the
-# sum of the logits' exponentials, [B] each. PAD and BEGIN, the tokens before END, are not chosen.
+# The logits [B, V] of one step and the step [1] -> the chosen token and the logsumexp of the
+# logits, [B] each. PAD and BEGIN, the tokens before END, are not chosen.
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -147,6 +147,6 @@ class SingleSearch:
 
 
 def most_likely(logits: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy search's rule."""
+    """The rule of greedy search."""
     logsumexp, _, tokens = topk_logsumexp(logits, END, 1)
     return tokens[:, 0], logsumexp

@@ -1,8 +1,8 @@
 """Training on whole sequences with BLEU as the reward: self-critical (Rennie et al. 2017).
 
-A translation is sampled; its reward is compared with that of the greedy translation, what the model
-would have said: the gradient is -(r(sample) - r(greedy)) grad log p(sample) (equations 6 and 7).
-Sentences on which both score alike teach nothing.
+A translation is sampled, and its reward is compared with that of the greedy translation as a
+baseline: the gradient is -(r(sample) - r(greedy)) grad log p(sample) (equations 6 and 7). It is 0
+for sentences on which both have the same reward.
 
 BLEU is sacrebleu's sentence BLEU over token ids, with add-one counts for n > 1 (Lin and Och 2004)
 and the effective order of short sentences, from 0 to 1.
@@ -24,7 +24,7 @@ from .sampling import Sampling
 
 Reward = Callable[[Sequence[int], Sequence[int]], float]
 
-# A translation may be this much longer than its reference before it is cut.
+# A translation is cut when it is this much longer than its reference.
 EXTRA_TOKENS = 5
 
 
@@ -40,7 +40,7 @@ def token_bleu(hypothesis: Sequence[int], reference: Sequence[int]) -> float:
 def _metric() -> Any:
     from sacrebleu.metrics.bleu import BLEU
 
-    # Ids are words already.
+    # Ids are words, so nothing is tokenized.
     return BLEU(
         tokenize="none", smooth_method="add-k", smooth_value=1, effective_order=True, force=True
     )
@@ -49,10 +49,10 @@ def _metric() -> Any:
 def self_critical_loss(
     model: Seq2SeqTransformer, batch: Batch, *, reward: Reward = token_bleu
 ) -> Tensor:
-    """Return a loss whose gradient is that of the expected reward, negated, a token.
+    """Return a loss whose gradient is the negated gradient of the expected reward per token.
 
     Samples and greedy translations come from the model in eval mode; the sample's probability is
-    then computed with the gradient in the mode the model is in.
+    computed, with gradient, in the model's own mode.
     """
     references = [
         [token for token in row if token not in (PAD, END)] for row in batch.target_out.tolist()
@@ -80,8 +80,8 @@ def self_critical_loss(
     target_in = pad([[BEGIN, *target[:-1]] for target in targets]).to(device)
     target_out = pad(targets).to(device)
     logits = model(batch.source, target_in, batch.source_padding).float()
-    # PAD and BEGIN, before END, are never drawn. Left in the softmax they would take up what
-    # samples worse than the greedy translation lose, and no sample would ever take it back.
+    # PAD and BEGIN, before END, are never drawn. In the softmax they would gain the probability
+    # that samples worse than the greedy translation lose, and no sample would ever reduce it.
     logits = torch.cat([torch.full_like(logits[..., :END], float("-inf")), logits[..., END:]], -1)
     real = target_out != PAD
     index = target_out.where(real, END)[..., None]

@@ -1,9 +1,8 @@
-"""One decoding step recorded once and replayed: as one CUDA graph, on a CPU as a list of calls.
+"""One decoding step, recorded once and replayed: as a CUDA graph, on a CPU as a list of calls.
 
-A step that reads and writes the same tensors each time, asks the device for nothing and always runs
-the same operations need not be found again by Python: a replay does the operations alone, in the
-memory of the recorded run. `step` must be such a step; nothing it counts on the host moves in a
-replay.
+The step must run the same operations on the same tensors each time and read no value from the
+device. A replay then runs only the operations, in the memory of the recorded run, without the
+Python code between them; counters on the host do not advance.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from fastattn.ops import interpreting
 def recorded(
     step: Callable[[], None], rewind: Callable[[], None], device: torch.device
 ) -> Callable[[], None]:
-    """Return what does one step: a replay of `step`, recorded now or at the first call.
+    """Return a function that does one step: a replay of `step`, recorded now or at its first call.
 
-    For a CUDA graph the step runs twice; `rewind` takes its tensors back to the start, where they
-    are when this returns.
+    For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
+    returns.
     """
     if device.type == "cuda":
         return _cuda_graph(step, rewind, device)
-    # Triton's interpreter launches kernels that torch's dispatcher, and so a tape, does not see.
+    # Triton's interpreter launches kernels outside torch's dispatcher, so no tape records them.
     if device.type == "cpu" and not interpreting():
         return Tape(step)
     return step
@@ -41,7 +40,7 @@ def _cuda_graph(
 ) -> Callable[[], None]:
     with torch.cuda.device(device):
         rewind()
-        # The first run compiles kernels and fills workspaces, which must not happen in a graph.
+        # The first run compiles kernels and allocates workspaces, which a graph must not contain.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,11 +55,11 @@ def _cuda_graph(
 
 
 class Tape:
-    """A step's operations on a CPU. The first call runs the step and writes them down.
+    """A step's operations on a CPU, recorded at the first call.
 
-    Every tensor of that run is kept. Views of kept tensors stay what they are, so they are not
-    played again; an operation that made a tensor is played into it, by its `out=` form. Played is
-    the overload's bare call (`_op`), without its wrapper in Python.
+    Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
+    operation that allocates its result is replayed into that tensor, by its `out=` overload. Calls
+    go to the overload's `_op`, without its Python wrapper.
     """
 
     def __init__(self, step: Callable[[], None]) -> None:
@@ -73,8 +72,8 @@ class Tape:
             recorder = _Recorder()
             with recorder:
                 self._step()
-            # A step that asks for values may do something else next time.
-            self._calls = [self._step] if recorder.asks_for_values else recorder.calls
+            # A step whose operations depend on values may differ the next time.
+            self._calls = [self._step] if recorder.depends_on_values else recorder.calls
             return
         for call in self._calls:
             call()
@@ -84,7 +83,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
-        self.asks_for_values = False
+        self.depends_on_values = False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -96,17 +95,17 @@ class _Recorder(TorchDispatchMode):
 
     def _keep(self, func: OpOverload, args: Sequence[Any], kwargs: Any, results: Any) -> None:
         made = _tensors(results)
-        self.asks_for_values |= not _DEPENDS_ON_VALUES.isdisjoint(func.tags)
+        self.depends_on_values |= not _DEPENDS_ON_VALUES.isdisjoint(func.tags)
         if func._schema.is_mutable or not func._schema.returns:
             self.calls.append(partial(func._op, *args, **kwargs))
             return
         if not made:
-            return  # a question to the host
-        places = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
-        if all(tensor.untyped_storage().data_ptr() in places for tensor in made):
+            return  # no tensor result
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
+        if all(tensor.untyped_storage().data_ptr() in inputs for tensor in made):
             return  # views
         if func.overloadpacket in _UNFILLED:
-            return  # whoever uses the memory fills it
+            return  # uninitialised: filled by a later call
         out = _out_form(func)
         if out is None or any(name in kwargs for name in _LAYOUT):
             self.calls.append(lambda: _copy(made, _tensors(func(*args, **kwargs))))
@@ -152,5 +151,5 @@ def _out_form(func: OpOverload) -> OpOverload | None:
     return None
 
 
-# Arguments of factories that a given tensor answers.
+# Arguments of factories that an `out` tensor determines.
 _LAYOUT = ("dtype", "layout", "device", "pin_memory")

@@ -1,10 +1,10 @@
 """Training: AdamW, accumulation, clipping, warm-up then cosine, checkpoints, metrics.
 
-`train` runs a fixed number of updates, or fewer with `patience`, and returns the loss of each. What
-an update minimises is `batch_loss`: cross-entropy under teacher forcing, and what the configuration
-puts in its place or beside it. With a run folder it writes `metrics.jsonl` and checkpoints and can
-resume: the data order is a function of seed and epoch, and a checkpoint holds the generators'
-state, so on a CPU a run repeats bit for bit, and so does a resumed one.
+`train` runs a fixed number of updates, or fewer with `patience`, and returns the loss of each. An
+update minimises `batch_loss`: cross-entropy under teacher forcing, replaced or extended by the
+options. With a run folder it writes `metrics.jsonl` and checkpoints and can resume: the data order
+is a function of seed and epoch, and a checkpoint holds the generators' state, so on a CPU a run, or
+a resumed run, is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCHEDULED_SAMPLING = ("none", "sequential", "parallel")
 
 
 class TrainingDiverged(ArithmeticError):
-    """The loss is no longer a number."""
+    """The loss is not finite."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class TrainingConfig:
     """How to train.
 
     Attributes:
-        batch_tokens: padded source and target tokens of a batch.
-        accumulate: batches of an update; their gradient is that of one batch of all of them.
-        patience: stop after this many validations without a lower loss; 0 never does.
+        batch_tokens: padded source and target tokens per batch.
+        accumulate: batches per update; the gradient is that of one batch of all of them.
+        patience: stop after this many validations without a lower loss; 0: never.
         scheduled_sampling: "sequential" or "parallel": some decoder inputs are the model's own
             tokens, see `scheduled_sampling`.
-        sampling_decay, truth_floor: how the share of true inputs falls from 1, and to what.
+        sampling_decay, truth_floor: decay of the share of true inputs from 1, and its lowest value.
         guided_attention: weight of the loss that keeps cross-attention near the diagonal.
-        guided_width: how near.
-        sequence_steps: the last updates reward sampled translations by their BLEU.
-        sequence_weight: share of that loss in these updates; cross-entropy has the rest.
-        packed: run layers and head on real tokens alone; the same losses, sooner.
+        guided_width: its `width`, see `guided_attention_loss`.
+        sequence_steps: number of last updates that reward sampled translations by their BLEU.
+        sequence_weight: weight of that loss in these updates; the rest is cross-entropy.
+        packed: run layers and head only on real tokens: the same losses, faster.
     """
 
     steps: int = 10_000
@@ -118,11 +118,11 @@ class TrainingConfig:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
         if self.packed and self.guided_attention > 0.0:
-            raise ValueError("packed must be False with guided_attention, which wants weights")
+            raise ValueError("packed must be False with guided_attention, which needs weights")
         for name in ("guided_width", "learning_rate"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.clip > 0.0:  # inf: never
+        if not self.clip > 0.0:  # inf: no clipping
             raise ValueError(f"clip must be above 0, got {self.clip}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
@@ -138,22 +138,22 @@ class TrainingConfig:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise ValueError(
-                f"a training configuration has the keys {sorted(known)}, got {unknown}"
+                f"training configuration keys must be in {sorted(known)}, got {unknown}"
             )
         return cls(**{**values, "betas": tuple(values["betas"])})
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The curve of this call: updates `first_step` .. `first_step + len(losses) - 1`, from 1."""
+    """The curve of one call: updates `first_step` .. `first_step + len(losses) - 1`, from 1."""
 
     first_step: int
     losses: list[float]
     validations: list[tuple[int, float]]  # (step, loss)
     tokens: int  # real source and target tokens of these updates
-    seconds: float  # spent in updates: no validation, no checkpoint
+    seconds: float  # of updates, without validation and checkpoints
     tokens_per_second: float  # without the first `log_every` updates, which may compile kernels
-    stopped_early: bool = False  # by `patience`
+    stopped_early: bool = False  # due to `patience`
     bleus: tuple[tuple[int, float], ...] = ()  # (step, what `score` returned)
 
 
@@ -174,9 +174,9 @@ def train(
     """Train `model` for `config.steps` updates and leave it on `device` with its last parameters.
 
     With `run`, write metrics and checkpoints there; `resume` continues from the newest one, if
-    any. `stop_after` ends the call early, after that many updates in all, without changing the
-    schedule; the run can be resumed to the rest. `score` is asked at every validation, for a BLEU
-    curve say, and must draw no random numbers.
+    any. `stop_after` ends the call after that many updates in total, with an unchanged schedule;
+    the run can be resumed. `score` is called at every validation, for example for a BLEU curve,
+    and must draw no random numbers.
     """
     require_trainable(model, config)
     if stop_after is not None and stop_after < 0:
@@ -251,7 +251,7 @@ def _out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
 
 
 def require_trainable(model: Seq2SeqTransformer, config: TrainingConfig) -> None:
-    """Refuse what does not go together, by the name of the choice."""
+    """Raise for options that the model does not support."""
     if not isinstance(model, NonAutoregressiveTransformer):
         if config.packed and (why := model.cannot_pack()):
             raise ValueError(f"packed must be False for a model that {why}")
@@ -280,14 +280,14 @@ def require_finite(name: str, value: float, step: int) -> None:
 class _Curve:
     """The losses and the time of one call of `train`.
 
-    Losses stay on the device until `read`, which waits for it: the clock is read after that, and
-    runs again from `restart_clock`, so that validation and checkpoints do not count.
+    Losses stay on the device until `read`, which synchronises and then reads the clock;
+    `restart_clock` starts it again, so that validation and checkpoints do not count.
     """
 
     def __init__(self, first_step: int, metrics: MetricsFile | None) -> None:
         self._first_step = first_step
         self._metrics = metrics
-        self._waiting: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         self._losses: list[float] = []
         self._validations: list[tuple[int, float]] = []
         self._bleus: list[tuple[int, float]] = []
@@ -301,24 +301,24 @@ class _Curve:
 
     def add(self, step: int, loss: Tensor, norm: Tensor, learning_rate: float, tokens: int) -> None:
         row = {"step": step, "loss": loss, "gradient_norm": norm, "lr": learning_rate}
-        self._waiting.append({**row, "tokens": tokens})
+        self._pending.append({**row, "tokens": tokens})
         self._tokens += tokens
 
     def read(self) -> None:
-        for row in self._waiting:
+        for row in self._pending:
             row["loss"], row["gradient_norm"] = float(row["loss"]), float(row["gradient_norm"])
             self._losses.append(row["loss"])
         self._seconds += time.perf_counter() - self._clock
         if self._start_up is None:
             self._start_up = (self._tokens, self._seconds)
         names = {"loss": "loss", "gradient_norm": "gradient's norm"}
-        sound = [row for row in self._waiting if all(math.isfinite(row[name]) for name in names)]
+        finite = [row for row in self._pending if all(math.isfinite(row[name]) for name in names)]
         if self._metrics is not None:
-            self._metrics.write(sound)
-        for row in self._waiting:
+            self._metrics.write(finite)
+        for row in self._pending:
             for name, words in names.items():
                 require_finite(words, row[name], row["step"])
-        self._waiting = []
+        self._pending = []
 
     def add_validation(self, step: int, loss: float, bleu: float | None) -> None:
         self._validations.append((step, loss))
@@ -377,20 +377,20 @@ def update(
     config: TrainingConfig,
     step: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Do one optimizer step and return the loss before it and the gradient's norm.
+    """Do one optimizer step; return the loss before it and the gradient's norm.
 
-    The batches count by their target tokens, so that the loss is the one of all of them together.
+    Batches are weighted by their target tokens, so that the loss is that of one large batch.
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
     counts = [(batch.target_out != PAD).sum() for batch in batches]
-    whole = torch.stack(counts).sum()
-    total = torch.zeros((), device=whole.device)
+    all_count = torch.stack(counts).sum()
+    total = torch.zeros((), device=all_count.device)
     for batch, count in zip(batches, counts, strict=True):
         loss = batch_loss(model, batch, config, step)
         if len(batches) > 1:
-            loss = loss * (count / whole)
+            loss = loss * (count / all_count)
         loss.backward()
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -401,7 +401,7 @@ def update(
 def batch_loss(
     model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
 ) -> Tensor:
-    """Return what update `step`, counted from 1, minimises."""
+    """Return the loss of update `step`, counted from 1."""
     weight = config.sequence_weight if step > config.steps - config.sequence_steps else 0.0
     inputs = decoder_inputs(model, batch, config, step)
     loss = cross_entropy(model, replace(batch, target_in=inputs), config)
@@ -417,7 +417,7 @@ def batch_loss(
 def decoder_inputs(
     model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
 ) -> Tensor:
-    """What the decoder reads at update `step`: the truth, or some of its own tokens."""
+    """The decoder's inputs at update `step`: the truth, or partly its own tokens."""
     if config.scheduled_sampling == "none":
         return batch.target_in
     share = truth_share(
@@ -430,7 +430,7 @@ def decoder_inputs(
 
 
 def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig) -> Tensor:
-    """Return the loss of the batch's targets given its inputs, and of strayed attention."""
+    """Return the loss of the batch's targets, with the guided attention loss if configured."""
     guided = config.guided_attention > 0.0 and model.training
     device_type = batch.source.device.type
     with ExitStack() as stack:
@@ -454,11 +454,11 @@ def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfi
     if not guided:
         return loss
     lengths = (batch.target_out != PAD).sum(dim=1), (~batch.source_padding).sum(dim=1)
-    strayed = [
+    guided_losses = [
         guided_attention_loss(layer, *lengths, width=config.guided_width)
         for layer in weights.values()
     ]
-    return loss + config.guided_attention * torch.stack(strayed).mean()
+    return loss + config.guided_attention * torch.stack(guided_losses).mean()
 
 
 @torch.no_grad()
@@ -471,7 +471,7 @@ def validation_loss(
 ) -> float:
     """Return the mean loss per target token in eval mode, with the smoothing of training.
 
-    Always under teacher forcing, so that it compares whatever is trained.
+    Always under teacher forcing, so that it is comparable across training options.
     """
     was_training = model.training
     model.eval()
@@ -488,7 +488,7 @@ def validation_loss(
 class MetricsFile:
     """A JSON Lines file, one object for each update and each validation.
 
-    On resuming, rows after the checkpoint's step are dropped: training is about to repeat them.
+    On resuming, rows after the checkpoint's step are dropped, because training repeats them.
     """
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
@@ -502,7 +502,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; a last line cut short by a crash is left out."""
+    """Return the rows of a metrics file, without a last line truncated by a crash."""
     if not path.exists():
         return []
     rows = []

@@ -86,9 +86,9 @@ def test_help_imports_nothing_that_only_commands_need():
         (["train", "--out=x", "--truth-floor=2"], "must be a number in [0, 1], got '2'"),
         (["train", "--out=x", "--guided-attention=-1"], "must be a number of at least 0, got '-1'"),
         (["translate", "--run=x", "--top-k=0"], "--top-k: must be a positive integer, got '0'"),
-        (["translate", "--run=x", "--top-k=3"], "--top-k must come with --sample, got 3"),
-        (["translate", "--run=x", "--length-penalty=1"], "--length-penalty must come with --beams"),
-        (["evaluate", "x", "--beams=2", "--sample"], "--sample must come without --beams"),
+        (["translate", "--run=x", "--top-k=3"], "--top-k needs --sample, got 3"),
+        (["translate", "--run=x", "--length-penalty=1"], "--length-penalty needs --beams"),
+        (["evaluate", "x", "--beams=2", "--sample"], "--sample must be given without --beams"),
         (["translate", "--run=x", "--sample", "--top-p=0"], "top_p must lie in (0, 1], got 0.0"),
         (["paint"], "invalid choice: 'paint'"),
     ],
@@ -104,7 +104,7 @@ def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, 
         ("--heads=3",): "heads must divide width 16, got 3",
         ("--vocabulary=100",): "vocabulary must be at least 259",
         ("--held-out=40",): "needs at least 120 different source sentences, got 60",
-        ("--max-length=1",): "max_length must leave some training pairs, got 1",
+        ("--max-length=1",): "max_length must keep some training pairs, got 1",
         ("--memory-layers=2",): "memory_layers must be one of",
         ("--decoder=non-autoregressive", "--scheduled-sampling=parallel"): (
             "scheduled_sampling must be 'none' for a non-autoregressive decoder"
@@ -130,7 +130,7 @@ def test_a_file_without_pairs_is_named(capsys, tmp_path):
     path.write_text("one\ntwo\nthree\n")
     code, _, err = call(capsys, "train", "--data", str(path), "--out", str(tmp_path / "run"))
     assert code == 2
-    assert f"left out: {path}:2: wants source<TAB>target, got 'two'" in err
+    assert f"skipped: {path}:2: must be source<TAB>target, got 'two'" in err
     assert "--data must hold lines of source<TAB>target, got 3 lines without them" in err
 
 
@@ -170,8 +170,8 @@ def test_training_reports_as_json(capsys, pairs_file, tmp_path):
     assert outcome["run"] == str(run) and outcome["updates"] == 4
     assert outcome["tokens_per_second"] > 0
     assert 0.0 <= outcome["bleu"] <= 100.0
-    assert f"left out: {pairs_file}:61: wants source<TAB>target, got 'a line without a tab'" in err
-    assert "50 training pairs (0 too long left out), 5 for validation, 5 for the test" in err
+    assert f"skipped: {pairs_file}:61: must be source<TAB>target, got 'a line without a tab'" in err
+    assert "50 training pairs (0 too long and skipped), 5 for validation, 5 for the test" in err
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
 
@@ -185,7 +185,7 @@ def test_a_run_is_not_overwritten_and_continues_with_its_own_text(
     assert code == 2 and "--out: the run folder must be new or empty, got" in err
     assert "continue it with --resume" in err
     code, _, err = call(capsys, *base, "--resume", "--data", str(pairs_file), "--steps=9")
-    assert code == 2 and "--steps must be left out with --resume" in err and "got 9" in err
+    assert code == 2 and "--steps cannot be given with --resume" in err and "got 9" in err
     other = tmp_path / "other.tsv"
     other.write_text(pairs_file.read_text().replace("karin", "karun"))
     code, _, err = call(capsys, *base, "--resume", "--data", str(other))
@@ -334,9 +334,7 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
             capsys, "translate", "--run", str(second), "--device=cpu", flag, "karin"
         )
         assert code == 2 and not out
-        assert (
-            f"{flag.partition('=')[0]} must be left out for a run whose decoder writes all" in err
-        )
+        assert f"{flag.partition('=')[0]} cannot be given for a run whose decoder writes all" in err
 
 
 def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):
@@ -436,7 +434,7 @@ def test_demo_prints_its_figures_and_its_verdict(capsys, pairs_file, tmp_path, m
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert code == 0 and summary["passed"]
     assert f"Held-out BLEU: {summary['bleu']:.1f}" in out
-    assert f"handing the source back: {summary['bleu_of_source']:.1f} (not judged" in out
+    assert f"BLEU of the untranslated source: {summary['bleu_of_source']:.1f} (not judged" in out
     for name, run in summary["runs"].items():
         assert re.search(rf"{re.escape(name)} .* {run['tokens_per_second']:,}", out)
     assert summary["samples"][0]["source"] in out
@@ -465,7 +463,7 @@ def test_demo_command_for_a_few_steps(pairs_file, tmp_path):
 
 
 def test_every_choice_of_train_is_a_field_or_goes_by_another_name():
-    choices = cli.make_parser(["train"]).parse_args(["train", "--out=x"]).fixed_choices
+    choices = cli.make_parser(["train"]).parse_args(["train", "--out=x"]).fixed_options
     fields = {
         field.name for kind in (ModelConfig, TrainingConfig) for field in dataclasses.fields(kind)
     }

@@ -46,7 +46,7 @@ def test_a_run_knows_its_text(capsys, copied, tmp_path):
     data = json.loads((copied / "data.json").read_text())
     (copied / "data.json").write_text(json.dumps(data | {"text": str(tmp_path / "gone.tsv")}))
     code, _, err = call(capsys, *again)
-    assert code == 2 and "--data must be given where the run's own text is gone, got" in err
+    assert code == 2 and "--data must be given: the run's own text does not exist, got" in err
 
 
 def test_runs_are_compared_on_the_same_sentences(capsys, pairs_file, run_folder, tmp_path):
@@ -61,7 +61,7 @@ def test_a_choice_given_with_resume_is_refused_even_if_it_is_the_usual_one(capsy
     again = ["train", "--resume", "--out", str(run_folder), "--device=cpu"]
     for flag in ("--dropout=0.1", "--steps=10000", "--post-norm", "--held-out=5"):
         code, _, err = call(capsys, *again, flag)
-        assert code == 2 and f"{flag.partition('=')[0]} must be left out with --resume" in err
+        assert code == 2 and f"{flag.partition('=')[0]} cannot be given with --resume" in err
 
 
 def test_text_of_two_bytes_a_letter_is_refused(capsys, pairs_file, tmp_path):
@@ -166,7 +166,7 @@ def test_as_many_lines_come_out_as_went_in(capsys, run_folder, monkeypatch):
     assert call(capsys, *_translate(run_folder)) == (0, "", "")
     monkeypatch.setattr("sys.stdin", None)
     code, _, err = call(capsys, *_translate(run_folder))
-    assert code == 2 and "TEXT must be given where there is no standard input" in err
+    assert code == 2 and "TEXT must be given if there is no standard input" in err
 
 
 def test_a_missing_package_is_no_damage(capsys, run_folder, monkeypatch):

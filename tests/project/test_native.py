@@ -408,7 +408,7 @@ def test_a_broken_extension_leaves_nodes_to_python(
     monkeypatch.setattr(_native, "extension_unavailable", find)
     assert _native.extension() is None
     assert cli.main(["info", "--device=cpu"]) == 0
-    expected = f"in Python, which takes longer: {reason.format(re.escape(file.name))}"
+    expected = f"by Python, which takes longer: {reason.format(re.escape(file.name))}"
     assert re.search(expected, capsys.readouterr().out)
 
 

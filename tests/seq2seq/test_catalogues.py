@@ -143,7 +143,7 @@ def test_a_spoilt_cache_is_named_or_filled_again(tmp_path, monkeypatch):
     whole = (folder / "toy.mo").read_bytes()
     for content in (b"", whole[:10], whole[:-3] + b"\xff\xff\xff", b"something else"):
         (folder / "toy.mo").write_bytes(content)
-        with pytest.raises(TextUnavailable, match=r"toy\.mo is not whole .*: delete .*toy-1\.0"):
+        with pytest.raises(TextUnavailable, match=r"toy\.mo is damaged .*: delete .*toy-1\.0"):
             catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)
     (folder / "toy.mo").rename(folder / "toy.po")
     text = catalogues.load_catalogue_pairs(cache=tmp_path / "cache", show=False)

@@ -57,7 +57,7 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path):
     assert report.passed == (report.bleu > report.bleu_of_source)
     # The folder is a run: its translator gives the translations that the report shows.
     sample = report.samples[0]
-    assert runs.load_translator(out).translate([sample.source]) == [sample.ours]
+    assert runs.load_translator(out).translate([sample.source]) == [sample.translation]
     for name in ("curves.png", "attention-1.png", "attention-2.png", "attention-3.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
 

@@ -587,9 +587,9 @@ def test_decoding_names_what_is_wrong():
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, source, padding, **{"max_lengths": [3], **arguments})
-    with pytest.raises(ValueError, match="source_padding must stand on the right, got a token"):
+    with pytest.raises(ValueError, match="source_padding must be on the right, got a token"):
         generate(model, source, torch.tensor([[True, False]]), max_lengths=[3])
-    with pytest.raises(ValueError, match=r"wants a fastattn\.nn decoder, got torch\.nn"):
+    with pytest.raises(ValueError, match=r"needs a fastattn\.nn decoder, got torch\.nn"):
         torchs = small_model("torch").eval()
         generate(torchs, source, padding, max_lengths=[3], use_cache=True)
 

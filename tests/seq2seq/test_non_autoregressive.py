@@ -218,5 +218,5 @@ def test_runs_are_evaluated_side_by_side(tmp_path):
     for row in rows:
         assert row.sentences == len(sources) and row.sentences_per_second > 0
         assert row.bleu_of_source == bleu(sources, references).score
-    with pytest.raises(ValueError, match=r"pairs must be the text that .* got another one"):
+    with pytest.raises(ValueError, match=r"pairs must be the text that .* got another text"):
         evaluate_run(tmp_path / "autoregressive", toy_pairs(120, seed=1), show=False)

@@ -39,9 +39,9 @@ def test_pair_files_report_each_malformed_line(tmp_path):
     file = read_pairs(path)
     assert file.pairs == [Pair("Go.", "Va !"), Pair("Café au lait", "Un café")]
     assert file.problems == [
-        f"{path}:3: wants source<TAB>target, got 'no tab here'",
-        f"{path}:4: wants source<TAB>target, got an empty target",
-        f"{path}:5: wants source<TAB>target, got an empty source",
+        f"{path}:3: must be source<TAB>target, got 'no tab here'",
+        f"{path}:4: must be source<TAB>target, got an empty target",
+        f"{path}:5: must be source<TAB>target, got an empty source",
         f"{path}:6: must be UTF-8, got byte 0xff",
     ]
 
@@ -77,7 +77,7 @@ def test_split_depends_on_sentences_and_seed_alone():
 
 
 def test_split_wants_enough_sentences():
-    with pytest.raises(ValueError, match=r"holding out 2 x 10 .* at least 30 .* got 29"):
+    with pytest.raises(ValueError, match=r"held_out=10 .* at least 30 .* got 29"):
         split_pairs(toy_pairs(29), held_out=10)
 
 
@@ -128,7 +128,7 @@ def test_sentences_too_long_for_the_model_are_left_out():
         pairs, held_out=30, max_length=most, vocabulary=prepared.tokenizer, show=False
     )
     assert all(len(encode(pair.source)) < most for pair in again.test)
-    with pytest.raises(ValueError, match="must leave some training pairs, got 1, and all"):
+    with pytest.raises(ValueError, match="must keep some training pairs, got 1, and all"):
         runs.prepare_text(pairs, held_out=30, max_length=1, vocabulary=300, show=False)
 
 

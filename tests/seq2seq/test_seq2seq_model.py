@@ -78,7 +78,7 @@ def test_configurations_survive_json_and_name_what_is_wrong():
         dataclasses.replace(SMALL, heads=3)
     with pytest.raises(ValueError, match=r"positions must be one of .* got 'none'"):
         dataclasses.replace(SMALL, positions="none")
-    with pytest.raises(ValueError, match=r"has the keys .*, got \['depth'\]"):
+    with pytest.raises(ValueError, match=r"keys must be in .*, got \['depth'\]"):
         ModelConfig.from_json('{"vocabulary": 9, "depth": 3}')
     with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):
         TrainingConfig(steps=0)

@@ -595,7 +595,7 @@ def test_a_packed_batch_runs_on_real_tokens_alone():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"copy": True}, "copies"),
+        ({"copy": True}, "copies source tokens"),
         ({"norm": "power"}, "has power norms"),
         ({"memory_layers": "same"}, "reads the encoder's layers"),
     ],
@@ -604,7 +604,7 @@ def test_models_that_cannot_be_packed_say_why(options, why):
     model = Seq2SeqTransformer(dataclasses.replace(SMALL, **options))
     with pytest.raises(ValueError, match=f"packed must be False for a model that {why}"):
         training.require_trainable(model, TrainingConfig(packed=True))
-    with pytest.raises(ValueError, match=f"packed execution is not for a model that {why}"):
+    with pytest.raises(ValueError, match=f"not supported for a model that {why}"):
         model.forward_packed(collate(random_examples(3)))
 
 

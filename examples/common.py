@@ -1,4 +1,4 @@
-"""What the examples share: their options, one training loop with a progress bar, pictures."""
+"""What the examples share: options, a training loop with a progress bar, saving figures."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -18,9 +18,7 @@ def options(description: str | None, steps: int) -> argparse.ArgumentParser:
     """The options that every example has."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=steps, help="updates (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/examples"), help="folder of pictures"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/examples"), help="folder of figures")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -33,7 +31,7 @@ def train(
     title: str,
     learning_rate: float = 2e-3,
 ) -> list[float]:
-    """`steps` updates by AdamW with a tenth of warm-up, then cosine; the losses."""
+    """`steps` AdamW updates with 10 % warm-up, then cosine; returns the losses."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     warmup = max(1, steps // 10)
@@ -55,23 +53,23 @@ def train(
 
 
 def batches(count: int, size: int, seed: int) -> Iterable[Tensor]:
-    """Endless shuffled index batches of `count` things."""
+    """Endless shuffled batches of indices below `count`."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).split(size)
 
 
 def majority(labels: Tensor) -> float:
-    """The accuracy of always answering the commonest label: what a model has to beat."""
+    """The accuracy of always predicting the commonest label, a baseline."""
     return labels.flatten().bincount().max().item() / labels.numel()
 
 
 def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Writes a picture; it appears whole or not at all."""
+    """Saves a figure atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=120)
     partial.replace(path)
-    print(f"picture: {path}")
+    print(f"figure: {path}")
     return path

@@ -1,11 +1,11 @@
-"""Linear beside softmax attention: time against length, and what a language model loses.
+"""Linear and softmax attention: time against length, and the loss of a language model.
 
 Linear attention (Katharopoulos et al. 2020, equations 8 to 12) replaces exp(q k) by phi(q) phi(k),
-phi = elu + 1, so that keys and values can be summed before a query meets them: work grows with the
-length, not with its square, and decoding needs a state of constant size.
+phi = elu + 1, so that keys and values can be summed independently of the query: work grows linearly
+with the length instead of quadratically, and decoding needs a state of constant size.
 
-Data of the language model: the source text of Python's standard library, character by character.
-The result stands beside the entropy of characters by themselves.
+Data of the language model: the source text of Python's standard library, as characters. The
+baseline is the entropy of single characters.
 
     python -m examples.linear_attention
 """
@@ -32,8 +32,8 @@ WINDOW = 128
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal linear attention of q, k, v `[B, H, S, D]`, S a multiple of CHUNK.
 
-    Inside a chunk by a small masked product, between chunks by the running sum of phi(k) v: the
-    same result as position by position, in matrix products.
+    Within a chunk it is a small masked product, between chunks a running sum of phi(k) v: the same
+    result as position by position, in matrix products.
     """
     q, k = F.elu(q) + 1.0, F.elu(k) + 1.0
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the last column sums the weights
@@ -53,7 +53,7 @@ FORMS = {"softmax": softmax_attention, "linear": linear_attention}
 
 
 def time_against_length(longest: int) -> dict[str, list[float]]:
-    """Milliseconds of one forward, the best of some, for each length up to `longest`."""
+    """Milliseconds of one forward, the minimum of five, for each length up to `longest`."""
     lengths = [length for length in LENGTHS if length <= longest]
     times: dict[str, list[float]] = {name: [] for name in FORMS}
     with Progress("timing", len(lengths)) as bar, torch.no_grad():
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
 
 
 def text() -> tuple[Tensor, int]:
-    """The first half megabyte of source, as numbers of characters."""
+    """The first half megabyte of source, as character codes."""
     folder = Path(sysconfig.get_path("stdlib"))
     source = "".join(p.read_text(encoding="utf-8") for p in sorted(folder.glob("[a-d]*.py")))
     codes = torch.tensor([min(ord(c), 127) for c in source[: 1 << 19]])
@@ -105,7 +105,7 @@ def text() -> tuple[Tensor, int]:
 
 
 def entropy(codes: Tensor) -> float:
-    """Nats a character, of characters by themselves."""
+    """Nats per character, from the frequencies of single characters."""
     shares = codes.bincount().double() / len(codes)
     return -(shares[shares > 0] * shares[shares > 0].log()).sum().item()
 
@@ -116,9 +116,9 @@ def draw(times: dict[str, list[float]], losses: dict[str, list[float]], baseline
     for name, colour in zip(FORMS, common.COLOURS, strict=False):
         left.loglog(LENGTHS[: len(times[name])], times[name], "o-", color=colour, label=name)
         right.plot(losses[name], color=colour, label=name, linewidth=0.8)
-    left.set(xlabel="length", ylabel="ms a forward")
-    right.axhline(baseline, color="0.6", linestyle=":", label="characters by themselves")
-    right.set(xlabel="update", ylabel="loss (nats a character)")
+    left.set(xlabel="length", ylabel="ms per forward")
+    right.axhline(baseline, color="0.6", linestyle=":", label="entropy of characters")
+    right.set(xlabel="update", ylabel="loss (nats per character)")
     for axes in (left, right):
         axes.legend(frameon=False)
     return figure
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         with torch.no_grad():
             logits = model(held_out)[:, :-1]
             results[form] = F.cross_entropy(logits.flatten(0, 1), held_out[:, 1:].flatten()).item()
-    print("held-out loss in nats a character (baseline: characters by themselves):")
+    print("held-out loss in nats per character (baseline: entropy of characters):")
     print(", ".join(f"{name} {value:.3f}" for name, value in results.items()))
     for i, S in enumerate(LENGTHS[: len(times["softmax"])]):
         print(f"length {S:5d}: " + ", ".join(f"{n} {t[i]:8.3f} ms" for n, t in times.items()))

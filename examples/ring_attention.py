@@ -1,7 +1,7 @@
 """A sequence too long for one process: ring attention over several, equal to attention over one.
 
 Data: an image of the terrain around Jacksboro (matplotlib's elevation model) as a sequence of its
-pixels. Each process holds a part of it; at the end the parts are put together and compared.
+pixels. Each process holds a shard of it; at the end the shards are joined and compared.
 
     torchrun --nproc-per-node 2 -m examples.ring_attention
 """
@@ -28,18 +28,18 @@ def main() -> float:
     x = heights[:, None] * torch.randn(1, 3 * HEADS * HEAD_DIM)  # every process draws the same
     q, k, v = x.view(1, LENGTH, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4)
 
-    parts = [shard_sequence(t, 2, causal=True).requires_grad_() for t in (q, k, v)]
+    shards = [shard_sequence(t, 2, causal=True).requires_grad_() for t in (q, k, v)]
     begin = time.perf_counter()
-    out = ring_attention(*parts, causal=True)
-    gradients = torch.autograd.grad(out.square().sum(), parts)  # type: ignore[union-attr]
+    out = ring_attention(*shards, causal=True)
+    gradients = torch.autograd.grad(out.square().sum(), shards)  # type: ignore[union-attr]
     seconds = time.perf_counter() - begin
-    ours = [unshard_sequence(t, 2, causal=True) for t in (out, *gradients)]  # type: ignore[arg-type]
+    actual = [unshard_sequence(t, 2, causal=True) for t in (out, *gradients)]  # type: ignore[arg-type]
 
     whole = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    expected = fastattn.attention(*whole, causal=True)
-    wanted = (expected, *torch.autograd.grad(expected.square().sum(), whole))
+    whole_out = fastattn.attention(*whole, causal=True)
+    expected = (whole_out, *torch.autograd.grad(whole_out.square().sum(), whole))
     difference = max(
-        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, wanted, strict=True)
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, expected, strict=True)
     )
     if dist.get_rank() == 0:
         print(

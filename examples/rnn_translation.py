@@ -1,14 +1,14 @@
-"""Recurrent encoder-decoders beside the Transformer, on the same sentence pairs.
+"""Recurrent encoder-decoders and the Transformer, on the same sentence pairs.
 
-Three forms of the recurrent one, each a GRU reading the source backwards and a GRU writing the
-target: "plain", which hands over one vector at the start (Sutskever et al. 2014); "context", which
-shows it that vector at every step (Cho et al. 2014); "attention", which at every step looks at all
-source states by additive scores (Bahdanau et al. 2015, section 3.1). All are about as large, and
-train for the same number of updates on the same batches.
+Three recurrent models, each with a GRU that reads the source in reverse and a GRU that writes the
+target: "plain" passes one vector at the start (Sutskever et al. 2014); "context" passes that vector
+at every step (Cho et al. 2014); "attention" attends at every step to all source states by additive
+scores (Bahdanau et al. 2015, section 3.1). All have about the same size and are trained for the
+same number of updates on the same batches.
 
-Data: the English-French message catalogues inside two published packages, as `fastattn demo` reads
-them (downloaded once). Results are the loss and BLEU on held-out sentences, beside copying the
-source.
+Data: the English-French message catalogues inside two published packages, as for `fastattn demo`
+(downloaded once). Results are the loss and BLEU on held-out sentences; a baseline is the BLEU of
+the untranslated source.
 
     python -m examples.rnn_translation
 """
@@ -43,18 +43,18 @@ class Recurrent(nn.Module):
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.score = nn.Linear(WIDTH, 1, bias=False)
         self.output = nn.Linear(WIDTH if form == "plain" else 2 * WIDTH, vocabulary)
-        self.weights: list[Tensor] = []  # of the last forward, [B, S] a step
+        self.weights: list[Tensor] = []  # of the last forward, [B, S] per step
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Teacher forcing: source `[B, S]`, target `[B, T]` with BEGIN first -> logits."""
         lengths = (source != PAD).sum(1)
-        # Backwards, so that the first words are the last ones read.
-        turned = (lengths[:, None] - 1 - torch.arange(source.shape[1])) % source.shape[1]
-        x = self.embedding(source).gather(1, turned[..., None].expand(-1, -1, WIDTH))
+        # Reversed, so that the first words are read last.
+        reverse = (lengths[:, None] - 1 - torch.arange(source.shape[1])) % source.shape[1]
+        x = self.embedding(source).gather(1, reverse[..., None].expand(-1, -1, WIDTH))
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
         states, last = self.encoder(packed)
         states = nn.utils.rnn.pad_packed_sequence(states, True, total_length=source.shape[1])[0]
-        states = states.gather(1, turned[..., None].expand(-1, -1, WIDTH))
+        states = states.gather(1, reverse[..., None].expand(-1, -1, WIDTH))
         keys, blocked = self.key(states), source == PAD
         state = summary = last[0]
         self.weights, outputs = [], []
@@ -115,7 +115,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def translate(model: nn.Module, source: Tensor) -> list[list[int]]:
-    """Greedy: the whole prefix again for every token, which is simple and slow."""
+    """Greedy search that recomputes the whole prefix for every token: simple and slow."""
     target = torch.full((len(source), 1), BEGIN)
     for _ in range(LONGEST):
         following = model(source, target)[:, -1].argmax(-1)
@@ -128,7 +128,7 @@ def translate(model: nn.Module, source: Tensor) -> list[list[int]]:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, examples: Sequence[Example]) -> float:
-    """Nats a token."""
+    """Nats per token."""
     total, tokens = 0.0, 0
     for i in range(0, len(examples), 64):
         batch = collate(examples[i : i + 64])
@@ -139,23 +139,23 @@ def held_out_loss(model: nn.Module, examples: Sequence[Example]) -> float:
 
 
 def unigram_loss(train: Sequence[Example], valid: Sequence[Example]) -> float:
-    """Nats a token of guessing by how common tokens are."""
-    seen = torch.tensor([token for example in train for token in example.target])
-    asked = torch.tensor([token for example in valid for token in example.target])
-    counts = seen.bincount(minlength=int(asked.max()) + 1) + 1.0
-    return -(counts / counts.sum()).log()[asked].mean().item()
+    """Nats per token of a prediction from token frequencies."""
+    train_tokens = torch.tensor([token for example in train for token in example.target])
+    valid_tokens = torch.tensor([token for example in valid for token in example.target])
+    counts = train_tokens.bincount(minlength=int(valid_tokens.max()) + 1) + 1.0
+    return -(counts / counts.sum()).log()[valid_tokens].mean().item()
 
 
 def draw(
     losses: dict[str, list[float]], weights: Tensor, source: list[str], target: list[str]
 ) -> Figure:
-    """Loss curves, and what the recurrent decoder with attention looked at."""
+    """Loss curves, and the attention of the recurrent decoder."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for (name, values), colour in zip(losses.items(), common.COLOURS, strict=False):
         smooth = torch.tensor(values).unfold(0, min(20, len(values)), 1).mean(-1)
         left.plot(smooth, color=colour, label=name)
-    left.set(xlabel="update", ylabel="loss (nats a token)")
+    left.set(xlabel="update", ylabel="loss (nats per token)")
     left.legend(frameon=False)
     right.imshow(weights, cmap="Blues", aspect="auto")
     right.set_xticks(range(len(source)), source, rotation=60, ha="right")
@@ -172,11 +172,11 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     text = prepare_text(pairs, held_out=200, max_length=LONGEST, vocabulary=2000)
     copied = bleu([p.source for p in text.test], [p.target for p in text.test]).score
     results = {
-        "copying the source": {"bleu": copied},
-        "tokens by themselves": {"loss": unigram_loss(text.train, text.valid)},
+        "untranslated source": {"bleu": copied},
+        "token frequencies": {"loss": unigram_loss(text.train, text.valid)},
     }
     losses: dict[str, list[float]] = {}
-    picture = None
+    attention = None
     encoded = text.tokenizer.encode_all([p.source for p in text.test])
     sources = collate([Example([*ids, END], [END]) for ids in encoded]).source
     for name in settings.models:
@@ -195,15 +195,15 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
             model(sources[:1], torch.tensor([[BEGIN, *answers[0]]]))
             real = sources[0][sources[0] != PAD].tolist()
             weights = torch.cat(model.weights)[:, : len(real)]  # type: ignore[arg-type]
-            picture = (
+            attention = (
                 weights,
                 text.tokenizer.tokens(real),
                 text.tokenizer.tokens([*answers[0], END][: len(weights)]),
             )
     for name, figures in results.items():
         print(f"{name:20s}" + "".join(f"  {key} {value:6.2f}" for key, value in figures.items()))
-    if picture is not None:
-        common.save(draw(losses, *picture), settings.out, "rnn_translation.png")
+    if attention is not None:
+        common.save(draw(losses, *attention), settings.out, "rnn_translation.png")
     return results
 
 

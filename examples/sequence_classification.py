@@ -1,10 +1,10 @@
 """One encoder for pixels, signal frames and graph nodes: any row of vectors is a sequence.
 
-Data, all real and offline. Pixels: the handwritten digits of scikit-learn, 8 x 8, as 16 patches.
-Signal frames: the membrane potential of a nerve cell, which matplotlib carries; will it fire within
-the next 40 samples? Asked at every frame, with a causal mask. Graph nodes: Zachary's karate club
-(networkx), 34 people; who follows whom after the quarrel, from four known sides and from the
-friendships, which are the mask.
+All data are real and offline. Pixels: the handwritten digits of scikit-learn, 8 x 8, as 16 patches.
+Signal frames: the membrane potential of a nerve cell, included in matplotlib; the label of every
+frame is whether the cell fires within the next 40 samples, predicted with a causal mask. Graph
+nodes: Zachary's karate club (networkx), 34 people; the label is the side that each took when the
+club split, predicted from four known labels, with the friendships as the mask.
 
     python -m examples.sequence_classification --input graph
 """
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from examples import common
 from fastattn import nn as fnn
 
-FRAME, SPAN, AHEAD = 8, 32, 40  # samples of a frame, frames of a span, samples to look ahead
+FRAME, SPAN, AHEAD = 8, 32, 40  # samples per frame, frames per span, samples to predict ahead
 
 
 @dataclass
 class Task:
-    """x `[B, S, features]`; labels `[B]`, or `[B, S]` for one a node; masks say what is for what.
+    """x `[B, S, features]`; labels `[B]`, or `[B, S]` for one per node; train, test: label masks.
 
     blocked: bool `[S, S]` for the encoder, or None.
     """
@@ -55,13 +55,13 @@ def signal() -> Task:
     path = Path(matplotlib.get_data_path()) / "sample_data" / "membrane.dat"
     volts = torch.from_numpy(np.fromfile(path, dtype=np.float32))
     fires = (volts > -0.2).float()
-    # Whether the cell fires within AHEAD samples behind each; frames of FRAME samples.
+    # Whether the cell fires within AHEAD samples after each; frames of FRAME samples.
     soon = F.max_pool1d(fires[None, None, 1:], AHEAD, 1)[0, 0] > 0
     frames = (volts[: len(soon) // FRAME * FRAME].view(-1, FRAME) + 0.4) * 5.0
     labels = soon[FRAME - 1 :: FRAME][: len(frames)].long()
     x, labels = (t.unfold(0, SPAN, 4) for t in (frames, labels))  # every fourth frame begins a span
     start = torch.arange(len(x)) * 4 * FRAME
-    # Every fourth stretch of 1500 samples is for the test; no span that is learned touches it.
+    # The last 1500 of every 6000 samples are for the test; no training span overlaps them.
     test = (start % 6000 >= 4500) & ((start + SPAN * FRAME) % 6000 > 4500)
     train = (start + SPAN * FRAME) % 6000 <= 4500
     train &= start % 6000 < 4500
@@ -93,7 +93,7 @@ TASKS = {"pixels": pixels, "signal": signal, "graph": graph}
 
 
 class Classifier(nn.Module):
-    """x `[B, S, features]` -> logits: of the mean position `[B, classes]`, or of each."""
+    """x `[B, S, features]` -> logits, `[B, classes]` of the mean or `[B, S, classes]` of each."""
 
     def __init__(self, task: Task, width: int = 48, layers: int = 2) -> None:
         super().__init__()
@@ -114,25 +114,25 @@ class Classifier(nn.Module):
 
 
 def draw(name: str, task: Task, answers: Tensor) -> Figure:
-    """Digits with their answers; a signal with arrows; the club, coloured."""
+    """Digits with their predictions; a signal with dots; the club as a coloured graph."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     if name == "graph":
         import networkx
 
         club = networkx.karate_club_graph()
-        places = networkx.spring_layout(club, seed=2)
+        positions = networkx.spring_layout(club, seed=2)
         axes = figure.subplots()
         axes.axis("off")
         for a, b in club.edges:
-            axes.plot(*zip(places[a], places[b], strict=True), color="0.85", zorder=1)
-        for node, place in places.items():
+            axes.plot(*zip(positions[a], positions[b], strict=True), color="0.85", zorder=1)
+        for node, position in positions.items():
             right = answers[0, node] == task.labels[0, node]
             axes.scatter(
-                *place, s=160, color=common.COLOURS[int(answers[0, node])], zorder=2,
+                *position, s=160, color=common.COLOURS[int(answers[0, node])], zorder=2,
                 edgecolors="black" if task.train[0, node] else "none" if right else "red",
                 linewidths=2,
             )  # fmt: skip
-        axes.set_title("black rim: known before; red rim: wrong")
+        axes.set_title("black rim: known label; red rim: wrong prediction")
         return figure
     if name == "signal":
         spans = task.test.any(1).nonzero()[::4, 0].tolist()[:12]
@@ -147,7 +147,7 @@ def draw(name: str, task: Task, answers: Tensor) -> Figure:
                 soon = (answers[span, half] == 1) & right
                 axes.scatter(at[soon], torch.full((int(soon.sum()),), 0.08), s=9, color=colour)
         axes.set(xlabel="sample", ylabel="membrane potential")
-        axes.set_title("dots: the encoder says that the cell will fire; red: it did not")
+        axes.set_title("dots: predicted to fire; red: it did not")
         return figure
     chosen = task.test.nonzero()[:16, 0]
     for i, axes in zip(chosen.tolist(), figure.subplots(2, 8).flat, strict=True):
@@ -182,8 +182,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     truth = task.labels[task.test]
     accuracy = (answers[task.test] == truth).float().mean().item()
     baseline = common.majority(truth)
-    print(f"{settings.input}: {int(task.train.sum())} to learn from, {len(truth)} held out")
-    print(f"accuracy on those: {accuracy:.1%}; always the commonest answer: {baseline:.1%}")
+    print(f"{settings.input}: {int(task.train.sum())} training labels, {len(truth)} held out")
+    print(f"held-out accuracy: {accuracy:.1%}; always the commonest label: {baseline:.1%}")
     figure = draw(settings.input, task, answers)
     common.save(figure, settings.out, f"sequence_classification_{settings.input}.png")
     return {"accuracy": accuracy, "baseline": baseline}

@@ -1,7 +1,7 @@
-"""A self-attention encoder colours Python: a label for every character, one output per input.
+"""Syntax colouring of Python with a self-attention encoder: a label for every character.
 
-Data: source files of Python's standard library; the labels are what its tokenizer says. The encoder
-never sees a rule of the language. The result stands beside always answering the commonest label.
+Data: source files of Python's standard library; the labels come from its tokenizer. The encoder is
+given no rule of the language. The baseline is always predicting the commonest label.
 
     python -m examples.sequence_labelling
 """
@@ -71,7 +71,7 @@ class Tagger(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, width)
-        # Neighbouring characters are mixed first: words are made of them.
+        # A convolution first mixes neighbouring characters, as words are made of them.
         self.neighbours = nn.Conv1d(width, width, 5, padding=2)
         self.positions = fnn.LearnedPositionalEncoding(width, WINDOW)
         layer = fnn.TransformerEncoderLayer(
@@ -87,7 +87,7 @@ class Tagger(nn.Module):
 
 
 def draw(characters: Tensor, labels: Tensor, answers: Tensor) -> Figure:
-    """A window coloured by the encoder; wrong characters are underlined."""
+    """A window coloured by the encoder; wrong labels are underlined."""
     figure = Figure(figsize=(9, 3.2))
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
     axes.set(xlim=(0, 64), ylim=(9, 0))

@@ -1,12 +1,12 @@
 """Detection as set prediction: object queries, a decoder without a causal mask, bipartite matching.
 
-As DETR (Carion et al. 2020, sections 3.1 and 3.2): a fixed number of queries each answer with a
-class, "nothing" among them, and a place; training pairs answers with objects by the cheapest
-matching (scipy's linear_sum_assignment), so no order is asked for and no answer is given twice.
+As in DETR (Carion et al. 2020, sections 3.1 and 3.2), a fixed number of queries each predict a
+class, possibly "nothing", and a centre; training matches predictions to objects at minimum cost
+(scipy's linear_sum_assignment), so the order does not matter and no object is predicted twice.
 
 Data: the handwritten digits of scikit-learn, one to three of them pasted on an empty canvas without
-overlap; digits that are pasted for the test were never seen in training. The result stands beside
-guessing the commonest digit at a random place.
+overlap; the digits of the test are not used in training. The baseline is predicting the commonest
+digit at a random centre.
 
     python -m examples.set_prediction
 """
@@ -23,7 +23,7 @@ from fastattn import nn as fnn
 
 CANVAS, DIGIT, MOST, QUERIES = 20, 8, 3, 5
 NOTHING = 10
-NEAR = 1.5 / CANVAS  # a place is right within one and a half pixels
+NEAR = 1.5 / CANVAS  # a centre is correct within one and a half pixels
 
 
 class Scenes:
@@ -86,7 +86,7 @@ class Detector(nn.Module):
 def match(
     logits: Tensor, centres: Tensor, classes: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which query stands for which object, `[objects]` each: the cheapest matching."""
+    """Indices of matched queries and objects, `[objects]` each: the matching of minimum cost."""
     cost = -logits.softmax(-1)[:, classes] + 5.0 * torch.cdist(centres, places, p=1)
     queries, objects = linear_sum_assignment(cost.detach().numpy())
     return torch.from_numpy(queries), torch.from_numpy(objects)
@@ -95,7 +95,7 @@ def match(
 def set_loss(
     logits: Tensor, centres: Tensor, classes: list[Tensor], places: list[Tensor]
 ) -> Tensor:
-    """Cross-entropy of all queries, the unmatched ones "nothing", and L1 of the matched places."""
+    """Cross-entropy of all queries, unmatched ones as "nothing", and L1 of the matched centres."""
     targets = torch.full(logits.shape[:2], NOTHING)
     distances = []
     for i, (labels, wanted) in enumerate(zip(classes, places, strict=True)):
@@ -103,13 +103,13 @@ def set_loss(
         targets[i, queries] = labels[objects]
         distances.append(F.l1_loss(centres[i, queries], wanted[objects]))
     weights = torch.ones(NOTHING + 1)
-    weights[NOTHING] = 0.3  # most queries are
+    weights[NOTHING] = 0.3  # most queries are "nothing"
     entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights)
     return entropy + 5.0 * torch.stack(distances).mean()
 
 
 def score(logits: Tensor, centres: Tensor, classes: list[Tensor], places: list[Tensor]) -> float:
-    """F1 of objects found: the right class within a pixel and a half."""
+    """F1 of objects found: the right class within 1.5 pixels."""
     found = answers = objects = 0
     for i, (labels, wanted) in enumerate(zip(classes, places, strict=True)):
         chosen = logits[i].argmax(-1)
@@ -122,7 +122,7 @@ def score(logits: Tensor, centres: Tensor, classes: list[Tensor], places: list[T
 
 
 def guess(scenes: tuple[Tensor, list[Tensor], list[Tensor]]) -> float:
-    """The F1 of two guesses a canvas: the commonest digit at random places."""
+    """The F1 of two predictions per canvas: the commonest digit at random centres."""
     count = len(scenes[1])
     commonest = torch.cat(scenes[1]).bincount().argmax()
     logits = torch.zeros(count, QUERIES, NOTHING + 1)
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     with torch.no_grad():
         logits, centres = model(test[0])
     result, baseline = score(logits, centres, *test[1:]), guess(test)
-    print(f"256 canvases with {sum(map(len, test[1]))} digits, none of them seen in training")
+    print(f"256 canvases with {sum(map(len, test[1]))} digits, none of them used in training")
     print(f"F1 of digits found, class and place: {result:.1%}; guessing: {baseline:.1%}")
     common.save(draw(test, logits, centres), settings.out, "set_prediction.png")
     return {"f1": result, "baseline": baseline}

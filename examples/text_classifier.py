@@ -1,8 +1,8 @@
-"""A bidirectional LSTM with attention pooling says which package a docstring comes from.
+"""Classifies docstrings by package, with a bidirectional LSTM and attention pooling.
 
 Data: the docstrings of some packages of Python's standard library, read from its source files. The
 attention that pools the words (Yang et al. 2016, equations 5 to 7) is drawn over them: darker words
-decided more. The result stands beside always answering the commonest package.
+have larger weights. The baseline is always predicting the commonest package.
 
     python -m examples.text_classifier
 """
@@ -26,7 +26,7 @@ UNKNOWN, PADDING = "<unknown>", "<padding>"
 
 
 def docstrings(package: str) -> list[list[str]]:
-    """The words of every docstring of five words and more in a package's files."""
+    """The words of every docstring of at least five words in a package's files."""
     folder = Path(sysconfig.get_path("stdlib")) / package
     found = []
     for path in sorted(folder.rglob("*.py")):
@@ -35,7 +35,7 @@ def docstrings(package: str) -> list[list[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 words = re.findall(r"[a-z]+", (ast.get_docstring(node) or "").lower())
-                # The package's own name would give it away.
+                # Package names are removed: they would give the label away.
                 words = [word for word in words if word not in PACKAGES][:LONGEST]
                 if len(words) >= 5:
                     found.append(words)
@@ -88,7 +88,7 @@ class Classifier(nn.Module):
 
 
 def draw(texts: Texts, weights: Tensor, answers: Tensor, count: int = 8) -> Figure:
-    """The first held-out docstrings, each word as dark as its weight."""
+    """The first held-out docstrings, each word shaded by its weight."""
     figure = Figure(figsize=(11, 0.62 * count + 0.4))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     axes.set(xlim=(0, 118), ylim=(count, 0))
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     accuracy = (answers == truth).float().mean().item()
     baseline = common.majority(truth)
     print(f"{len(labels)} docstrings of {', '.join(PACKAGES)}; {len(truth)} held out")
-    print(f"accuracy on those: {accuracy:.1%}; always the commonest package: {baseline:.1%}")
+    print(f"held-out accuracy: {accuracy:.1%}; always the commonest package: {baseline:.1%}")
     common.save(draw(texts, weights, answers), settings.out, "text_classifier.png")
     return {"accuracy": accuracy, "baseline": baseline}
 

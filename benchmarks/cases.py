@@ -1,8 +1,8 @@
-"""What is measured: groups of candidates on one workload, and how to choose among them.
+"""What is measured: groups of candidates on one workload, and how to select among them.
 
-A case is one figure, named op-direction-workload-dtype-implementation; a group holds the cases of
-one op, workload and dtype. Workloads come from the ops' specifications, those of whole models from
-`benchmarks.model`.
+A case is one measurement, named op-direction-workload-dtype-implementation; a group holds the cases
+of one op, workload and dtype. Workloads come from the ops' specifications, those of whole models
+from `benchmarks.model` and `benchmarks.generation`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from fastattn.testing.spec import OpSpec, Workload, all_specs
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULT_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32", "bf16")}
 _MODEL_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32",)}
-# A handful that shows every op once: what `--quick` runs.
+# A few workloads that cover every op: the set of `--quick`.
 _QUICK = re.compile(
     r"b8_h16_s2048_d128|b4_h16_s4096_d128_causal|b16_h16_s1024_d64_padded_both|32768x1024|16384x1024_relu"
     r"|b2_h8_s128_d64|b2_h8_s1024_d64_padded_both|2048x512|2048x512_relu|d512_h8_b64_s512|d128_h4_b4_s64"
@@ -32,7 +32,7 @@ _QUICK = re.compile(
 
 @dataclass(frozen=True)
 class Group:
-    """One op, workload and dtype, and the (implementation, direction) pairs wanted of it."""
+    """One op, workload and dtype, and the (implementation, direction) pairs to measure."""
 
     op: str
     workload: str
@@ -62,7 +62,7 @@ def specs() -> dict[str, OpSpec]:
 
 
 def ops() -> list[str]:
-    """Those that have workloads."""
+    """The ops that have workloads."""
     return [*[name for name, spec in specs().items() if spec.workloads], MODEL, GENERATION]
 
 
@@ -101,10 +101,10 @@ def groups(
     every_implementation: bool = False,
     peer_files: Sequence[Path] = (),
 ) -> list[Group]:
-    """The groups of a device, the ops taking turns so that a run that is cut short has seen each.
+    """The groups of a device, alternating between ops, so that a shortened run covers each op.
 
-    match: a regular expression of case names. every_implementation: also those that are limited to
-    some workloads or to requests; one whose name stands in `match` is asked for too.
+    match: a regular expression of case names. every_implementation: also implementations that are
+    limited to some workloads or to requests; a name that occurs in `match` is a request, too.
     """
     pattern = re.compile(match)
     by_op = []
@@ -131,13 +131,13 @@ def groups(
                 if wanted:
                     found.append(Group(op, workload.name, dtype, device_type, wanted))
         by_op.append(found)
-    return [g for turn in itertools.zip_longest(*by_op) for g in turn if g is not None]
+    return [g for round_ in itertools.zip_longest(*by_op) for g in round_ if g is not None]
 
 
 def absent_peers(
     device_type: str, only_ops: Sequence[str] = (), peer_files: Sequence[Path] = ()
 ) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Peers that this machine cannot have: their ops and why."""
+    """Peers that are unavailable on this machine: their ops and the reason."""
     found: dict[str, tuple[tuple[str, ...], str]] = {}
     for op in only_ops or ops():
         for c in implementations_of(op, device_type, peer_files):
@@ -153,7 +153,7 @@ def _is_default(candidate: Implementation, workload: Workload, quick: bool) -> b
 
 
 def spread(items: Sequence[Group]) -> list[Group]:
-    """The same groups, in golden-ratio steps: every beginning covers the whole grid."""
+    """The same groups in golden-ratio steps, so that every prefix covers the whole grid."""
     counters: dict[str, itertools.count[int]] = {}
     ranks = []
     for group in items:

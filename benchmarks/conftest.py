@@ -1,7 +1,7 @@
-"""The same cases through pytest-benchmark: its rounds are the timing core's, `extra_info` the row.
+"""The same cases through pytest-benchmark, with the rounds of `fastattn.testing.timing`.
 
-Candidates of a group are timed side by side, so the first test of a group measures for all tests
-that were selected of it, and each test then replays its own rounds to pytest-benchmark.
+Candidates of a group are timed together: the first test of a group measures all its selected tests,
+and each test replays its own rounds to pytest-benchmark. `extra_info` is the result row.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Case:
 
 
 class Replay:
-    """A clock that shows durations measured before: `step` is called where the work would be."""
+    """A clock that replays measured durations: `step` advances it by the next one."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,10 +53,10 @@ REPLAY = Replay()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.getgroup("fastattn benchmarks").addoption
-    add("--quick", action="store_true", help="a handful of workloads, fewer rounds")
+    add("--quick", action="store_true", help="a few workloads, fewer rounds")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    add("--all-implementations", action="store_true", help="slow ones on every workload too")
-    add("--peer", action="append", type=Path, default=[], help="a further file of peers")
+    add("--all-implementations", action="store_true", help="every implementation on every workload")
+    add("--peer", action="append", type=Path, default=[], help="another file of peers")
     add("--results", type=Path, help="also append the rows to this file (JSON lines)")
 
 
@@ -82,14 +82,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     device = _device_type(config)
     clock = pytest.mark.benchmark(timer=REPLAY.time, warmup=False)
-    patience = pytest.mark.timeout(0)  # the runner has limits of its own
+    no_timeout = pytest.mark.timeout(0)  # the runner has its own limits
     for item in items:
         case = _case_of(item)
         if case is None:
             continue
         item.add_marker(clock)
         if config.pluginmanager.hasplugin("timeout"):
-            item.add_marker(patience)
+            item.add_marker(no_timeout)
         if case.group.device_type != device:
             item.add_marker(pytest.mark.skip(reason=f"a workload for {case.group.device_type}"))
 
@@ -104,7 +104,7 @@ def _case_of(item: pytest.Item) -> Case | None:
 
 
 class Measurements:
-    """Rows by case. A group is measured when its first case is asked for."""
+    """Rows by case. A group is measured when its first case is requested."""
 
     def __init__(self, session: pytest.Session, runner: Runner):
         self.selected = [c for c in map(_case_of, session.items) if c is not None]
@@ -140,7 +140,7 @@ def measurements(
 
 @pytest.fixture
 def measure(benchmark: Any, measurements: Measurements) -> Callable[[Case], None]:
-    """Measures a case and replays its rounds; skips what is refused, fails what is wrong."""
+    """Measures a case and replays its rounds; skips refused cases, fails wrong results."""
 
     def run(case: Case) -> None:
         row = measurements.row(case)
@@ -148,7 +148,7 @@ def measure(benchmark: Any, measurements: Measurements) -> Callable[[Case], None
         benchmark.extra_info.update(row)
         if row["status"] == "FAIL":
             benchmark.skipped = True
-            (pytest.fail if rows.is_ours(row) else pytest.skip)(row["message"])
+            (pytest.fail if rows.is_fastattn(row) else pytest.skip)(row["message"])
         if row["status"] != "ok":
             benchmark.skipped = True
             pytest.skip(row["message"])

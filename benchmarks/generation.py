@@ -1,9 +1,9 @@
-"""Greedy and beam search decoding of a fixed number of tokens: workloads, gate and calls.
+"""Greedy and beam search decoding of a fixed number of tokens: workloads, check and calls.
 
-The judge is torch.nn.Transformer in fp64 with the same weights, run over whole prefixes: each token
-that a greedy candidate chose must be the most likely one there, within what the error budget allows
-a logit, and what beam search says of its hypothesis must be its log-probability. A model of other
-weights is judged by the number of its tokens alone. END is never likely, so that all run as long.
+The oracle is torch.nn.Transformer in fp64 with the same weights, run on whole prefixes: each token
+that a greedy candidate chose must have the largest logit there, within the error budget of a logit,
+and the log-probability that beam search returns must be that of its hypothesis. Of a model with
+other weights only the number of tokens is checked. END is unlikely: all decode equally long.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 import fastattn
 from benchmarks.implementations import Implementation, Task, peers
-from benchmarks.model import asked_backends, asking
+from benchmarks.model import requested_backends, requesting
 from benchmarks.subject import Verdict, draw_inputs
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import Call, peak_memory
 
 GENERATION = "generation"
-_JUDGED_SENTENCES = 2
+_CHECKED_SENTENCES = 2
 
 
 @dataclass(frozen=True)
 class DecodeSize:
-    """d_model, heads, feed-forward width, layers a side, vocabulary; batch, source tokens, new
-    tokens, beams.
+    """d_model, heads, feed-forward width, layers of each stack, vocabulary; batch, source tokens,
+    new tokens, beams.
     """
 
     d: int
@@ -50,9 +50,9 @@ class DecodeWorkload(Workload):
 
 @dataclass(frozen=True)
 class Decoded:
-    """tokens [B, new] of the best hypotheses; log_probabilities [B] where the candidate says them.
+    """tokens [B, new] of the best hypotheses; log_probabilities [B] if the candidate returns them.
 
-    own_weights: of a model that is not the judge's.
+    own_weights: the model does not have the oracle's weights.
     """
 
     tokens: Tensor
@@ -84,7 +84,7 @@ DECODE_WORKLOADS = (
 
 # -- implementations -------------------------------------------------------------------------------
 def build_model(task: Task, kind: type[nn.Transformer]) -> Any:
-    """The token model of the workload's size, in eval mode, the same weights for every `kind`."""
+    """The token model of the workload's size, in eval mode; all `kind`s have the same weights."""
     from fastattn.seq2seq.data import END
     from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 
@@ -102,12 +102,12 @@ def build_model(task: Task, kind: type[nn.Transformer]) -> Any:
     )
     model = Seq2SeqTransformer(config, kind)
     with torch.no_grad():
-        model.embedding.weight[END] = 0  # its logit is 0, where the most likely ones are above 3
+        model.embedding.weight[END] = 0  # its logit is 0, the largest ones are above 3
     return model.to(task.device, task.dtype).eval()
 
 
 def decode(model: Any, task: Task, *, keep_programs: bool) -> Any:
-    """inputs -> Decoded, by fastattn's search over `model`."""
+    """inputs -> Decoded, by fastattn's search with `model`."""
     from fastattn.seq2seq.beam_search import BeamSearch
     from fastattn.seq2seq.generation import GREEDY, Programs, generate
 
@@ -136,34 +136,34 @@ def decode(model: Any, task: Task, *, keep_programs: bool) -> Any:
 
 
 def decode_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
-    backends = asked_backends(device_type)
+    backends = requested_backends(device_type)
 
     def build(task: Task) -> Any:
         from fastattn import nn as fast_nn
 
         forward = decode(build_model(task, fast_nn.Transformer), task, keep_programs=True)
 
-        def asked(inputs: Inputs) -> Decoded:
-            with asking(backends):
+        def forward_with_backends(inputs: Inputs) -> Decoded:
+            with requesting(backends):
                 return forward(inputs)
 
-        return asked
+        return forward_with_backends
 
-    mine = Implementation(
+    candidate = Implementation(
         "fastattn",
         (GENERATION,),
         build,
         version=lambda: fastattn.__version__,
         backend=backends or "automatic",
-        ours=True,
+        is_fastattn=True,
     )
-    found = [mine, *[p for p in peers(tuple(files)) if GENERATION in p.ops]]
+    found = [candidate, *[p for p in peers(tuple(files)) if GENERATION in p.ops]]
     return [i for i in found if device_type in i.device_types]
 
 
 # -- the subject -----------------------------------------------------------------------------------
 class GenerationSubject:
-    """What the worker needs to know of a group (see `benchmarks.subject.Subject`)."""
+    """What the worker uses of a group (see `benchmarks.subject.Subject`)."""
 
     uses_graphs = False
 
@@ -178,7 +178,7 @@ class GenerationSubject:
         self.task = Task(GENERATION, workload, device, dtype, self.inputs)
         self.forwards: dict[str, Any] = {}
         self.peaks: dict[str, int] = {}
-        self.judges: tuple[Any, Any] | None = None
+        self.oracles: tuple[Any, Any] | None = None
 
     def refusal(self, candidate: Implementation) -> str | None:
         return candidate.unavailable() or candidate.unsupported(self.task)
@@ -187,11 +187,11 @@ class GenerationSubject:
         self.forwards[candidate.name] = candidate.build(self.task)
 
     def prepare_oracle(self, candidate: Implementation) -> None:
-        if self.judges is None:
+        if self.oracles is None:
             same = build_model(self.task, nn.Transformer)
-            self.judges = build_model(self.task, nn.Transformer).double(), same
+            self.oracles = build_model(self.task, nn.Transformer).double(), same
 
-    def judge(self, candidate: Implementation, direction: str) -> Verdict:
+    def check(self, candidate: Implementation, direction: str) -> Verdict:
         with torch.no_grad():
             decoded = self.forwards[candidate.name](self.inputs)
         verdict = Verdict()
@@ -199,26 +199,26 @@ class GenerationSubject:
         if tokens.shape != (size.B, size.new):
             verdict.fail(f"tokens: shape {list(tokens.shape)}, wanted {[size.B, size.new]}")
         elif decoded.own_weights:
-            verdict.message = "own weights: judged by the number of tokens"
+            verdict.message = "own weights: checked by the number of tokens"
         else:
-            self._judge_tokens(decoded, verdict)
+            self._check_tokens(decoded, verdict)
         return verdict
 
     @torch.no_grad()
-    def _judge_tokens(self, decoded: Decoded, verdict: Verdict) -> None:
-        assert self.judges is not None
+    def _check_tokens(self, decoded: Decoded, verdict: Verdict) -> None:
+        assert self.oracles is not None
         from fastattn.seq2seq.data import BEGIN, PAD
 
-        tokens = decoded.tokens[:_JUDGED_SENTENCES]
-        source = self.inputs["source"][:_JUDGED_SENTENCES]
+        tokens = decoded.tokens[:_CHECKED_SENTENCES]
+        source = self.inputs["source"][:_CHECKED_SENTENCES]
         begin = torch.full_like(tokens[:, :1], BEGIN)
         prefixes = torch.cat([begin, tokens[:, :-1]], 1)
         padding = torch.zeros_like(source, dtype=torch.bool)
-        exact, same = (judge(source, prefixes, padding).cpu() for judge in self.judges)
+        exact, same = (oracle(source, prefixes, padding).cpu() for oracle in self.oracles)
         budget = compare(same, exact, same, exact.abs(), 0)
         chosen = tokens.cpu()[..., None]
         if self.workload.size.beams == 1:
-            # Both logits may be off by what is allowed.
+            # Both logits may have the allowed error.
             allowed_logits = exact.clone()
             allowed_logits[..., [PAD, BEGIN]] = -torch.inf  # never chosen
             gap = float(
@@ -227,7 +227,7 @@ class GenerationSubject:
             _limit(verdict, "tokens: a more likely one by", gap, 2 * budget.allowed)
         if decoded.log_probabilities is not None and verdict.ok:
             wanted = exact.log_softmax(-1).gather(-1, chosen)[..., 0].sum(-1)
-            error = float((decoded.log_probabilities[:_JUDGED_SENTENCES] - wanted).abs().amax())
+            error = float((decoded.log_probabilities[:_CHECKED_SENTENCES] - wanted).abs().amax())
             allowed = 2 * budget.allowed * self.workload.size.new
             _limit(verdict, "log-probability: error", error, allowed)
 

@@ -1,14 +1,12 @@
-"""Rows of result put in order: one grid per machine, op, direction and dtype, and what is read off
-it.
-"""
+"""Result rows grouped by machine, op, direction and dtype, and what is computed from a group."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from benchmarks.rows import Row, is_ours, source_digest
+from benchmarks.rows import Row, is_fastattn, source_digest
 
-# What one reads off a figure, by op; all others are judged by the bytes they move.
+# The metric of each op; of other ops it is the bytes that they move.
 _METRICS = {
     "attention": "tflops",
     "attention_varlen": "tflops",
@@ -29,8 +27,8 @@ DIRECTIONS = {
 
 @dataclass(frozen=True)
 class Grid:
-    """The rows of one machine, op, direction and dtype. op: with "_decode" for one query a head,
-    which is judged by the bytes of the cache.
+    """The rows of one machine, op, direction and dtype. op: ends with "_decode" for one query per
+    head, whose metric is the bytes of the cache.
     """
 
     machine: str
@@ -53,7 +51,7 @@ class Grid:
 
     @property
     def implementations(self) -> list[str]:
-        """Ours first, then peers in the order in which they appear."""
+        """fastattn's first, then peers in the order in which they appear."""
         names = list(dict.fromkeys(r["impl"] for r in self.rows))
         return sorted(names, key=lambda name: not name.startswith("fastattn"))
 
@@ -99,8 +97,8 @@ def grids(results: Iterable[Row]) -> list[Grid]:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How our fastest stands to the fastest peer: a ratio of times per workload of one grid."""
+class PeerRatios:
+    """Time of the fastest peer / time of the fastest fastattn backend, per workload of one grid."""
 
     grid: Grid
     ratios: tuple[float, ...]
@@ -111,37 +109,37 @@ class Standing:
         return geometric_mean(self.ratios)
 
 
-def standings(group: Iterable[Grid]) -> list[Standing]:
-    """One per grid with a peer, by op, direction and dtype."""
+def peer_ratios(group: Iterable[Grid]) -> list[PeerRatios]:
+    """One for each grid with a peer, by op, direction and dtype."""
     found = []
     for grid in group:
         best: dict[str, Row] = {}
         for r in grid.rows:
-            if r["ratio_best"] and is_ours(r) and r["impl"] != "fastattn-reference":
+            if r["ratio_best"] and is_fastattn(r) and r["impl"] != "fastattn-reference":
                 other = best.get(r["workload"])
                 if other is None or r["ratio_best"] > other["ratio_best"]:
                     best[r["workload"]] = r
         if best:
             ratios = tuple(r["ratio_best"] for r in best.values())
             peers = tuple(dict.fromkeys(r["best_peer"] for r in best.values()))
-            found.append(Standing(grid, ratios, peers))
+            found.append(PeerRatios(grid, ratios, peers))
     return sorted(found, key=lambda s: (s.grid.op, s.grid.direction, s.grid.dtype))
 
 
 def absent_peers(results: Iterable[Row]) -> dict[str, str]:
-    """Peers without a single measured row, and why."""
+    """Peers without a measured row, and the reason."""
     reasons: dict[str, str] = {}
-    there = set()
+    present = set()
     for row in results:
         if row["status"] == "absent":
             reasons[row["impl"]] = row["message"]
         else:
-            there.add(row["impl"])
-    return {name: why for name, why in reasons.items() if name not in there}
+            present.add(row["impl"])
+    return {name: why for name, why in reasons.items() if name not in present}
 
 
 def is_stale(row: Row) -> bool:
-    """Whether a figure of ours was measured on other sources than those at hand."""
+    """Whether a figure of fastattn was measured on other sources than the current ones."""
     return row["status"] == "ok" and bool(row["source_digest"]) and (
         row["source_digest"] != source_digest(row["op"])
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Who can compute a case: fastattn's backends, and the peers found in `benchmarks/peers`.
+"""The candidates of a case: fastattn's backends, and the peers in `benchmarks/peers`.
 
-A peer is one small file with a tuple `PEERS`: how it is found, what it supports and why not, and a
-function that builds its forward. Its backward is torch's autograd over that forward.
+A peer is one small file with a tuple `PEERS`: how to find it, what it does not support and why, and
+a function that builds its forward. Its backward is torch's autograd of that forward.
 """
 
 import functools
@@ -20,17 +20,17 @@ import fastattn
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 
 Forward = Callable[[Inputs], Any]
-# As `Implementation.workloads`: runs only when asked for by name.
+# A value of `Implementation.workloads`: runs only when requested by name.
 ON_REQUEST = "(?!)"
 _DEVICE_OF_BACKEND = {"triton": "cuda", "sm90": "cuda", "cpu": "cpu"}
-# Ops that leave some calls to torch's own where no backend is named: measured so, too.
-_LEAVES_CALLS_TO_TORCH = ("linear",)
+# Ops whose automatic choice passes some calls to torch: it is measured as a candidate, too.
+_USES_TORCH_FOR_SOME_CALLS = ("linear",)
 _AUTOMATIC = "automatic"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer is asked for. inputs: one copy; masks and lengths are the same in every copy."""
+    """What a peer must compute. inputs: one copy; masks and lengths are the same in all copies."""
 
     op: str
     workload: Workload
@@ -43,16 +43,16 @@ class Task:
 class Implementation:
     """One way to compute a case.
 
-    build: task -> forward(inputs) -> result. Work that a user does once per model, not per call,
+    build: task -> forward(inputs) -> result. Work that is done once per model, not per call,
     belongs into `build`.
-    unavailable: why this machine cannot have it. unsupported: why it cannot do a task; both None if
-        nothing is in the way, else phrased to follow the name.
+    unavailable: why it cannot run on this machine. unsupported: why it cannot compute a task. Both
+    return None if it can, else a reason phrased to follow the name.
     compiles: takes seconds to minutes before its first result (torch.compile).
-    workloads: a regular expression of workload names to which it is limited unless all are asked
-    for.
-    directions: those that it has.
-    draws_dropout: drops by bits of its own, so it is compared with dropout off.
-    ignores_query_lengths: rows beyond query_lengths hold anything, so they are not compared.
+    workloads: a regular expression of workload names to which it is limited unless all are
+    requested.
+    directions: the directions that it supports.
+    draws_dropout: has its own dropout bits, so it is checked with dropout off.
+    ignores_query_lengths: rows beyond query_lengths are arbitrary, so they are not checked.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Implementation:
     unsupported: Callable[[Task], str | None] = lambda task: None
     version: Callable[[], str] = lambda: str(torch.__version__)
     backend: str = ""
-    ours: bool = False
+    is_fastattn: bool = False
     compiles: bool = False
     workloads: str = ""
     directions: tuple[str, ...] = ("fwd", "bwd", "step", "decode")
@@ -71,9 +71,9 @@ class Implementation:
     ignores_query_lengths: bool = False
 
 
-def ours(spec: OpSpec, device_type: str) -> list[Implementation]:
-    """fastattn's backends that serve a kind of device, each forced, and None, its own choice, where
-    that may be none of them.
+def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
+    """fastattn's backends for a kind of device, each forced, and its automatic choice where that
+    may be none of them.
     """
 
     def of(backend: str | None) -> Implementation:
@@ -87,11 +87,11 @@ def ours(spec: OpSpec, device_type: str) -> list[Implementation]:
             version=lambda: fastattn.__version__,
             unsupported=_reference_is_too_large if backend == "reference" else lambda task: None,
             backend=backend or _AUTOMATIC,
-            ours=True,
+            is_fastattn=True,
             workloads=ON_REQUEST if (backend, device_type) == ("reference", "cuda") else "",
         )
 
-    chosen: list[str | None] = [None] if spec.name in _LEAVES_CALLS_TO_TORCH else []
+    chosen: list[str | None] = [None] if spec.name in _USES_TORCH_FOR_SOME_CALLS else []
     chosen += [b for b in spec.backends if _DEVICE_OF_BACKEND.get(b, device_type) == device_type]
     return [of(b) for b in chosen]
 
@@ -103,18 +103,18 @@ def _reference_is_too_large(task: Task) -> str | None:
 
 
 def weights_are_too_large(task: Task, copies: int) -> str | None:
-    """Why not what writes out all B x H x M x N weights, `copies` times in fp32."""
+    """Why an implementation that stores all B x H x M x N weights `copies` times in fp32 cannot."""
     (B, H, M, _), N = task.inputs["q"].shape, task.inputs["k"].shape[2]
     size = copies * 4 * B * H * M * N / 2**30
     limit = 16.0
     if task.device.type == "cuda":
         limit = torch.cuda.mem_get_info(task.device)[0] / 2**30 / 2
-    return f"writes out {size:.0f} GiB of weights here" if size > limit else None
+    return f"stores {size:.0f} GiB of weights here" if size > limit else None
 
 
 def can_import(module: str) -> bool:
-    """Whether a module's file is there. Nothing is imported: some packages take seconds, or fail
-    where their GPU is absent.
+    """Whether a module's file exists. Nothing is imported: some packages take seconds, or fail
+    without their GPU.
     """
     top, *inner = module.split(".")
     try:
@@ -132,7 +132,7 @@ def can_import(module: str) -> bool:
 
 
 def needs_package(package: str, module: str) -> Callable[[], str | None]:
-    """For `Implementation.unavailable`: the module that serves, and the package that brings it."""
+    """For `Implementation.unavailable`: `module` is imported, `package` installs it."""
 
     def unavailable() -> str | None:
         return None if can_import(module) else f"is not installed: no package {package}"
@@ -149,7 +149,7 @@ def package_version(distribution: str) -> str:
 
 @functools.cache
 def peers(files: tuple[Path, ...] = ()) -> list[Implementation]:
-    """Every peer of `benchmarks/peers` and of further files."""
+    """Every peer of `benchmarks/peers` and of the given files."""
     import benchmarks.peers as package
 
     found: list[Implementation] = []
@@ -168,8 +168,8 @@ def peers(files: tuple[Path, ...] = ()) -> list[Implementation]:
 def implementations(
     spec: OpSpec, device_type: str, files: Sequence[Path] = ()
 ) -> list[Implementation]:
-    """All of one op on one kind of device, ours first."""
-    theirs = [
+    """All of one op on one kind of device, fastattn's first."""
+    others = [
         p for p in peers(tuple(files)) if spec.name in p.ops and device_type in p.device_types
     ]
-    return ours(spec, device_type) + theirs
+    return fastattn_backends(spec, device_type) + others

@@ -1,8 +1,8 @@
-"""A training step (forward, backward, no optimizer) of a Transformer: workloads, gate and calls.
+"""A training step (forward, backward, no optimizer) of a Transformer: workloads, check and calls.
 
-The judge is torch.nn.Transformer in fp64 with the same weights, dropout off, on the first sequences
-of the batch; the error budget's other half is torch.nn.Transformer itself in the dtype of the run.
-Steps run as a user runs them, eager launches included, not from a CUDA graph.
+The oracle is torch.nn.Transformer in fp64 with the same weights, dropout off, on the first
+sequences of the batch; the error budget also uses torch.nn.Transformer in the dtype of the run.
+Steps run as in user code, including eager launches, not from a CUDA graph.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import Call, peak_memory
 
 MODEL = "transformer"
-# A stack takes a minute to compile, so the others are compiled only when asked for.
+# Compiling a stack takes a minute, so other workloads are compiled only on request.
 COMPILED_WORKLOADS = r"^d512_h8_b64_s512$"
 _DROPOUT = 0.1
-_JUDGED_SEQUENCES = 2
-_JUDGED_ELEMENTS = 2**14
+_CHECKED_SEQUENCES = 2
+_CHECKED_ELEMENTS = 2**14
 
 
 @dataclass(frozen=True)
 class Size:
-    """d_model, heads, feed-forward width, layers a side, batch, length of source and target."""
+    """d_model, heads, feed-forward width, layers of each stack, batch, source and target length."""
 
     d: int
     heads: int
@@ -66,16 +66,16 @@ class ModelWorkload(Workload):
 
 
 class Model:
-    """A module and how to call it; `step` is what is timed, `module` has the parameters.
+    """A module and how to call it; `step` is timed, `module` has the parameters.
 
-    packed: lengths instead of masks say what is padding. backends: what FASTATTN_BACKEND asks for.
+    packed: lengths instead of masks mark the padding. backends: the value of FASTATTN_BACKEND.
     """
 
     def __init__(
         self, module: nn.Transformer, step: Any = None, *, packed: bool = False, backends: str = ""
     ):
         self.module = module
-        self.step = module if step is None else step  # a compiled module has no truth value
+        self.step = module if step is None else step  # bool() of a compiled module raises
         self.packed, self.backends = packed, backends
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -108,8 +108,8 @@ def call(module: Any, inputs: Inputs) -> Tensor:
 
 
 def _workload(size: Size, devices: tuple[str, ...], *, padded: str = "") -> ModelWorkload:
-    """padded: "" or "padded" (lengths uniform in [S / 4, S]) or "sentences" (those of sentences);
-    the same lengths for source and target.
+    """padded: "" or "padded" (lengths uniform in [S / 4, S]) or "sentences" (typical sentence
+    lengths); source and target have the same lengths.
     """
     B, S, d = size.B, size.S, size.d
     lengths = torch.full((B,), S)
@@ -128,8 +128,8 @@ def _workload(size: Size, devices: tuple[str, ...], *, padded: str = "") -> Mode
             inputs |= {"padding": padding.to(device), "lengths": lengths.tolist()}
         return inputs
 
-    # Projections and feed-forward: 2 FLOPs a weight and token; attention: 4 d a pair, causal pairs
-    # counted as half.
+    # Projections and feed-forward: 2 FLOPs per weight and token; attention: 4 d per pair, causal
+    # pairs counted as half.
     weights = (4 * d * d + 2 * d * size.ff) + (8 * d * d + 2 * d * size.ff)
     products = 2.0 * weights * tokens * size.layers
     attention = 4.0 * d * pairs * 2.5 * size.layers
@@ -166,9 +166,9 @@ def build_module(
     return Model(module, step, packed=packed, backends=backends)
 
 
-def asked_backends(device_type: str) -> str:
-    """What a model asks for: nothing, or Triton for every op that has it on a GPU on which only
-    the reference is automatic.
+def requested_backends(device_type: str) -> str:
+    """The value of FASTATTN_BACKEND for a model: empty, or Triton for every op that has it, on a
+    GPU where the automatic choice has no kernel.
     """
     if device_type != "cuda":
         return ""
@@ -181,8 +181,8 @@ def asked_backends(device_type: str) -> str:
 
 
 @contextlib.contextmanager
-def asking(backends: str) -> Iterator[None]:
-    """Inside, FASTATTN_BACKEND asks for them."""
+def requesting(backends: str) -> Iterator[None]:
+    """A context with FASTATTN_BACKEND set to `backends`, if there are any."""
     if not backends:
         yield
         return
@@ -196,7 +196,7 @@ def asking(backends: str) -> Iterator[None]:
             os.environ[BACKEND_VARIABLE] = before
 
 
-def _ours(name: str, backends: str, *, compiled: bool = False, packed: bool = False) -> Any:
+def _fastattn(name: str, backends: str, *, compiled: bool = False, packed: bool = False) -> Any:
     def build(task: Task) -> Model:
         from fastattn import nn as fast_nn
 
@@ -212,7 +212,7 @@ def _ours(name: str, backends: str, *, compiled: bool = False, packed: bool = Fa
         unsupported=_nothing_to_pack if packed else lambda task: None,
         version=lambda: fastattn.__version__,
         backend=backends or "automatic",
-        ours=True,
+        is_fastattn=True,
         compiles=compiled,
         workloads=ON_REQUEST if compiled else "padded|sentences" if packed else "",
     )
@@ -223,11 +223,11 @@ def _nothing_to_pack(task: Task) -> str | None:
 
 
 def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[Implementation]:
-    backends = asked_backends(device_type)
+    backends = requested_backends(device_type)
     found = [
-        _ours("fastattn", backends),
-        _ours("fastattn-packed", backends, packed=True),
-        _ours("fastattn-compile", backends, compiled=True),
+        _fastattn("fastattn", backends),
+        _fastattn("fastattn-packed", backends, packed=True),
+        _fastattn("fastattn-compile", backends, compiled=True),
     ]
     found += [p for p in peers(tuple(files)) if MODEL in p.ops]
     return [
@@ -237,7 +237,7 @@ def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[
 
 # -- the subject -----------------------------------------------------------------------------------
 class ModelSubject:
-    """What the worker needs to know of a model's group (see `benchmarks.subject.Subject`)."""
+    """What the worker uses of a model's group (see `benchmarks.subject.Subject`)."""
 
     uses_graphs = False
 
@@ -282,33 +282,33 @@ class ModelSubject:
             return
         model = Model(self.workload.size.module(nn.Transformer, self.device, 0.0).train())
         with self._autocast():
-            self.same = self._judged(model, self._few(torch.float32))
+            self.same = self._checked(model, self._few(torch.float32))
         model.module.double()
-        self.exact = self._judged(model, self._few(torch.float64))
+        self.exact = self._checked(model, self._few(torch.float64))
 
     def _few(self, dtype: torch.dtype) -> Inputs:
         """The first sequences."""
-        few = {n: x if n == "tgt_mask" else x[:_JUDGED_SEQUENCES] for n, x in self.inputs.items()}
+        few = {n: x if n == "tgt_mask" else x[:_CHECKED_SEQUENCES] for n, x in self.inputs.items()}
         return few | {n: few[n].to(dtype) for n in ("src", "tgt")}
 
-    def _judged(self, model: Model, inputs: Inputs) -> list[Tensor]:
-        """The output on real tokens and a part of every parameter's gradient, on the CPU."""
-        with asking(model.backends):
+    def _checked(self, model: Model, inputs: Inputs) -> list[Tensor]:
+        """The output on real tokens and a sample of every parameter's gradient, on the CPU."""
+        with requesting(model.backends):
             out = model.run(model.module, inputs)
-            dout = self._dout(self.inputs, _JUDGED_SEQUENCES).to(out.dtype)
+            dout = self._dout(self.inputs, _CHECKED_SEQUENCES).to(out.dtype)
             gradients = torch.autograd.grad(out, list(model.module.parameters()), dout)
         if "padding" in inputs:
             out = torch.where(inputs["padding"][..., None], 0, out)
         generator = torch.Generator().manual_seed(0)
         return [_some(x.detach(), generator).cpu() for x in (out, *gradients)]
 
-    def judge(self, candidate: Implementation, direction: str) -> Verdict:
+    def check(self, candidate: Implementation, direction: str) -> Verdict:
         model = self.models[candidate.name]
         module = model.module
         p = _set_dropout(module, 0.0)
         try:
             with self._autocast():
-                found = self._judged(model, self._few(torch.float32))
+                found = self._checked(model, self._few(torch.float32))
         finally:
             _set_dropout(module, p)
         verdict = Verdict()
@@ -316,7 +316,7 @@ class ModelSubject:
         for name, got, exact, same in zip(names, found, self.exact, self.same, strict=True):
             verdict.add(name, compare(got, exact, same, exact.abs(), 0))
         if verdict.ok and candidate.compiles:
-            verdict.message = "judged before compilation"
+            verdict.message = "checked before compilation"
         return verdict
 
     def calls(self, candidate: Implementation, direction: str) -> list[Call]:
@@ -324,7 +324,7 @@ class ModelSubject:
         parameters = list(model.module.parameters())
 
         def step() -> None:
-            with asking(model.backends):
+            with requesting(model.backends):
                 with self._autocast():
                     out = model(self.inputs)
                 torch.autograd.grad(out, parameters, self.dout.to(out.dtype))
@@ -355,16 +355,16 @@ class ModelSubject:
 
 
 def _some(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x, or a fixed random choice of its elements."""
+    """x, or a fixed random sample of its elements."""
     flat = x.flatten()
-    if flat.numel() <= _JUDGED_ELEMENTS:
+    if flat.numel() <= _CHECKED_ELEMENTS:
         return flat
-    index = torch.randint(flat.numel(), (_JUDGED_ELEMENTS,), generator=generator)
+    index = torch.randint(flat.numel(), (_CHECKED_ELEMENTS,), generator=generator)
     return flat[index.to(flat.device)]
 
 
 def _set_dropout(module: nn.Module, p: float) -> float:
-    """Sets every dropout of a Transformer and returns what it was."""
+    """Sets every dropout of a Transformer and returns the previous p."""
     before = p
     for child in module.modules():
         if isinstance(child, nn.Dropout):

@@ -1,9 +1,9 @@
-"""Call overhead on the CPU: short calls beside PyTorch's own, by process CPU time.
+"""Call overhead on the CPU: short calls of fastattn and PyTorch, in process CPU time.
 
     python -m benchmarks.overhead [--json FILE]
 
 One thread. The two calls of a row are timed alternately; a row shows the median of each and the
-median of their ratios. Process CPU time does not count what else the machine does.
+median of their ratios. Process CPU time excludes other processes of the machine.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _row(name: str, run: Callable[..., None], *calls: Callable[..., Tensor]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write the rows and what they were run on"
+        "--json", metavar="FILE", type=Path, help="write the rows and their environment"
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

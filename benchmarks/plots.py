@@ -1,15 +1,15 @@
-"""The pictures of a report: each function draws one kind and returns the paths of SVG and PNG.
+"""The plots of a report: each function draws one kind and returns the paths of SVG and PNG.
 
-Ours are thick and warm, peers thin and cool; the measured ceiling is a dashed line. Needs
-matplotlib, and draws nothing where rows leave nothing to see.
+fastattn is drawn thick in warm colours, peers thin in cool ones; the measured ceiling is a dashed
+line. Needs matplotlib; draws nothing if there are too few rows.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, standings
-from benchmarks.rows import Row, is_ours
+from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, peer_ratios
+from benchmarks.rows import Row, is_fastattn
 
 _PEER_COLOURS = {
     "sdpa-cudnn": "#3b6fb6",
@@ -33,7 +33,7 @@ _PEER_COLOURS = {
     "transformer-engine": "#76a21e",
     "marian": "#3b6fb6",
 }
-_OUR_COLOURS = {
+_FASTATTN_COLOURS = {
     "fastattn-sm90": "#c8322b",
     "fastattn-triton": "#e8833a",
     "fastattn-cpu": "#c8322b",
@@ -45,11 +45,11 @@ _OUR_COLOURS = {
 }
 _SPARE_COLOURS = ("#6b4e16", "#14808a", "#a3458f", "#5f6b1f")
 _MARKERS = {"fwd": "o", "bwd": "v", "step": "s", "decode": "D"}
-_MOST_WORKLOADS = 40  # of one picture
+_MAX_WORKLOADS = 40  # of one plot
 
 
 def colour(name: str, spare: dict[str, str]) -> str:
-    known = _OUR_COLOURS | _PEER_COLOURS
+    known = _FASTATTN_COLOURS | _PEER_COLOURS
     next_spare = _SPARE_COLOURS[len(spare) % len(_SPARE_COLOURS)]
     return known[name] if name in known else spare.setdefault(name, next_spare)
 
@@ -61,7 +61,7 @@ def _plain(row: Row) -> bool:
 
 
 def _cells(grid: Grid) -> list[Row]:
-    """The grid of sequence lengths: plain attention of the commonest heads x head dim."""
+    """The grid of sequence lengths: plain attention with the commonest heads x head dim."""
     if grid.op != "attention":
         return []
     plain = [r for r in grid.rows if r["status"] == "ok" and _plain(r)]
@@ -82,7 +82,7 @@ def plot_lengths(grid: Grid, folder: Path) -> list[Path]:
 
 
 def plot_memory_lengths(grid: Grid, folder: Path) -> list[Path]:
-    """The same panels: the most memory in use beyond the inputs."""
+    """The same panels: peak memory beyond the inputs."""
     return _against_length(grid, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20)
 
 
@@ -109,15 +109,15 @@ def _against_length(
                 )
                 if not points:
                     continue
-                mine = name.startswith("fastattn")
+                is_fastattn_line = name.startswith("fastattn")
                 axis.plot(
                     [p[0] for p in points],
                     [p[1] for p in points],
                     color=colour(name, spare),
-                    linewidth=2.4 if mine else 1.4,
-                    marker="o" if mine else "s",
-                    markersize=5 if mine else 3.5,
-                    zorder=3 if mine else 2,
+                    linewidth=2.4 if is_fastattn_line else 1.4,
+                    marker="o" if is_fastattn_line else "s",
+                    markersize=5 if is_fastattn_line else 3.5,
+                    zorder=3 if is_fastattn_line else 2,
                     label=name,
                 )
             ceiling = grid.ceiling() if key == grid.metric else None
@@ -136,14 +136,14 @@ def _against_length(
 
 # -- bars ------------------------------------------------------------------------------------------
 def plot_bars(grid: Grid, folder: Path) -> list[Path]:
-    """Everything that is no grid of lengths: a group of bars per workload."""
+    """Everything outside the grid of lengths: a group of bars per workload."""
     drawn = _cells(grid)
     cells = [r for r in grid.rows if r["status"] == "ok" and r not in drawn]
     return _bars(grid, cells, folder, "bars", grid.metric, UNITS[grid.metric], 1.0, grid.ceiling())
 
 
 def plot_memory(grid: Grid, folder: Path) -> list[Path]:
-    """The most memory in use during a model's step, with its parameters."""
+    """Peak memory of a model's step, with its parameters."""
     cells = [r for r in grid.rows if r["status"] == "ok" and r.get("peak_bytes")]
     return _bars(grid, cells, folder, "memory", "peak_bytes", "peak memory, MiB", 2.0**20, None)
 
@@ -160,7 +160,7 @@ def _bars(
 ) -> list[Path]:
     if not cells:
         return []
-    workloads = list(dict.fromkeys(r["workload"] for r in cells))[:_MOST_WORKLOADS]
+    workloads = list(dict.fromkeys(r["workload"] for r in cells))[:_MAX_WORKLOADS]
     names = [n for n in grid.implementations if any(r["impl"] == n for r in cells)]
     width = max(5.0, 0.22 * len(workloads) * len(names) + 1.1 * len(workloads))
     figure, axes = _figure(1, 1, width=min(width, 22.0), height=4.2)
@@ -187,11 +187,11 @@ def _bars(
 
 # -- ratios ----------------------------------------------------------------------------------------
 def plot_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
-    """Our best backend against the best peer: direction, head dim and causality by length."""
+    """fastattn's best backend against the best peer: direction, head dim, causality by length."""
     ratios: dict[tuple[tuple[str, int, bool], int], float] = {}
     for grid in group:
         for r in _cells(grid):
-            if is_ours(r) and r["ratio_best"]:
+            if is_fastattn(r) and r["ratio_best"]:
                 D, causal, S = _cell_of(r)
                 key = ((grid.direction, D, causal), S)
                 ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
@@ -208,23 +208,23 @@ def plot_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
 
 
 def plot_all_ratios(group: Sequence[Grid], folder: Path) -> list[Path]:
-    """The same for whatever is not in that map: workloads by direction."""
+    """The same for everything outside that heat map: workloads by direction."""
     ratios: dict[tuple[str, str, str], float] = {}
     for grid in group:
         drawn = _cells(grid)
         for r in grid.rows:
-            if is_ours(r) and r["ratio_best"] and r not in drawn:
+            if is_fastattn(r) and r["ratio_best"] and r not in drawn:
                 key = (grid.op, r["workload"], grid.direction)
                 ratios[key] = max(ratios.get(key, 0.0), r["ratio_best"])
     workloads = list(dict.fromkeys((op, workload) for op, workload, _ in ratios))
-    workloads = sorted(workloads[:_MOST_WORKLOADS], key=lambda pair: pair[0])
+    workloads = sorted(workloads[:_MAX_WORKLOADS], key=lambda pair: pair[0])
     directions = [d for d in DIRECTIONS if any(key[2] == d for key in ratios)]
     if len(workloads) < 2:
         return []
     table = [[ratios.get((*w, d), float("nan")) for d in directions] for w in workloads]
     labels = [f"{op}  {workload}" for op, workload in workloads]
     grid = group[0]
-    title = f"our best against the best peer\n{grid.machine}, {grid.dtype}"
+    title = f"fastattn's best backend against the best peer\n{grid.machine}, {grid.dtype}"
     path = folder / f"{grid.dtype}_ratios"
     return _heat_map(table, labels, [DIRECTIONS[d] for d in directions], "", title, path)
 
@@ -259,15 +259,15 @@ def _heat_map(
     return _save(figure, axes, title, path, legend=False)
 
 
-# -- standings -------------------------------------------------------------------------------------
+# -- ratios of all ops -----------------------------------------------------------------------------
 _DTYPE_COLOURS = {"fp32": "#3b6fb6", "bf16": "#c8322b", "fp16": "#e8833a"}
 
 
-def plot_standings(group: Sequence[Grid], folder: Path, name: str) -> list[Path]:
-    """Every op and direction of a machine: the mean ratio to the best peer, and how far single
-    workloads lie from it.
+def plot_peer_ratios(group: Sequence[Grid], folder: Path, name: str) -> list[Path]:
+    """Every op and direction of a machine: the mean ratio to the best peer, and its range over
+    workloads.
     """
-    found = standings(group)
+    found = peer_ratios(group)
     if not found:
         return []
     labels = list(dict.fromkeys(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}" for s in found))
@@ -276,15 +276,15 @@ def plot_standings(group: Sequence[Grid], folder: Path, name: str) -> list[Path]
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for i, dtype in enumerate(dtypes):
-        mine = [s for s in found if s.grid.dtype == dtype]
+        of_dtype = [s for s in found if s.grid.dtype == dtype]
         ink = _DTYPE_COLOURS.get(dtype) or colour(dtype, spare)
         offset = 0.26 * (i - (len(dtypes) - 1) / 2)
         heights = [
-            labels.index(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}") + offset for s in mine
+            labels.index(f"{s.grid.op}, {DIRECTIONS[s.grid.direction]}") + offset for s in of_dtype
         ]
-        means = [s.mean for s in mine]
+        means = [s.mean for s in of_dtype]
         axis.hlines(
-            heights, [min(s.ratios) for s in mine], [max(s.ratios) for s in mine],
+            heights, [min(s.ratios) for s in of_dtype], [max(s.ratios) for s in of_dtype],
             color=ink, linewidth=2.2, alpha=0.35, zorder=2,
         )  # fmt: skip
         axis.scatter(means, heights, s=26, color=ink, label=dtype, zorder=3)
@@ -302,7 +302,7 @@ def plot_standings(group: Sequence[Grid], folder: Path, name: str) -> list[Path]
     axis.set_yticks(range(len(labels)), labels, fontsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.set_xlabel(
-        "the best peer's time over ours: mean of the workloads, least to most", fontsize=8
+        "time of the best peer / time of fastattn: mean and range of the workloads", fontsize=8
     )
     axis.grid(axis="x", color="#dddddd", zorder=0)
     axis.spines[["top", "right"]].set_visible(False)
@@ -311,7 +311,7 @@ def plot_standings(group: Sequence[Grid], folder: Path, name: str) -> list[Path]
 
 # -- roofline --------------------------------------------------------------------------------------
 def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
-    """FLOP per byte against TFLOP/s under the measured ceilings: ours and the best peer of each
+    """FLOP per byte against TFLOP/s under the measured ceilings: fastattn and the best peer of each
     workload.
     """
     ceiling = next((r for g in group for r in g.rows if r.get("ceiling_tflops")), None)
@@ -320,7 +320,7 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
         for r in grid.rows:
             if r["status"] != "ok" or not (r["flops"] and r["bytes"]):
                 continue
-            if is_ours(r) or r["impl"] == r["best_peer"]:
+            if is_fastattn(r) or r["impl"] == r["best_peer"]:
                 points.append((r["impl"], grid.direction, r["flops"] / r["bytes"], r["tflops"]))
     if ceiling is None or len(points) < 2:
         return []
@@ -329,18 +329,18 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     axis = axes[0][0]
     spare: dict[str, str] = {}
     for name in sorted({p[0] for p in points}, key=lambda n: n.startswith("fastattn")):
-        mine = name.startswith("fastattn")
+        is_fastattn_point = name.startswith("fastattn")
         for direction in dict.fromkeys(p[1] for p in points if p[0] == name):
             chosen = [p for p in points if p[:2] == (name, direction)]
             axis.scatter(
                 [p[2] for p in chosen],
                 [p[3] for p in chosen],
-                s=34 if mine else 18,
+                s=34 if is_fastattn_point else 18,
                 marker=_MARKERS[direction],
                 color=colour(name, spare),
-                alpha=0.9 if mine else 0.6,
+                alpha=0.9 if is_fastattn_point else 0.6,
                 label=f"{name}, {DIRECTIONS[direction]}",
-                zorder=3 if mine else 2,
+                zorder=3 if is_fastattn_point else 2,
             )
     low, high = min(p[2] for p in points) / 2, max(p[2] for p in points) * 2
     ridge = top / slope
@@ -404,7 +404,7 @@ def _save(
         )
     figure.suptitle(title, fontsize=11)
     svg, png = path.with_suffix(".svg"), path.with_suffix(".png")
-    # The same rows make the same bytes, with one matplotlib; text stays text.
+    # Reproducible: the same rows give the same bytes with one matplotlib; text stays text.
     with matplotlib.rc_context({"svg.hashsalt": path.stem, "svg.fonttype": "none"}):
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
     figure.savefig(png, dpi=130)
@@ -413,7 +413,7 @@ def _save(
 
 def _subtitle(grid: Grid) -> str:
     stale = any(is_stale(r) for r in grid.rows)
-    note = ", some of ours measured on other sources" if stale else ""
+    note = ", some of fastattn measured on other sources" if stale else ""
     return f"{DIRECTIONS[grid.direction]}, {grid.dtype}\n{grid.machine}{note}"
 
 

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.report RESULTS...`: tables and plots from rows of result, nothing typed by
+"""`python -m benchmarks.report RESULTS...`: tables and plots from result rows, nothing typed by
 hand.
 
-Writes report.md with its plots beside it, or with --html one file that holds everything. Every
-machine gets a picture of how ours stands to the best peers, op by op. Attention gets lines of
-throughput and memory against sequence length per head dim and a heat map of ratios to the best
-peer; the rest gets bars and a heat map; models get their memory; each dtype a roofline.
-Plots need matplotlib; tables need nothing. `--stale` only lists what was measured on other sources,
-`--update` only writes the summary between two marks of a document, with a picture per machine.
+Writes report.md with its plots next to it, or with --html a single file. Every machine gets a plot
+of the ratios to the best peers, op by op. Attention gets throughput and memory against sequence
+length per head dim and a heat map of ratios to the best peer; other ops get bars and a heat map;
+models get their memory; each dtype a roofline.
+Plots need matplotlib; tables need nothing. `--stale` only lists figures measured on other sources,
+`--update` only writes the summary between two markers of a document, with a plot per machine.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from benchmarks.grids import (
     by_machine,
     is_stale,
     machine_of,
-    standings,
+    peer_ratios,
 )
-from benchmarks.rows import Row, is_ours
+from benchmarks.rows import Row, is_fastattn
 
 _MODELS = ("transformer", "generation")
 
@@ -51,7 +51,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells in Markdown; columns after the first stand right."""
+    """Cells in Markdown; columns after the first are aligned right."""
 
     header: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
@@ -59,7 +59,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Image:
-    """svg: what a page shows."""
+    """A plot; text is its alternative text."""
 
     svg: Path
     text: str
@@ -69,7 +69,7 @@ Block = Heading | Text | Table | Image
 
 
 def to_markdown(blocks: Sequence[Block], folder: Path) -> str:
-    """Pictures as links relative to `folder`."""
+    """Markdown; plots are links relative to `folder`."""
     parts = []
     for block in blocks:
         if isinstance(block, Heading):
@@ -97,7 +97,7 @@ b { color: #a3231d; } svg { max-width: 100%; height: auto; } h2 { margin-top: 2e
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """One file that holds its pictures."""
+    """One file that includes its plots."""
     parts = ['<!doctype html><html lang="en"><meta charset="utf-8"><title>Throughput</title>']
     parts.append(f"<style>{_STYLE}</style><body>")
     for n, block in enumerate(blocks):
@@ -118,7 +118,7 @@ def to_html(blocks: Sequence[Block]) -> str:
 
 
 def _own_ids(svg: str, prefix: str) -> str:
-    """Pictures on one page share a name space, and matplotlib's use the same names."""
+    """Makes ids unique: plots on one page share a name space, and matplotlib reuses names."""
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'href="#', f'href="#{prefix}', svg)
     return "<svg" + svg.replace("url(#", f"url(#{prefix}")
@@ -142,15 +142,15 @@ def _inline(text: str) -> str:
 
 # -- tables ----------------------------------------------------------------------------------------
 def table(grid: Grid) -> list[Block]:
-    """A row per workload, a column per implementation: the metric, ours against the best peer."""
+    """A row per workload, a column per implementation: the metric and the ratio to a peer."""
     names = grid.implementations
     lines = []
     for workload in grid.workloads:
         cells = [_cell(grid.find(workload, name), grid.metric) for name in names]
         lines.append((workload, *cells))
-    note = f"{UNITS[grid.metric]}; × is the time of the best peer over ours."
+    note = f"{UNITS[grid.metric]}; ×: time of the best peer / time of fastattn."
     if any(is_stale(r) for r in grid.rows):
-        note += " †: measured on other sources than those at hand."
+        note += " †: measured on other sources than the current ones."
     return [Heading(3, grid.title), Text(note), Table(("workload", *names), tuple(lines))]
 
 
@@ -160,7 +160,7 @@ def _cell(row: Row | None, metric: str) -> str:
     if row["status"] != "ok":
         return "–" if row["status"] == "refused" else str(row["status"])
     value = _number(row[metric] or 0.0)
-    if not is_ours(row):
+    if not is_fastattn(row):
         return value
     value = f"**{value}**" + ("†" if is_stale(row) else "")
     return f"{value} (×{row['ratio_best']:.2f})" if row["ratio_best"] else value
@@ -173,32 +173,32 @@ def _number(value: float) -> str:
 
 
 def header(results: Sequence[Row]) -> list[Block]:
-    """What was measured where, as the rows say it."""
+    """Machines, versions and failures, from the rows."""
     lines = []
     measured = [r for r in results if r["status"] != "absent"]
     for machine in dict.fromkeys(machine_of(r) for r in results):
-        mine = [r for r in measured if machine_of(r) == machine]
+        of_machine = [r for r in measured if machine_of(r) == machine]
         facts = [machine]
         for key in ("torch", "triton", "cuda"):
-            facts.append(f"{key} " + ", ".join(_distinct(mine, key)))
-        facts.append("commit " + ", ".join(_distinct(mine, "commit")))
-        facts.append(", ".join(_distinct(mine, "date")))
-        clocks = [mhz for r in mine for mhz in r["clocks_mhz"] or ()]
+            facts.append(f"{key} " + ", ".join(_distinct(of_machine, key)))
+        facts.append("commit " + ", ".join(_distinct(of_machine, "commit")))
+        facts.append(", ".join(_distinct(of_machine, "date")))
+        clocks = [mhz for r in of_machine for mhz in r["clocks_mhz"] or ()]
         if clocks:
             facts.append(f"SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz")
-        power = [watts for r in mine for watts in r["power_w"] or ()]
+        power = [watts for r in of_machine for watts in r["power_w"] or ()]
         if power:
             facts.append(f"power {min(power):.0f} to {max(power):.0f} W")
         lines.append("- " + "; ".join(facts))
-        for dtype in _distinct(mine, "dtype"):
-            row = next((r for r in mine if r["dtype"] == dtype and r["ceiling_tflops"]), None)
+        for dtype in _distinct(of_machine, "dtype"):
+            row = next((r for r in of_machine if r["dtype"] == dtype and r["ceiling_tflops"]), None)
             if row is not None:
                 lines.append(
                     f"- ceilings measured in the same run, {dtype}: matrix product "
                     f"{row['ceiling_tflops']:.4g} TFLOP/s, copy {row['ceiling_gbps']:.4g} GB/s"
                 )
         absent = absent_peers(r for r in results if machine_of(r) == machine)
-        lines += [f"- not there: {why}" for why in absent.values()]
+        lines += [f"- absent: {why}" for why in absent.values()]
     if not any(r["gpu"] for r in measured):
         lines.append("- GPU: not measured")
     failed = [r for r in measured if r["status"] == "FAIL"]
@@ -217,12 +217,12 @@ def _distinct(results: Iterable[Row], key: str) -> list[str]:
 
 
 def summary(results: Sequence[Row], folder: Path) -> list[Block]:
-    """For a document: how our fastest stands to the fastest peer, a machine after the other, in a
-    picture of `folder` and in a table to unfold.
+    """For a document: fastattn's fastest backend against the fastest peer, machine by machine, as a
+    plot in `folder` and a table in a details block.
     """
     found: list[Block] = []
     for machine, group in by_machine(results).items():
-        known, lines = standings(group), []
+        known, lines = peer_ratios(group), []
         if not known:
             continue
         for s in known:
@@ -234,11 +234,11 @@ def summary(results: Sequence[Row], folder: Path) -> list[Block]:
             ", ".join(_distinct(of_machine, key)) for key in ("torch", "commit", "date")
         )
         about = f"{machine}, torch {versions}, commit {commits}, {dates}"
-        found.append(Text(f"{about}: the best peer's time over ours."))
+        found.append(Text(f"{about}: time of the best peer / time of fastattn."))
         found.append(
-            Image(folder / f"{_slug(machine)}.svg", f"ours beside the best peers, {machine}")
+            Image(folder / f"{_slug(machine)}.svg", f"fastattn and the best peers, {machine}")
         )
-        found.append(Text("<details>\n<summary>The same in figures</summary>"))
+        found.append(Text("<details>\n<summary>The same as a table</summary>"))
         columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
         found += [Table(columns, tuple(lines)), Text("</details>")]
     if not any(r["gpu"] for r in results):
@@ -247,12 +247,12 @@ def summary(results: Sequence[Row], folder: Path) -> list[Block]:
 
 
 def draw_summary(results: Sequence[Row], folder: Path) -> None:
-    """The pictures that `summary` shows."""
+    """The plots of `summary`."""
     from benchmarks import plots
 
     for machine, group in by_machine(results).items():
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            for path in plots.plot_standings(group, Path(place), _slug(machine)):
+            for path in plots.plot_peer_ratios(group, Path(place), _slug(machine)):
                 if path.suffix == ".svg":
                     path.replace(folder / path.name)
 
@@ -261,7 +261,7 @@ _BEGIN, _END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 
 def updated(document: str, results: Sequence[Row], pictures: Path) -> str:
-    """The document with the summary between its marks; pictures: their folder, seen from there."""
+    """The document with the summary between its markers; pictures: their folder relative to it."""
     before, begin, rest = document.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
@@ -271,21 +271,21 @@ def updated(document: str, results: Sequence[Row], pictures: Path) -> str:
 
 # -- the report ------------------------------------------------------------------------------------
 def blocks(results: Sequence[Row], folder: Path) -> list[Block]:
-    """The whole report; its pictures are written into `folder`."""
+    """The whole report; its plots are written into `folder`."""
     drawn = _can_draw()
     if not drawn:
         print("benchmarks.report: matplotlib is absent, so tables only", file=sys.stderr)
     machines = by_machine(results)
     found = header(results)
-    for machine, mine in machines.items():
+    for machine, of_machine in machines.items():
         found.append(Heading(2, machine))
         place = folder if len(machines) == 1 else folder / _slug(machine)
         place.mkdir(parents=True, exist_ok=True)
         if drawn:
-            found += _standings(mine, place)
-            for dtype in dict.fromkeys(grid.dtype for grid in mine):
-                found += _overview([g for g in mine if g.dtype == dtype], place)
-        for grid in mine:
+            found += _peer_ratios(of_machine, place)
+            for dtype in dict.fromkeys(grid.dtype for grid in of_machine):
+                found += _overview([g for g in of_machine if g.dtype == dtype], place)
+        for grid in of_machine:
             found += table(grid)
             if drawn:
                 found += _pictures(grid, place)
@@ -300,20 +300,20 @@ def _can_draw() -> bool:
     return True
 
 
-def _standings(mine: Sequence[Grid], place: Path) -> list[Block]:
-    """The picture of one machine."""
+def _peer_ratios(group: Sequence[Grid], place: Path) -> list[Block]:
+    """The plot of one machine."""
     from benchmarks import plots
 
-    return _images(plots.plot_standings(mine, place, "standings"))
+    return _images(plots.plot_peer_ratios(group, place, "peer_ratios"))
 
 
-def _overview(mine: Sequence[Grid], place: Path) -> list[Block]:
-    """The pictures of one dtype."""
+def _overview(group: Sequence[Grid], place: Path) -> list[Block]:
+    """The plots of one dtype."""
     from benchmarks import plots
 
-    paths = plots.plot_ratios([g for g in mine if g.op == "attention"], place)
-    paths += plots.plot_all_ratios(mine, place)
-    paths += plots.plot_roofline([g for g in mine if g.op not in _MODELS], place)
+    paths = plots.plot_ratios([g for g in group if g.op == "attention"], place)
+    paths += plots.plot_all_ratios(group, place)
+    paths += plots.plot_roofline([g for g in group if g.op not in _MODELS], place)
     return _images(paths)
 
 
@@ -348,10 +348,10 @@ def write_html(results: Sequence[Row], path: Path) -> Path:
 
 
 def stale(results: Iterable[Row]) -> list[str]:
-    """A line per op and implementation of ours of which some figure is stale."""
+    """A line per op and fastattn implementation that has stale figures."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in results:
-        if is_ours(row) and row["status"] == "ok":
+        if is_fastattn(row) and row["status"] == "ok":
             found.setdefault((machine_of(row), row["op"], row["impl"]), []).append(row)
     lines = []
     for (machine, op, implementation), group in sorted(found.items()):
@@ -373,18 +373,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     add = parser.add_argument
     add("results", nargs="+", type=Path, help="files of rows (results.jsonl)")
-    add("--out", type=Path, help="folder of report.md (default: beside the first file)")
-    add("--html", type=Path, metavar="FILE", help="write everything into one file instead")
+    add("--out", type=Path, help="folder of report.md (default: next to the first file)")
+    add("--html", type=Path, metavar="FILE", help="write a single file instead")
     add(
         "--stale",
         action="store_true",
-        help="list our figures of other sources; 1 if any",
+        help="list fastattn's figures of other sources; exit code 1 if any",
     )
     add(
         "--update",
         type=Path,
         metavar="DOCUMENT",
-        help="write the summary between its marks, its pictures beside the first file",
+        help="write the summary between its markers, its plots next to the first file",
     )
     options = parser.parse_args(arguments)
     missing = [str(path) for path in options.results if not path.is_file()]
@@ -395,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no rows in {', '.join(map(str, options.results))}")
     if options.stale:
         lines = stale(results)
-        print("\n".join(lines) if lines else "every figure of ours is of the sources at hand")
+        print("\n".join(lines) if lines else "every figure of fastattn is of the current sources")
         return 1 if lines else 0
     if options.update:
         if not _can_draw():

@@ -1,4 +1,4 @@
-"""Rows of result: one JSON object a line, the same fields in each, null where meaningless."""
+"""Result rows: one JSON object per line, all with the same fields, null where not applicable."""
 
 import datetime
 import functools
@@ -21,13 +21,13 @@ FIELDS = (
     "backend_used",
     # how: cache "cold" or "warm", clock "graph", "stream" or "wall"
     "cache", "copies", "clock", "launches", "ms_median", "ms_p10", "ms_p90", "ms_rounds",
-    # what it means; roof is the share of the ceilings below, in flops or bytes, whichever binds
+    # rates; roof is the share of the ceilings below, in flops or bytes, whichever limits
     "flops", "bytes", "tflops", "gbps", "roof", "ceiling_tflops", "ceiling_gbps",
     "ratio_cudnn", "ratio_best", "best_peer",
     # models
     "positions", "real_tokens", "tokens_per_s", "peak_bytes",
-    # ok, FAIL (wrong, crashed or hung), refused (with its reason), skipped (could not be judged) or
-    # absent (a peer that is not installed, one row an op)
+    # ok, FAIL (wrong, crashed or hung), refused (with its reason), skipped (could not be checked)
+    # or absent (a peer that is not installed, one row per op)
     "error", "allowed_error", "status", "message",
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ _SOURCES = {
 _NORM_SOURCES = ("fastattn/ops/layer_norm/*.py", "csrc/layer_norm/*")
 
 
-def is_ours(row: Mapping[str, Any]) -> bool:
+def is_fastattn(row: Mapping[str, Any]) -> bool:
     return str(row["impl"]).startswith("fastattn")
 
 
@@ -59,9 +59,9 @@ def complete(
     environment: Mapping[str, Any],
     ceiling: Mapping[str, float] | None,
 ) -> list[Row]:
-    """Rows timed side by side, with all that follows from their times and from each other."""
+    """Rows that were timed together, with all values that follow from their times."""
     ok = [r for r in batch if r["status"] == "ok"]
-    peers = [r for r in ok if not is_ours(r)]
+    peers = [r for r in ok if not is_fastattn(r)]
     best = min(peers, key=lambda r: r["ms_median"], default=None)
     cudnn = next((r for r in peers if r["impl"] == CUDNN), None)
     rows = []
@@ -70,7 +70,7 @@ def complete(
         row |= {"schema": SCHEMA, "date": datetime.date.today().isoformat(), "commit": commit()}
         row |= {k: v for k, v in environment.items() if k in FIELDS}
         row |= measured
-        if is_ours(row):
+        if is_fastattn(row):
             row["source_digest"] = source_digest(row["op"])
         if row["status"] == "ok":
             _rate(row, ceiling)
@@ -89,7 +89,7 @@ def complete(
 
 
 def absent(op: str, implementation: str, why: str) -> Row:
-    """The row of a peer that this machine cannot have."""
+    """The row of a peer that is unavailable on this machine."""
     return {
         "op": op,
         "direction": "",
@@ -112,16 +112,16 @@ def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:
     if ceiling is not None:
         row["ceiling_tflops"] = ceiling["flops_per_s"] / 1e12
         row["ceiling_gbps"] = ceiling["bytes_per_s"] / 1e9
-        least = max(
+        minimum = max(
             (row["flops"] or 0.0) / ceiling["flops_per_s"],
             (row["bytes"] or 0.0) / ceiling["bytes_per_s"],
         )
-        row["roof"] = least / seconds
+        row["roof"] = minimum / seconds
 
 
 @functools.cache
 def commit() -> str | None:
-    """The commit, with "+" where the tree differs from it; None outside a repository."""
+    """The commit, with "+" if the working tree differs; None outside a repository."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -138,7 +138,7 @@ def _git(*arguments: str) -> str:
 
 @functools.cache
 def source_digest(op: str) -> str:
-    """A digest of the sources that decide an op's speed: the same digest is the same code."""
+    """A digest of the sources that determine an op's speed."""
     patterns = (*_SOURCES_OF_ALL, *_SOURCES.get(op, _NORM_SOURCES))
     files = sorted({path for p in patterns for path in ROOT.glob(p) if path.is_file()})
     digest = hashlib.sha256()
@@ -156,7 +156,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five significant digits: more would be noise. JSON knows no infinity."""
+    """Five significant digits, more than the noise allows. JSON has no infinity."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, list):
@@ -165,8 +165,8 @@ def _rounded(value: Any) -> Any:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Row]:
-    """The rows of some files. Of a workload that one machine measured several times on the same
-    sources those of the run with the median ratio to the best peer; of other sources the last run.
+    """The rows of some files. Of a workload measured several times on one machine and the same
+    sources, the run with the median ratio to the best peer; of other sources, the last run.
     """
     measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
@@ -186,10 +186,10 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
 
 
 def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:
-    ours = {name: row for name, row in run.items() if is_ours(row)}
-    return {name: (row.get("commit"), row.get("source_digest")) for name, row in ours.items()}
+    of_fastattn = {name: row for name, row in run.items() if is_fastattn(row)}
+    return {n: (row.get("commit"), row.get("source_digest")) for n, row in of_fastattn.items()}
 
 
 def _ratio(run: Mapping[str, Row]) -> float:
-    """Of our fastest."""
-    return max((r.get("ratio_best") or 0.0 for r in run.values() if is_ours(r)), default=0.0)
+    """That of fastattn's fastest backend."""
+    return max((r.get("ratio_best") or 0.0 for r in run.values() if is_fastattn(r)), default=0.0)

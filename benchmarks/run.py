@@ -1,7 +1,7 @@
-"""`python -m benchmarks.run`: measures what this machine can, row by row, within a given time.
+"""`python -m benchmarks.run`: measures the cases of this machine within a given time.
 
-Needs nothing beyond torch and the package. Rows are written as they come, so a run that is cut
-short keeps them.
+Needs only torch and the package. Rows are written as they are measured, so an interrupted run keeps
+them.
 """
 
 import argparse
@@ -15,12 +15,12 @@ from types import FrameType
 
 from benchmarks import cases, rows
 from benchmarks.grids import UNITS, metric_of
-from benchmarks.rows import Row, is_ours
+from benchmarks.rows import Row, is_fastattn
 from benchmarks.runner import STAGE_SECONDS, Runner, Settings
 from fastattn.ops import _env
 from fastattn.testing.timing import Plan
 
-# A group that is under way when the time is over may take so much longer.
+# A group that is running when the time is over may take this much longer.
 _GRACE_SECONDS = 45.0
 
 
@@ -29,22 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is one")
     add("--out", type=Path, default=Path("build/benchmarks"), help="folder of results.jsonl")
-    add("--quick", action="store_true", help="a handful of workloads, fewer rounds")
+    add("--quick", action="store_true", help="a few workloads, fewer rounds")
     add("--op", action="append", choices=cases.ops(), help="only this op (may be repeated)")
-    add("--match", default="", metavar="REGEX", help="only cases whose name it is found in")
+    add("--match", default="", metavar="REGEX", help="only cases whose name matches")
     add("--dtype", action="append", choices=sorted(cases.DTYPES), help="default: what models use")
-    add("--seconds", type=float, metavar="BUDGET", help="begin no group after this time")
-    add("--all", action="store_true", help="every implementation on every workload, slow ones too")
-    add("--warm", action="store_true", help="one copy of the inputs, found in cache again")
-    add("--peer", action="append", type=Path, metavar="FILE", help="a further file of peers")
-    add("--threads", type=int, default=0, help="torch's threads on the CPU")
-    add("--stage-seconds", type=float, default=STAGE_SECONDS, help="silence taken for a hang")
-    add("--list", action="store_true", help="print the cases and stop")
+    add("--seconds", type=float, metavar="BUDGET", help="start no group after this time")
+    add("--all", action="store_true", help="every implementation on every workload, also slow ones")
+    add("--warm", action="store_true", help="one copy of the inputs, so that caches stay warm")
+    add("--peer", action="append", type=Path, metavar="FILE", help="another file of peers")
+    add("--threads", type=int, default=0, help="torch's CPU threads")
+    add("--stage-seconds", type=float, default=STAGE_SECONDS, help="limit of a stage of one case")
+    add("--list", action="store_true", help="print the cases and exit")
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
     plan = Plan(rounds=11, budget_ms=600.0) if options.quick else Plan()
-    if options.seconds is not None and not options.quick:  # more workloads rather than more rounds
+    if options.seconds is not None and not options.quick:  # more workloads, fewer rounds
         plan = Plan(rounds=15, budget_ms=900.0)
     return Settings(
         options.device,
@@ -117,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{missed} were not reached in {options.seconds:.0f} s")
     print(f"{len(collected)} rows in {results}, {time.monotonic() - started:.0f} s")
     measured = any(r["status"] == "ok" for r in collected)
-    return 1 if not measured or any(is_ours(r) for r in failures) else 0
+    return 1 if not measured or any(is_fastattn(r) for r in failures) else 0
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # through the context managers: the worker ends too
+    raise SystemExit(128 + number)  # runs the context managers, which end the worker
 
 
 def case_of(row: Row) -> str:
@@ -154,12 +154,12 @@ def line(row: Row) -> str:
 
 
 def _cached(row: Row) -> bool:
-    """Whether bytes come faster than from memory: they fit into the cache."""
+    """Whether bytes arrive faster than from memory, because they fit into the cache."""
     return bool(row["gbps"] and row["gbps"] > 1.05 * row["ceiling_gbps"])
 
 
 def summary(collected: Sequence[Row]) -> str:
-    """A line per op, direction, dtype and implementation, against the best peer of each cell."""
+    """A line per op, direction, dtype and implementation, compared with the best peers."""
     groups: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in collected:
         key = (row["op"], row["direction"], row["dtype"], row["impl"])

@@ -1,8 +1,8 @@
-"""The process that watches: hands groups to a worker, collects rows, survives its crashes and
-hangs.
+"""Supervises the measuring process: sends groups to a worker, collects rows, survives its crashes
+and hangs.
 
-A worker that dies or stays silent beyond the limit costs the candidate it was busy with; a new
-worker goes on with the others.
+If a worker dies or exceeds the time limit, its current candidate fails; a new worker continues with
+the others.
 """
 
 import json
@@ -22,20 +22,19 @@ from benchmarks.cases import Group
 from benchmarks.rows import ROOT, Row, complete
 from fastattn.testing.timing import Plan
 
-# Silence that is taken for a hang. Compiling a whole model is the longest honest one; where nobody
-# compiles a model, an oracle or a kernel's compiler is. Starting has its own limit.
+# Time limits of a stage, beyond which it counts as hung. Compiling a whole model takes longest;
+# without one, the oracle or a kernel's compilation. Starting has its own limit.
 STAGE_SECONDS = 240.0
 _SHORT_STAGE_SECONDS = 75.0
-# After so many crashes and hangs, each of which costs a worker, a candidate is skipped for the rest
-# of its op.
-_MOST_STRIKES = 2
+# A candidate that lost this many workers to crashes and hangs is skipped for the rest of its op.
+_MAX_LOST_WORKERS = 2
 _START_SECONDS = 240.0
 _END_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """threads: torch's on the CPU, 0 = its own choice. cold: inputs rotate beyond the L2 cache."""
+    """threads: torch's CPU threads, 0 = default. cold: inputs rotate beyond the L2 cache."""
 
     device_type: str
     threads: int = 0
@@ -46,7 +45,7 @@ class Settings:
 
 
 class _Ended(Exception):
-    """The worker is gone: why, and what it was doing."""
+    """The worker has ended: the reason, and what it was doing."""
 
     def __init__(self, why: str, candidate: str | None, stage: str):
         super().__init__(why)
@@ -54,7 +53,7 @@ class _Ended(Exception):
 
 
 class Runner:
-    """A worker and what it has told. Use as a context manager."""
+    """A worker and the state of its measurements. Use as a context manager."""
 
     def __init__(self, settings: Settings, log: Path | None = None):
         self.settings, self.log = settings, log
@@ -62,7 +61,7 @@ class Runner:
         self.ceilings: dict[str, dict[str, float]] = {}
         self.process: subprocess.Popen[str] | None = None
         self.starts = 0
-        self.strikes: dict[tuple[str, str], int] = {}
+        self.lost_workers: dict[tuple[str, str], int] = {}
 
     def __enter__(self) -> "Runner":
         return self
@@ -84,18 +83,20 @@ class Runner:
                 env=environment,
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=_pump, args=(self.process.stdout, self.lines), daemon=True).start()
+        threading.Thread(
+            target=_read_lines, args=(self.process.stdout, self.lines), daemon=True
+        ).start()
         self.starts += 1
-        self._ask("start", device=self.settings.device_type, threads=self.settings.threads)
-        self.environment = self._next(None, "start", None)["environment"]
+        self._request("start", device=self.settings.device_type, threads=self.settings.threads)
+        self.environment = self._next_event(None, "start", None)["environment"]
 
     def ceiling(self, dtype: str) -> dict[str, float] | None:
-        """Measured once per dtype, before anything else in it; None where that failed."""
+        """Measured once per dtype, before anything else in it; None if that failed."""
         if dtype not in self.ceilings:
             try:
                 self.start()
-                self._ask("ceilings", dtype=dtype, plan=asdict(self.settings.plan))
-                found = self._next(None, "start", None)
+                self._request("ceilings", dtype=dtype, plan=asdict(self.settings.plan))
+                found = self._next_event(None, "start", None)
                 self.ceilings[dtype] = {k: found[k] for k in ("flops_per_s", "bytes_per_s")}
             except _Ended as ended:
                 self._stop()
@@ -104,11 +105,11 @@ class Runner:
         return self.ceilings[dtype] or None
 
     def run(self, group: Group, until: float | None = None) -> Iterator[list[Row]]:
-        """Batches of finished rows. until: when, by time.monotonic(), to skip what is left."""
+        """Batches of finished rows. until: skip the rest at this time.monotonic()."""
         ceiling = self.ceiling(group.dtype)
-        out = [c for c in group.wanted if self._strikes(group, c[0]) >= _MOST_STRIKES]
+        out = [c for c in group.wanted if self._lost_workers(group, c[0]) >= _MAX_LOST_WORKERS]
         if out:
-            why = f"ended {_MOST_STRIKES} workers before"
+            why = f"ended {_MAX_LOST_WORKERS} workers before"
             lost = [_lost(group, *case, "skipped", why) for case in out]
             yield complete(lost, self.environment, ceiling)
         open_cases = [case for case in group.wanted if case not in out]
@@ -120,30 +121,30 @@ class Runner:
                         open_cases.remove((row["impl"], row["direction"]))
                     yield complete(batch, self.environment, ceiling)
                 if open_cases:
-                    raise RuntimeError(f"the worker forgot {open_cases}")
+                    raise RuntimeError(f"the worker returned no rows for {open_cases}")
             except _Ended as ended:
                 self._stop()
                 out_of_time = until is not None and time.monotonic() >= until
-                blamed = [
+                failed = [
                     case for case in open_cases if out_of_time or ended.candidate in (None, case[0])
                 ]
                 if ended.candidate is not None and not out_of_time:
                     key = (ended.candidate, group.op)
-                    self.strikes[key] = self._strikes(group, ended.candidate) + 1
+                    self.lost_workers[key] = self._lost_workers(group, ended.candidate) + 1
                 status = "skipped" if out_of_time else "FAIL"
                 why = "the time budget ended" if out_of_time else f"{ended} in {ended.stage}"
-                open_cases = [case for case in open_cases if case not in blamed]
-                rows = [_lost(group, *case, status, why) for case in blamed]
+                open_cases = [case for case in open_cases if case not in failed]
+                rows = [_lost(group, *case, status, why) for case in failed]
                 if rows:
                     yield complete(rows, self.environment, ceiling)
 
-    def _strikes(self, group: Group, implementation: str) -> int:
-        return self.strikes.get((implementation, group.op), 0)
+    def _lost_workers(self, group: Group, implementation: str) -> int:
+        return self.lost_workers.get((implementation, group.op), 0)
 
     def _measure(
         self, group: Group, wanted: Sequence[tuple[str, str]], until: float | None
     ) -> Iterator[list[Row]]:
-        self._ask(
+        self._request(
             "group",
             op=group.op,
             workload=group.workload,
@@ -154,21 +155,21 @@ class Runner:
             peer_files=[str(path.resolve()) for path in self.settings.peer_files],
         )
         candidate, stage, compiles = None, "start", False
-        while (event := self._next(candidate, stage, until, compiles))["event"] != "done":
+        while (event := self._next_event(candidate, stage, until, compiles))["event"] != "done":
             if event["event"] == "stage":
                 candidate, stage, compiles = event["impl"], event["stage"], event["compiles"]
             elif event["rows"]:
                 yield event["rows"]
 
-    def _ask(self, do: str, **fields: Any) -> None:
+    def _request(self, do: str, **fields: Any) -> None:
         assert self.process is not None and self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # it has ended: the next read says how
+            pass  # the worker has ended: the next read raises the reason
 
-    def _next(
+    def _next_event(
         self, candidate: str | None, stage: str, until: float | None, compiles: bool = False
     ) -> dict[str, Any]:
         limit = _START_SECONDS if stage == "start" else self.settings.stage_seconds
@@ -179,16 +180,16 @@ class Runner:
         try:
             line = self.lines.get(timeout=limit)
         except queue.Empty:
-            raise _Ended(f"no sign of life for {limit:.0f} s", candidate, stage) from None
+            raise _Ended(f"no event for {limit:.0f} s", candidate, stage) from None
         if line is None:
             assert self.process is not None
             code = self.process.wait()
-            why = f"the process ended with {_exit_name(code)}{self._last_words()}"
+            why = f"the process ended with {_exit_name(code)}{self._last_error()}"
             raise _Ended(why, candidate, stage)
         return json.loads(line)
 
-    def _last_words(self) -> str:
-        """The end of what the worker wrote to its log, where a Python error says what it was."""
+    def _last_error(self) -> str:
+        """The last line of the worker's log, if it is a Python error."""
         if self.log is None or not self.log.exists():
             return ""
         written = self.log.read_text(errors="replace").split("\n")
@@ -199,13 +200,13 @@ class Runner:
         if self.process is None:
             return
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the compilers it has started
+            os.killpg(self.process.pid, signal.SIGKILL)  # includes the compilers it started
         except ProcessLookupError:
-            self.process.kill()  # it had not come so far as to lead its group
+            self.process.kill()  # it has not yet created its process group
         try:
             self.process.wait(timeout=_END_SECONDS)
         except subprocess.TimeoutExpired:
-            pass  # stuck in the driver: left behind
+            pass  # blocked in the driver: abandoned
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 try:
@@ -215,12 +216,12 @@ class Runner:
         self.process = None
 
 
-def _pump(stream: Any, lines: "queue.Queue[str | None]") -> None:
+def _read_lines(stream: Any, lines: "queue.Queue[str | None]") -> None:
     try:
         for line in stream:
             lines.put(line)
     except ValueError:
-        pass  # closed while reading
+        pass  # the pipe was closed while reading
     lines.put(None)
 
 

@@ -1,8 +1,8 @@
-"""One op on one workload: inputs, the oracle that judges, the calls that are timed.
+"""One op on one workload: inputs, the oracle that checks results, the calls that are timed.
 
-A candidate is judged by the error budget on the very inputs it will be timed on. Where the whole
-result is too large for an fp64 oracle, some (batch, head) slices are judged, and of wide results
-some rows; that everything is finite is checked everywhere.
+A candidate is checked against the error budget on the inputs it will be timed on. If the result is
+too large for an fp64 oracle, some (batch, head) slices are compared, and of wide results some rows;
+finiteness is checked everywhere.
 """
 
 import zlib
@@ -19,16 +19,16 @@ from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 from fastattn.testing.timing import Call, copies_beyond_cache, peak_memory
 
-# Weights of attention up to which the oracle takes all batches and heads at once.
+# Number of attention weights up to which the oracle computes all batches and heads at once.
 _WHOLE = 2**20
-# Elements of a result that are judged, first and last rows among them.
-_JUDGED = 2**18
+# Number of elements of a result that are compared, first and last rows among them.
+_CHECKED = 2**18
 _EDGE_ROWS = 32
 
 
 @dataclass
 class Verdict:
-    """The worst of a candidate's results. ok without results means that nothing was wrong yet."""
+    """The worst of a candidate's results. `ok` without results: no error so far."""
 
     ok: bool = True
     error: float = 0.0
@@ -52,7 +52,7 @@ class Verdict:
 
 
 class Subject(Protocol):
-    """What the worker needs to know of a group; `OpSubject` and `benchmarks.model.ModelSubject`."""
+    """What the worker uses of a group; `OpSubject`, `ModelSubject` and `GenerationSubject`."""
 
     device: torch.device
     shape: dict[str, Any]
@@ -62,7 +62,7 @@ class Subject(Protocol):
     def refusal(self, candidate: Implementation) -> str | None: ...
     def build(self, candidate: Implementation) -> None: ...
     def prepare_oracle(self, candidate: Implementation) -> None: ...
-    def judge(self, candidate: Implementation, direction: str) -> Verdict: ...
+    def check(self, candidate: Implementation, direction: str) -> Verdict: ...
     def calls(self, candidate: Implementation, direction: str) -> list[Call]: ...
     def work(self, direction: str) -> tuple[float, float]: ...
     def details(self, candidate: Implementation, direction: str) -> dict[str, Any]: ...
@@ -88,7 +88,7 @@ class OpSubject:
         self.shape = {k: list(v.shape) for k, v in self.inputs.items() if isinstance(v, Tensor)}
         self.features = workload.features
         self.gradients = [n for n in workload.gradients if isinstance(self.inputs.get(n), Tensor)]
-        # What rotates: of workloads without gradients the vectors of attention.
+        # The rotating inputs; of workloads without gradients those of attention.
         self.moving = self.gradients or ["q", "k", "v"]
         self.task = Task(spec.name, workload, device, dtype, self.inputs)
         self.forwards: dict[str, Forward] = {}
@@ -111,8 +111,8 @@ class OpSubject:
             inputs = self.inputs | {"dropout_p": 0.0} if without else self.inputs
             self.oracles[without] = Oracle(self.spec, self.workload, inputs)
 
-    def judge(self, candidate: Implementation, direction: str) -> Verdict:
-        """The direction's results: the output by the very call that is timed, or the gradients."""
+    def check(self, candidate: Implementation, direction: str) -> Verdict:
+        """Checks the direction's results: the output of the timed call itself, or the gradients."""
         without = self._without_dropout(candidate)
         oracle = self.oracles[without]
         forward = self.forwards[candidate.name]
@@ -125,9 +125,9 @@ class OpSubject:
             found = torch.autograd.grad(value, [leaves[n] for n in self.gradients], oracle.dout)
             results = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
         ignores = candidate.ignores_query_lengths
-        verdict = oracle.judge(results, ignores_query_lengths=ignores)
+        verdict = oracle.check(results, ignores_query_lengths=ignores)
         if verdict.ok and without:
-            verdict.message = "judged with dropout off"
+            verdict.message = "checked with dropout off"
         return verdict
 
     def calls(self, candidate: Implementation, direction: str) -> list[Call]:
@@ -148,7 +148,7 @@ class OpSubject:
         return lambda: torch.autograd.grad(value, wanted, dout, retain_graph=True)
 
     def _measure_peak(self, name: str, forward: Forward, direction: str) -> None:
-        """Of one call, or of forward and backward together: beyond the inputs, with the results."""
+        """Of one call, or of forward and backward: beyond the inputs, including the results."""
 
         def both() -> None:
             leaves = self._leaves(self.inputs)
@@ -179,7 +179,7 @@ class OpSubject:
         return copies_beyond_cache(footprint, cache, torch.cuda.mem_get_info(self.device)[0])
 
     def work(self, direction: str) -> tuple[float, float]:
-        """FLOPs and bytes; workloads count bytes of two-byte data."""
+        """FLOPs and bytes; workloads state bytes for two-byte data."""
         w, scale = self.workload, self.dtype.itemsize / 2
         if direction == "fwd":
             return w.flops, w.bytes * scale
@@ -197,8 +197,8 @@ def draw_inputs(workload: Workload, device: torch.device, dtype: torch.dtype) ->
     """The workload's inputs, drawn on the device if its `make` can, else on the CPU."""
     seed = zlib.crc32(workload.name.encode())
     if device.type != "cpu":
-        # Where a workload names no device it draws on the default one; if that does not fit either,
-        # everything is drawn on the CPU and moved.
+        # A workload that names no device draws on the default one; if that fails too, everything is
+        # drawn on the CPU and moved.
         for default in (device, torch.device("cpu")):
             try:
                 with default:
@@ -220,7 +220,7 @@ Select = Callable[[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the problem that can be computed alone, and what must come out of it."""
+    """A slice of the problem that can be computed alone, and its expected results."""
 
     select: Select
     exact: dict[str, Tensor]
@@ -229,7 +229,7 @@ class _Part:
 
 
 class Oracle:
-    """The fp64 reference and the one in the data's dtype, on parts small enough for them."""
+    """The fp64 reference and the one in the data's dtype, on slices small enough for them."""
 
     def __init__(self, spec: OpSpec, workload: Workload, inputs: Inputs):
         self.spec, self.inputs = spec, inputs
@@ -259,10 +259,10 @@ class Oracle:
             douts = (dout.double(), *[torch.zeros_like(x) for x in outputs[1:]])
             magnitudes = self.spec.magnitudes(_spelled_out(fixed), douts)
 
-        def judged(results: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {n: _judged_rows(results[n].detach().expand_as(exact[n])).cpu() for n in exact}
+        def checked(results: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: _checked_rows(results[n].detach().expand_as(exact[n])).cpu() for n in exact}
 
-        return _Part(select, judged(exact), judged(same), judged(magnitudes))
+        return _Part(select, checked(exact), checked(same), checked(magnitudes))
 
     def _run(self, inputs: Inputs, dout: Tensor) -> dict[str, Tensor]:
         value = _first(self.spec.function(**inputs, backend="reference"))
@@ -272,7 +272,7 @@ class Oracle:
         gradients = {"d" + n: g for n, g in zip(self.gradients, found, strict=True)}
         return {self.result: value, **gradients}
 
-    def judge(self, results: dict[str, Tensor], *, ignores_query_lengths: bool) -> Verdict:
+    def check(self, results: dict[str, Tensor], *, ignores_query_lengths: bool) -> Verdict:
         verdict = Verdict()
         for name, value in results.items():
             if ignores_query_lengths and self.live_rows is not None and name in (self.result, "dq"):
@@ -282,7 +282,7 @@ class Oracle:
                 return verdict
             for part in self.parts:
                 exact = part.exact[name]
-                got = _judged_rows(part.select(name, value.detach()))
+                got = _checked_rows(part.select(name, value.detach()))
                 dims = self.spec.slice_dims(name, exact)
                 verdict.add(name, compare(got, exact, part.same[name], part.magnitudes[name], dims))
         return verdict
@@ -314,12 +314,12 @@ def _live_rows(inputs: Inputs, result: Tensor) -> Tensor | None:
 
 
 def _spelled_out(inputs: Inputs) -> Inputs:
-    """With the defaults that the formulas on absolute values read."""
+    """With the defaults that the magnitude formulas read."""
     return {"scale": None, "window": None} | inputs if "q" in inputs else inputs
 
 
 def _parts(spec: OpSpec, inputs: Inputs) -> list[tuple[Select, Inputs]]:
-    """All of the workload, or of a large attention the heads of some (batch, kv head)."""
+    """The whole workload, or of a large attention the heads of some (batch, kv head)."""
     inputs = inputs | {
         "attention": {"return_lse": True},
         "add_layer_norm": {"return_sum": True},
@@ -331,7 +331,7 @@ def _parts(spec: OpSpec, inputs: Inputs) -> list[tuple[Select, Inputs]]:
         return [(lambda name, x: x, inputs)]
     chosen = sorted({(0, 0), (B // 2, K // 2), (B - 1, K - 1)})
     if inputs.get("dropout_p"):
-        chosen = chosen[:1]  # the bits depend on batch and head: only the first slice keeps its own
+        chosen = chosen[:1]  # the bits depend on batch and head: only the first slice keeps them
     G = H // K
     return [(_slice_of(b, g, G), _sliced(inputs, b, g, G)) for b, g in chosen]
 
@@ -358,12 +358,12 @@ def _sliced(inputs: Inputs, b: int, g: int, G: int) -> Inputs:
     return part
 
 
-def _judged_rows(x: Tensor) -> Tensor:
-    """x, or some rows (last dimension but one) of a large one: edges and a fixed choice."""
-    if x.dim() < 2 or x.numel() <= _JUDGED:
+def _checked_rows(x: Tensor) -> Tensor:
+    """x, or some rows (last dimension but one) of a large one: edges and a fixed sample."""
+    if x.dim() < 2 or x.numel() <= _CHECKED:
         return x
     rows = x.shape[-2]
-    wanted = max(2 * _EDGE_ROWS, _JUDGED * rows // x.numel())
+    wanted = max(2 * _EDGE_ROWS, _CHECKED * rows // x.numel())
     if wanted >= rows:
         return x
     inner = torch.randperm(rows - 2 * _EDGE_ROWS, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Decoding from BEGIN for a fixed number of tokens, greedy and by beams, beside other libraries."""
+"""Decoding of a fixed number of tokens, greedy and beam search, next to other libraries."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A training step of the whole Transformer, padded and not, with peak memory on a GPU."""
+"""A training step of the whole Transformer, padded and unpadded, with peak memory on a GPU."""
 
 from collections.abc import Callable
 

@@ -1,10 +1,10 @@
 """`python -m benchmarks.tune`: times tilings of the Triton kernels and shows the best.
 
-What there is to tune stands in tune_attention and tune_rows. A task's candidates are compiled by
-several processes into Triton's cache while one process with the GPU takes those that are ready: it
-compares every result with the reference, then times it beside a peer where there is one. A
-candidate that fails, crashes or hangs costs itself. One JSON object a line goes to the output
-folder as results come; the table of winners is printed last.
+The tasks are in tune_attention and tune_rows. A task's candidates are compiled by several processes
+into Triton's cache, while one process with the GPU measures those that are ready: it compares every
+result with the reference, then times it, next to a peer if there is one. A candidate that fails,
+crashes or hangs does not affect the others. Results are appended to the output folder, one JSON
+object per line; the table of winners is printed last.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def candidates(task: Task, arch: str) -> list[Any]:
 
 
 def describe(config: Any) -> str:
-    """What differs from the class's defaults, short."""
+    """The fields that differ from the class's defaults, in short form."""
     if not hasattr(config, "BLOCK_M") and not _has_tiles(config):
         return " ".join(f"{f.name}={_short(getattr(config, f.name))}" for f in fields(config))
     if not hasattr(config, "BLOCK_M"):
@@ -71,12 +71,12 @@ def describe(config: Any) -> str:
 
 
 def _has_tiles(config: Any) -> bool:
-    """Whether some field is a tile of attention's backward."""
+    """Whether some field is a tile of the attention backward."""
     return any(hasattr(getattr(config, field.name), "block_m") for field in fields(config))
 
 
 def _short(value: Any) -> str:
-    """A number as it is; a product of the feed-forward network by its tile."""
+    """The value, or the tile of a matrix product of the feed-forward network."""
     if not hasattr(value, "tile"):
         return str(value)
     if value.tile is None:
@@ -95,7 +95,7 @@ Job = tuple[int, Task, Any]
 
 @contextlib.contextmanager
 def collect_kernels(compile_only: bool = False) -> Iterator[list[Any]]:
-    """The compiled kernels launched inside; with compile_only Triton caches them and runs none."""
+    """The kernels launched inside; with compile_only Triton compiles and caches without running."""
     from triton.runtime.jit import JITFunction
 
     kernels: list[Any] = []
@@ -114,7 +114,7 @@ def collect_kernels(compile_only: bool = False) -> Iterator[list[Any]]:
 
 
 def _compile_worker(pipe: Connection, jobs: Sequence[Job]) -> None:
-    """Tells (number, error or None, seconds) of each job."""
+    """Sends (number, error or None, seconds) for each job."""
     for number, task, config in jobs:
         start = time.monotonic()
         error = None
@@ -128,7 +128,7 @@ def _compile_worker(pipe: Connection, jobs: Sequence[Job]) -> None:
 
 
 class Compiler:
-    """Processes that compile jobs in order. A job that kills its process is blamed for it."""
+    """Processes that compile jobs in order. A job that kills its process is marked as failed."""
 
     def __init__(self, jobs: Sequence[Job], workers: int):
         self.context = multiprocessing.get_context("spawn")
@@ -141,14 +141,14 @@ class Compiler:
     def _start(self, jobs: list[Job]) -> None:
         if not jobs:
             return
-        ours, theirs = self.context.Pipe(duplex=False)
-        process = self.context.Process(target=_compile_worker, args=(theirs, jobs), daemon=True)
+        receiver, sender = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_compile_worker, args=(sender, jobs), daemon=True)
         process.start()
-        theirs.close()
-        self.pending[ours], self.processes[ours] = jobs, process
+        sender.close()
+        self.pending[receiver], self.processes[receiver] = jobs, process
 
     def collect(self, seconds: float) -> None:
-        """Takes in what has finished, waiting for at most so long."""
+        """Receives finished jobs, waiting for at most `seconds`."""
         if not self.pending:
             return
         for pipe in wait(list(self.pending), timeout=seconds):
@@ -158,7 +158,7 @@ class Compiler:
             except EOFError:
                 jobs = self.pending.pop(pipe)
                 self.processes.pop(pipe).join()
-                if jobs:  # it died on the first of them
+                if jobs:  # the process died on the first of them
                     self.done[jobs[0][0]] = ("the compiler crashed", 0.0)
                     self._start(jobs[1:])
                 continue
@@ -179,7 +179,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _milliseconds(call: Any, budget_ms: float) -> float:
-    """Median of single launches in a full queue."""
+    """Median time of single launches with a full queue."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     call()
     events[0].record()
@@ -189,7 +189,7 @@ def _milliseconds(call: Any, budget_ms: float) -> float:
     once = max(events[0].elapsed_time(events[1]), 1e-3)
     count = int(min(200, max(5, budget_ms / once)))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    torch.cuda._sleep(2_000_000)  # the host gets ahead
+    torch.cuda._sleep(2_000_000)  # lets the host fill the queue
     marks[0].record()
     for mark in marks[1:]:
         call()
@@ -199,7 +199,7 @@ def _milliseconds(call: Any, budget_ms: float) -> float:
 
 
 def _gpu_worker(pipe: Connection) -> None:
-    """Answers (task, config, budget_ms) with what it measured, until it is told None."""
+    """Answers (task, config, budget_ms) with the measured row, until it receives None."""
     current: Task | None = None
     case, peer = None, None
     pipe.send({"gpu": torch.cuda.get_device_name()})
@@ -213,7 +213,7 @@ def _gpu_worker(pipe: Connection) -> None:
                 case = task.make("cuda")
                 task.prepare(case)
                 current = task
-                with contextlib.suppress(Exception):  # a peer that fails is missing
+                with contextlib.suppress(Exception):  # a peer that fails is left out
                     peer = task.peer(case)
             assert case is not None
             measure(task, config, case, peer, budget_ms, row)
@@ -231,7 +231,7 @@ def measure(
     budget_ms: float,
     row: dict[str, Any],
 ) -> None:
-    """Fills the row of one candidate: correct first, then timed."""
+    """Fills the row of one candidate: checked first, then timed."""
     for x in case.results[case.first :]:
         x.fill_(float("nan"))
     start = time.monotonic()
@@ -261,7 +261,7 @@ def _synchronize(case: Case) -> None:
 
 
 class Gpu:
-    """The process with the GPU, replaced when it dies or hangs."""
+    """The process with the GPU, restarted when it dies or hangs."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("spawn")
@@ -269,17 +269,17 @@ class Gpu:
         self._start()
 
     def _start(self) -> None:
-        self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(target=_gpu_worker, args=(theirs,), daemon=True)
+        self.pipe, child = self.context.Pipe()
+        self.process = self.context.Process(target=_gpu_worker, args=(child,), daemon=True)
         self.process.start()
-        theirs.close()
+        child.close()
         self.name = self._receive(_HANG_SECONDS).get("gpu", self.name)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         try:
             if self.pipe.poll(seconds):
                 return self.pipe.recv()
-            message = f"silent for {seconds:.0f} s"
+            message = f"no answer for {seconds:.0f} s"
         except (EOFError, OSError):
             message = "the process died"
         self.process.kill()
@@ -316,12 +316,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--activation", nargs="+", default=["relu", "gelu"], help="of ffn")
     add("--dtype", nargs="+", choices=DTYPES, default=["bf16"])
     add("--seconds", type=float, default=500.0, help="measure no further candidate after this time")
-    add("--budget-ms", type=float, default=60.0, help="measuring time of a candidate")
-    add("--most", type=int, default=100, help="candidates of a task, the likely ones")
-    add("--only", type=int, nargs="+", help="numbers of candidates, as --list shows them")
+    add("--budget-ms", type=float, default=60.0, help="measuring time per candidate")
+    add("--most", type=int, default=100, help="number of candidates per task, likely ones first")
+    add("--only", type=int, nargs="+", help="numbers of candidates, as shown by --list")
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
     add("--out", type=Path, default=Path("build/tune"), help="folder of tune.jsonl")
-    add("--list", action="store_true", help="print the candidates and stop")
+    add("--list", action="store_true", help="print the candidates and exit")
     add("--arch", default=None, help="architecture whose shipped row is listed; default: the GPU's")
     options = parser.parse_args(arguments)
 
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[tuple[Task, Any, dict[str, Any]]] = []
     compiler, gpu = Compiler(jobs, options.jobs), Gpu()
     try:
-        # Task by task, so that a task's tensors are made once, but never idle: what is compiled.
+        # Task by task, to allocate a task's tensors once, but in the order of compilation.
         open_jobs = list(jobs)
         while open_jobs and time.monotonic() - started < options.seconds:
             ready = [job for job in open_jobs if job[0] in compiler.done]
@@ -417,16 +417,16 @@ def _line(task: Task, config: Any, row: dict[str, Any]) -> str:
 
 
 def _summary(tasks: Sequence[Task], rows: Sequence[tuple[Task, Any, dict[str, Any]]]) -> str:
-    """For each task its three best, then how many failed."""
+    """For each task its three best candidates and the number that failed."""
     lines = []
     for task in tasks:
-        mine = [(config, row) for t, config, row in rows if t == task]
+        of_task = [(config, row) for t, config, row in rows if t == task]
         good = sorted(
-            ((c, r) for c, r in mine if r["status"] == "ok"), key=lambda pair: pair[1]["ms"]
+            ((c, r) for c, r in of_task if r["status"] == "ok"), key=lambda pair: pair[1]["ms"]
         )
         peers = [r["peer_rate"] for _, r in good if "peer_rate" in r]
         peer = f", peer {median(peers):.0f}" if peers else ""
-        bad = len(mine) - len(good)
+        bad = len(of_task) - len(good)
         lines.append(f"{task.name}: {len(good)} timed, {bad} failed{peer}")
         for config, row in good[:3]:
             lines.append(

@@ -1,8 +1,7 @@
 """Tasks of `benchmarks.tune` for attention: forward and backward, with one feature at a time.
 
-Forward candidates are here in order of likelihood, those of the backward in
-tune_attention_bwd.py.
-A result is compared with the reference on the first head and the last.
+Forward candidates are listed here, likely ones first; those of the backward are in
+tune_attention_bwd.py. Results of the first and the last head are compared with the reference.
 """
 
 import itertools
@@ -20,7 +19,7 @@ FEATURES = (
 )  # fmt: skip
 _DROPOUT_SEED = 1234
 
-# (BLOCK_M, BLOCK_N, warps, stages, edge_stages, registers a thread or None, overlap), likely first.
+# (BLOCK_M, BLOCK_N, warps, stages, edge_stages, registers per thread or None, overlap).
 _FORWARD = {
     64: (
         (128, 128, 8, 2, 2, None, 1), (128, 64, 8, 3, 2, 128, 2), (128, 64, 8, 3, 2, None, 0),
@@ -56,7 +55,7 @@ _SINGLE_PRECISION = (
 
 @dataclass(frozen=True)
 class AttentionTask:
-    """direction fwd or bwd; tokens are B * S, and heads * D is `width`."""
+    """direction: fwd or bwd. tokens: B * S. width: heads * D."""
 
     direction: str
     feature: str
@@ -84,7 +83,7 @@ class AttentionTask:
         from benchmarks.tune_attention_bwd import candidates
 
         dtype, D = DTYPES[self.dtype], self.D
-        edges = self._banded or "lengths" in self.feature
+        edges = self._bounded or "lengths" in self.feature
         return candidates(arch, dtype, D, D, edges, self._dense)
 
     def _forward(self, arch: str) -> list[Any]:
@@ -93,9 +92,9 @@ class AttentionTask:
 
         dtype, D = DTYPES[self.dtype], self.D
         lengths, dropout = "lengths" in self.feature, self.feature == "dropout"
-        features = Features(self._banded, lengths, self._dense, dropout)
+        features = Features(self._bounded, lengths, self._dense, dropout)
         shipped = forward_config(arch, dtype, D, D, self.S, features)
-        two_tiles = split_width(D)[1] > 0  # or one, padded
+        two_tiles = split_width(D)[1] > 0  # else one, padded
         if dtype is torch.float32:
             precisions = ("tf32x3", "ieee") if arch.startswith("sm_") else ("ieee",)
             forms = (shipped.whole, not shipped.whole) if two_tiles else (shipped.whole,)
@@ -108,7 +107,7 @@ class AttentionTask:
             ForwardConfig(*row[:5], tma=shipped.tma, maxnreg=row[5], overlap=row[6])
             for row in _FORWARD[width]
         ]
-        # A list in the way of a load costs it a stage.
+        # Loads through a list of mask tiles take one more stage.
         rows = [replace(row, stages=row.stages + 1) for row in rows] if self._dense else rows
         if shipped.tma:
             rows.insert(6, replace(rows[2], tma=False))
@@ -117,7 +116,7 @@ class AttentionTask:
         return [shipped, *rows]
 
     @property
-    def _banded(self) -> bool:
+    def _bounded(self) -> bool:
         return self.feature in ("causal", "window")
 
     @property
@@ -125,7 +124,7 @@ class AttentionTask:
         return self.feature in ("mask", "bias")
 
     def make(self, device: str) -> Case:
-        """args: a ForwardCall; a backward's results begin with out, lse and dout."""
+        """args: a ForwardCall; the results of a backward begin with out, lse and dout."""
         from fastattn.ops.attention.calls import ForwardCall
 
         B, H, S, D = self.shape
@@ -149,7 +148,7 @@ class AttentionTask:
             if self.feature == "both_lengths":
                 query_lengths, pairs = key_lengths.clone(), float(sum(n * n for n in spread))
         elif self.feature == "mask":
-            mask = numbers(1, 1, S, S) > -1.28  # nine of ten
+            mask = numbers(1, 1, S, S) > -1.28  # 90 % are True
         elif self.feature == "bias":
             mask = normal(1, H, S, S)
         elif self.feature == "dropout":
@@ -165,7 +164,7 @@ class AttentionTask:
         return Case(call, (out, lse, dout, *gradients), 10 * H * D * pairs, first=3)
 
     def prepare(self, case: Case) -> None:
-        """Backward starts from a forward, in the shipped tiling."""
+        """A backward needs the results of a forward, with the shipped tiling."""
         if self.direction == "fwd":
             return
         from fastattn.ops.attention import triton
@@ -192,7 +191,7 @@ class AttentionTask:
 
     def wrong(self, case: Case) -> tuple[float, str | None]:
         B, H, _, _ = self.shape
-        # The bits of dropout belong to a batch and head; the reference counts its heads from 0.
+        # Dropout bits depend on batch and head, and the reference numbers its heads from 0.
         heads = {(0, 0)} if self.feature == "dropout" else {(0, 0), (B - 1, H - 1)}
         worst = 0.0
         for b, h in sorted(heads):
@@ -232,7 +231,7 @@ class AttentionTask:
         return found
 
     def peer(self, case: Case) -> Callable[[], Any] | None:
-        """cuDNN's attention, of what it covers."""
+        """cuDNN's attention, for the features that it supports."""
         if self.feature not in ("plain", "causal", "dropout") or self.dtype == "fp32":
             return None
         from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -1,4 +1,4 @@
-"""Configs of the Triton attention backward that are worth timing (benchmarks/tune_attention.py)."""
+"""Candidate configs of the Triton attention backward, for benchmarks/tune_attention.py."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile, bwd_con
 
 _T = BwdTile
 
-# By architecture (fp32: any NVIDIA) and widest head dim: tiles for dq, tiles for dkdv. Those of
-# half precision compile without spills in their loops over full tiles for plain calls.
+# By architecture (fp32: any NVIDIA) and largest head dim: tiles for dq, tiles for dkdv. The half
+# precision ones compile without spills in their loops over full tiles, for calls without options.
 _CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...]]] = {
     ("fp32", 64): (
         (_T(64, 32, 4, 1), _T(32, 64, 4, 1), _T(32, 32, 8, 1), _T(64, 32, 8, 1)),
@@ -28,7 +28,7 @@ _CANDIDATES: dict[tuple[str, int], tuple[tuple[BwdTile, ...], tuple[BwdTile, ...
             _T(128, 64, 8, 2, tma=True), _T(128, 64, 8, 3, tma=True, edge_stages=2),
         ),
         (
-            # The cap makes room for three programs an SM.
+            # The register limit allows three programs per SM.
             _T(64, 64, 4, 2, tma=True, maxnreg=168), _T(64, 64, 4, 3, tma=True, maxnreg=168),
             _T(64, 128, 8, 3), _T(64, 64, 4, 3), _T(64, 64, 4, 3, tma=True),
             _T(64, 128, 8, 2, tma=True), _T(64, 128, 8, 3, tma=True, late=True),
@@ -70,10 +70,9 @@ def candidates(
     edges: bool = False,
     dense: bool = False,
 ) -> list[BwdConfig]:
-    """What is worth timing: the shipped row, then rows that change one of its two kernels.
+    """Candidates: the shipped row, then rows that change one of its two kernels.
 
-    The kernels run one after the other: the best row has the best dq and the best dkdv, whichever
-    rows they come from.
+    The kernels run one after the other, so the best row combines the best dq and the best dkdv.
     """
     base = bwd_config(arch, dtype, D, E, edges, dense)
     width = max(D, E)

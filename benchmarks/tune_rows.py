@@ -1,6 +1,6 @@
 """Tasks of `benchmarks.tune` for the ops on rows: norms and the feed-forward network.
 
-What is worth timing is offered by the op itself in its config.py, the shipped row first.
+Each op's config.py lists its candidates, the shipped row first.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _EPS = 1e-5
 
 
 class _RowTask:
-    """What norms and the feed-forward network share."""
+    """What norms and the feed-forward network have in common."""
 
     dtype: str
 
@@ -33,7 +33,7 @@ class _RowTask:
         worst = 0.0
         for n, (got, right) in enumerate(zip(case.results, self.expected(case), strict=True)):
             if right is None or got.shape != right.shape:
-                continue  # not wanted
+                continue  # not computed
             right = right.float()
             if not bool(got.isfinite().all()):
                 return float("inf"), f"result {n}: not finite"
@@ -100,7 +100,7 @@ class NormTask(_RowTask):
         return Case(args, results, size * (4 if self.op == "add_layer_norm" else 3))
 
     def _saved(self, forward: tuple[Any, ...], device: str) -> tuple[Tensor, Any, Tensor]:
-        """What was normalised and its statistics."""
+        """The normalised tensor, its mean and its reciprocal standard deviation."""
         z = forward[0] + forward[1] if self.op == "add_layer_norm" else forward[0]
         wide = z.float()
         if self.op == "rms_norm":
@@ -150,7 +150,7 @@ class NormTask(_RowTask):
         return function(*_widened(case.args))
 
     def peer(self, case: Case) -> Callable[[], Any] | None:
-        """torch's own, where it is one operator."""
+        """torch's op, if there is a single one."""
         if self.op == "add_layer_norm":
             return None
         x, weight, bias = (
@@ -236,7 +236,7 @@ class FfnTask(_RowTask):
 
 
 def _widened(args: Sequence[Any]) -> list[Any]:
-    """In fp32; dtypes among the arguments too."""
+    """Arguments in fp32, dtypes among them included."""
     return [
         a.float()
         if isinstance(a, Tensor) and a.is_floating_point()

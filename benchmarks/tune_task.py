@@ -1,4 +1,4 @@
-"""What `benchmarks.tune` knows of a task: the part that tasks of every op share."""
+"""What `benchmarks.tune` uses of a task, for all ops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Root-mean-square error against the fp32 reference, relative; four times what correct kernels show.
+# Relative root-mean-square error against the fp32 reference: four times that of correct kernels.
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 _SEED = 1234
 
@@ -17,8 +17,8 @@ _SEED = 1234
 class Case:
     """A task's tensors.
 
-    args: of the launch, without results. results: what it writes, from `first` on; before that
-    stands what a backward reads. work: bytes or FLOPs.
+    args: of the launch, without results. results: written by the launch from `first` on; before
+    are those that a backward reads. work: bytes or FLOPs.
     """
 
     args: tuple[Any, ...]
@@ -28,7 +28,7 @@ class Case:
 
 
 class Task(Protocol):
-    """A frozen dataclass: what is to be tuned, and how to make, launch and judge it."""
+    """A frozen dataclass: what to tune, and how to make its inputs, launch it and check it."""
 
     direction: str
     dtype: str
@@ -46,18 +46,18 @@ class Task(Protocol):
     def make(self, device: str) -> Case: ...
 
     def prepare(self, case: Case) -> None:
-        """Computes what a launch reads, where random numbers will not do."""
+        """Computes the inputs that cannot be random."""
 
     def launch(self, config: Any, case: Case) -> None: ...
 
     def wrong(self, case: Case) -> tuple[float, str | None]:
-        """(largest relative error, what is wrong)."""
+        """(largest relative error, error message or None)."""
 
     def peer(self, case: Case) -> Callable[[], Any] | None:
-        """A call that computes the same by torch or a library, or None."""
+        """A call of torch or a library that computes the same, or None."""
 
 
 def normal_numbers(device: str) -> Callable[..., Tensor]:
-    """shape -> a tensor of them, fp32, from one seed."""
+    """shape -> a tensor of normal random numbers, fp32, from one seed."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(_SEED)
     return lambda *shape: torch.randn(shape, device=device, generator=generator)

@@ -1,8 +1,8 @@
-"""The process that measures. Requests and events are JSON lines on standard input and output.
+"""The measuring process. Requests and events are JSON lines on standard input and output.
 
-It says what it is about to do before it does it, so that the process that watches knows whom to
-blame when this one dies or hangs. Started once and again only after such an end: importing torch
-and opening a GPU cost seconds.
+It announces each stage before it starts, so that the supervising process knows which candidate
+failed if this one dies or hangs. It is restarted only then: importing torch and opening a GPU take
+seconds.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from fastattn.testing.timing import (
 )
 
 Send = Callable[..., None]
-# How torch says that a backend of its own cannot take these inputs.
+# How torch's messages say that one of its backends does not support these inputs.
 _TORCH_REFUSALS = ("No available kernel", "No viable backend", "not supported", "only supports")
 
 
 def main() -> None:
-    os.setpgrp()  # so that the watching process can end this one with all that it starts
+    os.setpgrp()  # so that the supervising process can kill it with its child processes
     events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print must not mix with the events
+    os.dup2(2, 1)  # what libraries print must not mix with the events
 
     def send(event: str, **fields: Any) -> None:
         events.write(json.dumps({"event": event, **fields}) + "\n")
@@ -75,12 +75,12 @@ def _start(request: dict[str, Any]) -> torch.device:
         device = torch.device("cuda", torch.cuda.current_device())
     if request["threads"]:
         torch.set_num_threads(request["threads"])
-    # A compiled backward is run many times over one forward.
+    # A compiled backward is run many times for one forward.
     import torch._functorch.config as functorch_config
 
     functorch_config.donated_buffer = False
     gc.collect()
-    gc.freeze()  # what was imported is never garbage: collections between candidates are short
+    gc.freeze()  # imported objects are never garbage: this shortens later collections
     return device
 
 
@@ -101,7 +101,7 @@ def _clean(device: torch.device) -> None:
 
 
 class _Run:
-    """One group: inputs, then every candidate's gate, then the timing of those that passed."""
+    """One group: inputs, then every candidate's check, then the timing of those that passed."""
 
     def __init__(self, request: dict[str, Any], device: torch.device, send: Send):
         self.op, self.workload, self.dtype = request["op"], request["workload"], request["dtype"]
@@ -154,7 +154,7 @@ class _Run:
             self._end(candidate, directions, "skipped", "the fp64 oracle does not fit into memory")
             return []
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # candidates ask how much memory is free
+            torch.cuda.empty_cache()  # candidates read how much memory is free
         passed = []
         built = False
         for direction in directions:
@@ -163,7 +163,7 @@ class _Run:
                 if not built:
                     self.subject.build(candidate)
                     built = True
-                verdict = self.subject.judge(candidate, direction)
+                verdict = self.subject.check(candidate, direction)
             except Exception as error:
                 self._failed(candidate, [direction], error)
                 continue
@@ -227,10 +227,10 @@ class _Run:
         return measured | ({"message": timing.note} if timing.note else {})
 
     def _failed(self, candidate: Implementation, directions: list[str], error: Exception) -> None:
-        """A row for an exception: a refusal where the candidate says so, else a failure."""
+        """A row for an exception: a refusal if the candidate raised one, else a failure."""
         message = f"{type(error).__name__}: {error}"
         refused = isinstance(error, NotImplementedError) or (
-            not candidate.ours and any(words in message for words in _TORCH_REFUSALS)
+            not candidate.is_fastattn and any(words in message for words in _TORCH_REFUSALS)
         )
         self._end(candidate, directions, "refused" if refused else "FAIL", message)
         check_device(self.device, candidate.name, error)

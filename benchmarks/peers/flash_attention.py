@@ -1,8 +1,8 @@
 """FlashAttention 2, 3 and 4, padded without masks and packed.
 
-2 is the package flash-attn, 4 flash-attn-4. 3 has no package of its own on the index: it is taken
-from flash_attn_3, from xFormers' copy, or from the shared library that FASTATTN_FA3_LIBRARY names.
-They see queries as [B, S, H, D]: the same memory, other strides.
+2 is the package flash-attn, 4 flash-attn-4. 3 has no package on the index: it is loaded from
+flash_attn_3, from xFormers' copy, or from the shared library at FASTATTN_FA3_LIBRARY. They take
+queries as [B, S, H, D]: the same memory with other strides.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def _build(attend: Callable[[], Attend], task: Task) -> Forward:
     packed = task.op == "attention_varlen"
 
     def forward(inputs: Inputs) -> Tensor:
-        heads = (0, 1) if packed else (1, 2)  # the two dimensions that swap places
+        heads = (0, 1) if packed else (1, 2)  # the two dimensions to transpose
         out = run(
             *(inputs[n].transpose(*heads) for n in ("q", "k", "v")),
             bool(inputs["causal"]),
@@ -113,7 +113,7 @@ def _third_operators() -> Any:
 
 
 def _preload_cudart_12() -> None:
-    """Libraries built with CUDA 12 want its run time, which a torch for CUDA 13 does not bring."""
+    """Libraries built with CUDA 12 need its runtime, which a torch for CUDA 13 does not include."""
     folders = []
     with contextlib.suppress(ImportError):
         found = importlib.util.find_spec("nvidia.cuda_runtime")
@@ -134,7 +134,7 @@ class _Third(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        # Written in place: whether they are results, too, differs between releases.
+        # Written in place; whether they are also returned differs between releases.
         dq, dk, dv = grads = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
         _third_operators().bwd(dout, *ctx.saved_tensors, dq=dq, dk=dk, dv=dv, **ctx.options)
         return *grads, None
@@ -196,7 +196,7 @@ PEERS = (
         dropout=True,
     ),
     _peer("fa3", _third, _third_is_missing, "flash_attn_3", multiple=8),
-    # Compiles each head dim for seconds at its first call.
+    # Compiles for seconds at the first call of each head dim.
     _peer(
         "fa4",
         _fourth,

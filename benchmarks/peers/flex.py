@@ -1,7 +1,7 @@
-"""torch's FlexAttention, compiled, its block mask made once from lengths, causality or a mask.
+"""torch's FlexAttention, compiled, with a block mask made once from lengths, causality or a mask.
 
-Dynamo is reset before each shape (by the worker, for every peer that compiles): beyond its limit of
-recompilations FlexAttention falls silently to its eager form.
+The worker resets Dynamo before each shape, as for every peer that compiles: beyond its limit of
+recompilations FlexAttention silently runs eagerly.
 """
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from benchmarks.implementations import Forward, Implementation, Task
 from fastattn.testing.spec import Inputs
 
-# A shape takes 10 to 20 s to compile, so it runs on a part of the grid unless every peer is asked
-# for.
+# A shape takes 10 to 20 s to compile, so only a part of the grid is measured by default.
 _WORKLOADS = r"s8192_d128_causal$|s1024_d64_padded|s2048_d128_padded_both|s4096_d128_bool_mask"
 
 

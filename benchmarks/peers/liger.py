@@ -21,7 +21,7 @@ def _build(task: Task) -> Forward:
         )
 
     def rms_norm(inputs: Inputs) -> Tensor:
-        # Not in place: it would write the gradient of x over that of the result.
+        # In place it would write the gradient of x over that of the result.
         return functional.liger_rms_norm(
             inputs["x"], inputs["weight"], inputs["eps"], in_place=False
         )

@@ -1,4 +1,4 @@
-"""Decoding with torch.nn.Transformer, which has no cache: each step runs the whole prefix again."""
+"""Decoding with torch.nn.Transformer, which has no cache: each step recomputes the whole prefix."""
 
 from typing import Any
 
@@ -13,6 +13,6 @@ def _build(task: Task) -> Any:
 
 
 PEERS = (
-    # Seconds a call where batches are large or many tokens are wanted.
+    # A call takes seconds with large batches or many tokens.
     Implementation("torch-prefix", (GENERATION,), _build, workloads=r"_b\d_.*_new24"),
 )

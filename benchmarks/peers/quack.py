@@ -16,7 +16,7 @@ from fastattn.testing.spec import Inputs
 
 
 class _LayerNorm(torch.autograd.Function):
-    """What quack leaves to its users: it has a forward, and later releases a backward."""
+    """quack has no autograd function for it: only a forward and, in later releases, a backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
@@ -42,7 +42,7 @@ class _LayerNorm(torch.autograd.Function):
 def _layer_norm(task: Task) -> Forward:
     from quack.rmsnorm import layernorm_fwd
 
-    # It wants fp32 parameters: converted once, as a model would hold them.
+    # It needs fp32 parameters: converted once, as a model would store them.
     fp32 = [task.inputs[n].detach().float() for n in ("weight", "bias")]
 
     def forward(inputs: Inputs) -> Tensor:

@@ -1,7 +1,7 @@
-"""torch.nn.functional.scaled_dot_product_attention, each of its backends by itself.
+"""torch.nn.functional.scaled_dot_product_attention, each of its backends separately.
 
-Lengths become a boolean mask of keys, made once. Rows beyond query_lengths are computed like all
-others: SDPA has no word for them.
+Lengths become a boolean mask of keys, made once. SDPA has no query lengths: rows beyond them are
+computed like all others.
 """
 
 from functools import partial
@@ -71,13 +71,13 @@ def _build(backend: SDPBackend | None, task: Task) -> Forward:
 
 
 def _build_loop(task: Task) -> Forward:
-    """Packed sequences one call after the other, where they lie known on the host beforehand."""
+    """Packed sequences, one call for each; the offsets are read on the host in advance."""
     offsets = [task.inputs[f"cu_seqlens_{x}"].tolist() for x in "qk"]
-    places = [list(pairwise(each)) for each in offsets]
+    ranges = [list(pairwise(each)) for each in offsets]
     causal, scale = bool(task.inputs["causal"]), task.inputs.get("scale")
 
     def forward(inputs: Inputs) -> Tensor:
-        pieces = [
+        outs = [
             F.scaled_dot_product_attention(
                 inputs["q"][None, :, q0:q1],
                 inputs["k"][None, :, k0:k1],
@@ -85,9 +85,9 @@ def _build_loop(task: Task) -> Forward:
                 is_causal=causal,
                 scale=scale,
             )[0]
-            for (q0, q1), (k0, k1) in zip(*places, strict=True)
+            for (q0, q1), (k0, k1) in zip(*ranges, strict=True)
         ]
-        return torch.cat(pieces, 1)
+        return torch.cat(outs, 1)
 
     return forward
 
@@ -111,14 +111,14 @@ def _peer(
 PEERS = (
     _peer("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION, "cuda"),
     _peer("sdpa-flash", SDPBackend.FLASH_ATTENTION, "cuda"),
-    # The slowest of the three where masks do not rule the others out: a part of the plain grid.
+    # The slowest of the three except for masks, which only it supports: a part of the plain grid.
     _peer(
         "sdpa-efficient",
         SDPBackend.EFFICIENT_ATTENTION,
         "cuda",
         r"mask|bias|dropout|padded|sentences|s(512|8192)_",
     ),
-    # Seconds a call where sequences are long.
+    # A call takes seconds with long sequences.
     _peer("sdpa-math", SDPBackend.MATH, "cuda", r"s(512|1024)_"),
     _peer("sdpa", None, "cpu"),
     Implementation("sdpa-loop", ("attention_varlen",), _build_loop, workloads="_s(512|1024)_"),

@@ -1,4 +1,4 @@
-"""torch's plain operators, eager and under torch.compile: what a model without a library does."""
+"""torch's operators, eager and under torch.compile: a model without any library."""
 
 from collections.abc import Callable
 from functools import partial
@@ -143,8 +143,8 @@ PEERS = (
         ignores_query_lengths=True,
     ),
     *[_eager(op) for op in _ROW_OPS],
-    # Of what a CPU is given, one shape each: it takes 10 s there.
+    # On a CPU, where compiling takes 10 s, one shape of each op.
     *[_compiled("compile", op, None, r"32768x|8192x|16384x|2048x512(_relu)?$") for op in _ROW_OPS],
-    # Minutes of search per shape.
+    # Minutes of search for each shape.
     _compiled("compile-max-autotune", "ffn", "max-autotune-no-cudagraphs", ON_REQUEST),
 )

@@ -1,7 +1,7 @@
-"""TransformerEngine's norms and attention, its modules called with the parameters of the inputs.
+"""TransformerEngine's norms and attention: its modules, called with the parameters of the inputs.
 
-Its attention takes [B, S, H, D] in that order in memory alone: it copies q, k and v first, and the
-copies are timed with it.
+Its attention needs [B, S, H, D] contiguous in memory: q, k and v are copied first, and the copies
+are timed, too.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def _attention(task: Task) -> Forward:
     )
 
     def forward(inputs: Inputs) -> Tensor:
-        # Of views it would trust the shape and read the wrong memory.
+        # With views it reads the wrong memory, because it relies on the shape.
         out = module(*(inputs[n].transpose(1, 2).contiguous() for n in ("q", "k", "v")))
         B, M = out.shape[:2]
         return out.view(B, M, q.shape[1], q.shape[3]).transpose(1, 2)

@@ -1,6 +1,6 @@
 """xFormers' memory_efficient_attention, which chooses among its own backends.
 
-It sees queries as [B, S, H, D]; lengths would be packed sequences to it, so it gets none.
+It takes queries as [B, S, H, D]; it supports lengths only for packed sequences, so it gets none.
 """
 
 from typing import Any

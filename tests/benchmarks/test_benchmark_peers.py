@@ -18,7 +18,7 @@ from benchmarks.implementations import Implementation, Task
 from benchmarks.peers import flash_attention as fa_peers
 from benchmarks.subject import OpSubject
 from fastattn import functional
-from fastattn.integrations import flash_attn as ours
+from fastattn.integrations import flash_attn as flash
 from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
 from fastattn.testing.spec import Workload
 
@@ -59,7 +59,7 @@ def _peer(name: str, op: str) -> Implementation:
     return next(p for p in cases.implementations_of(op, "cuda") if p.name == name)
 
 
-def _judge(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
+def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
     """As the worker does: built, forward and gradients within the error budget."""
     subject = OpSubject(cases.specs()[op], workload, CPU, dtype, cold=False)
     peer = _peer(name, op)
@@ -67,7 +67,7 @@ def _judge(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bf
     subject.build(peer)
     subject.prepare_oracle(peer)
     for direction in ("fwd", "bwd"):
-        verdict = subject.judge(peer, direction)
+        verdict = subject.check(peer, direction)
         assert verdict.ok, f"{direction}: {verdict.message}"
 
 
@@ -79,18 +79,18 @@ PACKED = packed_workload("tiny", LENGTHS, 4, 16, ("cpu",))
 FLASH_CASES = pytest.mark.parametrize("case", ["full", "causal", "window", "grouped", "packed"])
 
 
-def _judge_flash(name: str, case: str) -> None:
+def _check_flash(name: str, case: str) -> None:
     if case == "packed":
-        _judge(name, "attention_varlen", PACKED)
+        _check(name, "attention_varlen", PACKED)
     else:
-        _judge(name, "attention", _dense(**DENSE[case]))
+        _check(name, "attention", _dense(**DENSE[case]))
 
 
 # -- FlashAttention --------------------------------------------------------------------------------
 @FLASH_CASES
 def test_flash_attention_2(modules: Any, case: str) -> None:
-    modules({"flash_attn.flash_attn_interface": vars(ours)})
-    _judge_flash("fa2", case)
+    modules({"flash_attn.flash_attn_interface": vars(flash)})
+    _check_flash("fa2", case)
 
 
 FWD_3 = (
@@ -129,9 +129,9 @@ def _attend_3(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple
         "return_attn_probs": True, **window,
     }  # fmt: skip
     if options["cu_seqlens_q"] is None:
-        return ours.flash_attn_func(q, k, v, **shared)[:2]  # type: ignore[return-value]
+        return flash.flash_attn_func(q, k, v, **shared)[:2]  # type: ignore[return-value]
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return ours.flash_attn_varlen_func(q, k, v, *(options[n] for n in names), **shared)[:2]  # type: ignore[return-value]
+    return flash.flash_attn_varlen_func(q, k, v, *(options[n] for n in names), **shared)[:2]  # type: ignore[return-value]
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def test_flash_attention_3(
     assert _peer("fa3", "attention").unavailable() is None
     fa_peers._third_operators.cache_clear()
     with _library_3(results):
-        _judge_flash("fa3", case)
+        _check_flash("fa3", case)
     fa_peers._third_operators.cache_clear()
 
 
@@ -205,7 +205,7 @@ def _flash_attn_4(
     assert all(side is None or side >= 0 for side in window_size)
     assert q.shape[-1] % 8 == 0
     window = tuple(-1 if side is None else side for side in window_size)
-    return ours.flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window), None
+    return flash.flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window), None
 
 
 def _flash_attn_varlen_4(
@@ -216,14 +216,14 @@ def _flash_attn_varlen_4(
 ):  # fmt: skip
     window = tuple(-1 if side is None else side for side in window_size)
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return ours.flash_attn_varlen_func(q, k, v, *packing, 0.0, softmax_scale, causal, window), None
+    return flash.flash_attn_varlen_func(q, k, v, *packing, 0.0, softmax_scale, causal, window), None
 
 
 @FLASH_CASES
 def test_flash_attention_4(modules: Any, case: str) -> None:
     functions = {"flash_attn_func": _flash_attn_4, "flash_attn_varlen_func": _flash_attn_varlen_4}
     modules({"flash_attn.cute.interface": functions})
-    _judge_flash("fa4", case)
+    _check_flash("fa4", case)
 
 
 @pytest.mark.parametrize(("name", "refused"), [("fa2", False), ("fa3", True), ("fa4", True)])
@@ -263,7 +263,7 @@ def test_xformers(modules: Any, case: str) -> None:
         "memory_efficient_attention": _memory_efficient_attention,
     }
     modules({"xformers.ops": functions})
-    _judge("xformers", "attention", padded_workload("tiny", 2, 4, 32, 16, ("cpu",), **DENSE[case]))
+    _check("xformers", "attention", padded_workload("tiny", 2, 4, 32, 16, ("cpu",), **DENSE[case]))
 
 
 # -- norms -----------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_liger(modules: Any, op: str) -> None:
         "liger_rms_norm": _liger_rms_norm,
     }
     modules({"liger_kernel.transformers.functional": functions})
-    _judge("liger", op, _norm_workload(op))
+    _check("liger", op, _norm_workload(op))
 
 
 def _layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
@@ -315,7 +315,7 @@ def _rmsnorm(
 def test_quack(modules: Any, op: str) -> None:
     functions = {"layernorm_fwd": _layernorm_fwd, "layernorm_bwd": _layernorm_bwd}
     modules({"quack.rmsnorm": functions | {"rmsnorm": _rmsnorm}})
-    _judge("quack", op, _norm_workload(op))
+    _check("quack", op, _norm_workload(op))
 
 
 # -- TransformerEngine -----------------------------------------------------------------------------
@@ -371,6 +371,6 @@ def test_transformer_engine(modules: Any, case: str) -> None:
     }  # fmt: skip
     modules({"transformer_engine.pytorch": kinds})
     if case in DENSE:
-        _judge("transformer-engine", "attention", _dense(**DENSE[case]))
+        _check("transformer-engine", "attention", _dense(**DENSE[case]))
     else:
-        _judge("transformer-engine", case, _norm_workload(case))
+        _check("transformer-engine", case, _norm_workload(case))

@@ -68,8 +68,8 @@ def test_runs_of_one_workload(tmp_path: Path) -> None:
     """The median of those on the same sources, whole; what only an earlier run had stays."""
     path = tmp_path / "results.jsonl"
 
-    def run(commit: str, ours: float, **peers: float) -> None:
-        names = {"fastattn-cpu": ours, "fastattn-reference": 3.0, **peers}
+    def run(commit: str, ms: float, **peers: float) -> None:
+        names = {"fastattn-cpu": ms, "fastattn-reference": 3.0, **peers}
         batch = [_synthetic("ffn", "fwd", "x", name, ms, {}, []) for name, ms in names.items()]
         rows.append(path, [r | {"commit": commit} for r in rows.complete(batch, {}, None)])
 
@@ -139,8 +139,8 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     text = page.read_text()
     assert "fa3 is not installed" in text and "not measured" not in text
     assert "<td>s8192_d64</td><td><b>400</b> (×1.10)</td><td>364</td><td>333</td>" in text
-    for title in ("mean of the workloads, least to most", "roofline", "memory of attention",
-                  "memory of the transformer", "our best against the best peer",
+    for title in ("mean and range of the workloads", "roofline", "memory of attention",
+                  "memory of the transformer", "fastattn's best backend against the best peer",
                   "attention against the best peer"):  # fmt: skip
         assert title in text, title
     assert "<svg" in text and not re.search(r'(src|href)="(?!#|data:)', text)
@@ -156,7 +156,7 @@ def test_stale_figures_are_listed(
     path = tmp_path / "results.jsonl"
     rows.append(path, _synthetic_rows())
     assert report.main([str(path), "--stale"]) == 0
-    assert "of the sources at hand" in capsys.readouterr().out
+    assert "of the current sources" in capsys.readouterr().out
     digest = rows.source_digest
     changed = {"attention": "0123456789ab"}
     for module in (rows, grids):
@@ -170,7 +170,7 @@ def test_stale_figures_are_listed(
 
 
 def test_rows_of_record_are_whole_and_in_the_documents() -> None:
-    """What is kept in benchmarks/results has every field, no failure of ours, and a machine's
+    """What is kept in benchmarks/results has every field, no failure of fastattn, and a machine's
     name; the README holds what the report makes of it.
     """
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -180,7 +180,7 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
         for row in found:
             assert set(row) == set(rows.FIELDS), path
             assert row["gpu"] or row["cpu"], path
-            # A peer may miss the budget, as torch's bf16 gradients of parameters do; ours may not.
+            # A peer may exceed the budget, as torch's bf16 gradients of parameters do.
             assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
     readme = (ROOT / "README.md").read_text()
     if paths:
@@ -190,7 +190,7 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
         assert {ROOT / picture for picture in shown} == {*(ROOT / "benchmarks").rglob("*.svg")}
         for picture, group in zip(shown, grids.by_machine(results).values(), strict=True):
             means = re.findall(r">(\d+\.\d\d)</text>", (ROOT / picture).read_text())
-            assert sorted(means) == sorted(f"{s.mean:.2f}" for s in grids.standings(group))
+            assert sorted(means) == sorted(f"{s.mean:.2f}" for s in grids.peer_ratios(group))
     else:
         assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
 
@@ -209,7 +209,7 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
         assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, commit ")
         assert text.endswith(f"|\n\n</details>\n{report._END}After\n") and "old" not in text
         assert "No peers" not in text
-        assert "![ours beside the best peers, Example GPU](example-gpu.svg)" in text
+        assert "![fastattn and the best peers, Example GPU](example-gpu.svg)" in text
         pictures.append((tmp_path / "example-gpu.svg").read_bytes())
         assert b">layer_norm, forward</text>" in pictures[-1]
         assert set(tmp_path.iterdir()) == {path, document, tmp_path / "example-gpu.svg"}

@@ -24,7 +24,7 @@ from benchmarks.implementations import Implementation, Task, can_import
 from benchmarks.model import MODEL, ModelSubject, _set_dropout
 from benchmarks.rows import ROOT
 from benchmarks.runner import Runner, Settings
-from benchmarks.subject import OpSubject, _judged_rows
+from benchmarks.subject import OpSubject, _checked_rows
 from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import (
@@ -190,7 +190,7 @@ def test_gate_judges_what_is_timed(
         candidate = _candidate(function)
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        return subject.judge(candidate, direction)
+        return subject.check(candidate, direction)
 
     def off_by_one_element(inputs: Inputs) -> Any:
         out = _reference(inputs).clone()
@@ -227,8 +227,8 @@ def test_peers_may_ignore_padded_rows_and_draw_their_own_dropout() -> None:
         candidate = _candidate(fills_padded_rows, ignores_query_lengths=ignores)
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        assert subject.judge(candidate, "fwd").ok == ignores
-        assert subject.judge(candidate, "bwd").ok
+        assert subject.check(candidate, "fwd").ok == ignores
+        assert subject.check(candidate, "bwd").ok
 
     def own_dropout(inputs: Inputs) -> Any:
         seed = {"dropout_seed": torch.tensor([99])} if inputs.get("dropout_p") else {}
@@ -241,17 +241,17 @@ def test_peers_may_ignore_padded_rows_and_draw_their_own_dropout() -> None:
         candidate = _candidate(own_dropout, draws_dropout=draws)
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        found = subject.judge(candidate, "fwd")
+        found = subject.check(candidate, "fwd")
         assert found.ok == draws
-        assert (found.message == "judged with dropout off") == draws
+        assert (found.message == "checked with dropout off") == draws
 
 
-def test_judged_rows_keep_the_edges() -> None:
+def test_checked_rows_keep_the_edges() -> None:
     x = torch.arange(40_000.0)[:, None].expand(-1, 16)
-    picked = _judged_rows(x)[:, 0]
+    picked = _checked_rows(x)[:, 0]
     assert len(picked) == 2**18 // 16 and len(picked.unique()) == len(picked)
     assert picked[0] == 0 and picked[31] == 31 and picked[-1] == 39_999 and picked[-32] == 39_968
-    assert _judged_rows(x[:1000]).shape == (1000, 16)
+    assert _checked_rows(x[:1000]).shape == (1000, 16)
 
 
 def test_model_gate() -> None:
@@ -262,18 +262,18 @@ def test_model_gate() -> None:
         candidate = candidates[name]
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        found = subject.judge(candidate, "step")
+        found = subject.check(candidate, "step")
         assert found.ok, f"{name}: {found.message}"
         subject.calls(candidate, "step")[0]()
     module = subject.models["fastattn"].module
     assert _set_dropout(module, 0.1) == 0.1  # the gate put it back
     with torch.no_grad():
         module.encoder.layers[0].norm1.weight[0] += 0.01
-    assert not subject.judge(candidates["fastattn"], "step").ok
+    assert not subject.check(candidates["fastattn"], "step").ok
 
 
 def test_packed_gate() -> None:
-    """The packed op is judged by its own specification, and a decoding shape has no backward."""
+    """The packed op is checked by its own specification, and a decoding shape has no backward."""
     workload = packed_workload("tiny", torch.tensor([5, 17, 1]), 2, 16, ("cpu",))
     subject = OpSubject(cases.specs()["attention_varlen"], workload, CPU, torch.float32)
 
@@ -290,14 +290,14 @@ def test_packed_gate() -> None:
         candidate = _candidate(f)
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        assert [subject.judge(candidate, d).ok for d in ("fwd", "bwd")] == [right, right]
+        assert [subject.check(candidate, d).ok for d in ("fwd", "bwd")] == [right, right]
     decode = padded_workload("tiny", 2, 4, 33, 16, ("cpu",), M=1)
     assert cases.directions("attention", decode) == ("fwd",)
     subject = OpSubject(cases.specs()["attention"], decode, CPU, torch.float32)
     candidate = _candidate(_reference)
     subject.build(candidate)
     subject.prepare_oracle(candidate)
-    assert subject.judge(candidate, "fwd").ok
+    assert subject.check(candidate, "fwd").ok
     assert len(subject.calls(candidate, "fwd")) == 1
     assert subject.details(candidate, "fwd")["peak_bytes"] > 0
 
@@ -308,10 +308,10 @@ def test_automatic_choice_is_a_candidate_where_it_may_be_none_of_the_backends() 
     subject = OpSubject(cases.specs()["linear"], workload, CPU, torch.bfloat16)
     found = cases.implementations_of("linear", "cpu")
     [chosen] = [c for c in found if c.name == "fastattn-automatic"]
-    assert chosen.ours
+    assert chosen.is_fastattn
     subject.build(chosen)
     subject.prepare_oracle(chosen)
-    assert subject.judge(chosen, "fwd").ok and subject.judge(chosen, "bwd").ok
+    assert subject.check(chosen, "fwd").ok and subject.check(chosen, "bwd").ok
     assert not [c for c in cases.implementations_of("ffn", "cpu") if c.name == chosen.name]
 
 
@@ -322,14 +322,14 @@ def test_generation_gate(beams: int) -> None:
     workload = generation._workload(size, ("cpu",))
     subject = GenerationSubject(workload, CPU, torch.float32)
     found = cases.implementations_of(generation.GENERATION, "cpu")
-    [ours] = [c for c in found if c.name == "fastattn"]
+    [fast] = [c for c in found if c.name == "fastattn"]
 
     def verdict(change: Any) -> Any:
-        decode = ours.build(subject.task)
-        candidate = replace(ours, build=lambda task: lambda inputs: change(decode(inputs)))
+        decode = fast.build(subject.task)
+        candidate = replace(fast, build=lambda task: lambda inputs: change(decode(inputs)))
         subject.build(candidate)
         subject.prepare_oracle(candidate)
-        return subject.judge(candidate, "decode")
+        return subject.check(candidate, "decode")
 
     def other_token(d: Decoded) -> Decoded:
         tokens = d.tokens.clone()
@@ -394,7 +394,7 @@ def test_peers_refuse_what_they_cannot_do() -> None:
     ]  # fmt: skip
     found: dict[str, list[str]] = {}
     for peer in cases.implementations_of("attention", "cuda"):
-        if peer.ours:
+        if peer.is_fastattn:
             continue
         for n, each in enumerate(options):
             workload = _attention_workload(**each)
@@ -415,8 +415,8 @@ def test_peers_refuse_what_they_cannot_do() -> None:
 def test_the_end_of_the_time_ends_a_candidate() -> None:
     runner = Runner(Settings("cpu"))
     runner.lines = queue.Queue()
-    with pytest.raises(Exception, match="no sign of life for 0 s"):
-        runner._next("candidate", "timing", time.monotonic())
+    with pytest.raises(Exception, match="no event for 0 s"):
+        runner._next_event("candidate", "timing", time.monotonic())
 
 
 @pytest.mark.slow
@@ -452,7 +452,7 @@ def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
         timed = row["ms_median"] is not None
         assert timed == (row["status"] == "ok"), (name, direction)
     assert "SIGKILL" in found["dies", "fwd"]["message"]
-    assert "no sign of life for 5 s" in found["hangs", "fwd"]["message"]
+    assert "no event for 5 s" in found["hangs", "fwd"]["message"]
     assert found["wrong", "fwd"]["message"].startswith("y: ")
     assert found["absent", "fwd"]["message"] == "absent is not installed"
     right, mine = found["right", "fwd"], found["fastattn-reference", "fwd"]

@@ -1,5 +1,5 @@
-"""The peers of the benchmarks against stand-ins that have the signatures and the demands of the
-real packages, on a CPU: names and order of arguments, layouts, what comes back.
+"""The peers of the benchmarks, with stubs that have the signatures and requirements of the real
+packages, on a CPU: names and order of arguments, layouts, results.
 """
 
 import sys
@@ -24,7 +24,7 @@ from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([5, 17, 2])
-# Options of `padded_workload`, and which of the two kinds of packing.
+# Options of `padded_workload`, and the two kinds of packing.
 DENSE: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"causal": True}, "window": {"causal": True, "window": 8},
     "grouped": {"K": 2}, "bias": {"mask": "float HMN"},
@@ -33,7 +33,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts modules under their names: `modules({"package.module": {"name": value}})`."""
+    """Installs modules by name: `modules({"package.module": {"name": value}})`."""
 
     def install(contents: dict[str, dict[str, Any]]) -> None:
         for name in contents:
@@ -60,7 +60,7 @@ def _peer(name: str, op: str) -> Implementation:
 
 
 def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
-    """As the worker does: built, forward and gradients within the error budget."""
+    """As in the worker: built, then forward and gradients within the error budget."""
     subject = OpSubject(cases.specs()[op], workload, CPU, dtype, cold=False)
     peer = _peer(name, op)
     assert peer.unsupported(subject.task) is None
@@ -115,7 +115,7 @@ BWD_3 = (
     "int window_size_right = -1, float softcap = 0.0, bool deterministic = False, "
     "int sm_margin = 0) -> "
 )
-# One release returns what it wrote, another one its scratch memory alone.
+# One release returns what it wrote, another one only its workspace.
 RESULTS_3 = {
     "gradients": "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
     "scratch": "(Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -187,7 +187,7 @@ def test_flash_attention_3(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("FASTATTN_FA3_LIBRARY", raising=False)
     for name in ("flash_attn_3", "flash_attn_3._C"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that they go with this test
+        monkeypatch.setitem(sys.modules, name, None)  # so that they are removed after this test
         monkeypatch.delitem(sys.modules, name)
     assert _peer("fa3", "attention").unavailable() is None
     fa_peers._third_operators.cache_clear()
@@ -228,7 +228,7 @@ def test_flash_attention_4(modules: Any, case: str) -> None:
 
 @pytest.mark.parametrize(("name", "refused"), [("fa2", False), ("fa3", True), ("fa4", True)])
 def test_head_dims_beside_multiples_of_8(name: str, refused: bool) -> None:
-    """FlashAttention 2 pads them in its Python part, the others do not."""
+    """FlashAttention 2 pads them in Python, the others do not."""
     workload = padded_workload("tiny", 2, 4, 33, 20, ("cpu",))
     inputs = workload.make(CPU, torch.bfloat16, torch.Generator())
     task = Task("attention", workload, CPU, torch.bfloat16, inputs)
@@ -245,7 +245,7 @@ def _memory_efficient_attention(
 ):
     B, M, H, _ = query.shape
     causal = isinstance(attn_bias, LowerTriangularMask)
-    if isinstance(attn_bias, Tensor):  # broadcasts nothing by itself
+    if isinstance(attn_bias, Tensor):  # it does not broadcast
         assert attn_bias.shape == (B, H, M, key.shape[1]) and attn_bias.dtype == query.dtype
     out = functional.attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
@@ -272,7 +272,7 @@ def _norm_workload(op: str) -> Workload:
 
 
 def _liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
-    assert not in_place  # its backward writes over the gradient of the result otherwise
+    assert not in_place  # in place, its backward overwrites the gradient of the result
     return functional.rms_norm(X, W, eps)
 
 
@@ -288,7 +288,7 @@ def test_liger(modules: Any, op: str) -> None:
 
 def _layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
     assert x.dim() == 2 and weight.dtype is torch.float32 and bias.dtype is torch.float32
-    assert not x.requires_grad or not torch.is_grad_enabled()  # it would be lost
+    assert not x.requires_grad or not torch.is_grad_enabled()  # there is no derivative
     wide = x.float()
     found = [wide.var(-1, unbiased=False).add(eps).rsqrt(), wide.mean(-1)]
     wanted = [s for s, on in zip(found, (return_rstd, return_mean), strict=True) if on]
@@ -355,7 +355,7 @@ class _DotProductAttention(nn.Module):
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None):
         layers = (query_layer, key_layer, value_layer)
-        # It takes the memory to be in the order of the shape where offsets and strides agree.
+        # It assumes memory in the order of the shape if offsets and strides agree.
         assert all(x.is_contiguous() for x in layers)
         assert query_layer.shape[2:] == (self.heads, self.channels)
         assert key_layer.shape[2] == self.groups

@@ -1,4 +1,4 @@
-"""Rows of results, and what the report makes of them."""
+"""Rows of results, and the reports made of them."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def _synthetic(
 
 
 def test_runs_of_one_workload(tmp_path: Path) -> None:
-    """The median of those on the same sources, whole; what only an earlier run had stays."""
+    """The median of those on the same sources; implementations of earlier runs are kept."""
     path = tmp_path / "results.jsonl"
 
     def run(commit: str, ms: float, **peers: float) -> None:
@@ -84,7 +84,7 @@ def test_runs_of_one_workload(tmp_path: Path) -> None:
     run("new", 2.0, eager=8.0)
     run("new", 1.0, eager=2.0)
     assert (found()["fastattn-cpu"], found()["eager"]) == (1.0, 2.0)
-    run("new", 1.0, eager=1.0)  # of two in the middle the lower
+    run("new", 1.0, eager=1.0)  # the lower of two medians
     assert (found()["fastattn-cpu"], found()["eager"]) == (4.0, 4.8)
     run("new", 1.0, eager=9.0)
     run("new", 1.0)  # without its peer: the slowest of all
@@ -98,7 +98,7 @@ def test_report_renders(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     synthetic = _synthetic_rows()
     rows.append(path, synthetic[:20])
-    rows.append(path, synthetic[10:])  # rows of the same case replace each other
+    rows.append(path, synthetic[10:])  # later rows of a case replace earlier ones
     assert len(list(rows.read([path]))) == len(synthetic)
     assert report.main([str(path)]) == 0
     folder = tmp_path / "report"
@@ -119,7 +119,7 @@ def test_report_renders(tmp_path: Path) -> None:
 
 
 def test_report_in_one_file(tmp_path: Path) -> None:
-    """Tables and pictures in one page that refers to nothing outside itself."""
+    """Tables and plots in one page without external references."""
     pytest.importorskip("matplotlib")
     path, page = tmp_path / "results.jsonl", tmp_path / "report.html"
     found = _synthetic_rows()
@@ -169,9 +169,9 @@ def test_stale_figures_are_listed(
     assert isinstance(table, report.Table) and "†" in table.lines[0][1]
 
 
-def test_rows_of_record_are_whole_and_in_the_documents() -> None:
-    """What is kept in benchmarks/results has every field, no failure of fastattn, and a machine's
-    name; the README holds what the report makes of it.
+def test_committed_rows_are_complete_and_in_the_readme() -> None:
+    """Every row in benchmarks/results has every field and a machine's name, none is a failure of
+    fastattn; the README holds the report of them.
     """
     paths = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     for path in paths:
@@ -195,7 +195,7 @@ def test_rows_of_record_are_whole_and_in_the_documents() -> None:
         assert f"{report._BEGIN}None are kept yet.\n{report._END}" in readme
 
 
-def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
+def test_summary_is_written_between_the_markers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path, document = tmp_path / "results.jsonl", tmp_path / "README.md"
     rows.append(path, _synthetic_rows())
@@ -221,7 +221,7 @@ def test_summary_is_written_between_the_marks(tmp_path: Path) -> None:
         report.updated(document.read_text(), [], tmp_path)
 
 
-def test_the_nearer_ceiling_is_the_roof() -> None:
+def test_the_lower_ceiling_is_the_roof() -> None:
     ceiling = {"flops_per_s": 8e14, "bytes_per_s": 4e12}
     for flops, bytes_, roof in ((4e11, 4e8, 0.5), (4e11, 3e9, 0.75)):
         row = _synthetic("ffn", "fwd", "w", "eager", 1.0, {}, [], flops, bytes_)

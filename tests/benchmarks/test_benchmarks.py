@@ -1,4 +1,4 @@
-"""The benchmarks judge before they time, survive what candidates do, report what rows say."""
+"""The benchmarks check results before timing, survive failing candidates, and report rows."""
 
 import json
 import queue
@@ -104,7 +104,7 @@ PEERS = [
     ids=str,
 )
 def test_flops_of_attention_workloads(options: dict[str, Any]) -> None:
-    """4 D a head and pair; of causal pairs half of the square, so half of the diagonal."""
+    """4 D per head and pair; causal pairs are half of the square, and half of the diagonal."""
     workload = _attention_workload(**options)
     inputs = workload.make(CPU, torch.float32, torch.Generator())
     B, H, M, D = inputs["q"].shape
@@ -124,8 +124,8 @@ def test_flops_of_attention_workloads(options: dict[str, Any]) -> None:
 
 
 def test_flops_of_a_model() -> None:
-    """As torch counts a step; attention's backward, which computes its scores again, is 2.5 times
-    its forward, and of causal pairs half count.
+    """As torch counts a step; attention's backward, which recomputes its scores, is 2.5 times its
+    forward, and causal pairs count half.
     """
     size = model.Size(d=16, heads=2, ff=24, layers=3, B=2, S=5)
     workload = model._workload(size, ("cpu",))
@@ -134,12 +134,12 @@ def test_flops_of_a_model() -> None:
         model.call(size.module(nn.Transformer, CPU, 0.0), inputs)
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     products = counter.get_total_flops() - attention
-    # Three attentions in the two layers of a height, one of them causal.
+    # Three attentions in an encoder and a decoder layer, one of them causal.
     assert workload.flops == 3 * products + 3.5 * attention * 2.5 / 3
 
 
 def test_summary_of_a_run() -> None:
-    """Ratios have a geometric mean: twice as fast and half as fast is as fast."""
+    """The mean of ratios is geometric: twice as fast and half as fast average to 1."""
     batch = [
         {"op": "ffn", "direction": "fwd", "dtype": "bf16", "impl": "fastattn-cpu", "status": status}
         | {"ratio_best": ratio}
@@ -176,10 +176,10 @@ def _reference(inputs: Inputs) -> Any:
     ids=str,
 )
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
-def test_gate_judges_what_is_timed(
+def test_check_covers_what_is_timed(
     options: dict[str, Any], sliced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The right candidate passes; one wrong element or a wrong gradient does not."""
+    """A correct candidate passes; one wrong element or a wrong gradient does not."""
     if sliced:
         monkeypatch.setattr("benchmarks.subject._WHOLE", 1)
     subject = OpSubject(
@@ -266,14 +266,14 @@ def test_model_gate() -> None:
         assert found.ok, f"{name}: {found.message}"
         subject.calls(candidate, "step")[0]()
     module = subject.models["fastattn"].module
-    assert _set_dropout(module, 0.1) == 0.1  # the gate put it back
+    assert _set_dropout(module, 0.1) == 0.1  # the check restored it
     with torch.no_grad():
         module.encoder.layers[0].norm1.weight[0] += 0.01
     assert not subject.check(candidates["fastattn"], "step").ok
 
 
 def test_packed_gate() -> None:
-    """The packed op is checked by its own specification, and a decoding shape has no backward."""
+    """The packed op is checked with its own specification, and a decoding shape has no backward."""
     workload = packed_workload("tiny", torch.tensor([5, 17, 1]), 2, 16, ("cpu",))
     subject = OpSubject(cases.specs()["attention_varlen"], workload, CPU, torch.float32)
 
@@ -303,7 +303,7 @@ def test_packed_gate() -> None:
 
 
 def test_automatic_choice_is_a_candidate_where_it_may_be_none_of_the_backends() -> None:
-    """A bf16 linear layer on the CPU is torch's own unless a backend is named."""
+    """A bf16 linear layer on the CPU runs torch's op unless a backend is named."""
     workload = next(w for w in cases.workloads("linear") if w.name == "16x256x768")
     subject = OpSubject(cases.specs()["linear"], workload, CPU, torch.bfloat16)
     found = cases.implementations_of("linear", "cpu")
@@ -317,7 +317,7 @@ def test_automatic_choice_is_a_candidate_where_it_may_be_none_of_the_backends() 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_gate(beams: int) -> None:
-    """Another token than the likeliest, a wrong log-probability, too few tokens are seen."""
+    """A token other than the likeliest, a wrong log-probability, too few tokens are detected."""
     size = DecodeSize(32, 2, 64, 1, 50, 3, 5, 4, beams)
     workload = generation._workload(size, ("cpu",))
     subject = GenerationSubject(workload, CPU, torch.float32)
@@ -349,7 +349,7 @@ def test_generation_gate(beams: int) -> None:
 
 # -- peers -----------------------------------------------------------------------------------------
 def test_absent_peers_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without any of the packages every optional peer is named with its reason, none is run."""
+    """Without any of the packages every optional peer gets a row with its reason, none is run."""
     monkeypatch.setattr("benchmarks.implementations.importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("FASTATTN_FA3_LIBRARY", raising=False)
     absent = cases.absent_peers("cuda")
@@ -387,7 +387,7 @@ def test_modules_are_found_without_importing(
 
 
 def test_peers_refuse_what_they_cannot_do() -> None:
-    """In words that follow their name, before anything of theirs is imported."""
+    """With a reason that follows their name, before their package is imported."""
     options: list[dict[str, Any]] = [
         {}, {"causal": True}, {"causal": True, "window": 8}, {"mask": "bool BMN"},
         {"mask": "float HMN"}, {"padded": "both"}, {"dropout_p": 0.1}, {"K": 2},
@@ -421,7 +421,7 @@ def test_the_end_of_the_time_ends_a_candidate() -> None:
 
 @pytest.mark.slow
 def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
-    """Wrong, dying, hanging, raising, absent candidates get a row; the good ones get times."""
+    """Wrong, crashing, hanging, raising, absent candidates get a row; the good ones are timed."""
     path = tmp_path / "misbehaving.py"
     path.write_text(PEERS)
     names = ("dies", "fastattn-reference", "wrong", "wrong_gradient", "raises", "hangs", "absent",
@@ -446,7 +446,7 @@ def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
         "refuses": ("refused", "refused"),
         "right": ("ok", "ok"),
     }
-    assert starts == 3  # one worker died, one hung
+    assert starts == 3  # one worker crashed, one hung
     for (name, direction), row in found.items():
         assert set(row) == set(rows.FIELDS)
         timed = row["ms_median"] is not None
@@ -455,16 +455,16 @@ def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
     assert "no event for 5 s" in found["hangs", "fwd"]["message"]
     assert found["wrong", "fwd"]["message"].startswith("y: ")
     assert found["absent", "fwd"]["message"] == "absent is not installed"
-    right, mine = found["right", "fwd"], found["fastattn-reference", "fwd"]
+    right, reference = found["right", "fwd"], found["fastattn-reference", "fwd"]
     assert right["error"] <= right["allowed_error"]
     peers = [found[name, "fwd"] for name in ("right", "wrong_gradient")]
     best = min(peers, key=lambda r: r["ms_median"])
-    assert mine["best_peer"] == best["impl"]
-    assert mine["ratio_best"] == pytest.approx(best["ms_median"] / mine["ms_median"])
-    assert mine["gbps"] == pytest.approx(mine["bytes"] / mine["ms_median"] / 1e6)
-    assert mine["roof"] == pytest.approx(mine["gbps"] / 100, rel=1e-6)
-    assert mine["source_digest"] and right["source_digest"] is None
-    assert mine["threads"] == 1 and mine["gpu"] is None and mine["clock"] == "wall"
+    assert reference["best_peer"] == best["impl"]
+    assert reference["ratio_best"] == pytest.approx(best["ms_median"] / reference["ms_median"])
+    assert reference["gbps"] == pytest.approx(reference["bytes"] / reference["ms_median"] / 1e6)
+    assert reference["roof"] == pytest.approx(reference["gbps"] / 100, rel=1e-6)
+    assert reference["source_digest"] and right["source_digest"] is None
+    assert reference["threads"] == 1 and reference["gpu"] is None and reference["clock"] == "wall"
 
 
 @pytest.mark.slow
@@ -499,7 +499,7 @@ def test_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "absent: absent (layer_norm) is not installed" in text
     assert "FAIL layer_norm-fwd-2048x512-fp32-wrong: y: slice" in text
     assert "ceilings fp32" in text
-    assert status == 0, text  # a failing peer is not our failure
+    assert status == 0, text  # a failing peer is no failure of fastattn
 
 
 @pytest.mark.slow
@@ -531,7 +531,7 @@ def test_pytest_benchmark_carries_the_rows(tmp_path: Path) -> None:
 def test_quick_runs_show_every_op(device_type: str) -> None:
     quick = cases.groups(device_type, quick=True)
     everything = cases.groups(device_type)
-    # A linear layer on a GPU is torch's own.
+    # A linear layer on a GPU runs torch's op.
     expected = set(cases.ops()) - ({"linear"} if device_type == "cuda" else set())
     assert {g.op for g in quick} == {g.op for g in everything} == expected
     assert len(quick) <= 18 and len(quick) < len(everything)
@@ -548,13 +548,13 @@ def test_selection_by_name() -> None:
     assert group.wanted == (("sdpa-cudnn", "bwd"),)
     assert group.cases == ["attention-bwd-b1_h16_s16384_d128_causal-bf16-sdpa-cudnn"]
     reference = "attention-fwd-b64_h8_s512_d64-bf16-fastattn-reference"
-    assert not any(reference in g.cases for g in cases.groups("cuda"))  # only when asked for
+    assert not any(reference in g.cases for g in cases.groups("cuda"))  # only on request
     assert any(reference in g.cases for g in cases.groups("cuda", match="fastattn-reference"))
     assert not cases.groups("cpu", match="no such case")
 
 
 def test_gpu_part_needs_nothing_but_torch(tmp_path: Path) -> None:
-    """The plain runner works where pytest, rich and matplotlib are absent."""
+    """`benchmarks.run` works without pytest, rich and matplotlib."""
     script = tmp_path / "without.py"
     script.write_text(
         textwrap.dedent("""

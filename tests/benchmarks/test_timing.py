@@ -1,4 +1,4 @@
-"""The timing core: candidates take turns, rounds are long enough, the lost GPU has a name."""
+"""The timing core: candidates alternate, rounds are long enough, a lost GPU is reported."""
 
 import contextlib
 import time
@@ -24,7 +24,7 @@ from fastattn.testing.timing import (
 CPU = torch.device("cpu")
 
 
-def test_candidates_take_turns() -> None:
+def test_candidates_alternate() -> None:
     log: list[str] = []
 
     def call(name: str) -> Any:
@@ -59,17 +59,17 @@ def test_rounds_are_long_enough_and_slow_candidates_get_fewer() -> None:
     assert fast.launches > 10  # some 10 us each
     assert slow.launches == 1 and len(slow.seconds) == 3 < len(fast.seconds)
     assert min(slow.seconds) >= 0.1
-    # The slow one's rounds lie among the others', the last at the end.
-    turns = [i for i, name in enumerate(announced[2:]) if name == "slow"]
-    assert turns[0] > 2 and turns[-1] == len(announced) - 3
-    assert min(b - a for a, b in pairwise(turns)) > 2
+    # The slow one's rounds are spread over the others', with one at the end.
+    rounds = [i for i, name in enumerate(announced[2:]) if name == "slow"]
+    assert rounds[0] > 2 and rounds[-1] == len(announced) - 3
+    assert min(b - a for a, b in pairwise(rounds)) > 2
 
 
 class FakeGpu:
-    """A GPU and its host in virtual seconds, behind the names of torch.cuda that timing uses."""
+    """A GPU and its host in virtual time, with the functions of torch.cuda that timing uses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.host = self.free = 0.0  # what time it is; when the GPU will have nothing to do
+        self.host = self.free = 0.0  # the time, and when the GPU becomes idle
         self.captured: list[float] | None = None
         self.lost = False
         gpu = self
@@ -119,7 +119,7 @@ class FakeGpu:
         self.renewed += 1
 
     def run(self, seconds: float, host: float) -> None:
-        """A launch, which takes the host some time, and the kernel behind it."""
+        """A launch, which takes host time, and its kernel."""
         self.host += host
         if self.captured is not None:
             self.captured.append(seconds)
@@ -140,25 +140,25 @@ def test_graphs_time_kernels_that_the_host_is_too_slow_for(monkeypatch: pytest.M
         counts[copy] += gpu.captured is not None
         gpu.run(4e-6, host=50e-6)
 
-    def asks_the_gpu() -> None:
+    def synchronises() -> None:
         if gpu.captured is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
         gpu.run(200e-6, host=300e-6)
 
     found = time_side_by_side(
-        {"kernel": [partial(kernel, i) for i in range(3)], "asks": [asks_the_gpu]},
+        {"kernel": [partial(kernel, i) for i in range(3)], "asks": [synchronises]},
         torch.device("cuda"),
         Plan(rounds=7),
     )
     fast, slow = found["kernel"], found["asks"]
     assert isinstance(fast, Timing) and isinstance(slow, Timing)
     assert fast.clock == "graph" and fast.note == "" and gpu.renewed == 1
-    # What the graph's own launch takes of a round is hidden: exact to far below 0.5 %.
+    # The launch of the graph is hidden in a round: exact to far below 0.5 %.
     assert fast.seconds == pytest.approx([4e-6] * 7, rel=1e-3)
     assert fast.launches * 4e-6 > 0.7 * 4e-3
     assert fast.launches % 3 == 0 and len(set(counts)) == 1
     assert slow.clock == "stream" and "not permitted" in slow.note
-    assert slow.quantile(0.5) == pytest.approx(300e-6, rel=0.25)  # the host's share shows
+    assert slow.quantile(0.5) == pytest.approx(300e-6, rel=0.25)  # includes host time
 
 
 def test_a_lost_gpu_names_the_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +174,8 @@ def test_a_lost_gpu_names_the_candidate(monkeypatch: pytest.MonkeyPatch) -> None
     assert lost.value.candidate == "breaks"
 
 
-def test_results_live_until_their_copy_comes_again() -> None:
-    """So results rotate through memory as inputs do."""
+def test_results_live_until_their_copy_is_reused() -> None:
+    """So results rotate through memory like the inputs."""
     alive: list[int] = []
     results: list[weakref.ref[torch.Tensor]] = []
 
@@ -192,7 +192,7 @@ def test_results_live_until_their_copy_comes_again() -> None:
     assert alive == [0] * 4
 
 
-def test_peak_memory_counts_what_lives_at_once() -> None:
+def test_peak_memory_counts_live_tensors() -> None:
     def call() -> torch.Tensor:
         a = torch.zeros(1000)
         b = a + 1  # 8000 bytes
@@ -203,7 +203,7 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 
 
 def test_clocks_and_power_from_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the management library is absent, nvidia-smi; where that is too, nothing."""
+    """Without the management library nvidia-smi is used, without both nothing."""
     timing._management_library.cache_clear()
     timing._command_answers.cache_clear()
     monkeypatch.setattr(timing, "_management_library", lambda: None)
@@ -212,7 +212,7 @@ def test_clocks_and_power_from_the_command(tmp_path: Path, monkeypatch: pytest.M
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 1980, 3201, 412.5\n")
     command.chmod(0o755)
-    assert timing.gpu_state("GPU-0") is None  # it was asked once
+    assert timing.gpu_state("GPU-0") is None  # nvidia-smi is called once
     assert timing.gpu_state("GPU-1") == timing.GpuState(1980.0, 3201.0, 412.5)
     timing._command_answers.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Tuning starts from what ships and times only what is right."""
+"""Tuning starts from the shipped config and times only correct candidates."""
 
 # ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
 
@@ -48,7 +48,7 @@ for task in tasks:
 
 
 @pytest.mark.slow
-def test_tuning_of_norms_and_ffn_times_only_what_is_right() -> None:
+def test_tuning_of_norms_and_ffn_times_only_correct_candidates() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TUNING], capture_output=True, text=True, cwd=ROOT,
         env=environment(TRITON_INTERPRET="1"),
@@ -65,7 +65,7 @@ def test_tuning_starts_from_what_ships() -> None:
         assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
         assert len(set(found)) == len(found) > 5
         assert len({tune.describe(config) for config in found}) == len(found)
-        # Where head dims are cut in two, one padded tile is tried too; fp32's rows have it.
+        # Head dims of two tiles are also tried as one padded tile; the rows of fp32 include it.
         padded = D in (80, 96, 192) or dtype == "fp32"
         assert any(config.whole for config in found) == padded
 
@@ -85,7 +85,7 @@ def test_tuning_of_fp32_pads_head_dims_both_ways_and_tries_nothing_twice(arch: s
         assert len(set(tilings)) == len(tilings), D
         if split_width(D)[1] > 0:
             assert replace(found[0], whole=not found[0].whole) in found
-        # What ships for other head dims may be right for this one.
+        # The config shipped for other head dims may be the best for this one.
         for other in (64, 128, 256):
             row = forward_config(arch, torch.float32, other, other, 4096, Features())
             assert (row.widths(D), replace(row, whole=False)) in tilings, (D, other)
@@ -101,7 +101,7 @@ def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("status", ["ok", "wrong"])
-def test_tuning_without_a_right_candidate_fails(
+def test_tuning_without_a_correct_candidate_fails(
     status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"status": status, "message": "", "ms": 1.0, "rate": 1.0, "unit": "GB/s"}

@@ -1,4 +1,4 @@
-"""Two processes on one machine, over gloo: sharded is equal to one process."""
+"""Two processes on one machine, over gloo: sharded results equal those of one process."""
 
 import os
 import tempfile
@@ -66,7 +66,7 @@ def ring_is_attention() -> None:
                 torch.testing.assert_close(full, y.detach(), atol=tolerance, rtol=tolerance)
 
 
-def gradients_of_lse_alone() -> None:
+def gradients_of_lse_only() -> None:
     from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
 
     q, k = (torch.randn(2, 4, 24, 8).requires_grad_() for _ in range(2))
@@ -92,7 +92,7 @@ def layouts_are_inverse() -> None:
         shard_sequence(torch.randn(3, 13), 1, causal=True)
 
 
-def ring_says_what_is_wrong() -> None:
+def ring_errors() -> None:
     from fastattn.distributed import ring_attention
 
     q = torch.randn(1, 2, 5, 8)
@@ -173,7 +173,7 @@ def dtensors_stay_sharded() -> None:
 
 
 def heads_on_two_mesh_dimensions() -> None:
-    """Groups of heads stay whole: six key heads on 2 x 2 processes would leave 2, 1, 2 and 1."""
+    """Groups of heads are not divided: six key heads on 2 x 2 processes would be 2, 1, 2, 1."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -248,7 +248,7 @@ def gradients_of_sums_alone() -> None:
 
 
 def gradients_of_parameters_that_were_frozen() -> None:
-    """The same sizes with other gradients wanted: placements are not those of the call before."""
+    """The same sizes with other required gradients must not reuse cached placements."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -345,12 +345,12 @@ def fully_sharded_training() -> None:
 
 
 def test_two_processes() -> None:
-    """Everything but whole models: starting the processes takes most of the time."""
+    """All but whole models, in one test: starting the processes takes most of the time."""
     in_processes(
         layouts_are_inverse,
         ring_is_attention,
-        gradients_of_lse_alone,
-        ring_says_what_is_wrong,
+        gradients_of_lse_only,
+        ring_errors,
         ring_follows_autocast,
         dtensors_stay_sharded,
         dtensor_rows,

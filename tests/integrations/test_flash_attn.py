@@ -36,14 +36,14 @@ def define(q, k, v, *, causal=False, window=(-1, -1), slopes=None, first=0, scal
     return out, lse
 
 
-BANDS = [
+BOUNDS = [
     (False, (-1, -1)), (True, (-1, -1)), (True, (2, -1)), (True, (2, 3)), (False, (2, 1)),
     (False, (0, 0)), (False, (-1, 0)), (False, (3, -1)),
 ]  # fmt: skip
-bands = pytest.mark.parametrize(("causal", "window"), BANDS)
+bounds = pytest.mark.parametrize(("causal", "window"), BOUNDS)
 
 
-@bands
+@bounds
 @pytest.mark.parametrize(("M", "N"), [(5, 5), (3, 7), (7, 3), (1, 6)])
 @pytest.mark.parametrize("alibi", [None, "H", "BH"])
 def test_dense(causal, window, M, N, alibi) -> None:
@@ -54,8 +54,8 @@ def test_dense(causal, window, M, N, alibi) -> None:
     )
     assert weights is None
     for b in range(2):
-        mine = slopes[b] if alibi == "BH" else slopes
-        expected = define(q[b], k[b], v[b], causal=causal, window=window, slopes=mine)
+        own = slopes[b] if alibi == "BH" else slopes
+        expected = define(q[b], k[b], v[b], causal=causal, window=window, slopes=own)
         torch.testing.assert_close(out[b], expected[0])
         torch.testing.assert_close(lse[b], expected[1])
 
@@ -85,7 +85,7 @@ def test_any_side_below_zero_is_unlimited() -> None:
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=(-7, 1)), expected)
 
 
-@bands
+@bounds
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_packed(causal, window, same, alibi) -> None:
@@ -93,7 +93,7 @@ def test_packed(causal, window, same, alibi) -> None:
     keys = queries if same else [5, 2, 0, 4]
     cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     cu_k = cu_q if same else torch.tensor([0, *keys]).cumsum(0, dtype=torch.int32)
-    beyond = 2  # rows behind the last sequence
+    beyond = 2  # rows after the last sequence
     q = normal(sum(queries) + beyond, H, D).requires_grad_()
     k, v = (normal(sum(keys), K, D).requires_grad_() for _ in range(2))
     slopes = torch.rand(H) if alibi else None
@@ -156,21 +156,21 @@ def test_weights_show_what_was_dropped(packed) -> None:
     torch.testing.assert_close(out.transpose(1, 2), weights.clamp(min=0) / 0.75 @ values)
 
 
-def rotated(x, cos, sin, first, interleaved, still=False):
+def rotated(x, cos, sin, first, interleaved, fixed=False):
     """One sequence x [S, H, D], from position `first`, written with complex numbers."""
     half = cos.shape[1]
-    turn = torch.complex(cos, sin)[[first + (0 if still else i) for i in range(len(x))], None]
-    turning = x[..., : 2 * half]
+    factors = torch.complex(cos, sin)[[first + (0 if fixed else i) for i in range(len(x))], None]
+    rotary = x[..., : 2 * half]
     if interleaved:
-        pairs = torch.complex(turning[..., 0::2], turning[..., 1::2]) * turn
+        pairs = torch.complex(rotary[..., 0::2], rotary[..., 1::2]) * factors
         turned = torch.stack((pairs.real, pairs.imag), -1).flatten(-2)
     else:
-        pairs = torch.complex(turning[..., :half], turning[..., half:]) * turn
+        pairs = torch.complex(rotary[..., :half], rotary[..., half:]) * factors
         turned = torch.cat((pairs.real, pairs.imag), -1)
     return torch.cat((turned, x[..., 2 * half :]), -1)
 
 
-@bands
+@bounds
 @pytest.mark.parametrize("new", [0, 1, 3])
 @pytest.mark.parametrize("way", ["rows", "chosen rows", "left padding", "pages"])
 def test_cache(causal, window, new, way) -> None:
@@ -204,14 +204,14 @@ def test_cache(causal, window, new, way) -> None:
         q, *caches, k, v, cache_seqlens=past, causal=causal, window_size=window,
         alibi_slopes=slopes, rotary_interleaved=interleaved, return_softmax_lse=True, **options,
     )  # fmt: skip
-    banded = causal or window != (-1, -1)
+    bounded = causal or window != (-1, -1)
     for b in range(B):
         n, query = int(past[b]), q[b]
         keys, values = stored[0, b].clone(), stored[1, b].clone()
         if new:
-            turn = (angles.cos(), angles.sin(), n, interleaved)
-            query = rotated(query, *turn, still=not banded)
-            keys[n : n + new], values[n : n + new] = rotated(k[b], *turn), v[b]
+            factors = (angles.cos(), angles.sin(), n, interleaved)
+            query = rotated(query, *factors, fixed=not bounded)
+            keys[n : n + new], values[n : n + new] = rotated(k[b], *factors), v[b]
             if way == "pages":
                 written = caches[:, table[b].long()].flatten(1, 2)
             else:
@@ -235,7 +235,7 @@ def test_whole_cache_and_one_length() -> None:
     torch.testing.assert_close(part, flash_attn.flash_attn_func(q, k[:, :4], v[:, :4]))
 
 
-def test_wrong_input_is_named() -> None:
+def test_input_errors() -> None:
     q = normal(1, 2, H, D)
     with pytest.raises(NotImplementedError, match=r"softcap must be 0\.0, got 30\.0"):
         flash_attn.flash_attn_func(q, q, q, softcap=30.0)
@@ -254,7 +254,7 @@ def test_wrong_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("unused", [-1, 99])
-def test_pages_behind_the_end_may_be_anything(unused) -> None:
+def test_pages_after_the_end_may_hold_anything(unused) -> None:
     q, pages = normal(1, 1, H, D), normal(3, 4, K, D)
     table = torch.tensor([[2, 0, unused]], dtype=torch.int32)
     out = flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=6, block_table=table)

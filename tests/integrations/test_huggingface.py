@@ -101,7 +101,7 @@ def build(make: Callable[[], Any], implementation: str) -> nn.Module:
     torch.manual_seed(0)
     model = kind._from_config(copy.deepcopy(config), attn_implementation=implementation)
     assert model.config._attn_implementation == implementation
-    # Random initialisation makes attention nearly uniform; this makes it matter.
+    # With random initialisation attention is nearly uniform; larger weights make it matter.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -121,7 +121,7 @@ def tokens(side: str) -> tuple[Tensor, Tensor]:
 
 
 def arguments(name: str, side: str = "left") -> tuple[dict[str, Tensor], Tensor | None]:
-    """A forward's inputs, and which of its results count (None: all)."""
+    """A forward's inputs, and which of its results are compared (None: all)."""
     generator = torch.Generator().manual_seed(4)
     ids, mask = tokens(side)
     if name == "vit":
@@ -155,7 +155,7 @@ def outcome(model: nn.Module, inputs: dict[str, Tensor], real: Tensor | None) ->
 def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
     size = expected[0].abs().max()
     torch.testing.assert_close(got[0] / size, expected[0] / size, atol=3e-5, rtol=1e-4)
-    # Some gradients are zero but for rounding, as a key's bias has: the largest sets the scale.
+    # Some gradients, as of a key's bias, are only rounding errors: the largest one sets the scale.
     scale = max(gradient.abs().max() for gradient in expected[1:])
     for a, b in zip(got[1:], expected[1:], strict=True):
         torch.testing.assert_close(a / scale, b / scale, atol=3e-5, rtol=1e-4)
@@ -185,7 +185,7 @@ def test_generation(name: str, cache: str | None) -> None:
 
 @torch.no_grad()
 def test_a_prompt_in_chunks() -> None:
-    """Later chunks are causal behind the cache, without a padding mask that would say so."""
+    """Later chunks are causal after the cache, although no padding mask restricts them."""
     ids, _ = tokens("left")
     model = build(_llama, "fastattn")
     whole, cache, chunks = model(ids).logits, None, []
@@ -223,7 +223,7 @@ def test_an_attention_beside_a_model_is_kept() -> None:
     assert report.kept == {"bert2": "is OwnAttention, an attention of its own"}
 
 
-def test_a_patched_copy_goes_back_alone() -> None:
+def test_a_patched_copy_is_restored_alone() -> None:
     model = build(_bert, "sdpa")
     fastattn.patch(model, quiet=True)
     other = copy.deepcopy(model)
@@ -278,7 +278,7 @@ def test_attention_sinks() -> None:
 
 
 def test_queries_that_are_parameters() -> None:
-    """One row of them serves the whole batch."""
+    """One row of them is shared by the batch."""
     q, k = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8)
     out, _ = huggingface.attention_forward(nn.Identity(), q, k, k, None, is_causal=False)
     expected = (q @ k.mT * 8**-0.5).softmax(-1) @ k
@@ -303,13 +303,13 @@ def test_no_mask_where_none_is_needed() -> None:
     )
     assert behind is not None
     assert torch.equal(behind, padding[:, None, None, 1:])
-    # Keys that begin later: not the causal mask of equal lengths.
+    # Keys with an offset: not the causal mask of equal lengths.
     behind = huggingface.attention_mask(2, 5, 5, kv_offset=2)
     assert behind is not None
     assert torch.equal(behind[0, 0], torch.ones(5, 5, dtype=torch.bool).tril(-2))
 
 
-def test_what_is_not_offered() -> None:
+def test_what_is_not_supported() -> None:
     q = torch.randn(1, 2, 3, 8)
     for name, given, got in (
         ("softcap", 30.0, r"no softcap, got softcap=30\.0"),

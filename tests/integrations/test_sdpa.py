@@ -1,4 +1,4 @@
-"""fastattn in the place of SDPA's flash backend: the ops it replaces, and on a GPU SDPA itself."""
+"""fastattn as SDPA's flash backend: the ops it overrides, and on a GPU SDPA itself."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ if not hasattr(attention, "register_flash_attention_impl"):
 
 @pytest.fixture
 def on_cpu() -> Iterator[None]:
-    """The same functions under the CPU's key, where torch has none."""
+    """The same functions under the CPU key, for which torch has none."""
     handle = sdpa.override("CPU")
     yield
     handle.remove()
@@ -26,7 +26,7 @@ def on_cpu() -> Iterator[None]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> None:
+def test_the_overridden_ops(on_cpu: None, causal: bool, dropout_p: float) -> None:
     ops = torch.ops.aten
     q, k, v, weights = torch.randn(4, 2, 3, 9, 8).unbind()
     out, lse, _, _, M, N, seed, offset, _ = ops._scaled_dot_product_flash_attention(
@@ -52,7 +52,7 @@ def test_the_ops_it_replaces(on_cpu: None, causal: bool, dropout_p: float) -> No
         torch.testing.assert_close(gradient, wanted)
 
 
-def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
+def test_results_match_torchs_meta_functions(on_cpu: None) -> None:
     """Sizes, types and strides that compiled code relies on."""
     op = torch.ops.aten._scaled_dot_product_flash_attention
     for q in (torch.randn(2, 3, 9, 8), torch.randn(2, 9, 3, 8).transpose(1, 2)):
@@ -66,7 +66,7 @@ def test_results_are_as_torch_describes_them(on_cpu: None) -> None:
                 assert actual == expected
 
 
-def test_removal_gives_the_op_back() -> None:
+def test_removal_restores_the_op() -> None:
     q = torch.randn(1, 2, 3, 8)
     sdpa.override("CPU").remove()
     with pytest.raises(NotImplementedError):

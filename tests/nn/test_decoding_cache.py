@@ -1,4 +1,4 @@
-"""The decoder's cache: beams that share it, several memories, its tensors used again."""
+"""The decoder cache: shared by beams, with several memories, and reused."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_beams_follow_their_parents_and_nothing_is_copied(norm_first, batch_firs
     padding = torch.arange(S) >= lengths[:, None]
     histories = [[[] for _ in range(K)] for _ in range(B)]
     draw = torch.Generator().manual_seed(1)
-    places = [(layer.target.data_ptr(), layer.memory.data_ptr()) for layer in cache.layers]
+    addresses = [(layer.target.data_ptr(), layer.memory.data_ptr()) for layer in cache.layers]
     for step in range(T):
         x = torch.randn(B, K, E, generator=draw)
         for b in range(B):
@@ -61,11 +61,13 @@ def test_beams_follow_their_parents_and_nothing_is_copied(norm_first, batch_firs
             written = (was != filled).flatten(2).any(-1).any(0).nonzero()[:, 0].tolist()
             assert written == list(range(step * K, step * K + K))
             assert torch.equal(layer.target, filled)
-    assert places == [(layer.target.data_ptr(), layer.memory.data_ptr()) for layer in cache.layers]
+    assert addresses == [
+        (layer.target.data_ptr(), layer.memory.data_ptr()) for layer in cache.layers
+    ]
     assert cache.length == T and cache.position.item() == T
 
 
-def test_a_cache_starts_again_with_another_memory():
+def test_a_cache_restarts_with_another_memory():
     fast = decoder()
     x = torch.randn(B, T, E)
     first, second = torch.randn(B, S, E), torch.randn(B, S - 2, E)
@@ -78,14 +80,14 @@ def test_a_cache_starts_again_with_another_memory():
         for t in range(T):
             row = x[:, t : t + 1]
             torch.testing.assert_close(fast.step(row, kept), fast.step(row, fresh))
-    assert lengths[0].tolist() == [S, 1]  # the caller's own
+    assert lengths[0].tolist() == [S, 1]  # the caller's tensor is unchanged
     assert not any(layer.memory.requires_grad for layer in kept.layers)
     kept.rewind()
     again = fast.init_cache(second, memory_lengths=lengths[1], max_length=T)
     torch.testing.assert_close(fast.step(x[:, :3], kept), fast.step(x[:, :3], again))
 
 
-def test_beams_start_again_with_their_own_rows():
+def test_restarted_beams_have_their_own_rows():
     fast = decoder()
     memory, x = torch.randn(B, S, E), torch.randn(B, K, E)
     cache = fast.init_cache(memory, max_length=T, beams=K)
@@ -127,7 +129,7 @@ def test_reordering_sequences_keeps_their_beams(beams):
     torch.testing.assert_close(fast.step(x[rows], cache), fast.step(x[rows], other))
 
 
-def test_the_cache_names_what_is_wrong():
+def test_cache_errors():
     fast, memory = decoder(), torch.randn(B, S, E)
     lengths = torch.tensor([S, 2])
     for arguments, message in (

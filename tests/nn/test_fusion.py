@@ -1,5 +1,5 @@
-"""Fused blocks see what is in a module now: plain tensors in place of its parameters, for one; and
-which linear layers of modules run the op.
+"""Fused blocks read a module's current attributes, such as tensors assigned in place of parameters;
+and which linear layers of modules run the op.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class _Subclass(Tensor):
     pass
 
 
-class _Seen(TorchDispatchMode):
+class _Counter(TorchDispatchMode):
     """How often fastattn's linear layer ran."""
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ def _layer() -> tuple[Tensor, nn.Parameter, nn.Parameter]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_plain_cpu_tensors_run_the_op(dtype: torch.dtype) -> None:
     given = [t.detach().to(dtype) for t in _layer()]
-    with _Seen() as seen:
+    with _Counter() as counter:
         y = linear(*given)
         linear(*given[:2])
-    assert seen.count == 2
+    assert counter.count == 2
     assert torch.equal(y, fastattn.linear(*given))
 
 
@@ -114,28 +114,28 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", OTHERS)
-def test_other_calls_are_pytorchs(how: str) -> None:
+def test_other_calls_use_pytorch(how: str) -> None:
     x, weight, bias = _layer()
-    with _Seen() if how not in ("compiled", "traced") else contextlib.nullcontext() as seen:
+    with _Counter() if how not in ("compiled", "traced") else contextlib.nullcontext() as counter:
         y = OTHERS[how](x, weight, bias)
-    assert y.shape == (2, 5, 12) and (seen is None or seen.count == 0)
+    assert y.shape == (2, 5, 12) and (counter is None or counter.count == 0)
     if how not in ("meta", "autocast", "bias of rows"):
         torch.testing.assert_close(y.to(x.dtype), F.linear(x, weight, bias))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_pytorchs(layout: torch.layout) -> None:
+def test_nested_tensors_use_pytorch(layout: torch.layout) -> None:
     x, weight, bias = (t.detach() for t in _layer())
     parts = [x[0], x[1, :3]]
-    with _Seen() as seen:
+    with _Counter() as counter:
         y = linear(torch.nested.nested_tensor(parts, layout=layout), weight, bias)
-    assert seen.count == 0
+    assert counter.count == 0
     for found, part in zip(y.unbind(), parts, strict=True):
         torch.testing.assert_close(found, F.linear(part, weight, bias))
 
 
-def test_errors_are_pytorchs() -> None:
+def test_errors_equal_pytorchs() -> None:
     x, weight, _ = _layer()
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         linear(x, weight[:, 1:])

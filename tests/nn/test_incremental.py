@@ -1,4 +1,4 @@
-"""Decoding token by token against the whole decoder, and what it refuses."""
+"""Decoding token by token compared with a full forward, and its errors."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_decoding_step_by_step_equals_forward(batch_first, norm_first, memory):
     assert_same("prompt", torch.cat((prompt, rest), time), expected, truth)
 
 
-def test_decoding_goes_on_from_reordered_rows():
+def test_decoding_continues_from_reordered_rows():
     torch.manual_seed(0)
     fast = build(fnn, "TransformerDecoder", batch_first=True).eval()
     tgt, memory = inputs("TransformerDecoder")
@@ -63,7 +63,7 @@ def test_decoding_goes_on_from_reordered_rows():
     assert_same("reordered", got, expected, expected.double())
 
 
-def test_decoding_calls_the_children_it_can():
+def test_decoding_calls_children_with_hooks():
     torch.manual_seed(0)
     reference, fast = twins("TransformerDecoder", batch_first=True)
     tgt, memory = inputs("TransformerDecoder")
@@ -138,10 +138,10 @@ def test_decoding_rejects():
     with pytest.raises(NotImplementedError, match=r"layers\[1\] has a self_attn .* without hooks"):
         decoder.init_cache(memory, max_length=2)
 
-    class Mine(fnn.TransformerDecoderLayer):
+    class Custom(fnn.TransformerDecoderLayer):
         pass
 
     with pytest.raises(NotImplementedError, match=r"layers\[0\] is not exactly"):
-        fnn.TransformerDecoder(Mine(E, H, FFN, batch_first=True), 1).init_cache(
+        fnn.TransformerDecoder(Custom(E, H, FFN, batch_first=True), 1).init_cache(
             memory, max_length=2
         )

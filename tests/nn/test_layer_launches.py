@@ -1,4 +1,4 @@
-"""What a layer's forward launches: the package's ops and no elementwise kernel."""
+"""The kernels that a layer's forward launches: fastattn's ops and no elementwise kernel."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fastattn import nn as fnn
 
 
 class Launches(TorchDispatchMode):
-    """Names of the ops that compute something: views and allocations are left out."""
+    """Names of the ops that compute something: not of views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_layers(kind: str, norm_first: bool, activation: str, dropout: float) ->
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_packed_layers(norm_first: bool) -> None:
-    """Packed execution adds the gather, the scatter and what finds the rows, and nothing inside."""
+    """Packed execution adds only the row indices, the gather and the scatter."""
     layer = fnn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first)
     short, long = (
         fnn.TransformerEncoder(layer, depth, enable_nested_tensor=False) for depth in (1, 3)

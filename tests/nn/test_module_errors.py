@@ -1,7 +1,7 @@
-"""Calls of the drop-ins with drawn shapes and types: they raise exactly where torch raises.
+"""Calls of the drop-ins with random shapes and types: they raise exactly where torch raises.
 
-What is wrong with one call is drawn from what people get wrong: ranks, batch sizes, lengths,
-features, masks of another shape or type. Where both accept a call they give the same.
+Faults are drawn from common mistakes: ranks, batch sizes, lengths, features, masks of another shape
+or type. If both accept a call, the results are equal.
 """
 
 import random
@@ -35,7 +35,7 @@ PADDINGS = {
     "MultiheadAttention": ("key_padding_mask",),
     "Transformer": ("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"),
 }
-# Shapes around the right ones, which come first: 3 sequences of 3, two heads.
+# The correct shapes come first, then wrong ones: 3 sequences of 3, two heads.
 INPUTS = ((3, 3), (3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3, 3), ())
 MASK_SHAPES = ((3, 3), (3, 3), (6, 3, 3), (3, 4), (4, 3), (3, 3, 3), (3,), (1, 3, 3))
 PADDING_SHAPES = ((3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3))
@@ -75,9 +75,9 @@ def draw(chooser: random.Random, name: str) -> tuple[list[Tensor], dict[str, Any
     for argument in MASKS[name]:
         if chooser.random() < 0.3:
             kwargs[argument] = tensor(MASK_SHAPES, MASK_TYPES)
-    plain = tuple(m.replace("mask", "key_padding_mask") for m in MASKS[name])
-    plain = ("src_key_padding_mask",) if name == "TransformerEncoder" else plain
-    for argument in PADDINGS.get(name, plain):
+    padding_names = tuple(m.replace("mask", "key_padding_mask") for m in MASKS[name])
+    padding_names = ("src_key_padding_mask",) if name == "TransformerEncoder" else padding_names
+    for argument in PADDINGS.get(name, padding_names):
         if chooser.random() < 0.3:
             kwargs[argument] = tensor(PADDING_SHAPES, MASK_TYPES)
     if name == "MultiheadAttention":
@@ -118,6 +118,6 @@ def test_raises_exactly_where_torch_raises(name: str, batch_first: bool) -> None
             assert str(got), call
         else:
             accepted += 1
-            living = expected.isfinite()  # rows without a key differ on purpose
-            torch.testing.assert_close(got[living], expected[living], rtol=1e-4, atol=1e-4)
+            finite = expected.isfinite()  # intended difference: rows without a key
+            torch.testing.assert_close(got[finite], expected[finite], rtol=1e-4, atol=1e-4)
     assert min(accepted, refused) > DRAWS / 10

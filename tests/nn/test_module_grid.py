@@ -1,7 +1,7 @@
 """The drop-in modules against torch's over a grid: every pair of values of every two factors.
 
-Each case compares results, gradients of inputs and of parameters, carries the parameters over and
-back by `state_dict`, and wants the same bits without autograd.
+Each case compares results, gradients of inputs and of parameters, copies the parameters to and fro
+through `state_dict`, and requires the same bits without autograd.
 """
 
 import itertools
@@ -64,7 +64,7 @@ CLASSES = (
     "Transformer",
 )
 ATTENTION_CASES = pairwise(**ATTENTION)
-# Here three factors meet: padding makes torch read the mask, which allows the keys behind it.
+# A case of three factors: padding makes torch read the mask, which allows the added keys.
 HINT_BESIDE_PADDING = [
     ATTENTION_CASES[0] | {"attn_mask": "causal hint", "padding": "bool", "weights": "none"} | more
     for more in ({"extra": "bias_kv"}, {"extra": "zero_attn"}, {"extra": "both"})
@@ -79,7 +79,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", *CLASSES])
-def test_every_pair_is_there(name: str) -> None:
+def test_every_pair_occurs(name: str) -> None:
     factors = ATTENTION if name == "MultiheadAttention" else LAYERS
     cases = ATTENTION_CASES if name == "MultiheadAttention" else _cases_of(name)
     for (a, values), (b, others) in itertools.combinations(factors.items(), 2):
@@ -109,7 +109,7 @@ class _Almost(nn.Linear):
 @pytest.mark.parametrize(
     "dtype, factor", [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.06)]
 )
-def test_the_rule_sees_a_small_difference(dtype: torch.dtype, factor: float) -> None:
+def test_the_comparison_detects_a_small_difference(dtype: torch.dtype, factor: float) -> None:
     reference, fast = nn.Linear(E, E, dtype=dtype), _Almost(E, E, dtype=dtype)
     fast.load_state_dict(reference.state_dict())
     x = torch.randn(B, E, dtype=dtype)
@@ -133,7 +133,7 @@ def sequence(case: dict[str, Any], length: int, size: int, layout: str) -> Tenso
 
 
 def prepare(reference: nn.Module, fast: nn.Module, case: dict[str, Any]) -> None:
-    """Equal parameters in the case's dtype and mode, carried over and back by `state_dict`."""
+    """Equal parameters in the case's dtype and mode, copied to and fro through `state_dict`."""
     for module in (reference, fast):
         module.to(case["dtype"]).train(case["training"])
     for parameter in reference.parameters():
@@ -148,7 +148,7 @@ def prepare(reference: nn.Module, fast: nn.Module, case: dict[str, Any]) -> None
 
 
 def assert_same_without_autograd(fast: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Evaluation takes the same path: none with other results."""
+    """Evaluation takes the same path, so it has the same results."""
     expected = fast(*args, **kwargs)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -1,4 +1,4 @@
-"""What PyTorch offers for any module, on the drop-ins: utilities, conversions, copies, loading.
+"""PyTorch's utilities for modules, on the drop-ins: conversions, copies, loading.
 
 Every test does the same to PyTorch's module and to fastattn's, then compares their results.
 """
@@ -97,7 +97,7 @@ def test_clipping_gradients(name: str) -> None:
 
 
 def _target(module: nn.Module, path: str) -> nn.Module:
-    """A submodule that every class but the attention has; of it the first."""
+    """The submodule at `path`; of the attention, which lacks it, the first submodule."""
     found = [m for n, m in module.named_modules() if n.split(".")[-1] == path]
     return found[0]
 
@@ -161,7 +161,7 @@ CHANGES: tuple[Callable[[nn.Module], None], ...] = (
 
 
 def assert_same_steps(reference: nn.Module, fast: nn.Module, args: list[Tensor]) -> None:
-    """Results and gradients in fp64; nothing is copied, because pruned modules cannot be."""
+    """Results and gradients in fp64, without copies, which pruned modules do not support."""
     values = []
     for module in (reference, fast):
         module.zero_grad()
@@ -206,7 +206,7 @@ def test_cached_parametrizations() -> None:
 @each_class
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_functional_call(name: str) -> None:
-    """Parameters from outside, tied or not, without touching those inside."""
+    """Given parameters, tied or not, leave the module's own unchanged."""
     reference, fast = twins(name)
     args = inputs(name)
     others = {n: torch.randn_like(p) for n, p in fast.named_parameters()}
@@ -264,7 +264,7 @@ def test_dtypes(name: str, how: Callable[[], Any]) -> None:
 
 @each_class
 def test_copies_and_files(name: str) -> None:
-    """Classes stay fastattn's: deepcopy, pickle, torch.save (whole, state_dict), sharing."""
+    """deepcopy, pickle, torch.save (module and state_dict) and sharing keep fastattn's classes."""
     reference, fast = twins(name)
     args = inputs(name)
     expected = first(fast(*args))
@@ -291,7 +291,7 @@ def test_copies_and_files(name: str) -> None:
 
 
 @each_class
-def test_loading_says_what_torch_says(name: str) -> None:
+def test_loading_errors_equal_torchs(name: str) -> None:
     reference, fast = twins(name)
     state = fast.state_dict()
     some = next(iter(state))
@@ -323,7 +323,7 @@ def test_state_dict_hooks_run() -> None:
 
 @each_class
 def test_training_both_gives_the_same_model(name: str) -> None:
-    """A few steps of an optimiser, a part of the parameters frozen and a part tied."""
+    """A few steps of an optimizer, with some parameters frozen and some tied."""
     reference, fast = (module.double() for module in twins(name))
     args = [x.double() for x in inputs(name)]
     losses = []

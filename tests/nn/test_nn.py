@@ -22,7 +22,7 @@ B, M, N = 3, 5, 7
 
 
 def twins(name: str, *args, dtype=None, **kwargs) -> tuple[nn.Module, nn.Module]:
-    """PyTorch's module and fastattn's, built alike, their parameters not at the symmetric start."""
+    """PyTorch's module and fastattn's with the same random parameters, biases included."""
     reference = getattr(nn, name)(*args, **kwargs)
     fast = getattr(fnn, name)(*args, **kwargs)
     for parameter in reference.parameters():
@@ -215,7 +215,7 @@ def test_norms_equal_torch(case):
     reference, fast = twins(
         case["name"], case["shape"], elementwise_affine=case["affine"], dtype=case["dtype"]
     )
-    # Small enough for eps to show.
+    # Small enough for eps to matter.
     x = 0.01 * torch.randn(*case["leading"], *case["shape"], dtype=case["dtype"])
     if case["transposed"] and x.dim() > 1:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -330,7 +330,7 @@ def test_position_wise_ffn(activation, fused):
     first = fast(x)
     torch.manual_seed(1)
     assert torch.equal(first, fast(x)) and not torch.equal(first, fast(x))
-    # Equal rows differ by their dropout alone; their mean is that of evaluation.
+    # Equal rows differ only in their dropout; their mean is the result of evaluation.
     assert not torch.equal(first[0], first[1])
 
 
@@ -402,8 +402,8 @@ def test_positions_from_the_meta_device(kind):
 
 
 @pytest.mark.parametrize("attention", ["length-masked", "multi-head", "multi-head, floating"])
-def test_what_nobody_may_attend_may_hold_anything(attention):
-    """Also where the weights are wanted, which no op gives."""
+def test_keys_that_no_query_may_attend_may_hold_any_value(attention):
+    """Also with need_weights, which no op computes."""
     x = torch.randn(2, 4, E)
     x[1, 2:] = torch.nan
     if attention == "length-masked":
@@ -424,7 +424,7 @@ def test_what_nobody_may_attend_may_hold_anything(attention):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_queries_without_keys_may_hold_anything(need_weights):
+def test_queries_without_keys_may_hold_any_value(need_weights):
     """They give no gradient to the keys that other queries attend."""
     module = fnn.MultiheadAttention(E, H, batch_first=True)
     query, keys = torch.randn(B, M, E), torch.randn(B, N, E, requires_grad=True)
@@ -437,7 +437,7 @@ def test_queries_without_keys_may_hold_anything(need_weights):
 
 
 class PlainLengthMasked(nn.Module):
-    """One query, one head at a time, over the keys that count."""
+    """One query and one head at a time, over the keys within the length."""
 
     def __init__(self, fast: nn.Module) -> None:
         super().__init__()
@@ -537,12 +537,12 @@ def test_naive_transformer_equals_torch(norm_first, activation):
 
 
 def test_convert_changes_exactly_torch_classes():
-    class Mine(nn.LayerNorm):
+    class Custom(nn.LayerNorm):
         pass
 
     model = nn.Sequential(
         nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, batch_first=True), 2),
-        Mine(E),
+        Custom(E),
         nn.RMSNorm(E),
     ).eval()
     x = torch.randn(B, M, E)
@@ -552,7 +552,7 @@ def test_convert_changes_exactly_torch_classes():
     assert type(model[0]) is fnn.TransformerEncoder and not model[0].use_nested_tensor
     assert type(model[0].layers[1].self_attn) is fnn.MultiheadAttention
     assert type(model[0].layers[1].norm2) is fnn.LayerNorm
-    assert type(model[1]) is Mine and type(model[2]) is fnn.RMSNorm
+    assert type(model[1]) is Custom and type(model[2]) is fnn.RMSNorm
     assert all(x is y for x, y in zip(parameters, model.parameters(), strict=True))
     assert_same("converted", model(x), expected, expected.double())
 

@@ -45,7 +45,7 @@ def causal(S: int) -> Tensor:
 def assert_same(
     actual: Tensor, padded: Tensor, lengths: list[int], batch_first: bool, inputs: list[Tensor]
 ) -> None:
-    """Equal at real rows, zero elsewhere, equal gradients of whatever `inputs` are."""
+    """Equal at real rows, zero elsewhere, equal gradients of `inputs`."""
     pad = padding(lengths, actual.shape[1 if batch_first else 0])
     pad = pad if batch_first else pad.t()
     torch.testing.assert_close(actual[~pad], padded[~pad], atol=2e-5, rtol=1e-4)
@@ -94,7 +94,7 @@ def test_decoder(batch_first: bool, norm_first: bool) -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_blocks_that_are_not_fused(norm_first: bool) -> None:
-    """RMSNorm and its dropouts run as modules, each its own: some drop all, the others nothing."""
+    """RMSNorm and the dropouts run as modules; some dropouts drop all, the others nothing."""
     model = make(fnn.TransformerDecoder, True, norm_first)
     for i, layer in enumerate(model.layers):
         for name in ("norm1", "norm2", "norm3"):
@@ -129,7 +129,7 @@ def test_transformer(batch_first: bool, norm_first: bool) -> None:
 
 
 def test_lengths_on_another_default_device() -> None:
-    """As `torch.set_default_device("cuda")` makes of every tensor that names none."""
+    """`torch.set_default_device("cuda")` moves every tensor that is created without a device."""
     layer = fnn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     stack, x = fnn.TransformerEncoder(layer, 1), torch.randn(2, 4, 16)
     expected = stack(x, src_lengths=[4, 2])
@@ -140,7 +140,7 @@ def test_lengths_on_another_default_device() -> None:
 
 
 def test_rows_are_packed_and_padding_is_never_read() -> None:
-    """Every layer sees the real tokens alone; NaN in the padding reaches nothing."""
+    """Every layer receives only the real tokens; NaN in the padding has no effect."""
     model = make(fnn.TransformerEncoder, True, False)
     src = batch(7, True)
     src[padding(SRC_LENGTHS, 7)] = float("nan")
@@ -180,7 +180,7 @@ EXTRA_KEYS = [extra_key(add_zero_attn=True), extra_key(add_bias_kv=True)]
 
 
 class Smoothing(nn.Module):
-    """A stand-in for any module, which here looks at the rows beside a row."""
+    """A module that reads neighbouring rows."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def smoothed(*path: str) -> Any:
 
 
 def replaced(block: str) -> Any:
-    """The layer's own method, which looks at the rows beside a row."""
+    """A method assigned to the layer that reads neighbouring rows."""
 
     def change(model: Any) -> None:
         inherited = getattr(model.layers[0], block)
@@ -253,8 +253,8 @@ def test_masks_that_cannot_be_packed_run_padded(
 ) -> None:
     model = make(fnn.Transformer, True, True)
     src, tgt = batch(7, True).requires_grad_(), batch(5, True).requires_grad_()
-    band = torch.ones(7, 7, dtype=torch.bool).triu(3)
-    mask = band if dtype is torch.bool else torch.zeros(7, 7).masked_fill(band, -torch.inf)
+    blocked = torch.ones(7, 7, dtype=torch.bool).triu(3)
+    mask = blocked if dtype is torch.bool else torch.zeros(7, 7).masked_fill(blocked, -torch.inf)
     src_padding = padding(SRC_LENGTHS, 7)
     padded = model(
         src,
@@ -267,7 +267,7 @@ def test_masks_that_cannot_be_packed_run_padded(
     )
     actual = model(src, tgt, src_mask=mask, src_lengths=SRC_LENGTHS)
     assert_same(actual, padded, [5] * 4, True, [src, tgt])
-    # Each mask decides in which type the padding beside it comes.
+    # Each mask determines the dtype of its padding mask.
     padded = model(
         src,
         tgt,

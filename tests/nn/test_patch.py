@@ -1,4 +1,4 @@
-"""`patch`, `unpatch` and the context manager on torch's models: same numbers, all the way back."""
+"""`patch`, `unpatch` and the context manager on torch's models: results stay, changes revert."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from fastattn import nn as fnn
 
 
 class Block(nn.Module):
-    """A model of somebody's: torch's modules under names of its own."""
+    """A user's model: torch's modules under other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def kinds(model: nn.Module) -> dict[str, type]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_same_numbers_and_the_same_tensors(model: Block, x: Tensor, training: bool) -> None:
+def test_same_results_and_the_same_tensors(model: Block, x: Tensor, training: bool) -> None:
     model.train(training)
     before, state, names = result(model, x), model.state_dict(keep_vars=True), kinds(model)
     report = fastattn.patch(model, quiet=True)
@@ -82,7 +82,7 @@ def test_context_manager_also_after_an_error(model: Block) -> None:
     assert kinds(model) == names
 
 
-def test_a_context_takes_back_its_own_alone(model: Block) -> None:
+def test_a_context_reverts_only_its_own_changes(model: Block) -> None:
     fastattn.patch(model.encoder, quiet=True)
     with fastattn.patch(model, quiet=True) as report:
         assert isinstance(model.norm, fnn.LayerNorm)
@@ -93,7 +93,7 @@ def test_a_context_takes_back_its_own_alone(model: Block) -> None:
     assert type(model.encoder) is nn.TransformerEncoder
 
 
-def test_what_came_after_patch_is_not_undone_with_it(model: Block, x: Tensor) -> None:
+def test_later_changes_survive_unpatch(model: Block, x: Tensor) -> None:
     fastattn.patch(model, quiet=True)
     parametrizations.weight_norm(model.norm)
     expected = model(x)
@@ -185,7 +185,7 @@ def test_the_report_says_what_stays_and_why(capsys: pytest.CaptureFixture[str]) 
     replaced.forward = lambda x: x  # type: ignore[method-assign, assignment]
     model = nn.ModuleDict(
         {
-            "mine": MyNorm(4),
+            "custom": MyNorm(4),
             "foreign": MyRMSNorm(),
             "attention": MyAttention(),
             "parametrized": parametrized,
@@ -197,7 +197,7 @@ def test_the_report_says_what_stays_and_why(capsys: pytest.CaptureFixture[str]) 
     report = fastattn.patch(model)
     assert report.replaced == {"plain": "LayerNorm"}
     assert report.kept == {
-        "mine": "is MyNorm, a subclass of nn.LayerNorm with code of its own",
+        "custom": "is MyNorm, a subclass of nn.LayerNorm with code of its own",
         "foreign": "is MyRMSNorm, not a norm of torch.nn",
         "attention": "is MyAttention, an attention of its own",
         "parametrized": "is parametrized",

@@ -18,7 +18,7 @@ B, M, N, E, H = 2, 3, 5, 8, 2
 
 
 def sparsemax_by_bisection(scores: torch.Tensor) -> torch.Tensor:
-    """The threshold at which the positive rests sum to 1, found without sorting."""
+    """The threshold at which the positive differences sum to 1, found without sorting."""
     low, high = scores.min(-1, keepdim=True)[0] - 1, scores.max(-1, keepdim=True)[0]
     for _ in range(60):
         middle = (low + high) / 2
@@ -144,7 +144,7 @@ def test_multihead_scores_are_their_formulas(scoring, weight_function, masked):
 
 @pytest.mark.parametrize("weight_function", WEIGHTS)
 def test_a_query_whose_keys_have_the_lowest_number(weight_function):
-    """Blocked, in the fused form and beside weights."""
+    """It is blocked, in the fused form and with weights."""
     attention = ScoredMultiheadAttention(E, H, weight_function=weight_function)
     query, memory = torch.randn(B, M, E), torch.randn(B, N, E)
     mask = torch.zeros(M, N)
@@ -160,15 +160,15 @@ def test_dot_scoring_is_torchs_attention():
     reference = nn.MultiheadAttention(E, H, batch_first=True)
     reference.load_state_dict(fast.state_dict())
     query, memory = torch.randn(B, M, E), torch.randn(B, N, E)
-    for mine, other in zip(
+    for actual, expected in zip(
         fast(query, memory, memory, **masks()),
         reference(query, memory, memory, **masks()),
         strict=True,
     ):
-        torch.testing.assert_close(mine, other)
+        torch.testing.assert_close(actual, expected)
 
 
-def test_weights_drop_out_in_training_alone():
+def test_weights_drop_out_only_in_training():
     attention = ScoredMultiheadAttention(E, H, 0.5, scoring="additive")
     x = torch.randn(B, N, E)
     assert (attention(x, x, x)[1] == 0).any()
@@ -177,7 +177,7 @@ def test_weights_drop_out_in_training_alone():
     assert torch.equal(first, second)
 
 
-def test_choices_are_named():
+def test_option_errors():
     with pytest.raises(ValueError, match=r"scoring must be one of .* got 'bilinear'"):
         ScoredMultiheadAttention(E, H, scoring="bilinear")
     with pytest.raises(ValueError, match=r"weight_function must be one of .* got 'max'"):
@@ -185,8 +185,8 @@ def test_choices_are_named():
 
 
 @pytest.mark.parametrize("scoring", SCORES)
-def test_torchs_layers_and_stacks_ask_for_the_scores(scoring):
-    """Not for the weights alone, as of attention that they know: also without gradients."""
+def test_torchs_layers_and_stacks_use_the_scores(scoring):
+    """They call `forward` instead of reading the projections, also without gradients."""
     layer = nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True)
     layer.self_attn = ScoredMultiheadAttention(E, H, scoring=scoring, weight_function="sigmoid")
     layer.self_attn._reset_parameters()
@@ -217,7 +217,7 @@ def test_torchs_layers_and_stacks_ask_for_the_scores(scoring):
         ({"is_causal": True}, "is_causal=True is a hint about attn_mask and needs it"),
     ],
 )
-def test_inputs_are_named(scoring, change, message, need_weights):
+def test_input_errors(scoring, change, message, need_weights):
     memory = torch.zeros(B, N, E)
     given = {"query": torch.zeros(B, M, E), "key": memory, "value": memory} | change
     with pytest.raises((ValueError, RuntimeError), match=message):

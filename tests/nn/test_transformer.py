@@ -50,7 +50,7 @@ def test_attributes_that_torch_keeps():
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("padding", [torch.bool, torch.float32])
 def test_sequences_of_padding_alone(norm_first, padding):
-    """torch gives NaN, or not, as its path has it; here attention adds nothing but its bias."""
+    """torch may give NaN, depending on its path; here attention adds only its bias."""
     torch.manual_seed(0)
     reference, fast = twins("Transformer", batch_first=True, norm_first=norm_first)
     src, tgt = inputs("Transformer")
@@ -108,7 +108,7 @@ def test_malformed_calls_raise_what_torch_raises(call, norm_first):
     with pytest.raises(expected.type) as got:
         fast(*args, **kwargs)
     said = {"hint without mask": "attn_mask", "hint without mask in a decoder": "attn_mask"}
-    if call != "dtype":  # the first product that notices differs
+    if call != "dtype":  # the first product that raises differs
         assert said.get(call, str(expected.value)) in str(got.value)
 
 
@@ -149,7 +149,7 @@ def test_causal_masks_are_detected(name, dtype):
     assert not hints[-1].get("memory_is_causal", False)
 
 
-def test_layers_of_others_get_what_torch_gives_them():
+def test_other_layers_get_the_masks_of_torch():
     (x,) = inputs("TransformerEncoder")
     seen = []
 
@@ -218,7 +218,7 @@ def test_dropout_repeats_under_manual_seed(name, norm_first):
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("which", ["dropout", "dropout1", "dropout2"])
 def test_dropout_rates_are_the_childrens(which, norm_first):
-    """With sublayers that give 1 everywhere, what a layer adds to its input shows the dropout."""
+    """With sublayers of constant output 1, what a layer adds to its input shows the dropout."""
     torch.manual_seed(0)
     layer = fnn.TransformerEncoderLayer(64, 1, 64, dropout=0.5, norm_first=norm_first)
     for name in ("dropout", "dropout1", "dropout2"):
@@ -235,13 +235,13 @@ def test_dropout_rates_are_the_childrens(which, norm_first):
     out = layer(torch.zeros(100, 20, 64))
     if norm_first:
         assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
-    # Behind a norm, too, kept ones are positive; no row of 64 is kept or dropped as a whole.
+    # After a norm, too, kept ones are positive; no row of 64 is kept or dropped as a whole.
     kept = (out > 0).double().mean().item()
     assert abs(kept - 0.75) < 5 * (0.25 * 0.75 / out.numel()) ** 0.5
 
 
 def test_dropouts_of_one_layer_are_independent():
-    """Three sublayers that give 1 everywhere: what is added is a binomial number of kept ones."""
+    """Three sublayers of constant output 1: the sum is a binomial number of kept ones."""
     torch.manual_seed(0)
     layer = fnn.TransformerDecoderLayer(64, 1, 64, dropout=0.25, norm_first=True)
     with torch.no_grad():

@@ -1,6 +1,4 @@
-"""What people change in the drop-in layers: hooks, parametrizations, replaced children and
-weights.
-"""
+"""User changes to the drop-in layers: hooks, parametrizations, replaced children and weights."""
 
 import copy
 from unittest import mock
@@ -129,7 +127,7 @@ def test_pre_hooks_and_global_hooks_fire():
 
 
 class LowRank(nn.Module):
-    """What adapters do: a weight plus a trained product."""
+    """As in adapters: a weight plus a trained product."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

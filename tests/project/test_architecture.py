@@ -1,6 +1,6 @@
-"""Who may import whom: the rules of the design, read off the import and #include lines.
+"""Which module may import which: the rules of the design, checked on import and #include lines.
 
-Every checker is a function of a folder, so that it can be shown a small tree that breaks a rule.
+Every checker is a function of a folder, so that tests can run it on a tree that breaks a rule.
 """
 
 import ast
@@ -37,7 +37,7 @@ _parsed = functools.cache(ast.parse)  # of the text of a file
 
 
 def _nodes(path: Path) -> Iterator[ast.AST]:
-    """Of a whole file, but for what only type checkers read."""
+    """The nodes of a file, without those that only type checkers read."""
     nodes: list[ast.AST] = [_parsed(path.read_text())]
     while nodes:
         node = nodes.pop()
@@ -47,7 +47,7 @@ def _nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def _imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """What a module imports anywhere in it: whole names of modules, as deep as they are known."""
+    """The modules that a module imports anywhere, as full names as far as these exist."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -102,7 +102,7 @@ def _edges(package: Path) -> tuple[tuple[str, str], ...]:
 
 # -- the rules ------------------------------------------------------------------------------------
 def backends_import_each_other(package: Path) -> list[str]:
-    """1. Backends never import each other, the reference, or the op above them."""
+    """1. Backends never import each other, the reference, or their op."""
     found = []
     for name, imported in _edges(package):
         own, other = _backend_of(name), _backend_of(imported)
@@ -121,8 +121,8 @@ def ops_import_each_other(package: Path) -> list[str]:
     ]
 
 
-def textbooks_import_more_than_torch(package: Path) -> list[str]:
-    """3. reference.py and naive.py import torch; reference.py the dropout bits too."""
+def references_import_more_than_torch(package: Path) -> list[str]:
+    """3. reference.py and naive.py import only torch, reference.py also the dropout bits."""
     found = []
     for name, imported in _edges(package):
         stem = name.split(".")[-1]
@@ -135,7 +135,7 @@ def textbooks_import_more_than_torch(package: Path) -> list[str]:
     return found
 
 
-# What a module of one layer may import of fastattn; names are prefixes, <op> the importer's own op.
+# What a module of each layer may import of fastattn; names are prefixes, <op> is its own op.
 _LAYERS = (
     ("fastattn.ops._env", ()),
     ("fastattn.ops._dropout", ()),
@@ -209,7 +209,7 @@ def _matches(name: str, prefix: str) -> bool:
     return re.match(pattern + r"(\.|$)", name) is not None
 
 
-def arrows_point_down(package: Path) -> list[str]:
+def layers_import_upwards(package: Path) -> list[str]:
     """The layers: cli > seq2seq > nn > functional > _arguments > op.py > _autograd.py > _op.py >
     _select.py > _env.py.
     """
@@ -245,7 +245,7 @@ def private_parts_are_imported(package: Path) -> list[str]:
 
 
 def imports_go_in_circles(package: Path) -> list[str]:
-    """9. No import circles, wherever in a file an import stands, but for type checkers alone."""
+    """9. No import circles, anywhere in a file, except for imports that only type checkers read."""
     modules = _modules(package)
     graph = {name: set(_imports(name, path, modules)) for name, path in modules.items()}
     try:
@@ -265,7 +265,7 @@ def specs_in_the_library(package: Path) -> list[str]:
     ]
 
 
-# Questions about the machine and its software.
+# Queries of the machine and its software.
 _QUESTIONS = re.compile(
     r"torch\.version\b|torch\.__version__|triton\.__version__|importlib\.(metadata|util)|platform\."
     r"|sys\.(version|platform)|torch\.cuda\.(is_available|device_count|get_device|get_arch_list)"
@@ -273,11 +273,11 @@ _QUESTIONS = re.compile(
 )
 
 
-# sdpa puts the package's ops in the place of torch's own.
+# sdpa overrides torch's ops with the package's.
 _REGISTRARS = ("fastattn.ops._op", "fastattn.ops._autograd", "fastattn.integrations.sdpa")
 
 
-def questions_outside_env(package: Path) -> list[str]:
+def environment_queries_outside_env(package: Path) -> list[str]:
     """6. Only _op.py and _autograd.py call torch.library, only _env.py asks for versions and
     devices.
     """
@@ -304,9 +304,9 @@ _FAMILIES = (
 )
 
 
-def shared_files_know_ops(package: Path) -> list[str]:
-    """7. What all ops share names no op, and what chooses and launches no backend either, but for
-    the reference and the one under the CPU key.
+def shared_files_name_ops(package: Path) -> list[str]:
+    """7. Files that all ops share name no op; those that choose and launch name no backend except
+    the reference and the one of the CPU key.
     """
     found = []
     for name, path in _modules(package).items():
@@ -327,8 +327,8 @@ _SOURCES = (".h", ".cuh", ".cpp", ".cu")
 
 
 def includes_break_rules(csrc: Path) -> list[str]:
-    """5 and 6. ptx < tile < op, one op knows no other, torch_binding.h alone knows torch (but for
-    the extension that is built for one torch, and knows nothing else).
+    """5 and 6. ptx < tile < op, no op includes another, only torch_binding.h includes torch (and
+    the extension that is built for one torch, which includes nothing else).
     """
     shared = {"common", "sm90", "host", "autograd"}
     ops = {path.name for path in csrc.iterdir() if path.is_dir()} - shared
@@ -366,13 +366,13 @@ Rule = Callable[[Path], list[str]]
 PYTHON_RULES: tuple[Rule, ...] = (
     backends_import_each_other,
     ops_import_each_other,
-    textbooks_import_more_than_torch,
-    arrows_point_down,
+    references_import_more_than_torch,
+    layers_import_upwards,
     private_parts_are_imported,
     imports_go_in_circles,
     specs_in_the_library,
-    questions_outside_env,
-    shared_files_know_ops,
+    environment_queries_outside_env,
+    shared_files_name_ops,
 )
 
 
@@ -387,7 +387,7 @@ def test_includes() -> None:
     assert includes_break_rules(csrc) == []
 
 
-# -- the rules can fail ---------------------------------------------------------------------------
+# -- violations -----------------------------------------------------------------------------------
 _SKELETON = (
     *("__init__.py", "functional.py", "nn/__init__.py", "nn/norm.py", "nn/naive.py"),
     *("ops/__init__.py", "ops/_op.py", "ops/_env.py", "ops/_dropout.py", "testing/compare.py"),
@@ -405,33 +405,33 @@ _BREAKS = (
     (backends_import_each_other, "ops/ffn/cpu.py", "from fastattn.ops.ffn.op import x"),
     (ops_import_each_other, "ops/ffn/op.py", "import fastattn.ops.attention.op"),
     (ops_import_each_other, "ops/ffn/cpu.py", "from fastattn.ops.attention.cpu import x"),
-    (textbooks_import_more_than_torch, "ops/ffn/reference.py", "import numpy"),
-    (textbooks_import_more_than_torch, "ops/ffn/reference.py", "from fastattn.ops import _env"),
-    (textbooks_import_more_than_torch, "nn/naive.py", "from fastattn import functional"),
-    (arrows_point_down, "functional.py", "from fastattn.ops.ffn.reference import x"),
-    (arrows_point_down, "functional.py", "from fastattn import nn"),
-    (arrows_point_down, "nn/norm.py", "from fastattn.seq2seq import generate"),
-    (arrows_point_down, "nn/norm.py", "import fastattn"),
-    (arrows_point_down, "ops/ffn/op.py", "def f():\n    from fastattn.ops.ffn import triton"),
-    (arrows_point_down, "ops/_env.py", "from . import _op"),
-    (arrows_point_down, "ops/_select.py", "from fastattn.ops import _op"),
-    (arrows_point_down, "ops/ffn/op.py", "from fastattn.ops.ffn.cpu import x"),
-    (arrows_point_down, "ops/_triton_launch.py", "from fastattn.ops import _op"),
-    (arrows_point_down, "__init__.py", "from fastattn import nn"),
-    (arrows_point_down, "elsewhere.py", "from fastattn import nn"),
+    (references_import_more_than_torch, "ops/ffn/reference.py", "import numpy"),
+    (references_import_more_than_torch, "ops/ffn/reference.py", "from fastattn.ops import _env"),
+    (references_import_more_than_torch, "nn/naive.py", "from fastattn import functional"),
+    (layers_import_upwards, "functional.py", "from fastattn.ops.ffn.reference import x"),
+    (layers_import_upwards, "functional.py", "from fastattn import nn"),
+    (layers_import_upwards, "nn/norm.py", "from fastattn.seq2seq import generate"),
+    (layers_import_upwards, "nn/norm.py", "import fastattn"),
+    (layers_import_upwards, "ops/ffn/op.py", "def f():\n    from fastattn.ops.ffn import triton"),
+    (layers_import_upwards, "ops/_env.py", "from . import _op"),
+    (layers_import_upwards, "ops/_select.py", "from fastattn.ops import _op"),
+    (layers_import_upwards, "ops/ffn/op.py", "from fastattn.ops.ffn.cpu import x"),
+    (layers_import_upwards, "ops/_triton_launch.py", "from fastattn.ops import _op"),
+    (layers_import_upwards, "__init__.py", "from fastattn import nn"),
+    (layers_import_upwards, "elsewhere.py", "from fastattn import nn"),
     (private_parts_are_imported, "nn/norm.py", "from fastattn.ops import _env"),
     (private_parts_are_imported, "nn/norm.py", "from fastattn.ops.ffn.op import ffn"),
     (imports_go_in_circles, "nn/norm.py", "def f():\n    from fastattn import nn"),
     (specs_in_the_library, "nn/norm.py", "from fastattn.ops.ffn.spec import SPECS"),
     (specs_in_the_library, "functional.py", "from fastattn.testing import compare"),
-    (questions_outside_env, "ops/ffn/op.py", "import torch\ntorch.library.define('x')"),
-    (questions_outside_env, "ops/ffn/op.py", "from torch.library import impl"),
-    (questions_outside_env, "nn/norm.py", "import torch\nx = torch.cuda.is_available()"),
-    (questions_outside_env, "nn/norm.py", "import importlib.metadata"),
-    (questions_outside_env, "testing/compare.py", "import torch\nx = torch.__version__"),
-    (questions_outside_env, "functional.py", "import os\nx = os.environ.get('X')"),
-    (shared_files_know_ops, "ops/_env.py", "x = 'attention_bwd'"),
-    (shared_files_know_ops, "ops/_op.py", "x = {'triton': 1}"),
+    (environment_queries_outside_env, "ops/ffn/op.py", "import torch\ntorch.library.define('x')"),
+    (environment_queries_outside_env, "ops/ffn/op.py", "from torch.library import impl"),
+    (environment_queries_outside_env, "nn/norm.py", "import torch\nx = torch.cuda.is_available()"),
+    (environment_queries_outside_env, "nn/norm.py", "import importlib.metadata"),
+    (environment_queries_outside_env, "testing/compare.py", "import torch\nx = torch.__version__"),
+    (environment_queries_outside_env, "functional.py", "import os\nx = os.environ.get('X')"),
+    (shared_files_name_ops, "ops/_env.py", "x = 'attention_bwd'"),
+    (shared_files_name_ops, "ops/_op.py", "x = {'triton': 1}"),
 )
 
 
@@ -480,7 +480,7 @@ def test_include_rules_can_fail(tmp_path: Path, file: str, include: str, why: st
 
 # -- importing ------------------------------------------------------------------------------------
 def _python(source: str, folder: Path) -> str:
-    """Runs Python on the package that lies in `folder`; no variable picks a backend."""
+    """Runs Python on the package in `folder`; no variable selects a backend."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("FASTATTN", "TRITON"))}
     environment["PYTHONPATH"] = str(folder)
     done = subprocess.run(
@@ -557,8 +557,8 @@ for row in backend_table(torch.device("cpu")):
 
 
 def test_works_without_triton_and_without_native_libraries(tmp_path: Path) -> None:
-    """4. On a machine with neither, every op runs and the table says what is missing. The first use
-    of an op logs how to get the library.
+    """4. On a machine with neither, every op runs and the table states what is missing. The first
+    use of an op logs how to get the library.
     """
     package = tmp_path / "fastattn"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

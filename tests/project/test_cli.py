@@ -197,7 +197,7 @@ def test_a_run_is_not_overwritten_and_continues_with_its_own_text(
     assert (run_folder / "metrics.jsonl").read_text() == before
 
 
-def test_resuming_wants_a_run(capsys, pairs_file, tmp_path):
+def test_resuming_needs_a_run(capsys, pairs_file, tmp_path):
     code, _, err = call(
         capsys, "train", "--resume", "--data", str(pairs_file), "--out", str(tmp_path)
     )
@@ -346,7 +346,7 @@ def test_translating_needs_a_run_and_short_texts(capsys, run_folder, tmp_path):
     assert code == 2 and "text 1 must have at most 23 tokens, got" in err
 
 
-def test_diverged_training_says_so(capsys, pairs_file, tmp_path, monkeypatch):
+def test_diverged_training_is_an_error(capsys, pairs_file, tmp_path, monkeypatch):
     from fastattn.seq2seq import training
 
     def not_a_number(*_):
@@ -368,7 +368,7 @@ def test_diverged_training_says_so(capsys, pairs_file, tmp_path, monkeypatch):
     "model, name",
     [("AMD EPYC", "AMD EPYC, family 26"), ("AMD EPYC 9654 96-Core", "AMD EPYC 9654 96-Core")],
 )
-def test_processors_whose_name_tells_little_show_their_family(model, name, monkeypatch, tmp_path):
+def test_cpus_with_a_generic_name_show_their_family(model, name, monkeypatch, tmp_path):
     file = tmp_path / "cpuinfo"
     file.write_text(f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 17\nmodel name\t: {model}\n")
     opened = open
@@ -394,13 +394,13 @@ def test_info_reports_the_backend_table(capsys):
         assert line is not None and row.reason in line[0]
 
 
-def test_info_says_what_runs_without_the_cpu_library(capsys, monkeypatch):
+def test_info_shows_what_runs_without_the_cpu_library(capsys, monkeypatch):
     monkeypatch.setattr(_native, "unavailable", lambda library: "needs a compiler")
     _, out, _ = call(capsys, "info", "--device=cpu")
     assert "\nOps on the CPU run PyTorch's operators: backend cpu needs a compiler\n" in out
 
 
-def test_check_hands_its_options_over_and_returns_the_verdict(capsys, monkeypatch):
+def test_check_passes_its_options_and_returns_its_exit_code(capsys, monkeypatch):
     from fastattn.testing import check
 
     seen = []
@@ -458,11 +458,11 @@ def test_demo_command_for_a_few_steps(pairs_file, tmp_path):
     summary = json.loads(done.stdout)
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["model"]["width"] == demo.CPU_PRESET.model.width
-    ours, theirs = (run["losses"] for run in summary["runs"].values())
-    assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 3
+    fastattn, torch_ = (run["losses"] for run in summary["runs"].values())
+    assert fastattn == pytest.approx(torch_, rel=1e-4) and len(fastattn) == 3
 
 
-def test_every_choice_of_train_is_a_field_or_goes_by_another_name():
+def test_every_option_of_train_is_a_field_or_has_another_name():
     choices = cli.make_parser(["train"]).parse_args(["train", "--out=x"]).fixed_options
     fields = {
         field.name for kind in (ModelConfig, TrainingConfig) for field in dataclasses.fields(kind)

@@ -1,4 +1,4 @@
-"""What goes wrong around a run: its text, its files, its numbers, its pictures, who reads along."""
+"""Faults around a run: in its text, its files, its numbers, its plots and its streams."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from cli_runs import TINY, call
 
 @pytest.fixture
 def copied(run_folder: Path, tmp_path: Path) -> Path:
-    """A run to be spoilt."""
+    """A run to be damaged."""
     return Path(shutil.copytree(run_folder, tmp_path / "copied"))
 
 
@@ -27,19 +27,19 @@ def _translate(run: Path, *rest: str) -> list[str]:
 def test_the_test_part_belongs_to_the_text(capsys, pairs_file, run_folder, tmp_path):
     from fastattn.seq2seq.data import read_pairs, split_pairs
 
-    judged = split_pairs(read_pairs(pairs_file).pairs, held_out=5).test[0]
+    held_out = split_pairs(read_pairs(pairs_file).pairs, held_out=5).test[0]
     other = tmp_path / "other.tsv"
-    line = f"{judged.source}\t{judged.target}"
+    line = f"{held_out.source}\t{held_out.target}"
     assert line in pairs_file.read_text()
-    other.write_text(pairs_file.read_text().replace(line, f"{judged.source}\tchanged"))
+    other.write_text(pairs_file.read_text().replace(line, f"{held_out.source}\tchanged"))
     code, out, err = call(capsys, "evaluate", str(run_folder), "--data", str(other), "--device=cpu")
     assert (code, out) == (2, "") and "must be the text that" in err
     resumed = ["train", "--resume", "--out", str(run_folder), "--data", str(other)]
     assert call(capsys, *resumed, "--device=cpu")[0] == 2
 
 
-def test_a_run_knows_its_text(capsys, copied, tmp_path):
-    """Neither resuming nor judging asks for it again."""
+def test_a_run_records_its_text(capsys, copied, tmp_path):
+    """Neither resuming nor evaluating needs it again."""
     again = ["train", "--resume", "--out", str(copied), "--device=cpu"]
     assert call(capsys, *again)[0] == 0
     assert call(capsys, "evaluate", str(copied), "--device=cpu")[0] == 0
@@ -57,14 +57,14 @@ def test_runs_are_compared_on_the_same_sentences(capsys, pairs_file, run_folder,
     assert (code, out) == (2, "") and f"RUN must have the test part of {run_folder}" in err
 
 
-def test_a_choice_given_with_resume_is_refused_even_if_it_is_the_usual_one(capsys, run_folder):
+def test_an_option_with_resume_is_refused_even_if_it_is_the_default(capsys, run_folder):
     again = ["train", "--resume", "--out", str(run_folder), "--device=cpu"]
     for flag in ("--dropout=0.1", "--steps=10000", "--post-norm", "--held-out=5"):
         code, _, err = call(capsys, *again, flag)
         assert code == 2 and f"{flag.partition('=')[0]} cannot be given with --resume" in err
 
 
-def test_text_of_two_bytes_a_letter_is_refused(capsys, pairs_file, tmp_path):
+def test_utf_16_text_is_refused(capsys, pairs_file, tmp_path):
     wide = tmp_path / "wide.tsv"
     wide.write_text(pairs_file.read_text(), encoding="utf-16")
     code, _, err = call(capsys, "train", "--data", str(wide), "--out", str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""The documentation: builds without a warning, and its code is code."""
+"""The documentation builds without a warning, and its code parses."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Each example learns, in a fixed number of steps, more than the baseline that it states."""
+"""Each example beats its stated baseline within a fixed number of steps."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def pictures(folder: Path) -> list[str]:
-    """Every picture is whole and more than a frame."""
+    """The figures of a folder; each is complete and more than a frame."""
     found = sorted(folder.iterdir())
     assert all(path.stat().st_size > 5000 for path in found)
     return [path.name for path in found]

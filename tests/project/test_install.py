@@ -31,7 +31,7 @@ print(fastattn.layer_norm(torch.randn(2, 8, requires_grad=True)).grad_fn.name())
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's files, without what was built in it."""
+    """The repository's files, without build results."""
     folder = tmp_path_factory.mktemp("source") / "fastattn"
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "fastattn", folder / "fastattn", ignore=ignored)
@@ -54,7 +54,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def build(source: Path, folder: Path, **environment: str) -> tuple[Path, str]:
-    """The wheel that pip makes of `source`, and what was said meanwhile."""
+    """The wheel that pip builds from `source`, and pip's output."""
     pip = sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"
     said = run(*pip, "-w", folder, source, cwd=folder, **environment)
     (wheel,) = folder.glob("*.whl")
@@ -62,12 +62,12 @@ def build(source: Path, folder: Path, **environment: str) -> tuple[Path, str]:
 
 
 def use(wheel: Path, folder: Path) -> str:
-    """The backend of a layer norm by the package as `wheel` installs it."""
+    """The backend of a layer norm in the package as `wheel` installs it."""
     target = folder / "installed"
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, cwd=folder)
     said = run(sys.executable, "-c", USE, target, cwd=folder, PYTHONPATH=str(target))
     chosen = said.partition("chosen: ")[2].split()[0]
-    # Who never sees pip's output is told here how to get the library.
+    # pip may hide its output, so the log says how to get the library.
     assert ("`pip install --no-build-isolation .` builds it" in said) == (chosen != "cpu"), said
     return chosen
 
@@ -77,7 +77,7 @@ def libraries(wheel: Path) -> list[str]:
 
 
 def hasty_compiler(folder: Path) -> str:
-    """The C++ compiler, but that it optimises nothing: that takes a quarter of the time."""
+    """The C++ compiler without optimisation, which takes a quarter of the time."""
     cxx = os.environ.get("CXX") or shutil.which("g++")
     script = folder / "hasty-g++"
     script.write_text(f'#!/bin/sh\nexec "{cxx}" "$@" -O0\n')
@@ -110,7 +110,7 @@ def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
 
 
 def test_wheel_without_torch(source: Path, tmp_path: Path) -> None:
-    """What an isolated build sees: setuptools and nothing else."""
+    """As in an isolated build: setuptools and nothing else."""
     tools = tmp_path / "build-tools"
     for pattern in ("setuptools*", "_distutils_hack"):
         for found in Path(sysconfig.get_path("purelib")).glob(pattern):

@@ -1,6 +1,6 @@
-"""The native side: dropout bits in C++, CPU norms in every instruction set, the build's decisions.
+"""Native code: dropout bits in C++, CPU norms with every instruction set, decisions of the build.
 
-The norms' samples run here for each instruction set but the best, which test_ops.py covers.
+The norms' samples run here with each instruction set but the best, which test_ops.py covers.
 """
 
 import functools
@@ -76,8 +76,8 @@ SEEDS = (0, 1, -1, 0x1234_5678_9ABC, -(2**63), 2**63 - 1)
 STREAMS = (0, 3, 2**31 - 1, 2**31 + 5)
 
 
-def test_the_definition_does_not_move(host: ModuleType) -> None:
-    """Published bits: whoever changes one changes what a saved seed reproduces."""
+def test_the_definition_does_not_change(host: ModuleType) -> None:
+    """Published bits: a change changes what a saved seed reproduces."""
     assert host.finalise(1) == 0x688990C0 == finalise(1)
     assert [host.row_byte(42, 7, 5, c) for c in range(8)] == [204, 34, 21, 20, 147, 163, 158, 249]
     found = [host.attention_byte(42, 7, 1, 2, i, j) for i in (0, 8) for j in (3, 11)]
@@ -133,7 +133,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _samples() -> list[Any]:
-    """Every sample in fp32; in the narrow types those that differ in how memory is read."""
+    """Every sample in fp32; in 16-bit types those that differ in how memory is read."""
     narrow = ("model", "odd_width", "three_columns", "row_stride", "dropout", "fp32_residual")
     return [
         pytest.param(spec, sample, dtype, id=f"{name}-{sample.name}-{dtype}".replace("torch.", ""))
@@ -185,7 +185,7 @@ def test_rounds_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
 
 @every_isa
 def test_one_column_has_no_gradient(isa: str) -> None:
-    """A row of one element is normalised to 0 whatever it is."""
+    """A row of one element is normalised to 0 for any value."""
     x = torch.randn(9, 1, requires_grad=True)
     y = fastattn.layer_norm(x, torch.randn(1), torch.tensor([2.0]), backend="cpu")
     y.backward(torch.randn(9, 1))
@@ -309,7 +309,7 @@ def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:
     for name in names
 ])  # fmt: skip
 def test_a_tensor_without_memory_is_refused(op: str, name: str) -> None:
-    """Its storage was given up, as offloading and sharding do; views begin behind its start."""
+    """Its storage was freed, as in offloading and sharding; views begin at an offset."""
     samples = {"attention": "gqa_bias", "ffn": "gelu_plain"}
     spec = all_specs()[op]
     sample = next(s for s in spec.samples if s.name == samples.get(op, "model"))
@@ -525,7 +525,7 @@ def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) ->
 
 
 def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
-    """By the sources and headers, and by the command."""
+    """Objects are rebuilt for changed sources, headers or commands."""
     if build._ninja() is None or shutil.which("g++") is None:
         pytest.skip("needs ninja and g++")
     header, names = tmp_path / "shared.h", ("one", "two")
@@ -553,7 +553,7 @@ def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
 def test_what_nvcc_says_is_kept(
     build: ModuleType, csrc: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it beside the object; who builds is not told of every kernel's registers."""
+    """The output is kept in a file beside the object; register counts are not printed."""
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     said = (
@@ -581,8 +581,8 @@ def test_the_variant_of_torch_is_part_of_the_name(build: ModuleType, tmp_path: P
 def test_objects_of_an_extension_serve_one_torch(
     build: ModuleType, csrc: Path, tmp_path: Path
 ) -> None:
-    """Where torch was replaced, neither the compiler's command nor a file that ninja knows of tells
-    its headers from those of before.
+    """If torch is replaced, neither the compiler's command nor a file that ninja tracks differs, so
+    the output folder must.
     """
 
     def outputs(name: str, version: str) -> set[Path]:
@@ -594,7 +594,7 @@ def test_objects_of_an_extension_serve_one_torch(
     assert outputs("cpu", "2.12.1") == outputs("cpu", "2.13.0")
 
 
-def test_other_processors_get_the_portable_kernels(
+def test_other_cpus_get_the_portable_kernels(
     build: ModuleType, csrc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")

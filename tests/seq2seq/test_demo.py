@@ -1,4 +1,4 @@
-"""The demo, its pictures, and the progress shown meanwhile."""
+"""The demo, its plots and its progress output."""
 
 import dataclasses
 import io

@@ -1,6 +1,6 @@
-"""Decoding against naive implementations that take one sentence at a time and share nothing.
+"""Decoding compared with naive implementations that take one sentence at a time.
 
-Greedy, sampled, by beams; ragged sources, limits and prefixes; a step that can be recorded.
+Greedy, sampling and beam search; ragged sources, limits and prefixes; recordable steps.
 """
 
 import math
@@ -33,7 +33,7 @@ LIMITS = [3, 20, 12, 1, 20, 7, 20, 15]
 
 
 def sharp_model(*, norm_first: bool = True) -> Seq2SeqTransformer:
-    """A model whose continuations differ, some of which end, so that searches have work to do."""
+    """A model with different continuations, some of which end, so that searches differ."""
     seed = 7 if norm_first else 6
     model = small_model(tied=False, seed=seed, norm_first=norm_first).eval()
     with torch.no_grad():
@@ -139,12 +139,12 @@ def test_torchs_transformer_decodes_without_a_cache():
 
 
 def test_a_decoder_that_cannot_step_runs_whole_prefixes():
-    class Mine(fastattn.nn.TransformerDecoderLayer):
+    class Custom(fastattn.nn.TransformerDecoderLayer):
         pass
 
     model = sharp_model()
     expected = generate(model, *padded(sources()), max_lengths=LIMITS)
-    model.transformer.decoder.layers[1].__class__ = Mine
+    model.transformer.decoder.layers[1].__class__ = Custom
     found = generate(model, *padded(sources()), max_lengths=LIMITS)
     for actual, wanted in zip(found, expected, strict=True):
         assert_same_hypotheses(actual, wanted)
@@ -222,7 +222,7 @@ KINDS = [
 
 @pytest.mark.parametrize("changes", KINDS, ids=str)
 def test_every_kind_of_model_decodes(changes):
-    """Through the cache where there is one, and with kept programs, as whole prefixes do."""
+    """The cache, if there is one, and kept programs give the results of whole prefixes."""
     model = small_model(tied=False, seed=7, **changes).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -318,7 +318,7 @@ def test_uniform_numbers_depend_on_seed_and_sentence_alone():
     assert not torch.equal(uniform_numbers(6, [0], 4), uniform_numbers(5, [0], 4))
 
 
-# What holds for every way of searching
+# What holds for every search
 
 STRATEGIES = [
     pytest.param(Greedy(), id="greedy"),
@@ -353,7 +353,7 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
 @pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs fastattn's CPU products")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
-    """Of a few sentences weights are read as they lie, of many they would be packed."""
+    """Small batches read the weights unpacked, large batches would pack them."""
     monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
     model = sharp_model()
     rows = sources(45)
@@ -436,7 +436,7 @@ def test_a_limit_of_zero_gives_nothing():
     assert generate(model, nothing, nothing == PAD, max_lengths=[]) == []
 
 
-# The step as something to record
+# Recordable steps
 
 
 class Recorder(TorchDispatchMode):
@@ -481,8 +481,8 @@ def test_steps_repeat_the_same_operations_on_the_same_tensors(strategy, prefixed
     generate(model, *padded(sources()), **arguments, programs=programs)
     ((_, program),) = programs._kept.items()
     program.search.rewind()
-    places = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
-    assert len(places) > 10
+    addresses = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
+    assert len(addresses) > 10
     steps = []
     for _ in range(6):
         with Recorder() as recorder:
@@ -491,11 +491,11 @@ def test_steps_repeat_the_same_operations_on_the_same_tensors(strategy, prefixed
     assert len(steps[0]) > 50
     for operations in steps[1:]:
         assert operations == steps[0]
-    # Nothing waits for the device, nothing has a size that depends on data.
+    # No operation synchronises or has a data-dependent size.
     for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh"):
         assert not any(word in operation for operation in steps[0]), word
     after = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
-    assert after == places
+    assert after == addresses
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -630,7 +630,7 @@ def test_translator_keeps_the_order_and_refuses_long_texts():
         translator.translate(["ka", "ka lo " * 30])
 
 
-def test_translator_hands_strategies_and_prefixes_on():
+def test_translator_passes_strategies_and_prefixes():
     pairs = toy_pairs(60)
     tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
     translator = Translator(small_model(vocabulary=tokenizer.vocabulary).eval(), tokenizer)
@@ -645,7 +645,7 @@ def test_translator_hands_strategies_and_prefixes_on():
         target = result.hypothesis.tokens + [END] * result.hypothesis.ended
         assert result.hypothesis.attention.shape[2:] == (len(target), len(source) + 1)
     assert found[-1] == generation.Translation("", None)
-    # A text's draws are its own, wherever it lands in the batches.
+    # A text's random numbers do not depend on its batch.
     sampling = Sampling(seed=1)
     drawn = translator.translate(texts, strategy=sampling, batch_size=2)
     assert drawn == translator.translate(texts, strategy=sampling)

@@ -1,4 +1,4 @@
-"""The decoder that writes all tokens at once: what it sees, how long its results are, learning."""
+"""The decoder that writes all tokens at once: its inputs, the length of its results, training."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_tokens_and_lengths(length):
     expected = F.cross_entropy(rows, targets, label_smoothing=0.1)
     if length == "predictor":
         memory = model.encode(batch.source, batch.source_padding)
-        # Class n stands for n + 1 tokens, and END is none.
+        # Class n means n + 1 tokens, without END.
         classes = torch.tensor([len(e.target) - 2 for e in examples])
         expected = expected + F.cross_entropy(model.length_logits(memory), classes)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -46,7 +46,7 @@ def test_pair_files_report_each_malformed_line(tmp_path):
     ]
 
 
-def test_no_source_sentence_stands_in_two_parts():
+def test_no_source_sentence_is_in_two_parts():
     pairs = toy_pairs(200)
     variants = [Pair(p.source.upper() + "!", p.target + " bis") for p in pairs]
     splits = split_pairs([*pairs, *variants, *pairs], held_out=20)
@@ -64,7 +64,7 @@ def test_sentences_without_words_differ():
     assert len({sentence_key(text) for text in ("!", "?", "...", "a", "A!")}) == 4
 
 
-def test_split_depends_on_sentences_and_seed_alone():
+def test_split_depends_only_on_sentences_and_seed():
     pairs = toy_pairs(100)
     shuffled = random.Random(1).sample(pairs, len(pairs))
     first, second = split_pairs(pairs, held_out=10), split_pairs(shuffled, held_out=10)
@@ -76,7 +76,7 @@ def test_split_depends_on_sentences_and_seed_alone():
     assert len(held_out & {*grown.test, *grown.valid}) >= 10
 
 
-def test_split_wants_enough_sentences():
+def test_split_needs_enough_sentences():
     with pytest.raises(ValueError, match=r"held_out=10 .* at least 30 .* got 29"):
         split_pairs(toy_pairs(29), held_out=10)
 
@@ -121,7 +121,7 @@ def test_sentences_too_long_for_the_model_are_left_out():
     assert 0 < len(prepared.test) < 30 and longest < 20
     assert max(len(side) for example in prepared.valid for side in example) <= 20
     assert prepared.left_out == len(prepared.splits.train) - len(prepared.train) > 0
-    # One whose tokens fill the length leaves no place for END.
+    # One with max_length tokens does not fit with END.
     encode = prepared.tokenizer.encode
     most = max(len(encode(pair.source)) for pair in prepared.splits.test)
     again = runs.prepare_text(

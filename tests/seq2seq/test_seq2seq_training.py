@@ -164,7 +164,7 @@ def test_training_learns_the_toy_language():
     sources, references = zip(*prepared.splits.test, strict=True)
     translations = translator.translate(sources)
     right = sum(a == b for a, b in zip(translations, references, strict=True))
-    # Handing back the source gets none right: every word changes its first letter.
+    # The untranslated source has no correct word: every word changes its first letter.
     assert right >= 30, (right, result.validations)
     assert result.validations[-1][1] < 0.5 * result.losses[0]
 
@@ -402,7 +402,7 @@ def test_checkpoints_hold_the_whole_state(tmp_path):
             assert torch.equal(value, loaded[index][key]), (index, key)
 
 
-def test_files_are_replaced_whole(tmp_path, monkeypatch):
+def test_files_are_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "best.json"
     checkpoint.write_atomically(path, "old")
 
@@ -416,7 +416,7 @@ def test_files_are_replaced_whole(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_calls_without_a_meaning_are_named(tmp_path):
+def test_argument_errors(tmp_path):
     examples = random_examples(30)
     schedule = toy_training(steps=2)
     result = train(

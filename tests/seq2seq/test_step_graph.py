@@ -1,4 +1,4 @@
-"""A recorded step on a CPU: replays do what the step would have done, in the same memory."""
+"""A recorded step on a CPU: replays do the same as the step, in the same memory."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Counter:
         self.position.add_(1)
 
 
-def test_a_tape_plays_what_was_recorded():
+def test_a_tape_replays_what_was_recorded():
     direct, taped = Counter(), Counter()
     advance = recorded(taped.step, lambda: None, torch.device("cpu"))
     assert isinstance(advance, Tape)
@@ -64,7 +64,7 @@ def test_operations_without_an_out_form_are_copied():
     x, seen = torch.arange(4.0), torch.zeros(4)
 
     def step() -> None:
-        # A view of what a nameless operation made.
+        # A view of the result of an operation without an out= overload.
         seen.copy_(torch.ops.aten._to_copy(x.double(), dtype=torch.float32).view(2, 2).flatten())
         x.add_(1)
 
@@ -74,7 +74,7 @@ def test_operations_without_an_out_form_are_copied():
         assert seen.tolist() == [expected + i for i in range(4)]
 
 
-def test_a_tape_plays_the_reference_too(monkeypatch):
+def test_a_tape_replays_the_reference_too(monkeypatch):
     monkeypatch.setenv("FASTATTN_BACKEND", "reference")
     direct, taped = Counter(), Counter()
     advance = Tape(taped.step)
@@ -85,7 +85,7 @@ def test_a_tape_plays_the_reference_too(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_tape_plays_ops_in_every_dtype(dtype):
+def test_a_tape_replays_ops_in_every_dtype(dtype):
     q, out = torch.randn(1, 2, 3, 8, dtype=dtype), torch.zeros(1, 2, 3, 8, dtype=dtype)
     weight = torch.randn(8, 8, dtype=dtype)
 
@@ -103,7 +103,7 @@ def test_a_tape_plays_ops_in_every_dtype(dtype):
             assert torch.equal(out, expected)
 
 
-def test_a_step_that_asks_for_values_is_not_played():
+def test_a_step_that_reads_values_is_not_replayed():
     x, seen = torch.zeros(1), []
 
     def step() -> None:
@@ -116,7 +116,7 @@ def test_a_step_that_asks_for_values_is_not_played():
     assert seen == [0.0, 1.0, 2.0, 12.0]
 
 
-def test_a_step_whose_results_have_no_fixed_size_is_not_played():
+def test_a_step_whose_results_have_no_fixed_size_is_not_replayed():
     x, seen = torch.tensor([-1.0, 0.0, 2.0]), []
 
     def step() -> None:

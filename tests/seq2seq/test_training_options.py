@@ -1,5 +1,5 @@
-"""What training can minimise besides plain cross-entropy, and how long: each choice against its
-formula written out, and all of them together against themselves, run again and resumed.
+"""Training options: each compared with its formula written out, and all of them repeated and
+resumed.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def test_the_share_of_true_inputs_falls_as_bengio_has_it(floor):
 
 @torch.no_grad()
 def test_drawn_inputs_are_the_models_own(monkeypatch):
-    """With the likeliest token in place of a draw, all inputs drawn is greedy decoding."""
+    """If draws are replaced by the likeliest token, drawing all inputs is greedy decoding."""
     model = small_model(tied=False, seed=7).train()
     batch = collate(random_examples(6))
     monkeypatch.setattr(
@@ -60,8 +60,8 @@ def test_drawn_inputs_are_the_models_own(monkeypatch):
     assert torch.equal(drawn[:, 1:][real[:, 1:]], best[:, :-1][real[:, 1:]])
     assert torch.equal(drawn[~real], batch.target_in[~real])
     assert not torch.equal(drawn, batch.target_in)
-    # One parallel pass draws from the pass over the truth; as many as there are tokens, the same
-    # as one after the other.
+    # One parallel pass draws from the pass over the truth; with as many passes as tokens, the
+    # result is that of sequential drawing.
     logits = model(batch.source, batch.target_in, batch.source_padding)
     best = logits[..., END:].argmax(-1) + END
     once = scheduled_sampling.parallel_inputs(model.train(), batch, 0.0)
@@ -146,7 +146,7 @@ def test_guided_attention_pulls_to_the_diagonal():
         lengths = (batch.target_out != PAD).sum(1), (~batch.source_padding).sum(1)
         strayed[weight] = sum(float(guided_attention_loss(w, *lengths)) for w in weights.values())
     assert strayed[50.0] < 0.7 * strayed[0.0]
-    # Beside cross-entropy, in training alone: validation compares models by their tokens.
+    # Added to cross-entropy only in training: validation compares models by their tokens.
     batch, model = collate(examples[:5]), small_model()
     plain, guided = toy_training(), toy_training(guided_attention=2.0)
     losses = [training.cross_entropy(model, batch, config).item() for config in (plain, guided)]
@@ -197,7 +197,7 @@ def test_the_self_critical_loss_is_its_formula(monkeypatch):
     targets = [h.tokens + [END] * h.ended for (h,) in sampled]
     again = collate([Example(s, t) for s, t in zip(batch.source.tolist(), targets, strict=True)])
     logits = model(batch.source, again.target_in, batch.source_padding)
-    # What samples are drawn from: PAD and BEGIN, the tokens before END, have no share.
+    # The distribution of samples: PAD and BEGIN, the tokens before END, have probability 0.
     log_p = logits[..., END:].log_softmax(-1)
     total = 0.0
     for b, ((one,), (base,)) in enumerate(zip(sampled, greedy, strict=True)):
@@ -206,7 +206,7 @@ def test_the_self_critical_loss_is_its_formula(monkeypatch):
             total -= advantage * log_p[b, t, token - END].item()
     assert len({len(h.tokens) for (h,) in sampled}) > 2
     assert loss.item() == pytest.approx(total / sum(map(len, targets)), rel=1e-4)
-    # If all sample what greedy finds, there is nothing to learn.
+    # If all samples have the reward of the greedy result, the gradient is 0.
     equal = self_critical_loss(model, batch, reward=lambda *_: 0.3)
     (gradient,) = torch.autograd.grad(equal, model.head.weight)
     assert gradient.abs().max() == 0
@@ -222,7 +222,7 @@ def test_the_last_updates_reward_sequences(monkeypatch):
 
 
 def test_sequence_training_raises_the_sampled_bleu():
-    """60 updates with BLEU alone raise what 25 with cross-entropy reach."""
+    """60 updates with only BLEU improve on 25 with cross-entropy."""
     examples = [Example(e.source, e.source) for e in random_examples(60, vocabulary=12)]
     model = Seq2SeqTransformer(dataclasses.replace(SMALL, vocabulary=12, width=32))
     batch = collate(examples)
@@ -288,7 +288,7 @@ def test_the_pointer_generator_is_its_formula():
     assert log_p.isfinite().all() and logits.grad.isfinite().all()
 
 
-def test_copying_learns_what_words_cannot():
+def test_copying_learns_unseen_words():
     """Targets repeat the source; half of the vocabulary is never seen in training."""
     rare = random_examples(30, vocabulary=60, seed=9)
     rare = [Example([30 + t // 2 if t != END else t for t in e.source], []) for e in rare]
@@ -371,7 +371,7 @@ def test_patience_ends_training_and_resuming_keeps_it_ended(tmp_path, monkeypatc
     assert not patient.stopped_early and len(patient.losses) == 2
 
 
-def test_a_score_is_asked_at_every_validation_and_changes_nothing(tmp_path):
+def test_a_score_is_called_at_every_validation_and_changes_nothing(tmp_path):
     examples = random_examples(40)
     config = toy_training(steps=6, valid_every=2)
 
@@ -515,7 +515,7 @@ def test_each_decoder_layer_reads_its_own_encoder_layer(name, numbers):
 
 @pytest.mark.parametrize("norm", ["power", "batch"])
 def test_norms_over_tokens_leave_padding_out_of_the_model(norm):
-    """One batch of all sentences and their padding, or more padding: the same loss and buffers."""
+    """More padding gives the same loss and buffers."""
     examples = random_examples(8)
     batch = collate(examples)
     wider = collate([*examples, Example([5] * 20, [6] * 20)])
@@ -600,7 +600,7 @@ def test_a_packed_batch_runs_on_real_tokens_alone():
         ({"memory_layers": "same"}, "reads the encoder's layers"),
     ],
 )
-def test_models_that_cannot_be_packed_say_why(options, why):
+def test_models_that_cannot_be_packed_raise_the_reason(options, why):
     model = Seq2SeqTransformer(dataclasses.replace(SMALL, **options))
     with pytest.raises(ValueError, match=f"packed must be False for a model that {why}"):
         training.require_trainable(model, TrainingConfig(packed=True))

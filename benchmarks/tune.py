@@ -351,8 +351,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ready = [job for job in open_jobs if job[0] in compiler.done]
             if not ready:
                 compiler.collect(0.2)
-                if not compiler.pending:
-                    ready = open_jobs[:1]
                 continue
             compiler.collect(0.0)
             last = rows[-1][0] if rows else None

@@ -168,7 +168,7 @@ def build_module(
 
 def requested_backends(device_type: str) -> str:
     """The value of FASTATTN_BACKEND for a model: empty, or Triton for every op that has it, on a
-    GPU where the automatic choice has no kernel.
+    GPU for which neither sm90 nor Triton is automatic.
     """
     if device_type != "cuda":
         return ""

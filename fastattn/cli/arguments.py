@@ -32,7 +32,7 @@ def input_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -177,13 +177,13 @@ def load_pairs(path: Path | None) -> list[Pair]:
 
     if path is None:
         for source in catalogues.SOURCES:
-            say(f"text: French messages of {source.requirement}, {source.licence}")
+            log(f"text: French messages of {source.requirement}, {source.licence}")
         return catalogues.load_catalogue_pairs().pairs
     file = data.read_pairs(path)
     for problem in file.problems[:PROBLEMS_SHOWN]:
-        say(f"skipped: {problem}")
+        log(f"skipped: {problem}")
     if len(file.problems) > PROBLEMS_SHOWN:
-        say(f"skipped: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
+        log(f"skipped: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
     if not file.pairs:
         raise UsageError(
             f"--data must hold lines of source<TAB>target, got {len(file.problems)} lines without "

@@ -17,8 +17,8 @@ from fastattn.cli.arguments import (
     chosen_device,
     existing_file,
     input_errors,
+    log,
     positive_int,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _run_demo(options: argparse.Namespace) -> int:
             data=getattr(options, "data", None),
             steps=getattr(options, "steps", None),
             device=device,
-            notify=say,
+            notify=log,
         )
     if options.json:
         print(json.dumps(report.summary(), indent=2))

@@ -21,12 +21,12 @@ from fastattn.cli.arguments import (
     fraction,
     input_errors,
     load_pairs,
+    log,
     natural,
     number,
     positive_float,
     positive_int,
     run_folder,
-    say,
     share,
 )
 
@@ -193,7 +193,7 @@ def _run_train(options: argparse.Namespace) -> int:
     if not options.resume:
         start_run(run, files)
     parameters = sum(p.numel() for p in model.parameters())
-    say(
+    log(
         f"{len(prepared.train):,} training pairs ({prepared.left_out} too long and skipped), "
         f"{len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
         f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"

@@ -22,8 +22,8 @@ from fastattn.cli.arguments import (
     image_file,
     input_errors,
     load_pairs,
+    log,
     positive_int,
-    say,
 )
 
 
@@ -117,7 +117,7 @@ def _lines_of_input() -> list[str]:
     if sys.stdin is None:
         raise UsageError("TEXT must be given if there is no standard input, got neither")
     if sys.stdin.isatty():
-        say("reading lines from the terminal; end with Ctrl-D")
+        log("reading lines from the terminal; end with Ctrl-D")
     lines = [line.rstrip("\r\n") for line in sys.stdin]
     return [lines[0].removeprefix("\ufeff"), *lines[1:]] if lines else []
 

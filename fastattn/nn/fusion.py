@@ -51,7 +51,7 @@ def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`fastattn.linear` for plain CPU tensors in eager code, else `F.linear`, which compilers fuse,
-    which subclasses (quantised or sharded weights) override and whose weights autocast caches.
+    subclasses (quantised or sharded weights) override, and whose cast weights autocast caches.
     """
     if (
         torch.compiler.is_compiling()

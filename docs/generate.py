@@ -224,7 +224,7 @@ def support() -> str:
 
 
 def op_families() -> str:
-    public = dict.fromkeys(op.family for op in OPS.values() if op.requestable)
+    public = dict.fromkeys(op.public_name for op in OPS.values() if op.requestable)
     return ", ".join(f"`{name}`" for name in public)
 
 

@@ -1,5 +1,5 @@
-"""The torch ops, one folder each, and what they share. Public is what this file names: which
-backends there are, and what is known of the machine.
+"""The torch ops, one folder each, and the code they share. Only the names below are public: they
+describe the backends and the machine.
 """
 
 import torch
@@ -22,22 +22,22 @@ __all__ = [
 
 
 def extension_unavailable() -> str | None:
-    """Why the extension for PyTorch's autograd cannot serve, or None if it can."""
-    from fastattn.ops import _native  # not with the package: it looks for native libraries
+    """Why the extension for PyTorch's autograd cannot be used, or None if it can."""
+    from fastattn.ops import _native  # here, so that `import fastattn` loads no native library
 
     return _native.extension_unavailable()
 
 
 def library_unavailable(name: str) -> str | None:
-    """Why the native library `name` (cpu, sm90) cannot serve, or None if it can."""
+    """Why the native library `name` (cpu, sm90) cannot be used, or None if it can."""
     from fastattn.ops import _native
 
     return _native.unavailable(name)
 
 
 def has_faster_products(dtype: torch.dtype) -> bool:
-    """Whether `fastattn.linear` runs the package's own products on CPU tensors of this dtype, as it
-    does where they are faster on this processor than PyTorch's.
+    """Whether fastattn's matrix products are faster than PyTorch's on this processor in this dtype.
+    `fastattn.linear` then uses them on CPU tensors.
     """
     from fastattn.ops import _env, _native
 

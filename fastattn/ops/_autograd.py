@@ -1,9 +1,9 @@
-"""The derivative of an op: a forward and a backward op, joined by name.
+"""The derivative of an op: a forward and a backward op, joined by the names of their arguments.
 
-`differentiable` registers it under the dispatcher's Autograd key, below which the forward runs; the
-backward is a call of the backward op, which has a derivative of its own. Of both forms of the
-forward's, one runs: where the extension `_C_autograd` fits the torch that runs, a node in C++ for
-CPU and CUDA tensors; otherwise, and for other devices, the same in Python.
+`differentiable` registers the derivative under the dispatcher's Autograd key. The backward calls
+the backward op, which has a derivative of its own. The forward's derivative exists twice: as a C++
+node for CPU and CUDA tensors, used if the extension `_C_autograd` was built for the running torch,
+and in Python for everything else.
 """
 
 import threading
@@ -20,24 +20,24 @@ from torch.autograd.function import _SingleLevelFunction
 from fastattn.ops._op import LIBRARY, Op
 
 _DERIVATIVES: list["Derivative"] = []
-# Where a backward argument comes from: the words of csrc/autograd/derivative.h, in their order.
+# Where an argument of the backward comes from: an enum of csrc/autograd/derivative.h.
 _SAVED, _CONSTANT, _DTYPE, _NEEDS, _GRADIENT = range(5)
 
 
 @dataclass(frozen=True)
 class Derivative:
-    """How the backward op is fed. Its arguments that are called like an argument or a result of the
-    forward are those; `needs` says which gradients are wanted.
+    """Where the backward op's arguments come from. An argument that has the name of an argument or
+    result of the forward gets its value; `needs` gets which gradients are needed.
 
-    gradients: the backward's results, in order -> the forward arguments whose gradients they are.
-    result_gradients: the forward's results -> the backward argument with the result's gradient. The
-    results named come first; the others have no gradient.
-    dtypes: backward arguments -> the forward tensors whose dtype they are.
-    passes_through: forward arguments whose gradient is that of a result.
-    equal_gradients: (x, y) -> the argument that is 0 where both have the same gradient, if they are
-    of one dtype; then only y's is computed and both inputs get it, as those of a sum do in torch.
-    read_by: forward tensors -> the arguments whose gradients alone read them; without those they
-    are not kept.
+    gradients: the backward's results, in order -> the forward's arguments.
+    result_gradients: the forward's results -> the backward's arguments for their gradients. The
+    results listed must come first; the others are not differentiable.
+    dtypes: the backward's arguments -> forward tensors; the argument is the tensor's dtype.
+    passes_through: a forward argument -> the result whose gradient is also the argument's.
+    equal_gradients: (x, y) -> a forward argument. If that argument is 0 and x and y have the same
+    dtype, their gradients are equal: only y's is computed, and both get the same tensor.
+    read_by: a forward tensor -> the only arguments whose gradients read it. It is saved only if one
+    of them requires a gradient.
     """
 
     forward: Op
@@ -55,11 +55,12 @@ class Derivative:
 
     @property
     def name(self) -> str:
-        """Of the node in autograd's graph."""
-        return "".join(word.capitalize() for word in self.forward.family.split("_")) + "Backward"
+        """The name of the node in autograd's graph."""
+        words = self.forward.public_name.split("_")
+        return "".join(word.capitalize() for word in words) + "Backward"
 
     def positions(self, overload: str) -> "Positions":
-        """Of the default overload ("") or of "backend", which has the backend's name last."""
+        """overload: "" for the default one, or "backend", whose last argument is the backend."""
         named = ["backend"] if overload else []
         inputs, results = [*self.forward.arguments, *named], self.forward.results
         read = [*self.backward.arguments, *named]
@@ -95,7 +96,7 @@ class Derivative:
 
 
 class Positions(NamedTuple):
-    """A derivative by position: what csrc/autograd/derivative.h holds, in its order."""
+    """A derivative by position, in the order of the struct in csrc/autograd/derivative.h."""
 
     tensors: list[int]
     differentiable: int
@@ -115,14 +116,14 @@ def differentiable(
     *,
     gradients: Mapping[str, str],
     result_gradients: Mapping[str, str],
-    **facts: Mapping[Any, Any],
+    **options: Mapping[Any, Any],
 ) -> Op:
-    """Joins two ops and returns the forward; see `Derivative`.
+    """Makes `backward` the derivative of `forward` and returns `forward`; see `Derivative`.
 
-    backward_maths: the backward op's arguments -> its results (None where not needed) in
-    differentiable torch, for double backward.
+    backward_maths: the backward op in differentiable PyTorch operators, for double backward:
+    its arguments -> its results, None for those not needed.
     """
-    derivative = Derivative(forward, backward, gradients, result_gradients, **facts)
+    derivative = Derivative(forward, backward, gradients, result_gradients, **options)
     _DERIVATIVES.append(derivative)
     second = _second_derivative(backward, backward_maths)
     for overload in ("", ".backend"):
@@ -133,12 +134,12 @@ def differentiable(
     return forward
 
 
-def gradient_like(like: Tensor | None, needed: bool, anchor: Tensor) -> Tensor:
-    """An empty gradient of `like`, or one of shape [0] where it is not needed. It has the order of
-    strides of `like`, unless that has its last dimension elsewhere: kernels write rows.
+def gradient_like(like: Tensor | None, needed: bool, other: Tensor) -> Tensor:
+    """An empty gradient of `like`, or a tensor [0] like `other` if it is not needed. Its dimensions
+    are stored in like's order if the last one of `like` is contiguous, as kernels need.
     """
     if not needed or like is None:
-        return anchor.new_empty(0)
+        return other.new_empty(0)
     if like.dim() == 0:
         return torch.empty_like(like)
     if like.stride(-1) == 1 and not like.is_contiguous():
@@ -153,14 +154,14 @@ _registered = False
 
 
 def _register_nodes() -> bool:
-    """Registers the derivatives in C++, if there is an extension; they come before those here.
-    Returns whether this call has done so.
+    """Registers the C++ nodes, if the extension is available. They take precedence over the
+    derivatives in Python. Returns whether this call registered them.
     """
     global _registered
     with _registering:
         if _registered:
             return False
-        from fastattn.ops import _native  # not with the package: it looks for native libraries
+        from fastattn.ops import _native  # here, so that `import fastattn` loads no native library
 
         extension = _native.extension()
         if extension is not None:
@@ -176,11 +177,11 @@ def _register_nodes() -> bool:
 def _function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> type[_SingleLevelFunction]:
-    """An autograd function for one level of functorch's: kernels at the Autograd key see one."""
+    """An autograd function for a single functorch level, as a kernel at the Autograd key needs."""
     methods = {
         "forward": staticmethod(forward),
         "backward": staticmethod(backward),
-        # Compiled autograd asks for it, of ordinary functions alone.
+        # Compiled autograd needs it; only torch.autograd.Function defines it.
         "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
     }
     return type(name, (_SingleLevelFunction,), methods)
@@ -189,7 +190,7 @@ def _function(
 def _under_autograd(
     function: type[_SingleLevelFunction], op: Op, overload: str
 ) -> Callable[..., Any]:
-    """The kernel at the Autograd key: `function` where a gradient is wanted."""
+    """The kernel at the Autograd key: applies `function` if an input requires a gradient."""
     call = op.named if overload else op.default
 
     def kernel(*args: Any) -> Any:
@@ -207,8 +208,8 @@ def _under_autograd(
 
 
 def _below(op: Op, call: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The op below this level of autograd; further levels of functorch's may follow, whose
-    tangents an autograd function hides.
+    """Calls the op below this autograd level. Outer functorch levels may follow, so gradient
+    recording is on again, and forward mode, which an autograd function turns off.
     """
     with (
         torch.enable_grad(),
@@ -220,7 +221,7 @@ def _below(op: Op, call: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _check_no_tangents(op: Op, args: Sequence[Any]) -> None:
-    """A derivative in forward mode would be lost."""
+    """Raises for inputs with forward-mode tangents, which would be ignored."""
     if forward_ad._current_level < 0:
         return
     for i in op.tensors:
@@ -244,8 +245,8 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
         ctx.constants = [args[i] for i in at.constants]
         ctx.dtypes = [args[i].dtype for i in at.dtypes]
         ctx.equal = [
-            (spared, computed)
-            for spared, computed, x, y, zero in at.equal
+            (skipped, computed)
+            for skipped, computed, x, y, zero in at.equal
             if args[zero] == 0.0 and args[x].dtype == args[y].dtype
         ]
         ctx.mark_non_differentiable(*results[at.differentiable :])
@@ -253,17 +254,17 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
         return results
 
     def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]  # behind the call
-        wants = [needed[i] for i in at.gradients]
+        needed = ctx.needs_input_grad[1:]  # without `call`
+        requested = [needed[i] for i in at.gradients]
         found: list[Tensor | None] = [None] * len(needed)
-        if any(wants) and any(x is not None for x in gradients[: at.differentiable]):
-            needs = list(wants)
-            for spared, computed in ctx.equal:
-                if wants[spared] and wants[computed]:
-                    needs[spared] = False
+        if any(requested) and any(x is not None for x in gradients[: at.differentiable]):
+            needs = list(requested)
+            for skipped, computed in ctx.equal:
+                if requested[skipped] and requested[computed]:
+                    needs[skipped] = False
             kinds = (ctx.saved_tensors, ctx.constants, ctx.dtypes, [needs], gradients)
             args = [kinds[kind][i] for kind, i in at.sources]
-            # A gradient with a derivative in forward mode is refused above the kernels.
+            # In forward mode the Autograd key must see the call: it raises for tangents.
             recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
             if recorded or torch.compiler.is_compiling():
                 results = backward_call(*args)
@@ -273,9 +274,9 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
             for i, need, result in zip(at.gradients, needs, results, strict=True):
                 if need:
                     found[i] = result
-            for spared, computed in ctx.equal:
-                if wants[spared] and not needs[spared]:
-                    found[at.gradients[spared]] = results[computed]
+            for skipped, computed in ctx.equal:
+                if requested[skipped] and not needs[skipped]:
+                    found[at.gradients[skipped]] = results[computed]
         for i, j in at.passed:
             if needed[i]:
                 found[i] = gradients[j]
@@ -294,7 +295,7 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
 def _second_derivative(
     op: Op, maths: Callable[..., tuple[Tensor | None, ...]]
 ) -> type[_SingleLevelFunction]:
-    """The backward op's own derivative, through torch's operators."""
+    """The backward op's own derivative, by PyTorch's operators."""
     needs_at = op.arguments.index("needs")
 
     def run_forward(ctx: Any, call: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -307,7 +308,7 @@ def _second_derivative(
         args = list(ctx.constants)
         for i, tensor in zip(op.tensors, ctx.saved_tensors, strict=True):
             args[i] = tensor
-        moving = [i for i in op.tensors if ctx.needs_input_grad[1 + i]]
+        inputs = [i for i in op.tensors if ctx.needs_input_grad[1 + i]]
         given = [
             i
             for i, (gradient, needed) in enumerate(zip(gradients, args[needs_at], strict=True))
@@ -318,15 +319,15 @@ def _second_derivative(
             return (None,) * (1 + len(args))
 
         def results(*values: Tensor) -> tuple[Tensor, ...]:
-            moved = list(args)
-            for i, value in zip(moving, values, strict=True):
-                moved[i] = value
-            made = maths(*moved[: len(op.arguments)])
-            return tuple(x for i in given if (x := made[i]) is not None)
+            replaced = list(args)
+            for i, value in zip(inputs, values, strict=True):
+                replaced[i] = value
+            computed = maths(*replaced[: len(op.arguments)])
+            return tuple(x for i in given if (x := computed[i]) is not None)
 
         with torch._C._DisableAutocast():
-            vjp = torch.func.vjp(results, *(args[i] for i in moving))[1]
-            found = dict(zip(moving, vjp(tuple(gradients[i] for i in given)), strict=True))
+            vjp = torch.func.vjp(results, *(args[i] for i in inputs))[1]
+            found = dict(zip(inputs, vjp(tuple(gradients[i] for i in given)), strict=True))
         return (None, *(found.get(i) for i in range(len(args))))
 
     return _function(op.name, run_forward, run_backward)

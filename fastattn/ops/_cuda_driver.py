@@ -1,7 +1,7 @@
-"""Two calls of CUDA's driver API that torch does not offer; nothing where there is no such driver.
+"""Two functions of CUDA's driver API that PyTorch does not expose; no-ops without that driver.
 
-Triton's launches go through that API, and it assumes what torch only sees to when it must: that a
-thread has a context, and that nobody captures a graph while kernels are loaded.
+Triton uses the driver API, which needs a current context in the calling thread and cannot load
+kernels during a graph capture. PyTorch takes care of both only in its own calls.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def ensure_context() -> None:
-    """Makes the context of torch's current device current in a thread that has none, as threads are
-    that were served from torch's memory cache so far: encoding a tensor descriptor fails there.
+    """Makes the device's context current in a thread that has none, such as one whose allocations
+    all came from PyTorch's memory cache: encoding a tensor descriptor would fail there.
     """
     if getattr(_thread, "has_context", False) or not torch.cuda.is_initialized():
         return
@@ -41,8 +41,8 @@ def ensure_context() -> None:
 
 @contextlib.contextmanager
 def loading_allowed() -> Iterator[None]:
-    """Inside, this thread may load kernels although its stream is captured into a graph. Loading
-    puts nothing on a stream, but the stricter modes of capture forbid it and break off.
+    """Inside, this thread may load kernels while its stream is captured into a graph. Loading
+    enqueues nothing on a stream, but the stricter capture modes forbid it and end the capture.
     """
     cuda = _library() if torch.cuda.is_initialized() else None
     if cuda is None or not torch.cuda.is_current_stream_capturing():

@@ -1,9 +1,9 @@
-"""The dropout bits of every op: what is dropped is a pure function of seed, stream and position.
+"""The dropout bits of every op: a pure function of seed, stream and position.
 
-One 32-bit word decides four weights, one byte each. Attention's words lie on a lattice that
-tensor-core fragments own whole: rows {r, r + 8} x columns {c, c + 8} inside blocks of 16. Row-wise
-ops use one word per four columns. The same arithmetic (modulo 2^32) is written in C++ in
-csrc/common/dropout.h; tests compare the two.
+One 32-bit hash decides four weights, one byte each. In attention these are the weights at rows
+{r, r + 8} x columns {c, c + 8} of a 16 x 16 block, which one thread holds in a tensor-core
+fragment. Row-wise ops use one hash for four neighbouring columns. csrc/common/dropout.h has the
+same arithmetic (modulo 2^32) in C++; tests compare the two.
 """
 
 import torch
@@ -12,18 +12,20 @@ from torch import Tensor
 ROW_TAG = 0x243F6A88
 COLUMN_TAG = 0x85A308D3
 GOLDEN = 0x9E3779B9
-# Separates the two dropouts of one ffn call; public streams are below it.
+# The bit that separates the streams of the two dropouts of an ffn call; public streams are smaller.
 SECOND_STREAM = 1 << 31
 _WORD = 0xFFFFFFFF
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
-    """int64 [1] from torch's generator of `device`."""
+    """int64 [1] from PyTorch's random generator of `device`."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def threshold(p: float) -> int:
-    """Bytes below this are dropped: floor(256 p + 0.5), at least 1 if p > 0, 256 only if p = 1."""
+    """A weight is dropped if its byte is below this: floor(256 p + 0.5), but at least 1 if p > 0
+    and at most 255 if p < 1.
+    """
     if p <= 0.0:
         return 0
     if p >= 1.0:
@@ -32,16 +34,14 @@ def threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What kept weights are multiplied by, so that expectations are exact; 0 when everything is
-    dropped.
-    """
+    """The factor of kept weights: 1 / (probability of keeping a weight), 0 if all are dropped."""
     t = threshold(p)
     return 0.0 if t == 256 else 256.0 / (256 - t)
 
 
-# Tensors hold 32-bit words as int64, whose products wrap modulo 2^64: the low 32 bits are right.
+# 32-bit words are held in int64 tensors. Products wrap modulo 2^64, so their low 32 bits are right.
 def finalise(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words with good avalanche (constants of Wellons's "lowbias32")."""
+    """A bijection of 32-bit words with good avalanche (Wellons's hash "lowbias32")."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
@@ -52,7 +52,7 @@ def absorb(state: Tensor | int, value: Tensor | int) -> Tensor:
 
 
 def stream_key(tag: int, seed: Tensor, stream: int) -> Tensor:
-    """Key of one stream of one seed. seed: int64 [1]; result int64 [1]."""
+    """The key of a seed and a stream. seed: int64 [1]; result: int64 [1]."""
     low, high = seed & _WORD, (seed >> 32) & _WORD
     return absorb(absorb(absorb(tag, low), high), stream)
 
@@ -87,15 +87,15 @@ def row_keep(seed: Tensor, stream: int, p: float, rows: int, columns: int) -> Te
     return (word >> (8 * (c % 4))) & 0xFF >= threshold(p)
 
 
-# -- the same bits, quickly -----------------------------------------------------------------------
-# A quarter of the words, in 32 bits and in place; what is dropped, where the functions above tell
-# what is kept. Bytes have no 256 to be compared with. A word's bytes lie in memory lowest first.
+# -- the same bits, faster ------------------------------------------------------------------------
+# Each word is computed once, in 32 bits and in place, and read as four bytes (little-endian). Bytes
+# are compared with threshold - 1, because 256 does not fit a byte.
 def _as_int32(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
 def _finalised_words(rows: Tensor, columns: Tensor) -> Tensor:
-    """finalise(rows ^ columns) as int32, whose shifts to the right need masks."""
+    """finalise(rows ^ columns) as int32. Right shifts of int32 copy the sign, hence the masks."""
     x = rows.to(torch.int32)[..., None] ^ columns.to(torch.int32)
     shifted = x >> 16
     x ^= shifted.bitwise_and_(0xFFFF)
@@ -109,7 +109,7 @@ def _finalised_words(rows: Tensor, columns: Tensor) -> Tensor:
 def attention_dropped(
     seed: Tensor, stream: int, p: float, B: int, H: int, M: int, N: int, first: int = 0
 ) -> Tensor:
-    """Which attention weights are dropped: bool [B, H, M, N]. first: the number of entry 0."""
+    """Which attention weights are dropped: bool [B, H, M, N]. first: the first batch index."""
     b = torch.arange(first, first + B, device=seed.device).view(B, 1, 1)
     h = torch.arange(H, device=seed.device).view(1, H, 1)
     R, C = (M + 15) // 16, (N + 15) // 16

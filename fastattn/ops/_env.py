@@ -1,9 +1,8 @@
-"""Every run-time gate: what is installed, which devices a backend serves, what the environment asks
-for.
+"""Queries of the environment: installed packages, the devices a backend supports, environment
+variables.
 
-Nothing else in the package asks for versions, devices or architectures.
-Answers are reasons (strings phrased to follow "backend triton ...") or None for "nothing in the
-way".
+No other file of the package queries versions, devices or architectures. A check returns the reason
+why something cannot be used (phrased to follow "backend triton ...") or None.
 """
 
 import functools
@@ -22,7 +21,7 @@ RECORD_VARIABLE = "FASTATTN_RECORD"
 _INTERPRET_VARIABLE = "TRITON_INTERPRET"
 CPU = torch.device("cpu")
 _NO_REQUEST: Mapping[str, str] = MappingProxyType({})
-# os.environ encodes a key each time it looks, which is most of its 0.5 us.
+# os.environ encodes the key at every lookup, which is most of the 0.5 us that a lookup takes.
 _KEYS = {
     name: getattr(os.environ, "encodekey", str)(name)
     for name in (BACKEND_VARIABLE, _INTERPRET_VARIABLE)
@@ -30,18 +29,18 @@ _KEYS = {
 
 
 def _variable(name: str) -> str | None:
-    """os.environ.get(name), quicker for a variable that is not set, as at nearly every call."""
+    """os.environ.get(name), faster for a variable that is not set, the usual case."""
     try:
         if _KEYS[name] not in os.environ._data:  # type: ignore[attr-defined]
             return None
     except AttributeError:
-        pass  # another mapping in its place, or another Python's
+        pass  # os.environ was replaced, or this Python implements it in another way
     return os.environ.get(name)
 
 
 def requested_backends() -> Mapping[str, str]:
-    """The backends that FASTATTN_BACKEND asks for, by op, under "" the one for every op: a name, or
-    pairs such as "attention=triton,ffn=cpu".
+    """The backends that FASTATTN_BACKEND requests, by op; the key "" stands for all ops. The value
+    of the variable is a name or pairs such as "attention=triton,ffn=cpu".
     """
     value = _variable(BACKEND_VARIABLE)
     return _parse_request(value) if value else _NO_REQUEST
@@ -56,14 +55,14 @@ def _parse_request(value: str) -> dict[str, str]:
 
 
 def record_path() -> Path | None:
-    """Where the record of verified kernels lies: what FASTATTN_RECORD names (empty: nowhere, there
-    is none), or fastattn/verified.json in the user's cache folder.
+    """The file that records verified kernels: FASTATTN_RECORD if it is set (None if it is empty),
+    else fastattn/verified.json in the user's cache folder.
     """
     named = os.environ.get(RECORD_VARIABLE)
     if named is not None:
         return Path(named) if named else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # which XDG's specification wants ignored
+    if not os.path.isabs(cache):  # XDG's specification says to ignore relative paths
         cache = os.path.expanduser("~/.cache")
     return Path(cache, "fastattn", "verified.json")
 
@@ -83,7 +82,7 @@ def has_triton() -> bool:
 
 
 def refuses_device(backend: str, device: torch.device) -> str | None:
-    """Why a backend cannot serve a device, asked before its module is imported."""
+    """Why a backend does not support a device, or None; does not import the backend's module."""
     if backend == "cpu":
         # Reading a device's type takes 0.2 us.
         if device == CPU or device.type == "cpu":
@@ -109,7 +108,7 @@ def capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def architecture(device_type: str, index: int) -> str:
-    """The name that configuration tables use: sm_90, gfx942, ... or "interpreter"."""
+    """The key of configuration tables: sm_90, gfx942, ... or "interpreter"."""
     if device_type != "cuda":
         return "interpreter"
     if torch.version.hip is not None:
@@ -120,7 +119,7 @@ def architecture(device_type: str, index: int) -> str:
 
 @functools.cache
 def multiprocessors(device_type: str, index: int) -> int:
-    """Of a GPU; for what stands in for one, those of an H200."""
+    """The number of a GPU's multiprocessors; an H200's for any other device."""
     if device_type != "cuda":
         return 132
     return torch.cuda.get_device_properties(index).multi_processor_count
@@ -132,27 +131,27 @@ def several_gpus() -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """The name people know the device by."""
+    """The product name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = _cpuinfo("model name") or platform.processor() or platform.machine()
-    # A virtual machine's "AMD EPYC" may be of any generation.
+    # Virtual machines report names without a model, such as "AMD EPYC".
     family = "" if any(map(str.isdigit, name)) else _cpuinfo("cpu family")
     return f"{name}, family {family}" if family else name
 
 
 @functools.cache
 def has_slow_blas() -> bool:
-    """Whether torch's fp32 products on the CPU are Intel's and the processor is not."""
+    """Whether PyTorch multiplies fp32 matrices with Intel's MKL on a processor not by Intel."""
     if not torch.backends.mkl.is_available():
         return False
     return _cpuinfo("vendor_id") not in ("", "GenuineIntel")
 
 
 @functools.cache
-def has_quick_products(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for products in half precision that torch's library
-    takes and the kernels here do not, or may have: they are written for x86.
+def has_half_precision_units(dtype: torch.dtype) -> bool:
+    """Whether the processor has (or, if it is not x86, may have) instructions for half-precision
+    matrix products that PyTorch uses and fastattn's CPU kernels do not.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return dtype in (torch.bfloat16, torch.float16)
@@ -162,18 +161,18 @@ def has_quick_products(dtype: torch.dtype) -> bool:
 
 
 def slower_products(dtype: torch.dtype) -> str | None:
-    """Why matrix products of the package's C++ kernels are slower than PyTorch's own in this dtype,
-    for all that is known of the processor, or None.
+    """Why the matrix products of fastattn's C++ kernels are slower than PyTorch's in this dtype on
+    this processor, or None if they are not known to be.
     """
     if dtype is torch.float32:
-        return None if has_slow_blas() else "is slower here than PyTorch's products in fp32"
-    if has_quick_products(dtype):
-        return f"lacks this processor's instructions for products in {dtype}, which PyTorch uses"
+        return None if has_slow_blas() else "multiplies fp32 matrices more slowly than PyTorch here"
+    if has_half_precision_units(dtype):
+        return f"does not use this processor's {dtype} matrix instructions, which PyTorch uses"
     return None
 
 
 def _cpuinfo(name: str) -> str:
-    """What the system says of the first processor, "" where it says nothing."""
+    """A field of the first processor in /proc/cpuinfo, "" if there is none."""
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:
@@ -190,7 +189,7 @@ def default_device() -> torch.device:
 
 
 def versions() -> dict[str, str]:
-    """Versions that belong into every report, "absent" where a package is missing."""
+    """Versions for reports; "absent" if a package is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = str(torch.version.cuda or torch.version.hip or "absent")
     for package in ("triton", "numpy"):

@@ -1,8 +1,8 @@
-"""Loads the optional native libraries that stand beside the package, when they are first used.
+"""Loads the optional native libraries in the package's folder when they are first used.
 
 `unavailable("cpu")` loads fastattn/_C_cpu.abi3.so, which registers the CPU kernels of
-torch.ops.fastattn and defines torch.ops.fastattn_cpu, or says why it cannot. `extension()` is
-fastattn._C_autograd, which was built for one torch and one Python: any other never loads it.
+torch.ops.fastattn and defines torch.ops.fastattn_cpu, or returns the reason why it cannot.
+`extension()` returns fastattn._C_autograd, which is built for one version of PyTorch and of Python.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The words of csrc/common/isa.h, in its order.
+# The instruction sets of csrc/common/isa.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
 _INTERFACE = 2  # kInterface of csrc/autograd/derivative.h
 _log = logging.getLogger("fastattn")
@@ -27,8 +27,8 @@ _log = logging.getLogger("fastattn")
 
 @functools.cache
 def unavailable(library: str) -> str | None:
-    """Why the library cannot serve, phrased to follow "backend cpu ...", or None once loaded. For
-    the CPU this is logged, once: asked first by an op's first use there.
+    """Why the library cannot be used, phrased to follow "backend cpu ...", or None once it is
+    loaded. For the CPU library the reason is also logged, once.
     """
     why = _load_failure(library)
     if why and library == "cpu":
@@ -55,7 +55,7 @@ def _load_failure(library: str) -> str | None:
             _env.slower_products(dtype) is not None
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        with _disable_current_modes():  # the call that loads the library may be under one
+        with _disable_current_modes():  # the op that loads the library may run under a mode
             torch.ops.fastattn_cpu.set_torch_is_faster(slower)
     return None
 
@@ -76,7 +76,7 @@ def extension_unavailable() -> str | None:
     try:
         module = loader.create_module(spec)
         loader.exec_module(module)
-    except Exception as error:  # what it does first is register its nodes with torch
+    except Exception as error:  # loading registers nodes with PyTorch, which may fail
         return f"cannot load its extension {path.name}: {type(error).__name__}: {error}"
     if getattr(module, "interface", None) != _INTERFACE:
         return f"the extension {path.name} was built from other sources: {remedy}"
@@ -85,18 +85,18 @@ def extension_unavailable() -> str | None:
 
 
 def extension() -> Any:
-    """The module fastattn._C_autograd, or None where it cannot serve."""
+    """The module fastattn._C_autograd, or None if it cannot be used."""
     return None if extension_unavailable() else sys.modules["fastattn._C_autograd"]
 
 
 def usable_cpu_isas() -> tuple[str, ...]:
-    """The instruction sets of the CPU kernels that this processor runs, the best one last."""
+    """The instruction sets of the CPU kernels that this processor supports, the fastest last."""
     _load_cpu()
     return _CPU_ISAS[: torch.ops.fastattn_cpu.best_isa() + 1]
 
 
 def use_cpu_isa(name: str) -> None:
-    """Makes the CPU kernels of this process use one instruction set instead of the best one."""
+    """Makes the CPU kernels of this process use this instruction set, not the fastest one."""
     usable = usable_cpu_isas()
     if name not in usable:
         raise ValueError(f"name must be one of {', '.join(usable)} on this processor, got {name!r}")

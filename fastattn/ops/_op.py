@@ -1,16 +1,16 @@
-"""An op: a torch schema, what its results look like, and its kernels in torch's dispatcher.
+"""An op: a torch schema, the layout of its results, and its kernels in PyTorch's dispatcher.
 
 `Op` defines three overloads of `torch.ops.fastattn.<name>`:
 
-- the default one, which everything calls: eager code, torch.compile, torch.export, functorch, modes
-  and subclasses. Its kernel under the CPU key is C++ (`_C_cpu`, which registers it when it is
-  loaded); everywhere else, and before that, `Op.run` selects a backend and launches it.
-- `.backend` takes a backend's name behind the arguments and never falls back.
-- `.out` writes into given results: the CPU kernel itself, without a choice. It is for eager code
-  that repeats recorded steps, and records no derivative.
+- The default overload is the one that eager code, torch.compile, torch.export, functorch, modes and
+  subclasses call. The library `_C_cpu` registers its CPU kernel when it is loaded. Until then, and
+  for every other device, the kernel is `Op.run`, which selects a backend and launches it.
+- `.backend` takes the name of a backend as its last argument and never falls back.
+- `.out` writes into given tensors. On the CPU it is the C++ kernel itself. It is meant for eager
+  code that repeats recorded steps, and records no derivative.
 
-`outputs` describes the results once: for every backend that is launched from Python and for the
-fake kernel. The derivative, which joins a forward and a backward op, is in `_autograd.py`.
+`outputs` allocates the results of every backend that is launched from Python and of the fake
+kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 """
 
 import importlib
@@ -26,26 +26,27 @@ from fastattn.ops._select import CPU_BACKEND, OPS, Backend
 
 LIBRARY = torch.library.Library("fastattn", "DEF")
 _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
-_MOST_LAYOUTS = 4096
+_MAX_LAYOUTS = 4096
 
 
 class Op:
-    """A torch op `fastattn::<name>` whose backend is chosen behind its schema.
+    """A torch op `fastattn::<name>` with several backends.
 
     arguments, results: as in a schema; results are named.
-    outputs: (*arguments), or (call) of an op with a call_type, -> tuple of empty results.
+    outputs: (*arguments) -> tuple of empty results; with a call_type, (call) -> the same.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
-    call_type: the NamedTuple of the arguments. `outputs` and the backends get it instead of them;
-    only the reference gets them one by one.
-    family: the public function that the op belongs to.
-    data: the argument (a tensor or a dtype) whose dtype is that of the data.
-    batched: arguments and results of which entries of a batch are computed alone, for torch.vmap:
-    the batch is their first dimension or, unless batch_is_one_dimension, all but the last ones.
-    broadcast: arguments with such a batch, or one of 1 for all entries.
-    dropped: the probabilities of dropout, whose bits count entries.
-    rows: the tensors whose last dimension backends launched from Python find contiguous.
-    is_backward: of a derivative. requestable: whether users choose its backend. requested_in_pairs:
-    FASTATTN_BACKEND chooses only in a pair with the op's name.
+    call_type: a NamedTuple of the arguments. `outputs` and all backends but the reference take this
+    tuple; the reference takes the arguments one by one.
+    public_name: the public function that the op belongs to.
+    data: the argument (a tensor or a dtype) that has the dtype of the data.
+    batched: the arguments and results with a batch whose elements are computed independently, so
+    that torch.vmap can fold its dimension into it. The batch is their first dimension, or all
+    leading dimensions if batch_is_one_dimension is False.
+    broadcast: arguments that have this batch or a batch of 1.
+    dropout: the dropout probabilities; the dropout bits depend on the position in the batch.
+    contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
+    is_backward: whether it is a backward op. requestable: whether users can choose its backend.
+    requested_in_pairs: FASTATTN_BACKEND applies only if it names the op, as in linear=cpu.
     """
 
     def __init__(
@@ -58,27 +59,27 @@ class Op:
         backends: Sequence[Backend],
         call_type: type[tuple[Any, ...]] | None = None,
         *,
-        family: str | None = None,
+        public_name: str | None = None,
         data: str | None = None,
-        rows: Sequence[str] = (),
+        contiguous: Sequence[str] = (),
         batched: Sequence[str] = (),
         batch_is_one_dimension: bool = False,
         broadcast: Sequence[str] = (),
-        dropped: Sequence[str] = (),
+        dropout: Sequence[str] = (),
         is_backward: bool = False,
         requestable: bool = True,
         requested_in_pairs: bool = False,
     ):
         self.name, self.outputs, self.package = name, outputs, package
-        self.call_type, self.family = call_type, family or name
+        self.call_type, self.public_name = call_type, public_name or name
         self.is_backward, self.requestable = is_backward, requestable
         self.requested_in_pairs = requested_in_pairs
         self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
-        self.broadcast, self.dropped = broadcast, dropped
-        self.backends = {row.name: row for row in backends}
+        self.broadcast, self.dropout = broadcast, dropout
+        self.backends = {backend.name: backend for backend in backends}
         self.orders: dict[tuple[torch.device, torch.dtype], tuple[Backend, ...]] = {}
         self._modules: dict[str, ModuleType] = {}
-        self._known_layouts: dict[tuple[Any, ...], tuple[_Layout, ...]] = {}
+        self._cached_layouts: dict[tuple[Any, ...], tuple[_Layout, ...]] = {}
         self._launchers: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
         LIBRARY.define(f"{name}({arguments}) -> ({results})")
@@ -96,9 +97,9 @@ class Op:
         assert call_type is None or [*getattr(call_type, "_fields", ())] == self.arguments
         types = [str(a.type) for a in schema.arguments]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
-        self.anchor = types.index("Tensor")  # its device is the op's device
-        self._data = self.anchor if data is None else self.arguments.index(data)
-        self._rows = [self.arguments.index(x) for x in rows]
+        self.first_tensor = types.index("Tensor")  # its device is the op's device
+        self._data = self.first_tensor if data is None else self.arguments.index(data)
+        self._contiguous = [self.arguments.index(x) for x in contiguous]
 
         key = "CompositeExplicitAutograd"
         LIBRARY.impl(name, lambda *args: self.as_declared(self.run(args, None)), key)
@@ -125,81 +126,81 @@ class Op:
         OPS[name] = self
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
-        """The public functions' call, with the results that the schema declares."""
+        """Calls the op, as the public functions do; returns what the schema declares."""
         if backend is None:
             return self.default(*args)
         return self.named(*args, backend)
 
     def choice(self, backend: Any) -> str | None:
-        """The backend that a call names, or the environment for it."""
+        """The backend that the call requests, else the one that FASTATTN_BACKEND requests."""
         if backend is None:
             return _select.requested_backend(self)
         _select.check_known(self, backend)
         return backend  # type: ignore[no-any-return]
 
     def as_declared(self, results: tuple[Any, ...]) -> Any:
-        """As torch returns them: a single result bare."""
+        """The results as PyTorch returns them: a single one not in a tuple."""
         return results[0] if len(self.results) == 1 else results
 
     # -- execution ---------------------------------------------------------------------------------
     def run(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:
-        """Select, allocate, launch."""
+        """Selects a backend, allocates the results and launches the backend."""
         if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():  # torch ops inside a launcher change no dtypes
+            with torch._C._DisableAutocast():  # PyTorch's ops in a launcher must not cast
                 return self.run(args, backend)
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # and record no graph and no views
-            call = self.as_call(self._with_rows(args))
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # nor record a graph or views
+            call = self.as_call(self._with_contiguous_rows(args))
             launch = self._launcher(_select.select(self, call, backend))
-            device = args[self.anchor].device
+            device = args[self.first_tensor].device
             if device.type == "cuda" and _env.several_gpus():
                 with torch.cuda.device(device):
                     return launch(call)
             return launch(call)
 
     def _run_into(self, *args: Any, **results: Tensor) -> Any:
-        """`.out` where it has no kernel of its own."""
+        """The kernel of `.out` for devices on which no library registers one."""
         for result, value in zip(results.values(), self.run(args, None), strict=True):
             result.copy_(value)
         return self.as_declared(tuple(results.values()))
 
-    def _with_rows(self, args: Sequence[Any]) -> Sequence[Any]:
-        scattered = [
+    def _with_contiguous_rows(self, args: Sequence[Any]) -> Sequence[Any]:
+        strided = [
             i
-            for i in self._rows
+            for i in self._contiguous
             if (x := args[i]) is not None and x.dim() and x.stride(-1) != 1 and x.shape[-1] > 1
         ]
-        if not scattered:
+        if not strided:
             return args
-        return [x.contiguous() if i in scattered else x for i, x in enumerate(args)]
+        return [x.contiguous() if i in strided else x for i, x in enumerate(args)]
 
     def as_call(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments in their NamedTuple, if the op has one."""
+        """The arguments as a call_type, if the op has one."""
         if self.call_type is None or type(args) is self.call_type:
             return args
         return self.call_type._make(args)  # type: ignore[attr-defined, no-any-return]
 
     def given(self, args: Sequence[Any]) -> Sequence[Any]:
-        """What `outputs` and the functions of backends are called with."""
+        """The arguments with which `outputs` and the functions of backends are called."""
         return args if self.call_type is None else (self.as_call(args),)
 
     def allocate(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The results before anything is written (`testing.poisoned_results` puts NaN there)."""
+        """Uninitialised results (`testing.poisoned_results` fills them with NaN)."""
         return self.outputs(*self.given(args))
 
     def allocate_workspace(
-        self, pieces: Sequence[tuple[Sequence[int], torch.dtype, bool]], device: torch.device
+        self, buffers: Sequence[tuple[Sequence[int], torch.dtype, bool]], device: torch.device
     ) -> list[Tensor]:
-        """A backend's scratch memory (`testing.poisoned_results` puts NaN where zeros are not asked
-        for).
+        """A backend's workspace: a tensor for each (shape, dtype, zeroed).
+        `testing.poisoned_results` fills those that are not zeroed with NaN.
         """
         return [
             (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)
-            for shape, dtype, zeroed in pieces
+            for shape, dtype, zeroed in buffers
         ]
 
     def _layouts(self, call: Sequence[Any]) -> tuple[_Layout, ...]:
-        """Shapes, strides and dtypes of the results. Remembered: to allocate them beside those that
-        a backend makes costs page faults (of 4 MB, ten times the time of a layer norm).
+        """Shapes, strides and dtypes of the results. They are cached because allocating results
+        that the backend does not fill costs page faults (for 4 MB, ten times a layer norm).
         """
         key = tuple(
             (x.shape, x.stride(), x.dtype)
@@ -207,17 +208,17 @@ class Op:
             else (tuple(x) if isinstance(x, list) else x)
             for x in call
         )
-        layouts = self._known_layouts.get(key)
+        layouts = self._cached_layouts.get(key)
         if layouts is None:
-            if len(self._known_layouts) >= _MOST_LAYOUTS:
-                self._known_layouts.clear()
+            if len(self._cached_layouts) >= _MAX_LAYOUTS:
+                self._cached_layouts.clear()
             layouts = tuple((r.shape, r.stride(), r.dtype) for r in self.allocate(call))
-            self._known_layouts[key] = layouts
+            self._cached_layouts[key] = layouts
         return layouts
 
     # -- backends ----------------------------------------------------------------------------------
     def data_dtype(self, args: Sequence[Any]) -> torch.dtype:
-        """That of the verdicts on backends which a call goes by, forward and backward alike."""
+        """The dtype in which a backend must be verified to be chosen automatically."""
         data = args[self._data]
         return data if isinstance(data, torch.dtype) else data.dtype
 
@@ -243,7 +244,7 @@ class Op:
         return launcher
 
     def _make_launcher(self, backend: str) -> Callable[..., tuple[Tensor, ...]]:
-        """The call -> its results."""
+        """A function (call) -> results."""
         if backend == CPU_BACKEND:
 
             def launch_cpu(call: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -256,12 +257,11 @@ class Op:
         module = self.module(backend)
         function: Callable[..., Any] = getattr(module, self.name)
         if backend == "reference" or getattr(module, "RETURNS_RESULTS", False):
-            # The reference is written to be believed: it takes its arguments one by one.
-            one_by_one = backend == "reference"
+            is_reference = backend == "reference"
 
             def compute(call: Sequence[Any]) -> tuple[Tensor, ...]:
-                values = function(*(call if one_by_one else self.given(call)))
-                device = call[self.anchor].device
+                values = function(*(call if is_reference else self.given(call)))
+                device = call[self.first_tensor].device
                 layouts = self._layouts(call)
                 return tuple(
                     _in_layout(value, *layout, device)
@@ -270,13 +270,13 @@ class Op:
 
             return compute
 
-        workspace = getattr(module, f"{self.name}_workspace", None)
+        describe, first = getattr(module, f"{self.name}_workspace", None), self.first_tensor
 
         def launch(call: Sequence[Any]) -> tuple[Tensor, ...]:
             results, given = self.allocate(call), self.given(call)
-            pieces = workspace(*given) if workspace else ()
-            scratch = self.allocate_workspace(pieces, call[self.anchor].device) if pieces else ()
-            function(*given, *results, *scratch)
+            buffers = describe(*given) if describe else ()
+            workspace = self.allocate_workspace(buffers, call[first].device) if buffers else ()
+            function(*given, *results, *workspace)
             return results
 
         return launch
@@ -289,8 +289,8 @@ def _in_layout(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A backend's own result, copied where it lies otherwise than the op's; of a gradient that is
-    not wanted, that empty result.
+    """The backend's result, copied if its layout differs from the op's; an empty tensor for a
+    gradient that is not needed (None).
     """
     if value is not None and (value.shape, value.stride(), value.dtype) == (shape, stride, dtype):
         return value

@@ -1,8 +1,8 @@
 """Which backend runs a call: the op's order of preference, explicit choices, explanations.
 
-A backend is a module `<package>.<name>` beside the op. What it cannot run it refuses with a reason
-(`<op>_unsupported`); what it can run but slower than the next one, `<op>_slower` says, which is
-asked in the automatic choice alone.
+A backend is a module `<package>.<name>` beside the op. Its function `<op>_unsupported` returns the
+reason why it cannot run a call. `<op>_slower` returns the reason why it would run it slower than
+the next backend; only the automatic choice calls it.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 OPS: dict[str, "Op"] = {}
 # The backend whose kernels are registered under the dispatcher's CPU key.
 CPU_BACKEND = "cpu"
-# The backend's name in calls that the CPU backend hands on: the automatic choice among the others.
-ELSEWHERE = ""
+# The backend's name in calls that the CPU kernels forward: the automatic choice without them.
+NOT_CPU = ""
 _log = logging.getLogger("fastattn")
 _UNVERIFIED = (
     "runs only when asked for: it has not been verified on this hardware, which "
@@ -33,12 +33,13 @@ _UNVERIFIED = (
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of an op's order of preference.
+    """A backend in an op's order of preference.
 
-    automatic: taken without being asked for. A kernel that never passed the equivalence suite on
-    its hardware is not, until it passes on the user's (`_verified`).
-    verified: the architectures on which it has passed; elsewhere the first automatic use says so
-    once.
+    automatic: whether it can be chosen automatically. False for kernels that have never passed the
+    equivalence suite on their hardware; these are chosen once they pass on the user's GPU
+    (`_verified`).
+    verified: the architectures on which it has passed. On others, its first automatic use logs a
+    warning.
     """
 
     name: str
@@ -50,8 +51,8 @@ class Backend:
 class BackendStatus:
     """What `fastattn info` shows of one backend of one op on one device.
 
-    automatic: whether it is taken without being asked for, whatever the dtype; where not,
-    automatic_for has the dtypes in which it is.
+    automatic: whether it can be chosen automatically in every dtype. automatic_for: if not, the
+    dtypes in which it can.
     """
 
     op: str
@@ -64,7 +65,7 @@ class BackendStatus:
 
 @dataclass
 class Explanation:
-    """Which backend an op call takes and why each other one does not."""
+    """Which backend runs a call of an op and why the others do not."""
 
     op: str
     chosen: str | None = None
@@ -78,7 +79,7 @@ class Explanation:
 # -- one call -------------------------------------------------------------------------------------
 def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     """Why `backend` cannot run this call, or None."""
-    if why := _env.refuses_device(backend, args[op.anchor].device):
+    if why := _env.refuses_device(backend, args[op.first_tensor].device):
         return why
     if why := op.import_failure(backend):
         return why
@@ -92,7 +93,7 @@ def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
 
 
 def objection(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
-    """Why the automatic choice passes over `backend`, or None."""
+    """Why the automatic choice skips `backend`, or None."""
     if why := refusal(op, backend, args):
         return why
     slower = getattr(op.module(backend), f"{op.name}_slower", None)
@@ -100,22 +101,22 @@ def objection(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
 
 
 def select(op: "Op", args: Sequence[Any], backend: str | None) -> str:
-    """The backend that runs this call. An explicit choice never falls back."""
+    """The backend that runs this call. An explicit choice runs or raises."""
     if backend:
         check_known(op, backend)
         if why := refusal(op, backend, args):
             raise NotImplementedError(f"{op.name}: backend {backend} {why}")
         return backend
-    device, dtype = args[op.anchor].device, op.data_dtype(args)
+    device, dtype = args[op.first_tensor].device, op.data_dtype(args)
     refusals: dict[str, str] = {}
-    for row in order(op, device, dtype):
-        if backend == ELSEWHERE and row.name == CPU_BACKEND:
+    for candidate in order(op, device, dtype):
+        if backend == NOT_CPU and candidate.name == CPU_BACKEND:
             continue
-        why = objection(op, row.name, args)
+        why = objection(op, candidate.name, args)
         if why is None:
-            _remark(op, row, device, dtype, refusals)
-            return row.name
-        refusals[row.name] = why
+            _warn_if_slow_or_unverified(op, candidate, device, dtype, refusals)
+            return candidate.name
+        refusals[candidate.name] = why
     raise NotImplementedError(str(Explanation(op.name, None, refusals)))
 
 
@@ -124,49 +125,49 @@ def check_known(op: "Op", backend: Any, argument: str = "backend") -> None:
         raise TypeError(f"{argument} must be a name or None, got {backend!r}")
     if backend not in op.backends:
         known = ", ".join(op.backends)
-        raise ValueError(f"{argument} must be one of {known} for {op.family}, got {backend!r}")
+        raise ValueError(f"{argument} must be one of {known} for {op.public_name}, got {backend!r}")
 
 
 def order(op: "Op", device: torch.device, dtype: torch.dtype) -> tuple[Backend, ...]:
-    """What the automatic choice goes through on a device: its rows, and those of kernels that have
-    passed the equivalence suite in this dtype on a GPU such as this one.
+    """The candidates of the automatic choice: backends with `automatic`, and those that passed the
+    equivalence suite in this dtype on this GPU model.
     """
     found = op.orders.get((device, dtype))
     if found is None:
         found = tuple(
-            row
-            for row in op.backends.values()
-            if row.automatic or _has_passed(op, row.name, device, dtype)
+            backend
+            for backend in op.backends.values()
+            if backend.automatic or _has_passed(op, backend.name, device, dtype)
         )
         op.orders[device, dtype] = found
     return found
 
 
 def _has_passed(op: "Op", backend: str, device: torch.device, dtype: torch.dtype) -> bool:
-    return (op.family, backend, _verified.name(dtype)) in _verified.passed(device)
+    return (op.public_name, backend, _verified.name(dtype)) in _verified.passed(device)
 
 
-def _remark(
-    op: "Op", row: Backend, device: torch.device, dtype: torch.dtype, refusals: Mapping[str, str]
+def _warn_if_slow_or_unverified(
+    op: "Op", chosen: Backend, device: torch.device, dtype: torch.dtype, refusals: Mapping[str, str]
 ) -> None:
     if device.type != "cuda":
         return
-    if row.name == "reference":
-        if all(_env.refuses_device(name, device) for name in op.backends if name != row.name):
-            return  # the op is torch's own there, not a slow stand-in
-        taken = order(op, device, dtype)
-        waiting = {
+    if chosen.name == "reference":
+        if all(_env.refuses_device(name, device) for name in op.backends if name != chosen.name):
+            return  # no other backend exists for this device
+        candidates = order(op, device, dtype)
+        unverified = {
             name: _UNVERIFIED
             for name, other in op.backends.items()
-            if other not in taken and _env.refuses_device(name, device) is None
+            if other not in candidates and _env.refuses_device(name, device) is None
         }
-        reasons = {**refusals, **waiting}
+        reasons = {**refusals, **unverified}
         why = "; ".join(f"backend {name} {reason}" for name, reason in reasons.items())
         _warn_once(f"{op.name} runs the slow reference on {device.type}: {why}")
-    elif not _has_passed(op, row.name, device, dtype):
+    elif not _has_passed(op, chosen.name, device, dtype):
         architecture = _env.architecture(device.type, device.index or 0)
-        if architecture not in row.verified:
-            _warn_once(f"{op.name}: backend {row.name} is not verified on {architecture}")
+        if architecture not in chosen.verified:
+            _warn_once(f"{op.name}: backend {chosen.name} is not verified on {architecture}")
 
 
 _warned: set[str] = set()
@@ -178,15 +179,15 @@ def _warn_once(message: str) -> None:
         _log.warning(message)
 
 
-# -- what the environment asks for ----------------------------------------------------------------
+# -- FASTATTN_BACKEND -----------------------------------------------------------------------------
 def requested_backend(op: "Op") -> str | None:
-    """What FASTATTN_BACKEND asks for; a pair for an op that does not exist is an error."""
+    """The backend that FASTATTN_BACKEND requests; raises for unknown ops and backends."""
     request = _env.requested_backends()
     if not request or not op.requestable:
         return None
-    asked = [other for other in OPS.values() if other.requestable]
-    known = sorted({other.family for other in asked})
-    backends = {backend for other in asked for backend in other.backends}
+    requestable = [other for other in OPS.values() if other.requestable]
+    known = sorted({other.public_name for other in requestable})
+    backends = {backend for other in requestable for backend in other.backends}
     for name, backend in request.items():
         if name and name not in known:
             raise ValueError(
@@ -198,18 +199,18 @@ def requested_backend(op: "Op") -> str | None:
                 f"{_env.BACKEND_VARIABLE} must name one of {', '.join(sorted(backends))}, "
                 f"or pairs such as attention=triton, got {got!r}"
             )
-    wanted = request.get(op.family) or (None if op.requested_in_pairs else request.get(""))
-    if wanted is not None:
-        check_known(op, wanted, _env.BACKEND_VARIABLE)
-    return wanted
+    requested = request.get(op.public_name) or (None if op.requested_in_pairs else request.get(""))
+    if requested is not None:
+        check_known(op, requested, _env.BACKEND_VARIABLE)
+    return requested
 
 
 # -- explanations ---------------------------------------------------------------------------------
 def explain(op: "Op", args: Sequence[Any], backend: str | None) -> Explanation:
-    refusals, taken = {}, order(op, args[op.anchor].device, op.data_dtype(args))
-    for name, row in op.backends.items():
+    refusals, candidates = {}, order(op, args[op.first_tensor].device, op.data_dtype(args))
+    for name, other in op.backends.items():
         why = refusal(op, name, args) if backend else objection(op, name, args)
-        if why is None and row not in taken:
+        if why is None and other not in candidates:
             why = _UNVERIFIED
         if why is not None:
             refusals[name] = why
@@ -223,8 +224,8 @@ def explain(op: "Op", args: Sequence[Any], backend: str | None) -> Explanation:
 
 
 class _Explaining(TorchDispatchMode):
-    """Answers the package's ops before their kernels, with why they choose a backend and
-    uninitialised results; draws nothing from random generators.
+    """Records the choice of a backend for each fastattn op instead of running it, and returns
+    uninitialised results. Leaves the state of random number generators unchanged.
     """
 
     def __init__(self) -> None:
@@ -249,34 +250,33 @@ class _Explaining(TorchDispatchMode):
 
 @contextlib.contextmanager
 def explaining() -> Iterator[list[Explanation]]:
-    """Inside, ops record why they choose a backend and return uninitialised results."""
+    """Inside, fastattn's ops record their choice of a backend and return uninitialised results."""
     with _Explaining() as mode:
         yield mode.explanations
 
 
 def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
-    """Every backend of every public op and whether it can serve `device` (default: the GPU if there
-    is one).
+    """Every backend of every public op and whether it is available on `device` (default: the GPU if
+    there is one).
     """
     device = device or _env.default_device()
     table = []
     for op in OPS.values():
         if not op.requestable or op.is_backward:
             continue
-        for row in op.backends.values():
-            why = _env.refuses_device(row.name, device) or op.import_failure(row.name)
+        for name, backend in op.backends.items():
+            why = _env.refuses_device(name, device) or op.import_failure(name)
             if why is None:
-                module = op.module(row.name)
+                module = op.module(name)
                 unavailable = getattr(module, "unavailable", None)
                 why = unavailable() if unavailable else None
-                if why is None and row.name != CPU_BACKEND and not hasattr(module, op.name):
+                if why is None and name != CPU_BACKEND and not hasattr(module, op.name):
                     why = f"does not implement {op.name}"
             passed = tuple(
                 dtype
-                for name, backend, dtype in sorted(_verified.passed(device))
-                if (name, backend) == (op.family, row.name) and not row.automatic
+                for *key, dtype in sorted(_verified.passed(device))
+                if key == [op.public_name, name] and not backend.automatic
             )
-            table.append(
-                BackendStatus(op.family, row.name, why is None, why or "", row.automatic, passed)
-            )
+            status = (why is None, why or "", backend.automatic, passed)
+            table.append(BackendStatus(op.public_name, name, *status))
     return table

@@ -1,11 +1,11 @@
-"""Launching a Triton kernel again without binding its arguments again.
+"""Repeated launches of a Triton kernel that bind its arguments once.
 
-Triton looks at every argument of every launch to choose a specialisation: some 50 µs for the
-attention kernels. All that matters here but the pointers follows from shapes, strides and options,
-so a launch bound once per such combination only has to check that the pointers are aligned. On
-NVIDIA GPUs it then calls what Triton's launcher ends in: the Python on the way there, 8 µs with
-tensor descriptors, looks at nothing that changes. Where that end is not as it is known here, as in
-another Triton, launches go through Triton's launcher, and one line is logged.
+Triton examines every argument of every launch to choose a specialisation, which takes some 50 µs
+for the attention kernels. Here only the pointers differ between launches with the same shapes,
+strides and options. So a launch is bound once for each such combination, and later calls check only
+that the pointers are aligned. On NVIDIA GPUs a direct launch then calls the C function of Triton's
+launcher, without the Python around it (8 µs with tensor descriptors). If Triton's launcher is not
+the implementation expected here, kernels are launched through it and a warning is logged.
 """
 
 import copy
@@ -26,23 +26,24 @@ from fastattn.ops._cuda_driver import ensure_context, loading_allowed
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _log = logging.getLogger("fastattn")
-# Combinations remembered: more than a program's shapes, few enough to forget all at once.
-_MOST_REMEMBERED = 2048
+# More than the combinations that a program uses; a full cache is cleared.
+_MAX_CACHED = 2048
 
 Grid = tuple[int, int, int]
-_Straight = Callable[[Grid, tuple[Any, ...]], bool]
+# (grid, leading arguments) -> whether the kernel was launched.
+_DirectLaunch = Callable[[Grid, tuple[Any, ...]], bool]
 
 
 class DescriptorTemplate(NamedTuple):
-    """A tensor descriptor without its memory. dims: where calls bring other sizes, the tensor's
-    dimensions in the order of the descriptor's.
+    """A tensor descriptor without its memory. dims: for sizes that differ between calls, which
+    dimension of the tensor is each dimension of the descriptor.
     """
 
     descriptor: TensorDescriptor
     dims: tuple[int, ...] | None = None
 
     def of(self, base: Tensor) -> TensorDescriptor:
-        """The descriptor of this memory, whose layout was checked when the template was made."""
+        """The descriptor of `base`, without the checks of TensorDescriptor's constructor."""
         descriptor = object.__new__(TensorDescriptor)
         descriptor.__dict__.update(self.descriptor.__dict__)
         descriptor.base = base
@@ -58,19 +59,19 @@ def descriptor_template(
     block: list[int],
     dims: tuple[int, ...] | None = None,
 ) -> DescriptorTemplate:
-    """Of tensors like x."""
+    """The template for tensors like x."""
     descriptor = TensorDescriptor(x, shape, strides, block)
-    descriptor.base = None  # what is remembered must not keep memory alive
+    descriptor.base = None  # a cached template must not keep memory alive
     return DescriptorTemplate(descriptor, dims)
 
 
 class BoundLaunch:
-    """A kernel with every argument that follows the leading ones, on one device.
+    """A kernel and all its arguments but the leading ones, on one device.
 
-    The kernel's parameters are: what changes from call to call (tensors, None, and numbers that are
-    not specialised), then `scalars`, then the names in `constants`, in order. Which of the leading
-    ones are None must not change. At the positions in `descriptors` are tensors, which the
-    kernel gets as descriptors made from these templates; without a template it gets None.
+    The kernel's parameters are, in order: the leading ones, which each call passes (tensors, None,
+    and numbers that are not specialised); `scalars`; the names in `constants`. Which leading
+    arguments are None must not change. The tensors at the positions in `descriptors` are passed as
+    descriptors made from these templates, or as None if the template is None.
     """
 
     def __init__(
@@ -85,22 +86,22 @@ class BoundLaunch:
         self.scalars, self.constants, self.options = scalars, constants, options
         self._tail = (*scalars, *constants.values())
         self._compiled: Any = None
-        self._straight: _Straight | None = None
+        self._direct: _DirectLaunch | None = None
 
     def __call__(self, grid: Grid, *leading: Any) -> None:
-        """Pointers not aligned to 16 bytes are another specialisation, which Triton looks up."""
-        if self._straight is None or not self._straight(grid, leading):
+        """Pointers not aligned to 16 bytes need another specialisation, which Triton looks up."""
+        if self._direct is None or not self._direct(grid, leading):
             self._launch(grid, leading)
 
     def over(self, programs: int) -> Callable[..., None]:
-        """The launch with that many programs whatever it is called with."""
+        """The launch with a fixed number of programs."""
         return functools.partial(self, (programs, 1, 1))
 
     def _launch(self, grid: Grid, leading: tuple[Any, ...]) -> None:
         arguments = _arguments(leading, self.descriptors)
         if self.descriptors:
             ensure_context()
-        bindable = aligned(*leading) and not _watched()
+        bindable = aligned(*leading) and not _hooks_active()
         if bindable and self._compiled is not None:
             self._compiled[grid](*arguments, *self._tail)
             return
@@ -108,9 +109,9 @@ class BoundLaunch:
             compiled = self.kernel[grid](
                 *arguments, *self.scalars, **self.constants, **self.options
             )
-        # The interpreter and compile-only runs have nothing to run again.
+        # The interpreter and compile-only runs return no loaded kernel.
         if bindable and getattr(compiled, "function", None) is not None:
-            self._straight = _straight(compiled, grid, leading, self.descriptors, self._tail)
+            self._direct = _direct_launch(compiled, grid, leading, self.descriptors, self._tail)
             self._compiled = compiled
 
 
@@ -124,7 +125,7 @@ def _arguments(
 
 
 def aligned(*arguments: Any) -> bool:
-    """Whether every tensor among them starts at a multiple of 16 bytes."""
+    """Whether the address of every tensor is a multiple of 16 bytes."""
     addresses = 0
     for x in arguments:
         if isinstance(x, Tensor):
@@ -132,9 +133,9 @@ def aligned(*arguments: Any) -> bool:
     return addresses & 15 == 0
 
 
-def _watched() -> bool:
-    """Whether somebody wants to know what is launched, such as a profiler, which may also have
-    kernels compiled in another way: then every launch is Triton's business.
+def _hooks_active() -> bool:
+    """Whether Triton's launch hooks are in use, as by a profiler. Hooks may also change how kernels
+    are compiled, so every launch then goes through Triton.
     """
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -143,19 +144,19 @@ def _watched() -> bool:
     return False
 
 
-# -- past Triton's launcher -----------------------------------------------------------------------
+# -- direct launches ------------------------------------------------------------------------------
 
 
-def _straight(
+def _direct_launch(
     compiled: Any,
     grid: Grid,
     leading: tuple[Any, ...],
     descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
-) -> _Straight | None:
-    """A function that launches what was compiled for `leading` with others of their kinds, or
-    returns False if Triton has to. None where only Triton can: on AMD, for kernels with scratch
-    memory, and where launchers are not what is known here.
+) -> _DirectLaunch | None:
+    """A function that launches the compiled kernel with arguments of the same kinds as `leading`,
+    and returns False for those that need Triton's launcher. None if every launch needs it: on AMD,
+    for kernels with a workspace of Triton's, and for unexpected implementations of the launcher.
     """
     try:
         if driver.active.get_current_target().backend != "cuda":
@@ -163,55 +164,55 @@ def _straight(
         launcher = compiled.run
         if launcher.global_scratch_size > 0 or launcher.profile_scratch_size > 0:
             return None
-        run = _past(launcher, compiled, leading, descriptors, tail)
-        ours, theirs = _Recorder(), _Recorder()
-        run(ours, grid, leading)
-        _through(launcher, compiled, theirs, grid, leading, descriptors, tail)
-        if ours.seen is None or ours.seen != theirs.seen:
-            raise ValueError("Triton's launcher passes other arguments on")
-        return functools.partial(run, _innermost(launcher, any(descriptors.values())))
-    except Exception:  # whatever is different: Triton's own launcher goes with it
-        _log.debug("cannot launch past Triton's launcher", exc_info=True)
-        _remark()
+        run = _direct_caller(launcher, compiled, leading, descriptors, tail)
+        direct, triton = _Recorder(), _Recorder()
+        run(direct, grid, leading)
+        _call_through_triton(launcher, compiled, triton, grid, leading, descriptors, tail)
+        if direct.arguments is None or direct.arguments != triton.arguments:
+            raise ValueError("Triton's launcher passes other arguments to its C function")
+        return functools.partial(run, _c_function(launcher, any(descriptors.values())))
+    except Exception:  # an unexpected launcher may raise anything; Triton's launcher still works
+        _log.debug("cannot launch kernels directly", exc_info=True)
+        _warn_indirect()
         return None
 
 
 @functools.cache
-def _remark() -> None:
+def _warn_indirect() -> None:
     _log.warning(
-        "Triton's launcher is not the one known here: kernels are launched through it, which takes "
-        "some 6 microseconds longer"
+        "this version of Triton has an unexpected launcher: each launch of a kernel takes some 6 "
+        "microseconds longer"
     )
 
 
 class _Recorder:
-    """In the place of the innermost launcher: what it would be called with."""
+    """A stand-in for the launcher's C function that records its arguments."""
 
-    seen: tuple[Any, ...] | None = None
+    arguments: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        self.seen = tuple(self._known(x) for x in args)
+        self.arguments = tuple(self._comparable(x) for x in args)
 
     @staticmethod
-    def _known(x: Any) -> Any:
+    def _comparable(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.data_ptr()
         return type(x) if type(x).__name__ == "PyCUtensorMap" else x
 
 
-def _through(
+def _call_through_triton(
     launcher: Any,
     compiled: Any,
-    innermost: Callable[..., None],
+    c_function: Callable[..., None],
     grid: Grid,
     leading: tuple[Any, ...],
     descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
 ) -> None:
-    """Triton's own way to the innermost launcher."""
+    """Calls `c_function` as Triton's launcher does."""
     metadata = getattr(compiled.metadata, "tensordesc_meta", None)
     probe = copy.copy(launcher)
-    probe.launch = _nvidia().wrap_handle_tensordesc(innermost, compiled.src.signature, metadata)
+    probe.launch = _nvidia().wrap_handle_tensordesc(c_function, compiled.src.signature, metadata)
     stream = driver.active.get_current_stream(driver.active.get_current_device())
     probe(
         *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
@@ -219,8 +220,8 @@ def _through(
     )  # fmt: skip
 
 
-def _innermost(launcher: Any, wrapped: bool) -> Callable[..., None]:
-    """wrapped: in a function that makes descriptors."""
+def _c_function(launcher: Any, wrapped: bool) -> Callable[..., None]:
+    """wrapped: whether Triton wrapped it in a function that makes descriptors."""
     launch: Any = launcher.launch
     if not wrapped:
         return launch
@@ -232,17 +233,17 @@ def _nvidia() -> Any:
     return sys.modules["triton.backends.nvidia.driver"]
 
 
-def _past(
+def _direct_caller(
     launcher: Any,
     compiled: Any,
     leading: tuple[Any, ...],
     descriptors: Mapping[int, DescriptorTemplate | None],
     tail: tuple[Any, ...],
 ) -> Callable[[Callable[..., None], Grid, tuple[Any, ...]], bool]:
-    """The short way to the innermost launcher."""
+    """A function (C function, grid, leading) that calls the C function without Triton's Python."""
     pointers = [n for n, x in enumerate(leading) if isinstance(x, Tensor) and n not in descriptors]
     absent = [n for n, template in descriptors.items() if template is None]
-    # One becomes several arguments: from behind, so that the others keep their positions.
+    # A descriptor becomes several arguments; the last is replaced first, so that positions hold.
     templates = [(n, template) for n, template in descriptors.items() if template is not None]
     layouts = compiled.metadata.tensordesc_meta if templates else []
     encoders = [
@@ -259,7 +260,7 @@ def _past(
     def run(launch: Callable[..., None], grid: Grid, leading: tuple[Any, ...]) -> bool:
         for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
             if hook is not None and getattr(hook, "calls", True):
-                return False  # as _watched
+                return False  # as _hooks_active
         args = list(leading)
         addresses = 0
         for n in pointers:
@@ -278,7 +279,7 @@ def _past(
 
 
 def _encoder(template: DescriptorTemplate, layout: Any) -> Callable[[Tensor], list[Any]]:
-    """base -> a descriptor's arguments."""
+    """A function: base -> the C function's arguments for its descriptor."""
     encode = driver.active.utils.fill_tma_descriptor
     shape, strides = list(template.descriptor.shape), list(template.descriptor.strides)
     swizzle, elem_size, block = layout["swizzle"], layout["elem_size"], layout["block_size"]
@@ -289,43 +290,43 @@ def _encoder(template: DescriptorTemplate, layout: Any) -> Callable[[Tensor], li
     def arguments(base: Tensor) -> list[Any]:
         nonlocal last
         address, sizes = base.data_ptr(), shape if dims is None else [base.shape[d] for d in dims]
-        known_address, known_sizes, result = last
-        if known_address != address or known_sizes != sizes:
+        last_address, last_sizes, result = last
+        if last_address != address or last_sizes != sizes:
             ensure_context()
-            found = encode(address, swizzle, elem_size, elem_type, block, sizes, strides, 0)
-            result = [found, *sizes, *strides]
+            encoded = encode(address, swizzle, elem_size, elem_type, block, sizes, strides, 0)
+            result = [encoded, *sizes, *strides]
             last = (address, sizes, result)
         return result
 
     return arguments
 
 
-# -- what is remembered ---------------------------------------------------------------------------
+# -- the cache of bound launches ------------------------------------------------------------------
 
 
 class LaunchCache(dict[Any, Any]):
-    """What was bound, by combination."""
+    """Bound launches by the combination of shapes, strides and options."""
 
     def remember(self, key: Any, value: Any) -> Any:
-        if len(self) >= _MOST_REMEMBERED:
+        if len(self) >= _MAX_CACHED:
             self.clear()
         self[key] = value
         return value
 
 
 def signature(x: Tensor | None) -> Any:
-    """What of a tensor a launch depends on besides its address."""
+    """The properties of a tensor that a launch depends on, without the address."""
     return None if x is None else (x.dtype, x.shape, x.stride())
 
 
 def rows_signature(x: Tensor | None) -> Any:
-    """The same of [rows, N] without the rows, of which every packed batch has another number."""
+    """The signature of [rows, N] without the number of rows, which every packed batch changes."""
     return None if x is None else (x.dtype, x.shape[1], x.stride())
 
 
 @functools.cache
 def too_old(arch: str) -> str | None:
-    """Why kernels cannot be compiled for it."""
+    """Why kernels cannot be compiled for an architecture, or None."""
     if arch.startswith("sm_") and int(arch[3:]) < 80:
         return f"needs compute capability 8.0 or newer, got {arch}"
     return None

@@ -1,7 +1,7 @@
-"""What has passed the equivalence suite on this machine's GPUs, so that it may be chosen unasked.
+"""The record of kernels that passed the equivalence suite and may be chosen automatically.
 
-`fastattn check --device cuda --record` writes a file; an entry counts on the architecture it was
-made on, for the same kernels (a digest of their sources and libraries), torch and Triton.
+`fastattn check --device cuda --record` writes it. An entry applies to the GPU architecture on which
+it was made, the same kernels (a digest of their sources and libraries), PyTorch, CUDA and Triton.
 """
 
 import functools
@@ -21,7 +21,7 @@ _log = logging.getLogger("fastattn")
 
 @functools.cache
 def kernels() -> dict[str, str]:
-    """What a verdict belongs to: the kernels' digest and the versions of what runs them."""
+    """What an entry applies to: a digest of the kernels and the versions of what runs them."""
     digest = hashlib.sha256()
     for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *sorted(_PACKAGE.glob("_C_*"))):
         digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode())
@@ -32,7 +32,7 @@ def kernels() -> dict[str, str]:
 
 
 def entries(file: Path) -> list[dict[str, Any]]:
-    """The record's entries of whatever kernels; ValueError where it cannot be read."""
+    """All entries of a record, current or not; raises ValueError if it cannot be read."""
     try:
         return [dict(entry) for entry in json.loads(file.read_text())["passed"]]
     except FileNotFoundError:
@@ -42,20 +42,18 @@ def entries(file: Path) -> list[dict[str, Any]]:
 
 
 def name(dtype: torch.dtype) -> str:
-    """A dtype in the record: as torch spells it, without the "torch."."""
+    """The name of a dtype in the record, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def passed(device: torch.device) -> frozenset[tuple[str, str, str]]:
-    """(op, backend, dtype's name) of these very kernels that have passed on a GPU such as this
-    one.
-    """
+    """(op, backend, dtype) of the current kernels that passed on this device's architecture."""
     file = _env.record_path()
     try:
         found = entries(file) if file is not None and device.type == "cuda" else []
     except ValueError as error:
-        _log.warning("no kernel counts as verified here: %s", error)
+        _log.warning("no kernel is taken as verified: %s", error)
         return frozenset()
     if not found:
         return frozenset()

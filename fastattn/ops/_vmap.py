@@ -1,5 +1,6 @@
-"""`torch.vmap` over an op: one call of the op with the mapped dimension among its batch, where the
-op has one and every result is per entry; else a call for each entry.
+"""`torch.vmap` over an op. If the batch elements of all mapped arguments and results are
+independent, the mapped dimension is folded into the batch of one call; otherwise the op is called
+for each index of the mapped dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +21,19 @@ def rule(op: "Op", call: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
             in_dims[i] if i in op.tensors and x is not None else None for i, x in enumerate(args)
         ]
         size = info.batch_size
-        run = _together if _is_per_entry(op, dims, args) else _one_by_one
+        run = _in_one_call if _is_independent(op, dims, args) else _in_a_loop
         results = run(op, call, size, dims, args)
         return op.as_declared(results), op.as_declared((0,) * len(results))
 
     return apply
 
 
-def _is_per_entry(op: "Op", dims: Sequence[int | None], args: Sequence[Any]) -> bool:
-    """Whether entries can share a call: only tensors with a batch are mapped, no result is a sum
-    over it, and nothing is dropped, whose bits count entries.
+def _is_independent(op: "Op", dims: Sequence[int | None], args: Sequence[Any]) -> bool:
+    """Whether one call can compute all elements: only tensors with a batch are mapped, no result is
+    a sum over the batch, and there is no dropout, whose bits depend on the position in the batch.
     """
     names = op.arguments
-    if not op.batched or any(args[names.index(p)] for p in op.dropped):
+    if not op.batched or any(args[names.index(p)] for p in op.dropout):
         return False
     if any(d is not None and names[i] not in op.batched for i, d in enumerate(dims[: len(names)])):
         return False
@@ -44,7 +45,7 @@ def _is_per_entry(op: "Op", dims: Sequence[int | None], args: Sequence[Any]) -> 
     )
 
 
-def _together(
+def _in_one_call(
     op: "Op", call: Callable[..., Any], size: int, dims: Sequence[int | None], args: Sequence[Any]
 ) -> tuple[Tensor, ...]:
     given, batch = list(args), 0
@@ -52,33 +53,33 @@ def _together(
         if (x := args[i]) is None:
             continue
         name, d = op.arguments[i], dims[i]
-        # A batch of 1 serves all entries.
+        # A batch of 1 is broadcast.
         if name in op.batched or (name in op.broadcast and x.shape[0] != 1):
             x = x.unsqueeze(0).expand(size, *x.shape) if d is None else x.movedim(d, 0)
-            if i == op.anchor:
+            if i == op.first_tensor:
                 batch = x.shape[1]
             given[i] = x.flatten(0, 1) if op.batch_is_one_dimension else x
 
     def mapped(x: Tensor) -> Tensor:
-        if op.is_backward and x.shape == (0,):  # a gradient that is not wanted
+        if op.is_backward and x.shape == (0,):  # a gradient that is not needed
             return x.new_empty(size, 0)
         return x.unflatten(0, (size, batch)) if op.batch_is_one_dimension else x
 
     return tuple(map(mapped, _as_tuple(call(*given))))
 
 
-def _one_by_one(
+def _in_a_loop(
     op: "Op", call: Callable[..., Any], size: int, dims: Sequence[int | None], args: Sequence[Any]
 ) -> tuple[Tensor, ...]:
     if size == 0:
-        raise ValueError(f"{op.name} under vmap needs at least one entry here, got 0")
-    entries = [
+        raise ValueError(f"{op.name}: vmap must map over at least one element here, got 0")
+    elements = [
         _as_tuple(
             call(*(x if d is None else x.select(d, i) for x, d in zip(args, dims, strict=True)))
         )
         for i in range(size)
     ]
-    return tuple(torch.stack(results) for results in zip(*entries, strict=True))
+    return tuple(torch.stack(results) for results in zip(*elements, strict=True))
 
 
 def _as_tuple(results: Any) -> tuple[Tensor, ...]:

@@ -466,7 +466,7 @@ def test_more_positions_than_kernels_count_are_left_to_others(
     assert fastattn.explain("attention", q, more, more).chosen == "torch"
     monkeypatch.setattr(Op, "run", run)
     fastattn.attention(q, more, more)
-    assert asked == [_select.ELSEWHERE]
+    assert asked == [_select.NOT_CPU]
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])

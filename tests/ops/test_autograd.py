@@ -1,6 +1,6 @@
-"""What autograd sees of an op: its nodes, what they keep, what their gradients are.
+"""The ops in autograd: nodes, saved tensors, gradients.
 
-With `--python-derivatives` the derivatives are those in Python, which the last test asks for.
+With `--python-derivatives`, as in the last test, the derivatives in Python are used.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ each_op = pytest.mark.parametrize("op", OPS)
 needs_library = pytest.mark.skipif(
     _native.unavailable("cpu") is not None, reason="needs the native library cpu"
 )
-# Inputs whose values no gradient reads: of add_layer_norm the sum is kept instead.
+# Inputs whose values no gradient reads; add_layer_norm saves the sum instead.
 UNREAD = {"add_layer_norm": (0, 1), "linear": (2,)}
 
 
@@ -78,7 +78,7 @@ def call(op: str, inputs: list[Tensor], **options: Any) -> Any:
 
 
 def results_of(op: str, inputs: list[Tensor], **options: Any) -> list[Tensor]:
-    """The results and the gradients of all inputs that want one."""
+    """The results, and the gradients of all inputs that require one."""
     outputs = call(op, inputs, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +90,7 @@ def results_of(op: str, inputs: list[Tensor], **options: Any) -> list[Tensor]:
 # -- the graph ------------------------------------------------------------------------------------
 @each_op
 def test_nodes(op: str) -> None:
-    """What tools that walk the graph look at."""
+    """The attributes of nodes that tools for the autograd graph use."""
     inputs = make_inputs(op)
     y = call(op, inputs)
     node = y.grad_fn
@@ -116,7 +116,7 @@ class _Passing(TorchDispatchMode):
 
 
 def test_saved_results_have_no_gradient() -> None:
-    """What a forward returns for its backward alone."""
+    """Results that only the backward uses are not differentiable."""
     x = torch.randn(2, 3, requires_grad=True)
     for watch in (contextlib.nullcontext(), _Passing()):
         with watch:
@@ -137,7 +137,7 @@ def test_graph_is_used_once(op: str) -> None:
 
 @each_op
 def test_changed_inputs_are_noticed(op: str) -> None:
-    """What is changed in place before the backward is refused where a gradient reads it."""
+    """In-place changes before the backward raise if a gradient reads the tensor."""
     for i in range(len(make_inputs(op))):
         leaves = make_inputs(op)
         inputs = [x * 1 for x in leaves]
@@ -165,7 +165,7 @@ def test_changed_sums_are_noticed() -> None:
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)])
 def test_linear_keeps_what_its_gradients_read(frozen: tuple[int, ...]) -> None:
-    """x for the weight's gradient and the weight for x's: else they may be freed, or changed."""
+    """x for the weight's gradient, the weight for x's; others may be changed or freed."""
     leaves = make_inputs("linear")
     for i in frozen:
         leaves[i].requires_grad_(False)
@@ -207,7 +207,7 @@ def test_saved_tensors_are_freed(op: str) -> None:
 
 @each_op
 def test_results_are_freed_without_a_backward(op: str) -> None:
-    """Though the node of a graph may keep them."""
+    """Even if the node of a graph is still alive."""
     outputs = call(op, make_inputs(op), **({"return_sum": True} if op == "add_layer_norm" else {}))
     freed: list[bool] = []
     for y in outputs if isinstance(outputs, tuple) else (outputs,):
@@ -219,7 +219,7 @@ def test_results_are_freed_without_a_backward(op: str) -> None:
 
 
 def test_long_graphs_are_freed() -> None:
-    """Without recursion, which would end the process: this stack holds some thousand calls."""
+    """Without recursion, which would overflow the small stack of this thread."""
     freed: list[bool] = []
 
     def make_and_free() -> None:
@@ -285,7 +285,7 @@ def test_saved_tensors_may_come_back_in_another_layout(op: str) -> None:
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """Offsets are integers, all else is data."""
+    """Offsets are integers, all other tensors are data."""
     return x.int() if x.dim() == 1 else x.float()
 
 
@@ -351,7 +351,7 @@ def test_double_backward(op: str) -> None:
 
 @each_op
 def test_every_choice_of_gradients(op: str) -> None:
-    """Constant inputs, and inputs whose gradient is not asked for: the bits of the others."""
+    """Gradients have the same bits if other inputs are constant or need no gradient."""
     inputs = make_inputs(op)
     y, *every = results_of(op, inputs)
     retained = call(op, inputs)
@@ -359,10 +359,10 @@ def test_every_choice_of_gradients(op: str) -> None:
     for chosen in range(1, 2 ** len(inputs)):
         of = [i for i in range(len(inputs)) if chosen >> i & 1]
         some = [x.detach().requires_grad_(i in of) for i, x in enumerate(inputs)]
-        asked = [inputs[i] for i in of]
+        wanted = [inputs[i] for i in of]
         for found in (
             results_of(op, some)[1:],
-            torch.autograd.grad(retained, asked, dy, retain_graph=True),
+            torch.autograd.grad(retained, wanted, dy, retain_graph=True),
         ):
             for i, gradient in zip(of, found, strict=True):
                 assert torch.equal(gradient, every[i]), (of, i)
@@ -392,7 +392,7 @@ NORM_VARIANTS = VARIANTS | {
 )
 @needs_library
 def test_named_and_automatic_calls_have_the_same_bits(op: str, variant: str) -> None:
-    """Results that the library allocates, and those that Python hands to it."""
+    """Results allocated by the C++ library, and results allocated in Python."""
     inputs, options = NORM_VARIANTS[variant](op)
     backend = "torch" if variant == "fp64" else "cpu"
     found = results_of(op, inputs, **options)
@@ -405,7 +405,7 @@ def test_named_and_automatic_calls_have_the_same_bits(op: str, variant: str) -> 
 @pytest.mark.parametrize("used", ["y", "z", "both"])
 @needs_library
 def test_sums(types: tuple[torch.dtype, torch.dtype], dropout_p: float, used: str) -> None:
-    """Everything that add_layer_norm takes and returns, one of whose results may go unused."""
+    """All inputs and results of add_layer_norm; one result may be unused."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator) for s in ((5, 8), (5, 8), (8,), (8,), (8,))]
     x, residual, x_bias, weight, bias = [t.requires_grad_() for t in inputs]
@@ -571,7 +571,7 @@ def test_first_calls_of_several_threads_register_one_node() -> None:
     assert "previously registered kernel" not in result.stderr
 
 
-# Of other files what transforms, compilers and recorders make of derivatives.
+# Tests of other files about derivatives under transforms, compilers and modes.
 CHOSEN = (
     "(test_autograd or forward_mode or modes_see or traces or opcheck_of_named or func_grad "
     "or vmap or batched or test_compile or one_output or selective or derivatives_of_modules) "
@@ -580,7 +580,7 @@ CHOSEN = (
 
 
 def test_derivatives_in_python() -> None:
-    """This file, and what transforms and compilers make of an op, without the nodes in C++."""
+    """This file, and tests of transforms and compilers, without the nodes in C++."""
     if _native.extension() is None:
         pytest.skip("every test here uses them")
     names = ("autograd", "dispatch", "op_modes", "torch_modes", "torch_behaviours", "vmap")

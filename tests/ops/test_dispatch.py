@@ -1,5 +1,5 @@
-"""Every call of an op goes through PyTorch's dispatcher: modes, the profiler, subclasses, tracers
-and compilers see the same op, forward and backward, and what runs it is what `explain` names.
+"""Every op call goes through PyTorch's dispatcher: modes, the profiler, subclasses, tracers and
+compilers see the same ops, forward and backward, and the backend is the one that `explain` names.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_request")
 
 
 class _Names(TorchDispatchMode):
-    """The ops that pass, and the calls of this package's."""
+    """Records the names of all ops and the calls of fastattn's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ def _differentiated(op: str, calls: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_modes_see_the_ops(op: str) -> None:
-    """In the forward and in the backward, with the bits of a call without modes."""
-    plain = _differentiated(op, small_call(op))
+    """In the forward and the backward, with the same bits as without a mode."""
+    expected = _differentiated(op, small_call(op))
     with _Names() as names:
-        watched = _differentiated(op, small_call(op))
+        actual = _differentiated(op, small_call(op))
     seen = [name for name in names.seen if name.startswith("fastattn::")]
     assert seen == [f"fastattn::{op}_fwd", f"fastattn::{op}_bwd"]
-    for x, y in zip(plain, watched, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
 
 
@@ -95,22 +95,22 @@ def test_function_modes_and_subclasses_see_the_ops(op: str) -> None:
             seen.append(str(f))
             return f(*args, **kwargs or {})
 
-    class Watched(Tensor):
+    class Subclass(Tensor):
         @classmethod
         def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(f))
             return super().__torch_function__(f, types, args, kwargs or {})
 
-    plain = _differentiated(op, small_call(op))
+    expected = _differentiated(op, small_call(op))
     with Mode():
-        watched = _differentiated(op, small_call(op))
+        actual = _differentiated(op, small_call(op))
     assert seen.count(f"fastattn.{op}_fwd.default") == 1
-    for x, y in zip(plain, watched, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
     seen.clear()
     calls = small_call(op)
     last = [name for name, x in calls.items() if isinstance(x, Tensor)][-1]
-    getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Watched)})
+    getattr(fastattn, op)(**calls | {last: calls[last].as_subclass(Subclass)})
     assert seen.count(f"fastattn.{op}_fwd.default") == 1
 
 
@@ -143,7 +143,7 @@ def test_results_keep_a_subclass() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_lazily_negated_tensors(backend: str) -> None:
-    """Their memory holds the opposite of their values; so may that of gradients."""
+    """Their memory holds the negated values; so may that of gradients."""
     if why := refusal(_select.OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
         pytest.skip(f"backend {backend} {why}")
     x = torch.randn(2, 3, dtype=torch.complex64).conj().imag
@@ -155,8 +155,8 @@ def test_lazily_negated_tensors(backend: str) -> None:
         y = fastattn.layer_norm(x, backend=backend)
         return y.detach(), *torch.autograd.grad(y, x, dy)
 
-    for lazy, plain in zip(results(x, dy), results(x.clone(), dy.clone()), strict=True):
-        assert torch.equal(lazy, plain)
+    for actual, expected in zip(results(x, dy), results(x.clone(), dy.clone()), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_tensors_that_outlived_a_transform() -> None:
@@ -177,7 +177,7 @@ def test_tensors_that_outlived_a_transform() -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_forward_mode_derivatives_are_refused(op: str, backend: str | None) -> None:
-    """Not dropped in silence. What carries none passes."""
+    """Not ignored. Tensors without tangents are allowed."""
     calls = small_call(op) | {"backend": backend}
     name, x = next(iter(calls.items()))
     function, message = getattr(fastattn, op), f"{op}_fwd has no derivative in forward mode"
@@ -212,7 +212,7 @@ def test_forward_mode_derivatives_of_gradients_are_refused(op: str, create_graph
 def _sample_calls(
     spec: OpSpec, sample: Sample, wide: bool = False
 ) -> list[tuple[OpOverload, tuple[Any, ...]]]:
-    """The forward and the backward op's call of a sample, in fp64 if wide."""
+    """A sample's calls of the forward and the backward op. wide: in fp64."""
     inputs = sample.inputs("cpu", sample.dtypes[0])
     inputs = spec.widen(inputs) if wide else inputs
     with _Names() as mode:
@@ -246,7 +246,7 @@ def _assert_same_bits(found: Any, expected: Any) -> None:
 def test_overloads_give_the_same_bits(
     spec: OpSpec, sample: Sample, torch_is_faster: SetFaster
 ) -> None:
-    """The default one, results and scratch memory poisoned or not; `.backend`; and `.out`."""
+    """The default overload, with and without poisoned results and workspace, `.backend`, `.out`."""
     with torch.enable_grad():
         calls = _sample_calls(spec, sample)
     assert [op.name() for op, _ in calls] == [f"fastattn::{spec.name}_{d}" for d in ("fwd", "bwd")]
@@ -268,7 +268,7 @@ def test_overloads_give_the_same_bits(
 @pytest.mark.parametrize("spec", all_specs().values(), ids=lambda spec: spec.name)
 @torch.no_grad()
 def test_overloads_hand_calls_on_as_they_are(spec: OpSpec) -> None:
-    """Those in fp64, to the next backend."""
+    """fp64 calls go to the next backend."""
     most = {"attention": 8000}.get(spec.name, 40_000)  # elements: more take seconds
     for sample in spec.samples:
         tensors = [x for x in sample.inputs("cpu", torch.float32).values() if isinstance(x, Tensor)]
@@ -310,9 +310,9 @@ def test_opcheck_of_named_calls(op: str, backend: str) -> None:
         torch.library.opcheck(function, fresh, test_utils=OPCHECKS)
 
 
-# -- what runs a call -----------------------------------------------------------------------------
+# -- the backend of a call ------------------------------------------------------------------------
 class _Runs(TorchDispatchMode):
-    """(op, its call, whether a selection in Python ran it) of each call of an op."""
+    """Records (op, call, whether Python selected its backend) for each call of an op."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -333,14 +333,14 @@ class _Runs(TorchDispatchMode):
         results = function(*args, **kwargs or {})
         if function.namespace == "fastattn":
             op = _select.OPS[function._schema.name.removeprefix("fastattn::")]
-            # What the kernel under the CPU key runs itself, nobody selects.
+            # The kernel under the CPU key runs without a selection.
             ran_by = self.selected[0] if self.selected else "cpu"
             self.calls.append((op, args[: len(op.arguments)], ran_by))
         return results
 
 
 def _mixtures() -> list[Any]:
-    """Public calls in one dtype, and calls of ops in dtypes that the public functions refuse."""
+    """Public calls in one dtype, and op calls in dtypes that the public functions refuse."""
     fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
     found: list[Any] = [
         pytest.param(op, {n: dtype for n in small_call(op)}, id=f"{op}-{dtype}")
@@ -376,7 +376,7 @@ def test_the_library_takes_what_cpu_does_not_refuse(
     monkeypatch: pytest.MonkeyPatch,
     torch_is_faster: SetFaster,
 ) -> None:
-    """Forward and backward; what it leaves others compute, with the reference's bits."""
+    """Forward and backward; other backends run the other calls, with the reference's bits."""
     shapes = {"weight": (3,), "bias": (3,), "x_bias": (3,), "residual": (2, 3), "mask": (3, 3)}
     shapes |= {"weight": (5, 3)} if op == "linear" else {}
     calls = small_call(op)
@@ -417,10 +417,10 @@ def test_the_library_takes_logits_in_fp32(
     assert (op.name, ran_by) == ("topk_logsumexp", "cpu" if dtype == torch.float32 else "reference")
 
 
-# -- what the environment asks for ----------------------------------------------------------------
+# -- the environment ------------------------------------------------------------------------------
 @needs_library
 @pytest.mark.parametrize("traced_with", ["", "reference"])
-def test_environment_is_asked_by_calls_and_not_by_graphs(
+def test_the_environment_is_read_by_calls_and_not_by_graphs(
     traced_with: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selected: list[str | None] = []  # without which the library's kernel is called
@@ -435,7 +435,7 @@ def test_environment_is_asked_by_calls_and_not_by_graphs(
     monkeypatch.setattr(Op, "run", recording)
     for requested in ("reference", "", "reference"):
         monkeypatch.setenv(_env.BACKEND_VARIABLE, requested)
-        for function, asked in ((fastattn.layer_norm, requested), (graph, traced_with)):
+        for function, backend in ((fastattn.layer_norm, requested), (graph, traced_with)):
             selected.clear()
             function(x)
-            assert selected == ([asked] if asked else [])
+            assert selected == ([backend] if backend else [])

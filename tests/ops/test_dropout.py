@@ -1,4 +1,4 @@
-"""The dropout bits: as written, well mixed, and what every op really drops."""
+"""The dropout bits: their definition, their statistics, and their use in every op."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _seed(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64)
 
 
-# -- the definition, once more, on Python's integers ----------------------------------------------
+# -- the definition, on Python's integers ---------------------------------------------------------
 def _finalise(x: int) -> int:
     x ^= x >> 16
     x = x * 0x7FEB352D % WORD
@@ -55,7 +55,7 @@ def _row_byte(seed: int, stream: int, row: int, column: int) -> int:
     return _byte(seed, stream, (row >> 32, 0, row % WORD), column // 4, column % 4)
 
 
-# Kept here as numbers: a change of the definition changes every seeded result anyone has stored.
+# Fixed values: a change of the definition changes all stored results of seeded calls.
 KNOWN_WORDS = {0: 0, 1: 0x688990C0, 0x12345678: 0xF5E71C96, 0xFFFFFFFF: 0x6768824A}
 KNOWN_BYTES = {
     "attention": [137, 199, 162, 215, 183, 194, 189, 160, 201, 60, 143, 49],
@@ -72,7 +72,7 @@ def test_known_vectors() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stream", [0, 7, 2**31 - 1])
-def test_masks_are_as_written(seed: int, stream: int) -> None:
+def test_masks_follow_the_definition(seed: int, stream: int) -> None:
     B, H, M, N = 2, 3, 19, 35
     written = [
         [[[_attention_byte(seed, stream, b, h, i, j) for j in range(N)] for i in range(M)]
@@ -90,7 +90,7 @@ def test_masks_are_as_written(seed: int, stream: int) -> None:
 
 
 def test_rows_beyond_32_bits() -> None:
-    """A mask that long cannot be made here, but its key can."""
+    """A mask of this size does not fit in memory, but its keys can be tested."""
     row = 2**32 + 5
     key = bits.row_key(_seed(3), 0, row >> 32, 0, torch.tensor([row & 0xFFFFFFFF]))
     word = bits.finalise(key ^ bits.column_key(_seed(3), 0, torch.tensor([2])))
@@ -101,7 +101,7 @@ def test_rows_beyond_32_bits() -> None:
 
 
 def test_finaliser_is_a_bijection() -> None:
-    """Nothing collides among 2^20 words in three places."""
+    """No collisions among 2^20 words in three ranges."""
     for start in (0, 2**31 - 2**19, 2**32 - 2**20):
         words = bits.finalise(torch.arange(start, start + 2**20))
         assert words.unique().numel() == 2**20
@@ -164,7 +164,7 @@ def test_dropout_mask_refuses(seed: Tensor, shape: tuple[int, ...], message: str
 
 # -- statistics -----------------------------------------------------------------------------------
 def _histogram(shape: tuple[int, ...], seed: int) -> Tensor:
-    """How often each byte occurs, from the masks alone."""
+    """How often each byte occurs, derived from masks."""
     kept = [int(dropout_mask(_seed(seed), 0, t / 256, shape).sum()) for t in range(257)]
     return torch.tensor([a - b for a, b in itertools.pairwise(kept)], dtype=torch.float64)
 
@@ -181,7 +181,7 @@ def test_bytes_are_balanced(shape: tuple[int, ...], seed: int) -> None:
 
 
 def _signs(shape: tuple[int, ...], seed: int = 5, stream: int = 0) -> Tensor:
-    """+1 and -1 with probability 1/2 each."""
+    """+1 or -1, each with probability 1/2."""
     return dropout_mask(_seed(seed), stream, 0.5, shape).double() * 2 - 1
 
 
@@ -205,7 +205,7 @@ def test_rows_and_columns_are_uncorrelated(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 2, 192, 192), (384, 384)])
 def test_rectangles_are_uncorrelated(shape: tuple[int, ...]) -> None:
-    """Words are made of a row's key xor a column's: the four corners must not cancel."""
+    """Words are made from (row key xor column key): the four corners must not be correlated."""
     x = _signs(shape)
     for lag in LAGS:
         rows = x[..., lag:, :] * x[..., :-lag, :]
@@ -238,7 +238,7 @@ def test_seeds_and_streams_are_uncorrelated(shape: tuple[int, ...]) -> None:
 
 
 def test_row_sums_have_the_right_variance() -> None:
-    """Too even or too uneven rows would pass every test of pairs at small lags."""
+    """Rows that are too even or too uneven would pass the tests of pairs at small lags."""
     x = _signs((4, 4, 128, 256))
     for dim in (-1, -2):
         variance = float((x.sum(dim) / x.shape[dim] ** 0.5).square().mean())
@@ -247,15 +247,15 @@ def test_row_sums_have_the_right_variance() -> None:
 
 
 @pytest.mark.parametrize("p", [1e-4, 0.3, 1.0])
-def test_quick_bits_are_the_written_ones(p: float) -> None:
-    """Of sizes that no block divides, entries counted from the third, a seed with its sign bit."""
+def test_fast_bits_equal_the_definition(p: float) -> None:
+    """With sizes that no block divides, first = 3, and a negative seed."""
     seed, M, N = _seed(-5), 37, 53
     keep = bits.attention_keep(seed, 9, p, 4, 3, M, N)
     assert torch.equal(bits.attention_dropped(seed, 9, p, 2, 3, M, N, first=2), ~keep[2:])
     assert torch.equal(bits.rows_dropped(seed, 9, p, M, N), ~bits.row_keep(seed, 9, p, M, N))
 
 
-# -- what ops drop --------------------------------------------------------------------------------
+# -- the ops --------------------------------------------------------------------------------------
 def _each_backend(op: str) -> list[str]:
     return [b for b in SPECS[op].backends if _env.refuses_device(b, DEVICE) is None]
 
@@ -275,7 +275,7 @@ def _dropout(seed: int, stream: int, p: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", _each_backend("attention"))
 def test_attention_drops_the_mask(backend: str) -> None:
-    """With v the identity the output is the dropped weights, all of them 1 / N."""
+    """With v the identity, the output is the weights after dropout, all 0 or scaled 1 / N."""
     B, H, M, N, p = 2, 4, 50, 64, 0.3
     inputs = {"q": torch.zeros(B, H, M, 32), "k": torch.ones(B, 2, N, 32)}
     inputs["v"] = torch.eye(N).expand(B, 2, N, N).contiguous()
@@ -287,7 +287,7 @@ def test_attention_drops_the_mask(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", _each_backend("add_layer_norm"))
 def test_add_layer_norm_drops_the_mask(backend: str) -> None:
-    """z of ones and no residual is the mask times the scale; leading dimensions are rows."""
+    """With x = 1 and residual = 0, z is the mask times the scale; leading dimensions are rows."""
     x = torch.ones(3, 5, 130)
     _, z = _run(
         "add_layer_norm",
@@ -304,7 +304,7 @@ def test_add_layer_norm_drops_the_mask(backend: str) -> None:
 @pytest.mark.parametrize("backend", _each_backend("ffn"))
 @pytest.mark.parametrize("where", ["hidden", "output"])
 def test_ffn_drops_the_mask(backend: str, where: str) -> None:
-    """The first layer makes ones and the second hands them on; either drops."""
+    """The first layer gives ones, which the second passes on; either has dropout."""
     rows, F, stream = (4, 9), 48, 6
     dropout = _dropout(13, stream, 0.5 if where == "hidden" else 0.0)
     dropout["output_dropout_p"] = 0.0 if where == "hidden" else 0.5
@@ -332,7 +332,7 @@ def _dropped(**dropout: Any) -> Tensor:
     return z
 
 
-def test_manual_seed_governs_the_drawn_seeds() -> None:
+def test_manual_seed_determines_the_drawn_seeds() -> None:
     torch.manual_seed(5)
     first, second = _dropped(), _dropped()
     torch.manual_seed(5)
@@ -382,7 +382,7 @@ def test_new_seeds() -> None:
 
 
 def test_dropped_attention_keeps_its_expectation() -> None:
-    """The mean over many streams is the output without dropout."""
+    """The mean over many streams approximates the output without dropout."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     outs = [

@@ -1,5 +1,5 @@
-"""The linear layer beyond the samples that test_ops.py runs: every instruction set, bits that
-depend neither on the threads nor, where asked for, on the batch, and whose products are taken.
+"""The linear layer: every instruction set, bits that do not depend on the threads nor, inside
+`batch_invariant`, on the batch, and the choice between PyTorch's and fastattn's products.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def _sample(name: str, **options: Any) -> Sample:
     return Sample(name, "", make, ("x", "weight", "bias"))
 
 
-# Rows: tiles of 4, 2 and 1, a weight that is read as it lies (up to 8 or 32 rows), blocks of 96.
-# Columns: half panels of 4, 8 or 16. Depth: vectors, pieces of 512 or 1024; 1024 is copied.
+# Rows: tiles of 4, 2 and 1, an unpacked weight (up to 8 or 32 rows), blocks of 96.
+# Columns: half panels of 4, 8 or 16. Depth: vectors, chunks of 512 or 1024; 1024 is copied.
 EDGES = (
     *[_sample(f"rows_{rows}", rows=(rows,), D=33, out=35) for rows in (2, 7, 9, 33)],
     _sample("aliased", rows=(27,), D=1024, out=21),
@@ -73,7 +73,7 @@ def test_edges(isa: str, invariant: bool, sample: Sample, dtype: torch.dtype) ->
 def test_a_weights_gradient_has_the_bits_of_more_rows(
     isa: str, dtype: torch.dtype, transposed: bool, rows: int, D: int, out: int
 ) -> None:
-    """Of few rows sums are stored from registers; rows of zeros change only that."""
+    """For few rows, sums are stored from registers; additional rows of zeros change only that."""
     x, dy = torch.randn(128, D), torch.randn(128, out)
     x[rows:] = 0
     x, dy, none = x.to(dtype), dy.to(dtype), torch.empty(0, dtype=dtype)
@@ -118,7 +118,7 @@ def test_threads_change_no_bit(rows: int) -> None:
 @needs_library
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 def test_batch_invariant(isa: str) -> None:
-    """The same bits for a row alone and among others, inside the block alone."""
+    """Inside, a row has the same bits alone and in a batch; outside, it may not."""
     inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(140,), D=700)
     x = inputs.pop("x")
 
@@ -135,7 +135,7 @@ def test_batch_invariant(isa: str) -> None:
     assert 1 in differ() and 97 not in differ()
 
 
-# -- whose products are taken ---------------------------------------------------------------------
+# -- the choice of products -----------------------------------------------------------------------
 def _layer() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 24, 256), (128, 256), (128,))
@@ -145,7 +145,7 @@ def _layer() -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def selected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What selections in Python choose; the library's own kernel runs without one."""
+    """The backends that Python selects; the C++ kernel itself runs without a selection."""
     chosen: list[str] = []
     select = _select.select
 
@@ -168,7 +168,7 @@ def _results(given: Sequence[Tensor], **options: Any) -> list[Tensor]:
 def test_the_faster_products_are_taken(
     faster: bool, dtype: torch.dtype, selected: list[str], torch_is_faster: SetFaster
 ) -> None:
-    """Forward and backward. A backend that is asked for runs though another one is faster."""
+    """Forward and backward. A requested backend runs even if another one is faster."""
     torch_is_faster(*[dtype][:faster], *{torch.float32, torch.bfloat16} - {dtype})
     given = [t.detach().to(dtype).requires_grad_() for t in _layer()]
     expected = "torch" if faster else "cpu"
@@ -192,7 +192,7 @@ def test_the_faster_products_are_taken(
 def test_requested_backends(
     request_: str, chosen: str, torch_is_faster: SetFaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request for every op means those with kernels for GPUs, which this is not."""
+    """A request for all ops does not apply to linear."""
     monkeypatch.setenv(_env.BACKEND_VARIABLE, request_)
     assert functional.explain("linear", *_layer()).chosen == chosen
 
@@ -211,9 +211,9 @@ def test_products_are_chosen_after_casting(torch_is_faster: SetFaster) -> None:
 
 def test_slower_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_env, "has_slow_blas", lambda: False)
-    monkeypatch.setattr(_env, "has_quick_products", lambda dtype: dtype == torch.bfloat16)
-    assert "products in fp32" in (_env.slower_products(torch.float32) or "")
-    assert "instructions for products" in (_env.slower_products(torch.bfloat16) or "")
+    monkeypatch.setattr(_env, "has_half_precision_units", lambda dtype: dtype == torch.bfloat16)
+    assert "fp32 matrices" in (_env.slower_products(torch.float32) or "")
+    assert "bfloat16 matrix instructions" in (_env.slower_products(torch.bfloat16) or "")
     assert _env.slower_products(torch.float16) is None
     monkeypatch.setattr(_env, "has_slow_blas", lambda: True)
     assert _env.slower_products(torch.float32) is None
@@ -222,7 +222,7 @@ def test_slower_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "flag, dtype", [("amx_bf16", torch.bfloat16), ("avx512_fp16", torch.float16)]
 )
-def test_quick_products_are_flags_of_the_processor(
+def test_half_precision_units_are_flags_of_the_processor(
     flag: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     file = tmp_path / "cpuinfo"
@@ -230,10 +230,10 @@ def test_quick_products_are_flags_of_the_processor(
     opened = open
     monkeypatch.setattr("builtins.open", lambda path, *rest: opened(file, *rest))
     monkeypatch.setattr(_env.platform, "machine", lambda: "x86_64")
-    quick = [d for d in (*DTYPES, torch.float64) if _env.has_quick_products.__wrapped__(d)]
+    quick = [d for d in (*DTYPES, torch.float64) if _env.has_half_precision_units.__wrapped__(d)]
     assert quick == [dtype]
     monkeypatch.setattr(_env.platform, "machine", lambda: "aarch64")
-    assert _env.has_quick_products.__wrapped__(dtype)
+    assert _env.has_half_precision_units.__wrapped__(dtype)
 
 
 @pytest.mark.parametrize("vendor, slow", [("AuthenticAMD", True), ("GenuineIntel", False)])
@@ -289,7 +289,7 @@ def test_second_derivatives_are_traced_for_any_number_of_rows() -> None:
 
 @needs_library
 def test_long_sums_keep_their_digits() -> None:
-    """Positive numbers, where one chain of additions over the rows would lose three digits."""
+    """For positive numbers, a single chain of additions over the rows would lose three digits."""
     x, dy = torch.rand(1 << 16, 64), torch.rand(1 << 16, 64)
     weight = torch.randn(64, 64, requires_grad=True)
     (dw,) = torch.autograd.grad(fastattn.linear(x, weight), weight, dy)
@@ -300,7 +300,7 @@ def test_long_sums_keep_their_digits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [50, 130])
 def test_columns_before_rows(rows: int, dtype: torch.dtype, torch_is_faster: SetFaster) -> None:
-    """Of x and weight both; whatever product is computed, the bias is added."""
+    """For x and weight; the bias is added by every implementation."""
     x, w = (torch.randn(40, n).to(dtype).t() for n in (rows, 300))
     for bias in (torch.randn(300).to(dtype), None):
         expected = F.linear(x.double(), w.double(), bias if bias is None else bias.double())

@@ -1,6 +1,6 @@
-"""Which backend a call takes: order of preference, explicit choices, the environment, explanations.
+"""Which backend runs a call: order of preference, explicit choices, the environment, explanations.
 
-Most tests define an op of their own (probe_op). What a GPU changes is in test_selection_on_gpu.
+Most tests define their own op (probe_op). test_selection_on_gpu.py has the tests for GPUs.
 """
 
 import threading
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.usefixtures("no_request")
 
 # -- order of preference --------------------------------------------------------------------------
 def test_first_without_objection(make_op: MakeOp) -> None:
-    rows = [Backend("sm90"), Backend("triton"), Backend("torch"), Backend("reference")]
+    order = [Backend("sm90"), Backend("triton"), Backend("torch"), Backend("reference")]
     op = make_op(
-        rows, sm90=refuses("is full"), triton=writes(1), torch=writes(2), reference=REFERENCE
+        order, sm90=refuses("needs a mask"), triton=writes(1), torch=writes(2), reference=REFERENCE
     )
     assert value_of(op) == 1
     assert _select.select(op, (torch.ones(3), 4.0), None) == "triton"
 
 
-def test_order_is_the_rows_order(make_op: MakeOp) -> None:
+def test_order_is_that_of_the_backends(make_op: MakeOp) -> None:
     op = make_op([Backend("torch"), Backend("triton")], triton=writes(1), torch=writes(2))
     assert value_of(op) == 2
 
@@ -54,9 +54,9 @@ def test_later_backends_are_not_imported(make_op: MakeOp) -> None:
     assert value_of(op) == 2
 
 
-def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
-    rows = [Backend("sm90", automatic=False), Backend("reference")]
-    op = make_op(rows, sm90=writes(1), reference=REFERENCE)
+def test_unverified_kernels_run_only_on_request(make_op: MakeOp) -> None:
+    order = [Backend("sm90", automatic=False), Backend("reference")]
+    op = make_op(order, sm90=writes(1), reference=REFERENCE)
     assert value_of(op) == 4
     assert value_of(op, "sm90") == 1
     explanation = _select.explain(op, (torch.ones(3), 4.0), None)
@@ -66,21 +66,21 @@ def test_unverified_kernels_wait_to_be_asked(make_op: MakeOp) -> None:
     assert (explanation.chosen, explanation.refusals) == ("sm90", {})
 
 
-def test_nobody_can(make_op: MakeOp) -> None:
-    rows = [Backend("triton"), Backend("torch")]
-    op = make_op(rows, triton=refuses("is tired"), torch=refuses("is busy"))
+def test_no_backend_can(make_op: MakeOp) -> None:
+    order = [Backend("triton"), Backend("torch")]
+    op = make_op(order, triton=refuses("has no kernel"), torch=refuses("needs a mask"))
     with pytest.raises(NotImplementedError) as failure:
         run_op(op)
-    for reason in ("backend triton is tired", "backend torch is busy", op.name):
+    for reason in ("backend triton has no kernel", "backend torch needs a mask", op.name):
         assert reason in str(failure.value)
     explanation = _select.explain(op, (torch.ones(3), 4.0), None)
     assert explanation.chosen is None
-    assert explanation.refusals == {"triton": "is tired", "torch": "is busy"}
+    assert explanation.refusals == {"triton": "has no kernel", "torch": "needs a mask"}
 
 
 def test_op_missing_from_a_module(make_op: MakeOp) -> None:
-    rows = [Backend("torch"), Backend("reference")]
-    op = make_op(rows, torch="def something_else():\n    pass\n", reference=REFERENCE)
+    order = [Backend("torch"), Backend("reference")]
+    op = make_op(order, torch="def something_else():\n    pass\n", reference=REFERENCE)
     assert value_of(op) == 4
     assert _select.explain(op, (torch.ones(3), 4.0), None).refusals == {
         "torch": f"does not implement {op.name}"
@@ -95,8 +95,8 @@ def test_launcher_gets_arguments_results_workspace(make_op: MakeOp) -> None:
 import torch
 seen = []
 
-def PROBE(x, factor, y, z, counters, scratch):
-    seen.append((x, factor, y, counters.clone(), scratch))
+def PROBE(x, factor, y, z, counters, buffer):
+    seen.append((x, factor, y, counters.clone(), buffer))
     y.copy_(x * factor)
     z.copy_(-y)
 
@@ -104,17 +104,17 @@ def PROBE_workspace(x, factor):
     return [((x.shape[0], 500), torch.int32, True), ((7,), torch.float64, False)]
 """
     op = make_op([Backend("torch")], torch=source)
-    # Memory that the allocator hands out again: zeroed must mean zeroed.
+    # The allocator reuses this memory, which is not 0.
     used = [torch.full((3, 500), 9, dtype=torch.int32) for _ in range(8)]
     del used
     x = torch.ones(3)
     y = run_op(op, x=x)
-    [(seen_x, factor, seen_y, counters, scratch)] = op.module("torch").seen
+    [(seen_x, factor, seen_y, counters, buffer)] = op.module("torch").seen
     assert y.tolist() == [4.0] * 3 and factor == 4.0
     assert seen_x.data_ptr() == x.data_ptr() and seen_y.data_ptr() == y.data_ptr()
     assert counters.shape == (3, 500) and counters.dtype == torch.int32
     assert not counters.any()
-    assert scratch.shape == (7,) and scratch.dtype == torch.float64
+    assert buffer.shape == (7,) and buffer.dtype == torch.float64
 
 
 class _Call(NamedTuple):
@@ -122,7 +122,7 @@ class _Call(NamedTuple):
     factor: float
 
 
-def test_a_call_type_stands_for_the_arguments(make_op: MakeOp) -> None:
+def test_a_call_type_holds_the_arguments(make_op: MakeOp) -> None:
     source = """
 import torch
 
@@ -132,12 +132,12 @@ def PROBE_unsupported(call):
 def PROBE_workspace(call):
     return [(call.x.shape, torch.float32, True)]
 
-def PROBE(call, y, z, scratch):
-    y.copy_(call.x * call.factor + scratch)
+def PROBE(call, y, z, workspace):
+    y.copy_(call.x * call.factor + workspace)
     z.copy_(-y)
 """
-    rows = [Backend("torch"), Backend("reference")]
-    op = make_op(rows, _Call, torch=source, reference=REFERENCE)
+    order = [Backend("torch"), Backend("reference")]
+    op = make_op(order, _Call, torch=source, reference=REFERENCE)
     assert value_of(op) == value_of(op, "torch") == value_of(op, "reference") == 4
     assert _select.explain(op, (torch.ones(3), 0.0), None).refusals == {
         "torch": "multiplies by more than 0"
@@ -154,7 +154,7 @@ def test_reference_returns_its_results(make_op: MakeOp) -> None:
 
 
 def test_cpu_is_the_kernel_under_the_dispatchers_key(make_op: MakeOp) -> None:
-    """It writes into results that Python allocates, or is called without Python."""
+    """It writes into results allocated by Python, or is called without Python."""
     op = make_op([Backend("cpu"), Backend("reference")], cpu="", reference=REFERENCE)
 
     def write(x: Tensor, factor: float, *, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def test_cpu_is_the_kernel_under_the_dispatchers_key(make_op: MakeOp) -> None:
     assert value_of(op, "reference") == 4
     LIBRARY.impl(op.name, lambda x, factor: (x * 8, x * -8), "CPU")
     assert value_of(op) == 8 and value_of(op, "cpu") == 7
-    assert op.named(torch.ones(3), 4.0, _select.ELSEWHERE)[0].tolist() == [4.0] * 3
+    assert op.named(torch.ones(3), 4.0, _select.NOT_CPU)[0].tolist() == [4.0] * 3
 
 
 def test_given_results_are_written_and_returned(make_op: MakeOp) -> None:
@@ -177,10 +177,10 @@ def test_given_results_are_written_and_returned(make_op: MakeOp) -> None:
         assert x.data_ptr() == result.data_ptr()
 
 
-def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
-    rows = [Backend("torch"), Backend("reference")]
+def test_poisoned_results_show_unwritten_elements(make_op: MakeOp) -> None:
+    order = [Backend("torch"), Backend("reference")]
     op = make_op(
-        rows, torch="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=REFERENCE
+        order, torch="def PROBE(x, factor, y, z):\n    y[:2], z[:2] = 4, -4\n", reference=REFERENCE
     )
     with poisoned_results():
         assert run_op(op).isnan().tolist() == [False, False, True]
@@ -189,8 +189,8 @@ def test_poisoned_results_show_what_was_not_written(make_op: MakeOp) -> None:
         torch.testing.assert_close(run_op(op), torch.full((3,), 4.0))
 
 
-def test_poisoned_scratch_memory(make_op: MakeOp) -> None:
-    """What is to be zeros stays so."""
+def test_poisoned_workspaces(make_op: MakeOp) -> None:
+    """Buffers that must be 0 stay 0."""
     source = (
         "import torch\n"
         "def PROBE(x, factor, y, z, zeros, rest):\n    y.copy_(zeros)\n    z.copy_(rest)\n"
@@ -215,10 +215,10 @@ def test_poisoned_results_end(make_op: MakeOp) -> None:
 
 # -- explicit choices -----------------------------------------------------------------------------
 def test_explicit_choice_never_falls_back(make_op: MakeOp) -> None:
-    rows = [Backend("triton"), Backend("torch"), Backend("reference")]
-    op = make_op(rows, triton=refuses("is out"), torch=writes(2), reference=REFERENCE)
+    order = [Backend("triton"), Backend("torch"), Backend("reference")]
+    op = make_op(order, triton=refuses("needs a GPU"), torch=writes(2), reference=REFERENCE)
     assert value_of(op, "reference") == 4
-    with pytest.raises(NotImplementedError, match=f"{op.name}: backend triton is out"):
+    with pytest.raises(NotImplementedError, match=f"{op.name}: backend triton needs a GPU"):
         run_op(op, "triton")
     with pytest.raises(
         ValueError, match=r"backend must be one of triton, torch, reference.*'sm90'"
@@ -229,18 +229,18 @@ def test_explicit_choice_never_falls_back(make_op: MakeOp) -> None:
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_choice_holds_for_the_backward(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every op call, backward included, asks for the backend that the public call named."""
-    asked = []
+def test_a_choice_applies_to_the_backward(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op call, backward included, has the backend that the public call named."""
+    selected = []
     run = Op.run
 
     def recording(self: Op, args: Any, backend: str | None) -> tuple[Tensor, ...]:
-        asked.append((self.name, backend))
+        selected.append((self.name, backend))
         return run(self, args, backend)
 
     monkeypatch.setattr(Op, "run", recording)
     x = torch.randn(3, 4, requires_grad=True)
-    if by == "environment":  # a pair names the public function, whose forward alone is asked
+    if by == "environment":  # a pair names the public function; only its forward reads it
         monkeypatch.setenv(_env.BACKEND_VARIABLE, "layer_norm=reference")
         y = fastattn.layer_norm(x)
         monkeypatch.delenv(_env.BACKEND_VARIABLE)
@@ -248,7 +248,7 @@ def test_choice_holds_for_the_backward(by: str, monkeypatch: pytest.MonkeyPatch)
         y = fastattn.layer_norm(x, backend="reference")
     [gradient] = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     gradient.square().sum().backward()
-    assert {*asked} == {("layer_norm_fwd", "reference"), ("layer_norm_bwd", "reference")}
+    assert {*selected} == {("layer_norm_fwd", "reference"), ("layer_norm_bwd", "reference")}
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def _request(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 @pytest.fixture
 def probe(make_op: MakeOp) -> Op:
-    rows = [Backend("triton"), Backend("torch"), Backend("reference")]
-    return make_op(rows, triton=writes(1), torch=writes(2), reference=REFERENCE)
+    order = [Backend("triton"), Backend("torch"), Backend("reference")]
+    return make_op(order, triton=writes(1), torch=writes(2), reference=REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_environment_is_read_at_every_call(probe: Op, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "value", ["nonsense", "attention=nonsense", "cpu,", "attention=", "=", "cpu;triton", "CPU"]
 )
-def test_nonsense_in_the_environment(
+def test_invalid_values_in_the_environment(
     probe: Op, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     _request(monkeypatch, value)
@@ -305,10 +305,10 @@ def test_nonsense_in_the_environment(
 
 
 @pytest.mark.parametrize("name", ["atention", "topk_logsumexp"])
-def test_op_in_the_environment_that_cannot_be_asked(
+def test_ops_in_the_environment_without_a_choice(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A choice that would never apply is an error, not a silent fall-back."""
+    """A request that would never apply raises."""
     _request(monkeypatch, f"{name}=reference")
     with pytest.raises(ValueError, match=f"{_env.BACKEND_VARIABLE}.*, got '{name}'") as failure:
         fastattn.layer_norm(torch.ones(2, 3))
@@ -316,10 +316,10 @@ def test_op_in_the_environment_that_cannot_be_asked(
     assert "attention" in offered and "topk_logsumexp" not in offered
 
 
-def test_environment_asks_for_a_backend_the_op_lacks(
+def test_environment_requests_a_backend_that_the_op_lacks(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not fall back, and the message says where the request came from."""
+    """It does not fall back, and the message names the variable."""
     op = make_op([Backend("reference")], reference=REFERENCE)
     _request(monkeypatch, "triton")
     with pytest.raises((ValueError, NotImplementedError), match="triton") as failure:
@@ -327,20 +327,20 @@ def test_environment_asks_for_a_backend_the_op_lacks(
     assert _env.BACKEND_VARIABLE in str(failure.value)
 
 
-def test_environment_that_refuses_does_not_fall_back(
+def test_a_refusing_backend_of_the_environment_does_not_fall_back(
     make_op: MakeOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [Backend("torch"), Backend("reference")]
-    op = make_op(rows, torch=refuses("is closed"), reference=REFERENCE)
+    order = [Backend("torch"), Backend("reference")]
+    op = make_op(order, torch=refuses("has no kernel"), reference=REFERENCE)
     _request(monkeypatch, "torch")
-    with pytest.raises(NotImplementedError, match="backend torch is closed"):
+    with pytest.raises(NotImplementedError, match="backend torch has no kernel"):
         run_op(op)
 
 
 # -- explanations ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_explain(op: str) -> None:
-    """What comes before the choice was refused; what comes after may not have been asked."""
+    """Backends before the chosen one have refused; later ones need no reason."""
     explanation = fastattn.explain(op, **small_call(op))
     backends = list(_select.OPS[f"{op}_fwd"].backends)
     assert explanation.op == f"{op}_fwd"
@@ -350,12 +350,12 @@ def test_explain(op: str) -> None:
     lines = str(explanation).splitlines()
     assert lines[0] == f"{op}_fwd: {explanation.chosen}"
     assert len(lines) == 1 + len(explanation.refusals)
-    asked = fastattn.explain(op, **small_call(op), backend="reference")
-    assert asked.chosen == "reference"
+    explained = fastattn.explain(op, **small_call(op), backend="reference")
+    assert explained.chosen == "reference"
 
 
 class _Seen(TorchDispatchMode):
-    """The package's ops that reach their kernels."""
+    """Records fastattn's ops that reach their kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,14 +379,14 @@ def test_explain_runs_nothing(op: str) -> None:
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 
 
-def test_explain_leaves_gradients_alone() -> None:
+def test_explain_does_not_change_gradients() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     fastattn.explain("layer_norm", x)
     y = fastattn.layer_norm(x)
     assert y.requires_grad and not y.isnan().any()
 
 
-def test_explanations_belong_to_their_thread() -> None:
+def test_explanations_are_thread_local() -> None:
     x = torch.randn(2, 3)
     results = []
     thread = threading.Thread(target=lambda: results.append(fastattn.layer_norm(x)))
@@ -410,20 +410,22 @@ def test_explain_refuses_what_a_call_refuses() -> None:
 
 
 def test_explain_reports_a_refused_choice(make_op: MakeOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Backend("cpu"), Backend("reference")]
-    op = make_op(rows, cpu=refuses("is closed"), reference=REFERENCE)
+    order = [Backend("cpu"), Backend("reference")]
+    op = make_op(order, cpu=refuses("has no kernel"), reference=REFERENCE)
     for backend, variable in (("cpu", ""), (None, "cpu")):
         _request(monkeypatch, variable)
         explanation = _select.explain(op, (torch.ones(3), 4.0), op.choice(backend))
         assert explanation.chosen is None
-        assert explanation.refusals == {"cpu": "is closed"}
-        assert str(explanation) == f"{op.name}: no backend can run this\n  backend cpu is closed"
+        assert explanation.refusals == {"cpu": "has no kernel"}
+        assert (
+            str(explanation) == f"{op.name}: no backend can run this\n  backend cpu has no kernel"
+        )
 
 
-def test_explain_of_a_choice_does_not_ask_what_is_slower(make_op: MakeOp) -> None:
+def test_explain_of_a_choice_ignores_slower(make_op: MakeOp) -> None:
     slow = writes(1) + "def PROBE_slower(x, factor):\n    return 'is slow here'\n"
-    rows = [Backend("torch"), Backend("reference")]
-    op = make_op(rows, torch=slow, reference=REFERENCE)
+    order = [Backend("torch"), Backend("reference")]
+    op = make_op(order, torch=slow, reference=REFERENCE)
     call = (torch.ones(3), 4.0)
     assert _select.explain(op, call, None).refusals == {"torch": "is slow here"}
     assert _select.explain(op, call, "reference").refusals == {}
@@ -444,7 +446,7 @@ def test_backend_table() -> None:
         assert row.available == (row.reason == "")
 
 
-def test_backend_table_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_table_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _env, "refuses_device", lambda name, device: None if name == "reference" else "is away"
     )
@@ -452,7 +454,7 @@ def test_backend_table_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.reason == ("" if row.backend == "reference" else "is away")
 
 
-def test_backend_table_asks_the_module(make_op: MakeOp) -> None:
+def test_backend_table_calls_unavailable(make_op: MakeOp) -> None:
     source = "def unavailable():\n    return 'needs a library'\n"
     op = make_op([Backend("cpu", automatic=False)], cpu=source)
     row = backend_table(torch.device("cpu"))[-1]

@@ -1,6 +1,6 @@
-"""Which backend a call takes on a GPU: what passed there, what was recorded, what is said once.
+"""Which backend runs a call on a GPU: records of verified kernels, and warnings.
 
-No GPU is needed: selection asks nothing but the device and the dtype of a tensor.
+The tests need no GPU: the selection reads only the device and the dtype of a tensor.
 """
 
 import json
@@ -28,13 +28,13 @@ def _on_cuda(dtype: torch.dtype = torch.bfloat16, index: int = 0) -> tuple[Any, 
 
 @pytest.fixture(autouse=True)
 def _pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine without one would be asked for."""
+    """Replaces the queries of the GPU."""
     monkeypatch.setattr(_env, "architecture", lambda *_: "sm_90")
 
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """record(op, backend, **other): the record says that it passed on sm_90, or other things."""
+    """record(op, backend, **other) writes an entry for sm_90, with the fields in `other`."""
     file = tmp_path / "verified.json"
     monkeypatch.setenv(_env.RECORD_VARIABLE, str(file))
     entries = []
@@ -51,11 +51,11 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 def _verifiable(make_op: MakeOp) -> Op:
-    rows = [Backend("triton", automatic=False), Backend("reference")]
-    return make_op(rows, triton=writes(1), reference=REFERENCE)
+    order = [Backend("triton", automatic=False), Backend("reference")]
+    return make_op(order, triton=writes(1), reference=REFERENCE)
 
 
-def test_what_passed_here_is_automatic_here(
+def test_a_kernel_that_passed_is_automatic(
     make_op: MakeOp, record: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     op = _verifiable(make_op)
@@ -64,10 +64,10 @@ def test_what_passed_here_is_automatic_here(
         assert _select.select(op, _on_cuda(), None) == "triton"
         assert _select.explain(op, _on_cuda(), None).chosen == "triton"
     assert not caplog.records
-    assert value_of(op) == 4  # on the CPU nothing changes
+    assert value_of(op) == 4  # the CPU is not affected
 
 
-def test_forward_and_backward_go_by_the_same_verdict() -> None:
+def test_forward_and_backward_use_the_same_entry() -> None:
     x, wide = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
     for name, given in (
         ("ffn_fwd", {"x": x, "residual": wide}),
@@ -83,7 +83,7 @@ def test_forward_and_backward_go_by_the_same_verdict() -> None:
 def test_the_table_names_the_dtypes_that_passed(
     record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is not asked here")
+    monkeypatch.setattr(_env, "refuses_device", lambda backend, device: "is unsupported")
     record("rms_norm", "triton")
     record("rms_norm", "triton", dtype="float16")
     record("rms_norm", "another", dtype="float32")
@@ -107,7 +107,7 @@ def test_the_table_names_the_dtypes_that_passed(
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_a_verdict_counts_for_what_it_was_made_on(
+def test_an_entry_applies_to_its_kernels_and_versions(
     make_op: MakeOp, record: Callable[..., None], other: dict[str, str]
 ) -> None:
     op = _verifiable(make_op)
@@ -115,8 +115,8 @@ def test_a_verdict_counts_for_what_it_was_made_on(
     assert _select.select(op, _on_cuda(), None) == "reference"
 
 
-def test_a_verdict_counts_for_its_dtype_alone(make_op: MakeOp, record: Callable[..., None]) -> None:
-    """Whatever the op has selected before."""
+def test_an_entry_applies_to_its_dtype(make_op: MakeOp, record: Callable[..., None]) -> None:
+    """Independent of earlier selections of the op."""
     record((op := _verifiable(make_op)).name, "triton")
     for dtype, backend in (
         (torch.bfloat16, "triton"),
@@ -130,17 +130,17 @@ def test_a_verdict_counts_for_its_dtype_alone(make_op: MakeOp, record: Callable[
 
 
 @pytest.mark.parametrize("suffix", ["_fwd", "_bwd"])
-def test_a_verdict_counts_for_forward_and_backward(
+def test_an_entry_applies_to_forward_and_backward(
     make_op: MakeOp, record: Callable[..., None], suffix: str
 ) -> None:
-    rows = [Backend("triton", automatic=False), Backend("reference")]
-    op = make_op(rows, suffix=suffix, triton=writes(1), reference=REFERENCE)
+    order = [Backend("triton", automatic=False), Backend("reference")]
+    op = make_op(order, suffix=suffix, triton=writes(1), reference=REFERENCE)
     record(op.name.removesuffix(suffix), "triton")
     assert _select.select(op, _on_cuda(), None) == "triton"
 
 
 @pytest.mark.parametrize("name", [op for op in OPS if op != "linear"])
-def test_a_verdict_counts_for_both_ops_of_a_function(
+def test_an_entry_applies_to_both_ops_of_a_function(
     name: str, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(name, "triton")
@@ -149,7 +149,7 @@ def test_a_verdict_counts_for_both_ops_of_a_function(
         assert op.backends["triton"] in _select.order(op, CUDA, torch.bfloat16)
 
 
-def test_a_verdict_counts_for_gpus_of_its_architecture(
+def test_an_entry_applies_to_gpus_of_its_architecture(
     make_op: MakeOp, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_env, "architecture", lambda _, index: ("sm_90", "sm_80")[index])
@@ -158,7 +158,7 @@ def test_a_verdict_counts_for_gpus_of_its_architecture(
         assert _select.select(op, _on_cuda(index=index), None) == backend
 
 
-def test_another_source_or_library_makes_other_kernels(
+def test_the_digest_depends_on_sources_and_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
@@ -181,7 +181,7 @@ def test_the_reference_says_how_to_verify(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"passed": 3}', '{"passed": [3]}'])
-def test_a_broken_record_counts_for_nothing(
+def test_an_invalid_record_is_ignored(
     make_op: MakeOp,
     record: Callable[..., None],
     content: str,
@@ -194,7 +194,7 @@ def test_a_broken_record_counts_for_nothing(
     assert "verified.json" in caplog.text
 
 
-def test_the_record_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_env.RECORD_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
     assert _env.record_path() == Path("/caches/fastattn/verified.json")
@@ -216,13 +216,13 @@ def test_ops_without_gpu_kernels_do_not_warn(
 
 
 def test_reference_on_a_gpu_warns_once(make_op: MakeOp, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [Backend("sm90"), Backend("triton"), Backend("reference")]
-    op = make_op(rows, sm90=refuses("is cold"), triton=refuses("is warm"), reference=REFERENCE)
+    order = [Backend("sm90"), Backend("triton"), Backend("reference")]
+    op = make_op(order, sm90=refuses("has no A"), triton=refuses("has no B"), reference=REFERENCE)
     with caplog.at_level(logging.WARNING, logger="fastattn"):
         for _ in range(3):
             assert _select.select(op, _on_cuda(), None) == "reference"
     [record] = caplog.records
-    for part in (op.name, "slow reference", "backend sm90 is cold", "backend triton is warm"):
+    for part in (op.name, "slow reference", "backend sm90 has no A", "backend triton has no B"):
         assert part in record.getMessage()
 
 

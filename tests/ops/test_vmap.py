@@ -1,4 +1,4 @@
-"""`torch.vmap` over ops: which calls entries share, and that they give what a loop gives."""
+"""`torch.vmap` over ops: which calls are batched, and that results equal those of a loop."""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def _attention(x: Tensor) -> Tensor:
     )
 
 
-# Of one entry's tensor -> a tensor.
+# (the tensor of one element) -> a tensor.
 FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "layer_norm": ((3, 4, 8), lambda x: fastattn.layer_norm(x, W)),
     "layer_norm of one row": ((3, 8), lambda x: fastattn.layer_norm(x, W)),
@@ -45,7 +45,7 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 
 
 class _Calls(TorchDispatchMode):
-    """How often each op ran, and with what."""
+    """Records the calls of fastattn's ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def _looped(function: Callable[[Tensor], Tensor], x: Tensor, dim: int = 0) -> Te
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_entries_share_a_call(name: str, dim: int) -> None:
+def test_elements_share_a_call(name: str, dim: int) -> None:
     shape, function = FUNCTIONS[name]
     x = torch.randn(shape).movedim(0, dim)
     with _Calls() as calls:
@@ -76,7 +76,7 @@ def test_entries_share_a_call(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_of_entries_share_a_call(name: str) -> None:
+def test_gradients_of_elements_share_a_call(name: str) -> None:
     shape, function = FUNCTIONS[name]
     x = torch.randn(shape)
     gradient = torch.func.grad(lambda x: function(x).sin().sum())
@@ -86,7 +86,7 @@ def test_gradients_of_entries_share_a_call(name: str) -> None:
     assert len(calls.seen) == 2
 
 
-def test_gradients_of_weights_are_of_one_entry_each() -> None:
+def test_gradients_of_weights_are_computed_in_a_loop() -> None:
     x = torch.randn(3, 4, 8)
 
     def gradient(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_gradients_of_weights_are_of_one_entry_each() -> None:
 
 
 @pytest.mark.parametrize("masks", [1, 2])
-def test_gradients_of_masks_are_of_one_entry_each(masks: int) -> None:
+def test_gradients_of_masks_are_computed_in_a_loop(masks: int) -> None:
     q = torch.randn(3, 2, 4, 5, 8)
 
     def gradient(q: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def test_gradients_of_masks_are_of_one_entry_each(masks: int) -> None:
     torch.testing.assert_close(torch.vmap(gradient)(q), _looped(gradient, q))
 
 
-def test_mapped_masks_and_dropout_are_called_one_by_one() -> None:
-    """Dropout's bits count the batch: an entry drops what it drops alone."""
+def test_mapped_masks_and_dropout_are_computed_in_a_loop() -> None:
+    """Dropout bits depend on the index in the batch; an element has the same bits as alone."""
     q, masks, seed = torch.randn(3, 2, 4, 5, 8), torch.randn(3, 1, 1, 5, 5), torch.tensor([7])
 
     def function(q: Tensor, mask: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_mapped_masks_and_dropout_are_called_one_by_one() -> None:
 
 
 def test_tiles_of_a_mask_are_repeated_with_it() -> None:
-    """GPU kernels read both."""
+    """GPU kernels read both mask and tiles."""
     q, prepared = torch.randn(3, 2, 4, 5, 8), fastattn.prepare_mask(MASK)
 
     def loss(q: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def test_tiles_of_a_mask_are_repeated_with_it() -> None:
 
 
 @pytest.mark.parametrize("dropped", ["dropout_p", "output_dropout_p"])
-def test_entries_drop_what_they_drop_alone(dropped: str) -> None:
+def test_elements_have_the_same_dropout_as_alone(dropped: str) -> None:
     options: dict[str, Any] = {dropped: 0.5, "dropout_seed": torch.tensor([7])}
 
     def function(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_transforms_nest() -> None:
     torch.testing.assert_close(found, _looped(twice(loss), x))
 
 
-def test_no_entries() -> None:
+def test_no_elements() -> None:
     for name in ("layer_norm", "attention with one mask"):
         shape, function = FUNCTIONS[name]
         assert torch.vmap(function)(torch.randn(0, *shape[1:])).shape == (0, *shape[1:])
@@ -181,7 +181,7 @@ def test_no_entries() -> None:
 
 
 def test_forward_mode_over_gradients_is_refused() -> None:
-    """Where it would be lost, a derivative would be 0."""
+    """The derivative would otherwise be 0."""
     gradient = torch.func.grad(lambda x: fastattn.layer_norm(x, W).pow(3).sum())
     with pytest.raises(NotImplementedError, match="layer_norm_fwd has no derivative in forward"):
         torch.func.jvp(gradient, (torch.randn(2, 8),), (torch.randn(2, 8),))

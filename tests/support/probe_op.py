@@ -1,4 +1,4 @@
-"""Ops of the tests' own, `fastattn::probe<n>`: backends are modules in a temporary package."""
+"""Ops defined by tests, `fastattn::probe<n>`, with backends in a temporary package."""
 
 import itertools
 import sys
@@ -19,20 +19,20 @@ MakeOp = Callable[..., Op]
 
 @pytest.fixture
 def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]:
-    """make_op(rows, backend=source, ...): an op y = x * factor, z = -y for the CPU. suffix: of its
-    name.
+    """make_op(order, backend=source, ...) defines an op y = x * factor, z = -y for the CPU.
+    suffix: of its name.
     """
     monkeypatch.setattr(_env, "refuses_device", lambda backend, device: None)
     monkeypatch.syspath_prepend(tmp_path)
     defined = []
 
-    def make(rows: list[Backend], call_type: Any = None, suffix: str = "", **sources: str) -> Op:
+    def make(order: list[Backend], call_type: Any = None, suffix: str = "", **sources: str) -> Op:
         def outputs(x: Any, *_: Any) -> tuple[Tensor, ...]:
             like = x if call_type is None else x.x
             return torch.empty_like(like), torch.empty_like(like)
 
-        family = f"probe{next(_numbers)}"
-        name = family + suffix
+        public_name = f"probe{next(_numbers)}"
+        name = public_name + suffix
         folder = tmp_path / f"{name}_package"
         folder.mkdir()
         (folder / "__init__.py").touch()
@@ -44,9 +44,9 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
             "Tensor y, Tensor z",
             outputs,
             folder.name,
-            rows,
+            order,
             call_type,
-            family=family,
+            public_name=public_name,
         )
         defined.append(op)
         return op
@@ -60,13 +60,13 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
 
 @pytest.fixture
 def no_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had asked for a backend, or been warned of one."""
+    """Clears FASTATTN_BACKEND and the warnings already given."""
     monkeypatch.delenv(_env.BACKEND_VARIABLE, raising=False)
     monkeypatch.setattr(_select, "_warned", set())
 
 
 def writes(value: float) -> str:
-    """A backend that takes everything and says who it is: y = value."""
+    """A backend that refuses nothing and sets y = value."""
     return f"def PROBE(x, factor, y, z):\n    y.fill_({value})\n    z.fill_(-{value})\n"
 
 

@@ -24,10 +24,10 @@ from fastattn.ops.attention.prepared import classify as classify_mask  # noqa: F
 # Codes of the schema's `causal`.
 CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
 _PACKAGE = "fastattn.ops.attention"
-# Not ops but, like the names of a prepared mask, plain torch for every device.
+# Not an op: PyTorch operators on every device.
 attention_weights = reference.attention_weights
-# sm90 is compiled and its protocol proved, triton passes in the interpreter; neither has run on a
-# GPU yet, so both wait to be asked for.
+# sm90 compiles and its synchronisation is checked in a model; triton passes in the interpreter.
+# Neither has run on a GPU yet, so neither is chosen automatically.
 _BACKENDS = (
     Backend("sm90", automatic=False),
     Backend("triton", automatic=False),
@@ -38,9 +38,7 @@ _BACKENDS = (
 
 
 def _like_query(q: Tensor, E: int) -> Tensor:
-    """[B, H, M, E] in the storage order of q: [B, M, H, E] storage if q's heads lie inside its
-    rows.
-    """
+    """An empty [B, H, M, E] in q's dimension order: stored as [B, M, H, E] if q is."""
     B, H, M, _ = q.shape
     if q.stride(1) < q.stride(2):
         return q.new_empty(B, M, H, E).transpose(1, 2)
@@ -48,7 +46,7 @@ def _like_query(q: Tensor, E: int) -> Tensor:
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
-    """Of lse."""
+    """The dtype of lse."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -77,12 +75,12 @@ attention = differentiable(
         _PACKAGE,
         _BACKENDS,
         ForwardCall,
-        family="attention",
-        rows=("q", "k", "v"),
+        public_name="attention",
+        contiguous=("q", "k", "v"),
         batched=("q", "k", "v", "key_lengths", "query_lengths", "out", "lse"),
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
-        dropped=("dropout_p",),
+        dropout=("dropout_p",),
     ),
     Op(
         "attention_bwd",
@@ -93,9 +91,9 @@ attention = differentiable(
         _PACKAGE,
         _BACKENDS,
         BackwardCall,
-        family="attention",
+        public_name="attention",
         data="q",
-        rows=("dout", "q", "k", "v", "out"),
+        contiguous=("dout", "q", "k", "v", "out"),
         batched=(
             "dout",
             "dlse",
@@ -112,7 +110,7 @@ attention = differentiable(
         ),
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
-        dropped=("dropout_p",),
+        dropout=("dropout_p",),
         is_backward=True,
     ),
     reference.attention_bwd,
@@ -143,8 +141,8 @@ attention_varlen = differentiable(
         _PACKAGE,
         _BACKENDS,
         PackedForwardCall,
-        family="attention_varlen",
-        rows=("q", "k", "v"),
+        public_name="attention_varlen",
+        contiguous=("q", "k", "v"),
     ),
     Op(
         "attention_varlen_bwd",
@@ -155,9 +153,9 @@ attention_varlen = differentiable(
         _PACKAGE,
         _BACKENDS,
         PackedBackwardCall,
-        family="attention_varlen",
+        public_name="attention_varlen",
         data="q",
-        rows=("dout", "q", "k", "v", "out"),
+        contiguous=("dout", "q", "k", "v", "out"),
         is_backward=True,
     ),
     reference.attention_varlen_bwd,

@@ -1,8 +1,8 @@
 """The torch op of the feed-forward network: schemas, shapes of the results, backends in order of
 preference.
 
-One hidden tensor is saved: for relu the activation after dropout [..., F], else the pre-activation
-([..., 2F] gated).
+One hidden tensor is saved: for relu the activation after dropout [..., F], for other activations
+the pre-activation ([..., 2F] if gated).
 """
 
 from torch import Tensor
@@ -51,9 +51,9 @@ ffn = differentiable(
         _PACKAGE,
         _BACKENDS,
         ForwardCall,
-        family="ffn",
+        public_name="ffn",
         batched=("x", "residual", "y", "hidden"),
-        dropped=("dropout_p", "output_dropout_p"),
+        dropout=("dropout_p", "output_dropout_p"),
     ),
     Op(
         "ffn_bwd",
@@ -64,11 +64,11 @@ ffn = differentiable(
         _PACKAGE,
         _BACKENDS,
         BackwardCall,
-        family="ffn",
+        public_name="ffn",
         data="x",
-        rows=("dy",),
+        contiguous=("dy",),
         batched=("dy", "x", "hidden", "dx"),
-        dropped=("dropout_p", "output_dropout_p"),
+        dropout=("dropout_p", "output_dropout_p"),
         is_backward=True,
     ),
     reference.backward_maths,

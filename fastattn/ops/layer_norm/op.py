@@ -21,7 +21,7 @@ from fastattn.ops.layer_norm.calls import (
 )
 
 _PACKAGE = "fastattn.ops.layer_norm"
-# What has rows: arguments and results of any of the ops.
+# The arguments and results, of any of the ops, that have a row for each row of x.
 _ROWS = ("x", "residual", "y", "z", "mean", "rstd", "dy", "dz", "dx", "dresidual")
 _BACKENDS = (
     Backend("triton", automatic=False),
@@ -32,10 +32,10 @@ _BACKENDS = (
 
 
 def _normalised(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous rows of like's shape and a number for each row.
+    """(empty y of like's shape, contiguous; an empty statistic of each row).
 
-    (empty_like is the quickest of torch's allocations; torch.empty reads a torch.Size half a
-    microsecond slower than its sizes one by one.)
+    empty_like is PyTorch's fastest allocation. torch.empty takes half a microsecond less with the
+    sizes as separate arguments than with a torch.Size.
     """
     y = torch.empty_like(like, memory_format=torch.contiguous_format)
     dtype, rows = like.dtype, like.shape[:-1]
@@ -48,12 +48,12 @@ def _normalised(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _contiguous(
-    like: Tensor | None, needed: bool, anchor: Tensor, dtype: torch.dtype | None = None
+    like: Tensor | None, needed: bool, other: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The gradient of `like`, contiguous, or a tensor of shape [0] where nobody wants it."""
+    """An empty contiguous gradient of `like`, or a tensor [0] like `other` if it is not needed."""
     if needed and like is not None:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    return anchor.new_empty(0)
+    return other.new_empty(0)
 
 
 def _layer_norm_fwd_outputs(call: LayerNormCall) -> tuple[Tensor, ...]:
@@ -96,13 +96,13 @@ def _rms_norm_bwd_outputs(call: RmsNormBackwardCall) -> tuple[Tensor, ...]:
 
 
 def _op(name: str, arguments: str, results: str, outputs: Any, call_type: Any) -> Op:
-    family, _, direction = name.rpartition("_")
+    public_name, _, direction = name.rpartition("_")
     backward = direction == "bwd"
     return Op(
-        name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type, family=family,
+        name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type, public_name=public_name,
         data="x_dtype" if "x_dtype" in arguments else "x", is_backward=backward,
-        rows=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
-        batched=_ROWS, dropped=("dropout_p",) if "dropout_p" in arguments else (),
+        contiguous=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
+        batched=_ROWS, dropout=("dropout_p",) if "dropout_p" in arguments else (),
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ add_layer_norm = differentiable(
     },
     result_gradients={"y": "dy", "z": "dz"},
     dtypes={"x_dtype": "x"},
-    # Both are the gradient of the sum: half of what the backward writes is spared.
+    # Both are the gradient of the sum: the backward writes half as much.
     equal_gradients={("x", "residual"): "dropout_p"},
 )
 

@@ -1,6 +1,6 @@
 """The torch op of a linear layer: schemas, shapes of the results, backends in order of preference.
 
-Nothing is kept but the inputs, and of these only what the wanted gradients read.
+Only the inputs that the needed gradients read are saved.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ linear = differentiable(
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        family="linear",
+        public_name="linear",
         requested_in_pairs=True,
         batched=("x", "y"),
     ),
@@ -57,7 +57,7 @@ linear = differentiable(
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        family="linear",
+        public_name="linear",
         requested_in_pairs=True,
         batched=("dy", "x", "dx"),
         is_backward=True,
@@ -71,9 +71,9 @@ linear = differentiable(
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, fp32 products of this thread in the CPU kernels, those of the feed-forward network
-    too, add in an order that does not depend on the number of rows: a row has the same bits among
-    any.
+    """Inside, the CPU kernels' fp32 matrix products of this thread (`linear` and `ffn`) sum in an
+    order that does not depend on the number of rows, so each row is the same bit for bit in any
+    batch.
     """
     with linear.module("cpu").batch_invariant():
         yield

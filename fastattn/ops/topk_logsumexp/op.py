@@ -15,7 +15,7 @@ def _outputs(logits: Tensor, first: int, count: int) -> tuple[Tensor, ...]:
     )
 
 
-# Internal to greedy and beam search: users choose no backend for it.
+# Internal to greedy and beam search, so users cannot choose its backend.
 topk_logsumexp = Op(
     "topk_logsumexp",
     "Tensor logits, int first, int count",

@@ -1,5 +1,5 @@
-"""fastattn: attention, feed-forward and norm kernels behind torch ops, and a drop-in Transformer
-made of them.
+"""fastattn: attention, feed-forward and norm kernels as PyTorch ops, and a drop-in Transformer that
+uses them.
 """
 
 import importlib
@@ -29,7 +29,7 @@ _PATCHING = ("PatchReport", "patch", "unpatch")
 
 
 def __getattr__(name: str) -> Any:
-    """`fastattn.nn` and its like, and `patch`, load when first used."""
+    """Imports submodules such as `fastattn.nn`, and `patch`, when they are first used."""
     if name in _MODULES:
         return importlib.import_module(f"fastattn.{name}")
     if name in _PATCHING:

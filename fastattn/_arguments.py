@@ -1,8 +1,7 @@
-"""The arguments of the public functions: refused with their name, what was wanted and what came, or
-returned in the form that ops take.
+"""Checks of the public functions' arguments. Errors name the argument, what is required and what
+was passed; valid arguments are returned in the form that ops take.
 
-Shapes as in `functional.py`. A call that is right pays one test per rule; what it takes to word a
-refusal comes after it.
+Shapes as in `functional.py`. Valid calls take the fast path: messages are built only on failure.
 """
 
 import math
@@ -21,8 +20,8 @@ Causal = Literal["top_left", "bottom_right"] | bool
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # numpy's are Real
-_POSITIONS = 2**31  # as offsets in int32 count them: more than any sequence has
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
+_POSITIONS = 2**31  # offsets are int32
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -30,11 +29,13 @@ def sizes(x: Tensor) -> list[int]:
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Floating tensors in the autocast dtype, where autocast is on; fp64 stays, as in torch."""
+    """The tensors, floating ones in autocast's dtype if autocast is on; fp64 is not cast, as in
+    PyTorch.
+    """
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return tensors
     if not isinstance(tensors[0], Tensor):
-        return tensors  # refused by the checks
+        return tensors  # the checks raise for it
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -52,8 +53,8 @@ def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.layout is not _DENSE or x.is_nested:
-        got = "a nested one" if x.is_nested else f"one of layout {x.layout}"
-        raise TypeError(f"{name} must be a dense tensor here, got {got}")
+        got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name} must be a dense tensor, got {got}")
 
 
 def check_float(name: str, x: Any) -> None:
@@ -79,7 +80,7 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
         and q.dtype in _FLOATS
         and q.dim() == k.dim() == v.dim() == 4
         and not (q.is_nested or k.is_nested or v.is_nested)
-        # is_cpu is quicker than making and comparing devices.
+        # is_cpu is faster than comparing devices.
         and ((q.is_cpu and k.is_cpu and v.is_cpu) or k.device == q.device == v.device)
     ):
         _refuse_attention_inputs(q, k, v)
@@ -94,7 +95,7 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
 
 
 def _refuse_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Names the first thing that is wrong, if there is one."""
+    """Raises for the first argument that is wrong, if there is one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)
         if x.dim() != 4:
@@ -142,7 +143,7 @@ def check_heads(H: int, K: int, D: int, key_D: int) -> None:
 def check_length(name: str, length: Any) -> int:
     length = _integer(name, length)
     if torch.compiler.is_compiling():
-        # Where data decide, it is promised for the graph; torch 2.11 traces no message with a name.
+        # A data-dependent length is checked in the graph. torch 2.11 traces no message with a name.
         torch._check(length >= 0)
         torch._check(length < _POSITIONS)
         return length
@@ -152,7 +153,7 @@ def check_length(name: str, length: Any) -> int:
 
 
 def check_index(name: str, index: Tensor | slice | None, size: int, device: torch.device) -> Tensor:
-    """Chosen positions as an int64 index; negative ones count from the end, as in Python."""
+    """The positions as an int64 index; negative ones count from the end, as in Python."""
     if index is None:
         return torch.arange(size, device=device)
     if isinstance(index, slice):
@@ -171,7 +172,7 @@ def check_index(name: str, index: Tensor | slice | None, size: int, device: torc
 
 
 def _is_on_host(x: Tensor) -> bool:
-    """Whether looking at the values neither waits for a device nor is traced."""
+    """Whether the values can be read without waiting for a device, and are not being traced."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not x.is_cpu:
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -188,7 +189,7 @@ def check_restrictions(
     N: int,
     device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and its tiles."""
+    """Returns the mask in 4 dimensions and, for a prepared one, its tiles."""
     tiles = None
     if mask is not None:
         mask, tiles = check_mask(mask, B, H, M, N, device)
@@ -202,9 +203,7 @@ def check_restrictions(
 def check_mask(
     mask: Tensor | PreparedMask, B: int, H: int, M: int, N: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """The mask as a 4-dimensional view with its size-1 dimensions kept; the tiles of a prepared
-    one.
-    """
+    """The mask as a 4-dimensional view (not expanded) and, for a prepared one, its tiles."""
     tiles = None
     if isinstance(mask, PreparedMask):
         mask, tiles = mask
@@ -232,7 +231,7 @@ def in_four_dimensions(mask: Tensor) -> Tensor:
 
 
 def check_mask_tiles(tiles: Tensor, mask: Tensor) -> None:
-    """Kernels trust them to lie in memory, and to be those of this mask."""
+    """Kernels do not check the tiles: shape and device must be right here."""
     check_tensor("mask.tiles", tiles)
     B, H, M, N = mask.shape
     wanted = (B, H, -(-M // MASK_TILE), -(-N // MASK_TILE))
@@ -280,8 +279,8 @@ def check_eps(eps: Any) -> float:
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
-    try:  # of a tensor, which is on a device, nobody asks for the value
-        if not isinstance(value, (bool, Tensor)):
+    try:
+        if not isinstance(value, (bool, Tensor)):  # reading a tensor could wait for its device
             return operator.index(value)
     except TypeError:
         pass
@@ -317,7 +316,7 @@ def causal_code(causal: Causal, M: int, N: int) -> int:
         if M != N:
             raise ValueError(
                 f"causal=True is ambiguous for {M} queries and {N} keys: "
-                'say "top_left" or "bottom_right"'
+                'pass "top_left" or "bottom_right"'
             )
         return CAUSAL["top_left"]
     if causal is False:
@@ -341,7 +340,7 @@ def check_dropout(
 ) -> Tensor | None:
     """The seed to use, None where nothing is dropped."""
     if type(p) is float and p == 0.0 == second_p and seed is None and type(stream) is int:
-        if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than all checks
+        if 0 <= stream < SECOND_STREAM:  # without dropout: 0.4 us less than the checks below
             return None
     p = check_probability("dropout_p", p)
     stream = _integer("dropout_stream", stream)
@@ -377,15 +376,15 @@ def check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
 
 
 def check_linear_weights(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    _check_of_xs_kind(x, ("weight", weight), ("bias", bias))
+    _check_same_kind(x, ("weight", weight), ("bias", bias))
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be [E, {x.shape[-1]}] to fit x, got {sizes(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], got {sizes(bias)}")
 
 
-def _check_of_xs_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
-    """Of x's device and dtype. Biases, whose names begin with b, may be None."""
+def _check_same_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
+    """Checks that tensors have x's device and dtype. Biases (names with b) may be None."""
     for name, tensor in named:
         if tensor is None and name[0] == "b":
             continue
@@ -400,7 +399,7 @@ def _check_of_xs_kind(x: Tensor, *named: tuple[str, Tensor | None]) -> None:
 def check_ffn_weights(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, activation: str
 ) -> None:
-    _check_of_xs_kind(x, ("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2))
+    _check_same_kind(x, ("w1", w1), ("b1", b1), ("w2", w2), ("b2", b2))
     if w1.dim() != 2 or w1.shape[1] != x.shape[-1]:
         raise ValueError(f"w1 must be [F, {x.shape[-1]}] to fit x, got {sizes(w1)}")
     F = w1.shape[0]

@@ -1,16 +1,16 @@
-"""The public functions: what they compute, the checks of every argument (`_arguments.py`), the call
-of the op.
+"""The public functions. Each documents what it computes, checks its arguments (`_arguments.py`) and
+calls the op; the code below this file does not check arguments again.
 
-Everything below this file trusts its inputs. Shapes: B batch, H query heads, K key/value heads (H a
-multiple of K), M queries, N keys, D head dim of q and k, E head dim of v. `backend` names one of
-sm90, triton, cpu, torch, reference and never falls back; None takes what FASTATTN_BACKEND asks for,
-else the first of the op's backends that has no objection (see `explain`). Under `torch.autocast`
-inputs of attention, `ffn` and `linear` are cast to its dtype, which is then the result's; inputs of
-norms and fp64 inputs are not cast.
+Shapes: B batch, H query heads, K key/value heads (H a multiple of K), M queries, N keys, D head dim
+of q and k, E head dim of v. `backend` is one of sm90, triton, cpu, torch and reference, and never
+falls back. With None, FASTATTN_BACKEND decides if it is set; otherwise the op's first backend that
+can run the call is used (see `explain`). Under `torch.autocast`, inputs of attention, `ffn` and
+`linear` are cast to autocast's dtype, and the result has that dtype; inputs of the norms and fp64
+inputs are not cast.
 
-What an argument may not be is refused before anything runs, by name: TypeError for kinds and
-dtypes, ValueError for shapes, values, devices and unknown backends, IndexError for `rows` and
-`heads`. NotImplementedError is a backend that was asked for and cannot run the call.
+Invalid arguments raise before anything runs: TypeError for types and dtypes, ValueError for shapes,
+values, devices and unknown backends, IndexError for `rows` and `heads`. A requested backend that
+cannot run the call raises NotImplementedError.
 """
 
 from typing import Any, Literal, TypedDict, overload
@@ -76,7 +76,7 @@ __all__ = [
 
 
 class _Options(TypedDict, total=False):
-    """The keywords that attention shares with its packed form, for type checkers."""
+    """The keyword arguments that `attention` and `attention_varlen` share, for type checkers."""
 
     causal: Causal
     window: tuple[int, int] | None
@@ -137,36 +137,36 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q kᵀ + mask) v over the allowed pairs (Vaswani et al. 2017, equation 1).
 
-    All restrictions combine by intersection. A row with no allowed key gives output 0, gradient 0
-    and lse -inf. Keys that no query may attend and rows without a key may hold anything, NaN
-    included: their gradients are exactly 0.
+    A query attends to a key if every restriction (mask, lengths, causal, window) allows the pair. A
+    query without an allowed key has output 0, gradient 0 and lse -inf. Such queries, and keys that
+    no query attends to, may hold any values, NaN included: their gradients are exactly 0.
 
     Args:
-        q: [B, H, M, D]; fp32, fp16, bf16 or fp64. Any strides; a last dimension
-            that is not contiguous is copied. Or q, k and v all jagged nested tensors, M and N then
-            each sequence's own; causal=True means "top_left".
-        k: [B, K, N, D], v: [B, K, N, E], in q's dtype. Query head h reads head h // (H // K).
-        mask: broadcastable to [B, H, M, N]. bool: True = may attend. Floating: added to the scores;
-            values at or below finfo(mask.dtype).min block. A floating mask that requires grad gets
-            its gradient. Or what `prepare_mask` made of such a mask.
-        key_lengths: int32 or int64 [B] or [B, M]: keys at or beyond it are blocked. Clamped to [0,
-            N].
-        query_lengths: int32 or int64 [B]: rows at or beyond it are empty and not computed. Clamped
-            to [0, M].
-        causal: False, "top_left" (key j allowed if j <= i), "bottom_right" (j <= i + N - M). True
-            needs M == N.
-        window: (left, right) keys on each side of the causal diagonal (top left if causal is off);
-            -1 = unlimited.
-        scale: default D ** -0.5; any finite number.
-        dropout_p: probability of dropping a normalised weight, in steps of 1/256.
-        dropout_seed: int64 [1] on q's device; None draws one from torch's generator. The same seed
-            and stream repeat a call exactly.
-        dropout_stream: separates calls that share a seed; 0 <= stream < 2 ** 31.
-        return_lse: also return the natural log of the sum of exp of each row's scores, fp32 (fp64
-            for fp64) [B, H, M], differentiable.
+        q: [B, H, M, D]; fp32, fp16, bf16 or fp64. Any strides; copied if the last dimension is not
+            contiguous. q, k and v may also be jagged nested tensors, whose sequences have their own
+            M and N; causal=True then means "top_left".
+        k: [B, K, N, D] and v: [B, K, N, E], in q's dtype. Query head h uses head h // (H // K).
+        mask: broadcastable to [B, H, M, N], or the result of `prepare_mask`. A bool mask is True
+            where attention is allowed. A floating mask is added to the scores; values at or below
+            finfo(mask.dtype).min block the pair. It gets a gradient if it requires one.
+        key_lengths: int32 or int64 [B] or [B, M], clamped to [0, N]. Keys from this position on are
+            blocked.
+        query_lengths: int32 or int64 [B], clamped to [0, M]. Queries from this position on are
+            treated as queries without an allowed key, and are not computed.
+        causal: False, "top_left" (query i attends to keys j <= i), "bottom_right" (j <= i + N - M),
+            or True, which requires M == N.
+        window: (left, right), the number of allowed keys on each side of the causal diagonal (of
+            the top-left one if causal is False); -1 is unlimited.
+        scale: any finite number; default D ** -0.5.
+        dropout_p: the probability of dropping a weight, in steps of 1/256.
+        dropout_seed: int64 [1] on q's device; None draws one from PyTorch's random generator. Calls
+            with the same seed and stream drop the same weights.
+        dropout_stream: gives calls that share a seed different dropout; 0 <= stream < 2 ** 31.
+        return_lse: whether to also return the logsumexp of each query's scores, [B, H, M], fp32
+            (fp64 for fp64 inputs), differentiable.
 
     Returns:
-        out [B, H, M, E] in q's dtype (autocast's where it is on) and storage order, or (out, lse).
+        out [B, H, M, E] in q's dtype (autocast's if it is on) and dimension order, or (out, lse).
     """
     backend = _attention.choice(backend)
     if isinstance(q, Tensor) and q.is_nested:
@@ -176,7 +176,8 @@ def attention(
             ("query_lengths", query_lengths),
         ):
             if given is not None:
-                raise ValueError(f"{name} must be None with nested tensors, which have lengths")
+                got = type(given).__name__
+                raise ValueError(f"{name} must be None for nested q, k and v, got {got}")
         return _attention_nested(
             q, k, v, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
             dropout_seed=dropout_seed, dropout_stream=dropout_stream, return_lse=return_lse,
@@ -275,21 +276,21 @@ def attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` over sequences packed one behind the other, without padding.
+    """`attention` over packed sequences, without padding.
 
     Args:
         q: [T, H, D]; k: [S, K, D]; v: [S, K, E].
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device, ascending from 0: sequence b is
-            rows cu_seqlens[b] to cu_seqlens[b + 1]. Trusted: their values are never read by the
-            host.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        causal, window: as in `attention`, by each sequence's own lengths; True means "top_left".
-        scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`;
-            dropout counts sequences as batches and positions inside them.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device, ascending from 0. Sequence b is
+            rows cu_seqlens[b] to cu_seqlens[b + 1]. The values are not checked: that would make the
+            host wait for the device.
+        max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
+        causal, window: as in `attention`, with each sequence's own lengths; True means "top_left".
+        scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`. The
+            dropout bits are those of a batch of padded sequences.
 
     Returns:
-        out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset: out 0, lse -inf, gradient
-        0.
+        out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset have out 0, lse -inf and
+        gradient 0.
     """
     backend = _attention_varlen.choice(backend)
     q, k, v = autocast(q, k, v)
@@ -319,14 +320,14 @@ def attention_weights(
     rows: Tensor | slice | None = None,
     heads: Tensor | slice | None = None,
 ) -> Tensor:
-    """The weights that `attention` gives the values, for the rows and heads one wants to look at.
+    """The attention weights of `attention`, without dropout, for selected queries and heads.
 
-    Arguments as in `attention`; dropout is not applied. rows, heads: integer index tensors or
-    slices of the queries and query heads, all by default. The work is that of the chosen rows and
-    heads.
+    Arguments as in `attention`. rows, heads: integer index tensors or slices that select queries
+    and query heads; default all. Only these are computed.
 
     Returns:
-        [B, heads, rows, N], fp32 (fp64 for fp64), differentiable. Rows without a key are 0.
+        [B, heads, rows, N], fp32 (fp64 for fp64 inputs), differentiable. The weights of a query
+        without an allowed key are 0.
     """
     q, k = autocast(q, k)
     B, H, M, D, N = check_attention_inputs(q, k, k)
@@ -348,8 +349,8 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al. 2016).
 
-    x: [..., N]; weight, bias: [N] or None, fp32 or x's dtype. eps: finite, >= 0. Statistics in fp32
-    by two passes. Result in x's dtype.
+    x: [..., N]; weight, bias: [N] or None, in fp32 or x's dtype. eps: finite, >= 0. Mean and
+    variance are computed in two passes, in fp32 (fp64 for fp64). The result has x's dtype.
     """
     backend = _layer_norm.choice(backend)
     check_rows("x", x)
@@ -405,15 +406,16 @@ def add_layer_norm(
     return_sum: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """z = residual + dropout(x + x_bias), y = layer_norm(z): what stands between two blocks of a
+    """z = residual + dropout(x + x_bias), y = layer_norm(z): the step between two blocks of a
     Transformer.
 
     Args:
-        x: [..., N], the branch. residual: the same shape, of any floating dtype; y and z take it.
-        weight, bias: [N] or None. x_bias: [N] or None, the bias of the projection that made x.
+        x: [..., N], the output of the block.
+        residual: x's shape, in any floating dtype, which is also the dtype of y and z.
+        weight, bias: [N] or None. x_bias: [N] or None, the bias of the projection that computed x.
         eps: finite, >= 0.
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
-        return_sum: return (y, z); pre-norm blocks carry z on.
+        return_sum: whether to return (y, z); pre-norm Transformers pass z on as the next residual.
     """
     backend = _add_layer_norm.choice(backend)
     check_rows("x", x)
@@ -441,8 +443,8 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
-    x: [..., N]; weight: [N] or None. Result in x's dtype. eps: finite, >= 0; default finfo.eps of
-    fp32 (of fp64 for fp64), as torch.
+    x: [..., N]; weight: [N] or None. eps: finite, >= 0; default finfo(torch.float32).eps, or
+    finfo(torch.float64).eps for fp64, as in PyTorch. The result has x's dtype.
     """
     backend = _rms_norm.choice(backend)
     check_rows("x", x)
@@ -471,13 +473,14 @@ def ffn(
     network.
 
     Args:
-        x: [..., D]. w1: [F, D] (gated: [2F, D], rows [0, F) the gate), b1: [F] or [2F] or None; w2:
-            [D', F], b2: [D'] or None; all in x's dtype, in `nn.Linear` layout.
-        activation: relu, gelu, gelu_tanh, silu, or gated: reglu, geglu, swiglu (act(gate) * up;
-            Shazeer 2020).
-        dropout_p, output_dropout_p: of the hidden activations and of the output before the residual
-            is added.
-        residual: [..., D'] or None, any floating dtype; the result takes it (else x's).
+        x: [..., D].
+        w1, b1: [F, D], and [F] or None; for a gated activation [2F, D] and [2F], the gate first.
+        w2, b2: [D', F], and [D'] or None. All four are in x's dtype, laid out as in `nn.Linear`.
+        activation: relu, gelu, gelu_tanh, silu, or gated (act(gate) * up; Shazeer 2020): reglu,
+            geglu, swiglu.
+        dropout_p, output_dropout_p: for the activations, and for the output before the residual is
+            added. dropout_seed, dropout_stream: as in `attention`.
+        residual: [..., D'] in any floating dtype, which is then the result's, or None.
     """
     backend = _ffn.choice(backend)
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
@@ -502,11 +505,11 @@ def ffn(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None
 ) -> Tensor:
-    """x weightᵀ + bias, as `torch.nn.functional.linear`, which is faster on some processors: there
-    it is what runs unless `backend` says otherwise (see `explain`).
+    """x weightᵀ + bias, as `torch.nn.functional.linear`, which runs by default on processors where
+    it is faster (see `explain`).
 
-    x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all of
-    one dtype.
+    x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all in
+    the same dtype.
     """
     backend = _linear.choice(backend)
     if isinstance(x, Tensor) and x.is_nested:
@@ -522,14 +525,14 @@ def topk_logsumexp(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tens
     """The largest logits of each row of [..., V] and the row's logsumexp, without gradients.
 
     Returns:
-        The logsumexp of each whole row [...], NaN if the row contains NaN; the `count` largest
-        logits of each row from column `first` on, in descending order, and their indices in the
-        row, each [..., count]. The order of equal logits and the indices of -inf are undefined.
+        The logsumexp of each whole row, [...], NaN if the row contains NaN; the `count` largest
+        logits of each row among columns >= `first`, in descending order; their indices in the row.
+        The last two are [..., count]; the order of equal logits and indices of -inf are undefined.
     """
     if not (first >= 0 and 1 <= count <= logits.shape[-1] - first):
         raise ValueError(
-            f"count must be from 1 to the {logits.shape[-1]} columns less first, got {count} "
-            f"with first {first}"
+            f"first must be >= 0 and count from 1 to {logits.shape[-1]} - first, "
+            f"got first {first} and count {count}"
         )
     rows, leading = logits.detach().reshape(-1, logits.shape[-1]), logits.shape[:-1]
     logsumexp, values, indices = _topk_logsumexp(rows, first, count)
@@ -537,14 +540,13 @@ def topk_logsumexp(logits: Tensor, first: int, count: int) -> tuple[Tensor, Tens
 
 
 def prepare_mask(mask: Tensor) -> PreparedMask:
-    """Looks at a dense mask once, for the `mask` of many `attention` calls.
+    """Classifies the tiles of a dense mask once, for many calls of `attention` with this mask.
 
-    mask: as in `attention`. Which of its tiles are empty, full or partial, and which of their lines
-    are dead, is computed here, by plain torch on the mask's device, and not again in each call of a
-    GPU backend; the CPU kernels look at the mask itself.
-    Results are those of the mask itself, to the last bit, and a floating mask that requires grad
-    gets its gradient. Changing the mask in place afterwards is an error that nobody sees: prepare
-    it again.
+    mask: as in `attention`. PyTorch operators find here, on the mask's device, which tiles are
+    empty, full or partial, and which of their rows and columns are empty. GPU backends then do not
+    repeat this in each call; the CPU kernels read the mask itself. Results and gradients have the
+    same bits as with the mask itself. A mask that is changed in place must be prepared again; this
+    is not checked.
     """
     check_mask_dtype(mask)
     if mask.dim() > 4:
@@ -553,15 +555,15 @@ def prepare_mask(mask: Tensor) -> PreparedMask:
 
 
 def new_dropout_seed(device: torch.device | str) -> Tensor:
-    """A dropout seed, int64 [1], from torch's generator of `device`: `manual_seed` and CUDA graphs
-    behave as expected.
+    """A dropout seed, int64 [1], drawn from PyTorch's random generator of `device`, so that
+    `torch.manual_seed` and CUDA graphs apply to it.
     """
     return draw_seed(device)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backend `fastattn.<op>(*args, **kwargs)` would take here, gradients and autocast
-    included, and why each other one would not. Runs nothing.
+    """Which backend would run `fastattn.<op>(*args, **kwargs)`, and why each other one would not.
+    Nothing is computed. Gradients and autocast are taken into account.
     """
     functions = {f.__name__: f for f in _FUNCTIONS}
     if not isinstance(op, str) or op not in functions:

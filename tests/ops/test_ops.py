@@ -27,7 +27,7 @@ DEVICE = _env.default_device()
 
 # -- values ---------------------------------------------------------------------------------------
 def _backends() -> list[Any]:
-    """The backends that serve the device under test."""
+    """The backends that support the device under test."""
     return [
         pytest.param(spec, backend, id=f"{spec.name}-{backend}")
         for spec in SPECS.values()
@@ -37,7 +37,7 @@ def _backends() -> list[Any]:
 
 
 def _samples() -> list[Any]:
-    """fp16 of `torch` is bf16's code: `make test` has a time to keep."""
+    """The backend `torch` runs the same code for fp16 as for bf16: slow, to save time."""
     return [
         pytest.param(
             *(spec, backend, sample, dtype),
@@ -63,7 +63,7 @@ def test_sample(spec: OpSpec, backend: str, sample: Sample, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("spec, backend", _backends())
 def test_backend_runs_most_samples(spec: OpSpec, backend: str) -> None:
-    """A refused sample is skipped above; a backend that refuses them all must not look green."""
+    """The test above skips refused samples; a backend must not refuse most of them."""
     refusals = []
     for sample in spec.samples:
         inputs = sample.inputs(DEVICE, sample.dtypes[0])
@@ -97,8 +97,8 @@ def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict
 
 
 @pytest.mark.parametrize("spec, sample", _each_sample())
-def test_reference_is_what_torch_computes(spec: OpSpec, sample: Sample) -> None:
-    """In fp64 the reference and torch's operators are two independent statements of one thing."""
+def test_reference_equals_torch(spec: OpSpec, sample: Sample) -> None:
+    """The reference and an independent form in PyTorch's operators agree in fp64."""
     inputs = spec.widen(sample.inputs("cpu", torch.float32))
     form = spec.torch_form(inputs)
     if form is None:
@@ -106,7 +106,7 @@ def test_reference_is_what_torch_computes(spec: OpSpec, sample: Sample) -> None:
     expected = _results(spec, sample, inputs, form)
     actual = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
     near = 1e-10
-    if "lse" in actual:  # scores are as exact as they are large
+    if "lse" in actual:  # the error grows with the scores
         finite = actual["lse"][actual["lse"].isfinite()].abs().tolist()
         near = max(near, torch.finfo(torch.float64).eps * max(finite, default=0.0))
     for name, value in actual.items():
@@ -201,7 +201,7 @@ def test_wrong_type_names_the_argument(
 _X = torch.zeros(3, 8)
 _Q = torch.zeros(1, 2, 5, 8)
 _SEED = r"dropout_seed must be int64 \[1\]"
-# What a kernel would refuse in other words, or take: nothing below the public function sees it.
+# Only the public function checks these; kernels would raise other errors or none.
 _WRONG: tuple[tuple[str, tuple[Any, ...], Inputs, type[Exception], str], ...] = (
     ("layer_norm", (3,), {}, TypeError, "x must be a tensor, got int"),
     ("add_layer_norm", (None, _X), {}, TypeError, "x must be a tensor, got NoneType"),
@@ -226,7 +226,7 @@ _WRONG: tuple[tuple[str, tuple[Any, ...], Inputs, type[Exception], str], ...] = 
     *(
         (op, args, {"backend": backend}, TypeError, "backend must be a name or None")
         for op, args in (("attention", (_Q,) * 3), ("layer_norm", (_X,)), ("linear", (_X, _X)))
-        # Arrays are equal to "cpu" element by element.
+        # numpy.array == "cpu" is elementwise.
         for backend in (3, ["cpu"], np.array(["cpu", "reference"]))
     ),
     ("linear", (_X, _X[0]), {}, ValueError, r"weight must be \[E, 8\]"),
@@ -240,7 +240,7 @@ _WRONG: tuple[tuple[str, tuple[Any, ...], Inputs, type[Exception], str], ...] = 
     ("add_layer_norm", (_X, _X), {"dropout_p": _X}, TypeError, "dropout_p must be a number"),
     ("add_layer_norm", (_X, _X), {"dropout_stream": -1}, ValueError, "dropout_stream must be >= 0"),
     ("add_layer_norm", (_X, _X), {"dropout_stream": 2**70}, ValueError, "dropout_stream must be"),
-    *(  # though nothing is dropped
+    *(  # even without dropout
         ("add_layer_norm", (_X, _X), {"dropout_seed": seed}, ValueError, _SEED)
         for seed in (torch.ones(()), torch.ones(1), torch.ones(5, dtype=torch.int64))
     ),
@@ -285,7 +285,7 @@ _LENGTHS: Inputs = {
     "query_lengths": torch.tensor([2]),
 }
 _ROWS = {"x": torch.ones(2, 3), "weight": torch.ones(3)}
-# Calls of the public functions with every tensor that they take.
+# Calls of the public functions with all tensor arguments.
 _COMPLETE: dict[str, Inputs] = {
     "attention": dict.fromkeys("qkv", torch.ones(1, 2, 3, 4)) | _LENGTHS | _SEEDED,
     "attention_varlen": dict.fromkeys("qkv", torch.ones(3, 2, 4))
@@ -340,14 +340,14 @@ def test_other_layouts_are_refused_by_name(
     x = LAYOUTS[layout](inputs[argument])
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        pytest.raises(TypeError, match=f"^{argument} must be a dense tensor here, got "),
+        pytest.raises(TypeError, match=f"^{argument} must be a dense tensor, got "),
     ):
         function(**inputs | {argument: x})
 
 
 @pytest.mark.parametrize("op", [op for op in _COMPLETE if op != "prepare_mask"])
 def test_other_devices_are_refused_by_name(op: str) -> None:
-    """Every tensor must be where the first is."""
+    """All tensors must be on the first one's device."""
     (_, *others), function = _COMPLETE[op], getattr(fastattn, op)
     for argument in others:
         x = _COMPLETE[op][argument]
@@ -359,14 +359,14 @@ def test_other_devices_are_refused_by_name(op: str) -> None:
 # -- derivatives ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Small:
-    """Inputs in fp64 small enough for finite differences; tensors that require grad are varied."""
+    """Small inputs in fp64 for finite differences; tensors that require grad are varied."""
 
     op: str
     name: str
     inputs: Inputs = field(repr=False)
 
     def function(self) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """The op as a function of the varied tensors; -inf in `lse` reads 0."""
+        """The op as a function of the varied tensors; -inf in `lse` is replaced by 0."""
         varied = [n for n, x in self.inputs.items() if isinstance(x, Tensor) and x.requires_grad]
 
         def function(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -390,7 +390,7 @@ def _seed(value: int = 5) -> Inputs:
 
 
 def _blocking(*shape: int) -> Tensor:
-    """An additive mask that also blocks."""
+    """An additive mask that blocks some pairs."""
     mask = torch.randn(*shape, generator=_GENERATOR, dtype=torch.float64)
     blocked = torch.rand(shape, generator=_GENERATOR) < 0.2
     return mask.masked_fill(blocked, -torch.inf).requires_grad_()
@@ -443,7 +443,7 @@ SMALL = (
         "attention_varlen",
         "everything",
         {
-            "q": _vary(2, 5, 3),  # heads first, one token behind the last sequence
+            "q": _vary(2, 5, 3),  # heads first, one token after the last sequence
             "k": _vary(1, 7, 3),
             "v": _vary(1, 7, 2),
             "cu_seqlens_q": torch.tensor([0, 3, 3, 4], dtype=torch.int32),
@@ -490,7 +490,7 @@ def test_gradgradcheck(small: Small) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the calls of fastattn's torch ops."""
+    """Records the calls of fastattn's ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +506,7 @@ class _Recorder(TorchDispatchMode):
     "small", [s for s in SMALL if s.name in ("everything", "swiglu")], ids=lambda s: s.op
 )
 def test_raw_ops_are_differentiable(small: Small) -> None:
-    """torch.ops.fastattn.*_fwd, and *_bwd fed by it, called without the public function."""
+    """torch.ops.fastattn.*_fwd, and *_bwd with its results, called without the public function."""
     function, varied = small.function()
     with _Recorder() as recorder:
         outputs = function(*varied)
@@ -543,7 +543,7 @@ def test_raw_ops_are_differentiable(small: Small) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls that backends launched from Python get."""
+    """The calls with which backends are launched from Python."""
     calls: list[Any] = []
     find = Op._launcher
 
@@ -558,7 +558,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("op", ["attention", "attention_varlen"])
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 def test_kernels_get_rows_whatever_the_layout(op: str, argument: str, launched: list[Any]) -> None:
-    """Some kernels take no others."""
+    """As some kernels require."""
     inputs = _COMPLETE[op]
     columns = torch.randn(inputs[argument].shape).mT.contiguous().mT
     assert columns.stride(-1) > 1
@@ -569,7 +569,7 @@ def test_kernels_get_rows_whatever_the_layout(op: str, argument: str, launched: 
 
 @pytest.mark.parametrize("op", [op for op in SPECS if op != "linear"])
 def test_backward_kernels_get_rows(op: str, launched: list[Any]) -> None:
-    """Of a sum the gradient is expanded."""
+    """The gradient of a sum is an expanded tensor."""
     name = next(iter(_COMPLETE[op]))
     inputs = _COMPLETE[op] | {name: _COMPLETE[op][name].clone().requires_grad_()}
     getattr(fastattn, op)(**inputs, backend="reference").sum().backward()

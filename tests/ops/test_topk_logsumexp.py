@@ -17,7 +17,7 @@ ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas(
 
 @pytest.fixture(params=ISAS, autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every instruction set of the CPU kernel, and torch's functions."""
+    """Every instruction set of the CPU kernel, and PyTorch's operators."""
     if request.param == "reference":
         op = functional._topk_logsumexp
         monkeypatch.setattr(functional, "_topk_logsumexp", partial(op, backend="reference"))
@@ -55,7 +55,7 @@ def test_rows_of_a_larger_tensor() -> None:
         assert torch.equal(actual, wanted)
 
 
-def test_the_largest_logits_may_not_be_chosen() -> None:
+def test_the_largest_logits_may_be_excluded() -> None:
     logits = _logits(2, 40)
     logits[:, :2] = 90.0
     logsumexp, values, indices = topk_logsumexp(logits, 2, 2)
@@ -74,7 +74,7 @@ def test_impossible_tokens_and_large_logits() -> None:
 
 
 def test_ascending_logits() -> None:
-    """Each is larger than all before it."""
+    """Each logit is larger than all before it."""
     logsumexp, values, indices = topk_logsumexp(torch.arange(1000.0)[None], 0, 5)
     assert indices[0].tolist() == [999, 998, 997, 996, 995] == values[0].tolist()
     torch.testing.assert_close(logsumexp, torch.arange(1000.0).logsumexp(0)[None])
@@ -88,14 +88,14 @@ def test_equal_logits_are_in_the_order_of_their_tokens(isa: str) -> None:
     assert topk_logsumexp(logits, 2, 5)[2].tolist() == [[20, 50, 2, 3, 4]]
 
 
-def test_nan_shows_in_the_sum() -> None:
+def test_nan_gives_a_nan_logsumexp() -> None:
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[0, nan, 1, 2, 3], [nan] * 5, [0, nan, inf, 2, 3], [inf, 0, 0, 0, 0]])
     logsumexp = topk_logsumexp(logits, 0, 1)[0]
     assert logsumexp.isnan().tolist() == [True, True, True, False] and logsumexp[3] == inf
 
 
-def test_searches_are_not_bound_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
     assert topk_logsumexp(_logits(2, 9), 1, 2)[1].shape == (2, 2)
 
@@ -118,5 +118,5 @@ def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])
 def test_counts_that_do_not_fit(first: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"count must be .* got {count} with first {first}"):
+    with pytest.raises(ValueError, match=f"got first {first} and count {count}"):
         topk_logsumexp(_logits(2, 9), first, count)

@@ -1,4 +1,4 @@
-"""What PyTorch does around ops: checkpointing, jagged tensors, determinism, ahead-of-time code."""
+"""Ops under checkpointing, with jagged tensors, deterministic algorithms, AOTInductor."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ OPS = torch.ops.fastattn
 
 
 class Counting(TorchDispatchMode):
-    """How often each of the package's ops ran."""
+    """Counts the calls of fastattn's ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_selective_checkpointing(saved: tuple[Any, ...], runs: int) -> None:
 
 # -- jagged nested tensors -------------------------------------------------------------------------
 def jagged(*shape: int, lengths: tuple[int, ...] = (3, 6, 0, 4)) -> tuple[Tensor, Tensor]:
-    """Rows [T, *shape] that require grad, and the nested [B, H, j, D] made of them."""
+    """Rows [T, *shape] that require grad, and a nested tensor [B, H, j, D] made from them."""
     rows = torch.randn(sum(lengths), *shape, requires_grad=True)
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     return rows, torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
@@ -129,7 +129,7 @@ def test_jagged_of_two_sides() -> None:
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("shape", [(8,), (2, 8)])
 def test_jagged_linear(shape: tuple[int, ...], compiles: bool) -> None:
-    """The bits of the rows, in the sequences that torch's own gives."""
+    """The same bits as for the rows, and the same sequences as in PyTorch."""
     rows, _ = jagged(*shape)
     weight, bias = torch.randn(5, 8, requires_grad=True), torch.randn(5, requires_grad=True)
     x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 9, 9, 13]))
@@ -176,14 +176,14 @@ def test_jagged_errors() -> None:
     dense = torch.randn(4, 2, 6, 8)
     with pytest.raises(TypeError, match="k must be a jagged nested tensor beside one, got torch"):
         fastattn.attention(q, dense, dense)
-    with pytest.raises(ValueError, match="mask must be None with nested tensors"):
+    with pytest.raises(ValueError, match="mask must be None for nested q, k and v"):
         fastattn.attention(q, q, q, mask=torch.ones(6, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"q must be \[B, H, j, D\]"):
         untransposed = q.transpose(1, 2)
         fastattn.attention(untransposed, untransposed, untransposed)
-    with pytest.raises(TypeError, match="k must be a dense tensor here, got a nested one"):
+    with pytest.raises(TypeError, match="k must be a dense tensor, got a nested tensor"):
         fastattn.attention(dense, q, q)
-    with pytest.raises(TypeError, match="q must be a dense tensor here, got a nested one"):
+    with pytest.raises(TypeError, match="q must be a dense tensor, got a nested tensor"):
         fastattn.attention_weights(q, q)
     _, same = jagged(2, 8)
     assert fastattn.attention(q, q, same).shape == q.shape
@@ -201,7 +201,7 @@ def test_jagged_errors() -> None:
 
 
 # -- deterministic algorithms ----------------------------------------------------------------------
-def test_deterministic_mode_changes_nothing_and_refuses_nothing() -> None:
+def test_deterministic_mode_has_no_effect() -> None:
     module = layer()
     expected = gradients(module, module)
     torch.use_deterministic_algorithms(True)
@@ -215,7 +215,7 @@ def test_deterministic_mode_changes_nothing_and_refuses_nothing() -> None:
 
 # -- ahead of time ---------------------------------------------------------------------------------
 class Everything(nn.Module):
-    """Each op once."""
+    """A module that calls each op once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What tests, benchmarks and `fastattn check` share: samples, the error budget, poisoned results,
-the dropout mask.
+"""Code shared by tests, benchmarks and `fastattn check`: samples, the error budget, poisoned
+results, the dropout mask.
 """
 
 from fastattn.testing.compare import Comparison, compare

@@ -1,9 +1,9 @@
-"""Runs samples and judges them: the engine of `fastattn check` and of tests/ops/test_ops.py.
+"""Runs and checks samples, for `fastattn check` and tests/ops/test_ops.py.
 
-A sample's results (outputs, then gradients for fixed random output gradients) are compared with the
-reference in fp64; the budget's other half is the reference in the data's own dtype. PyTorch's own
-operators are judged by the same budget and shown beside. Results that are right are then judged by
-their properties (properties.py): rerun, batch, padding.
+A sample's results (outputs, and gradients for fixed random output gradients) are compared with the
+fp64 reference. The error budget (compare.py) depends on the error of the reference in the data's
+dtype. The error of PyTorch's operators is shown for comparison. Correct results are then checked
+for the properties of properties.py: rerun, batch, padding.
 """
 
 import argparse
@@ -35,8 +35,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Row:
-    """One judgement of one sample. kind: value (the error of one output or gradient) or a property;
-    result "all" where every one has it. status: ok, FAIL, or refused with a reason.
+    """One check of one sample. kind: value (the error of one output or gradient) or a property.
+    result: an output or gradient, or "all". status: ok, FAIL, or refused with a reason.
     """
 
     op: str
@@ -56,8 +56,8 @@ class Row:
 def output_gradients(
     spec: OpSpec, sample: Sample, outputs: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Random gradients of the outputs, the same values for every dtype and device; 0 where an
-    output is not finite.
+    """Random output gradients, the same for every dtype and device; 0 where an output is not
+    finite.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.name} {sample.name}".encode()))
     gradients = []
@@ -75,7 +75,7 @@ def _run(
     backend: str | None,
     douts: tuple[Tensor, ...] | None = None,
 ) -> Results:
-    """douts: gradients of the outputs, by default random ones."""
+    """douts: the output gradients; default `output_gradients`."""
     return _with_gradients(spec, sample, inputs, spec.function(**inputs, backend=backend), douts)
 
 
@@ -88,24 +88,24 @@ def _with_gradients(
 ) -> Results:
     outputs = results if isinstance(results, tuple) else (results,)
     named = dict(zip(spec.results, outputs, strict=True))
-    wanted = [
+    leaves = [
         n for n in sample.gradients if isinstance(inputs.get(n), Tensor) and inputs[n].requires_grad
     ]
-    if not wanted:
+    if not leaves:
         return named
     gradients = torch.autograd.grad(
         outputs,
-        [inputs[n] for n in wanted],
+        [inputs[n] for n in leaves],
         output_gradients(spec, sample, outputs) if douts is None else douts,
         allow_unused=True,
     )
-    for name, gradient in zip(wanted, gradients, strict=True):
+    for name, gradient in zip(leaves, gradients, strict=True):
         named["d" + name] = torch.zeros_like(inputs[name]) if gradient is None else gradient
     return {name: value.detach() for name, value in named.items()}
 
 
 class Oracle:
-    """The fp64 and same-dtype references of one sample, computed once, on the CPU."""
+    """The references of one sample in fp64 and in its dtype, computed once, on the CPU."""
 
     def __init__(self, spec: OpSpec, sample: Sample, dtype: torch.dtype):
         self.spec, self.sample, self.dtype = spec, sample, dtype
@@ -119,14 +119,14 @@ class Oracle:
         self.magnitudes = spec.magnitudes(detached, gradients)
 
     def judge(self, name: str, value: Tensor, where: Index = ()) -> Comparison:
-        """One result, or the part of it that lies at `where`."""
+        """Compares a result with the references, or a slice of it with their slice `where`."""
         exact = self.exact[name]
         mag = self.magnitudes[name].expand_as(exact)
         dims = self.spec.slice_dims(name, exact)
         return compare(value, exact[where], self.same[name][where], mag[where], dims)
 
     def torch_errors(self) -> dict[str, float]:
-        """The error of PyTorch's own operators on this sample, where they can say it."""
+        """The errors of PyTorch's operators on this sample; {} if they cannot compute it."""
         inputs = self.sample.inputs("cpu", self.dtype)
         try:
             with warnings.catch_warnings():
@@ -148,9 +148,8 @@ def check_sample(
     *,
     gradients: bool = True,
 ) -> list[Row]:
-    """Every result of one sample by one backend, then its properties in order up to one that fails:
-    of wrong results they say nothing. A backend that refuses the gradients alone is judged without
-    them.
+    """Checks the results of one backend on one sample, then its properties until one fails. If the
+    backend refuses only the gradients, the outputs are checked without them.
     """
     spec, sample = oracle.spec, oracle.sample
     if not gradients:
@@ -185,10 +184,10 @@ def check_sample(
         if not sample.gradients:
             return [row("all", "refused", message=message)]
         rows = check_sample(oracle, backend, device, torch_errors, gradients=False)
-        if rows[0].status == "refused":  # the outputs too
+        if rows[0].status == "refused":  # the outputs are refused, too
             return rows
         return [*rows, row("gradients", "refused", message=message)]
-    except Exception as error:  # a crash of one sample is a row of the report, not its end
+    except Exception as error:  # reported as a row; other samples still run
         return [crash(error, "value")]
     rows = []
     for name, value in results.items():
@@ -228,7 +227,7 @@ def add_arguments(
     device: Callable[[str], torch.device] = torch.device,
     count: Callable[[str], int] = int,
 ) -> None:
-    """device, count: how a device and a positive number are read from an argument."""
+    """device, count: parse a device and a positive number."""
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
     parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="only this dtype")
@@ -239,7 +238,7 @@ def add_arguments(
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write every row as a JSON array; FILE.jsonl: a row a line, added as they come",
+        help="write all rows as a JSON array, or to FILE.jsonl as lines while the checks run",
     )
     parser.add_argument(
         "--quick", action="store_true", help="only the samples tagged for quick runs"
@@ -248,21 +247,23 @@ def add_arguments(
         "--jobs",
         type=count,
         default=None,
-        help="processes (default: one per core; kernels compile)",
+        help="number of processes (default: one per core)",
     )
     parser.add_argument(
-        "--seconds", type=count, default=None, help="begin no sample after this time"
+        "--seconds", type=count, default=None, help="start no sample after this time"
     )
     parser.add_argument(
         "--record",
         action="store_true",
-        help="on a GPU: let what passes whole be chosen there without being asked for",
+        help="on a GPU: record the kernels that pass every sample, to be chosen automatically",
     )
     parser.add_argument("--verbose", action="store_true", help="print every row, not only failures")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`fastattn check`: prints a table, 1 if anything failed; ValueError for wrong options."""
+    """`fastattn check`: prints a table and returns the exit code, 1 if anything failed. Raises
+    ValueError for invalid options.
+    """
     device = options.device or _env.default_device()
     if options.json and Path(options.json).is_dir():
         raise ValueError(f"--json must be a file to write, got the folder {options.json}")
@@ -288,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
 def _progress(
     results: Iterator[tuple[int, list[Row]]], label: str, total: int
 ) -> Iterable[tuple[int, list[Row]]]:
-    """With a bar where rich is installed and somebody watches."""
+    """The results, with a progress bar if rich is installed and stderr is a terminal."""
     try:
         from rich.console import Console
         from rich.progress import track
@@ -300,7 +301,7 @@ def _progress(
 
 @dataclass(frozen=True)
 class _Case:
-    """One sample in one dtype, by name, so that another process can run it."""
+    """One sample in one dtype, by name: it can be pickled for another process."""
 
     op: str
     sample: str
@@ -320,16 +321,15 @@ def _check_case(case: _Case) -> list[Row]:
     return rows
 
 
-# A sample that takes longer is taken for a hang: compiling its kernels is the longest honest part.
+# A longer case counts as hanging. Compiling the kernels is the slowest part of a case.
 _CASE_SECONDS = 90.0
 
 
 def _check_cases(
     cases: Sequence[_Case], jobs: int, seconds: float | None
 ) -> Iterator[tuple[int, list[Row]]]:
-    """(number of the case, its rows) as they come, from processes with one torch thread each.
-
-    A process that dies or hangs is a row too, and so is a case that `seconds` do not reach.
+    """Yields (index of the case, its rows) as cases finish, from processes with one thread each. A
+    case whose process dies or hangs gives a row, and so does a case not started within `seconds`.
     """
     if jobs <= 1 and seconds is None and all(case.device.type == "cpu" for case in cases):
         yield from enumerate(map(_check_case, cases))
@@ -365,7 +365,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         if options.op and spec.name not in options.op:
             continue
         backends = tuple(b for b in spec.backends if not options.backend or b in options.backend)
-        if not options.backend:  # a backend for another device would only refuse
+        if not options.backend:  # leave out backends for other devices
             backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
         for sample in spec.samples:
             if options.quick and "interpreter" not in sample.tags:
@@ -373,7 +373,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
             if options.sample and not any(part in sample.name for part in options.sample):
                 continue
             for dtype in dtypes:
-                # A backend that breaks the GPU for its process must not take the others along.
+                # On a GPU, one process per backend: a backend can make the GPU unusable in it.
                 groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
                     cases += [_Case(spec.name, sample.name, dtype, g, device) for g in groups]
@@ -388,9 +388,9 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
     print(_env.device_name(device))
     print(", ".join(f"{name} {version}" for name, version in _env.versions().items()))
     print(
-        "\nResults: their error against fp64 as a share of what is allowed (worst; beside it that"
-        "\nof PyTorch's operators in the same dtype). Then samples whose results do not change in"
-        "\na second run, with the batch around an entry, with what padding holds.\n"
+        "\nResults, and their largest error against fp64 relative to the allowed error, beside that"
+        "\nof PyTorch's operators. Then the numbers of samples whose results do not change in a"
+        "\nsecond run, with a smaller batch, and with other values in padding.\n"
     )
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -421,7 +421,7 @@ def _refused(row: Row) -> bool:
 
 
 def _counts(rows: list[Row]) -> tuple[str, ...]:
-    """The cells of one op, backend and dtype, from "results" on."""
+    """The cells of the table's row for one op, backend and dtype, from "results" on."""
     values = [row for row in rows if row.kind == "value" and not _refused(row)]
     worst = max((r.error / r.allowed for r in values if r.allowed), default=0.0)
     peers = [r.torch_error / r.allowed for r in values if r.allowed and r.torch_error is not None]
@@ -445,38 +445,38 @@ def _check_recordable(options: argparse.Namespace, device: torch.device) -> None
     file = _env.record_path()
     if file is None:
         raise ValueError(f"{_env.RECORD_VARIABLE} must name a file to record in, got ''")
-    _verified.entries(file)  # says now what is wrong with it
+    _verified.entries(file)  # raises now if the file is invalid
 
 
 def _record(rows: Sequence[Row], device: torch.device) -> str:
-    """Writes down what has passed, in place of earlier verdicts on the same; what it was."""
+    """Records the kernels that passed, replacing older entries; returns a message."""
     architecture = _env.architecture(device.type, device.index or 0)
-    verdicts: dict[tuple[str, str, str], list[str]] = {}
+    statuses: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.backend != "reference":
             key = row.op, row.backend, _verified.name(_DTYPES[row.dtype])
-            verdicts.setdefault(key, []).append(row.status)
-    passed = [key for key, found in verdicts.items() if "ok" in found and found.count("FAIL") == 0]
+            statuses.setdefault(key, []).append(row.status)
+    passed = [key for key, found in statuses.items() if "ok" in found and found.count("FAIL") == 0]
     file = _env.record_path()
     assert file is not None  # _check_recordable
     kept = [
         entry
         for entry in _verified.entries(file)
-        if "dtype" in entry  # as the first records had not
+        if "dtype" in entry  # entries of the first version have none
         and (
             entry.get("architecture") != architecture
-            or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in verdicts
+            or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in statuses
         )
     ]
     about = {"architecture": architecture, **_verified.kernels()}
     about |= {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
-    made = [
+    new = [
         dict(zip(("op", "backend", "dtype"), key, strict=True))
         | about
-        | {"results": verdicts[key].count("ok")}
+        | {"results": statuses[key].count("ok")}
         for key in passed
     ]
-    write_json(file, {"passed": kept + made})
+    write_json(file, {"passed": kept + new})
     names = ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in passed) or "nothing"
     return f"chosen automatically on {architecture} from now on: {names} ({file})"
 
@@ -486,7 +486,7 @@ def _in_lines(file: str | None) -> bool:
 
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
-    """What is written stays, whatever becomes of the run."""
+    """Appends rows to a JSON lines file, so that they are kept if the run ends early."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for row in rows:
@@ -494,7 +494,7 @@ def append_lines(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The file appears whole or not at all."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
         whole = Path(folder, path.name)

@@ -1,15 +1,14 @@
-"""The one error budget: how far a result may be from the fp64 reference.
+"""The error budget: how far a result may be from the fp64 reference.
 
-Per slice (a batch and head of attention, a row of a norm), once non-finite positions match those of
-the fp64 result cast to the result's dtype:
+Non-finite values must be where the fp64 reference has them after a cast to the result's dtype. Then
+in each slice (a batch and head of attention, a row of a norm):
 
     |kernel - ref64| <= 2 max|ref(same dtype) - ref64| + 2 eps(dtype) max|ref64|
                         + 8 eps(fp32) max(mag) + half the smallest number of the dtype
 
-The last term is what rounding costs below the normal numbers. `mag` is the result's formula on
-absolute values: without it single-key rows, windows of one key and constant rows would reject
-correct kernels. A maximum per slice, because one over the whole tensor would let a large slice hide
-a wrong one.
+The last term is the rounding error of subnormal numbers. `mag` is the result's formula applied to
+absolute values: without it, correct kernels would fail on queries with a single key and on constant
+rows. Maxima are per slice, because a large slice could otherwise hide a wrong one.
 """
 
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ _FP32_EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Comparison:
-    """The worst slice of one result. `error` and `allowed` are absolute; `ratio` = error / allowed
-    <= 1 passes.
-    """
+    """The worst slice of one result. `error` and `allowed` are absolute; a `ratio` <= 1 passes."""
 
     ok: bool
     error: float
@@ -42,9 +39,9 @@ def compare(
 ) -> Comparison:
     """Compares a result with the fp64 reference.
 
-    actual: the result, in its dtype. ref64: fp64. same: the reference in the data's dtype. mag:
-    fp64, ref64's shape.
-    slice_dims: how many leading dimensions count slices (0: the whole tensor is one).
+    actual: the result. ref64: the reference in fp64. same: the reference in the data's dtype. mag:
+    in fp64, with ref64's shape.
+    slice_dims: the number of leading dimensions that index slices; 0 if the tensor is one slice.
     """
     if actual.shape != ref64.shape:
         return _failure(f"shape {list(actual.shape)}, expected {list(ref64.shape)}")

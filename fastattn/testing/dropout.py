@@ -1,4 +1,4 @@
-"""The dropout mask as a tensor, for those who want to compare a fused dropout with their own."""
+"""The dropout mask as a tensor, to compare fused dropout with other implementations."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ def dropout_mask(seed: Tensor, stream: int, p: float, shape: tuple[int, ...]) ->
     """Which weights an op keeps: bool of `shape`, [B, H, M, N] for attention or [rows, N] for norms
     and ffn.
 
-    seed: int64 [1]. Kept weights are multiplied by 256 / (256 - t), t = floor(256 p + 0.5), at
-    least 1 if p > 0 and 256 only if p = 1. The ffn's output dropout uses stream + 2 ** 31.
+    seed: int64 [1]. Kept weights are multiplied by 256 / (256 - t), where t is floor(256 p + 0.5),
+    but at least 1 if p > 0 and at most 255 if p < 1. ffn's output dropout has stream + 2 ** 31.
     """
     if seed.dtype != torch.int64 or seed.shape != (1,):
         raise ValueError(f"seed must be int64 [1], got {seed.dtype} {list(seed.shape)}")

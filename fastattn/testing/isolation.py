@@ -1,7 +1,7 @@
-"""Runs cases in processes of their own: one that crashes, hangs or breaks its GPU costs itself.
+"""Runs cases in worker processes, so that a crash, a hang or a GPU error affects only one case.
 
-Workers live on from case to case, because importing torch and opening a GPU cost seconds. One whose
-GPU no longer works after a case is replaced: whatever it computed next could not be believed.
+Workers run many cases, because importing PyTorch and opening a GPU takes seconds. A worker whose
+GPU does not work after a case is replaced.
 """
 
 import multiprocessing
@@ -16,15 +16,15 @@ import torch
 
 C = TypeVar("C")
 R = TypeVar("R")
-# A case under way when the time is up may go on for so long.
+# How long a running case may continue when the time is up.
 GRACE_S = 30.0
-# A process may take so long until it can begin.
+# How long a process may take to start.
 _START_S = 120.0
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A case without a result. reached: whether it had begun."""
+    """A case without a result. reached: whether it was started."""
 
     reached: bool
     why: str
@@ -32,7 +32,7 @@ class Lost:
 
 @dataclass
 class _Worker(Generic[C, R]):
-    """A process and what it is busy with."""
+    """A process and the case that it runs."""
 
     process: Any
     pipe: Connection
@@ -48,11 +48,11 @@ def run_isolated(
     seconds: float | None = None,
     limit_s: float,
 ) -> Iterator[tuple[int, R | Lost]]:
-    """(index, result) of each case as it comes.
+    """Yields (index, result) of each case as it finishes.
 
-    function: importable by its name; cases and results can be pickled. seconds: after this time no
-    case begins. limit_s: a case that takes longer is taken for a hang; its process's start does not
-    count.
+    function: importable by name; cases and results must be picklable. seconds: no case starts after
+    this time. limit_s: a case that takes longer, without the start of its process, counts as
+    hanging.
     """
     context = multiprocessing.get_context("spawn")
     end = None if seconds is None else time.monotonic() + seconds
@@ -65,11 +65,11 @@ def run_isolated(
         return latest if end is None else min(latest, end + GRACE_S)
 
     def start() -> _Worker[C, R]:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, function), daemon=True)
+        pipe, worker_pipe = context.Pipe()
+        process = context.Process(target=_work, args=(worker_pipe, function), daemon=True)
         process.start()
-        theirs.close()
-        return _Worker(process, ours)
+        worker_pipe.close()
+        return _Worker(process, pipe)
 
     try:
         while waiting or busy:
@@ -84,7 +84,7 @@ def run_isolated(
                 try:
                     worker.pipe.send(cases[worker.index])
                 except OSError:
-                    pass  # it has ended: the next read says how
+                    pass  # the process has ended; reading from the pipe reports it
             if not busy:
                 continue
             soonest = min(worker.until for worker in busy.values())
@@ -94,7 +94,7 @@ def run_isolated(
                 assert isinstance(pipe, Connection)
                 worker = busy.pop(pipe)
                 try:
-                    if (message := pipe.recv()) is None:  # it can begin
+                    if (message := pipe.recv()) is None:  # the process has started
                         worker.until = until(limit_s)
                         busy[pipe] = worker
                         continue
@@ -121,7 +121,7 @@ def run_isolated(
 
 
 def _work(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is asked to stop ends this process, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
     torch.set_num_threads(1)
     pipe.send(None)
     while True:
@@ -137,7 +137,7 @@ def _work(pipe: Connection, function: Callable[[Any], Any]) -> None:
 
 
 def _gpu_works() -> bool:
-    """After an illegal access or a trap every further call in the process fails."""
+    """False after an illegal memory access or a trap: all later CUDA calls of the process fail."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -149,7 +149,7 @@ def _gpu_works() -> bool:
 
 def _stop(worker: _Worker[Any, Any]) -> None:
     worker.process.kill()
-    worker.process.join(10)  # one that is stuck in the driver is left behind
+    worker.process.join(10)  # a process that hangs in the driver is abandoned
     worker.pipe.close()
 
 

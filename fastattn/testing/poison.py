@@ -1,5 +1,5 @@
-"""NaN in results and scratch memory before a backend runs: what it leaves unwritten, or reads too
-early, is seen.
+"""Fills results and workspaces with NaN before a backend runs, to detect elements that it does not
+write or reads before writing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from fastattn.ops._op import Op
 
 @contextlib.contextmanager
 def poisoned_results() -> Iterator[None]:
-    """Inside, every op finds its results and its scratch memory filled with NaN."""
+    """Inside, the results and workspaces of every op are filled with NaN before the op runs."""
 
     def allocate(self: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
         results = self.outputs(*self.given(args))
@@ -25,14 +25,14 @@ def poisoned_results() -> Iterator[None]:
                 result.fill_(float("nan"))
         return results
 
-    def allocate_workspace(self: Op, pieces: Any, device: torch.device) -> list[Tensor]:
-        scratch = own_workspace(self, pieces, device)
-        for piece, (_, _, zeroed) in zip(scratch, pieces, strict=True):
-            if not zeroed and piece.numel():
-                piece.view(torch.uint8).fill_(0xFF)  # NaN in every floating type
-        return scratch
+    def allocate_workspace(self: Op, buffers: Any, device: torch.device) -> list[Tensor]:
+        workspace = original(self, buffers, device)
+        for tensor, (_, _, zeroed) in zip(workspace, buffers, strict=True):
+            if not zeroed and tensor.numel():
+                tensor.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+        return workspace
 
-    own_workspace = Op.allocate_workspace
+    original = Op.allocate_workspace
     library = None if _native.unavailable("cpu") else torch.ops.fastattn_cpu
     before = library is not None and library.poison_memory(True)
     try:

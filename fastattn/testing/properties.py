@@ -1,11 +1,11 @@
-"""Properties of correct results, judged in bits and not in errors.
+"""Properties of correct results, compared bit for bit.
 
-rerun: a second run gives the same bits. batch: an entry of the batch computed alone gives what it
-gives among its neighbours. padding: what dead positions hold (finite, NaN, inf; in inputs, masks
-and gradients of results) changes nothing, and their gradients are exactly 0.
+rerun: a second run gives the same bits. batch: a part of the batch computed alone has the same
+results as in the whole batch. padding: the values at dead positions (finite, NaN or inf; in inputs,
+masks and output gradients) do not affect the results, and their gradients are exactly 0.
 
-A property takes a `Case` and returns what is wrong, result -> message, or None where the sample
-says nothing about it: no batch, nothing dead.
+A property takes a `Case` and returns its faults (result -> message), or None if it does not apply
+to the sample, which has no batch or no dead positions.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ _FILLS = {"finite": -3.5, "NaN": float("nan"), "inf": float("inf")}
 class Case:
     """A sample that one backend has run.
 
-    results: what it gave, outputs and gradients by name. douts: the gradients of its outputs.
-    make: fresh inputs. run: (inputs, gradients of the outputs) -> results.
-    judge: (result's name, value, where it lies in the whole result) -> its error and allowance.
+    results: its outputs and gradients by name. douts: the output gradients.
+    make: returns new inputs. run: (inputs, output gradients) -> results.
+    judge: (a result's name, value, its slice of the whole result) -> comparison with the reference.
     """
 
     spec: OpSpec
@@ -42,7 +42,7 @@ class Case:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal values, NaN equal to NaN."""
+    """Whether shapes and values are equal; NaN equals NaN."""
     same = (a == b) | (a.isnan() & b.isnan())
     return a.shape == b.shape and bool(same.all())
 
@@ -57,13 +57,14 @@ def rerun(case: Case) -> Faults | None:
 
 
 def batch(case: Case) -> Faults | None:
-    """In bits where the op promises it. `torch` and the reference do not: torch's matrix products
-    and reductions choose their blocking by the whole shape, so there the error budget decides.
+    """Compares bits if the op guarantees them. The backends `torch` and reference do not, because
+    PyTorch's matrix products and reductions choose their blocking by the whole shape: there the
+    error budget applies.
     """
     if case.spec.entries is None:
         return None
     entries = case.spec.entries(case.make())
-    promised = case.spec.entries_in_bits and case.backend not in ("torch", "reference")
+    bitwise = case.spec.entries_in_bits and case.backend not in ("torch", "reference")
     faults: Faults = {}
     for entry in entries:
         douts = tuple(
@@ -74,15 +75,15 @@ def batch(case: Case) -> Faults | None:
         for name, where in entry.where.items():
             if name not in alone:
                 continue
-            if promised and not same_bits(alone[name], case.results[name][where]):
+            if bitwise and not same_bits(alone[name], case.results[name][where]):
                 faults[name] = f"{entry.name} computed alone gave other bits"
-            elif not promised and not (found := case.judge(name, alone[name], where)).ok:
+            elif not bitwise and not (found := case.judge(name, alone[name], where)).ok:
                 faults[name] = f"{entry.name} computed alone: {found.message}"
     return faults if entries else None
 
 
 def _leaves(inputs: Inputs, sample: Sample) -> Inputs:
-    """Parts of inputs as inputs of their own: gradients end at them."""
+    """Slices of inputs as leaf tensors."""
     leaves = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
@@ -110,8 +111,8 @@ def padding(case: Case) -> Faults | None:
         )
         results = case.run(inputs, douts)
         for name, result in results.items():
-            nothing = dead.get(name.removeprefix("d")) if name.startswith("d") else None
-            if nothing is not None and bool((result.masked_select(nothing) != 0).any()):
+            zeros = dead.get(name.removeprefix("d")) if name.startswith("d") else None
+            if zeros is not None and bool((result.masked_select(zeros) != 0).any()):
                 faults.setdefault(name, f"not 0 at dead positions, with {fill} there")
             elif not same_bits(result, case.results[name]):
                 faults.setdefault(name, f"{fill} at dead positions changes it")
@@ -119,8 +120,8 @@ def padding(case: Case) -> Faults | None:
 
 
 def fill_positions(x: Tensor, positions: Tensor, value: float) -> None:
-    """Writes `value` where `positions` (broadcastable to x) are True. Of a dimension that x
-    repeats (stride 0), positions count where all agree.
+    """Writes `value` where `positions` (broadcastable to x) are True. In an expanded dimension of x
+    (stride 0), all positions must be True.
     """
     positions = positions.expand_as(x)
     x = x.detach()

@@ -1,9 +1,9 @@
-"""An op's specification: samples each with a reason, errors it must raise, workloads worth timing,
-an independent form.
+"""An op's specification: samples with their reasons, errors it must raise, workloads to time, and
+the op written in PyTorch operators.
 
-One `OpSpec` per op, in `fastattn/ops/<op>/spec.py`, feeds the tests, the benchmarks and `fastattn
-check`. Inputs are a dictionary of the public function's arguments, the same values on every device
-(made on the CPU from the sample's name).
+Tests, benchmarks and `fastattn check` use one `OpSpec` for each op, in `fastattn/ops/<op>/spec.py`.
+Inputs are a dictionary of the public function's arguments. They have the same values on every
+device: they are made on the CPU with a seed from the sample's name.
 """
 
 import importlib
@@ -31,8 +31,8 @@ _SPEC_MODULES = (
 class Sample:
     """One case of an op.
 
-    make: (generator, dtype) -> inputs on the CPU. gradients: names of the inputs that get one.
-    tags: "interpreter" = small enough for Triton's interpreter; "slow" = left out of quick runs.
+    make: (generator, dtype) -> inputs on the CPU. gradients: the inputs that require one.
+    tags: "interpreter": small enough for Triton's interpreter; "slow": left out of quick runs.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Sample:
 
 
 def _move(x: Tensor, device: torch.device | str) -> Tensor:
-    """To a device with the strides kept, expanded dimensions included."""
+    """x on a device with the same strides; expanded dimensions stay expanded."""
     if torch.device(device).type == "cpu":
         return x
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -65,7 +65,7 @@ def _move(x: Tensor, device: torch.device | str) -> Tensor:
 class Entry:
     """A part of a sample's batch that can be computed alone.
 
-    where: results and gradients that belong to it alone, and where they lie in the whole's.
+    where: the results and gradients with this batch -> the part's slice of each.
     """
 
     name: str
@@ -85,10 +85,9 @@ class ErrorSample:
 
 @dataclass(frozen=True)
 class Workload:
-    """A shape people care about. flops and bytes count the forward; backward_* the backward alone.
+    """A call to time. flops and bytes are the forward's, backward_* those of the backward alone.
 
-    make: (device, dtype, generator) -> inputs. features: what the row is about, such as causal or
-    padded.
+    make: (device, dtype, generator) -> inputs. features: properties such as causal or padded.
     """
 
     name: str
@@ -104,21 +103,21 @@ class Workload:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Everything that is known about an op.
+    """The specification of an op.
 
     function: the public function; called with a sample's inputs and `backend`. Returns a tensor or
     a tuple.
-    results: names of what it returns.
-    torch_form: the same from torch's own operators, independent of the reference; None where torch
-    cannot say it.
-    magnitudes: (inputs in fp64, gradients of the results in fp64) -> result or "d" + input -> its
-    formula on absolute values.
-    slice_dims: how many leading dimensions of a result count slices of the error budget.
-    widen: inputs in fp64 with the same meaning.
-    entries: parts of the batch; None for an op without a batch.
-    entries_in_bits: whether they have the same bits alone and together.
-    dead: (inputs) -> input or output -> positions that nothing may read (of an output: of its
-    gradient), broadcastable to it; None for an op without padding.
+    results: the names of its results.
+    torch_form: (inputs) -> the results by PyTorch's operators, independent of the reference; None
+    if PyTorch cannot compute them.
+    magnitudes: (inputs in fp64, output gradients in fp64) -> for each result, and "d" + input, its
+    formula applied to absolute values.
+    slice_dims: the number of a result's leading dimensions that index slices of the error budget.
+    widen: (inputs) -> the same inputs in fp64.
+    entries: (inputs) -> parts of the batch; None for an op without a batch.
+    entries_in_bits: whether a part computed alone has the same bits as in the whole batch.
+    dead: (inputs) -> for each input or output, the positions whose value (or whose output gradient)
+    must not affect anything, broadcastable to it; None for an op without padding.
     """
 
     name: str
@@ -143,7 +142,7 @@ class OpSpec:
 
 
 def widen(inputs: Inputs) -> Inputs:
-    """Floating tensors in fp64, gradients wanted as before."""
+    """The inputs with floating tensors in fp64, and the same requires_grad."""
     wide = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -164,8 +163,8 @@ def all_specs() -> dict[str, OpSpec]:
 def entries_by_rows(
     inputs: Inputs, names: tuple[str, ...], results: tuple[str, ...]
 ) -> tuple[Entry, ...]:
-    """Pieces of the first dimension of an op that sees rows. The bits of dropout count rows, so
-    there the pieces start at the first.
+    """Slices of the first dimension for an op on rows. With dropout they start at the first row,
+    because the bits depend on the index of the row.
     """
     x = inputs["x"]
     if x.dim() < 2 or x.shape[0] < 2:

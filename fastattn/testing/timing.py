@@ -1,11 +1,11 @@
-"""The timing core: candidates side by side, round by round, in rounds long enough for the clock.
+"""Timing: `time_side_by_side` times several candidates; `ceilings` measures the machine's limits.
 
-A candidate is a sequence of calls, one per copy of its inputs. A round runs them in turn until it
-is long against the clock's resolution; candidates take turns, A B A B, so that a drift of the
-machine meets all of them. On a GPU a round is one replay of a CUDA graph, behind a short wait that
-hides the replay's own launch; on a CPU it is a loop under `perf_counter`. Results live until their
-copy's next turn, so that they rotate beyond the cache as inputs do. Nothing here changes a setting
-of the machine. `time_side_by_side` is the way in; `ceilings` measures what the machine could do.
+A candidate is a sequence of calls, one for each copy of its inputs. A round runs them in turn until
+it is long compared with the clock's resolution. Rounds of the candidates are interleaved (A B A B),
+so that drift of the machine affects all of them. On a GPU a round is one replay of a CUDA graph
+after a short wait, which hides the launch of the replay. On a CPU it is a loop timed with
+`perf_counter`. A result is kept until its copy's next call, so that results, like inputs, do not
+stay in the cache. No setting of the machine is changed.
 """
 
 import contextlib
@@ -21,18 +21,17 @@ from typing import Any, Protocol
 import torch
 
 Call = Callable[[], Any]
-# A CUDA event is good to about a microsecond and a graph's first node to a few: 0.5 % of 1 ms.
+# CUDA events resolve about a microsecond, the start of a graph a few: 0.5 % of 1 ms.
 MIN_ROUND_MS = {"cuda": 4.0, "cpu": 10.0}
-# About a millisecond: longer than the host needs to launch a graph, so that the clock starts on a
-# full queue.
+# About a millisecond: longer than the host needs to launch a graph.
 _QUEUE_CYCLES = 2_000_000
-_MOST_LAUNCHES = 4000
-_MOST_COPIES = 256
+_MAX_LAUNCHES = 4000
+_MAX_COPIES = 256
 
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: per launch, for each round. clock: graph, stream or wall; note: why no graph."""
+    """seconds: of a launch, in each round. clock: graph, stream or wall. note: why not a graph."""
 
     seconds: tuple[float, ...]
     launches: int
@@ -40,7 +39,7 @@ class Timing:
     note: str = ""
 
     def quantile(self, share: float) -> float:
-        """Seconds that `share` of the rounds stay below, interpolated."""
+        """The quantile `share` of the rounds' seconds, interpolated."""
         ordered = sorted(self.seconds)
         at = share * (len(ordered) - 1)
         low = math.floor(at)
@@ -52,9 +51,9 @@ class Timing:
 class Plan:
     """How long to measure.
 
-    round_ms: at least so long is a round. rounds: at most so many. budget_ms: what all rounds of
-    all candidates may take, shared equally; slow candidates get fewer rounds, spread over the
-    others' and never under min_rounds. graph: capture CUDA graphs.
+    round_ms: the minimum duration of a round. rounds: the maximum number of rounds. budget_ms: the
+    duration of all rounds of all candidates, shared equally. Slow candidates get fewer rounds, but
+    at least min_rounds. graph: whether to capture CUDA graphs.
     """
 
     round_ms: float | None = None
@@ -65,7 +64,7 @@ class Plan:
 
 
 class DeviceLost(RuntimeError):
-    """A candidate broke the device for this process: nothing after it can be believed."""
+    """A candidate made the device unusable in this process; later results would be invalid."""
 
     def __init__(self, candidate: str, error: Exception):
         super().__init__(f"{type(error).__name__}: {error}")
@@ -73,8 +72,8 @@ class DeviceLost(RuntimeError):
 
 
 class _Program(Protocol):
-    """One candidate, ready and warm: `round` returns the seconds of all its launches; `taken` is
-    what the last round before the measurement took.
+    """A candidate after warm-up. `round` returns the seconds of all its launches; `taken` is the
+    duration of the last round before the measurement.
     """
 
     launches: int
@@ -108,7 +107,7 @@ class _CudaProgram:
         self.graph: torch.cuda.CUDAGraph | None = None  # None launches from the host
         self.start = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
-        for _ in range(2):  # compilation, then what only a second call settles
+        for _ in range(2):  # the first call compiles, the second may allocate
             for call in calls:
                 call()
         self.launches = len(calls)
@@ -116,7 +115,7 @@ class _CudaProgram:
         self.taken = _grow(self, round_s)
         self.graph = self._capture() if graph else None
         if self.graph is not None and (taken := self.round()) < 0.7 * round_s:
-            # The host had been slower than the GPU, so that fewer launches seemed enough.
+            # Without a graph the host was slower than the GPU, and made each launch seem longer.
             self.launches = _enough_launches(taken / self.launches, round_s, len(calls))
             self.graph = self._capture()
         self.taken = self.round()
@@ -133,7 +132,7 @@ class _CudaProgram:
         except Exception as error:
             torch.cuda.synchronize()  # raises where the device is lost
             _renew_generator()
-            cause = error.__context__ or error  # the end of a spoilt capture raises over it
+            cause = error.__context__ or error  # ending a failed capture raises another error
             message = " ".join(str(cause).split())[:200]
             self.note = f"not captured: {type(cause).__name__}: {message}"
             return None
@@ -152,7 +151,7 @@ class _CudaProgram:
 
 
 def _renew_generator() -> None:
-    """After a capture that failed torch's generator believes itself within it and draws no more."""
+    """Replaces PyTorch's generator, which stays in capture mode after a failed capture."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     seed = generator.initial_seed()
     fresh = torch.Generator(generator.device)
@@ -161,7 +160,7 @@ def _renew_generator() -> None:
 
 
 def _launch(calls: Sequence[Call], launches: int) -> None:
-    """So many calls, each copy's result kept until its next turn."""
+    """Makes `launches` calls; the result of a copy is kept until its next call."""
     if len(calls) == 1:
         for _ in range(launches):
             calls[0]()
@@ -173,8 +172,8 @@ def _launch(calls: Sequence[Call], launches: int) -> None:
 
 
 def _grow(program: _Program, round_s: float) -> float:
-    """Raises the launches, a copy's worth of them at first, until a round is long enough; returns
-    what it takes.
+    """Increases the launches, at first one for each copy, until a round is long enough; returns the
+    duration of a round.
     """
     copies = program.launches
     while True:
@@ -182,13 +181,13 @@ def _grow(program: _Program, round_s: float) -> float:
         wanted = _enough_launches(taken / program.launches, round_s, copies)
         if wanted <= program.launches:
             return taken
-        # The first rounds are short and so badly timed: no step of more than a factor of 16.
+        # Short rounds are timed inaccurately, so the launches grow by a factor of at most 16.
         program.launches = min(wanted, 16 * program.launches)
 
 
 def _enough_launches(one: float, round_s: float, copies: int) -> int:
-    """Launches a round: long enough for the clock, every copy equally often."""
-    wanted = min(_MOST_LAUNCHES, math.ceil(round_s / max(one, 1e-9)))
+    """Launches for a round of `round_s` if one takes `one` seconds; a multiple of `copies`."""
+    wanted = min(_MAX_LAUNCHES, math.ceil(round_s / max(one, 1e-9)))
     return copies * math.ceil(wanted / copies)
 
 
@@ -199,11 +198,11 @@ def time_side_by_side(
     *,
     announce: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing | Exception]:
-    """Times every candidate; one that raises gets its exception, the others go on.
+    """Times every candidate. The result of a candidate that raises is its exception.
 
-    candidates: name -> calls, one per copy of the inputs. announce: told a candidate's name before
-    each of its turns, so that a watcher knows whom to blame. Raises DeviceLost when a candidate
-    leaves the GPU unusable. Backward calls on a GPU must have had their forward in `side_stream`.
+    candidates: name -> calls, one for each copy of the inputs. announce: called with a candidate's
+    name before each of its rounds, so that a crash can be attributed. Raises DeviceLost if a
+    candidate makes the GPU unusable. The forward of a backward call must have run in `side_stream`.
     """
     plan = plan or Plan()
     round_s = (plan.round_ms or MIN_ROUND_MS[device.type]) / 1e3
@@ -231,7 +230,7 @@ def time_side_by_side(
         for turn in range(turns):
             for name, program in list(programs.items()):
                 if turn * rounds[name] // turns == (turn + 1) * rounds[name] // turns:
-                    continue  # a slow candidate, whose rounds are spread over the turns
+                    continue  # a slow candidate runs only in some of the turns
                 announce(name)
                 try:
                     taken = program.round()
@@ -248,9 +247,7 @@ def time_side_by_side(
 
 
 def check_device(device: torch.device, candidate: str, error: Exception) -> None:
-    """After `candidate` raised `error`: raises DeviceLost if the device no longer works in this
-    process.
-    """
+    """Called after `candidate` raised `error`; raises DeviceLost if the device no longer works."""
     if device.type != "cuda":
         return
     try:
@@ -261,7 +258,7 @@ def check_device(device: torch.device, candidate: str, error: Exception) -> None
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """A stream that can be captured: the current one, unless that is the default stream."""
+    """Inside, the current stream is not the default stream, which cannot be captured."""
     if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
         yield
         return
@@ -273,20 +270,18 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def copies_beyond_cache(footprint: int, cache: int, free: int) -> int:
-    """Copies of inputs and outputs of `footprint` bytes that must rotate to leave none in `cache`.
-
-    free: bytes of memory at hand, of which the copies take an eighth at most.
+    """How many copies of inputs and outputs (`footprint` bytes) to use in turn so that none stays
+    in a cache of `cache` bytes. They take at most an eighth of `free`, the bytes of free memory.
     """
     wanted = max(math.ceil(4 * cache / max(footprint, 1)), 2 if footprint < 8 * cache else 1)
     fits = max(1, free // 8 // max(footprint, 1))
-    return min(wanted, fits, _MOST_COPIES)
+    return min(wanted, fits, _MAX_COPIES)
 
 
 def peak_memory(call: Call, device: torch.device) -> int:
-    """Bytes that torch's allocator hands out at most during a call, beyond those in use before.
-
-    The call has run before: what a first call sets up is not counted. On a CPU what native code
-    allocates for itself is not seen.
+    """The peak of the bytes that PyTorch's allocator has in use during a call, minus those in use
+    before it. The call must have run before, as a first call may allocate more. On a CPU,
+    allocations by native code are not counted.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -308,7 +303,7 @@ def peak_memory(call: Call, device: torch.device) -> int:
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """(when, bytes) of every allocation, negative where memory is given back."""
+    """(time, bytes) of every allocation; bytes are negative for a deallocation."""
     for event in events:
         if event.tag == torch._C._profiler._EventType.Allocation:
             yield event.start_time_ns, event.extra_fields.alloc_size
@@ -318,9 +313,7 @@ def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
 # -- the machine -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached on the two plainest tasks: a square matrix product and a copy (read
-    + write).
-    """
+    """The rates measured for a square matrix product and for a copy (read + write)."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -329,10 +322,10 @@ class Ceilings:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, plan: Plan | None = None) -> Ceilings:
-    """Random data: zeros would flatter a GPU's clocks."""
+    """Measures with random data: a GPU runs at higher clocks on zeros."""
     n, megabytes = (8192, 1024) if device.type == "cuda" else (1024, 64)
     if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.bfloat16  # CPUs have no matrix product of their own for fp16
+        dtype = torch.bfloat16  # most CPUs have no fp16 matrix instructions
     a = torch.randn(n, n, device=device, dtype=dtype)
     b = torch.randn(n, n, device=device, dtype=dtype)
     out = torch.empty_like(a)
@@ -340,7 +333,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, plan: Plan | None = None)
     target = torch.empty_like(source)
     plan = plan or Plan(rounds=15)
     with side_stream(device):
-        if device.type == "cuda":  # some 0.3 s, for the clocks to rise
+        if device.type == "cuda":  # about 0.3 s, until the clocks have risen
             for _ in range(200):
                 torch.mm(a, b, out=out)
         calls: dict[str, Sequence[Call]] = {
@@ -348,14 +341,14 @@ def ceilings(device: torch.device, dtype: torch.dtype, plan: Plan | None = None)
             "copy": [lambda: target.copy_(source)],
         }
         if device.type == "cpu":
-            # On some CPUs oneDNN is twice as fast as the library that mm calls. It may be absent.
+            # On some CPUs oneDNN, if available, is twice as fast as the library that mm calls.
             linear = torch.ops.mkldnn
             calls["gemm by oneDNN"] = [lambda: linear._linear_pointwise(a, b, None, "none", [], "")]
         timings = time_side_by_side(calls, device, plan)
     for name in ("gemm", "copy"):
         if isinstance(failure := timings[name], Exception):
             raise failure
-    # The better rounds: what else runs on the machine is no part of what it can do.
+    # A low quantile of the times excludes interference by other processes.
     times = {name: t.quantile(0.1) for name, t in timings.items() if isinstance(t, Timing)}
     copy = times.pop("copy")
     short = str(dtype).removeprefix("torch.")
@@ -375,15 +368,15 @@ class GpuState:
 
 
 def gpu_state(gpu: str) -> GpuState | None:
-    """Clocks and power now of the GPU with a UUID ("GPU-..."); None if nobody can say.
+    """Current clocks and power of the GPU with this UUID ("GPU-..."), or None if not available.
 
-    From the driver's management library, in microseconds; by nvidia-smi, which takes a large part
-    of a second, where that library refuses.
+    They come from the driver's management library (NVML), in microseconds, or, if that fails, from
+    nvidia-smi, which takes a large part of a second.
     """
     return _state_by_library(gpu) or _state_by_command(gpu)
 
 
-# Of the management library: nvmlClockType_t.
+# nvmlClockType_t of NVML.
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 
 
@@ -415,7 +408,7 @@ def _state_by_library(gpu: str) -> GpuState | None:
 
 @functools.cache
 def _command_answers(gpu: str) -> bool:
-    """Asked once: a command that fails would fail before and after every group."""
+    """Cached, so that a command that fails is not repeated for every group."""
     return _query(gpu) is not None
 
 

@@ -1,4 +1,4 @@
-"""`fastattn check` as an engine: properties that a broken backend loses, the report, no rich."""
+"""The checks of `fastattn check`: properties that broken backends lack, the report, the record."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ def _judge(op: str, sample: str, backend: str = "reference") -> list[check.Row]:
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) -> None:
-    """change(args, results) runs after the launcher of one torch op."""
+    """Calls change(args, results) after the launcher of one torch op."""
     launch = OPS[op]._launcher(backend)
 
     def broken(args: Any) -> Any:
@@ -45,12 +45,12 @@ def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str, change: Any) 
 
 
 def _last_bit(x: Tensor) -> None:
-    """Up by one unit in the last place: inside every budget."""
+    """Larger by one unit in the last place, which is within every budget."""
     x.copy_(torch.nextafter(x, torch.full((), torch.inf)))
 
 
-def test_every_sample_says_which_properties_it_can() -> None:
-    """A batch is there unless it has one entry; padding where something is dead."""
+def test_properties_apply_to_samples_that_can_show_them() -> None:
+    """batch applies to more than one entry, padding to samples with dead positions."""
     kinds = {
         (op, sample): [row.kind for row in _judge(op, sample) if row.kind != "value"]
         for op, sample in [
@@ -75,8 +75,8 @@ def _faults(rows: list[check.Row]) -> dict[tuple[str, str], str]:
     return {(row.kind, row.result): row.message for row in rows if row.status != "ok"}
 
 
-def test_a_neighbour_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One entry computed alone is far off: even the reference, which promises no bits, fails."""
+def test_dependence_on_other_entries_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry computed alone is wrong; even the reference, without bitwise guarantees, fails."""
 
     def change(args: Any, results: Any) -> None:
         if args[0].shape[0] == 1:
@@ -88,8 +88,8 @@ def test_a_neighbour_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert faults["batch", "out"].startswith("batch entry 1 computed alone: slice [0, ")
 
 
-def test_bits_that_follow_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend other than the reference keeps its bits; this one changes the last of them."""
+def test_bits_that_depend_on_the_batch_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends other than the reference must give the same bits; this one changes the last bit."""
     if "cpu" in _judge("layer_norm", "odd_width", "cpu")[0].message:
         pytest.skip("the native library is not built")
 
@@ -102,8 +102,8 @@ def test_bits_that_follow_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert faults == {("batch", "dx"): "rows 0 to 1 computed alone gave other bits"}
 
 
-def test_padding_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last bit depends on whether padding is finite; samples' own padding is not."""
+def test_dependence_on_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bit depends on whether padding is finite; the samples have NaN there."""
 
     def change(args: Any, results: Any) -> None:
         if bool(args[2].isfinite().all()):
@@ -114,8 +114,8 @@ def test_padding_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert faults[("padding", "out")] == "finite at dead positions changes it"
 
 
-def test_gradients_of_padding_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny gradient of a dead mask position, where dO is NaN: a budget would let it pass."""
+def test_gradients_of_padding_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny gradient of a dead mask position where dO is NaN, which is within the budget."""
 
     def change(args: Any, results: Any) -> None:
         dout, dmask = args[0], results[3]
@@ -124,7 +124,7 @@ def test_gradients_of_padding_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _break(monkeypatch, "attention_bwd", "reference", change)
     faults = _faults(_judge("attention", "bias_dead_keys"))
-    assert not faults  # every row of that sample is alive, so dO holds no NaN
+    assert not faults  # all rows of that sample are live, so dO has no NaN
     faults = _faults(_judge("attention", "bias_dead"))
     assert faults == {("padding", "dmask"): "not 0 at dead positions, with NaN there"}
 
@@ -148,7 +148,7 @@ def test_gradients_of_outputs_that_are_not_finite() -> None:
 
 
 def test_fill_positions_of_repeated_dimensions() -> None:
-    """A dimension of stride 0 is filled where all that share its storage are dead."""
+    """A dimension of stride 0 is filled where all its positions are dead."""
     x = torch.zeros(1, 3).expand(2, 3)
     fill_positions(x, torch.tensor([[True, True, False], [True, False, False]]), 1.0)
     assert x.tolist() == [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
@@ -203,7 +203,7 @@ def test_works_without_rich() -> None:
 
 
 def test_time_limit_leaves_rows_of_what_was_not_reached(tmp_path: Path) -> None:
-    """Twenty samples in one process do not fit into a second; those left out are named."""
+    """Twenty samples take longer than a second in one process; those not reached are reported."""
     file = tmp_path / "rows.json"
     arguments = ["check", "--op=ffn", "--backend=reference", "--jobs=1", "--seconds=1"]
     code = cli.main([*arguments, f"--json={file}"])
@@ -226,7 +226,7 @@ def _exit(case: Any) -> None:
 
 
 def test_on_a_gpu_backends_have_processes_of_their_own() -> None:
-    """In the order asked for: one that breaks the GPU takes no other along."""
+    """In the order requested, so that a backend that breaks the GPU affects no other."""
     options = _options("--op=attention", "--sample=lengths", "--backend=triton", "--backend=sm90")
     found = [case.backends for case in check._cases(options, torch.device("cuda"))]
     half = len(found) // 2
@@ -247,8 +247,8 @@ def _misbehave(case: str) -> str:
     return f"{case} {os.getpid()}"
 
 
-def test_cases_cost_only_themselves() -> None:
-    """Crashes, hangs and broken GPUs end their process; the others' results come as they are."""
+def test_crashed_cases_do_not_affect_others() -> None:
+    """Crashes, hangs and GPU errors end their process; the other cases give their results."""
     cases = ["first", "dies", "second", "breaks the GPU", "third", "raises", "fourth", "hangs"]
     found = dict(isolation.run_isolated(_misbehave, cases, jobs=1, limit_s=3.0))
     assert found.keys() == set(range(len(cases)))
@@ -258,7 +258,7 @@ def test_cases_cost_only_themselves() -> None:
     results = [str(found[i]).rpartition(" ") for i in (0, 2, 3, 4, 6)]
     assert [r[0] for r in results] == ["first", "second", "breaks the GPU", "third", "fourth"]
     first, second, broken, third, fourth = (r[2] for r in results)
-    assert first != second == broken != third == fourth  # a raised error is no reason to go
+    assert first != second == broken != third == fourth  # the process continues after an exception
 
 
 def test_time_limit_names_what_was_not_reached() -> None:
@@ -288,7 +288,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
 def test_rows_are_written_as_they_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FILE.jsonl keeps what came before an end that nobody planned."""
+    """FILE.jsonl has the rows written before a run was interrupted."""
     file = tmp_path / "rows.jsonl"
     options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
                        f"--json={file}")  # fmt: skip
@@ -324,7 +324,7 @@ def test_wrong_options_are_named(
 ) -> None:
     try:
         code = cli.main(["check", argument])
-    except SystemExit as left:  # argparse leaves by itself
+    except SystemExit as left:  # argparse exits
         code = left.code
     assert code == 2
     assert named in capsys.readouterr().err
@@ -333,7 +333,7 @@ def test_wrong_options_are_named(
 # -- the record of what passed ---------------------------------------------------------------------
 @pytest.fixture
 def pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The checks themselves run on the CPU; where the record lies."""
+    """The path of the record; the checks run on the CPU."""
     checked = check._check_case
 
     def on_cpu(case: check._Case) -> list[check.Row]:
@@ -376,7 +376,7 @@ def test_what_passes_is_recorded(
     assert _verified.passed(CUDA) == frozenset()
 
 
-def test_a_dtype_that_fails_takes_no_other_along(
+def test_a_dtype_that_fails_does_not_affect_others(
     pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(args: Any, results: Any) -> None:

@@ -1,4 +1,4 @@
-"""The error budget rejects what it is there to reject, and the engine that applies it sees it."""
+"""The error budget accepts correct results and rejects wrong ones, also in `fastattn check`."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(EPS), ids=lambda d: str(d).remove
 
 
 def _smallest(dtype: torch.dtype) -> float:
-    """The number next to 0, the step of all below the normal ones."""
+    """The smallest positive number, which is also the spacing of subnormal numbers."""
     return torch.finfo(dtype).smallest_normal * EPS[dtype]
 
 
@@ -32,7 +32,7 @@ def _judge(
     same: Tensor | None = None,
     mag: Tensor | None = None,
 ) -> Comparison:
-    """Against a reference in the same dtype that is the exact result rounded."""
+    """Compares with a same-dtype reference that is the rounded exact result."""
     same = exact.to(actual.dtype) if same is None else same
     return compare(actual, exact, same, torch.zeros_like(exact) if mag is None else mag, slice_dims)
 
@@ -57,7 +57,7 @@ def test_zeros_are_exact(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("steps", [0.5, 1.5, 3.25, 3.5, -2.5])
 def test_rounding_below_the_normal_numbers(dtype: torch.dtype, steps: float) -> None:
-    """There it costs half a step however small the result; the reference need not lose it too."""
+    """The error is up to half the spacing of subnormal numbers, even if the reference is exact."""
     exact = torch.full((1, 1, 1, 1), steps * _smallest(dtype), dtype=torch.float64)
     rounded = exact.to(dtype)
     assert _judge(rounded, exact, same=exact).ok
@@ -96,7 +96,7 @@ def test_overflow_of_the_dtype_is_expected() -> None:
 @DTYPES
 @pytest.mark.parametrize("term", ["eps", "reference", "magnitude"])
 def test_bound_of_every_term(dtype: torch.dtype, term: str) -> None:
-    """Just inside passes and just outside fails: 2 eps max|ref|, 2 max|same - ref|, 8 eps32 mag."""
+    """Errors just below and above each term: 2 eps max|ref|, 2 max|same - ref|, 8 eps32 mag."""
     exact = torch.ones(1, 1, 2, 2, dtype=torch.float64)
     same, mag = exact, torch.zeros_like(exact)
     allowed = 2 * EPS[dtype]
@@ -120,7 +120,7 @@ def test_bound_of_every_term(dtype: torch.dtype, term: str) -> None:
 
 
 def test_non_finite_reference_error_counts_as_zero() -> None:
-    """A reference that overflows where the exact result does not allows nothing."""
+    """A same-dtype reference that overflows does not increase the allowed error."""
     exact = torch.ones(1, 1, 1, 2, dtype=torch.float64)
     same = torch.tensor([[[[torch.inf, torch.nan]]]])
     assert _judge(torch.ones(1, 1, 1, 2), exact, same=same).ok
@@ -137,7 +137,7 @@ def test_non_finite_magnitude_allows_nothing() -> None:
 # -- what fails -----------------------------------------------------------------------------------
 @DTYPES
 def test_wrong_slice_beside_a_large_one(dtype: torch.dtype) -> None:
-    """Over the whole tensor the error is far below eps * max; in its own slice it is everything."""
+    """The error is far below eps * max of the whole tensor, but large in its own slice."""
     exact = _exact(2, 2, 16, 8)
     exact[0, 0] *= 1e4
     actual = exact.to(dtype)
@@ -195,15 +195,15 @@ def test_other_shape() -> None:
     assert not _judge(exact.float()[:0], exact, 1, same=exact).ok
 
 
-# -- the engine -----------------------------------------------------------------------------------
+# -- fastattn check -------------------------------------------------------------------------------
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, change: Any) -> None:
-    """Replaces the reference's launcher of one op: change(args, launch) -> results."""
+    """Replaces the reference's launcher of one op by change(args, launch) -> results."""
     launch = OPS[op]._launcher("reference")
     monkeypatch.setitem(OPS[op]._launchers, "reference", lambda args: change(args, launch))
 
 
 def _failures(op: str, sample: str, monkeypatch: pytest.MonkeyPatch, change: Any) -> dict[str, str]:
-    """Result -> message of what fails once the op is broken."""
+    """Result -> message of the failures with a broken op."""
     spec = all_specs()[op.removesuffix("_fwd").removesuffix("_bwd")]
     [found] = [s for s in spec.samples if s.name == sample]
     oracle = Oracle(spec, found, torch.float32)
@@ -214,7 +214,7 @@ def _failures(op: str, sample: str, monkeypatch: pytest.MonkeyPatch, change: Any
     return {row.result: row.message for row in rows if row.status != "ok"}
 
 
-def test_engine_sees_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(args: Any, launch: Any) -> Any:
         results = launch(args)
         results[0][1, 1, 5] *= 1 + 1e-4
@@ -224,7 +224,7 @@ def test_engine_sees_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures.keys() == {"out"} and "slice [1, 1]" in failures["out"]
 
 
-def test_engine_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(args: Any, launch: Any) -> Any:
         results = launch(args)
         results[1].mul_(0.999)
@@ -233,7 +233,7 @@ def test_engine_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _failures("layer_norm_bwd", "odd_width", monkeypatch, change).keys() == {"dweight"}
 
 
-def test_engine_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_unwritten_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(args: Any, launch: Any) -> Any:
         results, complete = OPS["rms_norm_fwd"].allocate(args), launch(args)
         results[0][:-1] = complete[0][:-1]
@@ -243,7 +243,7 @@ def test_engine_sees_what_was_not_written(monkeypatch: pytest.MonkeyPatch) -> No
     assert "257 non-finite positions differ" in failures["y"]
 
 
-def test_engine_sees_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_detects_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def change(args: Any, launch: Any) -> Any:
@@ -257,7 +257,7 @@ def test_engine_sees_other_bits_in_a_second_run(monkeypatch: pytest.MonkeyPatch)
     assert failures == {"y": "a second run gave other bits"}
 
 
-def test_engine_reports_crashes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_crashes_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(args: Any, launch: Any) -> Any:
         raise IndexError("out of range")
 

@@ -1,8 +1,8 @@
-"""add_layer_norm's two equal gradients: x and residual share one where dropout and dtypes allow it.
-Parameters with gaps. What eps may be.
+"""add_layer_norm's equal gradients: x and residual share a tensor if dropout and dtypes allow it.
+Parameters with gaps. Values of eps.
 
-Values were checked against fp64 in test_ops.py; here is when the tensor is shared, and that sharing
-shows no more than that of torch's own sum does.
+test_ops.py checks values against fp64; here, the gradients are shared when expected, and sharing
+has no other effects than in PyTorch's own sum.
 """
 
 import math
@@ -23,7 +23,7 @@ from fastattn.testing.poison import poisoned_results
 
 
 class _Needs(TorchDispatchMode):
-    """What the backward op was asked for: x, residual, x_bias, weight, bias."""
+    """The backward op's `needs`: x, residual, x_bias, weight, bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_one_gradient_for_both(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("wanted", ["x", "residual", "x_bias", "weight", "bias"])
 def test_some_gradients(wanted: str, dropout_p: float) -> None:
-    """The bits of a gradient do not depend on which others are asked for."""
+    """The bits of a gradient do not depend on which others are needed."""
     x, residual = _leaves(FP32, FP32, requires_grad=False)
     inputs = {"x": x, "residual": residual, "x_bias": x[0], "weight": x[1], "bias": x[2]}
     options: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": torch.tensor([5])}
@@ -91,7 +91,7 @@ def test_some_gradients(wanted: str, dropout_p: float) -> None:
 
 
 def test_shared_like_that_of_a_sum() -> None:
-    """Accumulated gradients are independent memory, and those of one tensor given twice add up."""
+    """Accumulated gradients do not share memory; those of a tensor passed twice are added."""
     x, residual = _leaves(FP32, FP32)
     weight = torch.randn(40, requires_grad=True)
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_shared_like_that_of_a_sum() -> None:
 
 
 def test_a_hook_on_one_leaves_the_other() -> None:
-    """What happens to x's gradient upstream does not reach the residual's, as behind a sum."""
+    """A hook on x's gradient does not change the residual's, as for a sum."""
 
     def gradient_of_residual(add: Any) -> Tensor:
         x, residual = _leaves(FP32, FP32)
@@ -125,7 +125,7 @@ def test_a_hook_on_one_leaves_the_other() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_the_rounded_sum_is_normalised(backend: str) -> None:
-    """Backward passes see the sum as it was returned: the statistics must be its own."""
+    """The backward uses the rounded sum, so the statistics must be those of the rounded sum."""
     if why := refusal(OPS["layer_norm_fwd"], backend, (torch.ones(2, 3), None, None, 0.0)):
         pytest.skip(f"backend {backend} {why}")
     x, residual = (100 * torch.randn(5, 70).bfloat16() for _ in range(2))
@@ -161,7 +161,7 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
 def test_parameters_with_gaps(op: str) -> None:
-    """The bits, forward and backward, of their contiguous copies."""
+    """The same bits, forward and backward, as contiguous copies."""
     x, residual = _leaves(FP32, FP32)
     wide = torch.linspace(1, 2, 80, requires_grad=True)
 
@@ -177,7 +177,7 @@ def test_parameters_with_gaps(op: str) -> None:
 # -- eps -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("eps", [0.0, 0, -0.5, math.nan, math.inf])
 def test_drop_ins_take_what_torch_takes(eps: float) -> None:
-    """The ops refuse an eps with which no row is normalised; torch's modules compute with it."""
+    """The ops refuse an invalid eps; the drop-in modules compute with it, as PyTorch's do."""
     x, residual = _leaves(FP32, FP32, requires_grad=False)
 
     def results(module: Any) -> list[Tensor]:
@@ -195,7 +195,7 @@ def test_drop_ins_take_what_torch_takes(eps: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_default_of_rms_norm_is_torchs(dtype: torch.dtype) -> None:
-    """In rows that are small enough for it to show."""
+    """For rows with values so small that eps matters."""
     x = torch.randn(6, 40, dtype=dtype) * torch.finfo(dtype).eps ** 0.5
     torch.testing.assert_close(fastattn.rms_norm(x), F.rms_norm(x, (40,)))
 
@@ -203,7 +203,7 @@ def test_default_of_rms_norm_is_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "add_layer_norm"])
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_rows_of_any_rank(norm: str, backend: str | None) -> None:
-    """Kernels see rows: as many leading dimensions as one likes, and rows of nothing."""
+    """Any number of leading dimensions, and rows without columns."""
     call = partial(getattr(fastattn, norm), backend=backend)
     x = torch.randn(8, requires_grad=True)
     many = call(*[x.reshape([1] * 69 + [8])] * (2 if norm == "add_layer_norm" else 1))
@@ -236,7 +236,7 @@ def test_raw_backward_of_a_missing_weight_is_empty() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
-def test_rows_of_nothing_have_gradients(backend: str) -> None:
+def test_rows_without_columns_have_gradients(backend: str) -> None:
     x, weight, bias = (torch.zeros(s, requires_grad=True) for s in ((3, 0), (0,), (0,)))
     for y in (
         fastattn.layer_norm(x, weight, bias, backend=backend),
@@ -247,7 +247,7 @@ def test_rows_of_nothing_have_gradients(backend: str) -> None:
 
 
 @pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs the native library cpu")
-def test_raw_backward_wants_as_many_flags_as_gradients() -> None:
+def test_raw_backward_needs_a_flag_for_each_gradient() -> None:
     x, one = torch.randn(2, 3), torch.ones(2)
     for needs in ([True], [True] * 4):
         with pytest.raises(RuntimeError, match=r"needs must have 3 entries"):

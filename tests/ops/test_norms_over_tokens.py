@@ -17,7 +17,7 @@ def batches(count: int = 5) -> list[torch.Tensor]:
 
 
 def test_power_norm_follows_its_algorithm():
-    """Algorithm 2 of Shen et al. 2020, written out: forward, backward, both running estimates."""
+    """Algorithm 2 of Shen et al. 2020: forward, backward, both running estimates."""
     alpha, eps = 0.8, 1e-5
     norm = PowerNorm(E, alpha=alpha, eps=eps, warmup=0)
     norm.weight.data.uniform_(0.5, 1.5)
@@ -57,7 +57,7 @@ def test_warming_up_power_norm_uses_the_batch_and_its_gradient():
         (expected,) = torch.autograd.grad((normed(x) * weights).sum(), x)
         torch.testing.assert_close(actual, expected)
         assert norm.nu.abs().max() == 0
-    # The fifth batch is the first to be divided by what the others left.
+    # The fifth batch is the first one that is divided by the running estimate.
     assert not torch.allclose(norm(x), normed(x), rtol=1e-2)
 
 
@@ -84,7 +84,7 @@ def test_batch_norm_equals_torchs():
         y.backward(dy), z.backward(dy)
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(fast.running_mean, reference.running_mean)
-    # torch keeps the unbiased variance, 12/11 of the batch's.
+    # PyTorch stores the unbiased variance, 12/11 of the batch's.
     kept = 0.9 ** len(batches())
     unbiased = (reference.running_var - kept) * 11 / 12 + kept
     torch.testing.assert_close(fast.running_variance, unbiased)

@@ -4,7 +4,7 @@ On a GPU every sample runs natively. Without one, this file runs itself once mor
 interpreter, on the samples that are small enough.
 """
 
-# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
 import itertools
 import zlib
@@ -21,9 +21,9 @@ from fastattn.ops import _env
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import mended_interpreter
+    import patched_interpreter
 
-    mended_interpreter.install()
+    patched_interpreter.install()
 
 import triton.language as tl
 from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES

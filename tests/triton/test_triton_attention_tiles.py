@@ -4,7 +4,7 @@ On a GPU everything runs natively. Without one, this file runs itself once more 
 interpreter.
 """
 
-# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
 import itertools
 from typing import Any
@@ -18,9 +18,9 @@ from fastattn.ops import _env
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import mended_interpreter
+    import patched_interpreter
 
-    mended_interpreter.install()
+    patched_interpreter.install()
 
 import triton.language as tl
 from compiled_kernels import compiles

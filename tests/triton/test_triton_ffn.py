@@ -1,12 +1,11 @@
-"""The feed-forward network in Triton: values, who computes which product, and what the compilers
-make of the kernels.
+"""The feed-forward network in Triton: values, configs, and the compiled kernels.
 
 On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
-interpreter, on the samples that are small enough, and compiles what ships for GPUs that are not
-there: no spills, tensor cores in use, shared memory within the limit.
+interpreter, on the samples that are small enough, and compiles kernels for several GPUs: no spills,
+tensor cores in use, shared memory within the limit.
 """
 
-# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
 import re
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from fastattn.ops._dropout import SECOND_STREAM, drop_rows, keep_scale
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import mended_interpreter
+    import patched_interpreter
 
-    mended_interpreter.install()
+    patched_interpreter.install()
 
 import compiled_kernels
 from compiled_kernels import (
@@ -80,9 +79,7 @@ TENSORS = ("x", "w1", "b1", "w2", "b2", "residual")
 
 
 class Call:
-    """One call on a sample's data, forward and backward: what the launchers write, and what should
-    come of it.
-    """
+    """A forward and a backward on a sample's data, by the launchers and by the reference."""
 
     def __init__(self, sample: Sample, dtype: torch.dtype):
         self.inputs = inputs = sample.inputs("cpu", dtype)
@@ -95,7 +92,7 @@ class Call:
         self.same = reference.ffn_fwd(*self.tensors, *self.options)
         generator = torch.Generator().manual_seed(1)
         y = self.same[0]
-        # Values that every dtype has.
+        # Rounded so that all dtypes have the same values.
         self.dy = torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype)
 
     def _move(self, x: Any) -> Any:
@@ -138,7 +135,7 @@ class Call:
         return results
 
     def wide(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...], dict[str, Tensor]]:
-        """In fp64: the forward, the backward, and the size of what every result sums."""
+        """In fp64: the forward, the backward, and the magnitudes of all results."""
         tensors = [None if t is None else t.double() for t in self.tensors]
         forward = reference.ffn_fwd(*tensors, *self.options)
         needs = [t is not None for t in tensors[:5]]
@@ -149,10 +146,9 @@ class Call:
         return forward, backward, {name: mag.detach() for name, mag in mags.items()}
 
     def check(self, tile: GemmTile | None = None) -> None:
-        """Everything within the one error budget; with every product in our tile, if given."""
+        """Checks all results against the error budget. tile: for all products, else torch.mm."""
         forward, backward, mags = self.wide()
-        ours = None if tile is None else Product(tile, "tested")
-        y, hidden = self.forward(None if ours is None else ForwardConfig(ours, ours))
+        y, hidden = self.forward(None if tile is None else _forward_config(tile))
         x, w1, b1 = (None if t is None else t.double().abs() for t in self.tensors[:3])
         pre = torch.nn.functional.linear(x, w1, b1)
         if self.inputs["activation"] == "relu":
@@ -161,18 +157,26 @@ class Call:
         _compare("y", y, forward[0], self.same[0], mags["y"])
         needs = [t is not None for t in self.tensors[:5]]
         same = reference.ffn_bwd(self.dy, *self.tensors[:5], self.same[1], *self.options, needs)
-        got = self.backward(None if ours is None else BackwardConfig(ours, ours, ours, ours))
-        for name, g, w, s in zip(TENSORS[:5], got, backward, same, strict=True):
+        actual = self.backward(None if tile is None else _backward_config(tile))
+        for name, a, w, s in zip(TENSORS[:5], actual, backward, same, strict=True):
             if w is not None:
-                _compare(f"d{name}", g, w, s, mags[f"d{name}"])
+                _compare(f"d{name}", a, w, s, mags[f"d{name}"])
+
+
+def _forward_config(tile: GemmTile) -> ForwardConfig:
+    return ForwardConfig(*[Product(tile, "tested")] * 2)
+
+
+def _backward_config(tile: GemmTile) -> BackwardConfig:
+    return BackwardConfig(*[Product(tile, "tested")] * 4)
 
 
 def _buffer(shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool) -> Tensor:
     return torch.full(shape, 0.0 if zeroed else NAN, dtype=dtype, device=DEVICE)
 
 
-def _compare(name: str, got: Tensor, wide: Tensor, same: Tensor, mag: Tensor) -> None:
-    result = compare(got.cpu(), wide, same, mag, slice_dims=0)
+def _compare(name: str, actual: Tensor, wide: Tensor, same: Tensor, mag: Tensor) -> None:
+    result = compare(actual.cpu(), wide, same, mag, slice_dims=0)
     assert result.ok, f"{name}: {result.message}, allowed {result.allowed:.3g}"
 
 
@@ -181,7 +185,7 @@ def _sample(name: str) -> Sample:
 
 
 def _samples() -> list[Any]:
-    """In the interpreter two dtypes, always one of them, in turn."""
+    """In the interpreter two dtypes; one of them, alternately, only in the slow run."""
     cases = []
     for n, sample in enumerate(SAMPLES):
         for i, dtype in enumerate(sample.dtypes if NATIVE else sample.dtypes[:2]):
@@ -197,11 +201,11 @@ def test_sample(sample: Sample, dtype: torch.dtype) -> None:
     Call(sample, dtype).check()
 
 
-# Small tiles, so that small tensors have several. split: the summed dimension in pieces.
+# Small tiles, so that small tensors have several.
 TILES = {
     "pointers": GemmTile(32, 32, 16, 4, 1, group=2),
-    "persistent": GemmTile(32, 64, 32, 4, 1, group=2, programs=2, parts=2, splits=2),
-    "descriptors": GemmTile(64, 32, 32, 4, 1, parts=4, tma=True, splits=3),
+    "persistent": GemmTile(32, 64, 32, 4, 1, group=2, programs=2, subtiles=2, splits=2),
+    "descriptors": GemmTile(64, 32, 32, 4, 1, subtiles=4, tma=True, splits=3),
 }
 
 
@@ -217,7 +221,7 @@ def _fused() -> list[Any]:
 
 @runs
 @pytest.mark.parametrize("name, tiling, dtype", _fused(), ids=str)
-def test_our_products(name: str, tiling: str, dtype: torch.dtype) -> None:
+def test_triton_products(name: str, tiling: str, dtype: torch.dtype) -> None:
     Call(_sample(name), dtype).check(TILES[tiling])
 
 
@@ -232,22 +236,21 @@ def test_our_products(name: str, tiling: str, dtype: torch.dtype) -> None:
         ("swiglu", "pointers"),
     ],
 )
-def test_wanted_gradients_alone(activation: str, tiling: str | None) -> None:
-    """Each gradient is the same, bit for bit, whichever others are computed with it."""
+def test_needed_gradients_alone(activation: str, tiling: str | None) -> None:
+    """A gradient has the same bits whether it is computed alone or with the others."""
     call = Call(_sample(activation), torch.float32)
-    ours = None if tiling is None else Product(TILES[tiling], "tested")
-    config = None if ours is None else BackwardConfig(ours, ours, ours, ours)
+    config = None if tiling is None else _backward_config(TILES[tiling])
     together = call.backward(config)
     for i in range(5):
         alone = call.backward(config, [i == j for j in range(5)])
-        for j, (got, expected) in enumerate(zip(alone, together, strict=True)):
-            assert torch.equal(got, expected) if i == j else got.numel() == 0
+        for j, (actual, expected) in enumerate(zip(alone, together, strict=True)):
+            assert torch.equal(actual, expected) if i == j else actual.numel() == 0
 
 
 @runs
 @pytest.mark.parametrize("tiling", [None, "descriptors"])
-def test_one_plan_serves_any_number_of_rows(tiling: str | None) -> None:
-    """But not other widths."""
+def test_a_plan_is_for_any_number_of_rows(tiling: str | None) -> None:
+    """But for one width."""
     plans = []
     for rows, out in ((0, 24), (70, 24), (13, 24), (70, 32)):
         make = partial(make_inputs, rows=(rows,), hidden=40, out=out, output_dropout_p=0.1)
@@ -266,12 +269,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gated": {"activation": "reglu"},
     "residual": {"residual": "same"},
     "fp32 residual": {"residual": "fp32"},
-    "half are dropped": {"dropout_p": 0.5},
-    "a fifth is dropped": {"dropout_p": 0.2},
-    "half of the output": {"output_dropout_p": 0.5},
-    "a fifth of the output": {"output_dropout_p": 0.2},
-    "wider rows": {"layout": "rows"},
-    "columns": {"layout": "weights"},
+    "dropout 0.5": {"dropout_p": 0.5},
+    "dropout 0.2": {"dropout_p": 0.2},
+    "output dropout 0.5": {"output_dropout_p": 0.5},
+    "output dropout 0.2": {"output_dropout_p": 0.2},
+    "row stride": {"layout": "rows"},
+    "transposed weights": {"layout": "weights"},
 }
 
 
@@ -279,7 +282,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tiling", [None, "pointers"])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_calls_that_differ_in_one_option(change: str, tiling: str | None) -> None:
-    """Nothing that is remembered of a call is used for the other."""
+    """A plan cached for one call is not used for the other."""
     for options in ({}, _CHANGES[change]):
         make = partial(make_inputs, rows=(9,), **options)
         call = Call(Sample("calls", "", make, ("x",)), torch.float16)
@@ -289,7 +292,7 @@ def test_calls_that_differ_in_one_option(change: str, tiling: str | None) -> Non
 @runs
 @pytest.mark.parametrize("bias", ["b1", "b2"])
 def test_one_bias_may_be_absent(bias: str) -> None:
-    """Of a call like one with both."""
+    """After a call with both biases."""
     make = partial(make_inputs, rows=(9,))
     Call(Sample("biases", "", make, ("x",)), torch.float16).check()
 
@@ -322,23 +325,23 @@ def test_calls_that_differ_in_strides(name: str, tiling: str | None) -> None:
 
 @runs
 def test_activations_of_extreme_values() -> None:
-    """Far from zero the activations are flat or linear, infinity included, and NaN stays NaN."""
+    """Activations of large values, infinity and NaN."""
     values = torch.tensor([0.0, -0.0, 1e-4, -1e-4, 0.3, -0.3, 3.0, -3.0, 9.0, -9.0, 40.0, -40.0,
                            1e4, -1e4, torch.inf, torch.nan])  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         pre = values.to(dtype)[None].to(DEVICE)
         for name in ("relu", "gelu", "gelu_tanh", "silu"):
-            got = torch.empty_like(pre)
-            launchers.steps.activate(len(values), dtype, name, 0.0)(1, pre, got, None, 0)
+            actual = torch.empty_like(pre)
+            launchers.steps.activate(len(values), dtype, name, 0.0)(1, pre, actual, None, 0)
             wide = reference._ACTIVATIONS[name][0](pre.double().cpu())
             same = reference._ACTIVATIONS[name][0](pre.float().cpu()).to(dtype)
-            for g, w, r, size in zip(got.cpu()[0], wide[0], same[0], pre.cpu()[0], strict=True):
-                _compare(f"{name} of {size}", g, w, r, size.double().abs())
+            for a, w, s, x in zip(actual.cpu()[0], wide[0], same[0], pre.cpu()[0], strict=True):
+                _compare(f"{name} of {x}", a, w, s, x.double().abs())
 
 
 @runs
 def test_groups_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of very many rows: dropped gradients and their column sums, of a strided matrix."""
+    """Groups as for very many rows: dropout of dy and its column sums, for a strided matrix."""
     rows, width, p, stream = 150, 37, 0.3, 2
     monkeypatch.setattr(
         launchers.steps, "rows_per_group", lambda *_: 2 * elementwise_tile(width, SUMMED).block_m
@@ -369,7 +372,7 @@ def test_in_the_interpreter(which: str) -> None:
     assert passed_in_the_interpreter(__file__, "-m", which) >= 25
 
 
-# -- who computes what ----------------------------------------------------------------------------
+# -- configs --------------------------------------------------------------------------------------
 
 
 @compiles
@@ -405,12 +408,12 @@ def test_every_product_has_a_reason() -> None:
                     for field in fields(config):
                         product = getattr(config, field.name)
                         assert len(product.reason) > 10
-                        # Until measured, the library: it cannot be slower than eager PyTorch.
+                        # Until Triton is measured, torch.mm: not slower than eager PyTorch.
                         assert product.tile is None
 
 
 @compiles
-def test_tuning_starts_from_what_ships() -> None:
+def test_tuning_starts_from_the_default_config() -> None:
     shape = (16384, 1024, 4096, 1024)
     for arch in GENERATIONS:
         for activation in ("relu", "swiglu"):
@@ -443,12 +446,11 @@ def test_groups_of_rows_cover_all_and_stay_few() -> None:
 # -- compilers ------------------------------------------------------------------------------------
 
 
-# sm_80's rows serve every GPU from there on, of which the smallest have sm_86's.
+# sm_80's configs are used on later GPUs too, of which sm_86 has the least shared memory.
 SHARED_MEMORY = compiled_kernels.SHARED_MEMORY | {"sm_80": compiled_kernels.SHARED_MEMORY["sm_86"]}
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -487,14 +489,14 @@ def _launch_backward(
     launchers.ffn_bwd_with_config(config, call, e(rows, D), e(W, D), e(W), e(D, F), e(D))
 
 
-LIBRARY = Product(None, "the library's")
-LIBRARY_FORWARD = ForwardConfig(LIBRARY, LIBRARY)
-LIBRARY_BACKWARD = BackwardConfig(LIBRARY, LIBRARY, LIBRARY, LIBRARY)
-OURS = ("up_kernel", "down_kernel", "dhidden_kernel", "product_kernel")
+TORCH = Product(None, "torch.mm")
+TORCH_FORWARD = ForwardConfig(TORCH, TORCH)
+TORCH_BACKWARD = BackwardConfig(TORCH, TORCH, TORCH, TORCH)
+PRODUCT_KERNELS = ("up_kernel", "down_kernel", "dhidden_kernel", "product_kernel")
 
 
 def _wide_loads(code: str) -> int:
-    """Loads of 16 bytes a thread."""
+    """The number of loads of 16 bytes per thread."""
     return len(re.findall(r"LDG\.E\.128|(?:global|buffer)_load_dwordx4", code))
 
 
@@ -511,10 +513,10 @@ HOPPERS_GATE = ("sm_90", "swiglu")
     ],
 )
 def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> None:
-    """Without spills, and reading 16 bytes at a time."""
+    """Without spills, and with loads of 16 bytes."""
     with compiled_for(arch) as found:
-        _launch_forward(LIBRARY_FORWARD, activation, p=p)
-        _launch_backward(LIBRARY_BACKWARD, activation, p=p)
+        _launch_forward(TORCH_FORWARD, activation, p=p)
+        _launch_backward(TORCH_BACKWARD, activation, p=p)
     kernels = by_name(found)
     names = {"finish_kernel", "drop_gradient_kernel", "differentiate_kernel", "sum_groups_kernel"}
     if activation != "relu" or p:
@@ -530,20 +532,20 @@ _WITH_ACTIVATION = ("up", "dhidden")
 
 
 def _its_turn(product: str, activation: str, i: int) -> bool:
-    """Whether a product of Hopper's in bf16 is compiled with the tile i of its list: each is, with
-    some activation; dx and dw1, which are one kernel, share them.
+    """Whether a bf16 product is compiled for Hopper with its i-th tile and this activation. Each
+    tile is compiled with some activation; dx and dw1, which have the same kernel, share the tiles.
     """
     if i == 0 or product == "down":
         return True
     if product == "up":
         return activation == _ACTIVATIONS[i % 3]
-    if product == "dhidden":  # a list of its own where it is gated
+    if product == "dhidden":  # gated activations have other tiles
         return activation == ("relu", "gelu")[i % 2] or activation == "swiglu"
     return product == ("dx", "dw1")[i % 2]
 
 
-def _ours() -> list[Any]:
-    """(arch, dtype, product, tile, activation): Hopper's in the slow run, a few always."""
+def _product_cases() -> list[Any]:
+    """(arch, dtype, product, tile, activation): a few in every run, all in the slow run."""
     cases = []
     for arch in GENERATIONS:
         for dtype in (torch.bfloat16, torch.float32):
@@ -555,7 +557,7 @@ def _ours() -> list[Any]:
             pairs |= {(product, "relu") for product in _PRODUCTS if product not in _WITH_ACTIVATION}
             for product, activation in sorted(pairs):
                 known = tiles(arch, dtype, product, activation)
-                # The first one is what a tuner would start from.
+                # The tuner starts from the first one.
                 for i, tile in enumerate(known if every else known[:1]):
                     if not _its_turn(product, activation, i):
                         continue
@@ -570,44 +572,44 @@ def _ours() -> list[Any]:
 
 
 @compiles
-@pytest.mark.parametrize("arch, dtype, product, tile, activation", _ours())
-def test_our_products_compile(
+@pytest.mark.parametrize("arch, dtype, product, tile, activation", _product_cases())
+def test_triton_products_compile(
     arch: str,
     dtype: torch.dtype,
     product: str,
     tile: GemmTile,
     activation: str,
 ) -> None:
-    """With dropout at every place: tensor cores in use, no spills, shared memory in bounds."""
+    """With dropout: tensor cores in use, no spills, shared memory within the limit."""
     if product == "dw1":
         tile = replace(tile, splits=4)
-    ours = {product: Product(tile, "tested")}
+    change = {product: Product(tile, "tested")}
     with compiled_for(arch) as found:
         if product in ("up", "down"):
-            _launch_forward(replace(LIBRARY_FORWARD, **ours), activation, dtype, 0.1)
+            _launch_forward(replace(TORCH_FORWARD, **change), activation, dtype, 0.1)
         else:
-            _launch_backward(replace(LIBRARY_BACKWARD, **ours), activation, dtype, 0.1)
-    [kernel] = [k for name, k in by_name(found).items() if name in OURS]
+            _launch_backward(replace(TORCH_BACKWARD, **change), activation, dtype, 0.1)
+    [kernel] = [k for name, k in by_name(found).items() if name in PRODUCT_KERNELS]
     assert kernel.metadata.shared <= SHARED_MEMORY[arch]
     if dtype == torch.float32 and arch != "gfx942":
-        # Three TF32 products, never one.
+        # Three TF32 products, not one.
         assert "inputPrecision = tf32x3" in kernel.asm["ttir"]
     code = instructions(kernel)
     assert re.search(TENSOR[arch], code) and spilled(kernel) == 0
     if arch == "sm_90":
-        # Three waits at most: in the loop, after it, before the end of a tile. More are ptxas's way
-        # to serialise products (C7510 to C7515).
+        # At most three waits: in the loop, after it, before the epilogue. ptxas adds more if it
+        # serialises WGMMA (C7510 to C7515).
         assert code.count("WARPGROUP.DEPBAR") <= 3
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == tile.tma
-        # Products run on while the next tiles come; three of them for one do not.
+        # WGMMA overlaps with the next loads, except with three TF32 products.
         assert dtype == torch.float32 or "pendings = 1" in kernel.asm["ttgir"]
 
 
 @compiles
-def test_descriptors_only_where_layouts_allow() -> None:
-    """Rows of 1001 elements are no multiple of 16 bytes apart: pointers."""
+def test_descriptors_only_for_aligned_strides() -> None:
+    """The stride of rows of 1001 elements is not a multiple of 16 bytes."""
     tile = Product(GemmTile(64, 64, 64, 4, 2, tma=True), "tested")
-    config = ForwardConfig(tile, LIBRARY)
+    config = ForwardConfig(tile, TORCH)
     for sizes, tma in (((256, 1024, 128), True), ((256, 1001, 128), False)):
         with compiled_for("sm_90") as found:
             _launch_forward(config, "relu", sizes=sizes)

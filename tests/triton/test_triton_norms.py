@@ -2,10 +2,10 @@
 
 On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
 interpreter, on samples that are small enough, and compiles what ships for GPUs that are not there:
-no spills, all programs on a core at once, shared memory within the limit.
+no spills, all programs of a multiprocessor resident, shared memory within the limit.
 """
 
-# ruff: noqa: E402  (the interpreter is mended before kernels are imported)
+# ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
 import re
 from functools import partial
@@ -20,9 +20,9 @@ from fastattn.ops import _env
 
 triton = pytest.importorskip("triton")
 if _env.interpreting():
-    import mended_interpreter
+    import patched_interpreter
 
-    mended_interpreter.install()
+    patched_interpreter.install()
 
 from compiled_kernels import (
     GENERATIONS,
@@ -99,12 +99,12 @@ def _sample(op: str, shape: tuple[int, ...], **options: Any) -> Sample:
     return Sample("made", "made here", make, ("x", "residual", "weight", "bias", "x_bias"))
 
 
-def _ship(
+def _use(
     monkeypatch: pytest.MonkeyPatch,
     forward: ForwardConfig | None = None,
     backward: BackwardConfig | None = None,
 ) -> None:
-    """Every call takes these tilings; none is remembered from before, nor for later."""
+    """Makes every call use these configs, with empty caches."""
     if forward is not None:
         monkeypatch.setattr(kernels, "forward_config", lambda *_: forward)
     if backward is not None:
@@ -113,7 +113,7 @@ def _ship(
     monkeypatch.setattr(kernels, "_backward_plans", LaunchCache())
 
 
-# Of rows of 70 columns: a block of 128, two of 64, three of 32.
+# For rows of 70 columns: one block of 128, two of 64, three of 32.
 FORWARD_TILINGS = {
     "tiles": ForwardConfig(4, 128, 4),
     "parameters_late": ForwardConfig(1, 128, 4, parameters=config.AFTER_STATISTICS),
@@ -136,25 +136,25 @@ BACKWARD_TILINGS = {
 def test_results_do_not_depend_on_tiles(
     op: str, forward: str, backward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of add_layer_norm, and what is not centred."""
-    _ship(monkeypatch, FORWARD_TILINGS[forward], BACKWARD_TILINGS[backward])
+    """add_layer_norm with all options, and a norm without a mean."""
+    _use(monkeypatch, FORWARD_TILINGS[forward], BACKWARD_TILINGS[backward])
     everything = {"x_bias": True, "dropout_p": 0.3} if op == "add_layer_norm" else {}
     _check(SPECS[op], _sample(op, (1, 9, 70), offset=30.0, **everything), FP32)
 
 
 @runs
 def test_long_rows_keep_small_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block after block around 1000: a sum of squares would lose the variance."""
-    _ship(monkeypatch, ForwardConfig(1, 256, 4))
+    """Values around 1000 in several blocks: a sum of squares would lose the variance."""
+    _use(monkeypatch, ForwardConfig(1, 256, 4))
     _check(SPECS["layer_norm"], _sample("layer_norm", (1, 2, 1100), offset=1000.0), FP32)
 
 
 @runs
 def test_a_row_of_a_million(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not NATIVE:  # the interpreter wants few, large blocks
+    if not NATIVE:  # the interpreter is fast only with few, large blocks
         block = 1 << 16
         backward, total = BackwardConfig(1, block, 4, 2, 1, 0), config.SumConfig(2, block, 4)
-        _ship(monkeypatch, ForwardConfig(1, block, 4), backward)
+        _use(monkeypatch, ForwardConfig(1, block, 4), backward)
         monkeypatch.setattr(kernels, "sum_config", lambda *_: total)
         monkeypatch.setattr(kernels, "row_sums_config", lambda *_: total)
     _check(SPECS["layer_norm"], _sample("layer_norm", (1, 1 << 20), offset=5.0), FP16)
@@ -162,7 +162,7 @@ def test_a_row_of_a_million(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @runs
 def test_offsets_have_64_bits() -> None:
-    """Two rows that lie 2^31 elements apart; what is between them is never touched."""
+    """Two rows that are 2^31 elements apart; the memory between them is never accessed."""
     storage = torch.empty((1 << 31) + 64, dtype=FP16, device=DEVICE)
     x = storage.as_strided((2, 64), (1 << 31, 1)).copy_(torch.randn(2, 64)).requires_grad_()
     near = x.detach().contiguous().requires_grad_()
@@ -210,7 +210,7 @@ def _add_inputs(M: int, N: int) -> dict[str, Any]:
 @runs
 @pytest.mark.parametrize("N", [33, 600], ids=["short", "long"])
 def test_backward_of_the_sum_alone(N: int) -> None:
-    """No gradient of the normalised result: nothing is normalised, parameters get zeros."""
+    """Without a gradient of the norm's result, gradients of weight and bias are 0."""
     inputs = _add_inputs(5, N)
     names = ("x", "residual", "x_bias", "weight", "bias")
     tensors = [inputs[n].requires_grad_() for n in names]
@@ -219,22 +219,21 @@ def test_backward_of_the_sum_alone(N: int) -> None:
     for backend in ("triton", "reference"):
         _, z = fastattn.add_layer_norm(**inputs, backend=backend)
         grads[backend] = torch.autograd.grad(z, tensors, dz, materialize_grads=True)
-    for name, ours, theirs in zip(names, grads["triton"], grads["reference"], strict=True):
+    for name, actual, expected in zip(names, grads["triton"], grads["reference"], strict=True):
         if name != "x_bias":
-            assert torch.equal(ours, theirs), name
-    ours, theirs = grads["triton"][2], grads["reference"][2]
+            assert torch.equal(actual, expected), name
     exact = grads["reference"][0].double().sum(0)
-    size = grads["reference"][0].double().abs().sum(0)
-    result = compare(ours, exact, theirs, size, 0)
+    magnitude = grads["reference"][0].double().abs().sum(0)
+    result = compare(grads["triton"][2], exact, grads["reference"][2], magnitude, 0)
     assert result.ok, result.message
 
 
 @runs
-@pytest.mark.skipif(NATIVE, reason="compilers contract products as they like")
+@pytest.mark.skipif(NATIVE, reason="compilers may contract multiply-adds differently")
 @pytest.mark.parametrize("N", [33, 257, 600], ids=["whole", "halves", "blocks"])
 @pytest.mark.parametrize("op", ["add_layer_norm", "layer_norm", "rms_norm"])
-def test_only_what_is_wanted_is_written(op: str, N: int) -> None:
-    """Each gradient alone has the bits it has among all."""
+def test_only_needed_gradients_are_written(op: str, N: int) -> None:
+    """A gradient has the same bits whether it is computed alone or with the others."""
     inputs = _add_inputs(6, N)
     x, residual, x_bias, w, b = (inputs[n] for n in ("x", "residual", "x_bias", "weight", "bias"))
     options = (0.3, inputs["dropout_seed"], 3)
@@ -262,7 +261,7 @@ def test_only_what_is_wanted_is_written(op: str, N: int) -> None:
 
 
 def _with_gaps(generator: torch.Generator, dtype: torch.dtype, name: str) -> dict[str, Any]:
-    """Inputs of which one has rows, or elements, that lie apart."""
+    """Inputs of which one, `name`, is not contiguous."""
     inputs = spec.make_inputs(generator, dtype, op="add_layer_norm", shape=(5, 48), x_bias=True)
     x = inputs.get(name)
     if x is not None:
@@ -278,7 +277,7 @@ def _odd_rows(x: Tensor) -> Tensor:
 @runs
 @pytest.mark.parametrize("name", ["x", "residual", "weight", "bias", "x_bias"])
 def test_calls_that_differ_in_strides(name: str) -> None:
-    """Nothing that is remembered of a call is used for the other."""
+    """A plan cached for one call is not used for the other."""
     for gaps in ("", name):
         make = partial(_with_gaps, name=gaps)
         gradients = ("x", "residual", "weight", "bias", "x_bias")
@@ -286,20 +285,21 @@ def test_calls_that_differ_in_strides(name: str) -> None:
 
 
 @runs
-@pytest.mark.skipif(NATIVE, reason="compilers contract products as they like")
+@pytest.mark.skipif(NATIVE, reason="compilers may contract multiply-adds differently")
 def test_gradients_that_differ_in_strides() -> None:
     x = torch.randn(5, 48, device=DEVICE).requires_grad_()
     w = torch.randn(48, device=DEVICE).requires_grad_()
     y = fastattn.layer_norm(_odd_rows(x), w, backend="triton")
     dy = torch.randn(5, 48, device=DEVICE)
     expected = torch.autograd.grad(y, (x, w), dy, retain_graph=True)
-    for got, e in zip(torch.autograd.grad(y, (x, w), _odd_rows(dy)), expected, strict=True):
-        assert torch.equal(got, e)
+    actual = torch.autograd.grad(y, (x, w), _odd_rows(dy))
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
 
 
 @runs
-def test_another_number_of_rows_binds_nothing_again() -> None:
-    """As packed batches bring it with every call."""
+def test_another_number_of_rows_uses_the_cached_plan() -> None:
+    """The number of rows of packed batches changes with every call."""
     sizes = []
     for M in (3, 4, 5, 64):
         inputs = _add_inputs(M, 48)
@@ -313,7 +313,7 @@ def test_another_number_of_rows_binds_nothing_again() -> None:
 # -- on the host ----------------------------------------------------------------------------------
 
 
-def test_rows_are_copied_only_where_no_stride_fits() -> None:
+def test_rows_are_copied_only_without_a_single_stride() -> None:
     x = torch.randn(4, 6, 8)
     cases = {
         "contiguous": (x, 8),
@@ -359,7 +359,7 @@ LENGTHS = (1, 3, 64, 100, 512, 1000, 1024, 2048, 4096, 5000, 8192, 16384, 20000,
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_row_length_has_its_tiles(arch: str) -> None:
+def test_every_row_length_has_a_config(arch: str) -> None:
     for N in LENGTHS:
         aligned = N % 16 == 0
         for add in (False, True):
@@ -368,16 +368,17 @@ def test_every_row_length_has_its_tiles(arch: str) -> None:
             assert c.ROWS * c.BLOCK <= 32 * 32 * c.warps * (2 if arch == "gfx942" else 1)
         for itemsize, tensors, sums in ((2, 2, 2), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
             b = config.backward_config(arch, N, itemsize, tensors, sums, aligned)
-            assert N <= b.PARTS * b.BLOCK if b.PARTS else N > (8192 if aligned else 2048)
+            whole = N <= b.ROW_BLOCKS * b.BLOCK
+            assert whole if b.ROW_BLOCKS else N > (8192 if aligned else 2048)
             if arch != "gfx942":
                 registers = b.maxnreg or 255
                 assert b.programs * b.warps * 32 * registers <= 1 << 16
-            read = tensors + 2 * (b.PARTS == 2)
+            read = tensors + 2 * (b.ROW_BLOCKS == 2)
             staged = (b.stages - 1) * b.ROWS * b.BLOCK * itemsize * read
             assert b.programs * staged <= config._SHARED[config.family(arch)]
 
 
-def test_searches_start_from_what_ships() -> None:
+def test_searches_start_from_the_default_config() -> None:
     for N in (64, 512, 4096, 16384):
         for add in (False, True):
             forward = config.forward_candidates("sm_90", N, add)
@@ -415,7 +416,7 @@ def _launch(
     dz: bool = False,
     dropout_p: float = 0.0,
 ) -> None:
-    """A norm as its op would launch it, on tensors without memory. add: with x_bias."""
+    """Launches a norm as its op does, on meta tensors. add: add_layer_norm with x_bias."""
     x, w = _empty(4096, N, dtype=dtype), _empty(N, dtype=parameters or dtype)
     row = _empty(4096)
     dropout = (dropout_p, _empty(1, dtype=torch.int64), 3)
@@ -430,14 +431,14 @@ def _launch(
         backward = AddLayerNormBackwardCall(
             x, x if dz else None, x, w, w, w, row, row, 1e-5, dtype, *dropout, [True] * 5
         )
-        workspace = kernels.add_layer_norm_bwd_workspace(backward)
-        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in workspace]
-        kernels.add_layer_norm_bwd(backward, x, x, w, w, w, *scratch)
+        buffers = kernels.add_layer_norm_bwd_workspace(backward)
+        workspace = [_empty(*shape, dtype=kind) for shape, kind, _ in buffers]
+        kernels.add_layer_norm_bwd(backward, x, x, w, w, w, *workspace)
     else:
-        plain = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
-        workspace = kernels.layer_norm_bwd_workspace(plain)
-        scratch = [_empty(*shape, dtype=kind) for shape, kind, _ in workspace]
-        kernels.layer_norm_bwd(plain, x, w, w, *scratch)
+        call = LayerNormBackwardCall(x, x, w, w, row, row, 1e-5, [True] * 3)
+        buffers = kernels.layer_norm_bwd_workspace(call)
+        workspace = [_empty(*shape, dtype=kind) for shape, kind, _ in buffers]
+        kernels.layer_norm_bwd(call, x, w, w, *workspace)
 
 
 CALLS: dict[str, Any] = {
@@ -450,8 +451,8 @@ CALLS: dict[str, Any] = {
 }
 
 
-def _shipped() -> list[Any]:
-    """(arch, row length, call): a cross-section always, a wider one in the slow run."""
+def _compile_cases() -> list[Any]:
+    """(arch, row length, call): a few cases in every run, more in the slow run."""
     always = {
         ("sm_90", 512): ("fwd", "bwd", "add_bwd"),
         ("sm_90", 4096): ("add_fwd", "bwd"),
@@ -476,7 +477,7 @@ def _shipped() -> list[Any]:
 
 
 @compiles
-@pytest.mark.parametrize("arch, N, call", _shipped())
+@pytest.mark.parametrize("arch, N, call", _compile_cases())
 def test_compiles(arch: str, N: int, call: str) -> None:
     with compiled_for(arch) as found:
         CALLS[call](N)
@@ -485,7 +486,7 @@ def test_compiles(arch: str, N: int, call: str) -> None:
         itemsize = 4 if call == "bwd_fp32" else 2
         sums, tensors = (3, 3) if call == "add_bwd" else (2, 2)
         c = config.backward_config(arch, N, itemsize, tensors, sums, N % 16 == 0)
-        first = [] if c.PARTS else ["norm_row_sums_kernel"]
+        first = [] if c.ROW_BLOCKS else ["norm_row_sums_kernel"]
         assert names == [*first, "norm_bwd_kernel", "sum_partials_kernel"]
     else:
         whole = config.forward_config(arch, N, "add" in call, N % 16 == 0).BLOCK >= N
@@ -500,8 +501,8 @@ def test_compiles(arch: str, N: int, call: str) -> None:
 
 
 @compiles
-def test_rows_move_in_vectors() -> None:
-    """16 bytes a thread, asynchronously in the backward; single elements where rows are odd."""
+def test_rows_are_loaded_in_vectors() -> None:
+    """16 bytes per thread, asynchronously in the backward; single elements if the length is odd."""
     with compiled_for("sm_90") as found:
         _launch("fwd", 1024)
         _launch("bwd", 1024)
@@ -515,13 +516,13 @@ def test_rows_move_in_vectors() -> None:
 
 @compiles
 def test_the_weight_is_not_staged_with_the_rows() -> None:
-    """Two programs a row at 16384: four pieces of 16 KB are, twice, and the rows' numbers."""
+    """At 16384, two buffers of four blocks of 16 KB, and the statistics, are in shared memory."""
     with compiled_for("sm_90") as found:
         _launch("bwd", 16384)
     assert 128 << 10 <= found[0].metadata.shared < 132 << 10
 
 
-# Row length, type, and the widest piece of its rows in one register access.
+# Row length, dtype, and the widest load of such a row, in bits.
 _IN_STEPS = {"eight": (1000, BF16, 128), "four": (1004, BF16, 64), "four_fp32": (1004, FP32, 128)}
 
 
@@ -529,8 +530,8 @@ _IN_STEPS = {"eight": (1000, BF16, 128), "four": (1004, BF16, 64), "four_fp32": 
 @pytest.mark.parametrize(
     "steps", ["eight", *(pytest.param(s, marks=pytest.mark.slow) for s in ("four", "four_fp32"))]
 )
-def test_rows_in_steps_of_four_and_eight_move_in_vectors(steps: str) -> None:
-    """Triton alone would see alignment in multiples of 16, and single elements in all others."""
+def test_rows_in_steps_of_four_and_eight_are_loaded_in_vectors(steps: str) -> None:
+    """Triton detects multiples of 16 only, and would load other rows element by element."""
     N, dtype, bits = _IN_STEPS[steps]
     with compiled_for("sm_90") as found:
         _launch("fwd", N, dtype)
@@ -552,7 +553,7 @@ def test_rows_in_steps_of_four_and_eight_move_in_vectors(steps: str) -> None:
 @runs
 @pytest.mark.parametrize("N", [24, 72, 40])
 def test_rows_apart_in_steps_of_eight(N: int) -> None:
-    """Rows of a wider tensor, whose stride has another power of two than their length."""
+    """Rows of a wider tensor, whose stride and length are divisible by different powers of two."""
     wide = torch.randn(5, N + 8, device=DEVICE)
     w, b = torch.randn(2, N, device=DEVICE)
     results = []

@@ -1,5 +1,5 @@
-"""The arguments of the feed-forward network's torch ops, one tuple an op in the order of its
-schema: what `outputs` and every backend but the reference get.
+"""The arguments of the feed-forward network's torch ops: one tuple for each op, in the order of its
+schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class BackwardCall(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward writes; those nobody needs have no elements."""
+    """The results of the backward; those not needed have no elements."""
 
     dx: Tensor
     dw1: Tensor

@@ -1,8 +1,8 @@
-"""The feed-forward network on the CPU in C++ (csrc/ffn): fp32, bf16 and fp16 on torch's threads.
+"""The feed-forward network on the CPU in C++ (csrc/ffn): fp32, bf16 and fp16 on PyTorch's threads.
 
-The products are our own: biases, activations, dropout, the residual and the sums for the biases'
-gradients happen to each block of sums before it leaves the cache, and one call of the library is
-the whole forward or backward. The kernels are registered under the dispatcher's CPU key.
+Biases, activations, dropout, the residual and the sums for bias gradients are fused into the matrix
+products: they are applied to each block of a product while it is in the cache. The kernels are
+registered under the dispatcher's CPU key.
 """
 
 import torch

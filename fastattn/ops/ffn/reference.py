@@ -1,9 +1,9 @@
-"""The feed-forward network as two linear layers around an activation: products in the data's dtype,
-as PyTorch's eager form, everything between them in fp32 (fp64 for fp64 data).
+"""The feed-forward network as two linear layers around an activation: matrix products in the data's
+dtype, as in eager PyTorch, and everything between them in fp32 (fp64 for fp64 data).
 
 Functions take the arguments of the torch op of the same name and return its results, None for
-gradients that are not needed. `backward_maths` is the backward as differentiable torch, from the
-op's inputs alone.
+gradients that are not needed. `backward_maths` is the backward for double backward: it is
+differentiable and recomputes `hidden` from the op's inputs.
 """
 
 import math
@@ -47,7 +47,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 
 
 def _activate(pre: Tensor, activation: str) -> Tensor:
-    """[..., F] -> [..., F], or gated [..., 2F] -> [..., F]."""
+    """[..., F] -> [..., F]; if gated, [..., 2F] -> [..., F]."""
     if activation in GATED:
         gate, up = pre.chunk(2, -1)
         return _ACTIVATIONS[GATED[activation]][0](gate) * up
@@ -55,7 +55,7 @@ def _activate(pre: Tensor, activation: str) -> Tensor:
 
 
 def _activate_bwd(da: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Gradient of the pre-activation from that of the activation."""
+    """The gradient of the pre-activation, from the gradient of the activation."""
     if activation in GATED:
         gate, up = pre.chunk(2, -1)
         function, derivative = _ACTIVATIONS[GATED[activation]]
@@ -72,8 +72,8 @@ def _hidden(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the backward keeps, and what the second product reads. relu keeps the latter: its sign
-    tells all.
+    """(the tensor saved for the backward, the activation after dropout). For relu both are the
+    latter, whose sign determines the derivative and the dropout.
     """
     pre = F.linear(x, w1, b1)
     a = drop_rows(_activate(_wide(pre), activation), dropout_p, dropout_seed, dropout_stream)
@@ -101,7 +101,7 @@ def ffn_fwd(
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 cannot be told from no columns
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is ambiguous without columns
 
 
 def ffn_bwd(

@@ -182,7 +182,7 @@ _entries = partial(entries_by_rows, names=("x", "residual"), results=("y", "dx",
 
 
 def _slice_dims(name: str, result: Tensor) -> int:
-    """Tokens share one slice, as the outputs of one matrix product do."""
+    """The whole result is one slice."""
     return 0
 
 
@@ -262,6 +262,6 @@ SPECS = (
         _slice_dims,
         widen,
         _entries,
-        entries_in_bits=False,  # tiles of a matrix product follow its number of rows
+        entries_in_bits=False,  # tiles of a matrix product depend on its number of rows
     ),
 )

@@ -1,5 +1,5 @@
-"""The feed-forward network by PyTorch's own linear layers and activations, each in the data's
-dtype, and dropout's written bits.
+"""The feed-forward network by PyTorch's linear layers and activations, each in the data's dtype,
+with fastattn's dropout bits.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -31,11 +31,11 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], _Derivative]] = {
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 cannot be told from no columns
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is ambiguous without columns
 
 
 def _drop_(x: Tensor, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    """Dropped elements of x [rows, N] become 0, kept ones are not scaled yet."""
+    """Sets dropped elements of x [rows, N] to 0, without scaling the kept ones."""
     if p > 0:
         assert seed is not None
         x.masked_fill_(rows_dropped(seed, stream, p, *x.shape), 0.0)
@@ -47,7 +47,7 @@ def _scale_(x: Tensor, p: float) -> Tensor:
 
 
 def _activated(pre: Tensor, call: ForwardCall | BackwardCall) -> Tensor:
-    """What the second product reads, [rows, F]. relu's takes the memory of `pre`."""
+    """The activation after dropout, [rows, F]. relu writes it to `pre`."""
     activation, p = call.activation, call.dropout_p
     if activation == "relu":
         a = pre.relu_()
@@ -60,7 +60,7 @@ def _activated(pre: Tensor, call: ForwardCall | BackwardCall) -> Tensor:
 
 
 def _activated_bwd(da: Tensor, pre: Tensor, activation: str) -> Tensor:
-    """Gradient of the pre-activation from that of the activation."""
+    """The gradient of the pre-activation, from the gradient of the activation."""
     if activation not in _GATED:
         return _ACTIVATIONS[activation][1](da, pre)
     gate, up = pre.chunk(2, -1)
@@ -102,7 +102,7 @@ def ffn_bwd(call: BackwardCall) -> tuple[Tensor | None, ...]:
     if not (need_x or need_w1 or need_b1):
         return None, None, None, dw2, db2
     da = dy @ call.w2
-    if not is_relu:  # of relu the saved activation is 0 where it was dropped
+    if not is_relu:  # relu's saved activation is 0 where it was dropped
         da = _drop_(da, call.dropout_p, seed, stream)
     dpre = _activated_bwd(_scale_(da, call.dropout_p), hidden, call.activation)
     return (

@@ -1,12 +1,13 @@
 """The feed-forward network in Triton, the portable GPU path: the launchers.
 
-config.py says for every matrix product whether the library computes it, with kernels of
-triton_elementwise.py around it, or a kernel of triton_gemm.py, which ends with that work;
-triton_steps.py binds kernels to everything that follows from widths, strides and options. What is
-bound is remembered by that combination, for any number of rows; a call then only passes pointers.
+config.py chooses for each matrix product between torch.mm, with elementwise kernels of
+triton_elementwise.py before and after it, and a kernel of triton_gemm.py with that work in its
+epilogue. triton_steps.py binds kernels to arguments that depend only on widths, strides and
+options. A plan of bound kernels is cached for each combination of these and used for any number of
+rows; a call passes only pointers.
 
-fp32 products are IEEE or three TF32 products for one; the library's are what torch is told
-(torch.backends.cuda.matmul), which is IEEE unless somebody asked for TF32.
+Triton's fp32 products are IEEE or use three TF32 products for one. Those of torch.mm follow
+torch.backends.cuda.matmul, which is IEEE by default.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,8 @@ from fastattn.ops.ffn.config import (
     forward_config,
 )
 
-# Row indices are 32-bit where rows are counted; offsets are 64-bit.
-_MOST_ROWS = (1 << 31) - (1 << 16)
+# Row indices may be 32-bit; offsets are 64-bit.
+_MAX_ROWS = (1 << 31) - (1 << 16)
 
 Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
@@ -62,13 +63,13 @@ def _dense(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.contiguous()
 
 
-def _tile(choice: Product, can_describe: bool, elements: int) -> GemmTile | None:
-    """Of our kernel for a result of that many elements; the library computes empty ones.
-    can_describe: descriptors can start at the operands' addresses.
+def _tile(choice: Product, tma_aligned: bool, elements: int) -> GemmTile | None:
+    """The tile for a result of that many elements; None for torch.mm, which also computes empty
+    results. tma_aligned: the operands' addresses are aligned for tensor descriptors.
     """
     if choice.tile is None or elements == 0:
         return None
-    return choice.tile if can_describe else replace(choice.tile, tma=False)
+    return choice.tile if tma_aligned else replace(choice.tile, tma=False)
 
 
 def _forward_config(x: Tensor, w2: Tensor, activation: str) -> ForwardConfig:
@@ -87,8 +88,8 @@ def _unsupported(x: Tensor, *others: Tensor | None) -> str | None:
     for name, tensor in zip(("x", "residual or gradient"), (x, *others), strict=False):
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"has kernels for float16, bfloat16 and float32, got {tensor.dtype} {name}"
-    if x.shape[:-1].numel() > _MOST_ROWS:
-        return f"handles up to {_MOST_ROWS} rows, got {x.shape[:-1].numel()}"
+    if x.shape[:-1].numel() > _MAX_ROWS:
+        return f"handles up to {_MAX_ROWS} rows, got {x.shape[:-1].numel()}"
     return too_old(_arch(x))
 
 
@@ -104,8 +105,8 @@ def ffn_fwd_workspace(call: ForwardCall) -> Workspace:
 
 
 def _forward_workspace(config: ForwardConfig, call: ForwardCall) -> Workspace:
-    """What the second product reads (for relu that is the hidden tensor), and the second product
-    where y has another dtype.
+    """The activation after dropout, which for relu is in `hidden`; and the second product, if y has
+    another dtype.
     """
     x, residual, (E, F) = call.x, call.residual, call.w2.shape
     rows = x.shape[:-1].numel()
@@ -122,15 +123,15 @@ def ffn_fwd(call: ForwardCall, y: Tensor, hidden: Tensor, *workspace: Tensor) ->
 
 
 class _ForwardPlan(NamedTuple):
-    """Steps that are None are not needed; an absent product is the library's. relu_in_product: the
-    library applies it together with the bias.
+    """Steps that are None are not needed; a product that is None is computed by torch.mm.
+    relu_in_product: PyTorch's product applies bias and relu.
     """
 
     up: steps.Multiplication | None
     relu_in_product: bool
-    activate: steps.Mapping | None
+    activate: steps.Elementwise | None
     down: steps.Multiplication | None
-    finish: steps.Mapping | None
+    finish: steps.Elementwise | None
 
 
 _plans = LaunchCache()
@@ -169,7 +170,7 @@ def _forward(
     elif plan.relu_in_product:
         torch.ops.aten._addmm_activation.out(b1, x, w1.t(), out=hidden)
     else:
-        _library_product(x, w1.t(), b1, hidden)
+        _torch_product(x, w1.t(), b1, hidden)
     if plan.activate is not None:
         plan.activate(rows, hidden, a, seed, dropout_stream)
     if y.numel() == 0:
@@ -178,12 +179,12 @@ def _forward(
         plan.down(a, w2, _dense(b2), residual, y, output_seed, dropout_stream)
         return
     product = y if y.dtype == x.dtype else workspace[-1]
-    _library_product(a, w2.t(), b2, product)
+    _torch_product(a, w2.t(), b2, product)
     if plan.finish is not None:
         plan.finish(rows, product, residual, y, output_seed, dropout_stream)
 
 
-def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _torch_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if bias is None:
         torch.mm(a, b, out=out)
     else:
@@ -191,17 +192,17 @@ def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> 
 
 
 def _bind_forward(
-    config: ForwardConfig, call: ForwardCall, a: Tensor, can_describe: bool
+    config: ForwardConfig, call: ForwardCall, a: Tensor, tma_aligned: bool
 ) -> _ForwardPlan:
     x, w1, b1, w2, _, residual, activation, dropout_p, output_dropout_p, *_ = call
     rows, (E, F) = x.shape[0], w2.shape
     relu_in_product = activation == "relu" and dropout_p == 0.0 and b1 is not None
     up = activate = down = finish = None
-    if (tile := _tile(config.up, can_describe, rows * F)) is not None:
+    if (tile := _tile(config.up, tma_aligned, rows * F)) is not None:
         up = steps.up(tile, x, w1, activation, dropout_p)
     elif not relu_in_product:
         activate = steps.activate(F, x.dtype, activation, dropout_p)
-    if (tile := _tile(config.down, can_describe, rows * E)) is not None:
+    if (tile := _tile(config.down, tma_aligned, rows * E)) is not None:
         down = steps.down(tile, a, w2, residual, output_dropout_p)
     elif residual is not None or output_dropout_p > 0.0:
         finish = steps.finish(E, residual, output_dropout_p)
@@ -223,11 +224,11 @@ def ffn_bwd_workspace(call: BackwardCall) -> Workspace:
 def _backward_workspace(
     config: BackwardConfig, call: BackwardCall
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Scratch memory by name. dropped: dy after dropout, in x's dtype. dpre: gradient of the
-    pre-activation. a: the activation after dropout. sums: partial sums of groups of rows. pieces:
-    of products whose summed dimension is split.
+    """The workspace by name. dropped_dy: dy after dropout, in x's dtype. dpre: the gradient of the
+    pre-activation. a: the activation after dropout. *_sums: partial sums of groups of rows.
+    *_partials: partial products of splits.
 
-    The library's dy w2 lies where dpre or, if gated, a will be.
+    torch.mm writes dy w2 to dpre or, if gated, to a.
     """
     dy, x, w1, w2, activation = call.dy, call.x, call.w1, call.w2, call.activation
     rows, (E, F) = x.shape[:-1].numel(), w2.shape
@@ -236,7 +237,7 @@ def _backward_workspace(
     tile = _tile(config.dhidden, True, rows * F)
     workspace: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if call.output_dropout_p > 0.0 or dy.dtype != x.dtype:
-        workspace["dropped"] = (rows, E), x.dtype
+        workspace["dropped_dy"] = (rows, E), x.dtype
     if need_b2:
         workspace["dy_sums"] = (steps.group_count(rows, E), E), torch.float32
     if below:
@@ -247,9 +248,9 @@ def _backward_workspace(
         count = steps.group_count(rows, F) if tile is None else steps.ceil_div(rows, tile.block_m)
         workspace["dpre_sums"] = (count, w1.shape[0]), torch.float32
     for name, choice, shape, needed in (
-        ("dx_pieces", config.dx, (rows, w1.shape[1]), need_x),
-        ("dw1_pieces", config.dw1, tuple(w1.shape), need_w1),
-        ("dw2_pieces", config.dw2, tuple(w2.shape), need_w2),
+        ("dx_partials", config.dx, (rows, w1.shape[1]), need_x),
+        ("dw1_partials", config.dw1, tuple(w1.shape), need_w1),
+        ("dw2_partials", config.dw2, tuple(w2.shape), need_w2),
     ):
         if needed and choice.tile is not None and choice.tile.splits > 1:
             workspace[name] = (choice.tile.splits, *shape), torch.float32
@@ -269,17 +270,17 @@ def ffn_bwd(
 
 
 class _BackwardPlan(NamedTuple):
-    """names: of the scratch memory, in order. Steps that are None are not needed; an absent product
-    is the library's.
+    """names: of the workspace, in order. Steps that are None are not needed; a product that is None
+    is computed by torch.mm.
     """
 
     names: tuple[str, ...]
-    drop: steps.GroupMapping | None
+    drop: steps.ElementwiseAndSums | None
     sum_dy: steps.SumOverGroups | None
     dhidden: steps.Multiplication | None
-    differentiate: steps.GroupMapping | None
+    differentiate: steps.ElementwiseAndSums | None
     sum_dpre: steps.SumOverGroups | None
-    activate: steps.Mapping | None
+    activate: steps.Elementwise | None
     dx: steps.PlainProduct | None
     dw1: steps.PlainProduct | None
     dw2: steps.PlainProduct | None
@@ -312,39 +313,39 @@ def _backward(
         plan = _bind_backward(config, rows_call, gradients, workspace, key[-1])
         _plans.remember(key, plan)
     buffers = dict(zip(plan.names, workspace, strict=True))
-    dropped, dy_sums, dpre, dpre_sums = (
-        buffers.get(name) for name in ("dropped", "dy_sums", "dpre", "dpre_sums")
+    dropped_dy, dy_sums, dpre, dpre_sums = (
+        buffers.get(name) for name in ("dropped_dy", "dy_sums", "dpre", "dpre_sums")
     )
     a = hidden if activation == "relu" else buffers.get("a")
-    kept = a if need_w2 and activation != "relu" else None  # what the derivative's kernel writes
+    a_out = a if need_w2 and activation != "relu" else None  # recomputed with the derivative
     seed = dropout_seed if dropout_p > 0.0 else None
 
     if plan.drop is not None:
         output_seed = dropout_seed if output_dropout_p > 0.0 else None
-        plan.drop(rows, dy, dropped, dy_sums, output_seed, dropout_stream)
+        plan.drop(rows, dy, dropped_dy, dy_sums, output_seed, dropout_stream)
     if plan.sum_dy is not None and dy_sums is not None:
         plan.sum_dy(dy_sums.shape[0], dy_sums, db2)
-    dy = dy if dropped is None else dropped
+    dy = dy if dropped_dy is None else dropped_dy
     if plan.dhidden is not None:
-        plan.dhidden(dy, w2.t(), hidden, dpre, kept, dpre_sums, seed, dropout_stream)
+        plan.dhidden(dy, w2.t(), hidden, dpre, a_out, dpre_sums, seed, dropout_stream)
     elif plan.differentiate is not None:
         da = a if activation in GATED else dpre
         torch.mm(dy, w2, out=da)
-        plan.differentiate(rows, da, hidden, dpre, kept, dpre_sums, seed, dropout_stream)
+        plan.differentiate(rows, da, hidden, dpre, a_out, dpre_sums, seed, dropout_stream)
     elif plan.activate is not None:
         plan.activate(rows, hidden, a, seed, dropout_stream)
     if plan.sum_dpre is not None and dpre_sums is not None:
         plan.sum_dpre(dpre_sums.shape[0], dpre_sums, db1)
     if need_w2:
         assert a is not None
-        _weight_gradient(plan.dw2, dy, a, dw2, buffers.get("dw2_pieces"))
+        _weight_gradient(plan.dw2, dy, a, dw2, buffers.get("dw2_partials"))
     if need_w1:
         assert dpre is not None
-        _weight_gradient(plan.dw1, dpre, x, dw1, buffers.get("dw1_pieces"))
+        _weight_gradient(plan.dw1, dpre, x, dw1, buffers.get("dw1_partials"))
     if need_x:
         assert dpre is not None
         if plan.dx is not None:
-            plan.dx(dpre, w1.t(), dx, buffers.get("dx_pieces"))
+            plan.dx(dpre, w1.t(), dx, buffers.get("dx_partials"))
         elif dx.is_contiguous():
             torch.mm(dpre, w1, out=_rows(dx))
         else:
@@ -352,13 +353,13 @@ def _backward(
 
 
 def _weight_gradient(
-    ours: steps.PlainProduct | None, dout: Tensor, inputs: Tensor, dw: Tensor, pieces: Tensor | None
+    product: steps.PlainProduct | None, dout: Tensor, x: Tensor, dw: Tensor, partials: Tensor | None
 ) -> None:
-    """dw = doutᵀ inputs."""
-    if ours is None:
-        torch.mm(dout.t(), inputs, out=dw)
+    """dw = doutᵀ x."""
+    if product is None:
+        torch.mm(dout.t(), x, out=dw)
     else:
-        ours(dout.t(), inputs.t(), dw, pieces)
+        product(dout.t(), x.t(), dw, partials)
 
 
 def _bind_backward(
@@ -366,7 +367,7 @@ def _bind_backward(
     call: BackwardCall,
     gradients: Gradients,
     workspace: Sequence[Tensor],
-    can_describe: bool,
+    tma_aligned: bool,
 ) -> _BackwardPlan:
     dy, x, w1, _, w2, _, hidden, activation, dropout_p, output_dropout_p, *_ = call
     rows, (E, F), W = x.shape[0], w2.shape, w1.shape[0]
@@ -374,11 +375,11 @@ def _bind_backward(
     shapes = _backward_workspace(config, call)
     buffers = dict(zip(shapes, workspace, strict=True))
     drop = dhidden = differentiate = activate = None
-    if "dropped" in shapes or "dy_sums" in shapes:
+    if "dropped_dy" in shapes or "dy_sums" in shapes:
         drop = steps.drop_gradient(dy, x.dtype, output_dropout_p)
-    dy = buffers.get("dropped", dy)
+    dy = buffers.get("dropped_dy", dy)
     if "dpre" in shapes:
-        if (tile := _tile(config.dhidden, can_describe, rows * F)) is not None:
+        if (tile := _tile(config.dhidden, tma_aligned, rows * F)) is not None:
             dhidden = steps.dhidden(tile, dy, w2, activation, dropout_p)
         else:
             differentiate = steps.differentiate(F, x.dtype, activation, dropout_p)
@@ -388,8 +389,8 @@ def _bind_backward(
     def product(
         choice: Product, a: Tensor, b: Tensor, out: Tensor, over_rows: bool
     ) -> steps.PlainProduct | None:
-        # Our kernel writes row-major results; into other layouts the library does.
-        tile = _tile(choice, can_describe, out.numel()) if out.is_contiguous() else None
+        # The Triton kernel writes row-major results only.
+        tile = _tile(choice, tma_aligned, out.numel()) if out.is_contiguous() else None
         return None if tile is None else steps.PlainProduct(tile, a, b, over_rows=over_rows)
 
     a = hidden if activation == "relu" else buffers.get("a", hidden)
@@ -407,20 +408,20 @@ def _bind_backward(
     )
 
 
-# -- a given configuration, to tune and test ------------------------------------------------------
+# -- launchers with a given config, for tuning and tests ------------------------------------------
 
 
 def ffn_fwd_with_config(
     config: ForwardConfig, call: ForwardCall, y: Tensor, hidden: Tensor
 ) -> None:
-    """ffn_fwd with given products, and a workspace of its own."""
+    """ffn_fwd with the given config; allocates its workspace."""
     workspace = _forward_workspace(config, call)
     new = call.x.new_empty
     _forward(config, call, y, hidden, [new(shape, dtype=dtype) for shape, dtype, _ in workspace])
 
 
 def ffn_bwd_with_config(config: BackwardConfig, call: BackwardCall, *gradients: Tensor) -> None:
-    """ffn_bwd with given products, and a workspace of its own."""
+    """ffn_bwd with the given config; allocates its workspace."""
     workspace = _backward_workspace(config, call).values()
     new = call.x.new_empty
     results = Gradients(*gradients)

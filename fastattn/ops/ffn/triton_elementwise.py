@@ -1,10 +1,10 @@
-"""What the Triton feed-forward network computes between its matrix products: activations, their
-derivatives, dropout and sums over rows, as functions that the products' kernels end with and as
-kernels of their own around the library's products.
+"""The elementwise work of the Triton feed-forward network: activations, their derivatives, dropout
+and sums over rows. The functions are used in the epilogues of the kernels of triton_gemm.py, and by
+the kernels here, which run before and after torch.mm.
 
-Tiles are in fp32; EXACT asks for fp32's accuracy, otherwise results are right for 16-bit data. Sums
-over rows are partial sums of groups of rows, then one sum of these in order: the same bits from run
-to run. Matrices are row-major, `width` columns apart unless a stride is given.
+Tiles are in fp32. Without EXACT, results are accurate enough only for 16-bit data. Sums over rows
+are deterministic: groups of rows have partial sums, which are added in order. Matrices are
+row-major with `width` columns and rows `width` apart, unless a stride is given.
 """
 
 # Kernels are in Triton's language: no Python types.
@@ -24,7 +24,7 @@ def normal_cdf(x, EXACT: tl.constexpr):
     if EXACT:
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        # log2 of the lower tail as a polynomial fitted to it: 7e-7 off, absolutely, at most.
+        # log2 of the lower tail by a fitted polynomial; the absolute error is at most 7e-7.
         a = tl.minimum(tl.abs(x), 16.0)
         p = a * -0.0005002515390515327 + 0.007282324600964785
         p = p * a - 0.05234311521053314
@@ -41,14 +41,14 @@ def sigmoid(x):
 
 @triton.jit
 def twice_tanh_argument(x):
-    """gelu_tanh is x sigmoid(2 u) with u the argument of its tanh."""
+    """2 u, where u is the argument of gelu_tanh's tanh; gelu_tanh is x sigmoid(2 u)."""
     return x * (1.5957691216057308 + 0.07135481627159471 * x * x)
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     if ACTIVATION == "relu":
-        return tl.where(x < 0, 0.0, x)  # NaN stays
+        return tl.where(x < 0, 0.0, x)  # propagates NaN
     elif ACTIVATION == "gelu":
         return x * normal_cdf(x, EXACT)
     elif ACTIVATION == "gelu_tanh":
@@ -82,8 +82,8 @@ def activate_and_derive(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def keep_tile(seed_ptr, stream, rows, column_start, local, threshold, SECOND: tl.constexpr):
-    """Which elements are kept, of the columns column_start (a multiple of 4) + local, local from
-    arange. rows: int64. SECOND: of the dropout of the output.
+    """Which elements are kept. rows: int64. The columns are column_start (a multiple of 4) + local,
+    which is from arange. SECOND: for the dropout of the output.
     """
     row_key = row_keys(seed_ptr, stream, rows, SECOND)[:, None]
     column_key = column_keys(seed_ptr, stream, column_start, local, SECOND)[None, :]
@@ -105,8 +105,8 @@ def hidden_gradient(
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """(dpre or gated dgate, dup, a) from the gradient of the dropped activation and what the
-    forward saved; relu, which saved a itself, reads the dropout off it.
+    """(dpre or, if gated, dgate; dup; a) from da, the gradient of a, and the saved tensor. For relu
+    that is a itself, which is 0 where it was dropped.
     """
     if ACTIVATION == "relu" and not GATED:
         dpre = tl.where(hidden > 0, da * scale, 0.0)
@@ -144,8 +144,8 @@ def gradient_from(
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """`hidden_gradient` of a tile of what the forward saved at offsets `wide` (gated: up lies width
-    further on), whose columns are start + local.
+    """`hidden_gradient` of a tile of the saved tensor at offsets `wide` (gated: up is at wide +
+    width), whose columns are start + local.
     """
     hidden = tl.load(hidden_ptr + wide, mask=mask, other=0.0).to(tl.float32)
     up = hidden
@@ -162,7 +162,7 @@ def gradient_from(
 
 @triton.jit
 def tile_of(index, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows, first column, columns from there on, columns and mask of a tile, counted row by row."""
+    """(rows, first column, columns relative to it, columns, mask) of a tile in row-major order."""
     tiles_n = tl.cdiv(width, BLOCK_N)
     offs_m = (index // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     local = tl.arange(0, BLOCK_N)
@@ -189,7 +189,7 @@ def activate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """a [rows, width] = dropout(act(pre)); gated: pre [rows, 2 width] is gate and up. a may be
+    """a [rows, width] = dropout(act(pre)); gated: pre [rows, 2 width] is (gate, up). a may alias
     pre.
     """
     offs_m, start, local, offs_n, mask = tile_of(tl.program_id(0), rows, width, BLOCK_M, BLOCK_N)
@@ -223,7 +223,7 @@ def finish_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y = dropout(product) + residual. y may be product; residual_ptr may be None."""
+    """y = dropout(product) + residual. y may alias product; residual_ptr may be None."""
     offs_m, start, local, offs_n, mask = tile_of(tl.program_id(0), rows, width, BLOCK_M, BLOCK_N)
     offs = offs_m[:, None] * width + offs_n[None, :]
     y = tl.load(product_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -253,8 +253,8 @@ def drop_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dropped = dropout(dy), rounded to ROUND_TO, and its sums over groups of rows
-    [groups, width] in fp32; None where not wanted.
+    """dropped = dropout(dy), rounded to ROUND_TO, and its sums over groups of rows, [groups, width]
+    in fp32. Either may be None.
     """
     tiles_n = tl.cdiv(width, BLOCK_N)
     group = tl.program_id(0) // tiles_n
@@ -301,10 +301,10 @@ def differentiate_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dpre = da act'(hidden) with dropout, a = dropout(act(hidden)), and sums of dpre over groups
-    of rows (fp32, before rounding); a and sums None where not wanted.
+    """dpre = da act'(hidden) with dropout, a = dropout(act(hidden)), and the sums of dpre over
+    groups of rows (fp32, before rounding). a and sums may be None.
 
-    hidden is what the forward saved. da may be dpre, gated (dpre has 2 width columns) it may be a.
+    hidden is the saved tensor. da may alias dpre or, if gated (dpre has 2 width columns), a.
     """
     tiles_n = tl.cdiv(width, BLOCK_N)
     group = tl.program_id(0) // tiles_n
@@ -343,7 +343,7 @@ def differentiate_kernel(
 def sum_groups_kernel(
     sums_ptr, out_ptr, groups, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """out [width] = the sums over the first dimension of sums [groups, width]."""
+    """out [width] = the sum of `sums` [groups, width] over groups."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for m in range(0, groups, BLOCK_M):

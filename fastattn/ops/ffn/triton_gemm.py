@@ -1,18 +1,17 @@
-"""The matrix products of the Triton feed-forward network that end with its elementwise work.
+"""The matrix products of the Triton feed-forward network, with fused epilogues.
 
-A kernel's programs loop over tiles of the result (all of them, if the grid is persistent) in groups
-of rows that share what they read. `multiply` sums one tile in fp32; what follows is the kernel's
-own: bias, activation and dropout (`up_kernel`), bias, dropout and residual (`down_kernel`), the
-activation's derivative, the activation computed again and sums over rows (`dhidden_kernel`), or
-nothing (`product_kernel`, which may also split the summed dimension).
+Programs loop over tiles of the result, grouped so that neighbours share operands in the L2 cache.
+`multiply` computes a tile in fp32. The epilogues are: bias, activation and dropout (`up_kernel`);
+bias, dropout and residual (`down_kernel`); the activation's derivative, the recomputed activation
+and sums over rows (`dhidden_kernel`); none (`product_kernel`, which may split the summed
+dimension).
 
-Operands are [rows, K] and [columns, K] in any strides; through tensor descriptors (TMA) either
-dimension of them may be the contiguous one (A_LAST, B_LAST: it is K).
+Operands are [rows, K] and [columns, K] with any strides. With tensor descriptors (TMA) one of their
+dimensions must be contiguous; A_LAST, B_LAST: that dimension is K.
 
-The activation is not computed in the second product's loads but stored for them: every column of
-tiles would compute it again, and its operand would have to pass through registers, where loads
-neither run ahead nor leave the tensor cores alone. For the same reasons the sums of dy for db2 are
-no product's work: one pass over dy makes them and applies its dropout.
+The activation is stored and not recomputed when the second product loads it: each column of tiles
+would recompute it, and the operand would pass through registers, without asynchronous loads. For
+the same reasons one kernel, and no product, computes the sums of dy for db2 and dy's dropout.
 """
 
 # Kernels are in Triton's language: no Python types.
@@ -24,12 +23,12 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import drop
 from fastattn.ops.ffn.triton_elementwise import activate, gradient_from, keep_tile
 
-# -- pieces ---------------------------------------------------------------------------------------
+# -- tiles and the main loop ----------------------------------------------------------------------
 
 
 @triton.jit
 def tile_at(index, M, N, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column) of a tile, counted in tiles: down the rows of a group, then on to the right."""
+    """(row, column) of a tile, in tiles. Order: groups of rows; in a group, column by column."""
     tiles_n = tl.cdiv(N, COLUMNS)
     first_m = index // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP)
@@ -53,14 +52,13 @@ def load_operand(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of an operand [N, K], 0 outside it: [BLOCK, BLOCK_K], or [BLOCK_K, BLOCK] for the
-    RIGHT side of a product.
+    """A tile of an operand [N, K], 0 outside it: [BLOCK, BLOCK_K], or [BLOCK_K, BLOCK] if RIGHT.
 
-    LAST: K is the contiguous dimension, which matters to descriptors. PAIRED: the operand is
-    [2 N, K], and half of the tile's rows lie N further down.
+    RIGHT: it is the right operand of tl.dot. LAST: K is the contiguous dimension (for TMA). PAIRED:
+    the operand is [2 N, K]; the tile has rows n and N + n, one half each.
     """
-    # Where loops are flattened only scalars keep what the compiler knows of them, so rows are
-    # counted here.
+    # Rows are computed here from a scalar: in a flattened loop, the compiler keeps the alignment of
+    # scalars only.
     ROWS: tl.constexpr = BLOCK // 2 if PAIRED else BLOCK
     start = tile * ROWS
     k_start = k * BLOCK_K
@@ -116,7 +114,7 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """a bᵀ of one tile over the steps [k_first, k_last): [BLOCK_M, BLOCK_N]. PAIRED: b is."""
+    """a bᵀ of one tile, [BLOCK_M, BLOCK_N], over steps [k_first, k_last). PAIRED: b is paired."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(k_first, k_last):
         a_tile = load_operand(
@@ -131,7 +129,7 @@ def multiply(
 
 @triton.jit
 def halves(x):
-    """[M, 2 N] -> its left and right half, which costs nothing where threads own whole rows."""
+    """[M, 2 N] -> its left and right half; free of cost if a thread holds whole rows."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, [M, 2, N]), [0, 2, 1]))
@@ -139,7 +137,7 @@ def halves(x):
 
 @triton.jit
 def tile_from(m_start, n_start, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows, columns from the first on, columns and mask of the tile that begins there."""
+    """(rows, columns relative to n_start, columns, mask) of the tile at (m_start, n_start)."""
     local = tl.arange(0, BLOCK_N)
     offs_m = m_start.to(tl.int64) + tl.arange(0, BLOCK_M)
     offs_n = n_start + local
@@ -178,29 +176,29 @@ def finish_up(
     GATED: tl.constexpr,
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
 ):
-    """acc, or gated acc and up: sums of the columns n_start on."""
+    """acc: the products of the columns from n_start on; if gated, acc has the gate's."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
-    if PARTS > 1:
+    if SUBTILES > 1:
         left, right = halves(acc)
         up_left, up_right = left, right
         if GATED:
             up_left, up_right = halves(up)
         finish_up(
             left, up_left, m_start, n_start, bias_ptr, hidden_ptr, a_ptr, seed_ptr, stream, M, N,
-            threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, PARTS // 2,
+            threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, SUBTILES // 2,
         )  # fmt: skip
         finish_up(
             right, up_right, m_start, n_start + BLOCK_N // 2, bias_ptr, hidden_ptr, a_ptr, seed_ptr,
-            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, PARTS // 2,
+            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, SUBTILES // 2,
         )  # fmt: skip
     else:
         dtype: tl.constexpr = hidden_ptr.dtype.element_ty
         offs_m, local, offs_n, mask = tile_from(m_start, n_start, M, N, BLOCK_M, BLOCK_N)
         offs = offs_m[:, None] * N + offs_n[None, :]
-        # The backward sees the rounded pre-activation, so the activation is of that.
+        # The activation is computed from the rounded pre-activation, as in the backward.
         pre = add_bias(acc, bias_ptr, offs_n, N).to(dtype)
         a = activate(pre.to(tl.float32), ACTIVATION, EXACT)
         if GATED:
@@ -247,12 +245,12 @@ def up_kernel(
     B_LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """hidden and a from x [M, K], w1 [N, K] (gated [2 N, K]); for relu a is hidden."""
+    """hidden and a from x [M, K] and w1 [N, K], gated [2 N, K]; for relu, a is hidden."""
     COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
@@ -266,7 +264,7 @@ def up_kernel(
             acc, up = halves(acc)
         finish_up(
             acc, up, tile_m * BLOCK_M, tile_n * COLUMNS, bias_ptr, hidden_ptr, a_ptr, seed_ptr,
-            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, PARTS,
+            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, SUBTILES,
         )  # fmt: skip
 
 
@@ -289,19 +287,19 @@ def finish_down(
     threshold,
     scale,
     DROPOUT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
-    if PARTS > 1:
+    if SUBTILES > 1:
         left, right = halves(acc)
         finish_down(
             left, m_start, n_start, bias_ptr, residual_ptr, y_ptr, seed_ptr, stream, M, N,
-            residual_stride, threshold, scale, DROPOUT, PARTS // 2,
+            residual_stride, threshold, scale, DROPOUT, SUBTILES // 2,
         )  # fmt: skip
         finish_down(
             right, m_start, n_start + BLOCK_N // 2, bias_ptr, residual_ptr, y_ptr, seed_ptr, stream,
-            M, N, residual_stride, threshold, scale, DROPOUT, PARTS // 2,
+            M, N, residual_stride, threshold, scale, DROPOUT, SUBTILES // 2,
         )  # fmt: skip
     else:
         offs_m, local, offs_n, mask = tile_from(m_start, n_start, M, N, BLOCK_M, BLOCK_N)
@@ -340,7 +338,7 @@ def down_kernel(
     B_LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -355,7 +353,7 @@ def down_kernel(
         )  # fmt: skip
         finish_down(
             acc, tile_m * BLOCK_M, tile_n * BLOCK_N, bias_ptr, residual_ptr, y_ptr, seed_ptr,
-            stream, M, N, residual_stride, threshold, scale, DROPOUT, PARTS,
+            stream, M, N, residual_stride, threshold, scale, DROPOUT, SUBTILES,
         )  # fmt: skip
 
 
@@ -382,19 +380,20 @@ def finish_dhidden(
     DROPOUT: tl.constexpr,
     EXACT: tl.constexpr,
     TILE_M: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = da.shape[0]
     BLOCK_N: tl.constexpr = da.shape[1]
-    if PARTS > 1:
+    if SUBTILES > 1:
         left, right = halves(da)
         finish_dhidden(
             left, m_start, n_start, hidden_ptr, dpre_ptr, a_ptr, sums_ptr, seed_ptr, stream, M, N,
-            threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, TILE_M, PARTS // 2,
+            threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, TILE_M, SUBTILES // 2,
         )  # fmt: skip
         finish_dhidden(
             right, m_start, n_start + BLOCK_N // 2, hidden_ptr, dpre_ptr, a_ptr, sums_ptr, seed_ptr,
-            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, TILE_M, PARTS // 2,
+            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, TILE_M,
+            SUBTILES // 2,
         )  # fmt: skip
     else:
         WIDTHS: tl.constexpr = 2 if GATED else 1
@@ -412,7 +411,7 @@ def finish_dhidden(
         if a_ptr is not None:
             tl.store(a_ptr + offs, a.to(dtype), mask=mask)
         if sums_ptr is not None:
-            # Rows beyond the last have no gradient.
+            # dpre is 0 in rows >= M.
             sums_ptrs = sums_ptr + (m_start // TILE_M).to(tl.int64) * (WIDTHS * N) + offs_n
             tl.store(sums_ptrs, tl.sum(dpre, 0), mask=offs_n < N)
             if GATED:
@@ -447,13 +446,13 @@ def dhidden_kernel(
     B_LAST: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
+    SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """dpre, a and sums of dpre over the rows of a tile ([tiles, N], fp32) from dy [M, K] and
-    w2ᵀ [N, K]; a and sums None where not wanted.
+    """dpre, a and the sums of dpre over the rows of a tile ([tiles, N], fp32), from dy [M, K] and
+    w2ᵀ [N, K]. a and sums may be None.
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
@@ -464,7 +463,7 @@ def dhidden_kernel(
         )  # fmt: skip
         finish_dhidden(
             da, tile_m * BLOCK_M, tile_n * BLOCK_N, hidden_ptr, dpre_ptr, a_ptr, sums_ptr, seed_ptr,
-            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, BLOCK_M, PARTS,
+            stream, M, N, threshold, scale, ACTIVATION, GATED, DROPOUT, EXACT, BLOCK_M, SUBTILES,
         )  # fmt: skip
 
 
@@ -494,7 +493,7 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = a bᵀ, or with SPLITS the products over pieces of the summed dimension: [SPLITS, *out].
+    """out = a bᵀ or, with SPLITS > 1, the partial products of splits of K: [SPLITS, *out].
 
     a [rows, features], b [N, features]; OVER_ROWS: a [features, rows], b [N, rows].
     """
@@ -502,15 +501,15 @@ def product_kernel(
     K = rows if OVER_ROWS else features
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
-    piece = tl.cdiv(steps, SPLITS)
+    steps_per_split = tl.cdiv(steps, SPLITS)
     for tile in tl.range(tl.program_id(0), tiles * SPLITS, tl.num_programs(0), flatten=True):
         split = tile // tiles
         tile_m, tile_n = tile_at(tile % tiles, M, N, GROUP, BLOCK_M, BLOCK_N)
         k_first = 0
         k_last = steps
         if SPLITS > 1:
-            k_first = tl.minimum(split * piece, steps)
-            k_last = tl.minimum(k_first + piece, steps)
+            k_first = tl.minimum(split * steps_per_split, steps)
+            k_last = tl.minimum(k_first + steps_per_split, steps)
         acc = multiply(
             a, b, tile_m, tile_n, k_first, k_last, M, N, K, stride_am, stride_ak, stride_bn,
             stride_bk, TMA, A_LAST, B_LAST, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,

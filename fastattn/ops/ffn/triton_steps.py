@@ -1,6 +1,6 @@
-"""The steps of the Triton feed-forward network: kernels bound to everything that follows from
-shapes, strides and options. A step is called with tensors (None for what is not wanted) and, where
-there is dropout, seed and stream.
+"""The steps of the Triton feed-forward network: kernels bound to the arguments that depend only on
+widths, strides and options. A step is called with tensors (None for results that are not needed)
+and, if it has dropout, seed and stream.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _TL_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.floa
 
 
 def ceil_div(a: int, b: int) -> int:
-    """triton.cdiv, which takes 4 µs on the host."""
+    """triton.cdiv takes 4 µs on the host."""
     return -(-a // b)
 
 
@@ -41,8 +41,8 @@ def _launch(kernel: BoundLaunch, programs: int, *leading: Any) -> None:
         kernel((programs, 1, 1), *leading)
 
 
-class Mapping:
-    """A kernel over tiles of [rows, width]: called with the rows, then with what its maker says."""
+class Elementwise:
+    """A kernel over tiles of [rows, width]; the functions that make one list its arguments."""
 
     def __init__(
         self, kernel: Any, width: int, scalars: tuple[Any, ...], constants: dict[str, Any]
@@ -59,8 +59,8 @@ class Mapping:
         _launch(self._kernel, programs, *tensors, rows)
 
 
-class GroupMapping:
-    """A kernel over groups of rows of [rows, width], whose sums it leaves: called like Mapping."""
+class ElementwiseAndSums:
+    """A kernel over groups of rows of [rows, width] that also sums them; called as Elementwise."""
 
     def __init__(
         self, kernel: Any, width: int, scalars: tuple[Any, ...], constants: dict[str, Any]
@@ -73,15 +73,15 @@ class GroupMapping:
         )
 
     def __call__(self, rows: int, *tensors: Any) -> None:
-        each = rows_per_group(rows, self._width)
-        _launch(self._kernel, ceil_div(rows, each) * self._columns, *tensors, rows, each)
+        size = rows_per_group(rows, self._width)
+        _launch(self._kernel, ceil_div(rows, size) * self._columns, *tensors, rows, size)
 
 
 class SumOverGroups:
-    """Called with how many partial sums there are, these [count, width], and the sums."""
+    """Adds partial sums. Called with (count, sums [count, width], out [width])."""
 
     def __init__(self, width: int, few: bool = False):
-        """few: the count is a handful and the width large."""
+        """few: for a small count and a large width."""
         rows, self._columns = (4, 1024) if few else (64, 32)
         self.width = width
         self._kernel = BoundLaunch(
@@ -93,7 +93,7 @@ class SumOverGroups:
 
 
 def group_count(rows: int, width: int) -> int:
-    """Of groups of rows, each of which leaves one partial sum of its columns."""
+    """The number of groups of rows, which is the number of partial sums."""
     return ceil_div(rows, rows_per_group(rows, width))
 
 
@@ -110,43 +110,43 @@ def _activation_constants(activation: str, dropout_p: float, dtype: torch.dtype)
     }
 
 
-def activate(width: int, dtype: torch.dtype, activation: str, dropout_p: float) -> Mapping:
+def activate(width: int, dtype: torch.dtype, activation: str, dropout_p: float) -> Elementwise:
     """Called with (rows, pre, a, seed, stream)."""
     constants = _activation_constants(activation, dropout_p, dtype)
-    return Mapping(activate_kernel, width, _dropout(dropout_p), constants)
+    return Elementwise(activate_kernel, width, _dropout(dropout_p), constants)
 
 
-def finish(width: int, residual: Tensor | None, dropout_p: float) -> Mapping:
+def finish(width: int, residual: Tensor | None, dropout_p: float) -> Elementwise:
     """Called with (rows, product, residual, y, seed, stream)."""
     stride = 0 if residual is None else residual.stride(0)
     scalars = (stride, *_dropout(dropout_p))
-    return Mapping(finish_kernel, width, scalars, {"DROPOUT": dropout_p > 0.0})
+    return Elementwise(finish_kernel, width, scalars, {"DROPOUT": dropout_p > 0.0})
 
 
-def drop_gradient(dy: Tensor, dtype: torch.dtype, dropout_p: float) -> GroupMapping:
+def drop_gradient(dy: Tensor, dtype: torch.dtype, dropout_p: float) -> ElementwiseAndSums:
     """Called with (rows, dy, dropped, sums, seed, stream). dy: [rows, width]; dtype: x's."""
     constants = {"DROPOUT": dropout_p > 0.0, "ROUND_TO": _TL_DTYPES[dtype]}
     scalars = (dy.stride(0), *_dropout(dropout_p))
-    return GroupMapping(drop_gradient_kernel, dy.shape[1], scalars, constants)
+    return ElementwiseAndSums(drop_gradient_kernel, dy.shape[1], scalars, constants)
 
 
 def differentiate(
     width: int, dtype: torch.dtype, activation: str, dropout_p: float
-) -> GroupMapping:
+) -> ElementwiseAndSums:
     """Called with (rows, da, hidden, dpre, a, sums, seed, stream)."""
     constants = _activation_constants(activation, dropout_p, dtype)
-    return GroupMapping(differentiate_kernel, width, _dropout(dropout_p), constants)
+    return ElementwiseAndSums(differentiate_kernel, width, _dropout(dropout_p), constants)
 
 
 # -- products -------------------------------------------------------------------------------------
 
 
 class Multiplication:
-    """A kernel that multiplies: called with its operands a [rows, K] and b [N, K], then with what
-    its maker says.
+    """A matrix product. It is called with its operands a [rows, K] and b [N, K] and the arguments
+    listed at the function that makes it.
 
-    Operands have the layout of those it was made from. With tma descriptors are made once; a call
-    gives them its addresses and its rows.
+    Operands must have the layouts of those passed here. Tensor descriptors are made once; a call
+    sets their addresses and number of rows.
     """
 
     def __init__(
@@ -161,21 +161,21 @@ class Multiplication:
         paired: bool = False,
         over_rows: bool = False,
     ):
-        """paired: two of b's rows, half of them apart, make one column. over_rows: the rows are
-        what is summed, a [M, rows] and b [N, rows].
+        """paired: rows n and n + N / 2 of b (gate and up) give one column of the result. over_rows:
+        rows are the summed dimension, a [M, rows] and b [N, rows].
         """
         self._tile, self._over_rows = tile, over_rows
-        self._covered = tile.block_n // 2 if paired else tile.block_n
+        self._tile_columns = tile.block_n // 2 if paired else tile.block_n
         self._columns = b.shape[0] // 2 if paired else b.shape[0]
         self._features = a.shape[0] if over_rows else a.shape[1]
         last = (a.stride(1) == 1, b.stride(1) == 1)
-        tma = tile.tma and _describable(a) and _describable(b) and (last[1] or not paired)
+        tma = tile.tma and _fits_descriptor(a) and _fits_descriptor(b) and (last[1] or not paired)
         strides = (0, 0, 0, 0) if tma else (*a.stride(), *b.stride())
         descriptors: dict[int, DescriptorTemplate | None] = {}
         if tma:
-            descriptors[0] = _descriptor_template(a, tile.block_m, tile.block_k, open_=True)
+            descriptors[0] = _descriptor_template(a, tile.block_m, tile.block_k, dynamic=True)
             b_block = tile.block_n, tile.block_k
-            descriptors[1] = _descriptor_template(b, *b_block, paired=paired, open_=over_rows)
+            descriptors[1] = _descriptor_template(b, *b_block, paired=paired, dynamic=over_rows)
         self._kernel = BoundLaunch(
             kernel, (self._columns, self._features, *strides, *scalars),
             constants | {
@@ -184,7 +184,7 @@ class Multiplication:
                 "B_LAST": last[1],
                 "PRECISION": tile.precision,
                 "GROUP": tile.group,
-                **({} if kernel is product_kernel else {"PARTS": tile.parts}),
+                **({} if kernel is product_kernel else {"SUBTILES": tile.subtiles}),
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": tile.block_n,
                 "BLOCK_K": tile.block_k,
@@ -194,15 +194,15 @@ class Multiplication:
 
     def __call__(self, a: Tensor, b: Tensor, *others: Any) -> None:
         tile, rows = self._tile, a.shape[1] if self._over_rows else a.shape[0]
-        tiles = ceil_div(a.shape[0], tile.block_m) * ceil_div(self._columns, self._covered)
+        tiles = ceil_div(a.shape[0], tile.block_m) * ceil_div(self._columns, self._tile_columns)
         tiles *= tile.splits
         programs = min(tiles, tile.programs) if tile.programs else tiles
         _launch(self._kernel, programs, a, b, *others, rows)
 
 
-def _describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can cover x: one dimension contiguous, the other in steps of 16
-    bytes, nothing expanded. (Addresses are looked at in every call.)
+def _fits_descriptor(x: Tensor) -> bool:
+    """Whether x's strides fit a tensor descriptor: one dimension is contiguous, the other's stride
+    is a multiple of 16 bytes and not 0. (The address is checked in each call.)
     """
     if x.numel() == 0:
         return False
@@ -211,10 +211,10 @@ def _describable(x: Tensor) -> bool:
 
 
 def _descriptor_template(
-    x: Tensor, rows: int, block_k: int, *, open_: bool, paired: bool = False
+    x: Tensor, rows: int, block_k: int, *, dynamic: bool, paired: bool = False
 ) -> DescriptorTemplate:
-    """Of [rows, K] by its contiguous dimension, which comes last; paired as [2, rows / 2, K].
-    open_: calls bring other sizes.
+    """The descriptor of [rows, K] with its contiguous dimension last; paired: of [2, rows / 2, K].
+    dynamic: whether sizes change between calls.
     """
     if paired:
         half = x.shape[0] // 2
@@ -224,7 +224,7 @@ def _descriptor_template(
     block = (rows, block_k)
     return descriptor_template(
         x, [x.shape[d] for d in dims], [x.stride(dims[0]), 1], [block[d] for d in dims],
-        dims if open_ else None,
+        dims if dynamic else None,
     )  # fmt: skip
 
 
@@ -254,8 +254,8 @@ def dhidden(
 
 
 class PlainProduct:
-    """Called with (a, b, out [, pieces]): out = a bᵀ, by way of pieces [splits, *out] in fp32 where
-    the summed dimension is split. over_rows: that is the number of rows.
+    """out = a bᵀ. Called with (a, b, out [, partials]); partials: [splits, *out] in fp32, if the
+    summed dimension is split. over_rows: as in Multiplication.
     """
 
     def __init__(self, tile: GemmTile, a: Tensor, b: Tensor, *, over_rows: bool):
@@ -266,11 +266,11 @@ class PlainProduct:
             product_kernel, tile, a, b, (), constants, over_rows=over_rows
         )
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor, pieces: Tensor | None = None) -> None:
-        if pieces is None:
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, partials: Tensor | None = None) -> None:
+        if partials is None:
             self._multiply(a, b, out)
             return
-        self._multiply(a, b, pieces)
+        self._multiply(a, b, partials)
         if self._add is None or self._add.width != out.numel():
             self._add = SumOverGroups(out.numel(), few=True)
-        self._add(self._splits, pieces, out)
+        self._add(self._splits, partials, out)

@@ -1,10 +1,10 @@
-"""How the Triton norms are tiled: frozen rows, chosen by a pure function of architecture, row
-length and what a call asks for. Nothing is tuned at run time; `forward_candidates` and
+"""Configs of the Triton norms: frozen dataclasses, chosen by a pure function of architecture, row
+length and the options of a call. Nothing is tuned at run time; `forward_candidates` and
 `backward_candidates` list what an off-line search tries.
 
-Nothing here depends on the number of rows, so a row gives the same bits in every batch. Reasons are
-GB/s of a plainer kernel of the same tiling: bf16, 32768 rows (8192 of 16384 columns), H200, where
-copying reaches 3791 to 4184.
+Configs do not depend on the number of rows, so a row gives the same bits in every batch. Figures in
+comments are GB/s of a simpler kernel with the same tiling: bf16, 32768 rows (8192 for 16384
+columns), H200, where a copy reaches 3791 to 4184.
 """
 
 import functools
@@ -12,19 +12,19 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Weight and bias are loaded once, for all tiles of a program; behind a tile's own loads, which then
-# do not wait for them; or when they are needed, which keeps registers free.
+# When weight and bias are loaded: once, for all tiles of a program; after the loads of each tile,
+# which then do not wait for them; or when they are needed, which keeps registers free.
 BEFORE, WITH_ROWS, AFTER_STATISTICS = range(3)
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """A tile of ROWS rows and BLOCK columns. BLOCK below the row length: one row at a time, in a
+    """A tile of ROWS rows and BLOCK columns. If BLOCK is smaller than a row, ROWS is 1 and programs
     loop over blocks of columns.
 
-    programs: how many a core gets, which then loop over the tiles; 0: one for each tile.
+    programs: per multiprocessor, each looping over tiles; 0: one program for each tile.
     parameters: when weight and bias are loaded, one of the three above.
-    stages: depth of the load pipeline over tiles or blocks.
+    stages: pipeline stages of the loop over tiles or blocks.
     """
 
     ROWS: int
@@ -41,11 +41,11 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """A tile of ROWS rows and BLOCK columns. PARTS * BLOCK columns hold a row, except where PARTS
-    is 0: then one kernel makes the sums along the rows, and another reads the data again.
+    """A tile of ROWS rows and BLOCK columns. A row has ROW_BLOCKS blocks, one program each. If
+    ROW_BLOCKS is 0, a row has any number of blocks and another kernel computes its sums before.
 
-    programs: how many a core gets. maxnreg: so that they all fit: one that waited for another to
-    end would double the time.
+    programs: per multiprocessor. maxnreg: registers per thread with which all of them are resident
+    at once; a program that waited for another to end would double the time.
     """
 
     ROWS: int
@@ -53,7 +53,7 @@ class BackwardConfig:
     warps: int
     programs: int
     stages: int
-    PARTS: int = 1
+    ROW_BLOCKS: int = 1
     keep_weight: bool = True
     maxnreg: int | None = None
 
@@ -64,7 +64,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class SumConfig:
-    """Of the sum over partial sums, LINES x BLOCK at a time, and of the sums along long rows."""
+    """A tile of LINES x BLOCK, to add partial sums or to compute the sums of long rows."""
 
     LINES: int
     BLOCK: int
@@ -74,23 +74,23 @@ class SumConfig:
         return {"num_warps": self.warps, "num_stages": 1}
 
 
-# Of the largest product of each architecture; a smaller one runs some programs later.
-_CORES = {
+# Multiprocessors of the largest GPU of each architecture. A smaller one runs some programs later.
+_MULTIPROCESSORS = {
     **{"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160},
     **{"sm_120": 188, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "interpreter": 2},
 }
-# Bytes of shared memory a core has for its programs. Ampere: of the consumer products.
+# Bytes of shared memory of a multiprocessor; "nvidia": of consumer GPUs.
 _SHARED = {"hopper": 227 << 10, "blackwell": 227 << 10, "nvidia": 99 << 10, "amd": 64 << 10}
-# Rows that lie so many elements apart, or a multiple of it, are read in vectors.
+# Rows are read in vectors if their length and strides are multiples of this number of elements.
 ALIGNED = 4
-# Elements that are loaded one by one have an address each: so many times fewer rows at once.
+# Elements that are loaded one by one need an address each: tiles have this factor fewer rows.
 _UNALIGNED = 4
 _LONGEST_WHOLE_FORWARD = 8192
 _LONGEST_WHOLE_ADD = 16384
 _LONGEST_UNALIGNED_ADD = 4096
 
-# Rows without a figure keep the elements a thread of their neighbours.
-# Width of the block that holds a row -> (ROWS, warps).
+# Block width that holds a row -> (ROWS, warps). Lines without a figure have as many elements per
+# thread as their neighbours.
 _FORWARD = {
     512: (8, 4),  # 3303
     1024: (2, 4),  # 3694 (fp32 parameters 3455)
@@ -106,24 +106,24 @@ _ADD = {
     8192: (1, 16),
     16384: (1, 16),  # 3883 (fp32 parameters 3447)
 }
-# -> (ROWS, warps, programs a core).
+# -> (ROWS, warps, programs per multiprocessor).
 _BACKWARD = {
-    # 2690, with the sum of 528 lines of partial sums; add + norm 2970. 128 registers, none spilled;
-    # with fewer elements a thread there would be more lines, with more fewer warps to hide loads.
+    # 2690, with the sum of 528 lines of partial sums; add + norm 2970. 128 registers, no spills.
+    # Fewer elements per thread mean more lines; more mean fewer warps to hide loads.
     512: (4, 4, 4),
     1024: (2, 4, 4),  # 3578; 3707
     2048: (1, 4, 4),
     4096: (1, 8, 2),  # 3919; 4038
     8192: (1, 16, 1),
-    # Two programs a row, as the sums of one would fill every register of a core. Both read all of
-    # it, the later one from L2. Not timed yet; 115 registers, add + norm 128 and 16 bytes of spill.
-    # One program that read rows twice from memory reached 2696.
+    # Two programs per row, as the sums of one would fill all registers of a multiprocessor. Both
+    # read the whole row, the later one from L2. Not timed yet; 115 registers, add + norm 128 and 16
+    # bytes of spills. One program that read rows twice from memory reached 2696.
     16384: (1, 16, 1),
 }
 
 
 def family(arch: str) -> str:
-    """Architectures that share rows."""
+    """The GPU family; its architectures share configs."""
     if arch == "interpreter":
         return arch
     if not arch.startswith("sm_"):
@@ -131,41 +131,41 @@ def family(arch: str) -> str:
     return {9: "hopper", 10: "blackwell"}.get(int(arch[3:]) // 10, "nvidia")
 
 
-def cores(arch: str) -> int:
-    return _CORES.get(arch, 132)
+def multiprocessors(arch: str) -> int:
+    return _MULTIPROCESSORS.get(arch, 132)
 
 
 def width_of(N: int) -> int:
-    """The block of columns that holds a row of N."""
+    """The width of the block that holds a row of N columns."""
     return 1 << max(0, N - 1).bit_length()
 
 
 def _short(width: int, elements: int) -> int:
-    """How many rows make a tile of so many elements."""
+    """The number of rows of a tile of `elements`."""
     return min(128, max(1, elements // width))
 
 
 @functools.cache
 def forward_config(arch: str, N: int, add: bool, aligned: bool = True) -> ForwardConfig:
-    """add: of add_layer_norm. aligned: row length and strides are multiples of ALIGNED."""
+    """add: for add_layer_norm. aligned: row length and strides are multiples of ALIGNED."""
     kind, width = family(arch), width_of(N)
     if kind == "interpreter":
-        # Several tiles and both kernels on small tensors.
+        # Small tensors have several tiles and use both kernels.
         return ForwardConfig(min(8, 4096 // width), width, 4) if width <= 512 else _long(256, 4)
     longest = _LONGEST_WHOLE_ADD if add else _LONGEST_WHOLE_FORWARD
     if width > (longest if aligned or not add else _LONGEST_UNALIGNED_ADD):
-        # Few registers, many warps, the row read again from L2: torch.compile's loop of this kind
-        # reaches 3966 at 16384, where a row in registers with its parameters reached 2849.
+        # Few registers, many warps, and the row is read again from L2. torch.compile's loop of this
+        # kind reaches 3966 at 16384; a row and its parameters in registers reached 2849.
         return _long(4096, 8 if kind == "amd" else 16)
     rows, warps = (_ADD if add else _FORWARD).get(width, (0, 0))
     if not rows:
-        # As at 512, in elements a program.
+        # As many elements per program as at 512.
         rows, warps = (_short(width, 512), 1) if add else (_short(width, 4096), 4)
     if kind == "amd":
         warps = max(1, warps // 2)  # of 64 lanes
     if not aligned:
         rows = max(1, rows // _UNALIGNED)
-    # At 8192 parameters in registers would halve the programs on a core.
+    # At 8192, parameters in registers would halve the programs per multiprocessor.
     return ForwardConfig(rows, width, warps, 0, AFTER_STATISTICS if width == 8192 else WITH_ROWS)
 
 
@@ -177,56 +177,57 @@ def _long(block: int, warps: int) -> ForwardConfig:
 def backward_config(
     arch: str, N: int, itemsize: int, tensors: int, sums: int, aligned: bool = True
 ) -> BackwardConfig:
-    """itemsize: bytes of an element. tensors: how many are read. sums: parameter gradients.
-    aligned: row length and strides are multiples of ALIGNED.
+    """itemsize: bytes of an element. tensors: the number of tensors read. sums: the number of
+    parameter gradients. aligned: row length and strides are multiples of ALIGNED.
     """
     kind, width = family(arch), width_of(N)
     if kind == "interpreter":
-        parts = {512: 2, 1024: 0}.get(width, 1 if width < 512 else 0)
-        block = width // parts if parts else 256
-        return BackwardConfig(8, block, 4, 2, 1, parts)
-    # What needs most registers: rows of 16384 in fp32, or addresses of each element, would not fit.
+        blocks = {512: 2, 1024: 0}.get(width, 1 if width < 512 else 0)
+        block = width // blocks if blocks else 256
+        return BackwardConfig(8, block, 4, 2, 1, blocks)
+    # These need most registers: fp32 rows of 16384, or an address for each element, would spill.
     crowded = sums > 2 or (itemsize > 2 and tensors > 2)
     if aligned:
         longest = 8192 if crowded and itemsize > 2 else 16384
     else:
         longest = 2048 if crowded else 8192
     if width > longest or (width == 16384 and 2 * width * itemsize > _SHARED[kind]):
-        row = BackwardConfig(*_rows_of(_BACKWARD[1024], 1024), stages=3, PARTS=0)
+        c = BackwardConfig(*_insert_block(_BACKWARD[1024], 1024), stages=3, ROW_BLOCKS=0)
     elif width == 16384:
-        # Of three tensors one tile ahead is 80 KB, and two ahead would spill (24 bytes, not 16).
-        row = BackwardConfig(
-            *_rows_of(_BACKWARD[width], 8192), 3 if tensors < 3 else 2, PARTS=2, keep_weight=False
-        )
+        # With three tensors, one prefetched tile is 80 KB; two would spill 24 bytes instead of 16.
+        c = BackwardConfig(
+            *_insert_block(_BACKWARD[width], 8192), 3 if tensors < 3 else 2, ROW_BLOCKS=2,
+            keep_weight=False,
+        )  # fmt: skip
     else:
         tile = _BACKWARD.get(width, (_short(width, 2048), 4, 4))
-        row = BackwardConfig(*_rows_of(tile, width), stages=3)
-    if not aligned:  # nor can elements be copied asynchronously one by one
-        row = replace(row, ROWS=max(1, row.ROWS // _UNALIGNED), stages=1)
+        c = BackwardConfig(*_insert_block(tile, width), stages=3)
+    if not aligned:  # single elements cannot be copied asynchronously either
+        c = replace(c, ROWS=max(1, c.ROWS // _UNALIGNED), stages=1)
     if kind == "amd":
-        return replace(row, warps=max(1, row.warps // 2), stages=1)  # no asynchronous copies
-    # One buffer less than stages: the tile that is computed has left its buffer.
-    read = tensors + 2 * (row.PARTS == 2)
-    buffers = _SHARED[kind] // (row.programs * row.ROWS * row.BLOCK * itemsize * read)
-    if crowded and row.programs == 4:
-        row = replace(row, programs=3)
-    return _resident(replace(row, stages=max(1, min(row.stages, buffers + 1))))
+        return replace(c, warps=max(1, c.warps // 2), stages=1)  # no asynchronous copies
+    # One buffer fewer than stages: the tile in use is in registers.
+    read = tensors + 2 * (c.ROW_BLOCKS == 2)
+    buffers = _SHARED[kind] // (c.programs * c.ROWS * c.BLOCK * itemsize * read)
+    if crowded and c.programs == 4:
+        c = replace(c, programs=3)
+    return _resident(replace(c, stages=max(1, min(c.stages, buffers + 1))))
 
 
-def _resident(row: BackwardConfig) -> BackwardConfig:
-    """With so few registers a thread that all programs of a core run at once (NVIDIA)."""
-    registers = (64 << 10) // (row.programs * row.warps * 32) // 8 * 8
-    return replace(row, maxnreg=registers if registers < 255 else None)
+def _resident(c: BackwardConfig) -> BackwardConfig:
+    """The config with `maxnreg` such that all programs are resident at once (NVIDIA)."""
+    registers = (64 << 10) // (c.programs * c.warps * 32) // 8 * 8
+    return replace(c, maxnreg=registers if registers < 255 else None)
 
 
-def _rows_of(row: tuple[int, int, int], block: int) -> tuple[int, int, int, int]:
-    """(ROWS, BLOCK, warps, programs)."""
-    return row[0], block, row[1], row[2]
+def _insert_block(tile: tuple[int, int, int], block: int) -> tuple[int, int, int, int]:
+    """(ROWS, warps, programs) -> (ROWS, BLOCK, warps, programs)."""
+    return tile[0], block, tile[1], tile[2]
 
 
 def sum_config(arch: str, N: int) -> SumConfig:
-    """Of the second stage. It is short: all lines at once, in as many programs as read whole
-    sectors of 32 bytes; longer rows have fewer lines.
+    """For the kernel that adds partial sums. It is short, so a program adds all lines of as few
+    columns as make whole sectors of 32 bytes. Longer rows have fewer lines.
     """
     if arch == "interpreter":
         return SumConfig(4, 128, 4)
@@ -237,7 +238,7 @@ def sum_config(arch: str, N: int) -> SumConfig:
 
 
 def row_sums_config(arch: str) -> SumConfig:
-    """Of the first backward kernel of long rows."""
+    """For the kernel that computes the sums of long rows, before the backward kernel."""
     return SumConfig(1, 256 if arch == "interpreter" else 4096, 8 if family(arch) == "amd" else 16)
 
 
@@ -245,16 +246,16 @@ def row_sums_config(arch: str) -> SumConfig:
 
 
 def forward_candidates(arch: str, N: int, add: bool) -> list[ForwardConfig]:
-    """The shipped one first."""
-    width, shipped = width_of(N), forward_config(arch, N, add)
-    found = [shipped]
+    """The default config first."""
+    width = width_of(N)
+    found = [forward_config(arch, N, add)]
 
     def whole(rows: int, warps: int, programs: int, parameters: int, stages: int = 1) -> None:
         if 1 <= rows <= 128 and rows * width <= 64 * 32 * warps:
             found.append(ForwardConfig(rows, width, warps, programs, parameters, stages))
 
-    # Looping over tiles with the next rows on their way, the parameters in registers. One warp a
-    # program spares every barrier.
+    # Loops over tiles that prefetch rows and keep the parameters in registers. A program of one
+    # warp needs no barriers.
     for rows, warps, programs in (
         *((1, 1, 24), (2, 1, 16), (4, 1, 12), (1, 2, 12), (2, 2, 8), (4, 4, 8), (8, 8, 4)),
         *((2, 4, 8), (1, 4, 8), (1, 8, 4), (1, 16, 2), (1, 16, 1), (1, 32, 1)),
@@ -274,24 +275,24 @@ def forward_candidates(arch: str, N: int, add: bool) -> list[ForwardConfig]:
 def backward_candidates(
     arch: str, N: int, itemsize: int, tensors: int, sums: int
 ) -> list[BackwardConfig]:
-    """The shipped one first."""
+    """The default config first."""
     kind, width = family(arch), width_of(N)
     found = [backward_config(arch, N, itemsize, tensors, sums)]
 
-    def add(row: BackwardConfig) -> None:
-        read = tensors + 2 * (row.PARTS == 2)
-        staged = (row.stages - 1) * row.ROWS * row.BLOCK * itemsize * read
-        if row.programs * staged <= _SHARED[kind]:
-            found.append(row if kind == "amd" else _resident(row))
+    def add(c: BackwardConfig) -> None:
+        read = tensors + 2 * (c.ROW_BLOCKS == 2)
+        staged = (c.stages - 1) * c.ROWS * c.BLOCK * itemsize * read
+        if c.programs * staged <= _SHARED[kind]:
+            found.append(c if kind == "amd" else _resident(c))
 
     stages = (1,) if kind == "amd" else (1, 2, 3, 4)
     if width <= 8192:
         for elements, warps in itertools.product((8, 16, 32), (1, 2, 4, 8, 16)):
             rows = elements * warps * 32 // width
             if 1 <= rows <= 128:
-                # 16 elements a thread need some 128 registers: 512 threads a core.
-                most = max(1, 256 // (warps * elements))
-                for programs, depth in itertools.product((most, 2 * most, most // 2), stages):
+                # 16 elements per thread need some 128 registers: 512 threads per multiprocessor.
+                full = max(1, 256 // (warps * elements))
+                for programs, depth in itertools.product((full, 2 * full, full // 2), stages):
                     if programs:
                         add(BackwardConfig(rows, width, warps, programs, depth))
     if 4096 <= width <= 16384:

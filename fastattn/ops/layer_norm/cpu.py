@@ -1,4 +1,4 @@
-"""The norms on the CPU in C++ (csrc/layer_norm): fp32, bf16 and fp16, on torch's threads.
+"""The norms on the CPU in C++ (csrc/layer_norm): fp32, bf16 and fp16, on PyTorch's threads.
 
 The kernels are registered under the dispatcher's CPU key.
 """

@@ -1,9 +1,7 @@
-"""The norms as a textbook writes them: statistics in fp32 (fp64 for fp64 data), one rounding at the
-end.
+"""The norms in their textbook form, in fp32 (fp64 for fp64 data), rounded once at the end.
 
 Functions take the arguments of the torch op of the same name and return its results, None for
-gradients that are not needed. Everything is differentiable torch, so the second derivative comes
-from here too.
+gradients that are not needed. They are differentiable, and used for double backward too.
 """
 
 import torch
@@ -29,7 +27,7 @@ def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _sum_rows(x: Tensor, like: Tensor | None, needed: bool) -> Tensor | None:
-    """Gradient of a parameter that every row shares: [..., N] -> [N]."""
+    """The gradient of a parameter that all rows share: [..., N] -> [N]."""
     return x.sum_to_size(x.shape[-1:]).to(like.dtype) if needed and like is not None else None
 
 

@@ -188,7 +188,7 @@ _ADD_SAMPLES = (
 
 
 def _norm_magnitudes(inputs: Inputs, z: Tensor, dy: Tensor, centred: bool) -> dict[str, Tensor]:
-    """|x| before centring over the deviation, wherever the formulas have the normalised value."""
+    """The formulas with (|x| + max|x|) * rstd, not centred, in place of the normalised value."""
     eps, weight = inputs["eps"], inputs.get("weight")
     w = torch.ones_like(z[..., :1]) if weight is None else weight.abs()
     mean = z.mean(-1, keepdim=True) if centred else torch.zeros_like(z[..., :1])
@@ -215,7 +215,7 @@ def _rms_norm_magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str,
 
 
 def _dropped(x: Tensor, inputs: Inputs) -> Tensor:
-    """Dropout of the branch with torch's operators and the published mask."""
+    """Dropout by PyTorch operators with the mask of `testing.dropout_mask`."""
     p = inputs["dropout_p"]
     if p == 0:
         return x
@@ -232,7 +232,7 @@ def _add_layer_norm_magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dic
     size = inputs["residual"].abs() + _dropped(branch, inputs)
     z = _add_layer_norm_torch(inputs)[1]
     mags = _norm_magnitudes(inputs, z, douts[0], centred=True)
-    # z cancels where the branch and the residual do.
+    # Branch and residual may cancel in z.
     rstd = ((z - z.mean(-1, keepdim=True)).square().mean(-1, keepdim=True) + inputs["eps"]).rsqrt()
     w = inputs["weight"].abs() if "weight" in inputs else 1
     mags["y"] = mags["y"] + size * rstd * w
@@ -267,7 +267,7 @@ _entries = partial(entries_by_rows, names=("x", "residual"), results=("y", "z", 
 
 
 def _slice_dims(name: str, result: Tensor) -> int:
-    """A row at a time; a parameter's gradient is one slice."""
+    """Each row is a slice; the gradient of a parameter is one slice."""
     return 0 if name in ("dweight", "dbias", "dx_bias") else result.dim() - 1
 
 

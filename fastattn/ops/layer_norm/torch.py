@@ -1,9 +1,9 @@
-"""The norms by PyTorch's own fused operators, dropout's written bits by torch ops around them.
+"""The norms by PyTorch's fused operators; further operators apply fastattn's dropout bits.
 
-aten's layer norm keeps its statistics in the parameters' dtype and, on CUDA, takes parameters in
-the data's dtype only. So parameters go to it in fp32, of half precision with ones where there are
-none, and on CUDA the data with them; that part has not run on a GPU yet. On a CPU aten's RMS norm
-has no backward of its own; there it is torch ops.
+aten's layer norm saves its statistics in the parameters' dtype and, on CUDA, requires parameters in
+the data's dtype. So parameters are converted to fp32 (ones replace a missing weight of half
+precision data), and on CUDA the data too; the CUDA path has not run on a GPU yet. aten's RMS norm
+has no fused backward on CPUs; there it is computed by several operators.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -33,7 +33,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _operands(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """x and its parameters as aten takes them."""
+    """x and its parameters in the dtypes that aten needs."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.dtype == dtype and all(p is None or p.dtype == dtype for p in parameters):
         return x, *parameters
@@ -60,7 +60,7 @@ def layer_norm_bwd(call: LayerNormBackwardCall) -> _Gradients:
     assert x is not None
     needs = [n and p is not None for n, p in zip(call.needs, call[1:4], strict=True)]
     sums = needs[1] or needs[2]
-    # aten reads the statistics by their address alone.
+    # aten reads the statistics as contiguous memory, whatever their strides.
     statistics = (call.mean.contiguous()[..., None], call.rstd.contiguous()[..., None])
     dy = call.dy.to(x.dtype)
     if x.dtype in (torch.bfloat16, torch.float16) and sums:
@@ -84,13 +84,13 @@ def _bwd_in_fp32(
     bias: Tensor | None,
     needs: list[bool],
 ) -> tuple[Tensor, ...]:
-    """aten adds parameters' gradients in the data's dtype: rows go through fp32 in chunks."""
+    """Converts rows to fp32 in chunks, as aten sums parameters' gradients in the data's dtype."""
     N, dx = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
     sums = [x.new_zeros(N, dtype=torch.float32) for _ in range(2)]
     rows = max(1, _CHUNK * torch.get_num_threads() // max(1, N))
     tensors = [t.reshape(math.prod(t.shape[:-1]), t.shape[-1]) for t in (dx, dy, x, mean, rstd)]
-    for part in zip(*(t.split(rows) for t in tensors), strict=True):
-        target, *inputs = part
+    for chunk in zip(*(t.split(rows) for t in tensors), strict=True):
+        target, *inputs = chunk
         found = _aten.native_layer_norm_backward.default(
             *(t.float() for t in inputs[:2]), [N], *inputs[2:], weight, bias, needs
         )
@@ -131,7 +131,7 @@ def add_layer_norm_bwd(call: AddLayerNormBackwardCall) -> _Gradients:
         dweight = torch.zeros_like(weight) if needs[3] and weight is not None else None
         dbias = torch.zeros_like(bias) if needs[4] and bias is not None else None
     else:
-        if dz is not None:  # one rounding for the sum of both
+        if dz is not None:  # so that the sum is rounded once
             dy, z = _wide(dy), _wide(z)
         norm = LayerNormBackwardCall(
             dy, z, weight, bias, mean, rstd, eps, [True, needs[3], needs[4]]
@@ -153,7 +153,7 @@ def add_layer_norm_bwd(call: AddLayerNormBackwardCall) -> _Gradients:
 
 # -- rms_norm --------------------------------------------------------------------------------------
 def _rows(x: Tensor) -> Tensor:
-    """[rows, N]: torch's reductions take 64 dimensions at most."""
+    """[rows, N], because PyTorch's reductions take at most 64 dimensions."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

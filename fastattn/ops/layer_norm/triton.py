@@ -1,8 +1,8 @@
 """The norms in Triton, the portable GPU path: launchers of the kernels in triton_kernels.py.
 
-`norm_fwd` and `norm_bwd` serve the three ops. What follows from dtypes, row length and strides is
-worked out once per combination and remembered as bound launches; a call then passes pointers and
-the number of rows. Rows that are not one stride apart, or not contiguous themselves, are copied.
+`norm_fwd` and `norm_bwd` implement all three ops. For each combination of dtypes, row length and
+strides, the launches are bound once and cached; a call then passes pointers and the number of rows.
+Inputs are copied if their rows are not contiguous or do not have a single stride.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from fastattn.ops.layer_norm.config import (
     BackwardConfig,
     ForwardConfig,
     backward_config,
-    cores,
     forward_config,
+    multiprocessors,
     row_sums_config,
     sum_config,
 )
@@ -43,22 +43,22 @@ from fastattn.ops.layer_norm.triton_kernels import (
 
 _Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
-# Columns are counted in 32 bits, with room for a block beyond the end.
+# Column indices are 32-bit, and a block may extend beyond the end of a row.
 _LONGEST_ROW = 1 << 30
-# CUDA's limit on programs along the first dimension of a grid.
-_MOST_PROGRAMS = (1 << 31) - 1
+# CUDA's limit of the first dimension of a grid.
+_MAX_PROGRAMS = (1 << 31) - 1
 
 
-# -- what both directions need --------------------------------------------------------------------
+# -- forward and backward -------------------------------------------------------------------------
 
 
 def _arch(x: Tensor) -> str:
-    # get_device() is quicker than the device itself, and -1 on a CPU.
+    # get_device() is faster than the attribute `device`.
     return _env.architecture("cuda", x.get_device()) if x.is_cuda else _env.architecture("cpu", 0)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x, or a copy where one number does not say how far apart its rows are; and that number."""
+    """(x, or a contiguous copy if its rows do not have a single stride; the stride of rows)."""
     N = x.shape[-1]
     if x.is_contiguous():
         return x, N
@@ -75,13 +75,13 @@ def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _unit(N: int, *strides: int) -> int:
-    """What row length and strides are divided by for the kernels, whose compiler then sees how many
-    elements lie behind one aligned address: the largest power of two up to 16.
+    """The largest power of two up to 16 that divides row length and strides. Kernels get them
+    divided by it, so that the compiler sees the alignment.
     """
-    together = N
+    bits = N
     for stride in strides:
-        together |= stride
-    return min(together & -together, 16)
+        bits |= stride
+    return min(bits & -bits, 16)
 
 
 def _parameter(x: Tensor | None) -> Tensor | None:
@@ -95,7 +95,7 @@ def _dtype(x: Tensor | None) -> torch.dtype | None:
 def _refusal(
     activations: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
 ) -> str | None:
-    """Of the last activation's device and row length."""
+    """Device and row length are those of the last activation."""
     for x in (*activations, *parameters):
         if x is not None and x.dtype not in DTYPES:
             return f"has kernels for float16, bfloat16 and float32, got {x.dtype}"
@@ -112,7 +112,7 @@ def _refusal(
 class _ForwardPlan(NamedTuple):
     launch: BoundLaunch
     ROWS: int
-    most_programs: int
+    max_programs: int
 
 
 _forward_plans = LaunchCache()
@@ -135,14 +135,14 @@ def norm_fwd(
     *,
     config: ForwardConfig | None = None,
 ) -> None:
-    """Any of the forwards: z None adds no residual, mean None does not centre.
+    """Any of the three forwards. z None: no residual is added. mean None: RMS norm.
 
-    config: a tiling to use instead of the shipped one.
+    config: used instead of `forward_config`'s.
     """
     M, N = rstd.numel(), x.shape[-1]
     if M == 0:
         return
-    if N == 0:  # the mean of nothing
+    if N == 0:  # the mean of no elements
         rstd.fill_(float("nan"))
         if mean is not None:
             mean.fill_(float("nan"))
@@ -159,10 +159,10 @@ def norm_fwd(
     if plan is None:
         unit = _unit(N, stride_x, stride_residual)
         c = config or forward_config(arch, N, z is not None, unit >= ALIGNED)
-        most = c.programs * cores(arch) if c.programs else _MOST_PROGRAMS
+        limit = c.programs * multiprocessors(arch) if c.programs else _MAX_PROGRAMS
         launch = _bind_forward(c, N, (stride_x, stride_residual), unit, dropout)
-        plan = _forward_plans.remember(key, _ForwardPlan(launch, c.ROWS, most))
-    programs = min((M - 1) // plan.ROWS + 1, plan.most_programs)
+        plan = _forward_plans.remember(key, _ForwardPlan(launch, c.ROWS, limit))
+    programs = min((M - 1) // plan.ROWS + 1, plan.max_programs)
     plan.launch(
         (programs, 1, 1), x, residual, x_bias, weight, bias, dropout_seed if dropout else None, y,
         z, mean, rstd, M, dropout_stream, threshold(dropout_p), keep_scale(dropout_p), eps,
@@ -198,10 +198,10 @@ def _bind_forward(
 
 
 class _BackwardPlan(NamedTuple):
-    """row_sums: where rows are long. total: where a parameter wants its gradient."""
+    """row_sums: only for long rows. total: only for gradients of parameters."""
 
     config: BackwardConfig
-    walk: BoundLaunch
+    main: BoundLaunch
     row_sums: BoundLaunch | None
     total: BoundLaunch | None
 
@@ -209,18 +209,19 @@ class _BackwardPlan(NamedTuple):
 _backward_plans = LaunchCache()
 
 
-def _parts(c: BackwardConfig, N: int) -> int:
-    """Programs that share a row."""
-    return c.PARTS or -(-N // c.BLOCK)
+def _row_blocks(c: BackwardConfig, N: int) -> int:
+    """The number of column blocks of a row, each computed by another program."""
+    return c.ROW_BLOCKS or -(-N // c.BLOCK)
 
 
 def _lines(c: BackwardConfig, arch: str, M: int, N: int) -> int:
-    """Programs that loop over tiles of the same columns, and write a line of partial sums each."""
-    return min((M - 1) // c.ROWS + 1, max(1, c.programs * cores(arch) // _parts(c, N)))
+    """Programs per block of columns; each loops over rows and writes a line of partial sums."""
+    programs = c.programs * multiprocessors(arch) // _row_blocks(c, N)
+    return min((M - 1) // c.ROWS + 1, max(1, programs))
 
 
 def norm_bwd_config(dy: Tensor | None, dz: Tensor | None, z: Tensor, sums: int) -> BackwardConfig:
-    """The shipped tiling. sums: how many parameters want their gradient."""
+    """The default config. sums: the number of parameters that need a gradient."""
     tensors, N = 2 * (dy is not None) + (dz is not None), z.shape[-1]
     return backward_config(
         _arch(z), N, z.element_size(), max(1, tensors), sums, _unit(N) >= ALIGNED
@@ -228,14 +229,14 @@ def norm_bwd_config(dy: Tensor | None, dz: Tensor | None, z: Tensor, sums: int) 
 
 
 def norm_bwd_workspace(c: BackwardConfig, z: Tensor, sums: int) -> _Workspace:
-    """Partial sums of the parameter gradients, one behind the other, and sums along long rows."""
+    """Partial sums of the parameter gradients and, for long rows, the sums along rows."""
     if z.numel() == 0:
         return [((0,), torch.float32, False)]
     N = z.shape[-1]
     M = z.numel() // N
     lines = _lines(c, _arch(z), M, N) if sums else 0
-    pieces: _Workspace = [((sums, lines, N), torch.float32, False)]
-    return pieces if c.PARTS else [*pieces, ((2, M), torch.float32, False)]
+    partials = (sums, lines, N), torch.float32, False
+    return [partials] if c.ROW_BLOCKS else [partials, ((2, M), torch.float32, False)]
 
 
 def norm_bwd(
@@ -258,9 +259,9 @@ def norm_bwd(
     *,
     config: BackwardConfig | None = None,
 ) -> None:
-    """Any of the backwards; results that are None are not wanted. z is what was normalised.
+    """Any of the three backwards; results that are None are not computed. z: the input of the norm.
 
-    partials, row_sums: of `norm_bwd_workspace` for the same config, by default the shipped one.
+    partials, row_sums: the workspace of `norm_bwd_workspace` for `config`, or the default config.
     """
     gradients = [g for g in (dweight, dbias, dx_bias) if g is not None]
     M, N = rstd.numel(), z.shape[-1]
@@ -283,15 +284,15 @@ def norm_bwd(
     plan = _backward_plans.get(key)
     if plan is None:
         c = config or norm_bwd_config(dy, dz, z, len(gradients))
-        wanted = (dweight is not None, dbias is not None, dx_bias is not None)
+        needed = (dweight is not None, dbias is not None, dx_bias is not None)
         strides = (stride_dy, stride_dz, stride_z)
-        plan = _bind_backward(c, arch, N, strides, wanted, dropout, dy is not None)
+        plan = _bind_backward(c, arch, N, strides, needed, dropout, dy is not None)
         _backward_plans.remember(key, plan)
     lines = _lines(plan.config, arch, M, N)
     if plan.row_sums is not None:
         plan.row_sums((M, 1, 1), dy, z, weight, mean, rstd, row_sums, M)
-    plan.walk(
-        (lines * _parts(plan.config, N), 1, 1),
+    plan.main(
+        (lines * _row_blocks(plan.config, N), 1, 1),
         dy, dz, z, weight, mean, rstd, row_sums if plan.row_sums is not None else None,
         dropout_seed if dropout else None, dx, dresidual, partials if gradients else None, M,
         dropout_stream, threshold(dropout_p), keep_scale(dropout_p),
@@ -306,39 +307,39 @@ def _bind_backward(
     arch: str,
     N: int,
     strides: tuple[int, int, int],
-    wanted: tuple[bool, bool, bool],
+    needed: tuple[bool, bool, bool],
     dropout: bool,
-    normalised: bool,
+    has_dy: bool,
 ) -> _BackwardPlan:
-    """wanted: gradients of weight, bias and x_bias. normalised: dy is given."""
+    """needed: the gradients of weight, bias and x_bias."""
     unit = _unit(N, *strides)
     stride_dy, stride_dz, stride_z = (stride // unit for stride in strides)
     constants = {
         "UNIT": unit,
-        "DWEIGHT": wanted[0],
-        "DBIAS": wanted[1],
-        "DX_BIAS": wanted[2],
+        "DWEIGHT": needed[0],
+        "DBIAS": needed[1],
+        "DX_BIAS": needed[2],
         "DROPOUT": dropout,
-        "EXACT": N % c.BLOCK == 0 and N // c.BLOCK == _parts(c, N),
+        "EXACT": N % c.BLOCK == 0 and N // c.BLOCK == _row_blocks(c, N),
         "ROWS": c.ROWS,
         "BLOCK": c.BLOCK,
-        "PARTS": c.PARTS,
+        "ROW_BLOCKS": c.ROW_BLOCKS,
         "KEEP_WEIGHT": c.keep_weight,
         "STAGES": c.stages,
     }
     scalars = (N // unit, stride_dy, stride_dz, stride_z)
-    walk = BoundLaunch(norm_bwd_kernel, scalars, constants, **c.options())
+    main = BoundLaunch(norm_bwd_kernel, scalars, constants, **c.options())
     row_sums = total = None
-    if c.PARTS == 0 and normalised:
+    if c.ROW_BLOCKS == 0 and has_dy:
         tile = row_sums_config(arch)
         constants = {"UNIT": unit, "EXACT": N % tile.BLOCK == 0, "BLOCK": tile.BLOCK}
         lengths = (N // unit, stride_dy, stride_z)
         row_sums = BoundLaunch(norm_row_sums_kernel, lengths, constants, **tile.options())
-    if any(wanted):
+    if any(needed):
         tile = sum_config(arch, N)
         constants = {"UNIT": _unit(N), "LINES": tile.LINES, "BLOCK": tile.BLOCK}
         total = BoundLaunch(sum_partials_kernel, (N // _unit(N),), constants, **tile.options())
-    return _BackwardPlan(c, walk, row_sums, total)
+    return _BackwardPlan(c, main, row_sums, total)
 
 
 # -- layer_norm -----------------------------------------------------------------------------------
@@ -364,14 +365,14 @@ def layer_norm_bwd_workspace(call: LayerNormBackwardCall) -> _Workspace:
 
 
 def layer_norm_bwd(
-    call: LayerNormBackwardCall, dx: Tensor, dweight: Tensor, dbias: Tensor, *scratch: Tensor
+    call: LayerNormBackwardCall, dx: Tensor, dweight: Tensor, dbias: Tensor, *workspace: Tensor
 ) -> None:
     dy, x, weight, bias, mean, rstd, _, needs = call
     norm_bwd(
         dy, None, x, weight, mean, rstd, 0.0, None, 0,
         dx if needs[0] else None, None,
         dweight if needs[1] and weight is not None else None,
-        dbias if needs[2] and bias is not None else None, None, *scratch,
+        dbias if needs[2] and bias is not None else None, None, *workspace,
     )  # fmt: skip
 
 
@@ -395,7 +396,7 @@ def add_layer_norm_bwd_unsupported(call: AddLayerNormBackwardCall) -> str | None
 
 
 def _add_sums(call: AddLayerNormBackwardCall) -> tuple[bool, bool, bool]:
-    """Whether x_bias, weight and bias want their gradients."""
+    """Whether the gradients of x_bias, weight and bias are needed."""
     needs = call.needs
     return (
         needs[2] and call.x_bias is not None,
@@ -416,7 +417,7 @@ def add_layer_norm_bwd(
     dx_bias: Tensor,
     dweight: Tensor,
     dbias: Tensor,
-    *scratch: Tensor,
+    *workspace: Tensor,
 ) -> None:
     dy, dz, z, _, weight, _, mean, rstd, _, _, dropout_p, seed, stream, needs = call
     sums = _add_sums(call)
@@ -424,7 +425,7 @@ def add_layer_norm_bwd(
         dy, dz, z, weight, mean, rstd, dropout_p, seed, stream,
         dx if needs[0] else None, dresidual if needs[1] else None,
         dweight if sums[1] else None, dbias if sums[2] else None, dx_bias if sums[0] else None,
-        *scratch,
+        *workspace,
     )  # fmt: skip
 
 
@@ -449,10 +450,12 @@ def rms_norm_bwd_workspace(call: RmsNormBackwardCall) -> _Workspace:
     return norm_bwd_workspace(norm_bwd_config(call.dy, None, call.x, sums), call.x, sums)
 
 
-def rms_norm_bwd(call: RmsNormBackwardCall, dx: Tensor, dweight: Tensor, *scratch: Tensor) -> None:
+def rms_norm_bwd(
+    call: RmsNormBackwardCall, dx: Tensor, dweight: Tensor, *workspace: Tensor
+) -> None:
     dy, x, weight, rstd, _, needs = call
     norm_bwd(
         dy, None, x, weight, None, rstd, 0.0, None, 0,
         dx if needs[0] else None, None,
-        dweight if needs[1] and weight is not None else None, None, None, *scratch,
+        dweight if needs[1] and weight is not None else None, None, None, *workspace,
     )  # fmt: skip

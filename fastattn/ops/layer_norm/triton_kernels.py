@@ -1,13 +1,14 @@
-"""The Triton kernels of the norms: layer norm, residual add + layer norm and RMS norm share them.
+"""The Triton kernels of the norms, shared by layer norm, residual add + layer norm and RMS norm.
 
-A pointer that is None switches off what it stands for: without `mean_ptr` the norm is RMS norm,
-with `z_ptr` the forward first adds the branch to the residual. `norm_fwd_kernel` and
-`norm_bwd_kernel` hold whole rows in registers and read them once; the others loop over rows that
-are longer. Parameter gradients leave the backward as fp32 partial sums, one line per program, which
-`sum_partials_kernel` adds in a fixed order. All arithmetic is fp32; results are rounded once.
+If `mean_ptr` is None, the norm is RMS norm; if `z_ptr` is not None, the forward first adds x to the
+residual. `norm_fwd_kernel` and `norm_bwd_kernel` hold whole rows in registers and read them once.
+Long rows are read in blocks, by `norm_fwd_long_kernel`, and by `norm_row_sums_kernel` before
+`norm_bwd_kernel`. Gradients of parameters are written as fp32 partial sums, one line for each
+program, which `sum_partials_kernel` adds in a fixed order. All arithmetic is in fp32, and results
+are rounded once.
 
-Row length and strides come divided by UNIT: of a number alone the compiler would only see whether
-it is a multiple of 16, and read rows of other lengths element by element.
+Row length and strides are passed divided by UNIT. Otherwise the compiler would know only whether
+they are multiples of 16, and would load other rows element by element.
 """
 
 # Kernels are in Triton's language: no Python types.
@@ -19,7 +20,7 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import column_keys, drop, row_kept, row_keys
 from fastattn.ops.layer_norm import config
 
-# Arguments that differ from call to call must not become part of what is compiled.
+# Arguments that differ between calls, on which kernels must not be specialised.
 _PER_CALL = ["M", "stream", "threshold", "keep_factor", "eps", "lines"]
 
 BEFORE = tl.constexpr(config.BEFORE)
@@ -32,7 +33,7 @@ AFTER_STATISTICS = tl.constexpr(config.AFTER_STATISTICS)
 
 @triton.jit
 def load_tile(ptrs, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """In fp32, 0 where the mask is false."""
+    """A tile in fp32, 0 where the mask is false."""
     if MASKED:
         return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     else:
@@ -41,7 +42,7 @@ def load_tile(ptrs, mask, MASKED: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def store_tile(ptrs, value, mask, MASKED: tl.constexpr):
-    """Rounded to the pointer's type."""
+    """Stores a tile, rounded to the pointer's dtype."""
     value = value.to(ptrs.dtype.element_ty)
     if MASKED:
         tl.store(ptrs, value, mask=mask)
@@ -55,7 +56,7 @@ def load_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.const
     if ptr is None:
         return default
     elif ROWS == 1:
-        # In the tile's own shape a parameter of another type gets the tile's layout.
+        # With the tile's shape, a parameter of another dtype gets the tile's layout.
         return load_tile(ptr + cols[None, :], mask_n[None, :], not EXACT, "evict_last")
     else:
         return load_tile(ptr + cols, mask_n, not EXACT, "evict_last")[None, :]
@@ -66,9 +67,9 @@ def load_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.const
 
 @triton.jit(do_not_specialize=_PER_CALL)
 def norm_fwd_kernel(
-    x_ptr,  # [M, N], like residual_ptr with contiguous rows stride_x apart
-    residual_ptr,
-    x_bias_ptr,  # [N], like the other parameters
+    x_ptr,  # [M, N], rows contiguous
+    residual_ptr,  # [M, N], rows contiguous
+    x_bias_ptr,  # [N], as are weight and bias
     weight_ptr,
     bias_ptr,
     seed_ptr,
@@ -122,7 +123,7 @@ def norm_fwd_kernel(
                 r = row_keys(seed_ptr, stream, rows)[:, None]
                 c = column_keys(seed_ptr, stream, 0, cols)[None, :]
                 z = drop(z, row_kept(r, c, cols[None, :], threshold), keep_factor)
-            # The norm is of what is stored.
+            # The norm is computed from the rounded sum.
             z = (z + residual).to(z_ptr.dtype.element_ty)
             store_tile(z_ptr + offs, z, mask, MASKED)
             z = z.to(tl.float32)
@@ -136,7 +137,7 @@ def norm_fwd_kernel(
             weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
             bias = load_columns(bias_ptr, cols, mask_n, 0.0, ROWS, EXACT)
         store_tile(y_ptr + offs, z * rstd[:, None] * weight + bias, mask, MASKED)
-        # Last, because with several rows they pass through shared memory.
+        # Stored last: with several rows, they pass through shared memory.
         tl.store(rstd_ptr + rows, rstd, mask=mask_m)
         if mean_ptr is not None:
             tl.store(mean_ptr + rows, mean, mask=mask_m)
@@ -168,10 +169,10 @@ def norm_fwd_long_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A row a program, BLOCK <= N columns at a time: once for the statistics, once for the result.
+    """Each program reads a row twice, BLOCK <= N columns at a time: for the statistics and for y.
 
-    Every lane keeps the mean and the squared deviations of its own columns (Welford's recurrence);
-    the lanes are combined at the end of the row.
+    Each lane updates the mean and the squared deviations of its columns (Welford's algorithm); the
+    lanes are combined at the end of the row.
     """
     N = N * UNIT
     MASKED: tl.constexpr = not EXACT
@@ -222,7 +223,7 @@ def norm_fwd_long_kernel(
     stored_ptr = x_ptr
     if z_ptr is not None:
         stored_ptr = z_ptr
-        tl.debug_barrier()  # what other threads of this program have written is read below
+        tl.debug_barrier()  # the loop below reads what other threads of this program have written
     for start in tl.range(0, N, BLOCK, num_stages=STAGES):
         cols = start + local
         mask = cols < N
@@ -253,8 +254,8 @@ def norm_row_sums_kernel(
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row a program, BLOCK columns at a time: [2, M], the sums of g and of g * xhat along rows,
-    where g = dy * weight.
+    """[2, M]: the sums of g and of g * xhat along rows, where g = dy * weight. Each program reads a
+    row, BLOCK columns at a time.
     """
     N = N * UNIT
     MASKED: tl.constexpr = not EXACT
@@ -293,8 +294,8 @@ def store_partials(
     DBIAS: tl.constexpr,
     DX_BIAS: tl.constexpr,
 ):
-    """The sums over this program's rows, [ROWS, BLOCK], into line `index` of each of the tensors
-    [lines, N] that lie one behind the other in `partials_ptr`.
+    """Sums dweight, dbias and dx_bias, each [ROWS, BLOCK] if needed, over rows, and stores them to
+    line `index` of the tensors [lines, N], which are consecutive in `partials_ptr`.
     """
     ptrs = partials_ptr + index * N + cols
     step = lines.to(tl.int64) * N
@@ -310,8 +311,8 @@ def store_partials(
 
 @triton.jit
 def loop_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.constexpr):
-    """load_columns inside a loop over rows. Behind a branch the load stays a plain one; otherwise
-    the compiler would stage it through shared memory for every row, as it does with the rows.
+    """load_columns inside a loop over rows. The branch, which is always taken, keeps the compiler
+    from pipelining this load through shared memory, as it does for the rows.
     """
     if ptr is None:
         return default
@@ -324,15 +325,15 @@ def loop_columns(ptr, cols, mask_n, default, ROWS: tl.constexpr, EXACT: tl.const
 
 @triton.jit(do_not_specialize=_PER_CALL)
 def norm_bwd_kernel(
-    dy_ptr,  # gradients of the results: dy or dz may be None
-    dz_ptr,
-    z_ptr,  # what was normalised
+    dy_ptr,  # gradient of the norm's result; dy or dz may be None
+    dz_ptr,  # gradient of the sum
+    z_ptr,  # input of the norm
     weight_ptr,
     mean_ptr,
     rstd_ptr,
-    sums_ptr,  # [2, M]: what norm_row_sums_kernel made, or None
+    sums_ptr,  # [2, M] from norm_row_sums_kernel, or None
     seed_ptr,
-    dx_ptr,  # of the branch, after dropout; dresidual_ptr: before
+    dx_ptr,  # with dropout applied
     dresidual_ptr,
     partials_ptr,
     M,
@@ -351,25 +352,25 @@ def norm_bwd_kernel(
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
     KEEP_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Tiles of ROWS rows; sums of the parameter gradients stay in registers between tiles.
 
-    PARTS blocks of columns hold a row (EXACT: they are full), one program each. With PARTS = 2 both
-    programs read all of it for the sums along the row. With PARTS = 0 these are given, and there
-    are as many blocks as it takes.
+    A row has ROW_BLOCKS blocks of BLOCK columns (EXACT: all full), one program each. With 2 blocks,
+    both programs read the whole row for the sums along it. With ROW_BLOCKS = 0 a row may have any
+    number of blocks, and these sums are in `sums_ptr`.
     """
     N = N * UNIT
     MASKED: tl.constexpr = ROWS > 1 or not EXACT
-    parts = PARTS
-    if PARTS == 0:
-        parts = tl.cdiv(N, BLOCK)
-    part = tl.program_id(0) % parts
-    first = (tl.program_id(0) // parts).to(tl.int64)
-    lines = tl.num_programs(0) // parts
-    cols = part * BLOCK + tl.arange(0, BLOCK)
+    blocks = ROW_BLOCKS
+    if ROW_BLOCKS == 0:
+        blocks = tl.cdiv(N, BLOCK)
+    block = tl.program_id(0) % blocks
+    first = (tl.program_id(0) // blocks).to(tl.int64)
+    lines = tl.num_programs(0) // blocks
+    cols = block * BLOCK + tl.arange(0, BLOCK)
     mask_n = cols < N
     if KEEP_WEIGHT and dy_ptr is not None:
         weight = load_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
@@ -393,14 +394,14 @@ def norm_bwd_kernel(
             if not KEEP_WEIGHT:
                 weight = loop_columns(weight_ptr, cols, mask_n, 1.0, ROWS, EXACT)
             g = dy * weight
-            if PARTS == 0:
+            if ROW_BLOCKS == 0:
                 along = tl.load(sums_ptr + rows, mask=mask_m, other=0.0)
                 across = tl.load(sums_ptr + M + rows, mask=mask_m, other=0.0)
             else:
                 along = g
                 across = g * xhat
-                if PARTS == 2:
-                    others = (1 - part) * BLOCK + tl.arange(0, BLOCK)
+                if ROW_BLOCKS == 2:
+                    others = (1 - block) * BLOCK + tl.arange(0, BLOCK)
                     mask_n_o = others < N
                     mask_o = mask_m[:, None] & mask_n_o[None, :]
                     dy_ptrs = dy_ptr + rows[:, None] * stride_dy * UNIT + others
@@ -410,7 +411,7 @@ def norm_bwd_kernel(
                     along += g_o
                     across += g_o * ((load_tile(z_ptrs, mask_o, MASKED, "") - mean) * rstd)
                 if mean_ptr is not None:
-                    # One reduction of both: three barriers fewer than two.
+                    # One joint reduction has three barriers fewer than two reductions.
                     along, across = tl.split(tl.sum(tl.join(along, across), axis=1))
                 else:
                     across = tl.sum(across, axis=1)
@@ -432,7 +433,7 @@ def norm_bwd_kernel(
             store_tile(dresidual_ptr + offs, dsum, mask, MASKED)
         if DROPOUT:
             r = row_keys(seed_ptr, stream, rows)[:, None]
-            c = column_keys(seed_ptr, stream, part * BLOCK, tl.arange(0, BLOCK))[None, :]
+            c = column_keys(seed_ptr, stream, block * BLOCK, tl.arange(0, BLOCK))[None, :]
             keep = row_kept(r, c, tl.arange(0, BLOCK)[None, :], threshold)
             dsum = drop(dsum, keep, keep_factor)
         if DX_BIAS:
@@ -458,8 +459,8 @@ def sum_partials_kernel(
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The second stage of the parameter gradients: one block of columns of one of them a program,
-    its lines added in a fixed order.
+    """Adds the lines of partial sums in a fixed order. Each program adds one block of columns of
+    one gradient.
     """
     N = N * UNIT
     which = tl.program_id(1)

@@ -1,9 +1,9 @@
-"""A linear layer on the CPU in C++, on the matrix products of the feed-forward network (csrc/ffn).
+"""The linear layer on the CPU in C++, by the products of the feed-forward network (csrc/ffn).
 
-The kernels are registered under the dispatcher's CPU key. PyTorch's fp32 products come from Intel's
-MKL, which reaches about half the speed of an AMD Zen 5 core: on processors that are not Intel's
-these products are faster. In half precision they are faster where the processor has no instruction
-that multiplies matrices. The library is told for which dtypes they are when it is loaded.
+The kernels are registered under the dispatcher's CPU key. PyTorch multiplies fp32 matrices with
+Intel's MKL, which reaches about half the speed of an AMD Zen 5 core, so fastattn's products are
+faster on processors not by Intel. In half precision they are faster on processors without matrix
+instructions. When the library is loaded, it is told in which dtypes PyTorch is faster.
 """
 
 import contextlib
@@ -49,9 +49,7 @@ def linear_bwd_slower(
 
 @contextlib.contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, fp32 products of this thread in these kernels, those of the feed-forward network too,
-    add in an order that does not depend on the number of rows: a row has the same bits among any.
-    """
+    """`batch_invariant` of op.py; without the library it does nothing."""
     if unavailable() is not None:
         yield
         return

@@ -1,7 +1,7 @@
-"""The linear layer as torch's library computes it.
+"""The linear layer by torch.nn.functional.linear.
 
 Functions take the arguments of the torch op of the same name and return its results, None for
-gradients that are not needed. The backward is differentiable torch itself.
+gradients that are not needed. The backward is differentiable itself.
 """
 
 import math
@@ -20,7 +20,7 @@ def linear_bwd(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = needs
-    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 cannot be told from no columns
+    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 is ambiguous without columns
     dx = dw = None
     if need_x:
         assert w is not None

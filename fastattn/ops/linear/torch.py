@@ -1,4 +1,4 @@
-"""The linear layer by PyTorch's own.
+"""The linear layer by PyTorch's operators.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -20,7 +20,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor]:
 def linear_bwd(
     dy: Tensor, x: Tensor | None, w: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 cannot be told from no columns
+    rows = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # -1 is ambiguous without columns
     dx = dw = None
     if needs[0]:
         assert w is not None

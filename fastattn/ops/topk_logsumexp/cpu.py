@@ -1,4 +1,5 @@
-"""The C++ kernel on the CPU (csrc/topk_logsumexp): fp32, two passes, the second over a cached row.
+"""The C++ kernel on the CPU (csrc/topk_logsumexp) for fp32: two passes over a row, which the first
+leaves in the cache.
 
 The kernel is registered under the dispatcher's CPU key.
 """

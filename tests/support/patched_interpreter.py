@@ -1,11 +1,11 @@
-"""Makes Triton's interpreter compute with bfloat16, and in half the time.
+"""Patches Triton's interpreter: correct bfloat16 arithmetic, and half the run time.
 
-The interpreter keeps bfloat16 as 16-bit patterns and calculates with the patterns as integers; only
-loads, stores and conversions to fp32 are right. `install` makes arithmetic and products go through
-fp32 and conversions to bfloat16 round to nearest even, as GPUs do.
+The interpreter stores bfloat16 as 16-bit integers and computes with these integers; only loads,
+stores and conversions to fp32 are correct. After `install`, arithmetic and products are computed in
+fp32, and conversions to bfloat16 round to nearest even, as on GPUs.
 
-What took the other half: triton.language is patched again at every call of a function inside a
-kernel, and integers are checked for overflow although nobody looks at the answer.
+Half of the run time went into patching triton.language at every function call inside a kernel and
+into overflow checks of integers whose results are not used.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _to_bf16(x: TensorHandle) -> TensorHandle:
 
 @functools.cache
 def install() -> None:
-    """Once a process, before the first kernel runs."""
+    """Patches the interpreter, before the first kernel runs; further calls do nothing."""
 
     def through_fp32(original: Any) -> Any:
         def compute(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -74,13 +74,13 @@ def install() -> None:
 
 def _save_time() -> None:
     builder = interpreter.interpreter_builder
-    assert not builder.options.debug  # or the answer would be looked at
+    assert not builder.options.debug  # only debug runs use the results of overflow checks
     builder.options = replace(builder.options, sanitize_overflow=False)
     patched: set[int] = set()
 
     def call_inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A kernel's launch patches what its module sees of triton.language, and takes it back.
-        What other modules see stays patched from the first call of one of those modules' functions.
+        """A launch patches triton.language for the kernel's module and restores it. For other
+        modules it stays patched after the first call of one of their functions.
         """
         module = id(self.fn.__globals__)
         if module not in patched:

@@ -1,4 +1,4 @@
-"""`prepare_mask`: what its words say of a mask, results to the bit, PyTorch's modes."""
+"""`prepare_mask`: tile bitmasks, results with the same bits, PyTorch's modes."""
 
 import copy
 import pickle
@@ -21,19 +21,19 @@ DEVICE = _env.default_device()
 PREPARED = [s for s in SPEC.samples if s.name.startswith("prepared")]
 
 
-# -- what the words say ---------------------------------------------------------------------------
-def _word(allowed: Tensor, plain: Tensor) -> int:
-    """Of one tile, from its pairs."""
-    word = int(plain.all()) << WHOLE
+# -- tile bitmasks --------------------------------------------------------------------------------
+def _bitmask(allowed: Tensor, unchanged: Tensor) -> int:
+    """The bitmask of one tile, from its pairs."""
+    bitmask = int(unchanged.all()) << WHOLE
     for j in range(allowed.shape[1]):
-        word |= int(allowed[:, j].any()) << (KEYS + j)
+        bitmask |= int(allowed[:, j].any()) << (KEYS + j)
     for i in range(allowed.shape[0]):
-        word |= int(allowed[i].any()) << (QUERIES + i)
-    return word
+        bitmask |= int(allowed[i].any()) << (QUERIES + i)
+    return bitmask
 
 
 def _values(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask that blocks in both ways and adds something in one corner."""
+    """An additive mask that blocks by finfo.min and by -inf, with other values in one corner."""
     if dtype == torch.bool:
         return mask
     blocked = torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype)
@@ -45,7 +45,7 @@ def _values(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("M, N", [(1, 37), (33, 1), (1, 1), (40, 50), (16, 32), (0, 5), (5, 0)])
-def test_words_are_what_the_pairs_say(M: int, N: int, dtype: torch.dtype) -> None:
+def test_bitmasks_follow_from_the_pairs(M: int, N: int, dtype: torch.dtype) -> None:
     mask = torch.rand(2, 1, M, N, generator=torch.Generator().manual_seed(M + N)) > 0.2
     mask[:, :, :16, 16:32] = True
     mask[:, :, 16:32, :16] = False
@@ -53,19 +53,20 @@ def test_words_are_what_the_pairs_say(M: int, N: int, dtype: torch.dtype) -> Non
     tiles = fastattn.prepare_mask(values).tiles
     assert tiles.dtype == torch.int64
     assert tiles.shape == (2, 1, -(-M // TILE), -(-N // TILE))
-    # A single line stands for the whole tile.
+    # A dimension of size 1 is broadcast.
     lines = [TILE if size == 1 else size for size in (M, N)]
     values = values.expand(2, 1, *lines)
     allowed = values if dtype == torch.bool else values > torch.finfo(dtype).min
-    plain = values if dtype == torch.bool else values == 0
+    unchanged = values if dtype == torch.bool else values == 0
     for b in range(2):
         for m in range(tiles.shape[2]):
             for n in range(tiles.shape[3]):
                 where = (b, 0, slice(TILE * m, TILE * m + TILE), slice(TILE * n, TILE * n + TILE))
-                assert int(tiles[b, 0, m, n]) == _word(allowed[where], plain[where]), (b, m, n)
+                expected = _bitmask(allowed[where], unchanged[where])
+                assert int(tiles[b, 0, m, n]) == expected, (b, m, n)
 
 
-def test_broadcast_dimensions_are_not_written_out() -> None:
+def test_broadcast_dimensions_are_not_expanded() -> None:
     row = torch.rand(4, 1, 1, 70) > 0.3
     few = fastattn.prepare_mask(row)
     expanded = fastattn.prepare_mask(row.expand(4, 8, 70, 70))
@@ -96,12 +97,12 @@ def test_the_bits_of_the_mask_itself(sample: Sample, backend: str) -> None:
         SPEC.function(**inputs, backend=backend)
     if choices[0].chosen != backend:
         pytest.skip(choices[0].refusals[backend])
-    prepared, plain = _run(inputs, backend), _run(inputs | {"prepared": False}, backend)
-    for name, value in plain.items():
+    prepared, expected = _run(inputs, backend), _run(inputs | {"prepared": False}, backend)
+    for name, value in expected.items():
         torch.testing.assert_close(value, prepared[name], rtol=0, atol=0, equal_nan=True)
 
 
-def test_weights_take_it_too() -> None:
+def test_attention_weights_accept_it() -> None:
     inputs = next(s for s in PREPARED if s.name == "prepared_mask").inputs(DEVICE, torch.float32)
     q, k, mask = inputs["q"], inputs["k"], inputs["mask"]
     expected = fastattn.attention_weights(q, k, mask=mask, rows=slice(3, 9))
@@ -154,7 +155,7 @@ def test_errors_name_the_argument(mask: Any, error: type[Exception] | None, mess
         fastattn.attention(q, k, k, mask=mask)
 
 
-def test_preparing_wants_a_mask() -> None:
+def test_prepare_mask_requires_a_mask() -> None:
     with pytest.raises(TypeError, match="mask must be bool or floating, got"):
         fastattn.prepare_mask(torch.ones(3, 3).long())
     with pytest.raises(TypeError, match="mask must be a tensor, got NoneType"):
@@ -181,7 +182,7 @@ def _prepare_and_attend(q: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compile(inside: bool) -> None:
-    """One graph for every length, with the mask prepared before it or in it."""
+    """One graph for every length, with the mask prepared before or inside it."""
     function = _prepare_and_attend if inside else _attend
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
 
@@ -191,7 +192,7 @@ def test_compile(inside: bool) -> None:
         return out, *torch.autograd.grad(out.sin().sum(), (q, mask))
 
     try:
-        run(compiled, 130)  # more tiles than anything else has elements
+        run(compiled, 130)  # no other tensor has as many elements
         with torch.compiler.set_stance("fail_on_recompile"):
             for length in (33, 70):
                 pairs = zip(run(compiled, length), run(function, length), strict=True)
@@ -222,7 +223,7 @@ def test_export() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_functorch() -> None:
-    """Prepared outside and taken as an argument, prepared inside, prepared for each of a batch."""
+    """Prepared outside and passed as an argument, prepared inside, prepared under vmap."""
     q, mask = (x.detach() for x in _data(20))
 
     def loss(q: Tensor, mask: Any) -> Tensor:
@@ -254,8 +255,8 @@ def test_copies_and_places() -> None:
     assert meta.tiles.shape == (2, 1, 3, 4) and meta.tiles.device.type == "meta"
 
 
-def test_the_op_takes_the_words() -> None:
-    """Backends see what was prepared; None where nothing was."""
+def test_the_op_gets_the_tiles() -> None:
+    """Backends get the prepared tiles, or None."""
     names = OPS["attention_fwd"].arguments
     assert names[names.index("mask") + 1] == "mask_tiles"
     q = torch.randn(1, 1, 20, 8)

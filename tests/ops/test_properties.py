@@ -1,7 +1,7 @@
-"""Inputs that nobody chose: hypothesis draws shapes, strides, masks, lengths, windows and options.
+"""Random inputs: hypothesis draws shapes, strides, masks, lengths, windows and options.
 
-The reference against torch's own operators in fp64, backends against fp64 by the error budget and
-by the properties of `fastattn check`, packed sequences against padded ones.
+The reference is compared with PyTorch's operators in fp64, backends with fp64 by the error budget
+and by the properties of `fastattn check`, packed sequences with padded ones.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ Options = dict[str, Any]
 
 
 def examples(number: int) -> settings:
-    # A busy machine is no reason to fail.
+    # No deadline, as the machine may be busy.
     return settings(
         max_examples=number,
         derandomize=True,
@@ -46,7 +46,7 @@ def examples(number: int) -> settings:
 
 
 def _sample(op: str, make: Any, options: Options) -> Sample:
-    """Options of an op's make_inputs as a sample; they are its name too, and so its random seed."""
+    """A sample of an op's make_inputs with these options, which also determine its random seed."""
     return Sample(str(options), "", partial(make, **options), SPECS[op].samples[0].gradients)
 
 
@@ -85,7 +85,7 @@ def _assert_passes(op: str, sample: Sample, dtype: torch.dtype, backend: str) ->
 SIZES = st.integers(0, 20) | st.sampled_from([31, 33])
 DIMS = st.integers(1, 9)
 HALVES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-# "near_min" is left out: in a row of nothing else, log(sum) drowns in it.
+# "near_min" is left out: in a row of only such values, rounding would lose log(sum).
 MASKS = ("bool", "none", "rows", "float", "min", "min_rows", "low", "inf", "fp32")
 
 
@@ -125,8 +125,8 @@ def _attention(options: Options) -> Sample:
 
 @examples(300)
 @given(attention_options())
-def test_attention_is_what_torch_computes(options: Options) -> None:
-    if "mask" in options:  # whose gradient in fp32 is nothing to compare in fp64
+def test_attention_equals_torch(options: Options) -> None:
+    if "mask" in options:  # its gradient is in fp32, which is not comparable in fp64
         options["mask"] = options["mask"].replace("fp32", "float")
     _assert_reference_is_torch("attention", _attention(options))
 
@@ -134,7 +134,7 @@ def test_attention_is_what_torch_computes(options: Options) -> None:
 @examples(150)
 @given(attention_options(), HALVES)
 def test_attention_within_the_budget(options: Options, dtype: torch.dtype) -> None:
-    """With the properties: dead positions hold anything, batch entries stand alone."""
+    """And the properties: dead positions do not matter, batch entries are independent."""
     _assert_passes("attention", _attention(options), dtype, "reference")
 
 
@@ -160,8 +160,8 @@ def test_weights_are_those_of_attention(options: Options, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("name", ["both_lengths", "bias_dead", "all_restrictions"])
-def test_second_derivatives_do_not_see_padding(name: str) -> None:
-    """NaN in dead positions, of the gradient of the result too: the bits of finite padding."""
+def test_second_derivatives_do_not_depend_on_padding(name: str) -> None:
+    """NaN at dead positions, also of the output gradient, gives the same bits as finite values."""
     [sample] = [s for s in attention_spec.SAMPLES if s.name == name]
     found = []
     for value in (0.5, torch.nan):
@@ -204,7 +204,7 @@ def _varlen(options: Options) -> Sample:
 
 @examples(150)
 @given(varlen_options())
-def test_varlen_is_what_torch_computes(options: Options) -> None:
+def test_varlen_equals_torch(options: Options) -> None:
     _assert_reference_is_torch("attention_varlen", _varlen(options))
 
 
@@ -216,25 +216,25 @@ def test_varlen_within_the_budget(options: Options, dtype: torch.dtype) -> None:
 
 @examples(150)
 @given(varlen_options().filter(lambda o: o["queries"] and o["causal"] != "bottom_right"))
-def test_varlen_is_padded_attention_with_lengths(options: Options) -> None:
-    """Dropout too: positions count inside a sequence, sequences as batches. (bottom_right counts
-    from the end of the tensor in one and of the sequence in the other.)
+def test_varlen_equals_padded_attention_with_lengths(options: Options) -> None:
+    """With dropout, whose bits depend on the sequence and the position in it. (bottom_right is
+    relative to the end of the tensor in one, of the sequence in the other.)
     """
     inputs = _varlen(options).inputs(CPU, torch.float64)  # q, k, v: [heads, tokens, dim]
     lengths = {x: inputs[f"cu_seqlens_{x}"].diff() for x in "qk"}
 
     def padded(x: Tensor, side: str) -> Tensor:
-        """[heads, tokens, dim] -> [B, heads, S, dim], NaN where no token is."""
-        pieces = x.split([*lengths[side].tolist(), options["slack"]], 1)[:-1]
+        """[heads, tokens, dim] -> [B, heads, S, dim], NaN in padding."""
+        sequences = x.split([*lengths[side].tolist(), options["slack"]], 1)[:-1]
         S = inputs[f"max_seqlen_{side}"]
         rows = [torch.nn.functional.pad(p, (0, 0, 0, S - p.shape[1]), value=torch.nan)
-                for p in pieces]  # fmt: skip
+                for p in sequences]  # fmt: skip
         return torch.stack(rows) if rows else x.new_zeros(0, x.shape[0], S, x.shape[2])
 
     def packed(x: Tensor) -> Tensor:
-        """[B, heads, S, ...] -> [heads, tokens, ...] without the rows behind the last sequence."""
-        pieces = [row[:, :n] for row, n in zip(x, lengths["q"].tolist(), strict=True)]
-        return torch.cat([x.new_zeros(options["H"], 0, *x.shape[3:]), *pieces], 1)
+        """[B, heads, S, ...] -> [heads, tokens, ...] without the rows after the last sequence."""
+        sequences = [row[:, :n] for row, n in zip(x, lengths["q"].tolist(), strict=True)]
+        return torch.cat([x.new_zeros(options["H"], 0, *x.shape[3:]), *sequences], 1)
 
     varied = [inputs[x] for x in "qkv"]
     dropout = {k: x for k, x in inputs.items() if k.startswith("dropout")}
@@ -282,8 +282,8 @@ def _norm(options: Options) -> Sample:
 
 @examples(200)
 @given(NORMS)
-def test_norms_are_what_torch_computes(options: Options) -> None:
-    # fp32 parameters are rounded, which is nothing to compare in fp64.
+def test_norms_equal_torch(options: Options) -> None:
+    # The gradients of fp32 parameters are rounded, which is not comparable in fp64.
     options |= {"wide_parameters": False, "wide_residual": False}
     _assert_reference_is_torch(options["op"], _norm(options))
 
@@ -298,8 +298,8 @@ def test_cpu_norms_within_the_budget(options: Options, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
-def test_what_a_row_holds_stays_in_it(op: str, backend: str, value: float) -> None:
-    """Results of other rows keep their bits, gradients of rows included."""
+def test_rows_are_independent(op: str, backend: str, value: float) -> None:
+    """NaN in a row does not change the results and gradients of other rows."""
     if backend == "cpu" and NO_LIBRARY:
         pytest.skip(f"fastattn {NO_LIBRARY}")
     found = []
@@ -339,7 +339,7 @@ def _ffn(options: Options) -> Sample:
 
 @examples(200)
 @given(ffn_options())
-def test_ffn_is_what_torch_computes(options: Options) -> None:
+def test_ffn_equals_torch(options: Options) -> None:
     _assert_reference_is_torch("ffn", _ffn(options))
 
 

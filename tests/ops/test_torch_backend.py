@@ -1,4 +1,4 @@
-"""The backend `torch` beside what every backend's samples show (test_ops.py)."""
+"""The backend `torch`, beyond the samples of test_ops.py."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 @pytest.mark.slow
 @each_spec
 def test_double_precision(spec: OpSpec) -> None:
-    """In fp64 the backend and the reference agree as closely as scores allow."""
+    """In fp64 the backend and the reference agree up to the rounding of scores."""
     for sample in spec.samples:
         inputs = spec.widen(sample.inputs("cpu", torch.float32))
         results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
@@ -40,7 +40,7 @@ def test_double_precision(spec: OpSpec) -> None:
 
 @each_spec
 def test_results_have_the_declared_layouts(spec: OpSpec) -> None:
-    """aten's own differ: compiled code relies on what the op declares."""
+    """aten's layouts differ, but compiled code relies on those of `outputs`."""
     for sample in spec.samples[::3]:
         inputs = sample.inputs("cpu", torch.float32)
         results, expected = (_run(spec, sample, inputs, b) for b in ("torch", "reference"))
@@ -69,7 +69,7 @@ def _backward(call: ForwardCall, out: Tensor, lse: Tensor, backend: str) -> list
 
 @pytest.mark.parametrize("saved_by", ["reference", "cpu"])
 def test_backward_follows_another_backends_forward(saved_by: str) -> None:
-    """Whose saved lse is -inf in rows without a key."""
+    """With lse -inf in rows without a key."""
     call = _problem()
     forward = OPS["attention_fwd"]
     if why := _select.refusal(forward, saved_by, call):
@@ -83,8 +83,8 @@ def test_backward_follows_another_backends_forward(saved_by: str) -> None:
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
-def test_what_is_dead_and_not_small_is_replaced(value: float) -> None:
-    """Of a finite key the product with a query is beyond the largest number."""
+def test_large_dead_values_are_replaced(value: float) -> None:
+    """The product of a finite dead key and a query overflows."""
     clean = _problem(key_lengths=torch.tensor([40, 17]), causal=0)
     k, v = clean.k.clone(), clean.v.clone()
     k[1, :, 17:] = v[1, :, 17:] = value
@@ -99,7 +99,7 @@ def test_what_is_dead_and_not_small_is_replaced(value: float) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
 @pytest.mark.parametrize("K", [4, 2])
 def test_cuda_calls_fit_their_schemas(kernel: str, K: int) -> None:
-    """Shapes and dtypes by the kernels' meta functions: all that can be said without a GPU."""
+    """Shapes and dtypes by the meta functions of aten's operators, without a GPU."""
     q, k = (
         torch.empty(2, heads, rows, 32, dtype=torch.float16, device="meta")
         for heads, rows in ((4, 33), (K, 50))
@@ -131,7 +131,7 @@ def test_packed_cuda_calls_fit_their_schemas() -> None:
 
 @pytest.mark.parametrize("causal", [0, 2])
 def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
-    """As the samples of attention_varlen say, which no GPU is needed for."""
+    """Compared with the dead positions of attention_varlen's samples."""
     q, k = torch.empty(12, 1, 8), torch.empty(11, 1, 8)
     offsets = torch.tensor([[0, 2, 2, 7, 10], [0, 4, 6, 6, 8]], dtype=torch.int32)
     call = PackedForwardCall(q, k, k, *offsets, 5, 4, causal, -1, -1, 0.5, 0.0, None, 0)
@@ -158,7 +158,7 @@ def test_is_chosen_where_the_kernels_in_cpp_refuse(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm"])
 def test_statistics_of_any_stride(op: str) -> None:
-    """A transform may expand what a forward has saved."""
+    """A transform may expand saved tensors."""
     x, w = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     inputs = [x, 2 * x] if op == "add_layer_norm" else [x]
 
@@ -185,7 +185,7 @@ def test_sums_over_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(chunked, expected)
 
 
-def test_gradients_are_not_the_memory_of_those_given() -> None:
+def test_gradients_do_not_alias_output_gradients() -> None:
     inputs = [torch.randn(3, 8, requires_grad=True) for _ in range(2)]
     dz = torch.randn(3, 8)
     _, z = fastattn.add_layer_norm(*inputs, return_sum=True, backend="torch")
@@ -194,7 +194,7 @@ def test_gradients_are_not_the_memory_of_those_given() -> None:
 
 
 def test_sums_have_the_parameters_dtype() -> None:
-    """Of the ops themselves: autograd would convert them."""
+    """Results of the op itself; autograd would convert them."""
     x, w = torch.randn(3, 8).bfloat16(), torch.randn(8, 8).bfloat16()
     found = OPS["linear_bwd"](x, x, w, [True] * 3, backend="torch")
     assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3

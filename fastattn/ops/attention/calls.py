@@ -1,5 +1,5 @@
-"""The arguments of attention's torch ops, one tuple an op in the order of its schema: what
-`outputs` and every backend but the reference get.
+"""The arguments of attention's torch ops: one tuple for each op, in the order of its schema. All
+backends but the reference take them.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class PackedBackwardCall(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward writes; those nobody needs have no elements."""
+    """The results of the backward; those not needed have no elements."""
 
     dq: Tensor
     dk: Tensor

@@ -1,8 +1,8 @@
-"""Attention on the CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on torch's threads.
+"""Attention on the CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on PyTorch's threads.
 
-Every restriction, dropout and gradient of the written semantics, padded and packed. The kernels are
-registered under the dispatcher's CPU key. Work is proportional to the tiles that hold an allowed
-pair, and the results do not depend on the number of threads.
+It supports all restrictions, dropout and gradients, for padded and packed inputs. Only tiles with
+an allowed pair are computed. Results do not depend on the number of threads. The kernels are
+registered under the dispatcher's CPU key.
 """
 
 import torch
@@ -16,7 +16,7 @@ from fastattn.ops.attention.calls import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_POSITIONS = 2**28  # the kernels add up positions in 32 bits
+_MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
 
 
 def unavailable() -> str | None:

@@ -1,12 +1,11 @@
-"""Attention as the textbook writes it, with every restriction spelled out (Vaswani et al. 2017,
-equation 1).
+"""Attention in its textbook form, with all restrictions (Vaswani et al. 2017, equation 1).
 
 Half-precision data is computed in fp32 and rounded once. Functions take the arguments of the torch
-op of the same name and return its results, None for gradients that are not needed. Everything is
-differentiable torch, so the second derivative comes from here too.
+op of the same name and return its results, None for gradients that are not needed. They are
+differentiable, and used for double backward too.
 
-B batch, H query heads, K key/value heads, G = H / K heads a group, M queries, N keys, D and E head
-dims.
+B batch, H query heads, K key/value heads, G = H / K heads in a group, M queries, N keys, D and E
+head dims. A row (query) or key is dead if no pair with it is allowed, else live.
 """
 
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ def allowed_pairs(
     window_right: int,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Which query may attend which key: bool, broadcastable to [B, H, M, N], M and N written out.
+    """Which query may attend to which key: bool [B or 1, H or 1, M, N].
 
-    rows: only these queries, an index [R]; the result and `mask` then have R rows in place of M.
+    rows: an index [R] of queries; the result and `mask` then have R rows in place of M.
     """
     M, N = q.shape[2], k.shape[2]
     rows = torch.arange(M, device=q.device) if rows is None else rows
@@ -59,9 +58,7 @@ def allowed_pairs(
 
 @dataclass
 class _Softmax:
-    """Inputs with dead rows and keys zeroed, in the dtype of the computation, and the softmax of
-    their scores.
-    """
+    """The inputs in the dtype of the computation, 0 where dead, and the softmax of the scores."""
 
     q: Tensor  # [B, K, G, M, D]
     k: Tensor  # [B, K, 1, N, D]
@@ -100,7 +97,7 @@ def _softmax(
         heads = heads.unflatten(1, (K, G)).any(2)
     live_keys = heads[..., None]
 
-    # Dead positions may hold anything, NaN included, and must not leak.
+    # Dead positions may hold any values, NaN included, which must not affect results.
     q = torch.where(live_rows, q, 0).to(dtype).reshape(B, K, G, M, q.shape[3])
     k = torch.where(live_keys, k, 0).to(dtype)[:, :, None]
     v = torch.where(live_keys, v, 0).to(dtype)[:, :, None]
@@ -177,9 +174,7 @@ def attention_bwd(
     dropout_stream: int,
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """`out` and `lse` are there for backends that recompute tiles; the textbook recomputes the
-    softmax.
-    """
+    """Recomputes the softmax; `out` and `lse` are for other backends."""
     t = _softmax(
         q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
         dropout_p, dropout_seed, dropout_stream,
@@ -224,8 +219,8 @@ def attention_weights(
     rows: Tensor,
     heads: Tensor,
 ) -> Tensor:
-    """The softmax of chosen rows and heads, [B, heads, rows, N]. No op of its own: plain torch, to
-    which autocast would do what it does to no op.
+    """The softmax of the selected rows and heads, [B, heads, rows, N]. It is not an op, so autocast
+    must be turned off for its operators.
     """
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -243,19 +238,19 @@ def attention_weights(
         allowed = torch.where(allowed, mask, -torch.inf)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k[:, heads // group]
-    chosen = _softmax(
+    selected = _softmax(
         q[:, heads][:, :, rows], k, k, allowed, None, None, 0, -1, -1, scale, 0.0, None, 0
     )
-    return chosen.p.flatten(1, 2)
+    return selected.p.flatten(1, 2)
 
 
-# -- sequences of different lengths, packed one behind the other ----------------------------------
+# -- packed sequences -----------------------------------------------------------------------------
 @dataclass
 class _Padded:
-    """Packed sequences as a padded batch: where each padded row comes from, and which are real."""
+    """How packed sequences correspond to a padded batch."""
 
-    rows: Tensor  # [B, S]: its row in the packed tensor; T, one beyond the last, for padding
-    real: Tensor  # [B, S]
+    rows: Tensor  # [B, S]: the row of the packed tensor; T, one after the last, for padding
+    real: Tensor  # [B, S]: False for padding
     lengths: Tensor  # [B]
 
     def pad(self, x: Tensor) -> Tensor:
@@ -279,7 +274,7 @@ def _padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> _Padded:
 def _varlen_mask(
     queries: _Padded, keys: _Padded, causal: int, window_left: int, window_right: int
 ) -> Tensor:
-    """Allowed pairs [B, 1, M, N]; each sequence's diagonal follows from its own two lengths."""
+    """Allowed pairs [B, 1, M, N]; each sequence has its own diagonal."""
     i = torch.arange(queries.real.shape[1], device=queries.real.device)[:, None]
     j = torch.arange(keys.real.shape[1], device=keys.real.device)
     shift = keys.lengths - queries.lengths if causal == BOTTOM_RIGHT else 0 * keys.lengths
@@ -310,7 +305,7 @@ def attention_varlen_fwd(
     dropout_seed: Tensor | None,
     dropout_stream: int,
 ) -> tuple[Tensor, Tensor]:
-    """Pads, attends as above, packs. q [T, H, D], k [S, K, D], v [S, K, E]."""
+    """Pads, calls `attention_fwd`, packs. q [T, H, D], k [S, K, D], v [S, K, E]."""
     T = q.shape[0]
     queries = _padded(cu_seqlens_q, max_seqlen_q, T)
     keys = _padded(cu_seqlens_k, max_seqlen_k, k.shape[0])

@@ -25,7 +25,7 @@ from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, widen
 
 
 def attention(*, prepared: bool = False, **inputs: Any) -> Any:
-    """The public function; prepared: with its mask prepared first."""
+    """The public function. prepared: whether to prepare the mask."""
     if prepared:
         inputs["mask"] = functional.prepare_mask(inputs["mask"])
     return functional.attention(**inputs)
@@ -37,7 +37,7 @@ def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     )
 
 
-# Kinds of restriction; the samples below hold every pair of values of every two kinds.
+# Values of restrictions. The combinations contain all pairs of values of any two restrictions.
 COMBINED = {
     "mask": (None, "bool BMN", "min HMN"),
     "key_lengths": (None, [41, 17], "per query"),
@@ -62,7 +62,7 @@ COMBINATIONS = (
 
 
 def _combinations() -> tuple[Sample, ...]:
-    reason = "with the others of its name: every pair of restrictions"
+    reason = "all combined samples together contain every pair of restrictions"
     options = (dict(zip(COMBINED, values, strict=True)) for values in COMBINATIONS)
     return tuple(
         _s(f"combined_{i}", reason, M=33, N=41, D=16, **given) for i, given in enumerate(options)
@@ -72,25 +72,26 @@ def _combinations() -> tuple[Sample, ...]:
 SAMPLES = (
     _s("plain", "no restriction at all", "interpreter", M=65, N=130, D=64),
     _s("one_by_one", "a single pair", "interpreter", M=1, N=1, D=8),
-    _s("two_by_two", "causality blocks a single pair", "interpreter", causal=True, M=2, D=8),
-    _s("two_by_nine", "causality blocks a single pair, of the last key", "interpreter",
+    _s("two_by_two", "causal blocks a single pair", "interpreter", causal=True, M=2, D=8),
+    _s("two_by_nine", "causal blocks a single pair, with the last key", "interpreter",
        causal="bottom_right", M=2, N=9, D=8),
     _s("one_query", "decoding: one row, many keys", "interpreter", H=4, K=2, M=1, N=257, D=64),
-    _s("one_query_d40", "decoding at a head dim that fills no vector", H=4, K=2, M=1, N=70, D=40),
-    _s("one_query_long", "decoding over several splits of the keys, the last of one key", H=4, K=2,
-       M=1, N=2049, D=16, key_lengths=[2049, 1025]),
-    _s("one_query_odd", "decoding from an odd key on, for an odd number of heads that share keys",
+    _s("one_query_d40", "decoding with a head dim smaller than its tile", H=4, K=2, M=1, N=70,
+       D=40),
+    _s("one_query_long", "decoding with several splits of the keys, the last with one key", H=4,
+       K=2, M=1, N=2049, D=16, key_lengths=[2049, 1025]),
+    _s("one_query_odd", "decoding from an odd key on, with an odd number of heads in a group",
        H=6, K=2, M=1, N=135, D=72, E=41, causal="bottom_right", window=(129, 0)),
-    _s("one_query_everything", "decoding where heads of a group differ, and keys dead to all",
+    _s("one_query_everything", "decoding with different masks for heads of a group, and dead keys",
        H=4, K=2, M=1, N=1100, D=8, E=72, mask="inf BHN", key_lengths=[1100, 150], dropout_p=0.3),
-    _s("one_query_extreme", "decoding where one split's scores are far above another's", H=4, K=2,
+    _s("one_query_extreme", "decoding with much larger scores in one split", H=4, K=2,
        M=1, N=1100, D=16, amplitude=1e4, scale=0.125),
-    _s("one_query_blocked", "decoding where a mask blocks whole tiles of keys behind the first",
+    _s("one_query_blocked", "decoding with a mask that blocks whole tiles after the first key",
        H=4, K=2, M=1, N=300, D=16, mask="min_causal MN"),
     _s("one_key", "every weight is 1", M=63, N=1, D=16),
     _s("odd_sizes", "no tile divides them", M=257, N=127, D=40),
     _s("tile_sizes", "whole tiles only", M=128, N=256, D=64, H=1),
-    _s("s1_s257", "a row that no tile divides", M=257, N=1, D=24, B=1),
+    _s("s1_s257", "one key, and rows that no tile divides", M=257, N=1, D=24, B=1),
     _s("s63", "one less than a tile", causal=True, M=63, D=64),
     _s("s127", "one less than a tile on both sides", M=127, N=127, D=64, B=1,
        key_lengths=[63]),
@@ -100,62 +101,63 @@ SAMPLES = (
     _s("d48", "a head dim between powers of two", M=33, N=40, D=48, B=1),
     _s("d80", "a head dim between powers of two", "interpreter", M=65, N=70, D=80, B=1),
     _s("d96", "a head dim between powers of two", M=65, N=70, D=96, B=1),
-    _s("d128", "the commonest head dim", M=130, N=129, D=128, B=1),
+    _s("d128", "the most common head dim", M=130, N=129, D=128, B=1),
     _s("d160", "a head dim between powers of two", M=33, N=40, D=160, B=1),
-    _s("d192_e128", "head dims of latent attention", M=65, N=66, D=192, E=128, B=1),
+    _s("d192_e128", "head dims of multi-head latent attention", M=65, N=66, D=192, E=128, B=1),
     _s("d256", "the largest head dim", M=65, N=127, D=256, B=1),
     _s("d256_e8", "the largest head dim with the smallest", causal=True, M=65, D=256, E=8, B=1),
-    _s("d80_bias_dropout", "wide heads have tiles of their own", M=65, N=70, D=80, mask="float HMN",
+    _s("d80_bias_dropout", "other tile sizes for wide heads", M=65, N=70, D=80, mask="float HMN",
        causal="bottom_right", dropout_p=0.2),
-    _s("d128_mask_dropout", "wide heads have tiles of their own", H=4, K=2, M=130, N=129, D=128,
+    _s("d128_mask_dropout", "other tile sizes for wide heads", H=4, K=2, M=130, N=129, D=128,
        mask="bool BMN", key_lengths=[129, 65], query_lengths=[70, 130], dropout_p=0.2),
-    _s("d128_bias_dropout", "wide heads have tiles of their own", M=130, N=136, D=128, H=1,
+    _s("d128_bias_dropout", "other tile sizes for wide heads", M=130, N=136, D=128, H=1,
        mask="float HMN", key_lengths=[136, 65], dropout_p=0.2),
-    _s("d192_bias_window", "wide heads have tiles of their own", M=65, N=136, D=192,
+    _s("d192_bias_window", "other tile sizes for wide heads", M=65, N=136, D=192,
        mask="float HMN", causal="bottom_right", window=(70, -1)),
-    _s("d256_mask_dropout", "wide heads have tiles of their own", H=4, K=2, M=65, N=129, D=256,
+    _s("d256_mask_dropout", "other tile sizes for wide heads", H=4, K=2, M=65, N=129, D=256,
        mask="bool BMN", causal="bottom_right", dropout_p=0.2),
-    _s("d256_bias_lengths", "wide heads have tiles of their own", M=65, N=136, D=256,
+    _s("d256_bias_lengths", "other tile sizes for wide heads", M=65, N=136, D=256,
        mask="float HMN", key_lengths=[136, 65], query_lengths=[65, 33]),
     _s("e_larger", "E > D", M=17, N=33, D=16, E=72),
-    _s("bshd", "heads inside rows, as projections write them", "interpreter", layout="bshd", M=70),
+    _s("bshd", "[B, M, H, D] storage, as projections write it", "interpreter", layout="bshd", M=70),
     _s("packed", "a slice of one projection", layout="packed", M=70, N=70),
     _s("columns", "last dimension not contiguous", layout="columns", M=33, N=40),
     _s("shared", "stride 0 over the batch", layout="shared", M=33, N=40),
     _s("gqa", "grouped queries", "interpreter", H=6, K=2, M=50, N=66),
     _s("mqa", "one key/value head", H=4, K=1, M=33, N=65),
-    _s("gqa_window_e", "grouped queries in a window, E > D", "interpreter", H=4, K=2, M=63, N=127,
+    _s("gqa_window_e", "grouped queries with a window, E > D", "interpreter", H=4, K=2, M=63, N=127,
        D=16, E=40, causal="bottom_right", window=(30, 0)),
     _s("gqa_lengths", "grouped queries, padded", H=6, K=3, B=3, M=65, N=63, D=24, E=8,
        key_lengths=[63, 0, 17], query_lengths=[1, 65, 64]),
     _s("gqa_bias", "a bias for every query head", H=4, K=2, M=40, N=65, mask="float HMN"),
     _s("causal", "the decoder's mask", "interpreter", causal=True, M=130),
     _s("top_left", "more keys than queries", causal="top_left", M=65, N=130),
-    _s("top_left_tall", "keys end before rows do", causal="top_left", M=130, N=65),
-    _s("bottom_right", "queries are the last rows", "interpreter", causal="bottom_right", M=65,
-       N=130),
+    _s("top_left_tall", "more queries than keys", causal="top_left", M=130, N=65),
+    _s("bottom_right", "the queries are the last positions", "interpreter", causal="bottom_right",
+       M=65, N=130),
     _s("bottom_right_tall", "the first rows have no key", causal="bottom_right", M=130, N=65),
     _s("window", "both sides", "interpreter", window=(20, 7), M=130),
     _s("window_self", "the diagonal alone", window=(0, 0), M=65),
-    _s("window_but_one", "the last row alone misses the first key, tiles are whole otherwise",
+    _s("window_but_one", "full tiles, except that the last row may not attend to the first key",
        window=(63, -1), M=65, N=128, D=16),
-    _s("window_long", "rows whose first key ends a tile", window=(20, 7), M=257, D=16, B=1, H=1),
+    _s("window_long", "rows whose first key is the last of a tile", window=(20, 7), M=257, D=16,
+       B=1, H=1),
     _s("window_causal", "sliding window", causal=True, window=(17, -1), M=130),
-    _s("window_right", "only ahead", window=(-1, 3), M=65, N=40),
-    _s("window_bottom_right", "counted from the other diagonal", causal="bottom_right",
+    _s("window_right", "limited on the right only", window=(-1, 3), M=65, N=40),
+    _s("window_bottom_right", "relative to the bottom-right diagonal", causal="bottom_right",
        window=(30, 0), M=40, N=100),
-    _s("key_lengths", "padded keys, none and all among them", "interpreter", B=4, M=40, N=70,
+    _s("key_lengths", "padded keys: some, all, none", "interpreter", B=4, M=40, N=70,
        key_lengths=[70, 0, 33, 1]),
     _s("key_lengths_clamped", "lengths beyond the tensor", M=20, N=40, key_lengths=[1000, -5]),
     _s("key_lengths_full", "lengths that restrict nothing", M=65, key_lengths=[65, 65]),
     _s("key_lengths_zero", "no key at all: everything is dead", "interpreter", M=33, N=65,
        key_lengths=[0, 0]),
     _s("key_lengths_one", "single-key rows", M=65, key_lengths=[1, 1]),
-    _s("query_lengths", "padded queries alone, none and all among them", B=4, M=65, N=40,
+    _s("query_lengths", "padded queries: some, all, none", B=4, M=65, N=40,
        query_lengths=[0, 65, 1, 64]),
     _s("query_lengths_clamped", "lengths beyond the tensor", M=20, N=40,
        query_lengths=[1000, -5]),
-    _s("query_lengths_causal", "keys that padded queries alone may attend are dead", M=64,
+    _s("query_lengths_causal", "keys to which only padded queries may attend are dead", M=64,
        causal=True, query_lengths=[64, 20]),
     _s("key_lengths_rows", "a length for every query", "interpreter", M=66, N=70,
        key_lengths="per query"),
@@ -164,30 +166,31 @@ SAMPLES = (
     _s("both_lengths_causal", "padded decoder", B=3, M=130, causal=True,
        key_lengths=[130, 65, 7], query_lengths=[130, 65, 7]),
     _s("bool_mask", "any pattern", "interpreter", mask="bool BHMN", M=66, N=70),
-    _s("bool_mask_keys", "a padding mask, never expanded", "interpreter", mask="bool BN", N=129),
+    _s("bool_mask_keys", "a padding mask, not expanded", "interpreter", mask="bool BN", N=129),
     _s("bool_mask_rows", "dead rows and dead keys in a mask", "interpreter", mask="rows BMN", M=70,
        N=65),
-    _s("bool_mask_dead", "nothing allowed in one batch", mask="rows BM", M=65),
+    _s("bool_mask_dead", "whole rows blocked by a mask without a key dimension", mask="rows BM",
+       M=65),
     _s("bool_mask_expanded", "stride 0 over batch and heads", mask="expanded BHMN", M=40),
-    _s("bool_mask_column", "one value a row", mask="bool HM", M=65),
-    _s("bool_mask_none", "nothing allowed anywhere", mask="none MN", M=33, N=40),
+    _s("bool_mask_column", "one value per row", mask="bool HM", M=65),
+    _s("bool_mask_none", "no allowed pair", mask="none MN", M=33, N=40),
     _s("bool_mask_transposed", "columns of the mask are contiguous", mask="bool BHMN",
        mask_layout="transposed", M=40, N=65),
-    _s("bool_mask_slice", "cut out of a larger mask", mask="rows BMN", mask_layout="slice", M=65,
+    _s("bool_mask_slice", "a slice of a larger mask", mask="rows BMN", mask_layout="slice", M=65,
        N=63),
     _s("bool_mask_vector", "one dimension", mask="bool N", mask_layout="few dimensions", M=40,
        N=65),
-    _s("bool_mask_lengths", "a mask within padding", mask="bool BMN", B=3, M=63, N=65, causal=
+    _s("bool_mask_lengths", "a mask and padding", mask="bool BMN", B=3, M=63, N=65, causal=
        "top_left", key_lengths=[65, 0, 40], query_lengths=[63, 63, 20]),
     _s("bias", "an additive mask with its gradient", "interpreter", mask="float BHMN", M=65, N=66),
     _s("bias_broadcast", "gradient summed over batch", mask="float HMN", M=65, N=66),
     _s("bias_row", "gradient summed over queries", "interpreter", mask="float HN", M=70, N=65),
-    _s("bias_column", "gradient summed over keys: exactly 0 in theory", mask="float BHM", M=130,
+    _s("bias_column", "gradient summed over keys: 0 up to rounding", mask="float BHM", M=130,
        N=33),
     _s("bias_matrix", "two dimensions, sliced", mask="float MN", mask_layout="slice", M=65, N=40),
     _s("bias_transposed", "columns of the mask are contiguous", mask="float BHMN",
        mask_layout="transposed", M=33, N=65),
-    _s("bias_dead", "NaN in a mask where causality and lengths block", "interpreter",
+    _s("bias_dead", "NaN in a mask where causal and lengths block", "interpreter",
        mask="float BHMN", M=65, causal=True, key_lengths=[65, 40], query_lengths=[65, 50]),
     _s("bias_dead_keys", "NaN in a broadcast mask at padded keys", mask="float BN", M=40, N=65,
        key_lengths=[65, 9]),
@@ -195,64 +198,65 @@ SAMPLES = (
        window=(9, 2)),
     _s("bias_fp32", "fp32 mask with half-precision data", "interpreter", mask="fp32 MN", M=65),
     _s("bias_min", "finfo.min blocks", "interpreter", mask="min BHMN", M=65),
-    _s("bias_min_rows", "a row of finfo.min alone is dead: others average its values",
+    _s("bias_min_rows", "a row of only finfo.min is dead; naive code would average its values",
        "interpreter", mask="min_rows BMN", M=65, N=66),
-    _s("bias_min_causal", "causality as a finite mask", mask="min_causal MN", M=65),
-    _s("bias_min_causal_lengths", "keys that a mask leaves to padded queries alone are dead",
+    _s("bias_min_causal", "a causal mask of finfo.min", mask="min_causal MN", M=65),
+    _s("bias_min_causal_lengths", "keys dead because a mask allows them to padded queries only",
        mask="min_causal MN", M=65, D=16, query_lengths=[65, 40]),
     _s("bias_near_min", "half of finfo.min does not block: weight 0, not dead",
        mask="near_min HMN", M=40, N=65),
-    _s("bias_padding", "causality and left padding as a large number, in some rows nothing else",
+    _s("bias_padding", "causal and left padding by a large number; some rows have no other value",
        "interpreter", mask="padding1e9 BMN", M=65),
-    _s("bias_padding_1e10", "the same, larger", mask="padding1e10 BMN", M=65),
-    _s("bias_padding_dropout", "factors of weights beside large logarithms", "interpreter",
+    _s("bias_padding_1e10", "the same with a larger number", mask="padding1e10 BMN", M=65),
+    _s("bias_padding_dropout", "dropout with a large lse", "interpreter",
        mask="padding1e9 BMN", M=33, dropout_p=0.5),
-    _s("bias_low", "others: NaN dQ at S % 128 == 64 where lse < -88", "interpreter",
+    _s("bias_low", "other kernels: NaN dQ at S % 128 == 64 where lse < -88", "interpreter",
        mask="low BHMN", M=64, D=64),
-    _s("bias_low_192", "the same beyond one tile", mask="low MN", M=192, D=64, B=1, H=1),
-    _s("bias_fp32_padded", "others misread an fp32 mask beside half-precision data",
+    _s("bias_low_192", "the same with several tiles", mask="low MN", M=192, D=64, B=1, H=1),
+    _s("bias_fp32_padded", "other kernels misread an fp32 mask with half-precision data",
        mask="fp32 BN", M=40, N=65, key_lengths=[65, 33]),
     _s("bias_inf", "-inf blocks", mask="inf BMN", M=65),
-    _s("prepared_mask", "a mask looked at before: empty, full and partial tiles, dead lines",
+    _s("prepared_mask", "prepared: empty, full and partial tiles, dead rows and keys",
        "interpreter", mask="blocks BMN", M=70, N=90, D=16, prepared=True),
-    _s("prepared_mask_keys", "one row that serves all, prepared", mask="bool BN", M=40, N=65,
+    _s("prepared_mask_keys", "prepared: one row for all queries", mask="bool BN", M=40, N=65,
        prepared=True),
-    _s("prepared_mask_expanded", "stride 0 over batch and heads, prepared", mask="expanded BHMN",
+    _s("prepared_mask_expanded", "prepared: stride 0 over batch and heads", mask="expanded BHMN",
        M=33, prepared=True),
-    _s("prepared_mask_restricted", "prepared, cut by lengths and causality", "interpreter",
+    _s("prepared_mask_restricted", "prepared, with lengths and causal", "interpreter",
        mask="blocks MN", M=70, N=90, D=16, causal="bottom_right", key_lengths=[90, 41],
        query_lengths=[70, 37], prepared=True),
     _s("prepared_bias", "prepared, with its gradient", "interpreter", mask="min HMN", M=40, N=65,
        D=16, prepared=True),
-    _s("prepared_bias_column", "prepared, one value a row", mask="float BHM", M=33, prepared=True),
-    _s("all_restrictions", "intersection of everything", "interpreter", B=3, H=4, K=2, M=70, N=90,
+    _s("prepared_bias_column", "prepared, one value per row", mask="float BHM", M=33,
+       prepared=True),
+    _s("all_restrictions", "all restrictions together", "interpreter", B=3, H=4, K=2, M=70, N=90,
        D=24, mask="min BMN", causal="bottom_right", window=(40, -1), key_lengths=[90, 50, 0],
        query_lengths=[70, 33, 20], dropout_p=0.2),
     *_combinations(),
     _s("scale_zero", "mean of the allowed values", scale=0.0, M=33, causal=True),
-    _s("scale_zero_lengths", "0 times what is dead", scale=0.0, M=33, key_lengths=[33, 5]),
+    _s("scale_zero_lengths", "0 times NaN at dead keys", scale=0.0, M=33, key_lengths=[33, 5]),
     _s("scale_large", "one weight is 1", scale=50.0, M=63, N=65),
-    _s("scale_negative", "the softmax of the opposite", scale=-0.5, M=65, key_lengths=[65, 30]),
+    _s("scale_negative", "the order of scores is reversed", scale=-0.5, M=65, key_lengths=[65, 30]),
     _s("scale_negative_large", "the highest score is the lowest product", scale=-16.0, M=64, N=128),
     _s("extreme_logits", "scores of ±1e4", amplitude=1e4, M=65, N=70, scale=0.125),
     _s("extreme_logits_causal", "scores of ±1e4, some blocked", amplitude=1e4, causal=True, M=65,
        scale=0.125, key_lengths=[65, 31]),
-    _s("extreme_logits_long", "a later tile's key takes all the weight", amplitude=1e4, M=33, N=300,
+    _s("extreme_logits_long", "a key of a later tile has weight 1", amplitude=1e4, M=33, N=300,
        scale=0.125),
     # Triton's kernels for half precision give NaN.
     replace(
-        _s("huge_logits", "scores of ±1e11, whose roundings are no exponents of weights",
+        _s("huge_logits", "scores of ±1e11, whose rounding errors are large in exp",
            amplitude=1e4, key_amplitude=1e4, M=65, N=128, scale=100.0),
         dtypes=(torch.float32,),
     ),
     _s("zero_queries", "all scores 0", amplitude=0.0, M=33, N=65),
-    _s("dropout", "the written bits", "interpreter", dropout_p=0.25, M=70, N=130, H=3),
-    _s("dropout_causal_gqa", "bits follow the query head", causal=True, dropout_p=0.1, H=4, K=2,
+    _s("dropout", "the specified bits", "interpreter", dropout_p=0.25, M=70, N=130, H=3),
+    _s("dropout_causal_gqa", "bits depend on the query head", causal=True, dropout_p=0.1, H=4, K=2,
        M=65),
-    _s("dropout_long", "bits beyond the first tiles", dropout_p=0.25, H=1, M=200, N=140, D=16),
+    _s("dropout_long", "bits of several tiles", dropout_p=0.25, H=1, M=200, N=140, D=16),
     _s("dropout_all", "p = 1: output 0", dropout_p=1.0, M=33),
     _s("dropout_small", "p below 1/256 drops 1/256", dropout_p=1e-4, M=65, N=127),
-    _s("dropout_lengths", "positions count in the padded tensor", dropout_p=0.5, B=3, M=65,
+    _s("dropout_lengths", "bits depend on positions in the padded tensor", dropout_p=0.5, B=3, M=65,
        key_lengths=[65, 0, 20], query_lengths=[65, 65, 30]),
     _s("no_batch", "empty batch", B=0, M=5),
     _s("no_queries", "empty rows", M=0, N=5),
@@ -262,7 +266,7 @@ SAMPLES = (
 
 
 def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The formulas on absolute values. A weight's own rounding grows with the size of its score."""
+    """The formulas on absolute values. The error of a weight grows with the size of its score."""
     q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
     t = reference._softmax(q, k, v, *restrictions(inputs), scale, *dropout_of(inputs))
     scale = abs(scale)
@@ -297,7 +301,7 @@ def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 
 def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The same by torch's softmax, logsumexp and einsum on key/value heads written out."""
+    """attention by torch.softmax, logsumexp and einsum, with key/value heads repeated."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     allowed = allowed_of(inputs)
     rows, keys = dead(inputs)
@@ -323,7 +327,7 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def _widen(inputs: Inputs) -> Inputs:
-    """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
+    """The inputs in fp64; pairs that the mask blocks stay blocked (-inf)."""
     wide = widen(inputs)
     mask = inputs.get("mask")
     if mask is not None and mask.is_floating_point():
@@ -334,7 +338,7 @@ def _widen(inputs: Inputs) -> Inputs:
 
 
 def _slice_dims(name: str, result: Tensor) -> int:
-    """A (batch, head) slice; masks of fewer dimensions are one slice."""
+    """Each (batch, head) is a slice; a mask of two or fewer dimensions is one slice."""
     return min(2, max(0, result.dim() - 2))
 
 

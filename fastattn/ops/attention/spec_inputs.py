@@ -1,4 +1,4 @@
-"""Inputs for samples of attention: layouts, masks, lengths, and what of them nothing may read."""
+"""Inputs for samples of attention: layouts, masks, lengths and dead positions."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ _SEED = -0x1234_5678_9ABC
 def _tensor(
     generator: torch.Generator, dtype: torch.dtype, layout: str, B: int, H: int, S: int, D: int
 ) -> Tensor:
-    """[B, H, S, D] in one of the storages that models have."""
+    """[B, H, S, D] with one of the memory layouts that models use."""
     if layout == "bhsd":
         return torch.randn(B, H, S, D, generator=generator).to(dtype)
     if layout == "bshd":
         return torch.randn(B, S, H, D, generator=generator).to(dtype).transpose(1, 2)
     if layout == "packed":  # a slice of one projection of q, k and v
         return torch.randn(B, S, H, 3 * D, generator=generator).to(dtype)[..., :D].transpose(1, 2)
-    if layout == "shared":  # one storage for every batch entry
+    if layout == "shared":  # stride 0 over the batch
         return torch.randn(1, H, S, D, generator=generator).to(dtype).expand(B, H, S, D)
     if layout == "columns":  # the last dimension is not contiguous
         return torch.randn(B, H, D, S, generator=generator).to(dtype).mT
@@ -33,7 +33,7 @@ def _tensor(
 def _mask(
     generator: torch.Generator, dtype: torch.dtype, kind: str, B: int, H: int, M: int, N: int
 ) -> Tensor:
-    """kind: what it holds, then the broadcast shape as letters of BHMN, such as "bool BHMN"."""
+    """kind: the values and the dimensions that are not broadcast, such as "bool BHMN"."""
     what, letters = kind.split()
     sizes = {"B": B, "H": H, "M": M, "N": N}
     shape = [sizes[d] if d in letters else 1 for d in "BHMN"]
@@ -66,7 +66,7 @@ def _mask(
         bias = torch.full_like(bias, smallest).triu(1)
     elif what == "near_min":
         bias = torch.where(torch.rand(shape, generator=generator) < 0.3, smallest / 2, bias)
-    elif what.startswith("padding"):  # the first keys and all that are ahead: whole rows of it
+    elif what.startswith("padding"):  # the first keys and all later than the query; whole rows
         outside = torch.ones(shape, dtype=torch.bool).triu(1)
         outside[..., :9] = True
         number = -float(what.removeprefix("padding"))
@@ -79,7 +79,7 @@ def _mask(
 
 
 def _mask_in(layout: str, mask: Tensor) -> Tensor:
-    """The same values in a storage that callers have."""
+    """The same values with a memory layout that callers use."""
     if layout == "transposed":
         return mask.mT.contiguous().mT
     if layout == "slice":  # of a mask for longer sequences
@@ -151,8 +151,8 @@ def make_inputs(
 def restrictions(
     inputs: Inputs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]:
-    """As the ops take them: mask with four dimensions, key_lengths, query_lengths, causal as a
-    number, the window's left and right.
+    """The restrictions in the form that ops take: mask in four dimensions, key_lengths,
+    query_lengths, causal as a number, window left and right.
     """
     mask, causal = inputs.get("mask"), inputs.get("causal", False)
     left, right = inputs.get("window") or (-1, -1)
@@ -184,7 +184,7 @@ def allowed_of(inputs: Inputs) -> Tensor:
 
 
 def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Rows without a key [B, H, M] and keys without a row [B, K, N]."""
+    """Dead rows [B, H, M] and dead keys [B, K, N]: those without an allowed pair."""
     allowed = allowed_of(inputs)
     heads = allowed.any(-2)
     K = inputs["k"].shape[1]
@@ -193,8 +193,8 @@ def dead(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
-    """What nothing may read. Of a floating mask: where other restrictions block every pair that it
-    serves; its own blocked values say what is blocked.
+    """The dead positions of all tensors. A position of a floating mask is dead if the other
+    restrictions block all its pairs.
     """
     rows, keys = (x[..., None] for x in dead(inputs))
     positions = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
@@ -210,7 +210,7 @@ def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _poison(inputs: Inputs) -> None:
-    """NaN and inf wherever nothing may be read."""
+    """Writes NaN and inf to dead positions."""
     values = {"q": float("nan"), "k": float("inf"), "v": float("nan"), "mask": float("nan")}
     for name, positions in dead_positions(inputs).items():
         if name in inputs:
@@ -218,7 +218,7 @@ def _poison(inputs: Inputs) -> None:
 
 
 def entries(inputs: Inputs) -> tuple[Entry, ...]:
-    """Each batch entry. The bits of dropout count batches, so there only the first."""
+    """Each batch entry; with dropout only the first, as the bits depend on the entry's index."""
     B = inputs["q"].shape[0]
     mask = inputs.get("mask")
     batched = mask is not None and mask.dim() == 4 and mask.shape[0] == B

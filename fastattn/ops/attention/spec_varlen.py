@@ -1,7 +1,7 @@
 """Samples, errors and workloads of attention_varlen.
 
-Here q, k, v and the output are `[heads, tokens, dim]`, so that the error budget's slices are heads;
-the function under test gets them transposed, as `[tokens, heads, dim]`.
+Here q, k, v and the output are `[heads, tokens, dim]`, so that the slices of the error budget are
+heads; the function under test gets them transposed, as `[tokens, heads, dim]`.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ _SEED = 0x7654_3210
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """attention_varlen on heads first: out [H, T, E] and lse [H, T]."""
+    """attention_varlen with heads first: out [H, T, E] and lse [H, T]."""
     out, lse = functional.attention_varlen(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), return_lse=True, **options
     )
@@ -43,7 +43,7 @@ def make_inputs(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> Inputs:
-    """slack: rows behind the last sequence. longer: how far the upper bounds are from the truth."""
+    """slack: rows after the last sequence. longer: added to the maximum lengths."""
     keys = queries if keys is None else keys
     K = H if K is None else K
 
@@ -78,7 +78,7 @@ def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
 
 
 SAMPLES = (
-    _s("one", "one sequence: plain attention", "interpreter", queries=[70], D=64),
+    _s("one", "one sequence: the same as attention", "interpreter", queries=[70], D=64),
     _s("several", "odd lengths, one of them 1", "interpreter", queries=[65, 1, 33, 127]),
     _s("empty_sequences", "no queries, no keys, neither", "interpreter", queries=[0, 30, 0, 17],
        keys=[20, 0, 0, 40]),
@@ -90,34 +90,34 @@ SAMPLES = (
        causal=True),
     _s("bottom_right", "by each sequence's own lengths", "interpreter", queries=[20, 70],
        keys=[66, 33], causal="bottom_right"),
-    _s("window", "counted inside the sequence", "interpreter", queries=[70, 130], window=(20, 3)),
+    _s("window", "relative to the sequence", "interpreter", queries=[70, 130], window=(20, 3)),
     _s("gqa", "grouped queries", queries=[33, 65], H=6, K=2),
     _s("gqa_ragged", "short sequences between long ones", queries=[20, 130, 5, 97], H=4, K=2, D=16,
        keys=[130, 20, 140, 5]),
     _s("one_query_long", "decoding over several splits, beside a longer sequence", queries=[1, 20],
        keys=[2049, 30], H=2, K=1, D=16),
-    _s("one_query_each", "decoding alone: several splits, one, no keys, no query",
+    _s("one_query_each", "only decoding: several splits, one split, no keys, no query",
        queries=[1, 1, 1, 0], keys=[2049, 30, 0, 5], H=2, K=1, D=16),
-    _s("d80", "wide heads have tiles of their own", queries=[65, 20], keys=[70, 33], D=80,
+    _s("d80", "other tile sizes for wide heads", queries=[65, 20], keys=[70, 33], D=80,
        causal="bottom_right"),
-    _s("d128", "wide heads have tiles of their own", queries=[130, 65], H=4, K=2, D=128,
+    _s("d128", "other tile sizes for wide heads", queries=[130, 65], H=4, K=2, D=128,
        causal=True, dropout_p=0.2),
-    _s("d192", "wide heads have tiles of their own", queries=[65, 9], keys=[129, 40], D=192,
+    _s("d192", "other tile sizes for wide heads", queries=[65, 9], keys=[129, 40], D=192,
        window=(30, 60)),
-    _s("d256", "wide heads have tiles of their own", queries=[65, 70], keys=[129, 20], H=4, K=2,
+    _s("d256", "other tile sizes for wide heads", queries=[65, 70], keys=[129, 20], H=4, K=2,
        D=256, dropout_p=0.2),
     _s("e_differs", "E > D", queries=[33, 17], D=16, E=40),
-    _s("slack", "rows behind the last sequence hold NaN", "interpreter", queries=[33, 17], slack=9),
+    _s("slack", "NaN in rows after the last sequence", "interpreter", queries=[33, 17], slack=9),
     _s("loose_bounds", "upper bounds need not be tight", queries=[33, 65], longer=70),
-    _s("dropout", "positions count inside the sequence", "interpreter", queries=[65, 40],
+    _s("dropout", "bits depend on positions in the sequence", "interpreter", queries=[65, 40],
        dropout_p=0.25, causal=True),
     _s("no_sequences", "an empty batch", queries=[]),
-    _s("scale_negative", "the softmax of the opposite", queries=[33, 20], scale=-0.3),
+    _s("scale_negative", "the order of scores is reversed", queries=[33, 20], scale=-0.3),
 )  # fmt: skip
 
 
 def _sequences(inputs: Inputs) -> list[Inputs]:
-    """The same as one padded-op call for each sequence, from which the two ops' samples agree."""
+    """The inputs of the equivalent calls of `attention`, one for each sequence."""
     calls = []
     queries, keys = (pairwise(inputs[f"cu_seqlens_{x}"].tolist()) for x in "qk")
     for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
@@ -135,14 +135,16 @@ def _sequences(inputs: Inputs) -> list[Inputs]:
     return calls
 
 
-def _joined(pieces: list[Tensor], like: Tensor, fill: float) -> Tensor:
-    """Results of the sequences, [1, heads, n, ...] each, one behind the other and then `fill`."""
-    real = torch.cat([like[:, :0], *[piece[0].to(like.dtype) for piece in pieces]], 1)
+def _joined(results: list[Tensor], like: Tensor, fill: float) -> Tensor:
+    """Concatenates results of the sequences, [1, heads, n, ...] each; then `fill` up to like's
+    shape.
+    """
+    real = torch.cat([like[:, :0], *[result[0].to(like.dtype) for result in results]], 1)
     return torch.cat([real, torch.full_like(like[:, real.shape[1] :], fill)], 1)
 
 
 def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
-    # The published dropout mask counts batches, of which each call would have one.
+    # The dropout bits depend on the index of the sequence, which single calls do not have.
     if inputs.get("dropout_p") or not _sequences(inputs):
         return None
     q, v = inputs["q"], inputs["v"]
@@ -155,17 +157,17 @@ def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
 
 
 def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    pieces: dict[str, list[Tensor]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
+    results: dict[str, list[Tensor]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
     start = 0
     for call in _sequences(inputs):
         stop = start + call["q"].shape[2]
         mags = padded.magnitudes(call, tuple(d[None, :, start:stop] for d in douts))
-        for name, values in pieces.items():
+        for name, values in results.items():
             values.append(mags[name])
         start = stop
-    if inputs.get("dropout_p"):  # kept weights are scaled; which are kept does not bound an error
+    if inputs.get("dropout_p"):  # an upper bound, as if all weights were kept
         factor = 1 / (1 - inputs["dropout_p"])
-        pieces = {name: [factor * x for x in values] for name, values in pieces.items()}
+        results = {name: [factor * x for x in values] for name, values in results.items()}
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     like = {
         "out": q.new_empty(*q.shape[:2], v.shape[2]),
@@ -174,12 +176,12 @@ def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
         "dk": k,
         "dv": v,
     }
-    return {name: _joined(pieces[name], like[name], 0.0) for name in pieces}
+    return {name: _joined(results[name], like[name], 0.0) for name in results}
 
 
 def _entries(inputs: Inputs) -> tuple[Entry, ...]:
-    """Each sequence, with the same upper bounds. The bits of dropout count sequences, so there only
-    the first.
+    """Each sequence, with the same upper bounds; with dropout only the first, as the bits depend on
+    the index of the sequence.
     """
     bounds = [list(pairwise(inputs[f"cu_seqlens_{x}"].tolist())) for x in "qk"]
     found = []
@@ -194,21 +196,21 @@ def _entries(inputs: Inputs) -> tuple[Entry, ...]:
 
 
 def _dead_positions(inputs: Inputs) -> dict[str, Tensor]:
-    """Keys and rows without a partner in their sequence, and what lies behind the last one."""
-    pieces: dict[str, list[Tensor]] = {"q": [], "k": []}
+    """Dead rows and keys of each sequence, and the rows after the last sequence."""
+    found: dict[str, list[Tensor]] = {"q": [], "k": []}
     for call in _sequences(inputs):
         rows, keys = dead(call)
-        pieces["q"].append(rows)
-        pieces["k"].append(keys)
+        found["q"].append(rows)
+        found["k"].append(keys)
     rows, keys = (
-        _joined(pieces[x], torch.zeros_like(inputs[x][..., 0], dtype=torch.bool), True)[..., None]
+        _joined(found[x], torch.zeros_like(inputs[x][..., 0], dtype=torch.bool), True)[..., None]
         for x in "qk"
     )
     return {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
 
 
 def _slice_dims(name: str, result: Tensor) -> int:
-    """A head."""
+    """Each head is a slice."""
     return 1
 
 

@@ -1,8 +1,8 @@
-"""Shapes of attention that people care about, padded and packed, for the benchmarks.
+"""Workloads of attention and attention_varlen for the benchmarks.
 
-The grid of published comparisons first: 16k tokens and heads x head dim = 2048. Then what it leaves
-out: padding, masks, dropout, windows, grouped heads, short sequences, batches of sentences, one
-query against a cache.
+The first ones are those of published comparisons: 16k tokens, heads x head dim = 2048. The others
+have padding, masks, dropout, windows, grouped heads, short sequences, batches of sentences, or a
+single query (decoding).
 """
 
 import torch
@@ -12,8 +12,8 @@ from fastattn.testing.spec import Inputs, Workload
 
 _SEED = 0x7654_3210
 _GPU, _CPU = ("cuda",), ("cpu",)
-# Quantiles of the lengths of English sentences of a language's reference manual, in subword tokens
-# of a vocabulary of 8000, each sentence closed by END.
+# Quantiles of the lengths of English sentences from the reference manual of a language, in subword
+# tokens of a vocabulary of 8000, with END.
 SENTENCE_LENGTHS = (
     7, 8, 9, 9, 10, 11, 11, 11, 12, 12, 13, 13, 14, 14, 14, 15, 15, 15, 16, 16, 17, 17, 17, 18, 18,
     18, 19, 19, 20, 20, 20, 21, 21, 21, 22, 22, 23, 23, 24, 24, 25, 25, 26, 27, 27, 28, 28, 29, 30,
@@ -22,14 +22,14 @@ SENTENCE_LENGTHS = (
 
 
 def sentence_lengths(B: int) -> Tensor:
-    """The lengths of a batch of B sentences that shows the whole distribution, shuffled."""
+    """The lengths of a batch of B sentences: quantiles of the whole distribution, shuffled."""
     chosen = [SENTENCE_LENGTHS[(2 * b + 1) * len(SENTENCE_LENGTHS) // (2 * B)] for b in range(B)]
     chosen[-1] = SENTENCE_LENGTHS[-1]
     return torch.tensor(chosen)[torch.randperm(B, generator=torch.Generator().manual_seed(B))]
 
 
 def spread_lengths(B: int, S: int) -> Tensor:
-    """Uniform in [S / 4, S]."""
+    """B random lengths, uniform in [S / 4, S]."""
     return torch.randint(S // 4, S + 1, (B,), generator=torch.Generator().manual_seed(S))
 
 
@@ -50,8 +50,8 @@ def padded_workload(
     mask: str | None = None,
     dropout_p: float = 0.0,
 ) -> Workload:
-    """S keys and M queries (by default S). padded: "" or "keys" or "both". window: keys a query may
-    look back, with causal. mask: "bool BMN" or "float HMN". lengths: by default spread ones.
+    """S keys and M queries (default S). padded: "", "keys" or "both". window: the left side of the
+    window, with causal. mask: "bool BMN" or "float HMN". lengths: default `spread_lengths`.
     """
     K = H if K is None else K
     M = S if M is None else M
@@ -99,7 +99,7 @@ def padded_workload(
     return Workload(
         name,
         make,
-        () if decode else ("q", "k", "v"),  # nobody trains on single queries
+        () if decode else ("q", "k", "v"),  # decoding has no backward
         flops,
         moved,
         2.5 * flops,
@@ -112,7 +112,7 @@ def padded_workload(
 def packed_workload(
     name: str, lengths: Tensor, H: int, D: int, devices: tuple[str, ...]
 ) -> Workload:
-    """Sequences behind each other, heads first as in the specification of attention_varlen."""
+    """Packed sequences, heads first as in spec_varlen.py."""
     total, longest = int(lengths.sum()), int(lengths.max())
     flops = 4.0 * H * D * float((lengths.double() ** 2).sum())
 

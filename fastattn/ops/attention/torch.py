@@ -1,15 +1,16 @@
-"""Attention by PyTorch's own fused operators, with the written semantics around them.
+"""Attention by PyTorch's fused operators, adapted to the semantics of fastattn.
 
-CPU: aten's flash attention and its explicit backward. CUDA: aten's flash attention for half
-precision without a dense mask, its memory-efficient attention otherwise; this part has not run on a
-GPU yet. Dropout, the gradient of a mask, fp64 on a GPU and other devices: products and a softmax in
-torch ops, memory O(M N).
+CPU: aten's flash attention and its backward. CUDA: aten's flash attention for half precision
+without a dense mask, else its memory-efficient attention; neither has run on a GPU here yet.
+Dropout, the gradient of a mask, fp64 on a GPU and other devices: matrix products and a softmax,
+with memory O(M N).
 
-What aten does not promise is added here. Dead rows and keys are made harmless before, and the
-results of dead rows replaced after. Blocked pairs are -inf in an additive mask, except those of a
-causal flag. In the backward a dead row has lse +inf, so that its weights are exactly 0. Head dims
-that differ are padded. The gradient of lse has columns of its own: aten computes delta =
-rowsum(dout * out), which 1 in dout and -dlse in out, with 0 in v, turn into delta - dlse.
+aten's operators differ from fastattn's semantics as follows. Dead rows and keys are set to 0 before
+the call if they could affect results, and the results of dead rows are replaced afterwards. Blocked
+pairs, other than by aten's causal flag, are -inf in an additive mask. In the backward, dead rows
+have lse +inf, so that their weights are exactly 0. Different head dims are padded. The gradient of
+lse is passed in additional columns of dout (1), out (-dlse) and v (0), so that aten's delta =
+rowsum(dout * out) becomes delta - dlse.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -35,17 +36,17 @@ from fastattn.ops.attention.torch_kernels import (
     packed_fwd,
     packed_live,
     packed_refusal,
-    row,
-    width_of,
+    pad,
+    padded_head_dim,
 )
-from fastattn.ops.attention.torch_problem import Problem, harmless, only, prepare, wide
+from fastattn.ops.attention.torch_problem import Problem, prepare, wide, zero_dead, zero_unsafe
 
 RETURNS_RESULTS = True
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Gradients = tuple[Tensor | None, ...]
-# Of scores beyond this one rounding more or less would be a factor that weights notice: forward and
-# backward must compute them in the same way. Only a CPU looks.
+# The rounding error of larger scores would change weights noticeably, so forward and backward must
+# compute them in the same way. Checked on the CPU only.
 _HUGE = 1e6
 
 
@@ -67,7 +68,7 @@ def attention_fwd_unsupported(call: ForwardCall) -> str | None:
 
 
 def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
-    """first: the number of the first batch entry, for the bits of dropout."""
+    """first: the index of the first batch element, for the dropout bits."""
     q, E = call.q, call.v.shape[3]
     if _is_empty(call):
         lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
@@ -75,9 +76,9 @@ def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
     fused = is_fused(call)
     t = prepare(call, fused)
     if fused:
-        width = width_of(q, max(q.shape[3], E))
+        width = padded_head_dim(q, max(q.shape[3], E))
         forward, _ = kernels(t, width)
-        out, lse = forward(t._replace(q=row(t.q, width), k=row(t.k, width), v=row(t.v, width)))
+        out, lse = forward(t._replace(q=pad(t.q, width), k=pad(t.k, width), v=pad(t.v, width)))
         out = out if width == E else out[..., :E]
     else:
         out, lse = _products_fwd(t, call, first)
@@ -104,7 +105,7 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     dlse, lse = call.dlse, call.lse
     if t.live_rows is not None:
         rows = t.live_rows[..., 0]
-        dout = (harmless if fused else only)(t.live_rows, dout)
+        dout = (zero_unsafe if fused else zero_dead)(t.live_rows, dout)
         dlse = None if dlse is None else torch.where(rows, dlse, 0)
         lse = torch.where(rows, lse, math.inf)
     if fused:
@@ -117,7 +118,7 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
 
 
 def _with_dlse(out: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With the columns for the gradient of lse, in half precision two: rounding leaves a rest."""
+    """out and dout with a column for dlse; in half precision two, for its high and its low bits."""
     if dlse is None:
         return out, dout
     high = -dlse.to(out.dtype)
@@ -130,28 +131,28 @@ def _fused_bwd(
 ) -> tuple[Tensor, ...]:
     D, E = t.q.shape[3], t.v.shape[3]
     out, dout = _with_dlse(out, dout, dlse)
-    width = width_of(t.q, max(D, out.shape[3]))
-    rows = t._replace(q=row(t.q, width), k=row(t.k, width), v=row(t.v, width))
+    width = padded_head_dim(t.q, max(D, out.shape[3]))
+    rows = t._replace(q=pad(t.q, width), k=pad(t.k, width), v=pad(t.v, width))
     _, backward = kernels(t, width)
-    dq, dk, dv = backward(rows, row(dout, width), row(out, width), lse)
+    dq, dk, dv = backward(rows, pad(dout, width), pad(out, width), lse)
     return (dq, dk, dv) if width == D == E else (dq[..., :D], dk[..., :D], dv[..., :E])
 
 
 # -- products and a softmax ------------------------------------------------------------------------
 def _by_group(x: Tensor, K: int) -> Tensor:
-    """[B, H, M, D] -> [B, K, H / K * M, D]: the rows that read one key/value head."""
+    """[B, H, M, D] -> [B, K, H / K * M, D]: the rows of the query heads of each key/value head."""
     B, H, M, D = x.shape
     return x.reshape(B, K, H // K * M, D)
 
 
 def _scores(t: Problem) -> Tensor:
-    """[B, H, M, N] in fp32 (fp64); 0 in dead rows, whose softmax would be NaN."""
+    """The scores [B, H, M, N] in fp32 (fp64); 0 in dead rows, whose softmax would be NaN."""
     (B, H, M, _), (_, K, N, _), dtype = t.q.shape, t.k.shape, wide(t.q.dtype)
     s = _by_group(t.q.to(dtype) * t.scale, K) @ t.k.to(dtype).transpose(-1, -2)
     s = s.view(B, H, M, N)
     if t.bias is not None:
         s += t.bias
-    return s if t.live_rows is None else only(t.live_rows, s)
+    return s if t.live_rows is None else zero_dead(t.live_rows, s)
 
 
 def _dropped(call: ForwardCall | BackwardCall, first: int) -> Tensor:
@@ -202,7 +203,7 @@ def _products_bwd(
 
 
 # -- attention_varlen ------------------------------------------------------------------------------
-# A call for each sequence, of which the packed tensors are views; on CUDA one kernel for all.
+# On CUDA one kernel computes all sequences; elsewhere there is a call for each sequence.
 def _packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
     return packed_refusal(call) if call.q.is_cuda else _refusal(call.q)
 
@@ -212,14 +213,14 @@ def _are_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
 
 
 def _packed_problem(call: PackedForwardCall | PackedBackwardCall, size: int) -> Problem:
-    """Of q, k and v [T, heads, size]."""
+    """The problem with q, k and v [T, heads, size]."""
     live, sign = packed_live(call)[0], (call.scale > 0) - (call.scale < 0)
-    q, k, v = (row(x, size) for x in (torch.where(live, call.q, 0) * sign, call.k, call.v))
+    q, k, v = (pad(x, size) for x in (torch.where(live, call.q, 0) * sign, call.k, call.v))
     return Problem(q, k, v, None, call.causal != 0, live, abs(call.scale) or 1.0, sign)
 
 
 def _sequences(call: PackedForwardCall | PackedBackwardCall) -> list[tuple[slice, slice]]:
-    """Where each sequence's queries and keys lie."""
+    """The slices of each sequence's queries and keys."""
     offsets = (call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist())
     return [*zip(*([slice(*ends) for ends in pairwise(x)] for x in offsets), strict=True)]
 
@@ -237,7 +238,7 @@ def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
     q, k, v, _, _, _, _, *options = call
     (T, H, D), E = q.shape, v.shape[2]
     if q.is_cuda and not _are_empty(call):
-        t = _packed_problem(call, width_of(q, max(D, E)))
+        t = _packed_problem(call, padded_head_dim(q, max(D, E)))
         out, lse = packed_fwd(t, call)
         live = t.live_rows
         assert live is not None
@@ -281,9 +282,9 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
     dlse = None if call.dlse is None else torch.where(live[..., 0], call.dlse.t(), 0)
     lse = torch.where(live[:, 0, 0], call.lse, math.inf)
     out, dout = _with_dlse(call.out, dout, dlse)
-    size = width_of(call.q, max(D, out.shape[2]))
+    size = padded_head_dim(call.q, max(D, out.shape[2]))
     t = _packed_problem(call, size)
-    dq, dk, dv = packed_bwd(t, row(dout, size), row(out, size), lse, call)
+    dq, dk, dv = packed_bwd(t, pad(dout, size), pad(out, size), lse, call)
     found = (
         torch.where(live, dq[..., :D] * t.sign, 0),
         torch.where(live_keys, dk[..., :D], 0),

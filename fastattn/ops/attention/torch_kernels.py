@@ -1,6 +1,6 @@
-"""aten's fused attention kernels, each a forward and a backward of a `Problem`, and what they take.
+"""aten's fused attention kernels as functions of a `Problem`, and which calls they support.
 
-The CUDA ones are written from the schemas and have not run on a GPU yet.
+The CUDA ones follow aten's schemas and have not run on a GPU yet.
 """
 
 import math
@@ -21,10 +21,10 @@ from fastattn.ops.attention.torch_problem import TOP_LEFT, Problem, wide
 _aten = torch.ops.aten
 
 
-# Pairs of (problem) -> out, lse and (problem, dout, out, lse) -> dq, dk, dv.
+# Pairs of functions: (problem) -> out, lse and (problem, dout, out, lse) -> dq, dk, dv.
 def _cpu_fwd(t: Problem) -> tuple[Tensor, Tensor]:
-    """In fp32: with its exponentials for half precision lse has an error of 5e-5, and without
-    instructions for products in half precision they are not faster.
+    """Computes half precision in fp32: aten's half-precision exponential gives lse an error of
+    5e-5, and is not faster on processors without half-precision matrix instructions.
     """
     q, k, v = (x.to(wide(x.dtype)) for x in t[:3])
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -35,7 +35,7 @@ def _cpu_fwd(t: Problem) -> tuple[Tensor, Tensor]:
 
 def _cpu_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     tensors = [dout, *t[:3], out]
-    if t.q.dtype == torch.float16:  # whose products take ten times as long as those in fp32
+    if t.q.dtype == torch.float16:  # fp16 products take ten times as long as fp32 products
         tensors = [x.float() for x in tensors]
     gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         *tensors, lse, 0.0, t.causal, attn_mask=t.bias, scale=t.scale
@@ -61,11 +61,11 @@ def _flash_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tens
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-_LSE_ROWS = 32  # memory-efficient attention keeps lse in multiples of it
+_LSE_ROWS = 32  # memory-efficient attention pads lse to a multiple of it
 
 
 def _for_each_head(t: Problem) -> Problem:
-    """Keys and values written out for every query head, the bias expanded from aligned rows."""
+    """The problem with k and v repeated for each query head, and bias expanded, rows aligned."""
     (B, H, M, _), (K, N), bias = t.q.shape, t.k.shape[1:3], t.bias
     k, v = (x if K == H else x.repeat_interleave(H // K, 1) for x in (t.k, t.v))
     if bias is not None:
@@ -95,10 +95,10 @@ def _efficient_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[
 
 
 def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
-    """Forward and backward for heads of this size."""
+    """The forward and backward kernel for head dim `width`."""
     if t.q.is_cpu:
         return _cpu_fwd, _cpu_bwd
-    # Of rectangular causal calls flash attention counts the diagonal from the last key.
+    # Flash attention's causal diagonal is bottom-right.
     square = not t.causal or t.q.shape[2] == t.k.shape[2]
     if t.bias is None and square and width <= 256 and t.q.dtype != torch.float32:
         return _flash_fwd, _flash_bwd
@@ -106,26 +106,26 @@ def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], 
 
 
 def is_fused(call: ForwardCall | BackwardCall) -> bool:
-    """Whether aten has kernels for it that are accurate enough."""
+    """Whether aten has a sufficiently accurate fused kernel for the call."""
     q = call.q
     has_kernels = q.is_cpu or (q.is_cuda and q.dtype != torch.float64)
     return has_kernels and call.dropout_p == 0 and q.shape[3] > 0 and call.v.shape[3] > 0
 
 
-def width_of(x: Tensor, size: int) -> int:
-    """What heads are padded to: CUDA kernels read 16 bytes at a time."""
+def padded_head_dim(x: Tensor, size: int) -> int:
+    """The padded head dim: CUDA kernels load 16 bytes at a time."""
     return size if x.is_cpu else -(-size // 8) * 8
 
 
-def row(x: Tensor, size: int) -> Tensor:
-    """The last dimension contiguous and of this size, with zeros behind it."""
+def pad(x: Tensor, size: int) -> Tensor:
+    """x with its last dimension contiguous and zero-padded to `size`."""
     x = x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # -- packed sequences ------------------------------------------------------------------------------
 def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
-    """Of flash attention, which counts each diagonal from the last key."""
+    """Why flash attention, whose causal diagonal is bottom-right, cannot run the call, or None."""
     q, same = call.q, call.cu_seqlens_q.data_ptr() == call.cu_seqlens_k.data_ptr()
     if q.dtype not in (torch.float16, torch.bfloat16) or max(q.shape[2], call.v.shape[2]) > 248:
         return f"has packed kernels for fp16 and bf16, up to head dim 248, got {q.dtype}"
@@ -141,7 +141,7 @@ def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
 def packed_live(
     call: PackedForwardCall | PackedBackwardCall,
 ) -> tuple[Tensor, Tensor]:
-    """Rows with a key, [T, 1, 1], and keys with a row, [S, 1, 1]."""
+    """Live rows [T, 1, 1] and live keys [S, 1, 1]."""
     starts, ends = call.cu_seqlens_q, call.cu_seqlens_k
     queries, keys = starts.diff(), ends.diff()
     rows, where = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))

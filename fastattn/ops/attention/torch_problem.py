@@ -1,5 +1,5 @@
-"""What aten's attention kernels are given: a call's restrictions as one additive mask and a causal
-flag, and inputs in which nothing that is dead can do harm.
+"""The arguments of aten's attention kernels: the restrictions of a call as one additive mask and a
+causal flag, and inputs in which dead positions cannot affect results.
 """
 
 import math
@@ -11,13 +11,13 @@ from torch import Tensor
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 
 TOP_LEFT, BOTTOM_RIGHT = 1, 2
-# Below it no product of a dead value leaves the finite numbers.
-_HARMLESS = 1e6
+# If the norm of a tensor is smaller, products with its dead values stay finite.
+_SAFE_NORM = 1e6
 
 
 class Problem(NamedTuple):
-    """A call as aten takes it: q, k and v are harmless where dead, scale is positive. `sign` (-1, 0
-    or 1), which has been multiplied into q, belongs to dq too.
+    """The arguments of aten's kernels. scale is positive; `sign` (-1, 0 or 1) is multiplied into q,
+    and must be multiplied into dq.
     """
 
     q: Tensor  # [B, H, M, D]
@@ -25,7 +25,7 @@ class Problem(NamedTuple):
     v: Tensor  # [B, K, N, E]
     bias: Tensor | None  # broadcastable to [B, H, M, N], -inf where blocked
     causal: bool  # top left; not in the bias
-    live_rows: Tensor | None  # broadcastable to [B, H, M, 1], None: all; a CPU looks
+    live_rows: Tensor | None  # broadcastable to [B, H, M, 1]; None: all
     scale: float
     sign: int
 
@@ -35,9 +35,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
-    """fused: whether a causal flag is understood; else causality is in the bias."""
+    """fused: whether the kernel has a causal flag; else the bias has the causal restriction."""
     (B, _, M, _), (K, N), lengths = call.q.shape, call.k.shape[1:3], call.query_lengths
-    mask = None if call.mask is None else _without_repeats(call.mask)
+    mask = None if call.mask is None else _unexpanded(call.mask)
     causal, windowed = call.causal, call.window_left >= 0 or call.window_right >= 0
     if causal == BOTTOM_RIGHT and M == N:
         causal = TOP_LEFT
@@ -46,14 +46,14 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     i = torch.arange(M, device=call.q.device)[:, None]
     j = torch.arange(N, device=call.q.device)
     reach = None if lengths is None else lengths.view(B, 1, 1, 1)
-    allowed = []  # all of them: pairs that may attend, each broadcastable to [B, H, M, N]
+    allowed = []  # their intersection is allowed; each is broadcastable to [B, H, M, N]
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         allowed.append(mask if is_bool else ~(mask <= torch.finfo(mask.dtype).min))
     if call.key_lengths is not None:  # [B] or [B, M]
         allowed.append(j < call.key_lengths.view(B, 1, -1, 1))
     by_rows = windowed or causal == BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
-    if by_rows or (causal and not fused):  # everything goes into the bias
+    if by_rows or (causal and not fused):  # all restrictions are in the bias
         diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
         if causal:
             allowed.append(j <= diagonal)
@@ -64,7 +64,7 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
         if reach is not None:
             allowed.append(i < reach)
         causal = 0
-    else:  # keys that no row reads are blocked, so that one row of bias serves all
+    else:  # the bias has one row for all queries, in which dead keys are blocked too
         if reach is not None:
             allowed.append(j < (reach if causal else N * (reach > 0)))
         if causal and N > M:
@@ -78,14 +78,14 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
         pairs = pairs.expand(*pairs.shape[:3], N)
         bias = _bias(pairs, mask, wide(q.dtype))
         live_rows, live_keys = pairs.any(-1, keepdim=True), pairs.any(-2)
-        if causal:  # row i reads keys 0 to i, of which one must be allowed
+        if causal:  # row i is live if one of the keys 0 to i is allowed
             live_rows = (pairs.cumsum(-1) > 0)[:, :, 0, i.clamp(max=N - 1)]
         if reach is not None:
             live_rows = live_rows & (i < reach)
         live_rows = None if q.is_cpu and bool(live_rows.all()) else live_rows
         if live_keys.shape[1] not in (1, K):
             live_keys = live_keys.unflatten(1, (K, -1)).any(2)
-        clean = harmless if fused else only
+        clean = zero_unsafe if fused else zero_dead
         q = q if live_rows is None else clean(live_rows, q)
         if not (q.is_cpu and bool(live_keys.all())):
             k, v = clean(live_keys[..., None], k), clean(live_keys[..., None], v)
@@ -94,30 +94,30 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     return Problem(q, k, v, bias, bool(causal), live_rows, abs(call.scale) or 1.0, sign)
 
 
-def _without_repeats(x: Tensor) -> Tensor:
-    """Expanded dimensions with size 1 again."""
+def _unexpanded(x: Tensor) -> Tensor:
+    """x with expanded dimensions reduced to size 1."""
     for dim in range(x.dim()):
         x = x.narrow(dim, 0, 1) if x.stride(dim) == 0 and x.shape[dim] else x
     return x
 
 
 def _bias(allowed: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """With contiguous rows, as aten takes it."""
+    """The additive mask, contiguous as aten needs it."""
     if mask is None or mask.dtype == torch.bool:
         bias = torch.full(allowed.shape, -math.inf, dtype=dtype, device=allowed.device)
         return bias.masked_fill_(allowed, 0.0)
     return torch.where(allowed, mask.to(dtype), -math.inf).contiguous()
 
 
-def only(live: Tensor, x: Tensor) -> Tensor:
+def zero_dead(live: Tensor, x: Tensor) -> Tensor:
     """x with 0 where it is dead."""
     return torch.where(live, x, 0)
 
 
-def harmless(live: Tensor, x: Tensor) -> Tensor:
-    """The same where dead values would be read with weight 0: on a CPU only those are replaced that
-    are not finite or could leave the finite numbers.
+def zero_unsafe(live: Tensor, x: Tensor) -> Tensor:
+    """zero_dead, for kernels that multiply dead values by weight 0. On the CPU, x is returned as it
+    is if it is finite and small enough for such products to be 0.
     """
-    if x.is_cpu and bool(torch.linalg.vector_norm(x) < _HARMLESS):
+    if x.is_cpu and bool(torch.linalg.vector_norm(x) < _SAFE_NORM):
         return x
-    return only(live, x)
+    return zero_dead(live, x)

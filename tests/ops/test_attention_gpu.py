@@ -1,9 +1,8 @@
-"""Attention on a GPU beyond the values of small samples: more than 2^31 elements, offsets beyond
-2^32, CUDA graphs, streams, threads, devices, no waiting, the same bits again, memory errors.
+"""Attention on a GPU: more than 2^31 elements, offsets beyond 2^32, CUDA graphs, streams, threads,
+devices, no synchronisation, deterministic results, memory errors.
 
-`fastattn check` judges values. What is judged here is mostly that a call gives the bits of the same
-call made alone. Without a GPU every body runs as a rehearsal: on a CPU, on small tensors, without
-what only a GPU has.
+`fastattn check` checks values; here, mostly, a call must give the same bits as the same call made
+alone. Without a GPU every test runs on the CPU, with small tensors and without CUDA's features.
 """
 
 import contextlib
@@ -31,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 Inputs = dict[str, Any]
 
 
-# -- where ----------------------------------------------------------------------------------------
+# -- devices --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device and the backend that is tested there."""
+    """A device and the backend that is tested on it."""
 
     device: torch.device
     backend: str
@@ -83,9 +82,9 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 def results(place: Place, inputs: Inputs, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-    """out, lse and the gradients of all that wants one; ones stand for a missing dout and for dlse.
+    """out, lse and the gradients of inputs that require one. dlse is ones, dout by default too.
 
-    A backend that refuses the call skips the test with its reason.
+    Skips the test with the backend's reason if it refuses the call.
     """
     wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
     try:
@@ -101,7 +100,7 @@ def results(place: Place, inputs: Inputs, dout: Tensor | None = None) -> tuple[T
 
 
 def assert_same(place: Place, got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """The same bits on a GPU; CPUs may cut a call of another size into other shares."""
+    """The same bits on a GPU; CPU kernels may divide a call of another size differently."""
     for n, (x, y) in enumerate(zip(got, expected, strict=True)):
         if place.is_gpu:
             assert torch.equal(x, y), f"result {n}: {(x != y).sum().item()} elements differ"
@@ -110,7 +109,7 @@ def assert_same(place: Place, got: Sequence[Tensor], expected: Sequence[Tensor])
 
 
 def sample(place: Place, name: str, seed: int = 0) -> Inputs:
-    """A sample of the suite with seeded data, its NaN and inf where they are."""
+    """A sample with other random data; its NaN and inf stay."""
     found = next(s for s in spec.SAMPLES if s.name == name)
     inputs = found.inputs(place.device, place.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +121,7 @@ def sample(place: Place, name: str, seed: int = 0) -> Inputs:
     return inputs
 
 
-# What a call may ask for, by sample. Each has other kernels, launches or scratch memory.
+# Samples with different kernels, launches or workspaces.
 FEATURES = (
     "plain", "causal", "window", "gqa", "key_lengths", "key_lengths_rows", "both_lengths",
     "bool_mask_keys", "bool_mask_rows", "bias_row", "bias_fp32", "prepared_mask_restricted",
@@ -138,7 +137,7 @@ def _large(place: Place, gpu: int, rehearsal: int) -> int:
 
 
 def _part(inputs: Mapping[str, Any], **slices: tuple[slice, ...]) -> Inputs:
-    """Fresh leaves of parts of some tensors, the others as they are."""
+    """Slices of some tensors as new leaves; other inputs unchanged."""
     part = dict(inputs)
     for name, where in slices.items():
         x = inputs[name]
@@ -156,7 +155,7 @@ def test_queries_beyond_2_31_elements(place: Place) -> None:
         "return_lse": False,
     }
     last = (..., slice(rows - tail, None), slice(None))
-    # Only the last rows have a gradient: what they give dk and dv is all there is.
+    # Only the last rows have a gradient, so only they contribute to dk and dv.
     dout = torch.zeros_like(inputs["q"])
     dout[last] = torch.randn_like(dout[last])
 
@@ -175,7 +174,7 @@ def test_queries_beyond_2_31_elements(place: Place) -> None:
 
 
 def test_keys_beyond_2_31_elements(place: Place) -> None:
-    """The last queries see the last keys alone, through a window."""
+    """A window allows the last queries to attend only to the last keys."""
     N, M, reach = _large(place, (1 << 31) // 64, 1 << 11) + 1024, 256, 512
     place.wants_memory(28)
     inputs = {
@@ -194,7 +193,7 @@ def test_keys_beyond_2_31_elements(place: Place) -> None:
 
 @pytest.mark.parametrize("rows_in_heads", [False, True])
 def test_batches_beyond_2_31_elements(place: Place, rows_in_heads: bool) -> None:
-    """And more heads in all than the second dimension of a grid has room for."""
+    """And more heads than the limit of the second dimension of a grid."""
     B, H, S, D = _large(place, 4097, 3), 16, _large(place, 512, 64), 64
     place.wants_memory(44)
     shape = (B, S, H, D) if rows_in_heads else (B, H, S, D)
@@ -228,7 +227,7 @@ def test_mask_offsets_beyond_2_32(place: Place, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_masks_of_more_heads_than_a_grid_is_high(place: Place, prepared: bool) -> None:
+def test_masks_with_more_heads_than_the_grid_limit(place: Place, prepared: bool) -> None:
     B, H = _large(place, 4097, 5), 16
     inputs: Inputs = {name: place.normal(B, H, 32, 16) for name in "qkv"}
     inputs["mask"] = torch.rand(B, H, 32, 32, device=place.device) < 0.8
@@ -244,7 +243,7 @@ def test_masks_of_more_heads_than_a_grid_is_high(place: Place, prepared: bool) -
 def _recorded(
     place: Place, call: Callable[[], tuple[Tensor, ...]]
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Captures a call into a graph; what is returned replays it. A rehearsal runs it once more."""
+    """Captures a call into a graph and returns a function that replays it; on a CPU, the call."""
     if not place.is_gpu:
         static = tuple(x.clone() for x in call())
 
@@ -294,13 +293,13 @@ def test_a_graph_sees_new_data(place: Place, name: str) -> None:
                 elif key == "dropout_seed":
                     new = new + seed
                 elif key in ("q", "k", "v"):
-                    new = new.where(new.isfinite(), 0)  # what was dead may live now
+                    new = new.where(new.isfinite(), 0)  # dead positions may now be live
                 x.copy_(new)
         got = [x.clone() for x in replay()]
         assert_same(place, got, results(place, inputs))
 
 
-# A process that captures fastattn's first call: kernels are loaded, and by Triton compiled, in it.
+# A process captures fastattn's first call, which loads kernels and, for Triton, compiles them.
 _CAPTURED_FIRST = """
 import contextlib
 import sys
@@ -368,7 +367,7 @@ def test_two_streams_at_once(place: Place, name: str) -> None:
 
 
 def test_two_threads_at_once(place: Place) -> None:
-    """Each on its own stream, over shapes that the other binds at the same moment."""
+    """Each thread has its stream, and both bind launches for the same shapes at the same time."""
     rounds = 24 if place.is_gpu else 3
     lengths = [40 + 8 * n for n in range(rounds)]
     made: list[list[Inputs]] = [[], []]
@@ -407,8 +406,8 @@ def test_two_threads_at_once(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", _BUSY)
-def test_a_thread_that_never_touched_the_device(place: Place, name: str) -> None:
-    """Memory comes from torch's cache: nothing before fastattn's kernels needs a context."""
+def test_a_thread_without_a_cuda_context(place: Place, name: str) -> None:
+    """Memory comes from PyTorch's cache, so nothing before fastattn's kernels makes a context."""
     cases = [sample(place, name, seed) for seed in (1, 2)]
     [_, expected] = _expected(place, cases)
     found: list[tuple[Tensor, ...]] = []
@@ -437,11 +436,11 @@ def test_another_device_than_the_current(backend: str, name: str) -> None:
             assert torch.equal(x, y.to(x.device))
 
 
-# -- waiting, repeating ---------------------------------------------------------------------------
+# -- synchronisation, determinism -----------------------------------------------------------------
 
 
 class _Asking(TorchDispatchMode):
-    """Refuses torch ops whose result the host has to wait for."""
+    """Raises for PyTorch ops that make the host wait for the device."""
 
     asks = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
 
@@ -456,7 +455,7 @@ class _Asking(TorchDispatchMode):
 @contextlib.contextmanager
 def _without_waiting(place: Place) -> Iterator[None]:
     if not place.is_gpu:
-        # The CPU's own backends may look at their memory; what comes before them may not.
+        # CPU backends may read values; the code before them may not.
         with _Asking():
             yield
         return
@@ -477,7 +476,7 @@ def test_nothing_waits_for_the_device(place: Place, name: str) -> None:
     assert_same(place, got, expected)
 
 
-def test_waiting_is_seen(place: Place) -> None:
+def test_waiting_is_detected(place: Place) -> None:
     x = torch.ones(3, device=place.device)
     with pytest.raises((RuntimeError, AssertionError)), _without_waiting(place):
         x.sum().item()
@@ -493,7 +492,7 @@ def test_every_run_gives_the_same_bits(place: Place, name: str) -> None:
 
 
 def test_every_run_gives_the_same_bits_on_a_full_device(place: Place) -> None:
-    """More programs than a device holds, of different lengths, and shares of a bias's gradient."""
+    """More programs than are resident at once, of different lengths, and the gradient of a bias."""
     B, H, S = _large(place, 4, 2), _large(place, 16, 2), _large(place, 2000, 50)
     inputs: Inputs = {name: place.normal(B, H, S, 64) for name in "qkv"}
     inputs["mask"] = place.normal(1, H, 1, S)
@@ -546,7 +545,7 @@ def test_autocast_casts_once(place: Place) -> None:
 
 # -- memory ---------------------------------------------------------------------------------------
 
-# Sizes that no tile divides, every feature; each tensor is an allocation of its own.
+# Sizes that no tile divides, with every feature; each tensor has its own allocation.
 _SMALL_CALLS = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""`attention_weights` over the samples of attention: values with an identity, which shows them."""
+"""`attention_weights` on the samples of attention; with v the identity, attention returns them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs, Sample
 
 SPEC = all_specs()["attention"]
-# Weights are asked for without dropout.
+# attention_weights has no dropout.
 SAMPLES = [s for s in SPEC.samples if not s.inputs("cpu", torch.float32).get("dropout_p")]
 _NOT_TAKEN = ("v", "prepared", "return_lse", "dropout_p", "dropout_seed", "dropout_stream")
 

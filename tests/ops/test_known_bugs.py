@@ -1,4 +1,4 @@
-"""Bugs that other libraries had and that no sample can show: settings of torch, huge offsets.
+"""Bugs of other libraries that no sample can show: settings of PyTorch, large offsets.
 
 (NaN gradients under low masks, masks of another dtype, NaN in padding and finite masks are samples:
 bias_low, bias_fp32, bias_fp32_padded, key_lengths, bool_mask_rows, bias_min_rows, bias_dead, ...)
@@ -62,7 +62,7 @@ def _compiled(spec: OpSpec, name: str, compiler: str | None) -> list[Tensor]:
     ],
 )
 def test_deterministic_algorithms_under_compile(op: str, sample: str, compiler: str) -> None:
-    """Others ignore the flag in a compiled backward, or raise although nothing is random."""
+    """Other libraries ignore the flag in a compiled backward, or raise for deterministic ops."""
     torch._dynamo.reset()
     first = _compiled(SPECS[op], sample, compiler)
     again = _compiled(SPECS[op], sample, compiler)
@@ -73,7 +73,7 @@ def test_deterministic_algorithms_under_compile(op: str, sample: str, compiler: 
 
 # -- offsets beyond 32 bits ------------------------------------------------------------------------
 def _far_apart(x: Tensor, distance: int) -> Tensor:
-    """The same values with batch entries `distance` elements apart; memory between is untouched."""
+    """The same values with batch entries `distance` elements apart; the gap is not accessed."""
     try:
         storage = torch.empty(distance + x[0].numel(), dtype=x.dtype, device=x.device)
     except (RuntimeError, MemoryError) as error:
@@ -85,7 +85,7 @@ def _far_apart(x: Tensor, distance: int) -> Tensor:
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 @pytest.mark.parametrize("far", ["mask", "bias", "q", "k", "v"])
 def test_offsets_beyond_32_bits(backend: str, far: str) -> None:
-    """Others compute a mask's offset in 32 bits, and the second batch entry reads elsewhere."""
+    """Other libraries compute mask offsets in 32 bits and read wrong values for the last entry."""
     generator = torch.Generator().manual_seed(0)
     inputs = {
         name: torch.randn(2, 2, 65, 64, generator=generator).to(DEVICE, torch.bfloat16)

@@ -1,6 +1,6 @@
 """Every op in the modes of PyTorch: opcheck, compile, export, functorch, autocast, meta, threads.
 
-Values were checked against fp64 in test_ops.py; here a mode must give the bits of a plain call.
+test_ops.py checks values against fp64; here, modes must give the same bits as eager calls.
 """
 
 import threading
@@ -56,7 +56,7 @@ def _varied(inputs: Inputs) -> list[str]:
 
 
 def _example(op: str, length: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    """Inputs that use most of what an op can do; `length` is its number of rows."""
+    """Inputs that use most features of an op; `length` is the number of rows."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
 
     def data(*shape: int) -> Tensor:
@@ -98,7 +98,7 @@ def _example(op: str, length: int, dtype: torch.dtype = torch.float32, seed: int
 
 
 def _loss(results: Any) -> Tensor:
-    """Every element counts differently, the -inf of `lse` not at all."""
+    """A loss in which every element has its own weight; -inf of `lse` has weight 0."""
     return sum(torch.where(x.isinf(), 0, x).double().sin().sum() for x in _tuple(results))
 
 
@@ -109,13 +109,13 @@ def _gradients(function: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor
 
 
 def _assert_same(actual: Any, expected: Any) -> None:
-    """The same bits, the same dtypes."""
+    """The same bits and dtypes."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # -- registration ---------------------------------------------------------------------------------
 class _Recorder(TorchDispatchMode):
-    """Keeps the calls of fastattn's torch ops."""
+    """Records the calls of fastattn's ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_compile_without_gradients(op: str) -> None:
 
 
 def test_compile_with_numbers_that_change() -> None:
-    """A module's scale, probability and eps: numbers that dynamic shapes make symbolic."""
+    """A module's scale, probability and eps, which dynamic shapes make symbolic."""
     q = torch.randn(1, 2, 5, 8)
 
     def both(number: float) -> Tensor:
@@ -220,7 +220,7 @@ def test_compiled_autograd(op: str) -> None:
 
 
 def test_compiled_autograd_of_numbers_that_change() -> None:
-    """A graph traced for one scale or window does not serve calls with another."""
+    """A graph traced for one scale or window is not used for another."""
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
 
     def gradient(scale: float, window: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -236,7 +236,7 @@ def test_compiled_autograd_of_numbers_that_change() -> None:
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn"])
 def test_compiled_code_draws_its_seeds(op: str) -> None:
-    """Without a seed every call of the compiled graph drops other elements."""
+    """Without a seed, every call of the compiled graph has different dropout."""
     inputs = _example(op, 33)
     inputs = {n: x for n, x in inputs.items() if n not in ("dropout_seed", "dropout_stream")}
     compiled = torch.compile(SPECS[op].function, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -248,7 +248,7 @@ def test_compiled_code_draws_its_seeds(op: str) -> None:
 
 
 def test_inductor() -> None:
-    """All five ops in one graph, between operators that inductor generates code for."""
+    """All five ops in one graph, between operators for which inductor generates code."""
 
     def layer(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
         B, S, D = x.shape
@@ -267,7 +267,7 @@ def test_inductor() -> None:
     generator = torch.Generator().manual_seed(0)
     for length in (5, 17):
         shapes = ((2, length, 16), (24, 16), (2, 1, 1, length))
-        # Halved, sums of products are of the size that the tolerance is made for.
+        # Halved, so that sums of products have the magnitude that the tolerance assumes.
         inputs = [torch.randn(s, generator=generator).div(2).to(DEVICE) for s in shapes]
         inputs = [x.requires_grad_() for x in inputs]
         torch.testing.assert_close(gradients(compiled, *inputs), gradients(layer, *inputs))
@@ -296,7 +296,7 @@ def test_export_keeps_the_op(op: str) -> None:
 
 # -- functorch ------------------------------------------------------------------------------------
 def _functional(op: str, inputs: Inputs) -> Callable[[dict[str, Tensor]], Tensor]:
-    """The loss as a function of the varied tensors."""
+    """The loss as a function of the differentiated tensors."""
     return lambda varied: _loss(SPECS[op].function(**inputs | varied))
 
 
@@ -349,8 +349,8 @@ def test_vmap_of_grad(op: str) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_batched_gradients(op: str, dtype: torch.dtype) -> None:
-    """torch.autograd.grad with several gradients of the outputs at once, as `jacobian` asks; of the
-    second derivative too.
+    """torch.autograd.grad with a batch of output gradients, as in `jacobian`; also for the second
+    derivative.
     """
     inputs = _example(op, 5, dtype)
     varied = [inputs[n] for n in _varied(inputs)]
@@ -379,7 +379,7 @@ def _autocast() -> Any:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-# The reference computes by PyTorch's operators, which autocast would change.
+# The reference uses PyTorch's operators, which autocast would change.
 each_choice = pytest.mark.parametrize("backend", [None, "reference"], ids=["", "reference"])
 
 
@@ -401,7 +401,7 @@ def _on_device(inputs: Inputs) -> Inputs:
 def test_autocast_computes_in_its_dtype(
     op: str, cast: tuple[str, ...], backward_inside: bool, backend: str | None
 ) -> None:
-    """As if the data had been converted by hand; masks and residuals stay, gradients are fp32."""
+    """As if inputs were converted before; masks and residuals are not, gradients are fp32."""
     inputs = _on_device(_example(op, 33))
     function = partial(SPECS[op].function, backend=backend)
 
@@ -440,7 +440,7 @@ def test_autocast_leaves_second_derivatives_alone(op: str) -> None:
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
 @each_choice
 def test_autocast_leaves_norms_alone(op: str, backend: str | None) -> None:
-    """y and z in the residual's dtype: the residual stream stays in fp32 beside bf16 branches."""
+    """y and z have the residual's dtype: the residual stream stays in fp32 with bf16 branches."""
     inputs = _on_device(_example(op, 33))
     if op == "add_layer_norm":
         inputs["x"] = inputs["x"].detach().bfloat16().requires_grad_()
@@ -494,8 +494,8 @@ def test_meta_and_fake_tensors(spec: OpSpec, sample: Sample) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [None, "torch", "reference"])
-def test_attention_results_lie_like_its_inputs(dtype: torch.dtype, backend: str | None) -> None:
-    """[B, S, H, D] storage comes back as such, so that no projection has to copy."""
+def test_attention_results_are_laid_out_like_q(dtype: torch.dtype, backend: str | None) -> None:
+    """Results have [B, S, H, D] storage if inputs do, so that projections need no copy."""
 
     def storage(*shape: int, transposed: bool) -> Tensor:
         x = torch.randn(shape, device=DEVICE).to(dtype)
@@ -539,7 +539,7 @@ _OUTPUT_GRADIENT_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_layouts_of_output_gradients(
     spec: OpSpec, backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Autograd hands over whatever layout it has; backends read it as it is."""
+    """Autograd passes gradients of any layout."""
     contiguous = check.output_gradients
 
     def output_gradients(*args: Any) -> tuple[Tensor, ...]:
@@ -557,7 +557,7 @@ def test_layouts_of_output_gradients(
 
 @each_backend
 def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
-    """What is not asked for is not computed, and what is asked for has the same bits."""
+    """Only needed gradients are computed, with the same bits."""
     inputs = _on_device(_example(spec.name, 33))
     with torch.no_grad(), explaining() as explanations:
         spec.function(**inputs, backend=backend)
@@ -589,7 +589,7 @@ def test_gradients_of_some_inputs(spec: OpSpec, backend: str) -> None:
 @pytest.mark.parametrize("op", ["attention", "add_layer_norm"])
 @pytest.mark.parametrize("used", [0, 1])
 def test_gradient_of_one_output(op: str, used: int) -> None:
-    """The other output's gradient is None for the backward op, not zeros."""
+    """The backward op gets None, not zeros, for the gradient of the other output."""
     inputs = _example(op, 5, torch.float64)
     names = _varied(inputs)
     tensors = [inputs[n] for n in names]
@@ -604,7 +604,7 @@ def test_gradient_of_one_output(op: str, used: int) -> None:
 
 
 def test_saved_memory() -> None:
-    """Attention saves no tensor of M x N elements, relu's network one hidden tensor."""
+    """Attention saves no tensor of M x N elements; ffn with relu saves one hidden tensor."""
     saved: list[tuple[int, ...]] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -629,13 +629,13 @@ def test_checkpointing_repeats_the_dropout() -> None:
         return fastattn.add_layer_norm(x, residual, dropout_p=0.5)
 
     torch.manual_seed(3)
-    plain = torch.autograd.grad(block(x).sin().sum(), x)
+    expected = torch.autograd.grad(block(x).sin().sum(), x)
     torch.manual_seed(3)
     recomputed = torch.autograd.grad(checkpoint(block, x, use_reentrant=False).sin().sum(), x)
-    _assert_same(recomputed, plain)
+    _assert_same(recomputed, expected)
 
 
-# -- surroundings ---------------------------------------------------------------------------------
+# -- other modes ----------------------------------------------------------------------------------
 @each_op
 def test_inference_mode(op: str) -> None:
     inputs = _on_device(_example(op, 33))
@@ -650,7 +650,7 @@ def test_inference_mode(op: str) -> None:
 
 @each_op
 def test_deterministic_algorithms(op: str) -> None:
-    """Run to run the same bits is checked for every sample; here torch is told to insist."""
+    """Determinism is checked for every sample; here with torch.use_deterministic_algorithms."""
     inputs = _on_device(_example(op, 33))
     expected = _gradients(SPECS[op].function, inputs)
     torch.use_deterministic_algorithms(True)
@@ -661,7 +661,7 @@ def test_deterministic_algorithms(op: str) -> None:
 
 
 def test_threads() -> None:
-    """Several threads call every op at once, while one more asks for explanations."""
+    """Several threads call every op at once while another one calls `explain`."""
     inputs = {op: _on_device(_example(op, 33)) for op in SPECS}
     expected = {op: _gradients(SPECS[op].function, inputs[op]) for op in SPECS}
     failures: list[BaseException] = []
@@ -691,7 +691,7 @@ def test_threads() -> None:
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_longest_sequence_may_be_data() -> None:
-    """As training steps over packed rows compute it, in a graph and in an exported program."""
+    """max_seqlen computed from data, in a compiled graph and an exported program."""
 
     class Step(torch.nn.Module):
         def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What PyTorch's own tests ask of these modules and the grid does not: nested tensors, TorchScript,
-warnings and logs, mocked layers, settings, odd sizes, constructors.
+"""Behaviours of PyTorch's modules that PyTorch's tests check: nested tensors, TorchScript, warnings
+and logs, mocked layers, settings, odd sizes, constructors.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def pair(name: str, *args: Any, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
-    """PyTorch's module, and fastattn's with the same parameters."""
+    """PyTorch's module and fastattn's, with the same parameters."""
     torch.manual_seed(0)
     reference, fast = getattr(nn, name)(*args, **kwargs), getattr(fnn, name)(*args, **kwargs)
     fast.load_state_dict(reference.state_dict())
@@ -34,7 +34,7 @@ def pair(name: str, *args: Any, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def same(actual: Any, expected: Any) -> None:
-    """Results of both, tuples included."""
+    """The results are equal, also in tuples."""
     both = (x if isinstance(x, tuple) else (x,) for x in (actual, expected))
     for got, wanted in zip(*both, strict=True):
         if wanted is None:
@@ -88,7 +88,7 @@ def test_nested_tensors_without_parts() -> None:
 
 # -- TorchScript and compilers --------------------------------------------------------------------
 class CustomLayer(fnn.TransformerEncoderLayer):
-    """A subclass that changes nothing."""
+    """A subclass without changes."""
 
 
 def test_torchscript_of_subclasses_and_sizes() -> None:
@@ -111,7 +111,7 @@ def test_torchscript_of_subclasses_and_sizes() -> None:
 
 
 def test_compiled_evaluation_with_padding() -> None:
-    """One graph, whatever the padding mask holds."""
+    """One graph for any padding mask."""
     layer = fnn.TransformerEncoderLayer(E, H, FFN, batch_first=True, dtype=torch.float64)
     encoder = fnn.TransformerEncoder(layer, 2).eval()
     compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")
@@ -125,8 +125,8 @@ def test_compiled_evaluation_with_padding() -> None:
 
 
 # -- settings, warnings, logs ---------------------------------------------------------------------
-def test_torchs_switches_change_nothing() -> None:
-    """The fast path's switch and the choice of torch's attention kernels."""
+def test_torchs_settings_have_no_effect() -> None:
+    """The setting of the fast path, and the choice of PyTorch's attention kernels."""
     torch.manual_seed(0)
     fast = fnn.Transformer(E, H, 1, 1, FFN, dropout=0.0, batch_first=True).eval()
     src, tgt = torch.randn(B, S, E), torch.randn(B, S, E)
@@ -196,7 +196,7 @@ def test_a_true_hint_is_the_mask() -> None:
 
 
 def test_attention_of_ones() -> None:
-    """Whole numbers, so that every backend must give them exactly."""
+    """All backends must give these integers exactly."""
     module = fnn.MultiheadAttention(4, 1)
     module.in_proj_weight = nn.Parameter(torch.ones(12, 4))
     module.out_proj.weight = nn.Parameter(torch.ones(4, 4))
@@ -208,7 +208,7 @@ def test_attention_of_ones() -> None:
 
 
 def test_masks_for_each_sequence() -> None:
-    """A 3-D mask is what 2-D masks are to the sequences alone."""
+    """A 3-D mask has the same effect as 2-D masks for the sequences alone."""
     torch.manual_seed(0)
     module = fnn.MultiheadAttention(8, 4)
     query, keys = torch.rand(8, 2, 8), torch.rand(8, 3, 8)
@@ -244,7 +244,7 @@ def test_odd_head_dims(heads: int, size: int) -> None:
 
 
 def test_parameters_of_another_dtype() -> None:
-    """A bias in another dtype gives PyTorch's result or error."""
+    """A bias of another dtype gives PyTorch's result or error."""
     reference, fast = pair("MultiheadAttention", 4, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(4, 4, 4, dtype=torch.float64)
     answers = []
@@ -305,7 +305,7 @@ def test_unbatched_padding_masks_of_wrong_rank(training: bool, need_weights: boo
 
 
 def test_functional_forward_agrees() -> None:
-    """fastattn's parameters in PyTorch's functional form: other code reads them from the module."""
+    """PyTorch's functional form with fastattn's parameters, as other code calls it."""
     torch.manual_seed(0)
     fast = fnn.MultiheadAttention(E, H, add_bias_kv=True, add_zero_attn=True).eval()
     x = torch.randn(S, B, E)
@@ -329,7 +329,7 @@ def test_functional_forward_agrees() -> None:
 
 
 def test_padding_in_training() -> None:
-    """Steps with padded batches, evaluated in between: both modes give the same results."""
+    """Training steps with padded batches and evaluations in between give the same results."""
     torch.manual_seed(0)
     layer = fnn.TransformerEncoderLayer(2, 2, 4, dropout=0.0, batch_first=True, activation="gelu")
     encoder = fnn.TransformerEncoder(layer, 2)
@@ -363,7 +363,7 @@ def test_padding_in_training() -> None:
     ],
 )
 def test_derivatives_of_modules(name: str, norm_first: bool) -> None:
-    """First and second order by finite differences, of inputs and parameters, and in batches."""
+    """First and second order by finite differences, for inputs and parameters; batched."""
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
     x, y = (torch.randn(2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 2))

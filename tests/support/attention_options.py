@@ -1,8 +1,8 @@
-"""One option each in which two calls of attention may differ, for what is remembered of calls."""
+"""Options in which two calls of attention may differ, to test caches of launches."""
 
 from typing import Any
 
-# Of attention, beside 20 queries and 40 keys of 16 columns.
+# For attention with 20 queries, 40 keys and head dim 16.
 CHANGES: dict[str, dict[str, Any]] = {
     "fewer queries": {"M": 19},
     "fewer keys": {"N": 36},
@@ -12,7 +12,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "heads inside rows": {"layout": "bshd"},
     "top left": {"causal": "top_left"},
     "bottom right": {"causal": "bottom_right"},
-    "keys behind": {"window": (3, -1)},
+    "window on the left": {"window": (3, -1)},
     "keys ahead": {"window": (-1, 3)},
     "scale": {"scale": -0.5},
     "scale of 0": {"scale": 0.0, "causal": "top_left"},
@@ -28,13 +28,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 BASE: dict[str, Any] = {"M": 20, "N": 40, "D": 16, "E": 16}
 
-# Of packed attention.
+# For attention_varlen.
 PACKED_CHANGES: dict[str, dict[str, Any]] = {
     "more sequences": {"queries": [50, 30, 20], "keys": [60, 20, 20]},
     "a longer sequence": {"queries": [99, 1]},
     "top left": {"causal": "top_left"},
     "bottom right": {"causal": "bottom_right"},
-    "keys behind": {"window": (3, -1)},
+    "window on the left": {"window": (3, -1)},
     "keys ahead": {"window": (-1, 3)},
     "scale": {"scale": -0.5},
     "half are dropped": {"dropout_p": 0.5},

@@ -38,7 +38,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     capsys.readouterr()
     try:
         code = cli.main(list(arguments))
-    except SystemExit as left:  # argparse leaves by itself
+    except SystemExit as left:  # argparse exits
         code = left.code
     printed = capsys.readouterr()
     return code, printed.out, printed.err

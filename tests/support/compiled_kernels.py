@@ -1,4 +1,4 @@
-"""Compiles Triton's kernels for GPUs that are not there, and reads what came of them."""
+"""Compiles Triton kernels for GPUs that are not present, and inspects the code."""
 
 import contextlib
 import re
@@ -24,14 +24,14 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# One of each kind: sm_86 differs from sm_80 by its shared memory alone.
+# One GPU of each family: sm_86 differs from sm_80 only in its shared memory.
 GENERATIONS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# Bytes of shared memory that a program may have.
+# The maximum bytes of shared memory of a program.
 SHARED_MEMORY = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
     "gfx942": 64 << 10,
 }  # fmt: skip
-# The instructions of the tensor cores.
+# Tensor-core instructions.
 TENSOR = {
     "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA",
     "gfx942": r"\bv_mfma",
@@ -70,7 +70,7 @@ def cross_section(
 
 
 class _AbsentGpu:
-    """As much of a driver as compiling needs."""
+    """The functions of a driver that compilation needs."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
@@ -87,7 +87,7 @@ class _AbsentGpu:
 
 @contextlib.contextmanager
 def compiled_for(arch: str) -> Iterator[list[Any]]:
-    """Kernels launched inside are compiled for `arch`, collected and not run."""
+    """Inside, launched kernels are compiled for `arch` and collected, but not run."""
     found: list[Any] = []
     run = JITFunction.run
     used = set()
@@ -128,7 +128,7 @@ def _run_tool(kernel: Any, name: str, *options: str) -> str:
 
 
 def instructions(kernel: Any) -> str:
-    """The kernel in the GPU's own language, an instruction a line."""
+    """The kernel's machine code, one instruction per line."""
     if "cubin" not in kernel.asm:
         return kernel.asm["amdgcn"]
     return _run_tool(kernel, "nvdisasm", "-c")
@@ -148,7 +148,7 @@ def loops(kernel: Any) -> list[list[str]]:
 
 
 def spills_and_registers(kernel: Any) -> tuple[int, int]:
-    """Bytes (AMD: registers) a thread keeps in memory, and the registers it has."""
+    """The spilled bytes (AMD: registers) and the registers of a thread."""
     if "cubin" not in kernel.asm:
         text, patterns = kernel.asm["amdgcn"], (r"\.vgpr_spill_count:\s*", r"\.vgpr_count:\s*")
     else:
@@ -158,5 +158,5 @@ def spills_and_registers(kernel: Any) -> tuple[int, int]:
 
 
 def spilled(kernel: Any) -> int:
-    """Bytes (AMD: registers) a thread keeps in memory."""
+    """The spilled bytes (AMD: registers) of a thread."""
     return spills_and_registers(kernel)[0]

@@ -1,10 +1,9 @@
-"""How a module of fastattn is compared with PyTorch's: one rule for outputs and gradients.
+"""Compares a module of fastattn with PyTorch's: one rule for outputs and gradients.
 
-Three runs on the same values: PyTorch's module in fp64 gives the true values, PyTorch's module in
-the tested dtype the error of that dtype, and fastattn's error may be twice that plus a few
-roundings. Where that fails, PyTorch's module runs again on values a rounding away, and the largest
-of its errors counts. `pairwise` makes the grids: few cases that hold every pair of values of every
-two factors.
+PyTorch's module in fp64 gives the true values; in the tested dtype, it gives the error of that
+dtype. fastattn's error may be twice that error plus a few roundings. If it is larger, PyTorch's
+module runs again on slightly perturbed values, and the largest of its errors is used. `pairwise`
+makes grids: few cases that contain every pair of values of any two factors.
 """
 
 import copy
@@ -16,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Roundings of the largest value that another order of the same operations may add.
+# Rounding errors of the largest value that another order of operations may add.
 ROUNDINGS = 4
 
 
 def assert_same(
     name: str, actual: Tensor, expected: Tensor, truth: Tensor, *others: Tensor
 ) -> None:
-    """The rule. Errors are the largest of a tensor, sizes that of the largest true value.
+    """Checks the rule on the largest error and the largest true value of a tensor.
 
-    others: what torch gives for values a rounding away.
+    others: PyTorch's results for perturbed values.
     """
     shapes = f"shape {list(actual.shape)}, not {list(truth.shape)}"
     assert actual.shape == truth.shape, f"{name}: {shapes}"
@@ -50,8 +49,8 @@ def run(
 ) -> dict[str, Tensor]:
     """Results, and gradients of floating inputs and of parameters, for a fixed cotangent.
 
-    Inputs that are one tensor stay one tensor: attention modules look at identity. Floating masks
-    get no gradient unless they ask for it.
+    Inputs that are the same tensor stay the same tensor: attention modules check identity. Floating
+    masks get a gradient only if they require one.
     """
     copies: dict[int, Any] = {}
 
@@ -97,7 +96,7 @@ def _copy(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def assert_equivalent(reference: nn.Module, fast: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Both modules, in one mode and with equal parameters, give the same results and gradients."""
+    """Checks that both modules give the same results and gradients."""
     truth = run(copy.deepcopy(reference).double(), args, kwargs, torch.float64)
     expected = run(reference, args, kwargs, None)
     got = run(fast, args, kwargs, None)
@@ -113,10 +112,10 @@ def assert_equivalent(reference: nn.Module, fast: nn.Module, *args: Any, **kwarg
 
 
 def _a_rounding_away(reference: nn.Module, args: tuple, kwargs: dict) -> list[dict[str, Tensor]]:
-    """What torch's module gives if every value that goes in is rounded up or down by chance.
+    """PyTorch's results with every input value randomly rounded up or down.
 
-    It shows what one lucky run does not: where errors grow, where a ReLU is about to turn, and in
-    fp64, where torch is its own truth, what its roundings are.
+    They show errors that a single run may not: of values near a ReLU's corner and, in fp64, where
+    PyTorch's module is also the truth, of rounding.
     """
     generator = torch.Generator().manual_seed(2)
 
@@ -142,7 +141,7 @@ def _a_rounding_away(reference: nn.Module, args: tuple, kwargs: dict) -> list[di
 
 
 def random_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
-    """nn's kind, True = blocked, or numbers and -inf; the first key is never blocked."""
+    """A mask as in torch.nn: bool, True = blocked, or floating; the first key is never blocked."""
     blocked = torch.rand(shape) < 0.4
     blocked[..., 0] = False
     if dtype is torch.bool:
@@ -151,9 +150,9 @@ def random_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
 
 
 def pairwise(*, seed: tuple[str, ...] = (), **factors: tuple) -> list[dict[str, Any]]:
-    """Cases that hold every pair of values of every two factors at least once; always the same.
+    """Deterministic cases that contain every pair of values of any two factors.
 
-    seed: words that make it another choice.
+    seed: a string that selects other cases.
     """
     names = list(factors)
     chooser = random.Random(" ".join(seed))

@@ -17,6 +17,6 @@ def build_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("fastattn_setup", ROOT / "setup.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses need their module in sys.modules
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Whose matrix products are faster decides who computes a linear layer: tests say it themselves."""
+"""Sets whether PyTorch's matrix products are faster, which determines linear's backend."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ SetFaster = Callable[..., None]
 
 @pytest.fixture
 def torch_is_faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SetFaster]:
-    """torch_is_faster(*dtypes): PyTorch's products are, in these dtypes alone; at first in none."""
+    """torch_is_faster(*dtypes): in these dtypes only; initially in none."""
     usual = _env.slower_products
 
     def tell_the_library() -> None:

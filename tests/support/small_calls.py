@@ -10,7 +10,7 @@ OPS = tuple(all_specs())
 
 
 def small_call(op: str) -> dict[str, Any]:
-    """The arguments of a call without restrictions."""
+    """The arguments of a call without optional ones."""
     x = torch.ones(2, 3)
     if op == "attention":
         q = torch.ones(1, 2, 3, 4)

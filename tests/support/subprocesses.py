@@ -1,4 +1,4 @@
-"""What tests that start another Python give it."""
+"""Helpers for tests that start another Python process."""
 
 import os
 import re
@@ -7,18 +7,18 @@ import sys
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """For a subprocess, which is no worker of pytest-xdist even where this process is one."""
+    """The environment for a subprocess, without the variables of pytest-xdist's workers."""
     mine = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     return mine | {"OMP_NUM_THREADS": "1"} | variables
 
 
 def passed_in_the_interpreter(file: str, *options: str) -> int:
-    """Runs a file's tests once more, in Triton's interpreter, and returns how many there were."""
+    """Runs a file's tests in Triton's interpreter and returns their number."""
     return passed_with(*options, file, TRITON_INTERPRET="1")
 
 
 def passed_with(*options: str, **variables: str) -> int:
-    """Runs pytest with these options and returns how many tests there were, all of which passed."""
+    """Runs pytest with these options, checks that all tests pass, and returns their number."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
     result = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, check=False

@@ -1,5 +1,5 @@
-"""The drop-in Transformer classes beside torch's: pairs with the same parameters, their inputs, and
-which ops a call takes.
+"""The drop-in Transformer classes and PyTorch's: pairs with the same parameters, their inputs, and
+the ops of a call.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CLASSES = (
 
 
 def build(package, name: str, **kwargs) -> nn.Module:
-    """One of CLASSES with two layers where it has several."""
+    """One of CLASSES, with two layers if it has layers."""
     kwargs = {"dropout": 0.0, **kwargs}
     if name.endswith("Layer"):
         return getattr(package, name)(E, H, FFN, **kwargs)
@@ -35,7 +35,7 @@ def build(package, name: str, **kwargs) -> nn.Module:
 
 
 def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
-    """PyTorch's and fastattn's module: the same parameters, biases and norms not as they start."""
+    """PyTorch's and fastattn's module with the same parameters; biases and norms are random."""
     reference, fast = build(nn, name, **kwargs), build(fnn, name, **kwargs)
     for parameter in reference.parameters():
         if parameter.dim() == 1:
@@ -45,7 +45,7 @@ def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
 
 
 def inputs(name: str, *, batch_first: bool = True) -> tuple[Tensor, ...]:
-    """src, tgt, or both, as the class takes them."""
+    """src, tgt or both, as the class requires."""
 
     def sequence(length: int) -> Tensor:
         return torch.randn(B, length, E) if batch_first else torch.randn(length, B, E)

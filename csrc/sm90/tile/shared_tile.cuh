@@ -1,12 +1,30 @@
-// A swizzled tile in shared memory: loaded and stored by TMA, an operand of wgmma.
+// Buffers in shared memory: a swizzled tile, which TMA loads and stores and which is an operand of
+// wgmma, and contiguous values for bulk copies.
 #pragma once
 
+#include "sm90/ptx/bulk.cuh"
 #include "sm90/ptx/mbarrier.cuh"
 #include "sm90/ptx/tma.cuh"
 #include "sm90/tile/descriptor.h"
 #include "sm90/tile/pipeline.cuh"
 
 namespace fastattn::sm90 {
+
+// Bulk copies need 16-byte alignment; these buffers begin where a row of all 32 banks does.
+template <class Value, int kCount>
+struct alignas(kRowBytes) BulkBuffer {
+  static constexpr int kBytes = kCount * sizeof(Value);
+  static_assert(kBytes % kPieceBytes == 0, "bulk copies move multiples of 16 bytes");
+
+  Value data[kCount];
+
+  __device__ __forceinline__ uint32_t address() const { return ptx::shared_address(data); }
+
+  // One thread: starts the copy, whose bytes `full` must expect.
+  __device__ __forceinline__ void load(const Value* from, Barrier& full) {
+    ptx::cp_async_bulk_load(address(), from, kBytes, full.address());
+  }
+};
 
 template <class Element, int kRowCount, int kColumnCount>
 struct alignas(kTileAlignment) SharedTile {

@@ -78,7 +78,10 @@ producer("sequence.query_origin + step.row_block * Traits::kRows", "step.row_blo
 producer("next.head == args.heads_per_kv", "false", only=DENSE)
 producer("now.flags", "kHasWork", only=DENSE)
 producer("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
-producer("args.row_keys + row_offset / Traits::kRows * kUnits", "args.row_keys", only=DROPOUT)
+producer(
+    "args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows)", "args.row_keys",
+    only=DROPOUT,
+)
 for buffer in ("q", "dout", "lse2", "delta"):
     producer(f"shared.{buffer}[stage.index()]", f"shared.{buffer}[0]", only=STAGES)
 producer("args.lse2 + row_offset", "args.lse2")

@@ -271,7 +271,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void store_dq(const DqPart (&parts)[kDqParts]) {
     Slot& slot = shared.dq_slots[own.group];
     slot.empty.wait(dq_position().phase() ^ 1);
-    float4* to = reinterpret_cast<float4*>(shared.dq[own.group]) + threadIdx.x % kWarpgroup;
+    float4* to = reinterpret_cast<float4*>(shared.dq[own.group].data) + threadIdx.x % kWarpgroup;
 #pragma unroll
     for (const DqPart& acc : parts) {
 #pragma unroll

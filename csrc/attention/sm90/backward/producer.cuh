@@ -13,12 +13,10 @@ namespace ptx = sm90::ptx;
 
 // -- load warp -----------------------------------------------------------------------------------
 // One thread: arrives at `full` and starts the copy of lse or delta of a block of rows.
-template <int kCount>
-__device__ __forceinline__ void load_row_values(float (&to)[kCount], const float* from,
-                                                Barrier& full) {
-  constexpr int kBytes = kCount * sizeof(float);
-  full.arrive_expect_bytes(kBytes);
-  ptx::cp_async_bulk_load(ptx::shared_address(to), from, kBytes, full.address());
+template <class Buffer>
+__device__ __forceinline__ void load_row_values(Buffer& to, const float* from, Barrier& full) {
+  full.arrive_expect_bytes(Buffer::kBytes);
+  to.load(from, full);
 }
 
 // One thread: loads an additive mask for the groups of keys whose scores it changes.
@@ -90,11 +88,10 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
                                               {now.live[0], now.live[1], now.live[2], now.live[3]}};
     }
     if constexpr (Traits::kDropout) {
-      constexpr int kUnits = dropout::units(Traits::kRows), kBytes = kUnits * sizeof(uint32_t);
-      const uint32_t to = ptx::shared_address(shared.dropout.rows[stage.index()]);
-      q_slot.full.expect_bytes(kBytes);
-      ptx::cp_async_bulk_load(to, args.row_keys + row_offset / Traits::kRows * kUnits, kBytes,
-                              q_slot.full.address());
+      auto& row_keys = shared.dropout.rows[stage.index()];
+      q_slot.full.expect_bytes(row_keys.kBytes);
+      row_keys.load(args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows),
+                    q_slot.full);
     }
     shared.q[stage.index()].load(&args.q_map, q_slot.full, row, head, sequence.entry,
                                  ptx::kEvictLast);
@@ -137,7 +134,7 @@ __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {
   constexpr int kBytes = Traits::kChunkFloats * sizeof(float);
   const KeyBlock& work = shared.work;
-  const uint32_t from = ptx::shared_address(shared.dq[group]);
+  const uint32_t from = shared.dq[group].address();
   Slot& slot = shared.dq_slots[group];
   RingPosition<1> position;
   Step step = first_step<Traits>(args, work);

@@ -9,6 +9,7 @@
 namespace fastattn::attention {
 
 using sm90::Barrier;
+using sm90::BulkBuffer;
 using sm90::RingPosition;
 using sm90::Slot;
 
@@ -23,7 +24,7 @@ struct WeightStage<Traits, false> {};
 // column keys of its 64 keys.
 template <class Traits, bool kDropout = Traits::kDropout>
 struct DropoutRows {
-  alignas(16) uint32_t rows[Traits::kStages][dropout::units(Traits::kRows)];
+  BulkBuffer<uint32_t, dropout::units(Traits::kRows)> rows[Traits::kStages];
   uint32_t columns[Traits::kGroups][dropout::units(kMmaRows)];
 };
 template <class Traits>
@@ -64,8 +65,8 @@ struct BackwardStorage {
   typename Traits::RowTile q[Traits::kStages], dout[Traits::kStages];
   typename Traits::ScoreTile ds[Traits::kStages];
   WeightStage<Traits> p;
-  alignas(16) float dq[Traits::kGroups][Traits::kChunkFloats];
-  alignas(16) float lse2[Traits::kStages][Traits::kRows], delta[Traits::kStages][Traits::kRows];
+  BulkBuffer<float, Traits::kChunkFloats> dq[Traits::kGroups];
+  BulkBuffer<float, Traits::kRows> lse2[Traits::kStages], delta[Traits::kStages];
 
   // Full when TMA has written both tiles, or a tile and its rows' lse or delta; empty when one
   // thread of each consumer warpgroup has waited for the products that read it. The products with Q

@@ -305,7 +305,7 @@ struct Consumer {
   // Its column keys have been loaded with K.
   __device__ __forceinline__ void drop_weights(RingPosition<Traits::kStages> at) {
     if constexpr (Traits::kDropout) {
-      drop_block(rS, shared.dropout.columns[at.passed % Traits::kMetadataSlots], row_key,
+      drop_block(rS, shared.dropout.columns[at.passed % Traits::kMetadataSlots].data, row_key,
                  args.dropout.threshold, thread);
     }
   }

@@ -108,11 +108,9 @@ struct LoadWarp {
 
   __device__ __forceinline__ void load_column_keys(Barrier& full, int n) {
     if constexpr (Traits::kDropout) {
-      constexpr int kUnits = dropout::units(Traits::kBlock);
-      uint32_t (&keys)[kUnits] = shared.dropout.columns[metadata_slot()];
-      full.expect_bytes(sizeof(keys));
-      ptx::cp_async_bulk_load(ptx::shared_address(keys), args.dropout.column_keys + n * kUnits,
-                              sizeof(keys), full.address());
+      auto& keys = shared.dropout.columns[metadata_slot()];
+      full.expect_bytes(keys.kBytes);
+      keys.load(args.dropout.column_keys + n * dropout::units(Traits::kBlock), full);
     }
   }
 };

@@ -11,6 +11,7 @@
 namespace fastattn::attention {
 
 using sm90::Barrier;
+using sm90::BulkBuffer;
 using sm90::kWarp;
 using sm90::Slot;
 using sm90::TileQueue;
@@ -25,7 +26,7 @@ struct OutputStage<Traits, false> {};
 // Dropout's column keys of a block.
 template <class Traits, bool kDropout = Traits::kDropout>
 struct DropoutKeys {
-  alignas(16) uint32_t columns[Traits::kMetadataSlots][dropout::units(Traits::kBlock)];
+  BulkBuffer<uint32_t, dropout::units(Traits::kBlock)> columns[Traits::kMetadataSlots];
 };
 template <class Traits>
 struct DropoutKeys<Traits, false> {};

@@ -184,6 +184,7 @@ struct Consumer {
     float alpha[2];
     softmax.template update<kEdge>(rS, alpha, args.scale_log2);
     drop_weights(value.next());
+    await_weights();
     await_output();
     take_up_weights(alpha);
   }
@@ -216,6 +217,7 @@ struct Consumer {
     float alpha[2];
     softmax.template update<kEdge>(rS, alpha, args.scale_log2);
     drop_weights(value.next());
+    await_weights();
     await_output();
     take_up_weights(alpha);
     return apply_metadata(value);
@@ -255,6 +257,14 @@ struct Consumer {
     ptx::pin(rO);
     ptx::pin(rP);
     release_value();
+  }
+
+  // Always passes, but depends on the sums of the weights, which are never negative: keeps the
+  // compiler from moving the exponentials behind the wait for P V, which they should overlap.
+  __device__ __forceinline__ void await_weights() {
+    if constexpr (Traits::kPinsExponentials) {
+      shared.passed.wait(softmax.l[0] + softmax.l[1] < 0.0f);
+    }
   }
 
   // Converts the weights to an operand, and rescales O like the weights it will be added to.

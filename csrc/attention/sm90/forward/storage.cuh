@@ -70,6 +70,8 @@ struct SharedStorage {
   Slot k_slots[Traits::kStages], v_slots[Traits::kStages];
   Slot out_slots[Traits::kGroups];
   TileQueue queue;
+  // Complete from the start: a wait that always passes, see await_weights.
+  Barrier passed;
   DropoutKeys<Traits> dropout;
   BlockMetadataRing<Traits> dense;
 };
@@ -106,6 +108,10 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& shared) {
     }
   }
   constexpr bool kHasHelper = Traits::kStagesOutput || Traits::kBias;
+  if constexpr (Traits::kPinsExponentials) {
+    shared.passed.init(1);
+    shared.passed.arrive();
+  }
   shared.queue.init(Traits::kGroups * (kWarpsPerGroup + (kHasHelper ? 1 : 0)));
   ptx::fence_mbarrier_init();
 }

@@ -71,10 +71,11 @@ bench: $(VENV)/installed  ## the benchmarks on this machine, five minutes; resul
 	$(BIN)/python -m benchmarks.run --out $(BENCH_OUT) --seconds $(BENCH_SECONDS) $(QUICK_FLAG)
 	$(BIN)/python -m benchmarks.report $(BENCH_OUT)/results.jsonl
 
-# The check comes first and takes at most two fifths of the time, the benchmarks get the rest; each runs whatever the
-# other says. Rows are written as they come: what an end of the machine leaves is whole.
+# First the hardware primitives of the Hopper kernels, seconds. Then the check takes at most two fifths of the time, the
+# benchmarks get the rest; each runs whatever the others say. Rows are written as they come: what an end of the machine leaves is whole.
 gpu:  ## on a GPU machine whose python3 has torch, no .venv: check, benchmark, report into GPU_OUT; QUICK=1 is short
 	@mkdir -p $(GPU_OUT); export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTHONUNBUFFERED=1; status=0; \
+	$(PYTHON) -m fastattn.testing.primitives --json $(GPU_OUT)/primitives.jsonl || [ $$? = 2 ] || status=1; \
 	started=$$(date +%s); checking=$$(($(GPU_SECONDS) * 2 / 5)); \
 	timeout -k 10 $$((checking + 60)) $(PYTHON) -m fastattn check --device $(GPU_DEVICE) \
 		--json $(GPU_OUT)/check.jsonl --seconds $$checking $(QUICK_FLAG) $(CHECK_FLAGS) || status=$$?; \

@@ -3,14 +3,6 @@
 // ONLY_VARIANT; with ONLY_DMASK only the gradient of its mask and the launch before it.
 #include "machine.h"
 
-template <class Kernel, class Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel,
-                               const Arguments& arguments) {
-  on_host::enqueue({config->gridDim.x, static_cast<int>(config->blockDim.x),
-                    [kernel, arguments] { kernel(arguments); },
-                    static_cast<uint32_t>(config->dynamicSmemBytes), config->numAttrs > 0});
-  return cudaSuccess;
-}
 extern "C" const char* cudaGetErrorString(cudaError_t) {
   return "an error of CUDA";
 }

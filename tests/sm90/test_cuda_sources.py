@@ -106,6 +106,7 @@ def _compile(
         "mask_classes_sm90",
         "dropout_sm90",
         "order_sequences_sm90",
+        "primitives_sm90",
         "mask_classes_bwd_sm90",
     ],
 )

@@ -79,7 +79,8 @@ producer("next.head == args.heads_per_kv", "false", only=DENSE)
 producer("now.flags", "kHasWork", only=DENSE)
 producer("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
 producer(
-    "args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows)", "args.row_keys",
+    "args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows)",
+    "args.row_keys",
     only=DROPOUT,
 )
 for buffer in ("q", "dout", "lse2", "delta"):

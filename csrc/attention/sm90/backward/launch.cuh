@@ -1,33 +1,19 @@
-// Shared by the backward's launchers: dependent launches, the tensor map of an additive mask.
+// Shared by the backward's launchers: the tensor map of an additive mask.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "attention/attention.h"
 #include "attention/sm90/masks/dense_mask.cuh"
+#include "sm90/tile/launch.cuh"
 #include "sm90/tile/tensor_map.cuh"
 
 namespace fastattn::attention {
 
+using sm90::launch;
+
 constexpr const char* kRefusedMap =
     "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
-
-// dependent: the kernel may start before the previous one ends, and waits for it itself.
-template <class Kernel, class Arguments>
-cudaError_t launch(Kernel kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   const Arguments& args, bool dependent) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
-}
 
 // Whether TMA can read an additive mask in place.
 inline bool readable_by_tma(const DenseMask& mask, int keys) {

@@ -24,6 +24,7 @@ from benchmarks import rows
 from benchmarks.grids import (
     UNITS,
     Grid,
+    PeerRatios,
     absent_peers,
     by_machine,
     is_stale,
@@ -216,19 +217,14 @@ def _distinct(results: Iterable[Row], key: str) -> list[str]:
     return list(dict.fromkeys(str(r[key]) for r in results if r[key] is not None)) or ["unknown"]
 
 
-def summary(results: Sequence[Row], folder: Path) -> list[Block]:
+def summary(results: Sequence[Row], folder: Path, *, tables: bool = False) -> list[Block]:
     """For a document: fastattn's fastest backend against the fastest peer, machine by machine, as a
-    plot in `folder` and a table in a details block.
+    plot in `folder`, with `tables` also as a table.
     """
     found: list[Block] = []
     for machine, group in by_machine(results).items():
-        known, lines = peer_ratios(group), []
-        if not known:
+        if not (known := peer_ratios(group)):
             continue
-        for s in known:
-            mean, least, most = (f"{x:.2f}" for x in (s.mean, min(s.ratios), max(s.ratios)))
-            count, peers = str(len(s.ratios)), ", ".join(s.peers)
-            lines.append((s.grid.title, count, f"**{mean}**", least, most, peers))
         of_machine = [r for r in results if machine_of(r) == machine]
         versions, commits, dates = (
             ", ".join(_distinct(of_machine, key)) for key in ("torch", "commit", "date")
@@ -238,16 +234,21 @@ def summary(results: Sequence[Row], folder: Path) -> list[Block]:
         found.append(
             Image(folder / f"{_slug(machine)}.svg", f"fastattn and the best peers, {machine}")
         )
-        found.append(Text("<details>\n<summary>The same as a table</summary>"))
-        columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
-        found += [Table(columns, tuple(lines)), Text("</details>")]
+        if tables:
+            columns = ("", "workloads", "geometric mean", "least", "most", "best peers")
+            found.append(Table(columns, tuple(_line(ratios) for ratios in known)))
     if not any(r["gpu"] for r in results):
         found.append(Text("GPU: not measured."))
     return found
 
 
+def _line(s: PeerRatios) -> tuple[str, ...]:
+    mean, least, most = (f"{x:.2f}" for x in (s.mean, min(s.ratios), max(s.ratios)))
+    return s.grid.title, str(len(s.ratios)), f"**{mean}**", least, most, ", ".join(s.peers)
+
+
 def draw_summary(results: Sequence[Row], folder: Path) -> None:
-    """The plots of `summary`."""
+    """Draws the plots of `summary` into `folder`."""
     from benchmarks import plots
 
     for machine, group in by_machine(results).items():

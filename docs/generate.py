@@ -6,8 +6,8 @@ kept in the repository.
 """
 
 import io
-import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,10 @@ from fastattn.ops._select import OPS, backend_table, explaining
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
+
+from benchmarks import report, rows  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 BLUE, ORANGE, GREEN, GREY = "#3f51b5", "#ef6c00", "#2e7d32", "#cfd8dc"
 
@@ -229,35 +233,12 @@ def op_families() -> str:
 
 
 def results() -> str:
-    """The results of record: one table for each device, op, direction and dtype."""
-    rows: list[dict[str, Any]] = []
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        rows += [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    timed = [row for row in rows if row.get("status") == "ok" and row.get("ms_median")]
-    if not timed:
+    """The results of record: a plot and a table of ratios for each machine."""
+    paths = sorted(RESULTS.glob("*.jsonl"))
+    if not paths:
         return "No results of record have been committed yet."
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in timed:
-        device = row.get("gpu") or row.get("cpu") or "unknown device"
-        key = (device, row["op"], row["direction"], row["dtype"])
-        groups.setdefault(key, []).append(row)
-    parts = []
-    for (device, op, direction, dtype), group in sorted(groups.items()):
-        peers = list(dict.fromkeys(row["impl"] for row in group))
-        workloads = list(dict.fromkeys(row["workload"] for row in group))
-        times = {(row["workload"], row["impl"]): row["ms_median"] for row in group}
-        body = [
-            [f"`{workload}`", *(_ms(times.get((workload, peer))) for peer in peers)]
-            for workload in workloads
-        ]
-        date = max(str(row.get("date", "")) for row in group)[:10]
-        parts.append(f"### {op}, {direction}, {dtype}, {device}, {date}\n\nMedian ms.\n\n"
-                     + table(["workload", *peers], body))  # fmt: skip
-    return "\n\n".join(parts)
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    images = Path("images")
+    return report.to_markdown(report.summary(list(rows.read(paths)), images, tables=True), Path())
 
 
 TEXTS: dict[str, Callable[[], str]] = {
@@ -274,6 +255,8 @@ TEXTS: dict[str, Callable[[], str]] = {
 def on_files(files: Files, *, config: Any) -> Files:
     for name, draw in PICTURES.items():
         files.append(File.generated(config, f"images/{name}.svg", content=draw()))
+    for plot in RESULTS.glob("*.svg"):
+        files.append(File.generated(config, f"images/{plot.name}", content=plot.read_text()))
     return files
 
 

@@ -207,15 +207,17 @@ def test_summary_is_written_between_the_markers(tmp_path: Path) -> None:
         assert report.main([str(path), "--update", str(document)]) == 0
         text = document.read_text()
         assert text.startswith(f"Before\n{report._BEGIN}Example GPU, torch 2, commit ")
-        assert text.endswith(f"|\n\n</details>\n{report._END}After\n") and "old" not in text
+        assert text.endswith(f".svg)\n{report._END}After\n") and "old" not in text
         assert "No peers" not in text
         assert "![fastattn and the best peers, Example GPU](example-gpu.svg)" in text
         pictures.append((tmp_path / "example-gpu.svg").read_bytes())
         assert b">layer_norm, forward</text>" in pictures[-1]
         assert set(tmp_path.iterdir()) == {path, document, tmp_path / "example-gpu.svg"}
-        assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
-        assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text
     assert pictures[0] == pictures[1]
+    blocks = report.summary(list(rows.read([path])), tmp_path, tables=True)
+    text = report.to_markdown(blocks, tmp_path)
+    assert "| attention, forward, bf16 | 12 | **1.10** | 1.10 | 1.10 | sdpa-cudnn |" in text
+    assert "| layer_norm, forward, bf16 | 2 | **2.00** | 2.00 | 2.00 | eager |" in text
     document.write_text("no marks")
     with pytest.raises(ValueError, match="figures: begin"):
         report.updated(document.read_text(), [], tmp_path)

@@ -30,6 +30,15 @@ def test_the_first_example_runs() -> None:
     assert names["out"].shape == (2, 8, 512, 64)  # type: ignore[attr-defined]
 
 
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its Python blocks, one after the other, as a reader pastes them."""
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "README.md"):
+        exec(block, names)
+    printed = capsys.readouterr().out
+    assert "attention" in printed and "TransformerEncoderLayer" in printed
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "docs" / "mkdocs.yml").read_text()
     for page in PAGES:

@@ -153,6 +153,7 @@ class Tools:
     torch_version: str | None
     cxx: str | None
     cuda: Path | None
+    has_gpu: bool = False  # of NVIDIA's
 
     @staticmethod
     @functools.cache
@@ -163,6 +164,7 @@ class Tools:
             torch_version=importlib.metadata.version("torch") if spec else None,
             cxx=os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"),
             cuda=_cuda_home(),
+            has_gpu=_has_gpu(),
         )
 
     def full_torch_version(self) -> str:
@@ -182,6 +184,14 @@ def _cuda_home() -> Path | None:
         if home and (Path(home) / "bin" / "nvcc").is_file():
             return Path(home)
     return None
+
+
+def _has_gpu() -> bool:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "GPU" in listed.stdout
 
 
 def _has_python_headers() -> bool:
@@ -238,6 +248,8 @@ def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
     for library in LIBRARIES.values():
         if names is not None and library.name not in names:
             continue
+        if names is None and library.architectures and not tools.has_gpu:
+            continue  # takes minutes: only where it can run, or if asked for
         try:
             check_possible(library, tools, csrc)
         except Impossible as why:

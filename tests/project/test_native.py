@@ -437,7 +437,7 @@ def csrc(tmp_path: Path) -> Path:
 
 def _tools(build: ModuleType, **changes: Any) -> Any:
     found = {"torch": Path("/torch"), "torch_version": "2.13.0+cpu", "cxx": "g++"}
-    return build.Tools(**{**found, "cuda": Path("/cuda"), **changes})
+    return build.Tools(**{**found, "cuda": Path("/cuda"), "has_gpu": True, **changes})
 
 
 def test_requests(build: ModuleType) -> None:
@@ -456,6 +456,8 @@ def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.Monkey
     assert names("cpu") == ["cpu"]
     assert names("0") == []
     assert names(None, cuda=None) == ["cpu", "autograd"]
+    assert names(None, has_gpu=False) == ["cpu", "autograd"]
+    assert names("sm90", has_gpu=False) == ["sm90"]
     assert names(None, torch_version="2.11.0") == ["cpu", "autograd", "sm90"]
     with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.11, got 2\.10\.1"):
         names("autograd", torch_version="2.10.1")

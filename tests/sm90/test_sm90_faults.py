@@ -28,7 +28,7 @@ HARMLESS = (
     ),
     Harmless(
         "no bar.sync",
-        "clear_dead_values(tile, n);",
+        "clear_dead_values(own, tile, n);",
         "the ping-pong barrier follows, or clear_dead_values of the last block",
     ),
     Harmless("bulk wait for reads only", "} ptx::cp_async_bulk_wait_group();", "as before"),

@@ -17,8 +17,9 @@
 // are few tiles, keys are split (split-KV) and combine_splits.cuh combines the splits.
 //
 // Read in this order: config.cuh (shapes), tiles.cuh (arguments, which blocks a tile needs),
-// storage.cuh (shared memory, barriers), producer.cuh and consumer.cuh (the warp roles), and this
-// file (the kernel and its launch).
+// storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the main loop), and this file
+// (the kernel and its launch). blocks.cuh has what happens to a block besides its products:
+// masks.cuh by lengths, bounds and dropout, dense.cuh by a dense mask. output.cuh ends a tile.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,107 @@
+// The end of a tile: lse and the output, or those of a split.
+#pragma once
+
+#include "attention/sm90/forward/part.cuh"
+
+namespace fastattn::attention {
+
+template <class Traits>
+__device__ __forceinline__ bool is_split(const ForwardPart<Traits>& own) {
+  return Traits::kSplits && own.args.splits.count > 1;
+}
+
+// The index of the sequence's first row among those of all heads, and of all splits.
+template <class Traits>
+__device__ __forceinline__ int64_t row_number(const ForwardPart<Traits>& own,
+                                              const TileInfo& tile) {
+  const ForwardArguments& args = own.args;
+  const int64_t head = static_cast<int64_t>(batch_entry(args, tile)) * args.heads + tile.head;
+  const int64_t row = head * args.queries + tile.origin;
+  return is_split(own) ? tile.split * args.splits.rows + row : row;
+}
+
+// Writes lse, or the maximum and the sum of a split. `factor` normalises the output's two rows.
+template <class Traits>
+__device__ __forceinline__ void close_rows(const ForwardPart<Traits>& own,
+                                           typename Traits::Softmax& softmax, const TileInfo& tile,
+                                           float (&factor)[2]) {
+  const ForwardArguments& args = own.args;
+  const int row = own.upper_row(tile);
+  softmax.finish(factor);
+  if constexpr (Traits::kDropout) {
+    factor[0] *= args.dropout.keep_scale;
+    factor[1] *= args.dropout.keep_scale;
+  }
+  const int64_t place = row_number(own, tile) + row;
+  const int rows = args.packing.query_offsets ? tile.queries : args.queries;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int below = half * sm90::kRowStep;
+    if (row + below >= tile.queries) {
+      softmax.clear_row(half);
+    }
+    if (!own.thread.leads_row() || row + below >= rows) {
+      continue;
+    }
+    if (is_split(own)) {
+      args.splits.max_sum[place + below] = {softmax.m[half] * args.scale_log2, softmax.l[half]};
+    } else {
+      args.lse[place + below] = softmax.lse(half, args.scale_log2);
+    }
+  }
+}
+
+// Into shared memory, from where a store warp writes it.
+template <class Traits>
+__device__ __forceinline__ void stage_output(ForwardPart<Traits>& own,
+                                             const float (&o)[Traits::kHeadDim / 2]) {
+  if constexpr (Traits::kStagesOutput) {
+    Slot& slot = own.shared.out_slots[own.group];
+    slot.empty.wait(own.output.phase() ^ 1);
+    uint32_t lane[] = {static_cast<uint32_t>(own.thread.lane)};
+    if constexpr (Traits::kDense) {
+      ptx::pin(lane);  // computes the offset here instead of keeping it in a register
+    }
+    sm90::store_shared<typename Traits::Element>(own.shared.out.tiles[own.group].address(), o,
+                                                 {own.thread.warp, static_cast<int>(lane[0])});
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (own.thread.lane == 0) {
+      slot.full.arrive();
+    }
+    own.output.advance();
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void write_output(ForwardPart<Traits>& own,
+                                             float (&o)[Traits::kHeadDim / 2], const TileInfo& tile,
+                                             const float (&factor)[2]) {
+  using Element = typename Traits::Element;
+  const ForwardArguments& args = own.args;
+  const int row = own.upper_row(tile);
+  sm90::scale_rows(o, factor);
+  if (own.first_row(tile) + kMmaRows > tile.queries) {
+    // Rows that are not computed may hold NaN.
+#pragma unroll
+    for (int i = 0; i < Traits::kHeadDim / 2; ++i) {
+      o[i] = row + i / 2 % 2 * sm90::kRowStep < tile.queries ? o[i] : 0.0f;
+    }
+  }
+  const int rows = args.packing.query_offsets ? tile.queries : args.queries;
+  if (is_split(own)) {
+    float* split_out = args.splits.out + (row_number(own, tile) + row) * args.value_dim;
+    sm90::store_global(split_out, args.value_dim, rows - row, args.value_dim, o, own.thread_here());
+    return;
+  }
+  if (Traits::kStagesOutput && is_staged<Traits>(args, tile, own.group)) {
+    stage_output(own, o);
+    return;
+  }
+  Element* out = static_cast<Element*>(args.out.data) +
+                 batch_entry(args, tile) * args.out.batch_stride +
+                 tile.head * args.out.head_stride + (tile.origin + row) * args.out.row_stride;
+  sm90::store_global(out, args.out.row_stride, rows - row, args.value_dim, o, own.thread_here());
+}
+
+}  // namespace fastattn::attention

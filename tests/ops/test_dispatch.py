@@ -291,7 +291,7 @@ def test_overloads_hand_calls_on_as_they_are(spec: OpSpec) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_opcheck_of_named_calls(op: str, backend: str) -> None:
-    """test_op_modes.py checks the default overload with more samples."""
+    """test_op_transforms.py checks the default overload with more samples."""
     calls = small_call(op)
     floats = {n: x for n, x in calls.items() if isinstance(x, Tensor) and x.is_floating_point()}
     leaves = {n: torch.randn_like(x).requires_grad_() for n, x in floats.items()}

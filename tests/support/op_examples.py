@@ -1,0 +1,91 @@
+"""For tests of PyTorch's modes and transforms: example inputs of every op, comparison of bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastattn.testing.spec import Inputs
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def varied_inputs(inputs: Inputs) -> list[str]:
+    return [name for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
+
+
+def example_inputs(
+    op: str, length: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Inputs:
+    """Inputs that use most features of an op; `length` is the number of rows."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+
+    def data(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    dropout: Inputs = {"dropout_p": 0.2, "dropout_seed": torch.tensor([11]), "dropout_stream": 1}
+    if op == "attention":
+        inputs: Inputs = {
+            "q": data(2, 4, length, 8),
+            "k": data(2, 2, length + 3, 8),
+            "v": data(2, 2, length + 3, 16),
+            "mask": data(4, 1, length + 3),
+            "key_lengths": torch.tensor([length, 3]),
+        }
+        return inputs | {"causal": "bottom_right", "return_lse": True} | dropout
+    if op == "attention_varlen":  # heads first
+        inputs = {
+            name: data(heads, length + 3, 8) for name, heads in zip("qkv", (4, 2, 2), strict=True)
+        }
+        inputs |= {
+            "cu_seqlens_q": torch.tensor([0, length, length + 1], dtype=torch.int32),
+            "cu_seqlens_k": torch.tensor([0, 3, length + 3], dtype=torch.int32),
+            "max_seqlen_q": length,
+            "max_seqlen_k": length + 1,
+        }
+        return inputs | {"causal": "bottom_right"} | dropout
+    if op == "ffn":
+        inputs = {"x": data(length, 8), "w1": data(24, 8), "b1": data(24)}
+        inputs |= {"w2": data(6, 12), "b2": data(6), "residual": data(length, 6)}
+        return inputs | {"activation": "swiglu", "output_dropout_p": 0.1} | dropout
+    if op == "linear":
+        return {"x": data(2, length, 8), "weight": data(12, 8), "bias": data(12)}
+    inputs = {"x": data(2, length, 8), "weight": data(8)}
+    if op != "rms_norm":
+        inputs["bias"] = data(8)
+    if op == "add_layer_norm":
+        inputs |= {"residual": data(2, length, 8), "x_bias": data(8), "return_sum": True} | dropout
+    return inputs
+
+
+def weighted_loss(results: Any) -> Tensor:
+    """A loss in which every element has its own weight; -inf of `lse` has weight 0."""
+    return sum(torch.where(x.isinf(), 0, x).double().sin().sum() for x in as_tuple(results))
+
+
+def gradients_of(function: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor]:
+    names = varied_inputs(inputs)
+    gradients = torch.autograd.grad(weighted_loss(function(**inputs)), [inputs[n] for n in names])
+    return dict(zip(names, gradients, strict=True))
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """The same bits and dtypes."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class CallRecorder(TorchDispatchMode):
+    """Records the calls of fastattn's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "fastattn":
+            self.calls.append((op, args, kwargs or {}))
+        return op(*args, **kwargs or {})

@@ -24,11 +24,19 @@ struct Packing {
   const int* query_offsets = nullptr;  // null: not packed
   const int* key_offsets = nullptr;
   int sequences = 0;
-  int max_keys = 0;           // no sequence has more
-  bool bottom_right = false;  // a sequence's diagonal ends at its last row and last key
-  int max_queries = 0;        // the same of queries; used by the backward
+  int max_queries = 0, max_keys = 0;  // no sequence has more
+  bool bottom_right = false;          // a sequence's diagonal ends at its last row and last key
   // Workspace of the forward, [sequences]: the longest first. Null: in memory order.
   int* order = nullptr;
+};
+
+// Which pairs of queries and keys may attend, apart from a dense mask.
+struct Restrictions {
+  Lengths query_lengths, key_lengths;
+  Packing packing;
+  Bounds bounds;
+
+  bool has_lengths() const { return query_lengths.data || key_lengths.data; }
 };
 
 // Fills packing.order. Returns nullptr or an error message.
@@ -72,10 +80,19 @@ struct DenseMask {
   MaskType copy_type = MaskType::kFloat32;
 };
 
+// Whether TMA can read an additive mask in place.
+inline bool readable_by_tma(const DenseMask& mask, int keys) {
+  constexpr int64_t kAlignment = 16;
+  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
+  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
+  return strides >= 0 && strides * bytes % kAlignment == 0 &&
+         (mask.column_stride == 1 || keys == 1) &&
+         reinterpret_cast<uintptr_t>(mask.data) % kAlignment == 0;
+}
+
 // Fills the workspace. Returns nullptr or an error message.
-const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
-                          const Lengths& key_lengths, const Bounds& bounds, int queries, int keys,
-                          cuda::Stream stream);
+const char* classify_mask(const DenseMask& mask, const Restrictions& restrictions, int queries,
+                          int keys, cuda::Stream stream);
 
 // Split-KV, where there are fewer tiles than SMs: the keys of every tile are divided into splits.
 // Each split writes its output, normalised by itself, and for each row the maximum of its base-2
@@ -124,20 +141,24 @@ FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) 
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;
 }
 
-struct ForwardProblem {
-  TensorView q, k, v, out;
-  float* lse;
+// What both directions are given. Pointers to workspace are set by their lay_out
+// (sm90/forward/workspace.h, sm90/backward/workspace.h).
+struct Problem : Restrictions {
+  DType dtype;
+  TensorView q, k, v;
   int batch, heads, kv_heads;
   int queries, keys;
   int head_dim, value_dim;
-  Lengths query_lengths, key_lengths;
-  Packing packing;
-  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
-  KeySplits splits;  // without dropout and dense mask
   float scale;
-  int* counter;  // zero at launch, for tiles of unequal length; null: static schedule
+};
+
+struct ForwardProblem : Problem {
+  TensorView out;
+  float* lse;
+  KeySplits splits;        // without dropout and dense mask
+  int* counter = nullptr;  // workspace, for tiles of unequal length; null: static schedule
 };
 
 // Computes out and lse on the current device. Returns nullptr or an error message. Instances:
@@ -157,29 +178,8 @@ FASTATTN_PURE int backward_keys(int head_dim) {
   return head_dim <= 128 ? 128 : 64;
 }
 
-// The backward loops over rows: its bits, classes and tiles are those of the transposed mask, whose
-// rows are keys. mask_*: sizes of the mask, 1 where broadcast.
-FASTATTN_PURE MaskLayout backward_mask_layout(int mask_batches, int mask_heads, int mask_keys,
-                                              int batch, bool split, int queries, int keys,
-                                              int head_dim) {
-  return mask_layout(mask_batches, mask_heads, mask_keys, batch, split, keys, queries,
-                     backward_keys(head_dim), backward_rows(head_dim));
-}
-
-// The backward's workspace of a mask: its size in 32-bit words, and its layout.
-FASTATTN_PURE int64_t backward_mask_words(const MaskLayout& layout) {
-  constexpr int64_t kClassWords = sizeof(BlockClass) / sizeof(int);
-  return bit_words(layout) + class_count(layout) * kClassWords + plain_count(layout);
-}
-inline void place_in_workspace(DenseMask& mask, int* words) {
-  mask.bits = reinterpret_cast<uint32_t*>(words);
-  mask.classes = reinterpret_cast<BlockClass*>(words + bit_words(mask.layout));
-  mask.plain = reinterpret_cast<int*>(mask.classes + class_count(mask.layout));
-}
-
 // Fills a mask's workspace for the backward. Returns nullptr or an error message.
-const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
-                                       const Lengths& key_lengths, const Bounds& bounds,
+const char* classify_mask_for_backward(const DenseMask& mask, const Restrictions& restrictions,
                                        int queries, int keys, cuda::Stream stream);
 
 // The gradient of an additive mask; sizes are those of the mask, 1 where the gradient is summed.
@@ -198,26 +198,17 @@ struct MaskGradient {
 constexpr int kDmaskRows = 128;
 constexpr int kDmaskKeys = 64;  // 96 would spill registers
 
-// Gradients that are not needed have null data. Workspace: rows are padded to blocks of at most 128
-// queries, for packed sequences one by one, with one block to spare; head dims are padded to
-// multiples of 64. lse_delta has two floats for each row and, with dropout, a word for every two
-// rows; dq_sum is dq in fp32.
-struct BackwardProblem {
-  TensorView q, k, v, out, dout, dq, dk, dv;
+// Gradients that are not needed have null data. Rows of the workspace are padded to blocks.
+struct BackwardProblem : Problem {
+  TensorView out, dout, dq, dk, dv;
   const float *lse, *dlse;  // dlse may be null
-  int batch, heads, kv_heads;
-  int queries, keys;
-  int head_dim, value_dim;
-  Lengths query_lengths, key_lengths;
-  Packing packing;
-  Bounds bounds;
-  Dropout dropout;  // its workspace is not needed
-  DenseMask mask;   // laid out by backward_mask_layout
   MaskGradient dmask;
-  float scale;
-  float *lse_delta, *dq_sum;
-  int* dq_semaphores;  // three per block of rows; null: dq is summed in any order
-  int* counter;        // one
+  // Workspace.
+  float *lse2, *delta;  // one for each row; with an additive mask, lse2 is in natural units
+  uint32_t* row_keys;   // dropout's, one for every two rows
+  float* dq_sum;        // dq in fp32; head dims are padded to multiples of 64
+  int* dq_semaphores;   // one per block of rows and warpgroup; null: dq is summed in any order
+  int* counter;         // one
 };
 
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 #include <type_traits>
 
 #include "attention/attention.h"
 #include "common/cuda_stream.h"
 #include "common/dropout.h"
 #include "common/torch_binding.h"
+#include "common/workspace_layout.h"
 
 namespace fastattn::attention {
 
@@ -17,6 +19,50 @@ inline constexpr int64_t kMaxRows = int64_t{1} << 28;
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 inline constexpr int64_t kMaxHeadDim = 256;
 inline constexpr int kBottomRight = 2;
+
+// -- the arguments -------------------------------------------------------------------------------
+// Those of the dispatcher's stack, taken in the order of the schema.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+  Tensor tensor() { return take<Tensor>(); }
+  std::optional<Tensor> optional() { return take<std::optional<Tensor>>(); }
+
+ private:
+  StableIValue* next_;
+};
+
+// What a call is, the same for both directions. Tensors are [batch, heads, rows, columns] or, with
+// cu_seqlens, [rows, heads, columns]: packed sequences are one batch entry.
+inline const std::string kCallSchema =
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, "
+    "Tensor? query_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, "
+    "int max_seqlen_k, int causal, int window_left, int window_right, float scale, "
+    "float dropout_p, Tensor? dropout_seed, int dropout_stream";
+struct Call {
+  Arguments& from;
+  Tensor q = from.tensor(), k = from.tensor(), v = from.tensor();
+  std::optional<Tensor> mask = from.optional(), mask_tiles = from.optional();
+  std::optional<Tensor> key_lengths = from.optional(), query_lengths = from.optional();
+  std::optional<Tensor> cu_seqlens_q = from.optional(), cu_seqlens_k = from.optional();
+  int64_t max_seqlen_q = from.take<int64_t>(), max_seqlen_k = from.take<int64_t>();
+  int64_t causal = from.take<int64_t>();
+  int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
+  double scale = from.take<double>(), dropout_p = from.take<double>();
+  std::optional<Tensor> dropout_seed = from.optional();
+  int64_t dropout_stream = from.take<int64_t>();
+
+  bool packed() const { return cu_seqlens_q.has_value(); }
+  bool has_queries() const { return q.numel() > 0; }
+};
+
+// Behind the results: SMs, for which the workspace is planned, and the workspace. An op that needs
+// one and gets none launches nothing and returns the size in bytes, otherwise 0.
+inline const std::string kWorkspaceSchema = ", int num_sms, Tensor(z!)? workspace) -> int";
 
 // -- memory --------------------------------------------------------------------------------------
 // The data of a contiguous tensor of `count` elements or more on q's device.
@@ -31,6 +77,35 @@ T* cuda_data_of(const Tensor& tensor, const char* name, const Tensor& q, ScalarT
   return static_cast<T*>(tensor.data_ptr());
 }
 
+// The view of a tensor with `heads` heads of `rows` rows.
+inline TensorView view_of(const Tensor& x, const char* name, const Call& call, const Problem& p,
+                          int heads, int rows, int columns) {
+  const Tensor& q = call.q;
+  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index() &&
+                      x.scalar_type() == q.scalar_type() && x.dim() == q.dim(),
+                  name, " must be a CUDA tensor of q's device, type and number of dimensions");
+  if (call.packed()) {
+    STD_TORCH_CHECK(
+        x.size(0) == rows && x.size(1) == heads && x.size(2) == columns && x.stride(2) == 1, name,
+        " must be [", rows, ", ", heads, ", ", columns, "] with contiguous columns");
+    return {x.data_ptr(), 0, x.stride(1), x.stride(0)};
+  }
+  STD_TORCH_CHECK(x.size(0) == p.batch && x.size(1) == heads && x.size(2) == rows &&
+                      x.size(3) == columns && x.stride(3) == 1,
+                  name, " must be [", p.batch, ", ", heads, ", ", rows, ", ", columns,
+                  "] with contiguous columns");
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+inline TensorView view_of_queries(const Tensor& x, const char* name, const Call& call,
+                                  const Problem& p, int columns) {
+  return view_of(x, name, call, p, p.heads, p.queries, columns);
+}
+inline TensorView view_of_keys(const Tensor& x, const char* name, const Call& call,
+                               const Problem& p, int columns) {
+  return view_of(x, name, call, p, p.kv_heads, p.keys, columns);
+}
+
+// -- restrictions --------------------------------------------------------------------------------
 inline Lengths lengths_of(const std::optional<Tensor>& lengths, const char* name, const Tensor& q) {
   if (!lengths) {
     return {};
@@ -43,129 +118,47 @@ inline Lengths lengths_of(const std::optional<Tensor>& lengths, const char* name
       wide};
 }
 
-// -- sizes ---------------------------------------------------------------------------------------
-// The sizes of a call. Tensors are [batch, heads, rows, columns], or [rows, heads, columns] for
-// packed sequences, which are one batch entry. All have q's device and type.
-struct CallSizes {
-  const Tensor& q;
-  bool packed;
-  int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
-  int64_t sequences;  // packed ones, otherwise 0
-
-  TensorView view_of(const Tensor& x, const char* name, int64_t row_heads, int64_t rows,
-                     int64_t columns) const {
-    STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index() &&
-                        x.scalar_type() == q.scalar_type() && x.dim() == (packed ? 3 : 4),
-                    name, " must be a CUDA tensor of q's device, type and number of dimensions");
-    if (packed) {
-      STD_TORCH_CHECK(
-          x.size(0) == rows && x.size(1) == row_heads && x.size(2) == columns && x.stride(2) == 1,
-          name, " must be [", rows, ", ", row_heads, ", ", columns, "] with contiguous columns");
-      return {x.data_ptr(), 0, x.stride(1), x.stride(0)};
-    }
-    STD_TORCH_CHECK(x.size(0) == batch && x.size(1) == row_heads && x.size(2) == rows &&
-                        x.size(3) == columns && x.stride(3) == 1,
-                    name, " must be [", batch, ", ", row_heads, ", ", rows, ", ", columns,
-                    "] with contiguous columns");
-    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
-  }
-  // Views of tensors with one row per query, or per key.
-  TensorView of_queries(const Tensor& x, const char* name, int64_t columns) const {
-    return view_of(x, name, heads, queries, columns);
-  }
-  TensorView of_keys(const Tensor& x, const char* name, int64_t columns) const {
-    return view_of(x, name, kv_heads, keys, columns);
-  }
-
-  bool has_queries() const { return batch > 0 && heads > 0 && queries > 0; }
-  // An upper bound on the tiles of all heads: each sequence may end in a partial tile.
-  int64_t tiles(int64_t rows) const {
-    constexpr int64_t kFewestRows = 64;
-    return batch * heads * (rows / kFewestRows + 1 + sequences);
-  }
-};
-
-inline CallSizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k, v must have 4 dimensions");
-  return {q, false, q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), v.size(3), 0};
-}
-
-inline CallSizes packed_sizes_of(const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const Tensor& cu_seqlens_q) {
-  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && cu_seqlens_q.dim() == 1 &&
-                      cu_seqlens_q.size(0) > 0,
-                  "q, k, v must have 3 dimensions, cu_seqlens_q one entry or more");
-  return {q,         true,      1,         q.size(1), k.size(1),
-          q.size(0), k.size(0), q.size(2), v.size(2), cu_seqlens_q.size(0) - 1};
-}
-
-// Sets the problem's sizes and operands. rows: the dimension that is tiled, by 64 or more.
-template <class Problem>
-void set_operands(Problem& p, const CallSizes& sizes, const Tensor& k, const Tensor& v,
-                  int64_t rows, double scale) {
-  STD_TORCH_CHECK(dtype_of(sizes.q, "q") != DType::kFloat32, "q must be bfloat16 or float16");
-  STD_TORCH_CHECK(sizes.queries <= kMaxRows && sizes.keys <= kMaxRows &&
-                      sizes.batch * sizes.heads <= kMaxRows && sizes.tiles(rows) <= kMaxTiles,
-                  "the tensors are too large");
-  STD_TORCH_CHECK(sizes.keys > 0 && sizes.kv_heads > 0 && sizes.heads % sizes.kv_heads == 0 &&
-                      sizes.head_dim > 0 && sizes.value_dim > 0 &&
-                      std::max(sizes.head_dim, sizes.value_dim) <= kMaxHeadDim,
-                  "there must be keys, a multiple of their heads in q, and head dims up to ",
-                  kMaxHeadDim);
-  p.batch = static_cast<int>(sizes.batch);
-  p.heads = static_cast<int>(sizes.heads);
-  p.kv_heads = static_cast<int>(sizes.kv_heads);
-  p.queries = static_cast<int>(sizes.queries);
-  p.keys = static_cast<int>(sizes.keys);
-  p.head_dim = static_cast<int>(sizes.head_dim);
-  p.value_dim = static_cast<int>(sizes.value_dim);
-  p.q = sizes.of_queries(sizes.q, "q", sizes.head_dim);
-  p.k = sizes.of_keys(k, "k", sizes.head_dim);
-  p.v = sizes.of_keys(v, "v", sizes.value_dim);
-  p.scale = static_cast<float>(scale);
-}
-
-// -- restrictions --------------------------------------------------------------------------------
-// Unlimited: queries + keys. A causal mask allows no key to the right of the diagonal.
-inline Bounds bounds_of(int64_t causal, int64_t left, int64_t right, int64_t queries,
-                        int64_t keys) {
-  const int64_t all = queries + keys;
-  right = causal ? 0 : right;
-  return {static_cast<int>(left < 0 ? all : std::min(left, all)),
-          static_cast<int>(right < 0 ? all : std::min(right, all)),
-          static_cast<int>(causal == kBottomRight ? keys - queries : 0)};
-}
-
-// The same for packed sequences, and their offsets. The kernels compute the diagonals.
-template <class Problem>
-void set_packing(Problem& p, const CallSizes& sizes, const Tensor& cu_seqlens_q,
-                 const Tensor& cu_seqlens_k, int64_t max_queries, int64_t max_keys, int64_t causal,
-                 int64_t left, int64_t right) {
-  const auto offsets_of = [&](const Tensor& offsets, const char* name) {
-    STD_TORCH_CHECK(offsets.dim() == 1 && offsets.size(0) == sizes.sequences + 1, name,
-                    " must be [", sizes.sequences + 1, "]");
-    return cuda_data_of<const int>(offsets, name, sizes.q, ScalarType::Int, sizes.sequences + 1);
-  };
-  p.packing.query_offsets = offsets_of(cu_seqlens_q, "cu_seqlens_q");
-  p.packing.key_offsets = offsets_of(cu_seqlens_k, "cu_seqlens_k");
-  p.packing.sequences = static_cast<int>(sizes.sequences);
-  p.packing.max_queries = static_cast<int>(std::clamp<int64_t>(max_queries, 0, sizes.queries));
-  p.packing.max_keys = static_cast<int>(std::clamp<int64_t>(max_keys, 0, sizes.keys));
-  p.packing.bottom_right = causal == kBottomRight;
-  p.bounds = bounds_of(causal, left, right, sizes.queries, sizes.keys);
-  p.bounds.diagonal = 0;
-}
-
-// Without workspace.
-inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream,
-                          const Tensor& q) {
-  if (p <= 0.0) {
+inline Packing packing_of(const Call& call) {
+  if (!call.packed()) {
     return {};
   }
-  STD_TORCH_CHECK(seed, "dropout needs dropout_seed");
-  const int threshold = dropout::threshold(p);
-  return {cuda_data_of<int64_t>(*seed, "dropout_seed", q, ScalarType::Long, 1),
-          static_cast<uint32_t>(stream), threshold, dropout::keep_scale(threshold), nullptr};
+  const Tensor& q = call.q;
+  const int64_t offsets = call.cu_seqlens_q->numel();
+  const auto offsets_of = [&](const std::optional<Tensor>& x, const char* name) {
+    STD_TORCH_CHECK(x && x->dim() == 1 && x->size(0) == offsets && offsets > 0, name, " must be [",
+                    offsets, "]");
+    return cuda_data_of<const int>(*x, name, q, ScalarType::Int, offsets);
+  };
+  Packing result;
+  result.query_offsets = offsets_of(call.cu_seqlens_q, "cu_seqlens_q");
+  result.key_offsets = offsets_of(call.cu_seqlens_k, "cu_seqlens_k");
+  result.sequences = static_cast<int>(offsets - 1);
+  result.max_queries = static_cast<int>(std::clamp<int64_t>(call.max_seqlen_q, 0, q.size(0)));
+  result.max_keys = static_cast<int>(std::clamp<int64_t>(call.max_seqlen_k, 0, call.k.size(0)));
+  result.bottom_right = call.causal == kBottomRight;
+  return result;
+}
+
+// Unlimited: queries + keys. A causal mask allows no key to the right of the diagonal. The kernels
+// compute the diagonals of packed sequences.
+inline Bounds bounds_of(const Call& call, int64_t queries, int64_t keys) {
+  const int64_t all = queries + keys;
+  const int64_t left = call.window_left, right = call.causal ? 0 : call.window_right;
+  const bool bottom_right = call.causal == kBottomRight && !call.packed();
+  return {static_cast<int>(left < 0 ? all : std::min(left, all)),
+          static_cast<int>(right < 0 ? all : std::min(right, all)),
+          static_cast<int>(bottom_right ? keys - queries : 0)};
+}
+
+inline Dropout dropout_of(const Call& call) {
+  if (call.dropout_p <= 0.0) {
+    return {};
+  }
+  STD_TORCH_CHECK(call.dropout_seed, "dropout needs dropout_seed");
+  const int threshold = dropout::threshold(call.dropout_p);
+  return {cuda_data_of<int64_t>(*call.dropout_seed, "dropout_seed", call.q, ScalarType::Long, 1),
+          static_cast<uint32_t>(call.dropout_stream), threshold, dropout::keep_scale(threshold),
+          nullptr};
 }
 
 inline MaskType mask_type_of(const Tensor& mask) {
@@ -183,14 +176,15 @@ inline MaskType mask_type_of(const Tensor& mask) {
   }
 }
 
-// A mask [batch or 1, heads or 1, queries or 1, keys or 1] without workspace. sizes: 1 if
-// broadcast.
-template <class Problem>
-DenseMask mask_view_of(const Tensor& mask, const std::optional<Tensor>& tiles, const Problem& p,
-                       const Tensor& q, int (&sizes)[4]) {
-  STD_TORCH_CHECK(
-      mask.is_cuda() && mask.get_device_index() == q.get_device_index() && mask.dim() == 4,
-      "mask must be a 4-dimensional CUDA tensor on q's device");
+// A mask [batch or 1, heads or 1, queries or 1, keys or 1].
+inline DenseMask mask_of(const Call& call, const Problem& p) {
+  if (!call.mask) {
+    return {};
+  }
+  const Tensor &mask = *call.mask, &q = call.q;
+  STD_TORCH_CHECK(!call.packed() && mask.is_cuda() &&
+                      mask.get_device_index() == q.get_device_index() && mask.dim() == 4,
+                  "mask must be a 4-dimensional CUDA tensor on q's device");
   DenseMask result;
   result.data = mask.data_ptr();
   result.type = mask_type_of(mask);
@@ -199,36 +193,80 @@ DenseMask mask_view_of(const Tensor& mask, const std::optional<Tensor>& tiles, c
   for (int i = 0; i < 4; ++i) {
     STD_TORCH_CHECK(mask.size(i) == 1 || mask.size(i) == whole[i], "mask must have size 1 or ",
                     whole[i], " in dimension ", i, ", got ", mask.size(i));
-    const bool broadcast = mask.size(i) == 1 || mask.stride(i) == 0;
-    sizes[i] = broadcast ? 1 : static_cast<int>(whole[i]);
-    strides[i] = broadcast ? 0 : mask.stride(i);
+    strides[i] = mask.size(i) == 1 ? 0 : mask.stride(i);
   }
   result.batch_stride = strides[0];
   result.head_stride = strides[1];
   result.row_stride = strides[2];
   result.column_stride = strides[3];
-  if (tiles) {
-    STD_TORCH_CHECK(tiles->is_cuda() && tiles->get_device_index() == q.get_device_index() &&
-                        tiles->scalar_type() == ScalarType::Long && tiles->dim() == 4,
+  if (call.mask_tiles) {
+    const Tensor& tiles = *call.mask_tiles;
+    STD_TORCH_CHECK(tiles.is_cuda() && tiles.get_device_index() == q.get_device_index() &&
+                        tiles.scalar_type() == ScalarType::Long && tiles.dim() == 4,
                     "mask_tiles must be 4-dimensional int64 on q's device");
-    result.tiles = static_cast<const int64_t*>(tiles->data_ptr());
+    result.tiles = static_cast<const int64_t*>(tiles.data_ptr());
     for (int i = 0; i < 4; ++i) {
-      const int64_t lines = i < 2 ? sizes[i] : ceil_div(sizes[i], 16);
-      STD_TORCH_CHECK(tiles->size(i) == lines, "mask_tiles must have ", lines, " in dimension ", i,
-                      ", got ", tiles->size(i));
-      result.tile_strides[i] = lines == 1 ? 0 : tiles->stride(i);
+      const int size = strides[i] == 0 ? 1 : static_cast<int>(whole[i]);
+      const int64_t lines = i < 2 ? size : ceil_div(size, 16);
+      STD_TORCH_CHECK(tiles.size(i) == lines, "mask_tiles must have ", lines, " in dimension ", i,
+                      ", got ", tiles.size(i));
+      result.tile_strides[i] = lines == 1 ? 0 : tiles.stride(i);
     }
   }
   return result;
 }
 
-// The variant for a problem with a dense mask.
-template <class Problem>
-Variant variant_of(const Problem& p, MaskType type) {
-  if (type == MaskType::kBool) {
-    return p.dropout.seed ? Variant::kMaskDropout : Variant::kMask;
+// -- the problem ---------------------------------------------------------------------------------
+// Sets what both directions are given, without workspace. tiles_keys: tiles are rows or keys.
+inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
+  const Tensor &q = call.q, &k = call.k, &v = call.v;
+  const int dims = call.packed() ? 3 : 4, rows = call.packed() ? 0 : 2;
+  STD_TORCH_CHECK(q.dim() == dims && k.dim() == dims && v.dim() == dims, "q, k, v must have ", dims,
+                  " dimensions");
+  const int64_t batch = call.packed() ? 1 : q.size(0), heads = q.size(1), kv_heads = k.size(1);
+  const int64_t queries = q.size(rows), keys = k.size(rows);
+  const int64_t head_dim = q.size(dims - 1), value_dim = v.size(dims - 1);
+  // Tiles have 64 rows or more, and each sequence may end in a partial one.
+  const int64_t sequences = call.packed() ? call.cu_seqlens_q->numel() : 0;
+  const int64_t tiles = (tiles_keys ? std::max(queries, keys) : queries) / 64 + 1 + sequences;
+  STD_TORCH_CHECK(queries <= kMaxRows && keys <= kMaxRows && batch * heads <= kMaxRows &&
+                      batch * heads * tiles <= kMaxTiles,
+                  "the tensors are too large");
+  STD_TORCH_CHECK(keys > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0 &&
+                      value_dim > 0 && std::max(head_dim, value_dim) <= kMaxHeadDim,
+                  "there must be keys, a multiple of their heads in q, and head dims up to ",
+                  kMaxHeadDim);
+  p.dtype = dtype_of(q, "q");
+  STD_TORCH_CHECK(p.dtype != DType::kFloat32, "q must be bfloat16 or float16");
+  p.batch = static_cast<int>(batch);
+  p.heads = static_cast<int>(heads);
+  p.kv_heads = static_cast<int>(kv_heads);
+  p.queries = static_cast<int>(queries);
+  p.keys = static_cast<int>(keys);
+  p.head_dim = static_cast<int>(head_dim);
+  p.value_dim = static_cast<int>(value_dim);
+  p.q = view_of_queries(q, "q", call, p, p.head_dim);
+  p.k = view_of_keys(k, "k", call, p, p.head_dim);
+  p.v = view_of_keys(v, "v", call, p, p.value_dim);
+  p.key_lengths = lengths_of(call.key_lengths, "key_lengths", q);
+  p.query_lengths = lengths_of(call.query_lengths, "query_lengths", q);
+  p.packing = packing_of(call);
+  p.bounds = bounds_of(call, queries, keys);
+  p.dropout = dropout_of(call);
+  p.mask = mask_of(call, p);
+  p.scale = static_cast<float>(call.scale);
+}
+
+// The variant of a problem with dropout or a dense mask; without, the bounded one.
+inline Variant variant_of(const Problem& p) {
+  const bool drops = p.dropout.seed;
+  if (!p.mask.data) {
+    return drops ? Variant::kDropout : Variant::kBounded;
   }
-  return p.dropout.seed ? Variant::kBiasDropout : Variant::kBias;
+  if (p.mask.type == MaskType::kBool) {
+    return drops ? Variant::kMaskDropout : Variant::kMask;
+  }
+  return drops ? Variant::kBiasDropout : Variant::kBias;
 }
 
 // -- the instance --------------------------------------------------------------------------------
@@ -269,22 +307,35 @@ auto of_variant(Variant variant, Of of) {
   }
 }
 
-// Launches the instance that `of` returns for a type, head dim and variant.
-template <class Problem, class Of>
-void launch(const Problem& problem, Variant variant, const Tensor& q, const char* op, Of of) {
+// Divides the workspace by `lay_out` and launches the instance that `of` returns for a type, head
+// dim and variant. Returns 0, or without the workspace that is needed its size.
+template <class Problem, class LayOut, class Of>
+int64_t launch(Problem& problem, Variant variant, const Tensor& q,
+               const std::optional<Tensor>& workspace, LayOut lay_out, Of of) {
+  WorkspaceLayout layout(workspace ? workspace->data_ptr() : nullptr);
+  lay_out(layout);
+  STD_TORCH_CHECK(
+      std::max(plain_count(problem.mask.layout), class_count(problem.mask.layout)) < kMaxTiles,
+      "the mask is too large");
+  if (workspace) {
+    cuda_data_of<void>(*workspace, "workspace", q, ScalarType::Byte, layout.bytes());
+  } else if (layout.bytes() > 0) {
+    return layout.bytes();
+  }
   cuda::Stream stream = nullptr;
   STD_TORCH_CHECK(cuda::current_stream(q.get_device_index(), &stream),
                   "this torch has no CUDA streams");
-  const bool is_bfloat16 = dtype_of(q, "q") == DType::kBFloat16;
   const auto launcher =
       of_head_dim(std::max(problem.head_dim, problem.value_dim), [&](auto head_dim) {
         return of_variant(variant, [&](auto kind) {
-          return is_bfloat16 ? of(Constant<DType::kBFloat16>(), head_dim, kind)
-                             : of(Constant<DType::kFloat16>(), head_dim, kind);
+          return problem.dtype == DType::kBFloat16
+                     ? of(Constant<DType::kBFloat16>(), head_dim, kind)
+                     : of(Constant<DType::kFloat16>(), head_dim, kind);
         });
       });
   const char* failure = launcher(problem, stream);
-  STD_TORCH_CHECK(failure == nullptr, op, ": ", failure);
+  STD_TORCH_CHECK(failure == nullptr, failure);
+  return 0;
 }
 
 }  // namespace fastattn::attention

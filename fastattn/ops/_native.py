@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn.ops import _env
@@ -58,6 +59,13 @@ def _load_failure(library: str) -> str | None:
         with _disable_current_modes():  # the op that loads the library may run under a mode
             torch.ops.fastattn_cpu.set_torch_is_faster(slower)
     return None
+
+
+def workspace(size: int, device: torch.device) -> Tensor:
+    """For a call of a GPU library, which says how many bytes (`testing.poisoned_results` puts NaN
+    there).
+    """
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @functools.cache

@@ -26,19 +26,23 @@ def poisoned_results() -> Iterator[None]:
         return results
 
     def allocate_workspace(self: Op, buffers: Any, device: torch.device) -> list[Tensor]:
-        workspace = original(self, buffers, device)
+        workspace = own_workspace(self, buffers, device)
         for tensor, (_, _, zeroed) in zip(workspace, buffers, strict=True):
             if not zeroed and tensor.numel():
                 tensor.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
         return workspace
 
-    original = Op.allocate_workspace
+    def native_workspace(size: int, device: torch.device) -> Tensor:
+        return own_native_workspace(size, device).fill_(0xFF)
+
+    own_workspace, own_native_workspace = Op.allocate_workspace, _native.workspace
     library = None if _native.unavailable("cpu") else torch.ops.fastattn_cpu
     before = library is not None and library.poison_memory(True)
     try:
         with (
             mock.patch.object(Op, "allocate", allocate),
             mock.patch.object(Op, "allocate_workspace", allocate_workspace),
+            mock.patch.object(_native, "workspace", native_workspace),
         ):
             yield
     finally:

@@ -27,11 +27,9 @@ Place place(sm90::AccumulatorThread thread, int i) {
           i / 4 * 8 + thread.first_column() + i % 2};
 }
 
-struct Problem {
+struct MaskedScores : Restrictions {
   int heads, queries, keys, tile_rows;
-  Bounds bounds;
   DenseMask mask;
-  Lengths query_lengths, key_lengths;
   std::vector<int> bits, plain;
   std::vector<BlockClass> classes;
 };
@@ -40,7 +38,7 @@ constexpr int kBiasBytes = kMaskRows * sm90::kRowBytes;
 
 // Loads an additive mask as TMA does: rows of 128 bytes, zero outside of the mask, and in each row
 // the 16-byte pieces permuted by the row number.
-void load_bias(const Problem& p, int batch, int head, int first_row, int first_key, int keys) {
+void load_bias(const MaskedScores& p, int batch, int head, int first_row, int first_key, int keys) {
   const MaskLayout& layout = p.mask.layout;
   const int bytes = p.mask.type == MaskType::kFloat32 ? 4 : 2, columns = sm90::kRowBytes / bytes;
   const int rows = layout.rows == 1 ? 1 : kMaskRows, there = layout.rows == 1 ? 1 : p.queries;
@@ -69,7 +67,7 @@ void add_pieces(float (&s)[kCount], bool one_row, float scale, sm90::Accumulator
 // scores[head of all batches][queries][keys] as the consumers leave them, -inf where a pair is
 // blocked; live[head][row tile][keys]: which values are not zeroed in that tile.
 template <int kBlock>
-void attend(Problem& p, int batch_count, float scale, float* scores, uint8_t* live) {
+void attend(MaskedScores& p, int batch_count, float scale, float* scores, uint8_t* live) {
   constexpr int kCount = kBlock / 2;
   const MaskLayout& layout = p.mask.layout;
   const bool additive = p.mask.type != MaskType::kBool;
@@ -149,7 +147,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
                                   const int64_t* tile_strides, const int* bounds,
                                   const int* query_lengths, const int* key_lengths, float scale,
                                   float* scores, uint8_t* live) {
-  Problem p;
+  MaskedScores p;
   const int batch = static_cast<int>(sizes[0]), head_dim = static_cast<int>(sizes[4]);
   p.heads = static_cast<int>(sizes[1]);
   p.queries = static_cast<int>(sizes[2]);
@@ -185,9 +183,8 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
   p.mask.classes = p.classes.data();
   on_host::launch(plain_count(layout), kPackThreads,
                   [&] { pack_mask_kernel(p.mask, p.queries, p.keys); });
-  on_host::launch(class_count(layout), p.tile_rows, [&] {
-    classify_mask_kernel(p.mask, p.query_lengths, p.key_lengths, p.bounds, p.queries, p.keys);
-  });
+  on_host::launch(class_count(layout), p.tile_rows,
+                  [&] { classify_mask_kernel(p.mask, p, p.queries, p.keys); });
   switch (layout.block) {
     case 128:
       attend<128>(p, batch, scale, scores, live);
@@ -201,18 +198,6 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
     default:
       attend<80>(p, batch, scale, scores, live);
   }
-}
-
-// n: sizes of the mask, batch, lengths differ, queries, keys, head dim, additive, bytes of a copied
-// element.
-extern "C" int64_t workspace_words(const int64_t* n) {
-  const Variant variant = n[8] ? Variant::kBias : Variant::kMask;
-  const MaskLayout layout =
-      mask_layout(n[0], n[1], n[2], n[3], n[4] != 0, n[5], n[6], forward_tile_rows(n[7], variant),
-                  forward_block(n[7], variant));
-  return bit_words(layout) + plain_count(layout) +
-         class_count(layout) * static_cast<int64_t>(sizeof(BlockClass) / sizeof(int)) +
-         copied_elements(layout, n[5], n[6]) * n[9] / static_cast<int64_t>(sizeof(int));
 }
 
 // kept [64, 128] of the block of weights at (row, column), all of them 1 before.

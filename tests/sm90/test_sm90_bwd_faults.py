@@ -5,6 +5,7 @@ the launches, one at a time. Also mutations of the source (backward_faults.py): 
 missing bound, another stage, dQ semaphores. These may also be detected by wrong results.
 """
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import test_sm90_bwd_on_host as backward
 import torch
 from sm90_model.backward import CONFIGS
+from sm90_on_host import bindings
 from sm90_on_host.backward_faults import (
     BY_LAYOUT,
     DMASK,
@@ -28,8 +30,9 @@ from sm90_on_host.fault_injector import FaultInjector
 from sm90_on_host.guarded import guarded
 from torch import Tensor
 
+from fastattn.ops import _env
 from fastattn.ops._op import OPS, Op
-from fastattn.ops.attention import sm90, sm90_workspace
+from fastattn.ops.attention import sm90
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import _run
@@ -47,12 +50,11 @@ class Backward(FaultInjector):
 
     inputs: list[tuple[Tensor, Tensor]]
     results: list[Tensor]
-    workspace: list[tuple[Tensor, bool]]
     expected: list[Tensor]
 
     def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
         results = op.allocate(args)
-        self.results, self.workspace, self.expected = [guarded(x) for x in results], [], []
+        self.results, self.expected = [guarded(x) for x in results], []
         given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
         tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
         self.inputs = [(x, x.clone()) for x in tensors]
@@ -60,12 +62,6 @@ class Backward(FaultInjector):
         for result, own in zip(results, self.results, strict=True):
             result.copy_(own)
         return results
-
-    def allocate(self, op: Op, pieces: Sequence[Any], device: torch.device) -> list[Tensor]:
-        empty = [torch.empty(*shape, dtype=dtype, device=device) for shape, dtype, _ in pieces]
-        made = [guarded(x) for x in empty]
-        self.workspace = [(x, zeroed) for x, (_, _, zeroed) in zip(made, pieces, strict=True)]
-        return made
 
     def call(self, function: str, *arguments: object) -> str | None:
         return self.examine(partial(self.run, function, *arguments), self.is_same)
@@ -75,8 +71,7 @@ class Backward(FaultInjector):
             x.copy_(kept)
         for x in self.results:
             x.fill_(torch.nan)
-        for x, zeroed in self.workspace:
-            x.view(torch.uint8).fill_(0 if zeroed else 0xFF)
+        bindings.poison_workspace()
         message = self.machine.call(function, *arguments)
         if not self.expected:
             self.expected = [x.clone() for x in self.results]
@@ -173,7 +168,7 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
     injector = Backward(machine, mutations, later=(RANDOM,))
     # Each tile sums several pairs of blocks, in one split or two.
-    monkeypatch.setattr(sm90_workspace, "_num_sms", lambda x: 1)
+    monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
     for sample in _dmask_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
@@ -184,12 +179,10 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> None:
-    patch.setattr(sm90, "_library", backward.Simulator(injector))
-    patch.setattr(sm90, "unavailable", lambda: None)
+    bindings.use(patch, lambda op, problem, _: injector.call(op, ctypes.c_void_p(problem)))
     patch.setattr(sm90, "_IN_ORDER", sample.name != "any order")
     if "fetched" in sample.name:  # not copied to where TMA can read it
         patch.setattr(sm90, "placed", lambda mask: mask)
-    patch.setattr(Op, "allocate_workspace", lambda op, *given: injector.allocate(op, *given))
     for name in ("attention_bwd", "attention_varlen_bwd"):
         patch.setitem(OPS[name]._launchers, "reference", partial(injector.launch, OPS[name]))
     spec: OpSpec = SPECS["attention_varlen" if sample.name == "packed" else "attention"]

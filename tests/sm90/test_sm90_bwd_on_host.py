@@ -1,19 +1,19 @@
 """The Hopper attention backward, computed without a GPU and judged like any backend.
 
 The kernels run on the simulator in sm90_on_host, like the forward in test_sm90_on_host.py. The
-forward is the reference here and the launcher is the real one: workspace, strides, descriptors,
-layouts, masks and the order of sums are those of a GPU.
+forward is the reference here; launcher, bindings, workspace, strides, descriptors, layouts, masks
+and the order of sums are those of a GPU.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sm90_on_host import bindings
 from sm90_on_host.build import Machine, build, missing
 from torch import Tensor
 
@@ -99,132 +99,17 @@ CASES = [
 ]
 
 
-MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-_i64, _p = ctypes.c_int64, ctypes.c_void_p
-_OPERANDS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-
-
-class View(ctypes.Structure):
-    _fields_ = (("data", _p), ("strides", _i64 * 3))
-
-
-class Call(ctypes.Structure):
-    _fields_ = (
-        *((name, View) for name in _OPERANDS),
-        *((name, _p) for name in ("lse", "dlse")),
-        *((name, _i64) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
-        *((name, _i64) for name in ("head_dim", "value_dim")),
-        *((name, _p) for name in ("query_lengths", "key_lengths")),
-        *((name, _p) for name in ("query_offsets", "key_offsets")),
-        *((name, _i64) for name in ("sequences", "max_queries", "bottom_right")),
-        *((name, _i64) for name in ("left", "right", "diagonal")),
-        ("seed", _p),
-        ("stream", _i64),
-        *((name, ctypes.c_double) for name in ("dropout_p", "scale")),
-        ("mask", _p),
-        ("mask_type", _i64),
-        *((name, _i64 * 4) for name in ("mask_sizes", "mask_strides")),
-        ("tiles", _p),
-        ("tile_strides", _i64 * 4),
-        ("workspace", _p),
-        ("dmask", _p),
-        *((name, _i64 * 4) for name in ("dmask_sizes", "dmask_strides")),
-        ("splits", _i64),
-        ("partial", _p),
-        *((name, _p) for name in ("lse_delta", "dq_sum", "dq_semaphores")),
-        *((name, _i64) for name in ("in_order", "half")),
-    )
-
-
-class Simulator:
-    """Replaces torch.ops.fastattn_sm90 and its binding."""
-
-    def __init__(self, machine: Machine):
-        self.machine = machine
-        self.attention_bwd = SimpleNamespace(default=self.run)
-        self.attention_varlen_bwd = SimpleNamespace(default=self.run_packed)
-
-    def run(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        mask: Tensor | None, tiles: Tensor | None, key_lengths: Tensor | None,
-        query_lengths: Tensor | None, out: Tensor, lse: Tensor, causal: int, left: int, right: int,
-        scale: float, dropout_p: float, seed: Tensor | None, stream: int, in_order: bool,
-        dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, lse_delta: Tensor, dq_sum: Tensor,
-        dq_semaphores: Tensor, workspace: Tensor | None, splits: Tensor | None,
-    ) -> None:  # fmt: skip
-        lengths = [None if x is None else x.int() for x in (query_lengths, key_lengths)]
-        given: dict[str, Any] = {}
-        if mask is not None:
-            steps = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
-            sizes = [1 if s == 0 else n for n, s in zip(mask.shape, steps, strict=True)]
-            given = {"mask": mask, "mask_type": MASK_TYPES[mask.dtype], "workspace": workspace,
-                     "mask_sizes": (_i64 * 4)(*sizes), "mask_strides": (_i64 * 4)(*steps),
-                     "tiles": tiles}  # fmt: skip
-            if tiles is not None:
-                lines = zip(tiles.shape, tiles.stride(), strict=True)
-                given["tile_strides"] = (_i64 * 4)(*(0 if n == 1 else s for n, s in lines))
-        if dmask.numel():
-            given |= {"dmask": dmask, "dmask_sizes": (_i64 * 4)(*dmask.shape),
-                      "dmask_strides": (_i64 * 4)(*dmask.stride()),
-                      "splits": 1 if splits is None else len(splits),
-                      "partial": splits}  # fmt: skip
-        self.call(
-            (q, k, v, out, dout, dq, dk, dv), causal, left, right, lse=lse, dlse=dlse,
-            query_lengths=lengths[0], key_lengths=lengths[1], scale=scale, dropout_p=dropout_p,
-            seed=seed, stream=stream, lse_delta=lse_delta, dq_sum=dq_sum,
-            dq_semaphores=dq_semaphores, in_order=in_order,
-            diagonal=k.shape[2] - q.shape[2] if causal == 2 else 0, **given,
-        )  # fmt: skip
-
-    def run_packed(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, out: Tensor, lse: Tensor, max_q: int,
-        max_k: int, causal: int, left: int, right: int, scale: float, dropout_p: float,
-        seed: Tensor | None, stream: int, in_order: bool, dq: Tensor, dk: Tensor, dv: Tensor,
-        lse_delta: Tensor, dq_sum: Tensor, dq_semaphores: Tensor,
-    ) -> None:  # fmt: skip
-        operands = [x.transpose(0, 1)[None] for x in (q, k, v, out, dout, dq, dk, dv)]
-        self.call(
-            operands, causal, left, right, lse=lse, dlse=dlse, query_offsets=cu_seqlens_q,
-            key_offsets=cu_seqlens_k, sequences=len(cu_seqlens_q) - 1, max_queries=max_q,
-            bottom_right=causal == 2, scale=scale, dropout_p=dropout_p, seed=seed, stream=stream,
-            lse_delta=lse_delta, dq_sum=dq_sum, dq_semaphores=dq_semaphores, in_order=in_order,
-        )  # fmt: skip
-
-    def call(
-        self, operands: Sequence[Tensor], causal: int, left: int, right: int, **given: Any
-    ) -> None:
-        """operands: as _OPERANDS, [batch, heads, rows, columns]."""
-        q, k, v = operands[:3]
-        everything = q.shape[2] + k.shape[2]
-        values = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in given.items()}
-        views = {
-            name: View(x.data_ptr(), (_i64 * 3)(*x.stride()[:3]))
-            for name, x in zip(_OPERANDS, operands, strict=True)
-        }
-        call = Call(
-            **views, batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], queries=q.shape[2],
-            keys=k.shape[2], head_dim=q.shape[3], value_dim=v.shape[3],
-            left=everything if left < 0 else left,
-            right=0 if causal else everything if right < 0 else right,
-            half=q.dtype == torch.float16, **values,
-        )  # fmt: skip
-        failure = self.machine.call("attention_bwd", ctypes.byref(call))
-        assert failure is None, failure
-
-
 @pytest.fixture(scope="session")
-def simulator(tmp_path_factory: pytest.TempPathFactory) -> Simulator:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     if reason := missing():
         pytest.skip(reason)
-    return Simulator(build(tmp_path_factory.mktemp("sm90"), TESTS / "sm90_attention_bwd.cpp"))
+    return build(tmp_path_factory.mktemp("sm90"), TESTS / "sm90_attention_bwd.cpp")
 
 
 @pytest.fixture
-def simulate(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def simulate(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From then on the reference's backward is the simulated one."""
-    monkeypatch.setattr(sm90, "_library", simulator)
-    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    bindings.use(monkeypatch, lambda op, problem, _: machine.call(op, ctypes.c_void_p(problem)))
 
     def replace() -> None:
         for name in ("attention_bwd", "attention_varlen_bwd"):
@@ -242,9 +127,7 @@ def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
 def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
     (call,) = op.given(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
-    pieces = getattr(sm90, f"{op.name}_workspace")(call)
-    workspace = op.allocate_workspace(pieces, torch.device("cpu"))
-    getattr(sm90, op.name)(call, *results, *workspace)
+    getattr(sm90, op.name)(call, *results)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import test_sm90_on_host as forward
+from sm90_on_host import bindings
 from sm90_on_host.build import build, missing
 from sm90_on_host.fault_injector import FaultInjector, Harmless
 
@@ -48,17 +49,21 @@ class Forward(FaultInjector):
     """Takes the place of a machine: a call is examined."""
 
     def call(self, function: str, *arguments: object) -> str | None:
-        return self.examine(partial(self.machine.call, function, *arguments))
+        return self.examine(partial(self.run, function, *arguments))
+
+    def run(self, function: str, *arguments: object) -> str | None:
+        bindings.poison_workspace()
+        return self.machine.call(function, *arguments)
 
 
 def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
-    instance = f"INSTANCES={FORWARD[0].instance}"
-    injector = Forward(build(tmp_path / "forward", TESTS / "sm90_attention.cpp", [instance]))
+    defines = forward.defines(FORWARD[0].instance)
+    injector = Forward(build(tmp_path / "forward", TESTS / "sm90_attention.cpp", defines))
     for case in FORWARD:
         monkeypatch.setitem(forward.CASES, "here", case)
-        forward.test_forward(lambda _: injector, "here")
+        forward.test_forward(lambda _: injector, monkeypatch, "here")
     assert len(injector.detected) > 100
     assert not injector.undetected(HARMLESS)
     assert not injector.unused(HARMLESS)

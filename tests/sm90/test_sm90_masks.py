@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastattn.ops.attention import prepared, reference
 from fastattn.ops.attention.sm90_bias import is_readable, placed
-from fastattn.ops.attention.sm90_workspace import copied_bytes, mask_scratch
 from fastattn.testing import dropout_mask
 
 TESTS = Path(__file__).resolve().parent
@@ -27,9 +26,7 @@ UNLIMITED = 1 << 20
 def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if reason := missing():
         pytest.skip(reason)
-    shim = build(tmp_path_factory.mktemp("masks"), TESTS / "sm90_masks.cpp").library
-    shim.workspace_words.restype = ctypes.c_int64
-    return shim
+    return build(tmp_path_factory.mktemp("masks"), TESTS / "sm90_masks.cpp").library
 
 
 @dataclass(frozen=True)
@@ -154,49 +151,6 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
     for tile in range(row_tiles):
         alive = allowed[:, :, tile * tile_rows : (tile + 1) * tile_rows].any(2)
         assert torch.equal(live[:, :, tile].bool(), alive)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_workspace(native: ctypes.CDLL, name: str) -> None:
-    """Python allocates what the kernels lay out."""
-    c = CASES[name]
-    mask = c.mask()
-    split = c.query_lengths is not None or c.key_lengths is not None
-    sizes = [*mask.shape[:3], c.B, split, c.M, c.N, c.head_dim, c.dtype != torch.bool]
-    for q_dtype in (torch.bfloat16, torch.float16):
-        (size,), dtype, zeroed = mask_scratch(mask, q_dtype, split, c.head_dim, c.B, c.M, c.N)
-        copied = c.dtype not in (torch.bool, torch.float32, q_dtype)  # the others lie as TMA asks
-        words = native.workspace_words(_numbers(ctypes.c_int64, [*sizes, 4 * copied]))
-        assert size == words
-        assert (dtype, zeroed) == (torch.int32, False)
-
-
-def _shifted(mask: Tensor, columns: int, start: int = 0) -> Tensor:
-    """The same values in rows of so many columns, from column `start` on."""
-    storage = mask.new_zeros(*mask.shape[:3], columns)
-    storage[..., start : start + mask.shape[3]] = mask
-    return storage[..., start : start + mask.shape[3]]
-
-
-@pytest.mark.parametrize(
-    ("mask", "copied"),
-    [
-        (torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 0),
-        (torch.zeros(1, 1, 1, 43, dtype=torch.bfloat16), 0),  # no stride counts
-        (torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 2),
-        (_shifted(torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 48), 0),
-        (_shifted(torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 48, 1), 2),
-        (torch.zeros(2, 1, 30, 44), 0),
-        (torch.zeros(2, 1, 30, 43), 4),
-        (torch.zeros(2, 1, 40, 30).mT, 4),
-        (torch.zeros(2, 1, 30, 40).expand(2, 3, 30, 40), 0),
-        (torch.zeros(2, 1, 30, 40, dtype=torch.float16), 4),
-        (torch.zeros(2, 1, 30, 43, dtype=torch.bool), 0),
-    ],
-)
-def test_copied_masks(mask: Tensor, copied: int) -> None:
-    """An additive mask for bf16 is copied only where TMA cannot read it."""
-    assert copied_bytes(torch.bfloat16, mask) == copied
 
 
 @pytest.mark.parametrize("step", [1, 2])

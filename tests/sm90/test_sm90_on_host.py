@@ -8,57 +8,25 @@ test_sm90_protocol.py the order of events.
 import ctypes
 import functools
 import itertools
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sm90_on_host import bindings
+from sm90_on_host.bindings import Instance
 from sm90_on_host.build import Machine, build, missing
 from torch import Tensor
 
-from fastattn.ops._dropout import threshold
 from fastattn.ops.attention import reference, sm90
-from fastattn.ops.attention.calls import ForwardCall
-from fastattn.ops.attention.sm90_workspace import copied_bytes
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.testing.compare import compare
 
 TESTS = Path(__file__).resolve().parent
-TYPES = {torch.bfloat16: (1, "kBFloat16"), torch.float16: (2, "kFloat16")}
-MASK_TYPES = {torch.bool: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-VARIANTS = ("kFull", "kBounded", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout")
-_i64, _p = ctypes.c_int64, ctypes.c_void_p
-
-
-class View(ctypes.Structure):
-    _fields_ = (("data", _p), ("strides", _i64 * 3))
-
-
-class Call(ctypes.Structure):
-    _fields_ = (
-        *((name, View) for name in ("q", "k", "v", "out")),
-        ("lse", _p),
-        *((name, _i64) for name in ("batch", "heads", "kv_heads", "queries", "keys")),
-        *((name, _i64) for name in ("head_dim", "value_dim")),
-        *((name, _p) for name in ("query_lengths", "key_lengths")),
-        *((name, _p) for name in ("query_offsets", "key_offsets")),
-        *((name, _i64) for name in ("sequences", "max_keys", "bottom_right")),
-        *((name, _i64) for name in ("left", "right", "diagonal", "type", "variant")),
-        ("seed", _p),
-        *((name, _i64) for name in ("stream", "threshold")),
-        ("mask", _p),
-        ("mask_type", _i64),
-        ("mask_sizes", _i64 * 4),
-        ("mask_strides", _i64 * 4),
-        ("mask_copied", _i64),
-        ("scale", ctypes.c_double),
-        ("counted", _i64),
-        ("splits", _i64),
-        ("ordered", _i64),
-    )
+DTYPES = {torch.bfloat16: "kBFloat16", torch.float16: "kFloat16"}
 
 
 @dataclass(frozen=True)
@@ -93,10 +61,10 @@ class Case:
     seed: Tensor = field(default_factory=lambda: torch.tensor([0x1234_5678_9ABC]), compare=False)
 
     @property
-    def instance(self) -> str:
+    def instance(self) -> Instance:
         widest = max(self.D, self.E or self.D)
         dim = next(d for d in (64, 96, 128, 192, 256) if widest <= d)
-        return f"INSTANCE({TYPES[self.dtype][1]}, {dim}, {self.variant})"
+        return Instance(DTYPES[self.dtype], dim, self.variant)
 
 
 _SEQUENCES = ((65, 40), (0, 30), (130, 200), (1, 0), (64, 129))
@@ -184,24 +152,24 @@ CASES = {
 QUICK = ("128 packed window", "64 mask", "128 packed splits")
 
 
+def defines(instance: Instance) -> list[str]:
+    names = ("ONLY_DTYPE", "ONLY_HEAD_DIM", "ONLY_VARIANT")
+    return [f"{name}={value}" for name, value in zip(names, astuple(instance), strict=True)]
+
+
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Machine]:
-    """The machine with the instance that a case needs."""
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Instance], Machine]:
+    """The machine with an instance."""
     if reason := missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("sm90")
 
     @functools.cache
-    def load(instance: str) -> Machine:
-        source, name = TESTS / "sm90_attention.cpp", re.sub(r"\W+", "_", instance)
-        return build(folder, source, [f"INSTANCES={instance}"], name=name)
+    def load(instance: Instance) -> Machine:
+        name = "_".join(map(str, astuple(instance)))
+        return build(folder, TESTS / "sm90_attention.cpp", defines(instance), name=name)
 
-    return lambda case: load(case.instance)
-
-
-def _view(x: Tensor) -> View:
-    strides = [x.stride(0), x.stride(1), x.stride(2)]
-    return View(x.data_ptr(), (_i64 * 3)(*strides))
+    return load
 
 
 def _data(c: Case, heads: int, rows: int, dim: int, generator: torch.Generator) -> Tensor:
@@ -252,8 +220,46 @@ def _lengths(values: list[int] | None) -> Tensor | None:
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
-def test_forward(machine: Callable[[Case], Machine], name: str) -> None:
+def test_forward(
+    machine: Callable[[Instance], Machine], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     c = CASES[name]
+    bindings.use(
+        monkeypatch, lambda op, problem, _: machine(c.instance).call(op, ctypes.c_void_p(problem))
+    )
+    bindings.plan(c.splits, c.counted, c.ordered)
+    try:
+        check_forward(c)
+    finally:
+        bindings.plan(0, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("64 mask", 3),  # bits, plain, classes
+        ("128 causal splits", 2),  # out, max_sum
+        pytest.param("64 bias, dropout", 4, marks=pytest.mark.slow),
+        pytest.param("128 bias, copied", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_section_is_detected(
+    machine: Callable[[Instance], Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    sections: int,
+) -> None:
+    """Each section behind the counter is accessed up to its end, and accesses behind it fault."""
+    for section in range(1, sections + 1):
+        bindings.library().on_host_short_section(section)
+        try:
+            with pytest.raises(RuntimeError, match="there is no memory"):
+                test_forward(machine, monkeypatch, name)
+        finally:
+            bindings.library().on_host_short_section(-1)
+
+
+def check_forward(c: Case) -> None:
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E
     queries, keys = ([pair[i] for pair in c.packed] for i in range(2))
@@ -262,75 +268,57 @@ def test_forward(machine: Callable[[Case], Machine], name: str) -> None:
     k, v = _data(c, c.K, N, c.D, generator), _data(c, c.K, N, E, generator)
     mask = _mask(c, generator)
     scale = c.D**-0.5 if c.scale is None else c.scale
-    lengths = _lengths(c.key_lengths), _lengths(c.query_lengths)
-    offsets = (_offsets(queries), _offsets(keys)) if c.packed else (None, None)
     options = (c.causal, *c.window, scale, c.dropout_p, c.seed, 5)
-
-    def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not c.packed:
-            return reference.attention_fwd(q, k, v, mask, None, *lengths, *options)
-        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
-        out, lse = reference.attention_varlen_fwd(
-            *rows, *offsets, max(queries), max(keys), *options
-        )
-        return out.transpose(0, 1)[None], lse[None]
-
+    lengths = _lengths(c.key_lengths), _lengths(c.query_lengths)
     if c.packed:
-        q[:, :, sum(queries) :] = k[:, :, sum(keys) :] = v[:, :, sum(keys) :] = torch.nan
+        restrictions = (_offsets(queries), _offsets(keys), max(queries), max(keys))
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        q[sum(queries) :] = k[sum(keys) :] = v[sum(keys) :] = torch.nan
         for rows, columns in zip(_spans(queries), _spans(keys), strict=True):
-            own = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+            own = [x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns])]
             _poison(*own, reference.allowed_pairs(*own[:2], None, None, None, c.causal, *c.window))
+        reference_of, launch, call_type = (
+            reference.attention_varlen_fwd, sm90.attention_varlen_fwd, PackedForwardCall,
+        )  # fmt: skip
+        out, lse = torch.empty(M, c.H, E, dtype=c.dtype), torch.empty(c.H, M)
     else:
+        restrictions = (mask, None, *lengths)
         allowed = reference.allowed_pairs(q, k, mask, *lengths, c.causal, *c.window)
         _poison(q, k, v, allowed)
-    out = torch.full((c.B, M, c.H, E), torch.nan, dtype=c.dtype).transpose(1, 2)
-    lse = torch.full((c.B, c.H, M), torch.nan)
+        reference_of, launch, call_type = (
+            reference.attention_fwd, sm90.attention_fwd, ForwardCall,
+        )  # fmt: skip
+        out = torch.empty(c.B, M, c.H, E, dtype=c.dtype).transpose(1, 2)
+        if not c.heads_inside:
+            out = out.contiguous()
+        lse = torch.empty(c.B, c.H, M)
 
-    def pointer(x: Tensor | None) -> int | None:
-        return None if x is None else x.data_ptr()
+    def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference_of(q, k, v, *restrictions, *options)
 
-    everything = M + N
-    left, right = (everything if n < 0 else n for n in c.window)
-    call = Call(
-        q=_view(q), k=_view(k), v=_view(v), out=_view(out), lse=lse.data_ptr(), batch=c.B,
-        heads=c.H, kv_heads=c.K, queries=M, keys=N, head_dim=c.D, value_dim=E,
-        query_lengths=pointer(lengths[1]), key_lengths=pointer(lengths[0]),
-        query_offsets=pointer(offsets[0]), key_offsets=pointer(offsets[1]),
-        sequences=len(c.packed), max_keys=max(keys, default=0),
-        bottom_right=bool(c.packed) and c.causal == 2, left=left, right=0 if c.causal else right,
-        diagonal=N - M if c.causal == 2 and not c.packed else 0, type=TYPES[c.dtype][0],
-        variant=VARIANTS.index(c.variant), seed=c.seed.data_ptr(), stream=5,
-        threshold=threshold(c.dropout_p), mask=pointer(mask), scale=scale, counted=c.counted,
-        splits=c.splits, ordered=c.ordered,
-    )  # fmt: skip
-    if mask is not None:
-        call.mask_type = MASK_TYPES[mask.dtype]
-        call.mask_sizes = (_i64 * 4)(*mask.shape)
-        strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
-        call.mask_strides = (_i64 * 4)(*strides)
-        call.mask_copied = copied_bytes(c.dtype, mask) > 0
-    failure = machine(c).call("run", ctypes.byref(call))
-    assert failure is None, failure
-
+    launch(call_type(q, k, v, *restrictions, *options), out.fill_(torch.nan), lse.fill_(torch.nan))
     wide = [x.double() for x in (q, k, v)]
     ref64, same = expected(*wide), expected(q, k, v)
     magnitude = expected(*wide[:2], wide[2].abs())[0], ref64[1].abs().nan_to_num(0.0, 0.0, 0.0)
     for actual, exact, like, mag in zip((out, lse), ref64, same, magnitude, strict=True):
-        result = compare(actual, exact, like, mag, 2 if actual is out else 1)
+        if c.packed and actual is out:  # slices are heads
+            actual, exact, like, mag = (x.transpose(0, 1) for x in (actual, exact, like, mag))
+        result = compare(actual, exact, like, mag, 1 if actual is lse else 2)
         assert result.ok, result
 
 
 @pytest.mark.parametrize("count", [1, 7, 3000])
-def test_longest_sequences_first(machine: Callable[[Case], Machine], count: int) -> None:
+def test_longest_sequences_first(machine: Callable[[Instance], Machine], count: int) -> None:
     """Every sequence has one place; one that is longer by a 255th of the longest comes before."""
     generator = torch.Generator().manual_seed(count)
     lengths = torch.randint(0, 5000, (count,), generator=generator)
     lengths[torch.rand(count, generator=generator) < 0.2] = 0
     offsets, order = _offsets(lengths.tolist()), torch.full((count,), -1, dtype=torch.int32)
     most = int(lengths.max())
-    pointers = _p(offsets.data_ptr()), _p(order.data_ptr())
-    of = machine(CASES["128 packed splits"])
-    assert of.call("order", pointers[0], count, most, pointers[1]) is None
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (offsets, order))
+    of = machine(CASES["128 packed splits"].instance)
+    first, second = pointers
+    assert of.call("order", first, count, most, second) is None
     assert order.sort().values.tolist() == list(range(count))
     sorted_lengths = lengths[order.long()]
     rest = sorted_lengths.flip(0).cummax(0).values.flip(0)  # the longest from here on
@@ -350,22 +338,19 @@ def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int
     out, lse = torch.empty(2, 3, 9, 8), torch.empty(2, 3, 9)
     options = (None, None, 0, -1, -1, 0.3, 0.0, None, 0)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, tiles: None, *rest: Any) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, *rest: Any) -> int:
         assert given.dtype == torch.bool
         assert list(given.shape) == [*shape, 1]
-        results = reference.attention_fwd(q, k, v, given, tiles, *rest[:-4])
-        for to, x in zip(rest[-4:-2], results, strict=True):
+        results = reference.attention_fwd(q, k, v, given, *rest[:3], *rest[7:14])
+        for to, x in zip(rest[14:16], results, strict=True):
             to.copy_(x)
+        return 0
 
     library = SimpleNamespace(attention_fwd=SimpleNamespace(default=attend))
     monkeypatch.setattr(sm90, "_library", library)
     monkeypatch.setattr(sm90, "unavailable", lambda: None)
-    half = [x.bfloat16() for x in (q, k, v)]
-    call, same = (
-        ForwardCall(*half, x, None, *options) for x in (mask, mask.narrow(0, 0, shape[0]) > 0)
-    )
-    assert sm90.attention_fwd_unsupported(call) is None
-    assert sm90.attention_fwd_workspace(call) == sm90.attention_fwd_workspace(same)
+    half = ForwardCall(*(x.bfloat16() for x in (q, k, v)), mask, None, *options)
+    assert sm90.attention_fwd_unsupported(half) is None
     sm90.attention_fwd(ForwardCall(q, k, v, mask, None, *options), out, lse)
     wanted = reference.attention_fwd(q, k, v, mask, None, *options)
     for actual, expected in zip((out, lse), wanted, strict=True):

@@ -60,6 +60,7 @@ def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
     return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
+_LENGTHS = ("key_lengths", "query_lengths")
 _RESTRICTIONS = "Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, Tensor? query_lengths"
 _OPTIONS = (
     "int causal, SymInt window_left, SymInt window_right, float scale, float dropout_p, "
@@ -76,7 +77,7 @@ attention = differentiable(
         _BACKENDS,
         ForwardCall,
         public_name="attention",
-        contiguous=("q", "k", "v"),
+        contiguous=("q", "k", "v", *_LENGTHS),
         batched=("q", "k", "v", "key_lengths", "query_lengths", "out", "lse"),
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
@@ -93,7 +94,7 @@ attention = differentiable(
         BackwardCall,
         public_name="attention",
         data="q",
-        contiguous=("dout", "q", "k", "v", "out"),
+        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS),
         batched=(
             "dout",
             "dlse",
@@ -129,6 +130,7 @@ def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
     return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 _SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
@@ -142,7 +144,7 @@ attention_varlen = differentiable(
         _BACKENDS,
         PackedForwardCall,
         public_name="attention_varlen",
-        contiguous=("q", "k", "v"),
+        contiguous=("q", "k", "v", *_OFFSETS),
     ),
     Op(
         "attention_varlen_bwd",
@@ -155,7 +157,7 @@ attention_varlen = differentiable(
         PackedBackwardCall,
         public_name="attention_varlen",
         data="q",
-        contiguous=("dout", "q", "k", "v", "out"),
+        contiguous=("dout", "q", "k", "v", "out", *_OFFSETS),
         is_backward=True,
     ),
     reference.attention_varlen_bwd,

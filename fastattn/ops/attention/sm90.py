@@ -2,15 +2,19 @@
 
 Lengths, packed sequences, causal masks and windows are loop bounds of the same kernels. Tensors are
 read and written through their strides, which the copy engine (TMA) wants to be multiples of 16
-bytes. Workspace (sm90_workspace.py): where tiles differ in length or are short, thread blocks draw
-them from a counter; dropout hashes columns once; a dense mask becomes bits and classes of tiles;
-where tiles are few, as in decoding, their keys are split and another kernel combines the results.
+bytes. The library plans the workspace (csrc/attention/sm90/*/workspace.h): where tiles differ in
+length or are short, thread blocks draw them from a counter; dropout hashes columns once; a dense
+mask becomes bits and classes of tiles; where tiles are few, as in decoding, their keys are split
+and another kernel combines the results.
 """
+
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastattn.ops import _native
+from fastattn.ops import _env, _native
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
@@ -24,12 +28,6 @@ from fastattn.ops.attention.sm90_bias import (
     is_constant,
     placed,
     rows_of_constant,
-)
-from fastattn.ops.attention.sm90_workspace import (  # noqa: F401  (the other half of this backend)
-    attention_bwd_workspace,
-    attention_fwd_workspace,
-    attention_varlen_bwd_workspace,
-    attention_varlen_fwd_workspace,
 )
 
 _library = torch.ops.fastattn_sm90
@@ -106,43 +104,50 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     return _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
 
 
+# -- what the library is called with --------------------------------------------------------------
+# A call's arguments, the same for both directions, in the order of its schema.
+_OPTIONS = ForwardCall._fields[ForwardCall._fields.index("causal") :]
+_operands = attrgetter("q", "k", "v")
+_restrictions = attrgetter("key_lengths", "query_lengths")
+_packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_options = attrgetter(*_OPTIONS)
+
+
+def _padded(
+    call: ForwardCall | BackwardCall, mask: Tensor | None, mask_tiles: Tensor | None
+) -> tuple[Any, ...]:
+    none = (None, None, 0, 0)
+    return (*_operands(call), mask, mask_tiles, *_restrictions(call), *none, *_options(call))
+
+
+def _packed(call: PackedForwardCall | PackedBackwardCall) -> tuple[Any, ...]:
+    none = (None, None, None, None)
+    return (*_operands(call), *none, *_packing(call), *_options(call))
+
+
+def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
+    """An op that needs workspace and gets none launches nothing and returns the size."""
+    arguments = (q, *arguments, _env.multiprocessors(q.device.type, q.device.index or 0))
+    if size := op(*arguments, None):
+        op(*arguments, _native.workspace(size, q.device))
+
+
 # -- forward --------------------------------------------------------------------------------------
-def attention_fwd(
-    call: ForwardCall,
-    out: Tensor,
-    lse: Tensor,
-    counter: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    q, k, v, mask, mask_tiles, key_lengths, query_lengths, *options = call
-    if k.shape[2] == 0 or k.shape[1] == 0:
+def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
+    keys, mask, mask_tiles, values = call.k.shape[2], call.mask, call.mask_tiles, None
+    if keys == 0 or call.k.shape[1] == 0:
         return _no_row_has_a_key(out, lse)
-    counter = counter if counter is not None and counter.numel() else None
-    values = None
-    if mask is not None and is_constant(mask, k.shape[2]):
+    if mask is not None and is_constant(mask, keys):
         (mask, values), mask_tiles = rows_of_constant(mask), None
-    _library.attention_fwd.default(
-        q, k, v, mask, mask_tiles, _contiguous(key_lengths), _contiguous(query_lengths), *options,
-        out, lse, counter, workspace,
-    )  # fmt: skip
+    _launch(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
     if values is not None:
         lse.add_(torch.where(lse.isneginf(), 0.0, values))
 
 
-def attention_varlen_fwd(
-    call: PackedForwardCall,
-    out: Tensor,
-    lse: Tensor,
-    counter: Tensor,
-    workspace: Tensor | None = None,
-) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, _, *options = call
-    if k.shape[0] == 0 or k.shape[1] == 0:
+def attention_varlen_fwd(call: PackedForwardCall, out: Tensor, lse: Tensor) -> None:
+    if call.k.shape[0] == 0 or call.k.shape[1] == 0:
         return _no_row_has_a_key(out, lse)
-    _library.attention_varlen_fwd.default(
-        q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *options, out, lse, counter,
-        workspace,
-    )  # fmt: skip
+    _launch(_library.attention_fwd.default, *_packed(call), out, lse)
 
 
 def _no_row_has_a_key(out: Tensor, lse: Tensor) -> None:
@@ -150,58 +155,37 @@ def _no_row_has_a_key(out: Tensor, lse: Tensor) -> None:
     lse.fill_(-torch.inf)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
 # -- backward -------------------------------------------------------------------------------------
-def attention_bwd(
-    call: BackwardCall,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dmask: Tensor,
-    lse_delta: Tensor,
-    dq_sum: Tensor,
-    dq_semaphores: Tensor,
-    workspace: Tensor | None = None,
-    dmask_splits: Tensor | None = None,
-) -> None:
-    (
-        dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out, lse, *options, _,
-    ) = call  # fmt: skip
-    if 0 in (q.shape[0], q.shape[1], q.shape[2], k.shape[2]):
+def attention_bwd(call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor) -> None:
+    q, keys, mask, mask_tiles, lse = call.q, call.k.shape[2], call.mask, call.mask_tiles, call.lse
+    if 0 in (q.shape[0], q.shape[1], q.shape[2], keys):
         return _no_pair_at_all(dq, dk, dv, dmask)
-    if mask is not None and is_constant(mask, k.shape[2]):
-        gradient_of_constant(dmask, dlse, lse)
+    if mask is not None and is_constant(mask, keys):
+        gradient_of_constant(dmask, call.dlse, lse)
         (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
         lse = torch.where(lse.isneginf(), lse, lse - values)
     mask = None if mask is None else placed(mask)
-    _library.attention_bwd.default(
-        torch.zeros_like(out) if dout is None else _placed("dout", dout), _contiguous(dlse), q, k,
-        v, mask, mask_tiles, _contiguous(key_lengths), _contiguous(query_lengths),
-        _placed("out", out), lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, dmask, lse_delta,
-        dq_sum, dq_semaphores, workspace, dmask_splits,
+    _launch(
+        _library.attention_bwd.default, *_padded(call, mask, mask_tiles), *_results(call, lse),
+        dq, dk, dv, dmask,
     )  # fmt: skip
 
 
-def attention_varlen_bwd(
-    call: PackedBackwardCall,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    lse_delta: Tensor,
-    dq_sum: Tensor,
-    dq_semaphores: Tensor,
-) -> None:
-    dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, *options, _ = call
-    if 0 in (q.shape[0], q.shape[1], k.shape[0]):
+def attention_varlen_bwd(call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
         return _no_pair_at_all(dq, dk, dv)
-    _library.attention_varlen_bwd.default(
-        torch.zeros_like(out) if dout is None else _placed("dout", dout), _contiguous(dlse), q, k,
-        v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), _placed("out", out),
-        lse.contiguous(), *options, _IN_ORDER, dq, dk, dv, lse_delta, dq_sum, dq_semaphores,
+    _launch(
+        _library.attention_bwd.default, *_packed(call), *_results(call, call.lse), dq, dk, dv,
+        dq.new_empty(0),
     )  # fmt: skip
+
+
+def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:
+    """The forward's, their gradients, and the order of additions to dq."""
+    out, dout, dlse = call.out, call.dout, call.dlse
+    dout = torch.zeros_like(out) if dout is None else _placed("dout", dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    return _placed("out", out), lse.contiguous(), dout, dlse, _IN_ORDER
 
 
 def _no_pair_at_all(*gradients: Tensor) -> None:

@@ -55,11 +55,6 @@ extern "C" void place(int blocks, int heads, int swizzle_group, int number, int*
   result[0] = blocks - 1 - p.row_tile;
   result[1] = p.head;
 }
-extern "C" long long mask_words(int batches, int heads, int mask_keys, int batch, int split,
-                                int queries, int keys, int head_dim) {
-  return attention::backward_mask_words(attention::backward_mask_layout(
-      batches, heads, mask_keys, batch, split, queries, keys, head_dim));
-}
 extern "C" int packed_blocks(int rows, int sequences, int size) {
   return attention::packed_blocks(rows, sequences, size);
 }

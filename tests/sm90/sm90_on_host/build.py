@@ -153,20 +153,20 @@ class Machine:
 
 
 @functools.cache
-def _workshop() -> tempfile.TemporaryDirectory[str]:
+def workshop() -> tempfile.TemporaryDirectory[str]:
     """For what this process makes once."""
     return tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def _engine() -> Path:
-    path = Path(_workshop().name) / "engine.o"
+    path = Path(workshop().name) / "engine.o"
     flags = ["-O3", "-march=native", "-fno-gnu-unique", "-fPIC", f"-I{HERE}", "-c"]
-    _compile(*flags, "-o", path, HERE / "engine.cpp")
+    compile_cxx(*flags, "-o", path, HERE / "engine.cpp")
     return path
 
 
-def _compile(*arguments: str | Path) -> None:
+def compile_cxx(*arguments: str | Path) -> None:
     done = subprocess.run(["g++", "-std=c++17", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[:4000])
@@ -215,7 +215,7 @@ def build(
     flags = ["-Og", "-g1", "-w", "-fPIC", "-fno-gnu-unique", "-fno-strict-aliasing"]
     flags += ["-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
     flags += [f"-D{define}" for define in defines]
-    _compile(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
+    compile_cxx(*flags, *includes, "-isystem", CUDA, "-c", "-o", made, source)
     # Linked without -fsanitize=thread: the machine has what the compiler calls.
-    _compile("-shared", "-fno-gnu-unique", "-o", library, made, _engine())
+    compile_cxx("-shared", "-fno-gnu-unique", "-o", library, made, _engine())
     return Machine(library)

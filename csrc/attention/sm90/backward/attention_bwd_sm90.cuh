@@ -34,6 +34,7 @@
 #include "attention/sm90/backward/ends.cuh"
 #include "attention/sm90/backward/launch.cuh"
 #include "attention/sm90/backward/producer.cuh"
+#include "attention/sm90/backward/workspace.h"
 #include "common/cuda_launch.cuh"
 #include "sm90/ptx/grid.cuh"
 
@@ -180,24 +181,17 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.keys = p.keys;
   args.head_dim = p.head_dim;
   args.value_dim = p.value_dim;
-  const auto blocks_of = [&](int rows, int size) {
-    return p.packing.query_offsets ? packed_blocks(rows, p.packing.sequences, size)
-                                   : (rows + size - 1) / size;
-  };
-  args.row_blocks = blocks_of(p.queries, Traits::kRows);
-  args.query_lengths = p.query_lengths;
-  args.key_lengths = p.key_lengths;
-  args.packing = p.packing;
-  args.bounds = p.bounds;
+  args.row_blocks = blocks_of(p.packing, p.queries, Traits::kRows);
+  static_cast<Restrictions&>(args) = p;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.scale = p.scale;
   args.scale_log2 = p.scale * kLog2e;
-  const int row_blocks = args.row_blocks * p.batch * p.heads;
-  args.lse2 = p.lse_delta;
-  args.delta = args.lse2 + int64_t{row_blocks} * Traits::kRows;
-  args.row_keys = reinterpret_cast<uint32_t*>(args.delta + int64_t{row_blocks} * Traits::kRows);
-  args.order = {blocks_of(p.keys, Traits::kKeys), p.batch * p.kv_heads, swizzle_group_heads(p)};
+  args.lse2 = p.lse2;
+  args.delta = p.delta;
+  args.row_keys = p.row_keys;
+  args.order = {blocks_of(p.packing, p.keys, Traits::kKeys), p.batch * p.kv_heads,
+                swizzle_group_heads(p)};
   return true;
 }
 
@@ -227,8 +221,7 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
     return cudaGetErrorString(error);
   }
   if constexpr (Traits::kDense) {
-    if (const char* failure = classify_mask_for_backward(p.mask, p.query_lengths, p.key_lengths,
-                                                         p.bounds, p.queries, p.keys, stream)) {
+    if (const char* failure = classify_mask_for_backward(p.mask, p, p.queries, p.keys, stream)) {
       return failure;
     }
   }

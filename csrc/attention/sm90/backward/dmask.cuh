@@ -83,7 +83,7 @@ struct DmaskStorage {
   Slot bias_slot;
 };
 
-struct DmaskArguments {
+struct DmaskArguments : Restrictions {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;  // as 16-bit columns, two per float
   bool bias_by_tma;      // otherwise consumers load it
@@ -94,8 +94,6 @@ struct DmaskArguments {
   const uint32_t* row_keys;  // dropout's, a word for every two rows of lse and delta
   int batch, heads, heads_per_kv;
   int queries, keys;
-  Lengths query_lengths, key_lengths;
-  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   MaskGradient dmask;

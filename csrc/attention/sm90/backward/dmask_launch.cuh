@@ -56,9 +56,7 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   d.heads_per_kv = args.heads_per_kv;
   d.queries = p.queries;
   d.keys = p.keys;
-  d.query_lengths = p.query_lengths;
-  d.key_lengths = p.key_lengths;
-  d.bounds = p.bounds;
+  static_cast<Restrictions&>(d) = p;
   d.dropout = p.dropout;
   d.mask = p.mask;
   d.dmask = p.dmask;

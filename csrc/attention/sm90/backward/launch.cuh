@@ -15,15 +15,6 @@ using sm90::launch;
 constexpr const char* kRefusedMap =
     "the driver refused a tensor map: addresses and strides must be multiples of 16 bytes";
 
-// Whether TMA can read an additive mask in place.
-inline bool readable_by_tma(const DenseMask& mask, int keys) {
-  const int64_t bytes = mask.type == MaskType::kFloat32 ? 4 : 2;
-  const int64_t strides = mask.batch_stride | mask.head_stride | mask.row_stride;
-  return strides >= 0 && strides * bytes % sm90::kPieceBytes == 0 &&
-         (mask.column_stride == 1 || keys == 1) &&
-         reinterpret_cast<uintptr_t>(mask.data) % sm90::kPieceBytes == 0;
-}
-
 // An additive mask as 16-bit columns. If it is broadcast over rows, its boxes have one row.
 inline bool encode_bias(CUtensorMap* map, const DenseMask& mask, int queries, int keys,
                         int box_rows) {

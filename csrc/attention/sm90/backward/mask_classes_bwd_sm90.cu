@@ -3,11 +3,10 @@
 
 namespace fastattn::attention {
 
-const char* classify_mask_for_backward(const DenseMask& mask, const Lengths& query_lengths,
-                                       const Lengths& key_lengths, const Bounds& bounds,
+const char* classify_mask_for_backward(const DenseMask& mask, const Restrictions& restrictions,
                                        int queries, int keys, cuda::Stream stream) {
-  if (const char* failure = classify_mask(transposed(mask), key_lengths, query_lengths,
-                                          transposed(bounds), keys, queries, stream)) {
+  if (const char* failure =
+          classify_mask(transposed(mask), transposed(restrictions), keys, queries, stream)) {
     return failure;
   }
   const MaskLayout& layout = mask.layout;

@@ -34,8 +34,10 @@ inline DenseMask transposed(DenseMask mask) {
   return mask;
 }
 // Key j is to the right of row i's diagonal where i is to the left of j's.
-inline Bounds transposed(const Bounds& bounds) {
-  return {bounds.right, bounds.left, -bounds.diagonal};
+inline Restrictions transposed(Restrictions x) {
+  std::swap(x.query_lengths, x.key_lengths);
+  x.bounds = {x.bounds.right, x.bounds.left, -x.bounds.diagonal};
+  return x;
 }
 
 }  // namespace fastattn::attention

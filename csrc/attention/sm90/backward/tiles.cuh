@@ -11,7 +11,7 @@
 
 namespace fastattn::attention {
 
-struct BackwardArguments {
+struct BackwardArguments : Restrictions {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;              // an additive mask as 16-bit columns, two per float
   TensorView out, dout, dq, dk, dv;  // a gradient that is not needed has null data
@@ -25,9 +25,6 @@ struct BackwardArguments {
   int heads, heads_per_kv;
   int queries, keys, head_dim, value_dim;
   int row_blocks;  // of a head, of packed sequences together
-  Lengths query_lengths, key_lengths;
-  Packing packing;
-  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   bool bias_by_tma;  // otherwise consumers load it

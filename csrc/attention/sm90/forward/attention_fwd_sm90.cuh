@@ -187,10 +187,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.queries = p.queries;
   args.keys = p.keys;
   args.value_dim = p.value_dim;
-  args.query_lengths = p.query_lengths;
-  args.key_lengths = p.key_lengths;
-  args.packing = p.packing;
-  args.bounds = p.bounds;
+  static_cast<Restrictions&>(args) = p;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.splits = p.splits;
@@ -211,9 +208,13 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   if (cudaError_t error = cuda::allow_shared_memory(kernel, sizeof(Shared), index, allowed)) {
     return cudaGetErrorString(error);
   }
+  if (p.counter) {
+    if (cudaError_t error = cudaMemsetAsync(p.counter, 0, sizeof(*p.counter), stream)) {
+      return cudaGetErrorString(error);
+    }
+  }
   if constexpr (Traits::kDense) {
-    if (const char* failure = classify_mask(p.mask, p.query_lengths, p.key_lengths, p.bounds,
-                                            p.queries, p.keys, stream)) {
+    if (const char* failure = classify_mask(p.mask, p, p.queries, p.keys, stream)) {
       return failure;
     }
   }

@@ -15,16 +15,13 @@ namespace fastattn::attention {
 
 using sm90::TileInfo;
 
-struct ForwardArguments {
+struct ForwardArguments : Restrictions {
   CUtensorMap q, k, v, out_map;
   CUtensorMap bias;  // an additive mask as 16-bit columns, two per float
   TensorView out;
   float* lse;
   int heads, heads_per_kv;
   int queries, keys, value_dim;
-  Lengths query_lengths, key_lengths;
-  Packing packing;
-  Bounds bounds;
   Dropout dropout;
   DenseMask mask;
   KeySplits splits;

@@ -3,13 +3,12 @@
 
 namespace fastattn::attention {
 
-const char* classify_mask(const DenseMask& mask, const Lengths& query_lengths,
-                          const Lengths& key_lengths, const Bounds& bounds, int queries, int keys,
-                          cuda::Stream stream) {
+const char* classify_mask(const DenseMask& mask, const Restrictions& restrictions, int queries,
+                          int keys, cuda::Stream stream) {
   pack_mask_kernel<<<static_cast<unsigned>(plain_count(mask.layout)), kPackThreads, 0, stream>>>(
       mask, queries, keys);
   classify_mask_kernel<<<static_cast<unsigned>(class_count(mask.layout)), mask.layout.tile_rows, 0,
-                         stream>>>(mask, query_lengths, key_lengths, bounds, queries, keys);
+                         stream>>>(mask, restrictions, queries, keys);
   const cudaError_t error = cudaGetLastError();
   return error ? cudaGetErrorString(error) : nullptr;
 }

@@ -174,9 +174,8 @@ __global__ void __launch_bounds__(kPackThreads)
 }
 
 // A thread block: a tile of rows x one block of keys. A thread: a row.
-static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_lengths,
-                                            Lengths key_lengths, Bounds bounds, int all_queries,
-                                            int all_keys) {
+static __global__ void classify_mask_kernel(const DenseMask mask, const Restrictions restrictions,
+                                            int all_queries, int all_keys) {
   const MaskLayout& layout = mask.layout;
   const int n = blockIdx.x % layout.blocks;
   const int64_t rest = blockIdx.x / layout.blocks;
@@ -184,8 +183,8 @@ static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_
   const int64_t class_head = rest / layout.row_tiles;
   const int batch = static_cast<int>(class_head / layout.class_heads);
   const int head = static_cast<int>(class_head % layout.class_heads);
-  const int queries = clamped_length(query_lengths, batch, all_queries);
-  const int keys = clamped_length(key_lengths, batch, all_keys);
+  const int queries = clamped_length(restrictions.query_lengths, batch, all_queries);
+  const int keys = clamped_length(restrictions.key_lengths, batch, all_keys);
   const int64_t mask_number = mask_head(layout, batch, head);
 
   __shared__ uint32_t live[kMaxBlockWords], masked;
@@ -199,7 +198,7 @@ static __global__ void classify_mask_kernel(const DenseMask mask, Lengths query_
   const int row = tile * layout.tile_rows + threadIdx.x;
   const Range block = {n * layout.block, (n + 1) * layout.block};
   const Range allowed =
-      row < queries ? overlap(block, keys_of_row(row, bounds, keys)) : Range{0, 0};
+      row < queries ? overlap(block, keys_of_row(row, restrictions.bounds, keys)) : Range{0, 0};
   const bool restricted = allowed.begin > block.begin || allowed.end < block.end;
   const bool first_lane = threadIdx.x % kWarpThreads == 0;
   for (int word = 0; word < kMaxBlockWords; ++word) {

@@ -1,0 +1,45 @@
+// A workspace whose sections end before inaccessible pages: accesses behind them fault. Sections
+// are aligned to 16 bytes, and up to 15 bytes may lie behind them.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fastattn {
+
+// Of the last workspace.
+inline std::vector<char*> guards;
+// The section that is 16 bytes too short, for tests of the guards; none if negative.
+inline int short_section = -1;
+constexpr int64_t kPage = 4096;
+
+class WorkspaceLayout {
+ public:
+  explicit WorkspaceLayout(void* memory) : memory_(static_cast<char*>(memory)) { guards.clear(); }
+
+  int64_t bytes() const { return bytes_; }
+
+  template <class T>
+  T* take(int64_t count) {
+    constexpr int64_t kAlignment = 16;
+    int64_t size = (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    size -= sections_++ == short_section ? kAlignment : 0;
+    const int64_t end = bytes_ + (size + kPage - 1) / kPage * kPage;
+    bytes_ = end + kPage;
+    if (!memory_) {
+      return nullptr;
+    }
+    guards.push_back(memory_ + end);
+    mprotect(guards.back(), kPage, PROT_NONE);
+    return reinterpret_cast<T*>(memory_ + end - size);
+  }
+
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
+  int sections_ = 0;
+};
+
+}  // namespace fastattn

@@ -1,0 +1,56 @@
+"""What the Hopper attention backward refuses."""
+
+import pytest
+import torch
+
+from fastattn.ops.attention import sm90
+from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+
+
+def _call(M: int, D: int, E: int | None = None, N: int = 70, **given: object) -> BackwardCall:
+    q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, N))
+    v = k.new_empty(2, 3, N, D if E is None else E)
+    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": v, "mask": None, "mask_tiles": None,
+             "key_lengths": None, "query_lengths": None, "out": None, "lse": None, "causal": 0,
+             "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
+             "dropout_seed": None, "dropout_stream": 0,
+             "needs": (True, True, True, False)}  # fmt: skip
+    return BackwardCall(**(names | given))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    refuses = sm90.attention_bwd_unsupported
+    assert refuses(_call(65, 64)) is None
+    assert refuses(_call(65, 256, 8, key_lengths=torch.ones(2))) is None
+    mask = torch.ones(1, 1, 65, 70)
+    assert refuses(_call(65, 64, mask=mask.bool())) is None
+    assert refuses(_call(65, 64, mask=mask.bool(), dropout_p=0.1)) is None
+    assert refuses(_call(65, 64, mask=mask, dropout_p=0.1)) is None
+    assert refuses(_call(65, 64, mask=mask)) is None
+    needed = (True, True, True, True)
+    assert refuses(_call(65, 64, mask=mask.bfloat16(), needs=needed)) is None
+    assert refuses(_call(65, 64, mask=mask, needs=needed)) is None
+    assert "torch.float64" in refuses(_call(65, 64, mask=mask.double()))
+    assert refuses(_call(65, 64, dropout_p=0.1)) is None
+    assert "[2, 65]" in refuses(_call(65, 64, key_lengths=torch.ones(2, 65)))
+    assert "got 264" in refuses(_call(65, 264))
+
+
+def _packed_call(T: int, D: int, sequences: int, **given: object) -> PackedBackwardCall:
+    q, k = (torch.empty(n, 3, D, dtype=torch.bfloat16) for n in (T, 70))
+    offsets = torch.zeros(sequences + 1, dtype=torch.int32)
+    names = {"dout": None, "dlse": None, "q": q, "k": k, "v": k, "cu_seqlens_q": offsets,
+             "cu_seqlens_k": offsets, "out": None, "lse": None, "max_seqlen_q": 9,
+             "max_seqlen_k": 9, "causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0,
+             "dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0,
+             "needs": (True, True, True)}  # fmt: skip
+    return PackedBackwardCall(**(names | given))
+
+
+def test_packed_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    refuses = sm90.attention_varlen_bwd_unsupported
+    assert refuses(_packed_call(65, 64, 3)) is None
+    assert refuses(_packed_call(65, 64, 3, dropout_p=0.1)) is None
+    assert "got 264" in refuses(_packed_call(65, 264, 3))

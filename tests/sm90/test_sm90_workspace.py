@@ -1,0 +1,196 @@
+"""What the bindings of the Hopper kernels plan before they launch (split-KV, tile counters, copies
+of masks, splits of a mask's gradient), and that launches stay inside the workspace.
+"""
+
+import pytest
+import torch
+from sm90_on_host import bindings
+from sm90_on_host.bindings import Plan
+from sm90_on_host.build import missing
+from torch import Tensor
+
+from fastattn.ops.attention import sm90
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
+
+MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Of the forward's launches, which compute nothing."""
+    if reason := missing():
+        pytest.skip(reason)
+    made: list[Plan] = []
+    bindings.use(monkeypatch, lambda op, problem, _: made.append(bindings.plan_of(problem)))
+    return made
+
+
+def _plan(plans, q, k, v, *, mask=None, causal=0, window=(-1, -1), key_lengths=None, dropout_p=0.0):
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    options = (causal, *window, 0.1, dropout_p, seed, 0)
+    call = ForwardCall(q, k, v, mask, None, key_lengths, None, *options)
+    out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype)
+    sm90.attention_fwd(call, out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32))
+    return plans[-1] if plans else None
+
+
+def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128) -> tuple[Tensor, ...]:
+    q = torch.empty(B, M, H, D, dtype=torch.bfloat16).transpose(1, 2)
+    return q, *(torch.empty(B, K, N, D, dtype=torch.bfloat16) for _ in range(2))
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 8, 16, 40, 57, 90])
+@pytest.mark.parametrize("blocks", [8, 64, 1000])
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+def test_splits_fill_the_multiprocessors(
+    tiles: int, blocks: int, rows: int, multiprocessors: int
+) -> None:
+    splits = bindings.library().on_host_num_splits(tiles, rows, blocks, 128, multiprocessors)
+    assert 1 <= splits <= 128
+    if splits > 1:
+        assert blocks // splits >= 2
+        assert blocks * 128 // splits >= 8 * rows
+
+    def share(count: int) -> float:
+        """The share of busy multiprocessors in all waves."""
+        return tiles * count / (multiprocessors * -(-tiles * count // multiprocessors))
+
+    assert share(splits) >= share(1)
+    most = min(128, blocks // max(2, 8 * rows // 128))
+    if most >= 2 and tiles < 0.8 * multiprocessors:
+        assert share(splits) >= 0.85 * max(map(share, range(1, most + 1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "cut"),
+    [
+        ((1, 16, 16, 1, 16384), {}, True),
+        ((1, 32, 8, 1, 16384), {"causal": 2}, True),
+        ((1, 32, 8, 1, 16384), {"causal": 1}, False),  # one key
+        ((1, 32, 8, 1, 16384), {"causal": 2, "window": (500, 0)}, False),
+        ((64, 32, 8, 1, 8192), {}, False),  # tiles enough
+        ((4, 32, 8, 1, 8192), {}, True),
+        ((4, 32, 8, 1, 512), {}, False),  # too short
+        ((1, 8, 8, 1024, 1024), {}, False),
+        ((1, 8, 8, 128, 16384), {}, True),
+        ((1, 16, 16, 1, 16384), {"dropout_p": 0.1}, False),
+    ],
+)
+def test_what_is_cut(
+    plans: list[Plan], shape: tuple[int, ...], options: dict[str, object], cut: bool
+) -> None:
+    plan = _plan(plans, *_decoding(*shape), **options)
+    assert (plan.splits > 1) == cut
+    assert not plan.ordered
+
+
+def test_merged_heads_count_once(plans: list[Plan]) -> None:
+    """Query heads that share keys form one tile: 8 of them, not 32, fill the multiprocessors."""
+    merged = _plan(plans, *_decoding(1, 32, 8, 1, 1 << 17))
+    assert 0.8 * MULTIPROCESSORS < 8 * merged.splits <= MULTIPROCESSORS
+    assert not merged.counted
+
+
+def test_no_wave_is_left_half_empty(plans: list[Plan]) -> None:
+    """32 tiles in 4 splits are one wave of an H200; in 7 they would be two."""
+    assert _plan(plans, *_decoding(4, 32, 8, 1, 8192)).splits == 4
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4, 1, 9000), (2, 0, 0, 1, 9000), (2, 4, 4, 0, 9000)])
+def test_nothing_to_compute(plans: list[Plan], shape: tuple[int, ...]) -> None:
+    assert _plan(plans, *_decoding(*shape)) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "counted"),
+    [
+        ((1, 16, 16, 1024, 1024), {"causal": 1}, False),  # every tile starts at once
+        ((1, 17, 17, 1024, 1024), {"causal": 1}, True),
+        ((1, 17, 17, 1024, 1024), {}, False),  # equal tiles
+        ((1, 17, 17, 1024, 1024), {"key_lengths": torch.ones(1, dtype=torch.int32)}, True),
+        ((1, 23, 23, 1024, 1024, 64), {}, True),
+        ((1, 1, 1, 128, 128), {"dropout_p": 0.1}, True),
+    ],
+)
+def test_what_is_counted(
+    plans: list[Plan], shape: tuple[int, ...], options: dict[str, object], counted: bool
+) -> None:
+    assert _plan(plans, *_decoding(*shape), **options).counted == counted
+
+
+@pytest.mark.parametrize(
+    ("longest", "sequences", "keys", "cut", "ordered"),
+    [
+        (1, 4, 4096, True, False),
+        (1, 500, 4096, False, True),
+        (500, 16, 500, False, False),  # no tile is long
+        (2048, 1, 2048, False, False),
+        (2048, 2, 2048, False, True),
+    ],
+)
+def test_packed(
+    plans: list[Plan], longest: int, sequences: int, keys: int, cut: bool, ordered: bool
+) -> None:
+    q = torch.empty(longest * sequences, 8, 64, dtype=torch.bfloat16)
+    k = torch.empty(sequences * keys, 8, 64, dtype=torch.bfloat16)
+    offsets = torch.empty(sequences + 1, dtype=torch.int32)
+    call = PackedForwardCall(q, k, k, offsets, offsets, longest, keys, 0, -1, -1, 0.1, 0.0, None, 0)
+    sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
+    assert (plans[-1].splits > 1) == cut
+    assert plans[-1].ordered == ordered
+    assert plans[-1].counted
+
+
+def _shifted(mask: Tensor, columns: int, start: int = 0) -> Tensor:
+    """The same values in rows of so many columns, from column `start` on."""
+    storage = mask.new_zeros(*mask.shape[:3], columns)
+    storage[..., start : start + mask.shape[3]] = mask
+    return storage[..., start : start + mask.shape[3]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "copied"),
+    [
+        (torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 0),
+        (torch.zeros(1, 1, 1, 43, dtype=torch.bfloat16), 0),  # no stride counts
+        (torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 2),
+        (_shifted(torch.zeros(2, 1, 30, 43, dtype=torch.bfloat16), 48), 0),
+        (_shifted(torch.zeros(2, 1, 30, 40, dtype=torch.bfloat16), 48, 1), 2),
+        (torch.zeros(2, 1, 30, 44), 0),
+        (torch.zeros(2, 1, 30, 43), 4),
+        (torch.zeros(2, 1, 40, 30).mT, 4),
+        (torch.zeros(2, 1, 30, 40).expand(2, 3, 30, 40), 0),
+        (torch.zeros(2, 1, 30, 40, dtype=torch.float16), 4),
+        (torch.zeros(2, 1, 30, 43, dtype=torch.bool), 0),
+    ],
+)
+def test_copied_masks(plans: list[Plan], mask: Tensor, copied: int) -> None:
+    """An additive mask for bf16 is copied only where TMA cannot read it."""
+    M, N = (max(n, 30) for n in mask.shape[2:])
+    assert _plan(plans, *_decoding(2, 3, 3, M, N), mask=mask).copied == copied
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"), [((2, 3, 65, 270), 1), ((1, 3, 65, 270), 2), ((1, 1, 1, 270), 6)]
+)
+def test_splits_of_a_mask_gradient(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], count: int
+) -> None:
+    """Where tiles are few, what they are broadcast over is shared out; never more than there is."""
+    if reason := missing():
+        pytest.skip(reason)
+    splits: list[int] = []
+    of = bindings.library().on_host_dmask_splits
+    of.argtypes = [bindings.ctypes.c_void_p]
+    bindings.use(monkeypatch, lambda op, problem, _: splits.append(of(problem)))
+    q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
+    lse, mask = torch.empty(2, 3, 65), torch.empty(shape)
+    options = (0, -1, -1, 1.0, 0.0, None, 0)
+    for needed in (False, True):
+        call = BackwardCall(
+            None, None, q, k, v, mask, None, None, None, q, lse, *options, (True,) * 3 + (needed,)
+        )
+        dmask = torch.empty_like(mask) if needed else mask.new_empty(0)
+        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
+    assert splits == [1, count]

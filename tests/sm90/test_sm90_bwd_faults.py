@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import test_sm90_bwd_on_host as backward
 import torch
-from sm90_model.backward import CONFIGS
 from sm90_on_host import bindings
 from sm90_on_host.backward_faults import (
     BY_LAYOUT,
@@ -25,9 +24,10 @@ from sm90_on_host.backward_faults import (
     harmless_of,
     mutations_of,
 )
-from sm90_on_host.build import RANDOM, build, missing
+from sm90_on_host.build import RANDOM, build, changed_sources, missing
 from sm90_on_host.fault_injector import FaultInjector
 from sm90_on_host.guarded import guarded
+from sm90_plans.backward import CONFIGS
 from torch import Tensor
 
 from fastattn.ops import _env
@@ -117,6 +117,8 @@ def _samples(instance: str) -> Iterator[Sample]:
             yield _sample("fp32 bias, fetched", mask="fp32 MN", M=3 * R, N=N + 13, **one)
             yield _sample("bias", mask="min_rows MN", M=3 * R, N=N + 16, **one)
             yield _sample("bias of keys", mask="float N", M=4 * R, N=N + 13, **one)
+        else:
+            yield _sample("fp32 bias of keys", mask="fp32 N", M=3 * R, N=N + 12, **one)
 
 
 def _dmask_samples(instance: str) -> Iterator[Sample]:
@@ -176,6 +178,33 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not injector.unreached()
     assert not injector.undetected((*DMASK_HARMLESS, *BY_LAYOUT))
     assert not injector.unused(DMASK_HARMLESS)
+
+
+_RELEASE = """    if (leader) {
+      release_scores(own);
+    }
+"""
+_FINISH_DQ = """    ptx::wgmma_wait_group<1>();
+    for (DqPart& part : rDq) {
+      ptx::pin(part);
+    }
+"""
+
+
+def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next mask is loaded over dS while the products of dQ still read it."""
+    if reason := missing():
+        pytest.skip(reason)
+    source, defines = TESTS / "sm90_attention_bwd.cpp", ["ONLY_HEAD_DIM=128", "ONLY_VARIANT=kBias"]
+    faulty = changed_sources(
+        tmp_path, "attention/sm90/backward/consumer.cuh", _FINISH_DQ + _RELEASE,
+        _RELEASE + _FINISH_DQ,
+    )  # fmt: skip
+    machine = build(tmp_path / "faulty", source, defines, csrc=faulty)
+    sample = next(s for s in _samples("128 kBias") if s.name == "fp32 bias")
+    injector = Backward(machine)  # examines it in every order
+    with pytest.raises(RuntimeError, match=r"block \d+"):
+        _examine(monkeypatch, injector, sample)
 
 
 def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> None:

@@ -10,9 +10,11 @@ import random
 
 import numpy as np
 import pytest
-from sm90_model import backward
-from sm90_model.backward import CONFIGS, PROBLEMS, Arithmetic, Problem
-from sm90_model.hardware import WARPS, Range
+from sm90_plans import backward
+from sm90_plans.backward import CONFIGS, PROBLEMS, Arithmetic, Problem
+from sm90_plans.shim import Range
+
+WARPS = 4  # of a warpgroup
 
 
 @pytest.fixture(scope="module")

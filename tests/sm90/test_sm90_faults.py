@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import test_sm90_on_host as forward
+import torch
 from sm90_on_host import bindings
-from sm90_on_host.build import build, missing
-from sm90_on_host.fault_injector import FaultInjector, Harmless
+from sm90_on_host.build import build, changed_sources, missing
+from sm90_on_host.fault_injector import ORDERS, FaultInjector, Harmless
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -67,3 +68,47 @@ def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(injector.detected) > 100
     assert not injector.undetected(HARMLESS)
     assert not injector.unused(HARMLESS)
+
+
+# Faults that need other instances: a path below csrc/attention/sm90/forward, its text, a wrong one,
+# and a case that detects it.
+REBUILT = {
+    # A late warp misses a phase.
+    "no barrier between skipped blocks": (
+        "consumer.cuh",
+        "        sync_group();\n        release_key(false);",
+        "        release_key(false);",
+        forward.Case(64, "kBounded", M=70, N=1500, causal=2, H=1, K=1),
+    ),
+    # The next metadata overwrites what is still read.
+    "as many slots of metadata as of K": (
+        "config.cuh",
+        "kMetadataSlots = 2 * kStages",
+        "kMetadataSlots = kStages",
+        forward.Case(64, "kDropout", M=70, N=1000, dropout_p=0.3, H=1, K=1),
+    ),
+    # The copy overtakes a warp that still reads.
+    "one arrival frees a slot of the mask": (
+        "storage.cuh",
+        "slot.empty.init(kWarpsPerGroup);",
+        "slot.empty.init(1);",
+        forward.Case(128, "kBias", mask=torch.bfloat16, M=130, N=400, H=1, K=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_other_instances(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    file, right, wrong, case = REBUILT[name]
+    monkeypatch.setitem(forward.CASES, "here", case)
+    defines, source = forward.defines(case.instance), TESTS / "sm90_attention.cpp"
+    faulty = changed_sources(tmp_path, f"attention/sm90/forward/{file}", right, wrong)
+    machine = build(tmp_path / "right", source, defines)
+    for machine.order in ORDERS:
+        forward.test_forward(lambda _: machine, monkeypatch, "here")
+    machine = build(tmp_path / "wrong", source, defines, csrc=faulty)
+    with pytest.raises(RuntimeError, match=r"block \d+"):
+        for machine.order in ORDERS:
+            forward.test_forward(lambda _: machine, monkeypatch, "here")

@@ -1,8 +1,8 @@
 """The Hopper attention forward, computed without a GPU.
 
 The unchanged kernels, all of their threads, run on a simulator of the hardware (sm90_on_host):
-barriers, TMA, wgmma and the rest behave as the PTX manual says. This file checks results,
-test_sm90_protocol.py the order of events.
+barriers, TMA, wgmma and the rest behave as the PTX manual says. Results are checked here; the
+simulator checks the order of events, which test_sm90_faults.py puts to the test.
 """
 
 import ctypes

@@ -9,8 +9,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from sm90_model import forward
-from sm90_model.forward import CONFIGS, ROWS, Arithmetic, Config, Plan, Problem, Tile
+from sm90_plans import forward
+from sm90_plans.forward import CONFIGS, ROWS, Arithmetic, Config, Plan, Problem, Tile
 
 UNLIMITED = 1 << 20
 
@@ -85,10 +85,10 @@ def test_few_queries(
             assert place == h * head + i * row
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if "bounded" in c])
-def test_instance_for_few_queries(native: ctypes.CDLL, config: str) -> None:
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_instance_for_few_queries(native: ctypes.CDLL, head_dim: int) -> None:
     """Rows of one warpgroup: the bounded instance, if it lets the others skip blocks."""
-    head_dim, skips = int(config.split()[0]), CONFIGS[config].skips
+    skips = CONFIGS[head_dim].skips
     for dims in ((head_dim, 8), (8, head_dim)):
         assert native.wants_bounded(64, 1000, *dims, UNLIMITED, 0) == skips
         assert native.wants_bounded(500, 1000, *dims, UNLIMITED, 9) == skips  # packed
@@ -97,9 +97,9 @@ def test_instance_for_few_queries(native: ctypes.CDLL, config: str) -> None:
         assert native.wants_bounded(65, 1000, *dims, 0, 0)  # causal
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if "bounded" in c])
-def test_blocks_against_the_definition(native: ctypes.CDLL, config: str) -> None:
-    c = CONFIGS[config]
+@pytest.mark.parametrize("head_dim", CONFIGS)
+def test_blocks_against_the_definition(native: ctypes.CDLL, head_dim: int) -> None:
+    c = CONFIGS[head_dim]
     sizes, limits = (1, 63, 200, 390), (0, 1, 50, 200, 1 << 20)
     chance = random.Random(0)
     cases = list(itertools.product(sizes, sizes, limits, limits, (False, True)))
@@ -138,10 +138,10 @@ def _check_plan(keys_of: list[set[int]], c: Config, tile: Tile, group: int, plan
     assert set(range(*plan.full)) & set(range(*plan.own)) == full
 
 
-@pytest.mark.parametrize("config", ["64 bounded", "128 bounded"])
-def test_splits_of_a_plan(native: ctypes.CDLL, config: str) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_splits_of_a_plan(native: ctypes.CDLL, head_dim: int) -> None:
     """Splits are contiguous, differ by a block at most and keep what a warpgroup must compute."""
-    c = CONFIGS[config]
+    c = CONFIGS[head_dim]
     for N, left, splits in itertools.product((1, 300, 1500), (0, 70, 1 << 20), (2, 3, 7)):
         problem = Problem(400, N, left=left, right=0, diagonal=N - 400, heads=1)
         whole = Arithmetic(native, c, problem)

@@ -26,8 +26,8 @@ CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BO
 _PACKAGE = "fastattn.ops.attention"
 # Not an op: PyTorch operators on every device.
 attention_weights = reference.attention_weights
-# sm90 compiles and its synchronisation is checked in a model; triton passes in the interpreter.
-# Neither has run on a GPU yet, so neither is chosen automatically.
+# sm90 passes in a simulator of Hopper and triton in Triton's interpreter. Neither has run on a GPU
+# yet, so neither is chosen automatically.
 _BACKENDS = (
     Backend("sm90", automatic=False),
     Backend("triton", automatic=False),

@@ -16,6 +16,7 @@ INSTANCES = BOUNDED + DROPOUT + DENSE + BIAS
 DMASK = ("64 kBias", "192 kBiasDropout")
 STAGES = BOUNDED[:2]  # two of them
 ONCE = BOUNDED[1:2]
+ONE_BIAS = BIAS[:1]  # with buffers of dS that the mask is loaded into
 
 
 @dataclass
@@ -147,10 +148,18 @@ masks("!contains(work.plan.full, row_block)", "false")
 masks("metadata.flags & kHasDead", "false", only=DENSE)
 masks("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
 masks("own.args.packing.key_offsets", "nullptr")
+bias = _Source("backward/bias.cuh")
+bias(
+    "own.shared.bias.scores_read.arrive();",
+    # one warpgroup for both
+    "if (own.group == 0) { for (int i = 0; i < 2; ++i) { own.shared.bias.scores_read.arrive(); } }",
+    only=ONE_BIAS,
+)
+bias("own.sync_all();", "own.sync();", "", only=BIAS[1:])
 part = _Source("backward/part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
 
-_SOURCES = (ends, tiles, classes, main, producer, consumer, weights, masks, part)
+_SOURCES = (ends, tiles, classes, main, producer, consumer, weights, masks, bias, part)
 
 
 def mutations_of(instance: str) -> list[Mutation]:

@@ -191,6 +191,16 @@ def _mutable(text: str, file: str, mutations: Sequence[Mutation]) -> str:
     return "".join(choices.get(piece, piece) for piece in pieces)
 
 
+def changed_sources(folder: Path, file: str, right: str, wrong: str) -> Path:
+    """A copy of csrc in which a file has another text."""
+    csrc = shutil.copytree(CSRC, folder / "csrc")
+    text = (csrc / file).read_text()
+    if text.count(right) != 1:
+        raise ValueError(f"{file} must have once, has {text.count(right)} times: {right}")
+    (csrc / file).write_text(text.replace(right, wrong))
+    return csrc
+
+
 def build(
     folder: Path,
     source: Path,

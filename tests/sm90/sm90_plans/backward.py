@@ -3,14 +3,13 @@
 """
 
 import ctypes
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sm90_model.hardware import Range, compiled
+from sm90_plans.shim import Range, compiled
 
 SHIM = """
 #include "attention/attention.h"
@@ -83,21 +82,13 @@ def arithmetic(folder: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Config:
-    """A row of backward_config. keys: of a block. splits_keys: weights stay in registers."""
+    """Rows and keys of a block."""
 
-    groups: int
     rows: int
-    stages: int
     keys: int
-    splits_keys: bool
 
 
-CONFIGS = {
-    64: Config(2, 128, 2, 128, True),
-    128: Config(2, 80, 2, 128, True),
-    192: Config(3, 96, 1, 64, False),
-    256: Config(2, 64, 1, 64, False),
-}
+CONFIGS = {64: Config(128, 128), 128: Config(80, 128), 192: Config(96, 64), 256: Config(64, 64)}
 
 
 @dataclass(frozen=True)
@@ -111,22 +102,7 @@ class Problem:
     kv_heads: int = 1
     group: int = 1  # query heads of a key/value head
     swizzle_group: int = 1
-    resident: int = 2  # thread blocks that run at once
-    ordered: bool = True
     head_dim: int = 128
-    dropout: bool = False
-    mask: str = ""  # "bool", or the bits of an additive one: "16", "32"
-    one_row: bool = False  # of the mask, for all rows
-    fetched: bool = False  # an additive one: by the consumers, otherwise by TMA
-    # Blocks of (keys, rows) that a dense mask empties, by their indices modulo 3.
-    empty: tuple[tuple[int, int], ...] = ()
-
-    def is_empty(self, key_block: int, row_block: int) -> bool:
-        return (key_block % 3, row_block % 3) in self.empty
-
-    @property
-    def bias(self) -> bool:
-        return self.mask in ("16", "32")
 
     def sizes(self, batch: int) -> tuple[int, int]:
         queries, keys = self.lengths[batch]
@@ -172,19 +148,6 @@ class Step:
 
     head: int
     row_block: int
-
-
-@dataclass(frozen=True)
-class StepMetadata:
-    """Of step number `number`. changes: for each group of 64 keys, whether an additive mask changes
-    their scores.
-    """
-
-    number: int
-    step: Step
-    last: bool
-    changes: tuple[bool, ...]
-    has_dead: bool
 
 
 class Arithmetic:
@@ -237,44 +200,23 @@ class Arithmetic:
             self.native.next(*at, begin, end, out)
             at = out[0], out[1]
             head = (work.batch * p.kv_heads + work.kv_head) * p.group + at[0]
-            if not p.is_empty(work.key_block, at[1]):
-                yield Step(head, at[1])
-
-    def metadata(self, work: Work) -> list[StepMetadata]:
-        """Of the steps under a dense mask. Which of them it changes, and which have dead rows, is
-        random.
-        """
-        steps, groups = list(self.steps(work)), -(-self.problem.config.keys // 64)
-        result = []
-        for number, step in enumerate(steps):
-            chance = random.Random(f"{work.key_block} {step}")
-            changes = tuple(chance.random() < 0.7 for _ in range(groups))
-            last = number == len(steps) - 1
-            result.append(StepMetadata(number, step, last, changes, chance.random() < 0.3))
-        return result
-
-    def rank(self, key_block: int, row_block: int, batch: int) -> int:
-        """How many blocks of keys add to a block of rows before this one."""
-        first = self.visitors(row_block, batch)[0]
-        before = range(first, key_block)
-        return sum(not self.problem.is_empty(n, row_block) for n in before)
+            yield Step(head, at[1])
 
 
 PROBLEMS = {
     "one block": Problem(65, 70),
-    "several": Problem(300, 400, kv_heads=2, resident=3),
-    "one at a time": Problem(170, 400, resident=1),
+    "several": Problem(300, 400, kv_heads=2),
+    "more keys": Problem(170, 400),
     "head dim 64": Problem(300, 300, head_dim=64, kv_heads=2),
     "head dim 192": Problem(300, 200, head_dim=192, kv_heads=2),
     "head dim 256": Problem(200, 200, head_dim=256, kv_heads=2),
-    "head dim 192, causal": Problem(200, 200, right=0, head_dim=192, group=2, resident=3),
+    "head dim 192, causal": Problem(200, 200, right=0, head_dim=192, group=2),
     "head dim 256, lengths": Problem(130, 130, head_dim=256, lengths=((130, 65), (70, 130))),
-    "in any order": Problem(200, 400, ordered=False, resident=3),
     "grouped queries": Problem(170, 260, group=3, kv_heads=2, swizzle_group=2),
     "no keys": Problem(100, 140, lengths=((100, 0), (0, 140))),
     "lengths": Problem(170, 300, lengths=((170, 130), (0, 300), (1, 300), (90, 0), (129, 257))),
-    "causal": Problem(400, 400, right=0, kv_heads=3, swizzle_group=3, resident=4),
-    "causal, all at once": Problem(300, 600, right=0, diagonal=300, resident=5),
+    "causal": Problem(400, 400, right=0, kv_heads=3, swizzle_group=3),
+    "bottom right, more keys": Problem(300, 600, right=0, diagonal=300),
     "bottom right, fewer keys": Problem(400, 130, right=0, diagonal=-270),
     "window": Problem(300, 300, left=60, right=0, group=2),
     "window to both sides": Problem(300, 300, left=130, right=70, head_dim=64),
@@ -283,28 +225,4 @@ PROBLEMS = {
     "causal lengths": Problem(
         300, 300, right=0, swizzle_group=4, lengths=((300, 130), (0, 300), (70, 300), (200, 0))
     ),
-    "dropout": Problem(300, 300, right=0, dropout=True),
-}
-# Under a dense mask, blocks of keys skip blocks of rows and their semaphores; additive masks are
-# loaded into the buffers of dS and P.
-_SOME = ((0, 0), (1, 2), (2, 0), (2, 2), (0, 2))
-DENSE = {
-    "dense mask": Problem(400, 500, group=2, resident=3, mask="bool", empty=_SOME),
-    "dense mask, one at a time": Problem(
-        400, 500, resident=1, right=0, mask="bool", empty=((0, 1), (1, 1))
-    ),
-    "dense mask, head dim 256": Problem(300, 200, head_dim=256, mask="bool", empty=((0, 0),)),
-} | {
-    f"bias {bits}{way}, head dim {head_dim}": Problem(
-        3 * CONFIGS[head_dim].rows + 20,
-        CONFIGS[head_dim].keys + 20,
-        head_dim=head_dim,
-        mask=bits,
-        one_row="row" in way,
-        fetched="fetched" in way,
-        empty=((0, 1), (1, 2)),
-    )
-    for head_dim in CONFIGS
-    for bits in ("16", "32")
-    for way in ("", ", one row", ", fetched", ", one row fetched")
 }

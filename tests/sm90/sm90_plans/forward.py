@@ -4,11 +4,10 @@
 
 import ctypes
 import itertools
-import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sm90_model.hardware import Range, compiled
+from sm90_plans.shim import Range, compiled
 
 SHIM = """
 #include "attention/key_range.h"
@@ -96,24 +95,11 @@ def arithmetic(folder: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Config:
-    """A row of forward_config, with the kinds of restriction it is compiled for."""
+    """Of an instance. skips: a warpgroup skips blocks that only others need."""
 
     groups: int
     block: int
-    query_buffers: int
-    stages_output: bool
-    ping_pong: bool
-    bounded: bool
-    stages: int = 2
-    dropout: bool = False
-    dense: bool = False
-    # An additive mask: slots of a warpgroup's ring, and slots for a block.
-    bias_ring: int = 0
-    bias_pieces: int = 0
-
-    @property
-    def skips(self) -> bool:
-        return self.bounded and not self.ping_pong and not self.dense
+    skips: bool
 
     @property
     def tile_rows(self) -> int:
@@ -130,9 +116,6 @@ class Problem:
     lengths: tuple[tuple[int, int], ...] = ((1 << 20, 1 << 20),)  # (queries, keys) per batch entry
     heads: int = 2
     swizzle_group: int = 1
-    blocks: int = 2  # thread blocks of the grid
-    counted: bool = True
-    negate: bool = False
     # The batch entries are packed sequences; bottom_right: their diagonals begin at their ends.
     packed: bool = False
     bottom_right: bool = False
@@ -218,44 +201,11 @@ class Arithmetic:
         )  # fmt: skip
         return Plan((out[0], out[1]), (out[2], out[3]), (out[4], out[5]))
 
-    def blocks(self, tile: Tile) -> list[int]:
-        """Those that are loaded for the tile, in order; under a dense mask a random subset."""
-        loaded = range(*self.plan(tile, 0).loaded)[::-1]
-        if not self.config.dense:
-            return list(loaded)
-        chance = random.Random(tile.number)
-        wanted = chance.choice((0.0, 0.3, 0.8, 1.0))
-        return [n for n in loaded if chance.random() < wanted]
 
-    def is_masked(self, tile: Tile, group: int, n: int) -> bool:
-        """Whether a dense mask changes a warpgroup's scores of a block: random."""
-        return random.Random(f"{tile.number} {group} {n}").random() < 0.7
-
-    def is_staged(self, tile: Tile, group: int) -> bool:
-        """Whether a warpgroup's rows leave through shared memory; splits are stored in fp32."""
-        if self.problem.splits > 1:
-            return False
-        if self.problem.packed and tile.row + (group + 1) * ROWS > tile.queries:
-            return False
-        return self.config.stages_output
-
-
+# Bounded, by head dim.
 CONFIGS = {
-    "64": Config(3, 128, 2, True, False, False),
-    "64 bounded": Config(3, 128, 2, True, False, True),
-    "128": Config(2, 128, 2, True, True, False),
-    "128 bounded": Config(2, 128, 2, True, True, True),
-    "192 bounded": Config(2, 112, 1, False, False, True),
-    "256": Config(2, 80, 1, False, False, False),
-    "256 bounded": Config(2, 80, 1, False, False, True),
-    "64 dropout": Config(3, 128, 2, True, False, True, dropout=True),
-    "128 dropout": Config(2, 128, 2, True, True, True, dropout=True),
-    "256 dropout": Config(2, 80, 1, False, False, True, dropout=True),
-    "64 dense": Config(3, 128, 2, True, False, True, dense=True),
-    "128 dense": Config(2, 128, 2, True, True, True, dense=True),
-    "256 dense": Config(2, 80, 1, False, False, True, dense=True),
-    "64 bias": Config(2, 128, 2, False, True, True, dense=True, bias_ring=4, bias_pieces=2),
-    "128 fp32 bias": Config(2, 128, 1, False, True, True, dense=True, bias_ring=4, bias_pieces=4),
-    "256 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=1),
-    "256 fp32 bias": Config(2, 64, 1, False, False, True, dense=True, bias_ring=2, bias_pieces=2),
+    64: Config(3, 128, True),
+    128: Config(2, 128, False),
+    192: Config(2, 112, True),
+    256: Config(2, 80, True),
 }

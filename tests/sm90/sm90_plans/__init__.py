@@ -1,0 +1,1 @@
+"""What thread blocks of the Hopper attention kernels compute, from the kernels' own headers."""

@@ -41,8 +41,7 @@ from fastattn.ops.attention.spec_inputs import (
     scale_of,
 )
 from fastattn.ops.attention.triton import backward as launchers
-from fastattn.ops.attention.triton import bwd_bind, bwd_config
-from fastattn.ops.attention.triton import bwd_tiles as tiles
+from fastattn.ops.attention.triton import bwd_bind, bwd_config, mask_lists
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.ops.attention.triton.bwd_layout import layout_of
 from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
@@ -470,38 +469,37 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_k
     limits = diagonal_bounds(2, -1, -1, M, N)
     mask, lengths, queries = _move(mask), _move(lengths), _move(queries)
     described = None if mask is None else mask_shape(mask)
-    c = tiles.classes(described, B, True, M, N, 16, 16)
-    to = tiles.lists(c, M, N, block_m, block_n, by_key)
-    kinds, alive, listed = (
-        torch.full(size, 1 << 6, dtype=dtype, device=DEVICE)
-        for size, dtype, _ in c.workspace() + to.workspace()
-    )
+    base = mask_lists.base_tiles(described, B, True, M, N, 16, 16)
+    lists = base.lists(block_m, block_n, by_key)
+    kinds = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
+    alive = torch.full((*base.shape, 16), 1 << 6, dtype=torch.uint8, device=DEVICE)
+    listed = torch.full(lists.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
     strides = (0, 0, 0, 0) if described is None else described.strides
     words = prepared.classify(mask) if looked_at and mask is not None else None
-    tiles.classifier(
-        c, mask, described, words, lengths, queries, limits, M, N, strides, (M, 1, 1)
+    mask_lists.classifier(
+        base, mask, described, words, lengths, queries, limits, M, N, strides, (M, 1, 1)
     )(mask, words, lengths, queries, kinds, alive)  # fmt: skip
-    tiles.lister(c, to, by_key)(kinds, listed)
+    mask_lists.tile_lister(base, lists, by_key)(kinds, listed)
 
     outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
     for b in range(B):
         for h in range(H):
             pairs = allowed[b, h].T if by_key else allowed[b, h]
             for o, lines in enumerate(pairs.split(outer)):
-                row = listed[b, min(h, to.heads - 1), o].tolist()
-                full, partial_, edge = row[:3]
-                entries = row[4 : 4 + full + partial_ + edge]
+                row = listed[b, min(h, lists.heads - 1), o].tolist()
+                entries = row[4 : 4 + sum(row[:3])]
+                full, rest = entries[: row[0]], entries[row[0] :]
+                partial_, edge = rest[: row[1]], rest[row[1] :]
                 some = [t for t, tile in enumerate(lines.split(inner, 1)) if tile.any()]
                 assert sorted(entries) == some
-                for n, t in enumerate(entries):
+                for t in full + partial_:
                     tile = lines.split(inner, 1)[t]
-                    if n < full:
-                        assert tile.all() and tile.shape[1] == inner
-                    elif n < full + partial_:
-                        assert tile.any(0).all() and tile.shape[1] == inner
+                    assert tile.any(0).all() and tile.shape[1] == inner
+                    assert t in partial_ or tile.all()
+                assert all(x == sorted(x) for x in (full, partial_, edge))
     if not by_key:
-        for m in range(c.tiles_m):
-            rows = allowed[:, : c.heads, m * 16 : m * 16 + 16].any(2)
+        for m in range(base.tiles_m):
+            rows = allowed[:, : base.heads, m * 16 : m * 16 + 16].any(2)
             assert torch.equal(alive.cpu()[:, :, m].flatten(2)[..., :N] > 0, rows)
 
 

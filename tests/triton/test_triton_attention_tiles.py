@@ -26,7 +26,7 @@ import triton.language as tl
 from compiled_kernels import compiles
 
 from fastattn.ops.attention import prepared, reference
-from fastattn.ops.attention.triton import fwd_tiles
+from fastattn.ops.attention.triton import mask_lists
 from fastattn.ops.attention.triton import tiles as device_tiles
 
 DEVICE = _env.default_device()
@@ -142,13 +142,13 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, words: bool) -> None:
     for values in (mask, torch.where(mask, 0.0, -torch.inf).half()):
         values = values.to(DEVICE)
         described = device_tiles.mask_shape(values)
-        layout = fwd_tiles.tile_lists(described, M, N, 32, 16)
+        layout = mask_lists.mask_lists(described, M, N, 32, 16)
         lists = torch.full(layout.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
         if words:
             tiled = prepared.classify(values)
-            fwd_tiles.prepared_lister(described, tiled, M, N, 32, 16)(tiled, lists)
+            mask_lists.prepared_lister(layout, tiled, M, N)(tiled, lists)
         else:
-            fwd_tiles.mask_classifier(described, M, N, 32, 16)(values, lists)
+            mask_lists.mask_lister(described, layout, M, N, 32, 16)(values, lists)
         expected = _lists_of(values.cpu(), M, N, 32, 16)
         outer = len(expected) // (layout.shape[0] * layout.shape[1])
         for n, kinds in enumerate(expected):

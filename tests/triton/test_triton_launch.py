@@ -31,9 +31,8 @@ from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
 from fastattn.ops.attention.triton import (  # noqa: E402
     backward,
     bwd_bind,
-    bwd_tiles,
     forward,
-    fwd_tiles,
+    mask_lists,
     operands,
     tiles,
 )
@@ -126,7 +125,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     kernels = [
         value
-        for module in (forward, bwd_bind, tiles, fwd_tiles, bwd_tiles, steps, norms)
+        for module in (forward, bwd_bind, tiles, mask_lists, steps, norms)
         for value in vars(module).values()
         if isinstance(value, triton.runtime.jit.JITFunction)
     ]

@@ -2,9 +2,9 @@
 
 A call launches dq (with lse and delta of every row, which the others need), then dk and dv, then
 the gradient of an additive mask, each only if it is needed. Formulas are in bwd_parts.py, a kernel
-each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in bwd_tiles.py,
-tilings in bwd_config.py. What follows from sizes is in bwd_layout.py, what follows from
-strides too in bwd_bind.py; both are worked out once per combination and remembered.
+each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in mask_lists.py, tilings in
+bwd_config.py. What follows from sizes is in bwd_layout.py, what follows from strides too in
+bwd_bind.py; both are worked out once per combination and remembered.
 """
 
 from collections.abc import Sequence

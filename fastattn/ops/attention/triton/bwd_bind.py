@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate
 from fastattn.ops.attention.calls import BackwardCall, Gradients
-from fastattn.ops.attention.triton import bwd_tiles as tiles
+from fastattn.ops.attention.triton import mask_lists
 from fastattn.ops.attention.triton.bwd_config import BwdTile
 from fastattn.ops.attention.triton.bwd_dkdv_kernel import attention_bwd_dkdv_kernel
 from fastattn.ops.attention.triton.bwd_dmask_kernel import (
@@ -69,15 +69,15 @@ def bind(
     classify = list_dq = list_dkdv = dmask = sum_splits = None
     if layout.classes is not None:
         assert layout.for_dq is not None and layout.for_dkdv is not None
-        classify = tiles.classifier(
+        classify = mask_lists.classifier(
             layout.classes, call.mask, layout.shape, call.mask_tiles, call.key_lengths,
             call.query_lengths, layout.limits, binder.M, binder.N, binder.mask_strides,
             binder.length_strides,
         )  # fmt: skip
         if need_dq or binder.exact_delta:
-            list_dq = tiles.lister(layout.classes, layout.for_dq, False)
+            list_dq = mask_lists.tile_lister(layout.classes, layout.for_dq, False)
         if dkdv:
-            list_dkdv = tiles.lister(layout.classes, layout.for_dkdv, True)
+            list_dkdv = mask_lists.tile_lister(layout.classes, layout.for_dkdv, True)
     if need_dmask:
         dmask, sum_splits = binder.dmask()
     loops_over_keys = call.dout is not None and (need_dq or binder.exact_delta)
@@ -152,7 +152,11 @@ class _Binder:
     @property
     def class_strides(self) -> tuple[int, int, int, int]:
         c = self.layout.classes
-        return (0, 0, 0, 0) if c is None else (c.stride_b, c.stride_h, c.tiles_m, c.keys)
+        return (0, 0, 0, 0) if c is None else (*c.shared_strides, c.tiles_m, c.keys)
+
+    @staticmethod
+    def list_strides(lists: mask_lists.Lists | None) -> tuple[int, int, int]:
+        return (0, 0, 0) if lists is None else lists.strides
 
     def swizzle_group(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
         """x and y are what a head reads again and again."""
@@ -282,7 +286,7 @@ class _Binder:
             attention_bwd_dq_kernel,
             (
                 *self.strides(0, 1, 2, 3, 4, 5), *self.mask_steps, *self.class_strides,
-                *tiles.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
+                *self.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
                 self.N // self.mask_unit, layout.padded_m, self.rows, heads,
                 self.swizzle_group(call.k, call.v, self.group, heads), *self.numbers,
             ),
@@ -324,7 +328,7 @@ class _Binder:
             attention_bwd_dkdv_kernel,
             (
                 *self.strides(0, 1, 2, 4, 6, 7), *self.mask_steps, *self.class_strides,
-                self.group if c is not None and c.heads > 1 else 1, *tiles.list_strides(lists),
+                self.group if c is not None and c.heads > 1 else 1, *self.list_strides(lists),
                 *self.length_strides, self.H, self.K, self.group, self.M, self.N // self.mask_unit,
                 layout.padded_m, heads, self.swizzle_group(call.q, call.v, 1, heads), *self.numbers,
             ),
@@ -371,7 +375,7 @@ class _Binder:
         launch = BoundLaunch(
             attention_bwd_dmask_kernel,
             (
-                *self.strides(0, 1, 2, 4), *self.mask_strides, *target, c.stride_b, c.stride_h,
+                *self.strides(0, 1, 2, 4), *self.mask_strides, *target, *c.shared_strides,
                 c.tiles_n, *self.length_strides, self.H, self.group, self.M, self.N,
                 layout.padded_m, *sums.owned[1:], *sums.summed, sums.splits, sums.per_split,
                 *self.numbers,

@@ -30,10 +30,10 @@ from fastattn.ops.attention.triton.bwd_parts import (
     unpack_lse_delta,
     weights,
 )
+from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
-    LIST_HEADER,
     LOG2E,
     ONE_COLUMN,
     PARTIAL,
@@ -238,8 +238,8 @@ def dkdv_tile(
 @triton.jit(
     do_not_specialize=[
         "stream", "stride_cb", "stride_ch", "base_tiles_m", "alive_heads", "stride_tb", "stride_th",
-        "inner", "stride_lb", "stride_ub", "H", "K", "batch_heads", "swizzle_group", "low", "high",
-        "threshold",
+        "stride_tm", "stride_lb", "stride_ub", "H", "K", "batch_heads", "swizzle_group",
+        "low", "high", "threshold",
     ]
 )  # fmt: skip
 def attention_bwd_dkdv_kernel(
@@ -291,7 +291,7 @@ def attention_bwd_dkdv_kernel(
     alive_heads,
     stride_tb,
     stride_th,
-    inner,
+    stride_tm,
     stride_lb,
     stride_lm,
     stride_ub,
@@ -459,12 +459,9 @@ def attention_bwd_dkdv_kernel(
         n_edge = last - first - n_full
         list_ptr = lists_ptr
         if LISTS:
-            list_ptr = lists_ptr + (
-                b64 * stride_tb + h64 * stride_th + n_tile.to(tl.int64) * (LIST_HEADER + inner)
-            )
-            n_full = tl.load(list_ptr + FULL)
-            n_partial = tl.load(list_ptr + PARTIAL)
-            n_edge = tl.load(list_ptr + EDGE)
+            list_ptr += b64 * stride_tb + h64 * stride_th
+            list_ptr += n_tile.to(tl.int64) * stride_tm
+            n_full, n_partial, n_edge = list_counts(list_ptr)
             list_ptr += LIST_HEADER
         row_keys = lse_delta
         column_keys = j
@@ -513,11 +510,11 @@ def attention_bwd_dkdv_kernel(
                 tile_lse_delta += BLOCK_M
                 tile_row_keys += BLOCK_M
         if DENSE:
-            partial = list_ptr + n_full
-            next_tile = tl.load(partial, mask=n_partial > 0, other=0)
+            partial_ptr = list_ptr + n_full
+            next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
             for index in tl.range(0, n_partial, num_stages=STAGES):
                 tile = next_tile
-                next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
+                next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
                 sums = dkdv_tile(
                     sums, tile, lse_delta, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
                 )

@@ -29,10 +29,10 @@ from fastattn.ops.attention.triton.bwd_parts import (
     product,
     weights,
 )
+from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
-    LIST_HEADER,
     LOG2E,
     NEG_INF,
     ONE_ROW,
@@ -179,9 +179,9 @@ def dq_tile(
 # Not specialised: what changes from batch to batch and buys no wider load.
 @triton.jit(
     do_not_specialize=[
-        "stream", "stride_cb", "stride_ch", "base_tiles_m", "stride_tb", "stride_th", "inner",
-        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "swizzle_group", "low",
-        "high", "threshold",
+        "stream", "stride_cb", "stride_ch", "base_tiles_m", "stride_tb", "stride_th", "stride_tm",
+        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "swizzle_group",
+        "low", "high", "threshold",
     ]
 )  # fmt: skip
 def attention_bwd_dq_kernel(
@@ -235,7 +235,7 @@ def attention_bwd_dq_kernel(
     stride_alive,
     stride_tb,
     stride_th,
-    inner,
+    stride_tm,
     stride_lb,
     stride_lm,
     stride_ub,
@@ -389,12 +389,9 @@ def attention_bwd_dq_kernel(
         n_partial = 0
         n_edge = last - first - n_full
         if LISTS:
-            lists_ptr += b64 * stride_tb + h64 * stride_th
-            lists_ptr += m_tile.to(tl.int64) * (LIST_HEADER + inner)
+            lists_ptr += b64 * stride_tb + h64 * stride_th + m_tile.to(tl.int64) * stride_tm
             alive_ptr += (b64 * stride_cb + h64 * stride_ch) * (BLOCK_N // FACTOR_N)
-            n_full = tl.load(lists_ptr + FULL)
-            n_partial = tl.load(lists_ptr + PARTIAL)
-            n_edge = tl.load(lists_ptr + EDGE)
+            n_full, n_partial, n_edge = list_counts(lists_ptr)
             lists_ptr += LIST_HEADER
         if DENSE:
             mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
@@ -463,11 +460,11 @@ def attention_bwd_dq_kernel(
                 tile = full_first + index
             dq0, dq1 = dq_tile(dq0, dq1, tile, given, FULL, False, CASE)
         if DENSE:
-            partial = lists_ptr + n_full
-            next_tile = tl.load(partial, mask=n_partial > 0, other=0)
+            partial_ptr = lists_ptr + n_full
+            next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
             for index in tl.range(0, n_partial, num_stages=STAGES):
                 tile = next_tile
-                next_tile = tl.load(partial + index + 1, mask=index + 1 < n_partial, other=0)
+                next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
                 dq0, dq1 = dq_tile(dq0, dq1, tile, given, PARTIAL, False, CASE)
         if EDGES or LISTS:
             for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):

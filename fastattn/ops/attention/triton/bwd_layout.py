@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import signature
 from fastattn.ops.attention.calls import BackwardCall
-from fastattn.ops.attention.triton import bwd_tiles as tiles
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, bwd_config
 from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
+from fastattn.ops.attention.triton.mask_lists import BaseTiles, Lists, base_tiles
 from fastattn.ops.attention.triton.operands import architecture
 from fastattn.ops.attention.triton.tiles import (
     DiagonalBounds,
@@ -68,9 +68,9 @@ class Layout:
     padded_m: int
     workspace: Workspace
     shape: MaskShape | None = None
-    classes: tiles.Classes | None = None
-    for_dq: tiles.Lists | None = None
-    for_dkdv: tiles.Lists | None = None
+    classes: BaseTiles | None = None
+    for_dq: Lists | None = None
+    for_dkdv: Lists | None = None
     sums: Sums | None = None
 
 
@@ -129,10 +129,11 @@ def _layout(
     by_batch = length_dims > 0 or has_query_lengths
     base_m = min(config.dq.block_m, config.dkdv.block_m)
     base_n = min(config.dq.block_n, config.dkdv.block_n)
-    c = tiles.classes(shape, B, by_batch, M, N, base_m, base_n)
-    for_dq = tiles.lists(c, M, N, config.dq.block_m, config.dq.block_n, by_key=False)
-    for_dkdv = tiles.lists(c, M, N, config.dkdv.block_m, config.dkdv.block_n, by_key=True)
-    workspace += c.workspace() + for_dq.workspace() + for_dkdv.workspace()
+    c = base_tiles(shape, B, by_batch, M, N, base_m, base_n)
+    for_dq = c.lists(config.dq.block_m, config.dq.block_n, by_key=False)
+    for_dkdv = c.lists(config.dkdv.block_m, config.dkdv.block_n, by_key=True)
+    workspace += [(c.shape, torch.uint8, False), ((*c.shape, base_n), torch.uint8, False)]
+    workspace += [(lists.shape, torch.int32, False) for lists in (for_dq, for_dkdv)]
     sums = None
     if need_dmask and mask is not None:
         sums = _dmask_sums(mask[1], B, H, c)
@@ -154,7 +155,7 @@ def _mask_shape(sizes: Sequence[int], strides: Sequence[int]) -> MaskShape:
     return mask_shape(torch.empty_strided(sizes, strides, device="meta"))
 
 
-def _dmask_sums(sizes: tuple[int, ...], B: int, H: int, c: tiles.Classes) -> Sums:
+def _dmask_sums(sizes: tuple[int, ...], B: int, H: int, c: BaseTiles) -> Sums:
     whole = (B, H, c.tiles_m, c.tiles_n)
     owned = tuple(1 if n == 1 else all_of_it for n, all_of_it in zip(sizes, whole, strict=True))
     summed = tuple(all_of_it // own for own, all_of_it in zip(owned, whole, strict=True))

@@ -10,7 +10,7 @@ Every result has one owner that adds in a fixed order: no atomics, the same bits
 Tiles are FULL (every pair allowed: no mask work), PARTIAL (a dense mask blocks some pairs, nothing
 else matters) or EDGE (every test; lines that nothing in the tile may attend are read as 0, for they
 may hold NaN). Lengths, causality and windows bound the loops by arithmetic; where that cannot say
-which tiles to visit, bwd_tiles.py has listed them (LISTS).
+which tiles to visit, mask_lists.py has listed them (LISTS).
 """
 
 from typing import Any, NamedTuple

@@ -15,7 +15,7 @@ from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchC
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
-from fastattn.ops.attention.triton.fwd_tiles import mask_classifier, prepared_lister, tile_lists
+from fastattn.ops.attention.triton.mask_lists import mask_lister, mask_lists, prepared_lister
 from fastattn.ops.attention.triton.operands import (
     architecture,
     describable,
@@ -91,7 +91,7 @@ def _workspace(config: ForwardConfig | None, call: ForwardCall) -> _Workspace:
 def _list_shape(c: ForwardConfig, call: ForwardCall) -> tuple[int, ...]:
     assert call.mask is not None
     M, N = call.q.shape[2], call.k.shape[2]
-    return tile_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N).shape
+    return mask_lists(mask_shape(call.mask), M, N, c.BLOCK_M, c.BLOCK_N).shape
 
 
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor) -> None:
@@ -164,12 +164,12 @@ def _bind(
     if mask is not None:
         shape = mask_shape(mask)
         mask_unit, dense_strides = mask_steps(shape.strides, N)
-        layout = tile_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N)
-        lists_strides = (layout.stride_b, layout.stride_h, layout.stride_outer, layout.inner)
+        lists = mask_lists(shape, M, N, c.BLOCK_M, c.BLOCK_N)
+        lists_strides = (*lists.strides, lists.inner)
         if mask_tiles is None:
-            classify = mask_classifier(shape, M, N, c.BLOCK_M, c.BLOCK_N)
+            classify = mask_lister(shape, lists, M, N, c.BLOCK_M, c.BLOCK_N)
         else:
-            classify = prepared_lister(shape, mask_tiles, M, N, c.BLOCK_M, c.BLOCK_N)
+            classify = prepared_lister(lists, mask_tiles, M, N)
     per_query = key_lengths is not None and key_lengths.dim() == 2
     strides = row_strides(q) + row_strides(k) + row_strides(v) + row_strides(out)
     descriptors = _descriptors(c, k, v, aligned)

@@ -25,8 +25,9 @@ from fastattn.ops.attention.triton.fwd_loops import (
     whole_lists,
 )
 from fastattn.ops.attention.triton.fwd_parts import Case, Mask, Operands, Sums
+from fastattn.ops.attention.triton.mask_lists import list_of
 from fastattn.ops.attention.triton.tiles import (
-    LIST_HEADER,
+    FULL,
     NEG_INF,
     PARTIAL,
     Dropout,
@@ -251,12 +252,12 @@ def attention_fwd_kernel(
     if DENSE:
         mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
         lists_ptr += b64 * stride_tb + h64 * stride_th + tile_m.to(tl.int64) * stride_tm
-        partial_ptr = lists_ptr + LIST_HEADER + PARTIAL * inner
+        partial_ptr = list_of(lists_ptr, inner, PARTIAL)
         if ARITHMETIC:
             spans, runs = bounded_lists(lists_ptr, inner, bounds)
         else:
             spans = whole_lists(lists_ptr)
-        lists_ptr += LIST_HEADER
+        lists_ptr = list_of(lists_ptr, inner, FULL)
     tiles = Tiles(bounds, spans, runs, lists_ptr, partial_ptr, inner)
 
     # -- what stays on chip

@@ -25,8 +25,8 @@ from fastattn.ops.attention.triton.fwd_parts import (
     online_softmax,
     tile_scores,
 )
-from fastattn.ops.attention.triton.fwd_tiles import listed_below
-from fastattn.ops.attention.triton.tiles import EDGE, FULL, LIST_HEADER, PARTIAL
+from fastattn.ops.attention.triton.mask_lists import list_counts, list_of, listed_below
+from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL
 
 # -- which tiles ----------------------------------------------------------------------------------
 
@@ -84,22 +84,18 @@ class Tiles(NamedTuple):
 @triton.jit
 def whole_lists(lists_ptr):
     """Spans under a dense mask alone."""
-    return Spans(
-        0, tl.load(lists_ptr + FULL), 0, tl.load(lists_ptr + PARTIAL), tl.load(lists_ptr + EDGE)
-    )
+    n_full, n_partial, n_edge = list_counts(lists_ptr)
+    return Spans(0, n_full, 0, n_partial, n_edge)
 
 
 @triton.jit
 def bounded_lists(lists_ptr, inner, bounds):
     """(Spans, Runs) under a dense mask where arithmetic bounds the lists, too."""
-    full_ptr = lists_ptr + LIST_HEADER
-    partial_ptr = full_ptr + PARTIAL * inner
-    edge_ptr = full_ptr + EDGE * inner
-    full_count = tl.load(lists_ptr + FULL)
-    partial_count = tl.load(lists_ptr + PARTIAL)
-    edge_count = tl.load(lists_ptr + EDGE)
-    full_0, full_1, full_2, full_3 = crossings(full_ptr, full_count, bounds)
-    partial_0, partial_1, partial_2, partial_3 = crossings(partial_ptr, partial_count, bounds)
+    n_full, n_partial, edge_count = list_counts(lists_ptr)
+    partial_ptr = list_of(lists_ptr, inner, PARTIAL)
+    edge_ptr = list_of(lists_ptr, inner, EDGE)
+    full_0, full_1, full_2, full_3 = crossings(list_of(lists_ptr, inner, FULL), n_full, bounds)
+    partial_0, partial_1, partial_2, partial_3 = crossings(partial_ptr, n_partial, bounds)
     edge_0 = listed_below(edge_ptr, edge_count, bounds.first)
     edge_3 = listed_below(edge_ptr, edge_count, bounds.last)
     until_edge = edge_3 - edge_0

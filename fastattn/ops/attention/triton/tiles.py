@@ -2,8 +2,8 @@
 
 Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, window) bound the loops:
 `tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
-mask is classified before: fwd_tiles.py and bwd_tiles.py list its full, partial and edge tiles. What
-acts on a tile takes indices i (query) and j (key) already expanded to two dimensions:
+mask is classified before: mask_lists.py lists its full, partial and edge tiles. What acts on a tile
+takes indices i (query) and j (key) already expanded to two dimensions:
 one function serves [BLOCK_M, BLOCK_N] scores and their transpose. Scores are in natural units:
 scaled, bias added.
 """
@@ -18,28 +18,18 @@ import triton.language as tl
 from fastattn.ops._dropout import keep_scale, threshold
 from fastattn.ops._triton_dropout import column_keys_kernel
 from fastattn.ops._triton_launch import BoundLaunch
-from fastattn.ops.attention import prepared
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
 
-# Kinds of tiles, also the order of the lists of an outer tile, which follow a header of counts.
+# Kinds of tiles (mask_lists.py).
 FULL = tl.constexpr(0)
 PARTIAL = tl.constexpr(1)
 EDGE = tl.constexpr(2)
-LIST_HEADER = tl.constexpr(4)
 
 # What one line of a mask serves, if anything: all queries or all keys.
 ONE_ROW = tl.constexpr(1)
 ONE_COLUMN = tl.constexpr(2)
-
-# Tile bitmasks of a prepared mask (prepared.py). A tile outside it has no lines and misses none.
-TILE = tl.constexpr(prepared.TILE)
-KEYS = tl.constexpr(prepared.KEYS)
-QUERIES = tl.constexpr(prepared.QUERIES)
-WHOLE = tl.constexpr(prepared.WHOLE)
-LINES = tl.constexpr((1 << prepared.TILE) - 1)
-OUTSIDE = tl.constexpr(1 << prepared.WHOLE)
 
 
 # -- geometry, on the host ------------------------------------------------------------------------
@@ -369,10 +359,3 @@ def shared_lines(mask: MaskShape) -> int:
     if mask.sizes[2] == 1:
         return ONE_ROW.value
     return ONE_COLUMN.value if mask.sizes[3] == 1 else 0
-
-
-def bitmask_strides(bitmasks: torch.Tensor) -> tuple[int, ...]:
-    """Of a prepared mask's tiles; 0 where one serves all."""
-    return tuple(
-        0 if n == 1 else stride for n, stride in zip(bitmasks.shape, bitmasks.stride(), strict=True)
-    )

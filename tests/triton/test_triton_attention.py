@@ -38,7 +38,7 @@ from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.ops.attention.spec_inputs import dropout_of, make_inputs, restrictions, scale_of
 from fastattn.ops.attention.triton import forward as kernels
-from fastattn.ops.attention.triton import operands, tiles
+from fastattn.ops.attention.triton import launch
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
@@ -407,8 +407,7 @@ def test_dead_keys_are_what_the_pairs_say() -> None:
             call = ForwardCall(q, k, k, *options)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
-            limits = tiles.diagonal_bounds(causal, left, right, M, N)
-            assert kernels._dead_keys(call, limits) == dead, (M, N, causal, left, right)
+            assert launch.facts_of(call).dead_keys == dead, (M, N, causal, left, right)
 
 
 def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
@@ -416,11 +415,11 @@ def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
     one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
     parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
     for described in (x, x.transpose(1, 2), *parts):
-        assert operands.describable(described)
-        [template, _] = operands.descriptor_templates(described, 16, (16, 0))
+        assert launch.describable(described)
+        [template, _] = launch.descriptor_templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
     for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
-        assert not operands.describable(other)
+        assert not launch.describable(other)
 
 
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])

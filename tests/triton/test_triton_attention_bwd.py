@@ -32,7 +32,12 @@ from compiled_kernels import compiles
 
 from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
-from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    ForwardCall,
+    Gradients,
+    PackedBackwardCall,
+)
 from fastattn.ops.attention.spec_inputs import (
     dead,
     dropout_of,
@@ -43,9 +48,9 @@ from fastattn.ops.attention.spec_inputs import (
 from fastattn.ops.attention.triton import backward as launchers
 from fastattn.ops.attention.triton import bwd_bind, bwd_config, mask_lists
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
-from fastattn.ops.attention.triton.bwd_layout import layout_of
 from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
-from fastattn.ops.attention.triton.tiles import diagonal_bounds, mask_shape
+from fastattn.ops.attention.triton.launch import facts_of
+from fastattn.ops.attention.triton.tiles import Case
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -466,19 +471,16 @@ def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_k
     q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
     allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
 
-    limits = diagonal_bounds(2, -1, -1, M, N)
     mask, lengths, queries = _move(mask), _move(lengths), _move(queries)
-    described = None if mask is None else mask_shape(mask)
-    base = mask_lists.base_tiles(described, B, True, M, N, 16, 16)
+    words = prepared.classify(mask) if looked_at and mask is not None else None
+    inputs = _move(q), _move(k), _move(k), mask, words, lengths, queries
+    facts = facts_of(ForwardCall(*inputs, 2, -1, -1, 1.0, 0.0, None, 0))
+    base = mask_lists.base_tiles(facts, 16, 16)
     lists = base.lists(block_m, block_n, by_key)
     kinds = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
     alive = torch.full((*base.shape, 16), 1 << 6, dtype=torch.uint8, device=DEVICE)
     listed = torch.full(lists.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
-    strides = (0, 0, 0, 0) if described is None else described.strides
-    words = prepared.classify(mask) if looked_at and mask is not None else None
-    mask_lists.classifier(
-        base, mask, described, words, lengths, queries, limits, M, N, strides, (M, 1, 1)
-    )(mask, words, lengths, queries, kinds, alive)  # fmt: skip
+    mask_lists.classifier(base, facts, words)(mask, words, lengths, queries, kinds, alive)
     mask_lists.tile_lister(base, lists, by_key)(kinds, listed)
 
     outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
@@ -527,16 +529,15 @@ def test_dead_rows_and_keys_are_what_the_pairs_say() -> None:
             restrictions = (None, None, None, causal, left, right)
             inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], *restrictions[3:])
             call = BackwardCall(*inputs, 1.0, 0.0, None, 0, [True, True, True, False])
-            gradients = Gradients(q, k, k, torch.empty(0))
-            binder = bwd_bind._Binder(layout_of(None, call), call, gradients, True, None)
+            facts = facts_of(call)
             pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
-            assert binder.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
-            assert binder.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
+            assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
+            assert facts.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
 
 
 def _constants(
     tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Case, Case]:
     """Of the kernels for dq and for dk and dv. expanded: the tensor that serves both batches."""
     sizes = {"q": M, "k": N, "v": N, "dout": M, "out": M}
     x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
@@ -545,24 +546,27 @@ def _constants(
     inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
     call = BackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False])
     gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), torch.empty(0))
-    binder = bwd_bind._Binder(layout_of(tiling, call), call, gradients, True, None)
+    layout = bwd_bind.layout_of(tiling, call)
+    binder = bwd_bind._Binder(layout, facts_of(call), call, gradients, True)
     [(dkdv, _, _)] = binder.dkdv()
-    return binder.dq().func.constants, dkdv.func.constants
+    return binder.dq().func.constants["CASE"], dkdv.func.constants["CASE"]
 
 
 @pytest.mark.parametrize("expanded", ["", "q", "k", "v", "dout"])
 def test_descriptors_go_by_what_the_kernel_reads(expanded: str) -> None:
     tile = BwdTile(32, 32, 4, 1, tma=True)
     dq, dkdv = _constants(BwdConfig(tile, tile), expanded=expanded)
-    assert dq["TMA"] == (expanded not in ("k", "v"))
-    assert dkdv["TMA"] == (expanded not in ("q", "dout"))
+    assert dq.TMA.value == (expanded not in ("k", "v"))
+    assert dkdv.TMA.value == (expanded not in ("q", "dout"))
 
 
 def test_edges_go_by_the_tiles_of_the_loop() -> None:
     tiling = BwdConfig(BwdTile(32, 64, 4, 1), BwdTile(64, 32, 4, 1))
     for size in (32, 64, 96, 128):
         dq, dkdv = _constants(tiling, M=size, N=160 - size)
-        assert dq["EDGES"] == ((160 - size) % 64 != 0) and dkdv["EDGES"] == (size % 64 != 0)
+        assert not dq.ARITHMETIC.value and not dkdv.ARITHMETIC.value
+        assert dq.RAGGED.value == ((160 - size) % 64 != 0)
+        assert dkdv.RAGGED.value == (size % 64 != 0)
 
 
 # -- tilings --------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from compiled_kernels import (
 from fastattn.ops.attention import prepared
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.triton import forward as kernels
-from fastattn.ops.attention.triton import tiles
 from fastattn.ops.attention.triton.fwd_config import Features, forward_config
 
 # Kernels divide by empty sums and select the result away, and dead rows hold NaN.
@@ -190,7 +189,7 @@ def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
         call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, tiles.diagonal_bounds(0, -1, -1, 256, 256), call, q, aligned)
+        plan = kernels._bind(config, call, q, None, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
     assert config.maxnreg == 128

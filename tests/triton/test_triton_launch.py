@@ -32,8 +32,8 @@ from fastattn.ops.attention.triton import (  # noqa: E402
     backward,
     bwd_bind,
     forward,
+    launch,
     mask_lists,
-    operands,
     tiles,
 )
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
@@ -637,7 +637,7 @@ def test_kernels_are_for_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_env, "architecture", lambda kind, index: f"{kind} {index}")
     for n, device in enumerate((torch.device("cuda"), torch.device("cuda", 1))):
         x = types.SimpleNamespace(device=device, is_cuda=True, get_device=lambda n=n: n)
-        for architecture in (operands.architecture, ffn._arch, norms._arch):
+        for architecture in (launch.architecture, ffn._arch, norms._arch):
             assert architecture(x) == f"cuda {n}"
 
 

@@ -3,22 +3,26 @@
 A call launches dq (with lse and delta of every row, which the others need), then dk and dv, then
 the gradient of an additive mask, each only if it is needed. Formulas are in bwd_parts.py, a kernel
 each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in mask_lists.py, tilings in
-bwd_config.py. What follows from sizes is in bwd_layout.py, what follows from strides too in
-bwd_bind.py; both are worked out once per combination and remembered.
+bwd_config.py. What follows from sizes and strides is in bwd_bind.py, worked out once per
+combination and remembered.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
-from fastattn.ops.attention.triton.bwd_bind import Plan, bind
+from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
-from fastattn.ops.attention.triton.bwd_layout import Packed, Workspace, layout_of, packed_layout
-from fastattn.ops.attention.triton.operands import architecture, unsupported
+from fastattn.ops.attention.triton.launch import (
+    Packed,
+    Workspace,
+    architecture,
+    heads_first,
+    unsupported,
+)
 from fastattn.ops.attention.triton.tiles import dropout_numbers
 
 _plans = LaunchCache()
@@ -54,6 +58,7 @@ def _run(
     workspace: Sequence[Tensor],
     packed: Packed | None = None,
 ) -> None:
+    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets."""
     needed = _what_is_left(call, gradients, packed)
     if needed is None:
         return
@@ -74,12 +79,7 @@ def _run(
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)
     if plan is None:
-        if packed is None:
-            layout = layout_of(tiling, call)
-        else:
-            bounds = call.causal, call.window_left, call.window_right
-            layout = packed_layout(q, v, packed.sequences, packed.N, *bounds, dropout_p)
-        plan = bind(layout, call, gradients, key[-1], packed)
+        plan = bind(tiling, call, gradients, key[-1], packed)
         _plans.remember(key, plan)
 
     lse_delta, *rest = workspace
@@ -128,7 +128,7 @@ def _what_is_left(
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
-    nothing |= packed is not None and packed.sequences == 0
+    nothing |= packed is not None and 0 in packed[:3]
     if nothing or packed is not None:
         # Of packed rows those behind the last sequence belong to no program.
         for result, needed in zip(gradients, (need_dq, need_dk, need_dv, need_dmask), strict=True):
@@ -150,36 +150,28 @@ def _what_is_left(
 # -- packed sequences -----------------------------------------------------------------------------
 
 
-def _heads_first(x: Any) -> Any:
-    """[T, H, D] as [1, H, T, D]; None, and a result that nobody wants, stay as they are."""
-    return x if x is None or x.dim() == 1 else x.transpose(0, 1)[None]
-
-
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    q, k, v, out, dout = map(_heads_first, (call.q, call.k, call.v, call.out, call.dout))
+    q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
     return unsupported(None, q, k, v, out=out, dout=dout)
 
 
 def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
-    q, v = _heads_first(call.q), _heads_first(call.v)
-    bounds = call.causal, call.window_left, call.window_right
-    sequences = call.cu_seqlens_q.numel() - 1
-    return packed_layout(q, v, sequences, call.max_seqlen_k, *bounds, call.dropout_p).workspace
+    return layout_of(None, *_padded(call)).workspace
+
+
+def _padded(call: PackedBackwardCall) -> tuple[BackwardCall, Packed]:
+    longest = call.max_seqlen_q, call.max_seqlen_k
+    packed = Packed(call.cu_seqlens_q.numel() - 1, *longest, call.causal == 2)
+    return BackwardCall(
+        call.dout, call.dlse, call.q, call.k, call.v, None, None, call.cu_seqlens_k,
+        call.cu_seqlens_q, call.out, call.lse, call.causal, call.window_left, call.window_right,
+        call.scale, call.dropout_p, call.dropout_seed, call.dropout_stream, (*call.needs, False),
+    ), packed  # fmt: skip
 
 
 def attention_varlen_bwd(
     call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, *workspace: Tensor
 ) -> None:
     """Offsets contiguous, lse and dlse [H, T]."""
-    longest = call.max_seqlen_q, call.max_seqlen_k
-    packed = Packed(call.cu_seqlens_q.numel() - 1, *longest, call.causal == 2)
-    if 0 in longest:
-        packed = Packed(0, 0, 0, False)
-    dout, q, k, v, out = map(_heads_first, (call.dout, call.q, call.k, call.v, call.out))
-    padded = BackwardCall(
-        dout, call.dlse, q, k, v, None, None, call.cu_seqlens_k, call.cu_seqlens_q, out, call.lse,
-        call.causal, call.window_left, call.window_right, call.scale, call.dropout_p,
-        call.dropout_seed, call.dropout_stream, (*call.needs, False),
-    )  # fmt: skip
-    wanted = Gradients(_heads_first(dq), _heads_first(dk), _heads_first(dv), q.new_empty(0))
-    _run(None, padded, wanted, workspace, packed)
+    padded, packed = _padded(call)
+    _run(None, padded, Gradients(dq, dk, dv, call.q.new_empty(0)), workspace, packed)

@@ -1,48 +1,167 @@
 """The Triton attention backward: its kernels bound to everything that follows from a call's shapes,
 strides and options. backward.py launches them.
+
+`Layout` follows from sizes and options alone: the tiling of the kernels, the lists of tiles they
+loop over, and scratch memory. `bind` needs strides too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate
+from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients
-from fastattn.ops.attention.triton import mask_lists
-from fastattn.ops.attention.triton.bwd_config import BwdTile
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile, bwd_config
 from fastattn.ops.attention.triton.bwd_dkdv_kernel import attention_bwd_dkdv_kernel
 from fastattn.ops.attention.triton.bwd_dmask_kernel import (
     attention_bwd_dmask_kernel,
     sum_splits_kernel,
 )
 from fastattn.ops.attention.triton.bwd_dq_kernel import attention_bwd_dq_kernel
-from fastattn.ops.attention.triton.bwd_layout import Layout, Packed
-from fastattn.ops.attention.triton.operands import (
+from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
+from fastattn.ops.attention.triton.launch import (
+    Facts,
+    Packed,
+    Workspace,
+    architecture,
     describable,
     descriptor_templates,
-    dropout_kind,
-    mask_steps,
-    row_strides,
-    stride_unit,
+    facts_of,
+    heads_first,
+    row_strides_in_units,
     swizzle_group_size,
 )
+from fastattn.ops.attention.triton.mask_lists import (
+    BaseTiles,
+    Lists,
+    base_tiles,
+    classifier,
+    tile_lister,
+)
 from fastattn.ops.attention.triton.tiles import (
-    ONE_ROW,
+    Case,
+    MaskStrides,
     column_hasher,
-    dropout_numbers,
-    shared_lines,
+    column_keys_workspace,
 )
 
+# Rows of lse and delta are padded to a multiple of every block_m: full tiles load them aligned.
+_LSE_DELTA_ROWS = 128
+# Programs that keep a GPU busy; where fewer own the tiles of a mask they share their sums.
+_DMASK_PROGRAMS = 512
 # One tile of keys, or bounds that leave few: summing delta over them again costs next to nothing.
 _ONE_TILE, _FEW_KEYS = 64, 16
 
 _Launch = Callable[..., None]
+
+
+# -- what follows from sizes ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sums:
+    """How dmask is computed: its sizes, what a program owns, what it adds up, in which shares."""
+
+    sizes: tuple[int, ...]
+    owned: tuple[int, ...]
+    summed: tuple[int, ...]
+    splits: int
+    per_split: int
+
+
+class Listed(NamedTuple):
+    """Where arithmetic alone cannot say which tiles to visit."""
+
+    base: BaseTiles
+    dq: Lists
+    dkdv: Lists
+    sums: Sums | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tiling of a call and its scratch memory.
+
+    That is: lse and delta; with lists the kinds, the living keys and the lists of dq and dkdv; with
+    shares of dmask those; with dropout the keys of rows and of columns.
+    """
+
+    config: BwdConfig
+    padded_m: int
+    workspace: Workspace
+    listed: Listed | None
+
+
+_layouts = LaunchCache()
+
+
+def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | None = None) -> Layout:
+    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets."""
+    q, k, key_lengths = call.q, call.k, call.key_lengths
+    key = (
+        tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
+        None if key_lengths is None else key_lengths.dim(), call.query_lengths is None, call.causal,
+        call.window_left, call.window_right, call.dropout_p > 0.0, call.needs[3], packed,
+    )  # fmt: skip
+    layout: Layout | None = _layouts.get(key)
+    if layout is None:
+        facts = facts_of(_heads_first(call) if packed is not None else call, packed)
+        layout = _layouts.remember(key, _layout(tiling, facts, bool(call.needs[3])))
+    return layout
+
+
+def _heads_first(call: BackwardCall) -> BackwardCall:
+    q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
+    return call._replace(q=q, k=k, v=v, out=out, dout=dout)
+
+
+def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool) -> Layout:
+    M, N, mask = facts.M, facts.N, facts.mask
+    if config is None:
+        edges = facts.arithmetic or M % _LSE_DELTA_ROWS != 0 or N % _LSE_DELTA_ROWS != 0
+        wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize >= 4
+        config = bwd_config(facts.arch, facts.dtype, facts.D, facts.E, edges, facts.listed, wide)
+    heads, rows = facts.B * facts.H, facts.rows
+    if facts.packed is not None:
+        heads, rows = facts.H, rows + (LSE_DELTA_ALIGNMENT.value - 1) * facts.packed.sequences
+    padded_m = triton.cdiv(rows, _LSE_DELTA_ROWS) * _LSE_DELTA_ROWS
+    workspace: Workspace = [((heads, padded_m), torch.int64, False)]
+    listed = None
+    if facts.listed:
+        base_m = min(config.dq.block_m, config.dkdv.block_m)
+        base_n = min(config.dq.block_n, config.dkdv.block_n)
+        base = base_tiles(facts, base_m, base_n)
+        dq = base.lists(config.dq.block_m, config.dq.block_n, by_key=False)
+        dkdv = base.lists(config.dkdv.block_m, config.dkdv.block_n, by_key=True)
+        workspace += [(base.shape, torch.uint8, False), ((*base.shape, base_n), torch.uint8, False)]
+        workspace += [(lists.shape, torch.int32, False) for lists in (dq, dkdv)]
+        sums = None
+        if need_dmask and mask is not None:
+            sums = _dmask_sums(mask.sizes, facts, base)
+            if sums.splits > 1:
+                workspace.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
+        listed = Listed(base, dq, dkdv, sums)
+    if facts.dropout_p > 0.0:  # at most one key per row, and those of the columns
+        workspace += [((heads * padded_m,), torch.int32, False), column_keys_workspace(N)]
+    return Layout(config, padded_m, workspace, listed)
+
+
+def _dmask_sums(sizes: tuple[int, ...], facts: Facts, base: BaseTiles) -> Sums:
+    whole = (facts.B, facts.H, base.tiles_m, base.tiles_n)
+    owned = tuple(1 if n == 1 else all_of_it for n, all_of_it in zip(sizes, whole, strict=True))
+    summed = tuple(all_of_it // own for own, all_of_it in zip(owned, whole, strict=True))
+    items = prod(summed)
+    splits = max(1, min(items, _DMASK_PROGRAMS // max(1, prod(owned))))
+    per_split = triton.cdiv(items, splits)
+    return Sums(sizes, owned, summed, triton.cdiv(items, per_split), per_split)
+
+
+# -- what follows from strides, too ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -60,29 +179,47 @@ class Plan:
 
 
 def bind(
-    layout: Layout, call: BackwardCall, gradients: Gradients, aligned: bool, packed: Packed | None
+    tiling: BwdConfig | None,
+    call: BackwardCall,
+    gradients: Gradients,
+    aligned: bool,
+    packed: Packed | None,
 ) -> Plan:
-    """aligned: q, k, v and dout, as descriptors want it."""
-    binder = _Binder(layout, call, gradients, aligned, packed)
+    """aligned: q, k, v and dout, as descriptors want it. packed: as in `layout_of`."""
+    layout = layout_of(tiling, call, packed)
+    if packed is not None:
+        call, gradients = _heads_first(call), Gradients(*map(heads_first, gradients))
+    binder = _Binder(layout, facts_of(call, packed), call, gradients, aligned)
     need_dq, _, _, need_dmask = call.needs
     dkdv = binder.dkdv()
     classify = list_dq = list_dkdv = dmask = sum_splits = None
-    if layout.classes is not None:
-        assert layout.for_dq is not None and layout.for_dkdv is not None
-        classify = mask_lists.classifier(
-            layout.classes, call.mask, layout.shape, call.mask_tiles, call.key_lengths,
-            call.query_lengths, layout.limits, binder.M, binder.N, binder.mask_strides,
-            binder.length_strides,
-        )  # fmt: skip
+    if layout.listed is not None:
+        base, for_dq, for_dkdv, _ = layout.listed
+        classify = classifier(base, binder.facts, call.mask_tiles)
         if need_dq or binder.exact_delta:
-            list_dq = mask_lists.tile_lister(layout.classes, layout.for_dq, False)
+            list_dq = tile_lister(base, for_dq, False)
         if dkdv:
-            list_dkdv = mask_lists.tile_lister(layout.classes, layout.for_dkdv, True)
+            list_dkdv = tile_lister(base, for_dkdv, True)
     if need_dmask:
         dmask, sum_splits = binder.dmask()
     loops_over_keys = call.dout is not None and (need_dq or binder.exact_delta)
-    hash_columns = column_hasher(binder.N) if call.dropout_p > 0.0 and loops_over_keys else None
+    dropout = call.dropout_p > 0.0 and loops_over_keys
+    hash_columns = column_hasher(binder.facts.N) if dropout else None
     return Plan(classify, list_dq, list_dkdv, hash_columns, binder.dq(), dkdv, dmask, sum_splits)
+
+
+def _exact_delta(facts: Facts, call: BackwardCall, dmask: Tensor) -> bool:
+    """delta carries out's rounding. That shows where gradients are more precise than out, or
+    vanish in theory: in a mask's column of all keys, and in rows of very few keys.
+    """
+    limits = facts.limits
+    if call.dout is None or call.out.dtype.itemsize >= 4:
+        return False
+    bounded = limits.has_low and limits.has_high
+    if facts.N <= _ONE_TILE or (bounded and limits.high - limits.low < _FEW_KEYS):
+        return True
+    finer = dmask.dtype.itemsize > call.out.dtype.itemsize
+    return call.needs[3] and (finer or dmask.shape[3] == 1)
 
 
 class _Binder:
@@ -91,172 +228,53 @@ class _Binder:
     def __init__(
         self,
         layout: Layout,
+        facts: Facts,
         call: BackwardCall,
         gradients: Gradients,
         aligned: bool,
-        packed: Packed | None,
     ):
-        self.layout, self.call, self.gradients = layout, call, gradients
-        self.aligned, self.packed = aligned, packed
-        (self.B, self.H, self.M, D), (self.K, self.N) = call.q.shape, call.k.shape[1:3]
-        E = call.v.shape[3]
-        self.rows = self.M
-        # Offsets of packed sequences are no lengths to the kernels' constants.
-        self.key_lengths, self.query_lengths = call.key_lengths, call.query_lengths
-        if packed is not None:
-            self.B, self.M, self.N = packed.sequences, packed.M, packed.N
-            self.key_lengths = self.query_lengths = None
-        self.group = self.H // self.K
-        self.D, self.E = D, E
-        self.widths = layout.config.widths(D), layout.config.widths(E)
-        self.mask_strides = (0, 0, 0, 0) if layout.shape is None else layout.shape.strides
-        self.mask_unit, self.mask_steps = 1, self.mask_strides
-        if layout.shape is not None:
-            self.mask_unit, self.mask_steps = mask_steps(self.mask_strides, self.N)
-        self.length_strides = self._length_strides()
-
-    # -- numbers -----------------------------------------------------------------------------------
-
-    def _length_strides(self) -> tuple[int, int, int]:
-        keys, queries = self.key_lengths, self.query_lengths
-        return (
-            0 if keys is None else keys.stride(0),
-            keys.stride(1) if keys is not None and keys.dim() == 2 else 0,
-            0 if queries is None else queries.stride(0),
+        self.layout, self.facts, self.call, self.aligned = layout, facts, call, aligned
+        self.dmask_strides, dmask = gradients.dmask.stride(), gradients.dmask
+        self.exact_delta = _exact_delta(facts, call, dmask)
+        self.d, self.e = layout.config.widths(facts.D), layout.config.widths(facts.E)
+        results = [x if need else None for x, need in zip(gradients, call.needs, strict=True)]
+        self.unit, strides = row_strides_in_units(
+            call.q, call.k, call.v, call.out, call.dout, *results[:3]
         )
-
-    @cached_property
-    def unit(self) -> int:
-        return stride_unit([stride for x in self._operands for stride in row_strides(x)])
-
-    @property
-    def _operands(self) -> Sequence[Tensor | None]:
-        call, (dq, dk, dv, _), (need_dq, need_dk, need_dv, _) = (
-            self.call, self.gradients, self.call.needs,
-        )  # fmt: skip
-        return (
-            call.q, call.k, call.v, call.out, call.dout, dq if need_dq else None,
-            dk if need_dk else None, dv if need_dv else None,
-        )  # fmt: skip
-
-    def strides(self, *operands: int) -> tuple[int, ...]:
-        """Of those of `_operands`, as the kernels get them."""
-        found = (self._operands[n] for n in operands)
-        return tuple(stride // self.unit for x in found for stride in row_strides(x))
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        limits, call = self.layout.limits, self.call
-        return limits.low, limits.high, call.scale, *dropout_numbers(call.dropout_p)
-
-    @property
-    def class_strides(self) -> tuple[int, int, int, int]:
-        c = self.layout.classes
-        return (0, 0, 0, 0) if c is None else (*c.shared_strides, c.tiles_m, c.keys)
-
-    @staticmethod
-    def list_strides(lists: mask_lists.Lists | None) -> tuple[int, int, int]:
-        return (0, 0, 0) if lists is None else lists.strides
+        self.q, self.k, self.v, self.o, self.do, self.dq_, self.dk, self.dv = strides
 
     def swizzle_group(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
         """x and y are what a head reads again and again."""
         head_bytes = x.shape[2] * (x.shape[3] + y.shape[3]) * x.element_size()
-        return swizzle_group_size(self.layout.limits, head_bytes, group, heads)
+        return swizzle_group_size(self.facts.limits, head_bytes, group, heads)
 
-    # -- facts -------------------------------------------------------------------------------------
+    def list_numbers(self, by_key: bool) -> tuple[int, ...]:
+        """Of base tiles and of lists: strides of batch, head and tile, and how many are summed."""
+        listed = self.layout.listed
+        if listed is None:
+            return (0, 0, 0, 0, 1, 0, 0, 0) if by_key else (0, 0, 0, 0, 0, 0, 0)
+        base = listed.base
+        heads = (self.facts.group if base.heads > 1 else 1,) if by_key else ()
+        lists = listed.dkdv if by_key else listed.dq
+        return (*base.shared_strides, base.tiles_m, base.keys, *heads, *lists.strides)
 
-    @property
-    def has_lengths(self) -> bool:
-        return self.key_lengths is not None or self.packed is not None
-
-    @property
-    def has_query_lengths(self) -> bool:
-        return self.query_lengths is not None or self.packed is not None
-
-    @property
-    def restricted(self) -> bool:
-        limits = self.layout.limits
-        return self.has_lengths or self.has_query_lengths or limits.has_low or limits.has_high
-
-    @property
-    def dead_rows(self) -> bool:
-        """Rows without a key lie beyond their length, or where the bounds hold none."""
-        limits = self.layout.limits
-        dead = self.layout.classes is not None or self.has_query_lengths
-        dead |= limits.has_high and limits.high < 0
-        return dead or (limits.has_low and (self.has_lengths or limits.low > self.N - self.M))
-
-    @property
-    def dead_keys(self) -> bool:
-        """Keys without a row lie beyond their length, or where the bounds hold none."""
-        limits = self.layout.limits
-        dead = self.layout.classes is not None or self.has_lengths
-        dead |= limits.has_high and (self.has_query_lengths or limits.high < self.N - self.M)
-        return dead or (limits.has_low and limits.low > 0)
-
-    @cached_property
-    def exact_delta(self) -> bool:
-        """delta carries out's rounding. That shows where gradients are more precise than out, or
-        vanish in theory: in a mask's column of all keys, and in rows of very few keys.
-        """
-        call, limits, dmask = self.call, self.layout.limits, self.gradients.dmask
-        if call.dout is None or call.out.dtype.itemsize >= 4:
-            return False
-        bounded = limits.has_low and limits.has_high
-        if self.N <= _ONE_TILE or (bounded and limits.high - limits.low < _FEW_KEYS):
-            return True
-        finer = dmask.dtype.itemsize > call.out.dtype.itemsize
-        return call.needs[3] and (finer or dmask.shape[3] == 1)
-
-    # -- constants ---------------------------------------------------------------------------------
-
-    @property
-    def restrictions(self) -> dict[str, Any]:
-        limits, keys = self.layout.limits, self.key_lengths
-        return {
-            "HAS_LOW": limits.has_low,
-            "HAS_HIGH": limits.has_high,
-            "KEY_LENGTHS": 0 if keys is None else keys.dim(),
-            "QUERY_LENGTHS": self.query_lengths is not None,
-        }
-
-    @property
-    def of_packing(self) -> dict[str, Any]:
-        return {
-            "PACKED": self.packed is not None,
-            "FROM_END": self.packed is not None and self.packed.from_end,
-        }
-
-    @property
-    def of_mask(self) -> dict[str, Any]:
-        mask, shape = self.call.mask, self.layout.shape
-        bias = mask is not None and mask.dtype != torch.bool
-        return {
-            "DENSE": mask is not None,
-            "BIAS": bias,
+    def case(self, block_m: int, block_n: int, **others: Any) -> Case:
+        facts, listed = self.facts, self.layout.listed
+        if listed is not None:
+            others |= {"LISTS": True, "BASE_M": listed.base.block_m, "BASE_N": listed.base.block_n}
+        return facts.case(
+            block_m, block_n, self.d, self.e, UNIT=self.unit,
+            PRECISION=self.layout.config.precision, HAS_DOUT=self.call.dout is not None,
             # The lowest value of these makes exp of any score 0, without a comparison.
-            "BY_VALUE": mask is not None and mask.dtype in (torch.bfloat16, torch.float32),
-            "SHARED": 0 if shape is None else shared_lines(shape),
-            "DROPOUT": dropout_kind(self.call.q, self.call.dropout_p),
-            "NATURAL": self.call.q.dtype == torch.float32 or bias,
-        }
+            BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32),
+            NATURAL=facts.dtype == torch.float32 or facts.bias, **others,
+        )  # fmt: skip
 
-    @property
-    def of_widths(self) -> dict[str, Any]:
-        (D0, D1), (E0, E1) = self.widths
-        return {
-            "PRECISION": self.layout.config.precision,
-            "D": self.D, "D0": D0, "D1": D1, "E": self.E, "E0": E0, "E1": E1,
-        }  # fmt: skip
-
-    def sizes(self, tile: BwdTile) -> dict[str, Any]:
-        return {
-            **self.of_widths,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "STAGES": tile.stages,
-            "EDGE_STAGES": tile.edge_stages,
-        }
+    def tile_case(self, tile: BwdTile, tma: bool, dead: bool, ragged: bool) -> Case:
+        return self.case(
+            tile.block_m, tile.block_n, STAGES=tile.stages, EDGE_STAGES=tile.edge_stages, TMA=tma,
+            DEAD=dead, RAGGED=ragged,
+        )  # fmt: skip
 
     def descriptors(
         self, first: int, x: Tensor, y: Tensor | None, rows: int, tma: bool
@@ -264,54 +282,39 @@ class _Binder:
         """Two descriptors of x and two of y, by the position of the kernel's argument."""
         if not tma:
             return dict.fromkeys(range(first, first + 4))
-        found = (
-            *descriptor_templates(x, rows, self.widths[0]),
-            *descriptor_templates(y, rows, self.widths[1]),
-        )
+        if self.facts.packed is not None:
+            x, y = x[0], None if y is None else y[0]
+        found = *descriptor_templates(x, rows, self.d), *descriptor_templates(y, rows, self.e)
         return {first + n: template for n, template in enumerate(found)}
-
-    # -- the kernels -------------------------------------------------------------------------------
 
     def _by_tma(self, tile: BwdTile) -> bool:
         """Without dout ptxas 12.8 breaks down over descriptors of a single row."""
         return tile.tma and self.aligned and self.call.dout is not None
 
     def dq(self) -> _Launch:
-        call, layout, tile = self.call, self.layout, self.layout.config.dq
-        lists, heads = layout.for_dq, self.B * self.H
+        facts, call, tile = self.facts, self.call, self.layout.config.dq
+        heads = facts.B * facts.H
         read_v = None if call.dout is None else call.v
         tma = self._by_tma(tile) and call.needs[0]
         tma = tma and describable(call.k) and describable(read_v)
         launch = BoundLaunch(
             attention_bwd_dq_kernel,
             (
-                *self.strides(0, 1, 2, 3, 4, 5), *self.mask_steps, *self.class_strides,
-                *self.list_strides(lists), *self.length_strides, self.H, self.group, self.M,
-                self.N // self.mask_unit, layout.padded_m, self.rows, heads,
-                self.swizzle_group(call.k, call.v, self.group, heads), *self.numbers,
+                self.q, self.k, self.v, self.o, self.do, self.dq_, facts.mask_strides,
+                *self.list_numbers(False), *facts.length_strides, facts.H, facts.group, facts.M,
+                facts.N // facts.mask_unit, self.layout.padded_m, facts.rows, heads,
+                self.swizzle_group(call.k, call.v, facts.group, heads), *facts.numbers,
             ),
             {
-                "STRIDE_UNIT": self.unit,
-                "MASK_UNIT": self.mask_unit,
                 "NEED_DQ": call.needs[0],
-                "HAS_DOUT": call.dout is not None,
                 "HAS_DLSE": call.dlse is not None,
                 "EXACT_DELTA": self.exact_delta,
-                **self.restrictions,
-                **self.of_packing,
-                "LISTS": layout.classes is not None,
-                "FACTOR_M": 1 if lists is None else lists.factor_outer,
-                "FACTOR_N": 1 if lists is None else lists.factor_inner,
-                **self.of_mask,
-                "EDGES": self.restricted or self.N % tile.block_n != 0,
-                "DEAD_KEYS": self.dead_keys,
-                "TMA": tma,
-                **self.sizes(tile),
+                "CASE": self.tile_case(tile, tma, facts.dead_keys, facts.N % tile.block_n != 0),
             },
             self.descriptors(5, call.k, read_v, tile.block_n, tma),
             **tile.options(tma),
         )  # fmt: skip
-        return launch.over(triton.cdiv(self.M, tile.block_m) * heads)
+        return launch.over(triton.cdiv(facts.M, tile.block_m) * heads)
 
     def dkdv(self) -> tuple[tuple[_Launch, bool, bool], ...]:
         _, need_dk, need_dv, _ = self.call.needs
@@ -321,78 +324,58 @@ class _Binder:
         return tuple((self._dkdv(*each), *each) for each in passes if any(each))
 
     def _dkdv(self, need_dk: bool, need_dv: bool) -> _Launch:
-        call, layout, tile = self.call, self.layout, self.layout.config.dkdv
-        lists, c, heads = layout.for_dkdv, layout.classes, self.B * self.K
+        facts, call, tile = self.facts, self.call, self.layout.config.dkdv
+        heads = facts.B * facts.K
         tma = self._by_tma(tile) and describable(call.q) and describable(call.dout)
         launch = BoundLaunch(
             attention_bwd_dkdv_kernel,
             (
-                *self.strides(0, 1, 2, 4, 6, 7), *self.mask_steps, *self.class_strides,
-                self.group if c is not None and c.heads > 1 else 1, *self.list_strides(lists),
-                *self.length_strides, self.H, self.K, self.group, self.M, self.N // self.mask_unit,
-                layout.padded_m, heads, self.swizzle_group(call.q, call.v, 1, heads), *self.numbers,
+                self.q, self.k, self.v, self.do, self.dk, self.dv, facts.mask_strides,
+                *self.list_numbers(True), *facts.length_strides, facts.H, facts.K, facts.group,
+                facts.M, facts.N // facts.mask_unit, self.layout.padded_m, heads,
+                self.swizzle_group(call.q, call.v, 1, heads), *facts.numbers,
             ),
             {
-                "STRIDE_UNIT": self.unit,
-                "MASK_UNIT": self.mask_unit,
                 "NEED_DK": need_dk,
                 "NEED_DV": need_dv,
-                "HAS_DOUT": call.dout is not None,
-                **self.restrictions,
-                **self.of_packing,
-                "LISTS": c is not None,
-                "FACTOR_N": 1 if lists is None else lists.factor_outer,
-                **self.of_mask,
-                "EDGES": self.restricted or self.M % tile.block_m != 0,
-                "DEAD_ROWS": self.dead_rows,
                 "LATE": tile.late,
-                "TMA": tma,
-                **self.sizes(tile),
+                "CASE": self.tile_case(tile, tma, facts.dead_rows, facts.M % tile.block_m != 0),
             },
             self.descriptors(4, call.q, call.dout, tile.block_m, tma),
             **tile.options(tma),
         )  # fmt: skip
-        return launch.over(triton.cdiv(self.N, tile.block_n) * heads)
+        return launch.over(triton.cdiv(facts.N, tile.block_n) * heads)
 
     def dmask(self) -> tuple[_Launch, _Launch | None]:
         """And the sum of its shares, where there are several."""
-        layout, c, sums = self.layout, self.layout.classes, self.layout.sums
-        assert c is not None and sums is not None
-        result_strides = self.gradients.dmask.stride()
+        facts, listed = self.facts, self.layout.listed
+        assert listed is not None and listed.sums is not None and facts.mask is not None
+        base, sums = listed.base, listed.sums
+        result_strides = MaskStrides(*self.dmask_strides)
         _, sh, sm, sn = sums.sizes
-        target: tuple[int, ...] = (0, *result_strides)
-        sum_splits = None
+        share, target, sum_splits = 0, result_strides, None
         if sums.splits > 1:
-            elements = prod(sums.sizes)
-            target = (elements, sh * sm * sn, sm * sn, sn, 1)
+            share, target = prod(sums.sizes), MaskStrides(sh * sm * sn, sm * sn, sn, 1)
             add = BoundLaunch(
                 sum_splits_kernel,
-                (*result_strides, sh, sm, sn, elements, sums.splits),
+                (result_strides, sh, sm, sn, share, sums.splits),
                 {"BLOCK": 1024},
             )
-            sum_splits = add.over(triton.cdiv(elements, 1024))
-        of_mask = self.of_mask
+            sum_splits = add.over(triton.cdiv(share, 1024))
         launch = BoundLaunch(
             attention_bwd_dmask_kernel,
             (
-                *self.strides(0, 1, 2, 4), *self.mask_strides, *target, *c.shared_strides,
-                c.tiles_n, *self.length_strides, self.H, self.group, self.M, self.N,
-                layout.padded_m, *sums.owned[1:], *sums.summed, sums.splits, sums.per_split,
-                *self.numbers,
+                self.q, self.k, self.v, self.do, MaskStrides(*facts.mask.strides), share, target,
+                *base.shared_strides, base.tiles_n, *facts.length_strides, facts.H, facts.group,
+                facts.M, facts.N, self.layout.padded_m, *sums.owned[1:], *sums.summed, sums.splits,
+                sums.per_split, *facts.numbers,
             ),
             {
-                "STRIDE_UNIT": self.unit,
-                "HAS_DOUT": self.call.dout is not None,
-                **self.restrictions,
-                "ROWS_SHARED": of_mask["SHARED"] == ONE_ROW.value,
-                "DROPOUT": of_mask["DROPOUT"],
                 "SUM_ROWS": sm == 1,
                 "SUM_COLUMNS": sn == 1,
-                **self.of_widths,
-                "BLOCK_M": c.block_m,
-                "BLOCK_N": c.block_n,
+                "CASE": self.case(base.block_m, base.block_n, MASK_UNIT=1),
             },
-            num_warps=layout.config.dmask_warps,
+            num_warps=self.layout.config.dmask_warps,
             num_stages=1,
         )  # fmt: skip
         return launch.over(prod(sums.owned) * sums.splits), sum_splits

@@ -21,12 +21,8 @@ from fastattn.ops._triton_dropout import (
 )
 from fastattn.ops.attention.triton.bwd_parts import (
     DEAD_ROW,
-    Case,
     Mask,
-    load_rows,
     packed_lse_delta_start,
-    packed_sequence,
-    product,
     unpack_lse_delta,
     weights,
 )
@@ -35,26 +31,28 @@ from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     LOG2E,
+    NOT_SPECIALIZED,
     ONE_COLUMN,
     PARTIAL,
     Dropout,
+    Lengths,
     Source,
-    clamped_length,
     key_bounds,
+    key_limit,
     load_mask,
     load_partial,
-    load_tile,
+    load_row_tiles,
+    load_rows,
+    packed_sequence,
+    product,
     program_tile,
-    store_tile,
+    query_limit,
+    row_limits,
+    row_zeros,
+    rows_of,
+    store_row_tiles,
     tile_range,
 )
-
-
-class Lengths(NamedTuple):
-    """Key lengths of one sequence, one for each query where KEY_LENGTHS is 2."""
-
-    ptr: Any
-    stride_m: Any
 
 
 class Rows(NamedTuple):
@@ -82,6 +80,7 @@ class Operands(NamedTuple):
     lengths: Lengths
     rows: Rows
     dropout: Dropout
+    b: Any
     j: Any
     keys_left: Any
     M: Any
@@ -156,13 +155,10 @@ def dkdv_tile(
         mask_ptr += m_start.to(tl.int64) * stride_m
     if KIND == EDGE:
         # Keys beyond their length may get any gradient here: each has its own row, never stored.
-        row_limit = given.N
-        if CASE.KEY_LENGTHS == 2:
-            lengths_ptr = given.lengths.ptr + i[None, :].to(tl.int64) * given.lengths.stride_m
-            lengths = tl.load(lengths_ptr, mask=i[None, :] < given.M, other=0)
-            row_limit = clamped_length(lengths, given.N)
+        row = i[None, :]
+        row_limit = row_limits(given.lengths, given.b, row, row < given.M, given.N, given.N, CASE)
         row_begin, row_end = key_bounds(
-            i[None, :], row_limit, given.rows.q_limit, given.rows.low, given.rows.high,
+            row, row_limit, given.rows.q_limit, given.rows.low, given.rows.high,
             CASE.HAS_LOW, CASE.HAS_HIGH,
         )  # fmt: skip
         allowed = given.j[:, None] < row_end
@@ -234,14 +230,7 @@ def dkdv_tile(
     return Sums(dk0, dk1, dv0, dv1)
 
 
-# Not specialised: what changes from batch to batch and buys no wider load.
-@triton.jit(
-    do_not_specialize=[
-        "stream", "stride_cb", "stride_ch", "base_tiles_m", "alive_heads", "stride_tb", "stride_th",
-        "stride_tm", "stride_lb", "stride_ub", "H", "K", "batch_heads", "swizzle_group",
-        "low", "high", "threshold",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "K"])
 def attention_bwd_dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -262,28 +251,13 @@ def attention_bwd_dkdv_kernel(
     seed_ptr,
     row_keys_ptr,
     stream,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_do,
+    stride_dk,
+    stride_dv,
+    stride_mask,
     stride_cb,
     stride_ch,
     base_tiles_m,
@@ -308,48 +282,16 @@ def attention_bwd_dkdv_kernel(
     scale,
     threshold,
     keep_factor,
-    STRIDE_UNIT: tl.constexpr,
-    MASK_UNIT: tl.constexpr,
     NEED_DK: tl.constexpr,
     NEED_DV: tl.constexpr,
-    HAS_DOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr,
-    PACKED: tl.constexpr,
-    FROM_END: tl.constexpr,
-    LISTS: tl.constexpr,
-    FACTOR_N: tl.constexpr,
-    DENSE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_VALUE: tl.constexpr,
-    SHARED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr,
-    EDGES: tl.constexpr,
-    DEAD_ROWS: tl.constexpr,
     LATE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
+    CASE: tl.constexpr,
 ):
     """Arguments as in attention_bwd_dq_kernel; batch_heads, swizzle_group: of key/value heads."""
-    CASE: tl.constexpr = Case(
-        LISTS, FACTOR_N, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
-        HAS_DOUT, NATURAL, DEAD_ROWS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    mm = stride_mm * MASK_UNIT
-    N = N * MASK_UNIT
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    UNIT: tl.constexpr = CASE.UNIT
+    N = N * CASE.MASK_UNIT
     # Causality makes the first keys' loops the longest.
     n_tile, batch_head = program_tile(N, batch_heads, swizzle_group, BLOCK_N, False)
     b = batch_head // K
@@ -361,46 +303,39 @@ def attention_bwd_dkdv_kernel(
     b64 = b.to(tl.int64)
     kv64 = kv_head.to(tl.int64)
     n64 = n_start.to(tl.int64)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
     desc_b = b
     query0 = 0
-    if PACKED:  # the lengths are offsets; batch strides are 0
-        query0, M, key0, N, low, high = packed_sequence(
-            query_lengths_ptr + b, key_lengths_ptr + b, low, high, FROM_END
-        )
-        desc_b = 0
+    if CASE.PACKED:  # batch strides are 0
+        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        desc_b = None
         n64 += key0
-        q_ptr += query0.to(tl.int64) * stride_qm * STRIDE_UNIT
-        if HAS_DOUT:
-            dout_ptr += query0.to(tl.int64) * stride_dom * STRIDE_UNIT
-    k_ptr += (b64 * stride_kb + kv64 * stride_kh + n64 * stride_kn) * STRIDE_UNIT
-    v_ptr += (b64 * stride_vb + kv64 * stride_vh + n64 * stride_vn) * STRIDE_UNIT
+        q_ptr += query0.to(tl.int64) * stride_q.row * UNIT
+        if CASE.HAS_DOUT:
+            dout_ptr += query0.to(tl.int64) * stride_do.row * UNIT
+    k_ptr = rows_of(k_ptr, stride_k, b64, kv64, n64, UNIT)
+    v_ptr = rows_of(v_ptr, stride_v, b64, kv64, n64, UNIT)
     shift = tl.log2(keep_factor)
     score_scale = scale
-    if not NATURAL:
+    if not CASE.NATURAL:
         score_scale = scale * LOG2E
 
     # -- which queries may attend these keys
-    q_limit = M
-    if QUERY_LENGTHS:
-        q_limit = clamped_length(tl.load(query_lengths_ptr + b64 * stride_ub), M)
-    key_limit = N
-    if KEY_LENGTHS == 1:
-        key_limit = clamped_length(tl.load(key_lengths_ptr + b64 * stride_lb), N)
-    n_end = tl.minimum(n_start + BLOCK_N, key_limit)
-    limit = tl.where(n_start < key_limit, q_limit, 0)
+    q_limit = query_limit(lengths, b64, M, CASE)
+    k_limit = key_limit(lengths, b64, N, CASE)
+    n_end = tl.minimum(n_start + BLOCK_N, k_limit)
+    limit = tl.where(n_start < k_limit, q_limit, 0)
     first, full_first, full_last, last, live_begin, live_end = tile_range(
-        n_start, n_end, limit, limit, -high, -low, HAS_HIGH, HAS_LOW, BLOCK_M
+        n_start, n_end, limit, limit, -high, -low, CASE.HAS_HIGH, CASE.HAS_LOW, BLOCK_M
     )
-    if KEY_LENGTHS == 2:
-        key_lengths_ptr += b64 * stride_lb
 
     # -- what stays on chip; keys that no query of the group may attend are 0
-    alive = j < key_limit
-    if LISTS:
+    alive = j < k_limit
+    if CASE.LISTS:
         seen = tl.zeros([BLOCK_N], tl.int32)
         for g in range(0, alive_heads):
             base_tile = b64 * stride_cb + (kv64 * GROUP + g) * stride_ch
-            tiles_ptr = alive_ptr + base_tile * (BLOCK_N // FACTOR_N) + j
+            tiles_ptr = alive_ptr + base_tile * CASE.BASE_N + j
             for start in range(0, base_tiles_m, 32):
                 base_row = start + tl.arange(0, 32)[:, None]
                 flags = tl.load(
@@ -411,116 +346,100 @@ def attention_bwd_dkdv_kernel(
                 seen = seen | tl.max(flags.to(tl.int32), 0)
         alive = seen > 0
     else:
-        if HAS_HIGH:
+        if CASE.HAS_HIGH:
             alive = alive & (j < q_limit + high)
-        if HAS_LOW:
+        if CASE.HAS_LOW:
             alive = alive & (j >= low)
-    k0 = load_tile(k_ptr, stride_kn * STRIDE_UNIT, alive, BLOCK_N, 0, D0, D, True)
-    k1 = k0
-    dk0 = tl.zeros([BLOCK_N, D0], tl.float32)
-    dk1 = tl.zeros([BLOCK_N], tl.float32)
-    if D1 > 0:
-        k1 = load_tile(k_ptr, stride_kn * STRIDE_UNIT, alive, BLOCK_N, D0, D1, D, True)
-        dk1 = tl.zeros([BLOCK_N, D1], tl.float32)
+    k0, k1 = load_row_tiles(
+        k_ptr, stride_k.row * UNIT, alive, BLOCK_N, CASE.D0, CASE.D1, CASE.D, True
+    )
     v0 = k0
     v1 = k0
-    if HAS_DOUT and NEED_DK:
-        v0 = load_tile(v_ptr, stride_vn * STRIDE_UNIT, alive, BLOCK_N, 0, E0, E, True)
-        if E1 > 0:
-            v1 = load_tile(v_ptr, stride_vn * STRIDE_UNIT, alive, BLOCK_N, E0, E1, E, True)
-    dv0 = tl.zeros([BLOCK_N, E0], tl.float32)
-    dv1 = tl.zeros([BLOCK_N], tl.float32)
-    if E1 > 0:
-        dv1 = tl.zeros([BLOCK_N, E1], tl.float32)
-
+    if CASE.HAS_DOUT and NEED_DK:
+        v0, v1 = load_row_tiles(
+            v_ptr, stride_v.row * UNIT, alive, BLOCK_N, CASE.E0, CASE.E1, CASE.E, True
+        )
+    dk0, dk1 = row_zeros(BLOCK_N, CASE.D0, CASE.D1)
+    dv0, dv1 = row_zeros(BLOCK_N, CASE.E0, CASE.E1)
     sums = Sums(dk0, dk1, dv0, dv1)
 
     # -- every query head of the group in turn
     # A pointer that the loop over full tiles moves on takes fewer registers than an offset for
     # every tile.
-    MOVING: tl.constexpr = not LISTS
+    MOVING: tl.constexpr = not CASE.LISTS
     for g in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + g
         h64 = h.to(tl.int64)
-        q_head = q_ptr + (b64 * stride_qb + h64 * stride_qh) * STRIDE_UNIT
+        q_head = rows_of(q_ptr, stride_q, b64, h64, 0, UNIT)
         dout_head = dout_ptr
-        if HAS_DOUT:
-            dout_head = dout_ptr + (b64 * stride_dob + h64 * stride_doh) * STRIDE_UNIT
+        if CASE.HAS_DOUT:
+            dout_head = rows_of(dout_ptr, stride_do, b64, h64, 0, UNIT)
         lse_delta_start = (b64 * H + h64) * padded_m
-        if PACKED:
+        if CASE.PACKED:
             lse_delta_start = h64 * padded_m + packed_lse_delta_start(query0, b)
         lse_delta = lse_delta_ptr + lse_delta_start
         mask_head = mask_ptr
-        if DENSE:
-            mask_head = mask_ptr + (b64 * stride_mb + h64 * stride_mh) * MASK_UNIT
-            mask_head += n64 * stride_mn
+        if CASE.DENSE:
+            mask_head = mask_ptr + (b64 * stride_mask.b + h64 * stride_mask.h) * CASE.MASK_UNIT
+            mask_head += n64 * stride_mask.n
         n_full = full_last - full_first
         n_partial = 0
         n_edge = last - first - n_full
         list_ptr = lists_ptr
-        if LISTS:
+        if CASE.LISTS:
             list_ptr += b64 * stride_tb + h64 * stride_th
             list_ptr += n_tile.to(tl.int64) * stride_tm
             n_full, n_partial, n_edge = list_counts(list_ptr)
             list_ptr += LIST_HEADER
         row_keys = lse_delta
         column_keys = j
-        if HAS_DOUT and DROPOUT:
+        if CASE.HAS_DOUT and CASE.DROPOUT:
             row_keys = row_keys_ptr + lse_delta_start
             column_base = stream_key(COLUMN_TAG, seed_ptr, stream, False)
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
         given = Operands(
             k0, k1, v0, v1,
-            Source(q_head, stride_qm * STRIDE_UNIT, q0_desc, q1_desc, desc_b, h, query0),
-            Source(dout_head, stride_dom * STRIDE_UNIT, do0_desc, do1_desc, desc_b, h, query0),
-            Mask(mask_head, mm, stride_mn),
-            Lengths(key_lengths_ptr, stride_lm),
+            Source(q_head, stride_q.row * UNIT, q0_desc, q1_desc, desc_b, h, query0),
+            Source(dout_head, stride_do.row * UNIT, do0_desc, do1_desc, desc_b, h, query0),
+            Mask(mask_head, stride_mask.m * CASE.MASK_UNIT, stride_mask.n),
+            lengths,
             Rows(live_begin, live_end, q_limit, low, high),
             Dropout(row_keys, column_keys, threshold),
-            j, N - n_start, M, N, score_scale, shift,
+            b64, j, N - n_start, M, N, score_scale, shift,
         )  # fmt: skip
         next_tile = full_first
-        if LISTS:
+        if CASE.LISTS:
             next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
         tile_lse_delta = lse_delta
         tile_row_keys = row_keys
         if MOVING:
             tile_lse_delta += full_first * BLOCK_M
             tile_row_keys += full_first * BLOCK_M
-        for index in tl.range(0, n_full, num_stages=STAGES):
+        for index in tl.range(0, n_full, num_stages=CASE.STAGES):
             tile = next_tile
-            if LISTS:
+            if CASE.LISTS:
                 next_tile = tl.load(list_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
             sums = dkdv_tile(
-                sums,
-                tile,
-                tile_lse_delta,
-                tile_row_keys,
-                given,
-                FULL,
-                NEED_DK,
-                NEED_DV,
-                LATE,
-                CASE,
+                sums, tile, tile_lse_delta, tile_row_keys, given, FULL, NEED_DK, NEED_DV, LATE, CASE
             )
             if MOVING:
                 tile_lse_delta += BLOCK_M
                 tile_row_keys += BLOCK_M
-        if DENSE:
+        if CASE.DENSE:
             partial_ptr = list_ptr + n_full
             next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
-            for index in tl.range(0, n_partial, num_stages=STAGES):
+            for index in tl.range(0, n_partial, num_stages=CASE.STAGES):
                 tile = next_tile
                 next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
                 sums = dkdv_tile(
                     sums, tile, lse_delta, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
                 )
-        if EDGES or LISTS:
-            for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
-                if LISTS:
+        if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
+            for index in tl.range(0, n_edge, num_stages=CASE.EDGE_STAGES):
+                if CASE.LISTS:
                     tile = tl.load(list_ptr + n_full + n_partial + index)
                 else:
                     tile = first + index
@@ -532,18 +451,20 @@ def attention_bwd_dkdv_kernel(
     # -- results; keys beyond their length hold whatever their row became
     dk0, dk1, dv0, dv1 = sums
     stored = j < N
-    used = (j < key_limit)[:, None]
+    used = (j < k_limit)[:, None]
     if NEED_DK:
-        dk_ptr += (b64 * stride_dkb + kv64 * stride_dkh + n64 * stride_dkn) * STRIDE_UNIT
         dk0 = tl.where(used, dk0 * scale, 0.0)
-        store_tile(dk_ptr, stride_dkn * STRIDE_UNIT, dk0, stored, BLOCK_N, 0, D0, D)
-        if D1 > 0:
+        if CASE.D1 > 0:
             dk1 = tl.where(used, dk1 * scale, 0.0)
-            store_tile(dk_ptr, stride_dkn * STRIDE_UNIT, dk1, stored, BLOCK_N, D0, D1, D)
+        dk_ptr = rows_of(dk_ptr, stride_dk, b64, kv64, n64, UNIT)
+        store_row_tiles(
+            dk_ptr, stride_dk.row * UNIT, dk0, dk1, stored, BLOCK_N, CASE.D0, CASE.D1, CASE.D
+        )
     if NEED_DV:
-        dv_ptr += (b64 * stride_dvb + kv64 * stride_dvh + n64 * stride_dvn) * STRIDE_UNIT
         dv0 = tl.where(used, dv0, 0.0)
-        store_tile(dv_ptr, stride_dvn * STRIDE_UNIT, dv0, stored, BLOCK_N, 0, E0, E)
-        if E1 > 0:
+        if CASE.E1 > 0:
             dv1 = tl.where(used, dv1, 0.0)
-            store_tile(dv_ptr, stride_dvn * STRIDE_UNIT, dv1, stored, BLOCK_N, E0, E1, E)
+        dv_ptr = rows_of(dv_ptr, stride_dv, b64, kv64, n64, UNIT)
+        store_row_tiles(
+            dv_ptr, stride_dv.row * UNIT, dv0, dv1, stored, BLOCK_N, CASE.E0, CASE.E1, CASE.E
+        )

@@ -9,24 +9,26 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
-from fastattn.ops.attention.triton.bwd_parts import (
-    unpack_lse_delta,
-    weights,
-)
+from fastattn.ops.attention.triton.bwd_parts import unpack_lse_delta, weights
 from fastattn.ops.attention.triton.tiles import (
+    NOT_SPECIALIZED,
     ONE_ROW,
-    clamped_length,
+    Lengths,
     key_bounds,
+    key_limit,
     load_mask,
-    load_tile,
+    load_row_tiles,
+    product,
+    query_limit,
+    row_limits,
+    rows_of,
 )
 
 
 @triton.jit(
     do_not_specialize=[
-        "stream", "stride_cb", "stride_ch", "base_tiles_n", "stride_lb", "stride_ub", "H", "GROUP",
-        "M", "owned_h", "owned_m", "owned_n", "summed_b", "summed_h", "summed_m", "summed_n",
-        "splits", "per_split", "low", "high", "threshold",
+        *NOT_SPECIALIZED, "H", "GROUP", "M", "owned_h", "owned_m", "owned_n", "summed_b",
+        "summed_h", "summed_m", "summed_n", "splits", "per_split",
     ]
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
@@ -42,27 +44,13 @@ def attention_bwd_dmask_kernel(
     seed_ptr,
     dmask_ptr,
     stream,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_do,
+    stride_mask,
     stride_rs,
-    stride_rb,
-    stride_rh,
-    stride_rm,
-    stride_rn,
+    stride_r,
     stride_cb,
     stride_ch,
     base_tiles_n,
@@ -88,31 +76,19 @@ def attention_bwd_dmask_kernel(
     scale,
     threshold,
     keep_factor,
-    STRIDE_UNIT: tl.constexpr,
-    HAS_DOUT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
-    DROPOUT: tl.constexpr,
     SUM_ROWS: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CASE: tl.constexpr,
 ):
     """One tile of the mask, or a share of what is summed into it.
 
     Of batch, head, query tile and key tile, each, a program owns one of owned_* or adds up all
     summed_*; one of the two numbers is 1. Blocks are the base tiles that kinds_ptr describes.
     """
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    UNIT: tl.constexpr = CASE.UNIT
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
     pid = tl.program_id(0).to(tl.int64)
     split = pid % splits
     owner = pid // splits
@@ -142,50 +118,44 @@ def attention_bwd_dmask_kernel(
             kv_head = h // GROUP
             m64 = m_start.to(tl.int64)
             n64 = n_start.to(tl.int64)
-            q_tile = q_ptr + (b * stride_qb + h * stride_qh + m64 * stride_qm) * STRIDE_UNIT
-            k_tile = k_ptr + (b * stride_kb + kv_head * stride_kh + n64 * stride_kn) * STRIDE_UNIT
-            q0 = load_tile(q_tile, stride_qm * STRIDE_UNIT, i < M, BLOCK_M, 0, D0, D, True)
-            k0 = load_tile(k_tile, stride_kn * STRIDE_UNIT, j < N, BLOCK_N, 0, D0, D, True)
-            s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-            if D1 > 0:
-                q1 = load_tile(q_tile, stride_qm * STRIDE_UNIT, i < M, BLOCK_M, D0, D1, D, True)
-                k1 = load_tile(k_tile, stride_kn * STRIDE_UNIT, j < N, BLOCK_N, D0, D1, D, True)
-                s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+            q0, q1 = load_row_tiles(
+                rows_of(q_ptr, stride_q, b, h, m64, UNIT), stride_q.row * UNIT, i < M, BLOCK_M,
+                CASE.D0, CASE.D1, CASE.D, True,
+            )  # fmt: skip
+            k0, k1 = load_row_tiles(
+                rows_of(k_ptr, stride_k, b, kv_head, n64, UNIT), stride_k.row * UNIT, j < N,
+                BLOCK_N, CASE.D0, CASE.D1, CASE.D, True,
+            )  # fmt: skip
+            s = product(q0, q1, k0, k1, CASE.D1, CASE.PRECISION)
 
-            q_limit = M
-            if QUERY_LENGTHS:
-                q_limit = clamped_length(tl.load(query_lengths_ptr + b * stride_ub), M)
-            row_limit = N
-            if KEY_LENGTHS == 1:
-                row_limit = clamped_length(tl.load(key_lengths_ptr + b * stride_lb), N)
-            if KEY_LENGTHS == 2:
-                lengths_ptr = key_lengths_ptr + b * stride_lb + i.to(tl.int64)[:, None] * stride_lm
-                row_limit = clamped_length(tl.load(lengths_ptr, mask=i[:, None] < M, other=0), N)
+            q_limit = query_limit(lengths, b, M, CASE)
+            limit = key_limit(lengths, b, N, CASE)
+            row = i[:, None]
+            row_limit = row_limits(lengths, b, row, row < M, limit, N, CASE)
             row_begin, row_end = key_bounds(
-                i[:, None], row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH
+                row, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH
             )
-            mask_tile = mask_ptr + b * stride_mb + h * stride_mh + m64 * stride_mm + n64 * stride_mn
+            mask_at = b * stride_mask.b + h * stride_mask.h + m64 * stride_mask.m
             allowed, bias = load_mask(
-                mask_tile, local_i[:, None], local_j[None, :], stride_mm, stride_mn,
-                M - m_start, N - n_start, ONE_ROW if ROWS_SHARED else 0,
+                mask_ptr + mask_at + n64 * stride_mask.n, local_i[:, None], local_j[None, :],
+                stride_mask.m, stride_mask.n, M - m_start, N - n_start,
+                ONE_ROW if CASE.SHARED == ONE_ROW else 0,
             )  # fmt: skip
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
             word = tl.load(lse_delta_ptr + (b * H + h) * padded_m + i)
             lse, delta = unpack_lse_delta(word)
-            p = weights(s, lse[:, None], bias, scale, shift, True, True, DROPOUT > 0)
-            if HAS_DOUT:
-                do_at = (b * stride_dob + h * stride_doh + m64 * stride_dom) * STRIDE_UNIT
-                v_at = (b * stride_vb + kv_head * stride_vh + n64 * stride_vn) * STRIDE_UNIT
-                dom = stride_dom * STRIDE_UNIT
-                vn = stride_vn * STRIDE_UNIT
-                do0 = load_tile(dout_ptr + do_at, dom, i < M, BLOCK_M, 0, E0, E, True)
-                v0 = load_tile(v_ptr + v_at, vn, j < N, BLOCK_N, 0, E0, E, True)
-                dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
-                if E1 > 0:
-                    do1 = load_tile(dout_ptr + do_at, dom, i < M, BLOCK_M, E0, E1, E, True)
-                    v1 = load_tile(v_ptr + v_at, vn, j < N, BLOCK_N, E0, E1, E, True)
-                    dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-                if DROPOUT:
+            p = weights(s, lse[:, None], bias, scale, shift, True, True, CASE.DROPOUT > 0)
+            if CASE.HAS_DOUT:
+                do0, do1 = load_row_tiles(
+                    rows_of(dout_ptr, stride_do, b, h, m64, UNIT), stride_do.row * UNIT, i < M,
+                    BLOCK_M, CASE.E0, CASE.E1, CASE.E, True,
+                )  # fmt: skip
+                v0, v1 = load_row_tiles(
+                    rows_of(v_ptr, stride_v, b, kv_head, n64, UNIT), stride_v.row * UNIT, j < N,
+                    BLOCK_N, CASE.E0, CASE.E1, CASE.E, True,
+                )  # fmt: skip
+                dp = product(do0, do1, v0, v1, CASE.E1, CASE.PRECISION)
+                if CASE.DROPOUT:
                     row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
                     row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
                     column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
@@ -208,9 +178,9 @@ def attention_bwd_dmask_kernel(
     rows = own_m * ROWS + tl.arange(0, ROWS)[:, None]
     columns = own_n * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < (1 if SUM_ROWS else M)) & (columns < (1 if SUM_COLUMNS else N))
-    dmask_ptr += split * stride_rs + own_b * stride_rb + own_h * stride_rh
+    dmask_ptr += split * stride_rs + own_b * stride_r.b + own_h * stride_r.h
     tl.store(
-        dmask_ptr + rows * stride_rm + columns * stride_rn,
+        dmask_ptr + rows * stride_r.m + columns * stride_r.n,
         total.to(dmask_ptr.dtype.element_ty),
         mask=inside,
     )
@@ -220,10 +190,7 @@ def attention_bwd_dmask_kernel(
 def sum_splits_kernel(
     partials_ptr,
     dmask_ptr,
-    stride_rb,
-    stride_rh,
-    stride_rm,
-    stride_rn,
+    stride_r,
     size_h,
     size_m,
     size_n,
@@ -241,5 +208,5 @@ def sum_splits_kernel(
     m = offs // size_n % size_m
     h = offs // size_n // size_m % size_h
     b = offs // size_n // size_m // size_h
-    ptrs = dmask_ptr + b * stride_rb + h * stride_rh + m * stride_rm + n * stride_rn
+    ptrs = dmask_ptr + b * stride_r.b + h * stride_r.h + m * stride_r.m + n * stride_r.n
     tl.store(ptrs, total.to(dmask_ptr.dtype.element_ty), mask=inside)

@@ -20,13 +20,9 @@ from fastattn.ops._triton_dropout import (
     zero_dropped,
 )
 from fastattn.ops.attention.triton.bwd_parts import (
-    Case,
     Mask,
-    load_rows,
     pack_lse_delta,
     packed_lse_delta_start,
-    packed_sequence,
-    product,
     weights,
 )
 from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
@@ -35,18 +31,27 @@ from fastattn.ops.attention.triton.tiles import (
     FULL,
     LOG2E,
     NEG_INF,
+    NOT_SPECIALIZED,
     ONE_ROW,
     PARTIAL,
     Dropout,
+    Lengths,
     Reach,
     Source,
-    clamped_length,
     key_bounds,
+    key_limit,
     load_mask,
     load_partial,
-    load_tile,
+    load_row_tiles,
+    load_rows,
+    packed_sequence,
+    product,
     program_tile,
-    store_tile,
+    query_limit,
+    row_limits,
+    row_zeros,
+    rows_of,
+    store_row_tiles,
     tile_range,
 )
 
@@ -104,8 +109,8 @@ def dq_tile(
     if KIND == EDGE and CASE.LISTS:
         alive = given.alive
         seen = tl.zeros([BLOCK_N], tl.int32)
-        for f in tl.static_range(CASE.FACTOR):
-            base_row = given.m_start // (BLOCK_M // CASE.FACTOR) + f
+        for f in tl.static_range(BLOCK_M // CASE.BASE_M):
+            base_row = given.m_start // CASE.BASE_M + f
             keys_ptr = alive.ptr + base_row.to(tl.int64) * alive.stride + j
             flags = tl.load(keys_ptr, mask=(j < given.N) & (base_row < alive.tiles), other=0)
             seen = seen | flags.to(tl.int32)
@@ -176,14 +181,7 @@ def dq_tile(
     return dq0, dq1
 
 
-# Not specialised: what changes from batch to batch and buys no wider load.
-@triton.jit(
-    do_not_specialize=[
-        "stream", "stride_cb", "stride_ch", "base_tiles_m", "stride_tb", "stride_th", "stride_tm",
-        "stride_lb", "stride_ub", "H", "GROUP", "rows", "batch_heads", "swizzle_group",
-        "low", "high", "threshold",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "GROUP"])
 def attention_bwd_dq_kernel(
     q_ptr,
     k_ptr,
@@ -207,28 +205,13 @@ def attention_bwd_dq_kernel(
     column_keys_ptr,
     row_keys_ptr,
     stream,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_dqb,
-    stride_dqh,
-    stride_dqm,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_o,
+    stride_do,
+    stride_dq,
+    stride_mask,
     stride_cb,
     stride_ch,
     base_tiles_m,
@@ -252,56 +235,18 @@ def attention_bwd_dq_kernel(
     scale,
     threshold,
     keep_factor,
-    STRIDE_UNIT: tl.constexpr,
-    MASK_UNIT: tl.constexpr,
     NEED_DQ: tl.constexpr,
-    HAS_DOUT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     EXACT_DELTA: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr,
-    PACKED: tl.constexpr,
-    FROM_END: tl.constexpr,
-    LISTS: tl.constexpr,
-    FACTOR_M: tl.constexpr,
-    FACTOR_N: tl.constexpr,
-    DENSE: tl.constexpr,
-    BIAS: tl.constexpr,
-    BY_VALUE: tl.constexpr,
-    SHARED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr,
-    EDGES: tl.constexpr,
-    DEAD_KEYS: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
+    CASE: tl.constexpr,
 ):
-    """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. EDGES: edge tiles may occur without LISTS.
-
-    EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much.
-    PACKED: batches are sequences, one behind the other in a head's rows; lengths are their offsets,
-    M and N the longest, rows all there are; with FROM_END the bounds count from each one's end.
-    Strides of the tensors come divided by STRIDE_UNIT, N and those of the mask but the last by
-    MASK_UNIT, so that the compiler sees their alignment. row_keys_ptr: for dkdv, dropout's key of
-    each unit of rows, at the position of its first row in lse_delta.
+    """EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much. rows:
+    of a head, in all sequences. row_keys_ptr: for dkdv, dropout's key of each unit of rows, at the
+    position of its first row in lse_delta.
     """
-    CASE: tl.constexpr = Case(
-        LISTS, FACTOR_M, DENSE, BIAS, BY_VALUE, SHARED, HAS_LOW, HAS_HIGH, KEY_LENGTHS, DROPOUT,
-        HAS_DOUT, NATURAL, DEAD_KEYS, TMA, PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    UNIT: tl.constexpr = CASE.UNIT
     m_tile, batch_head = program_tile(M, batch_heads, swizzle_group, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
@@ -312,57 +257,54 @@ def attention_bwd_dq_kernel(
 
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
+    kv64 = kv_head.to(tl.int64)
     m64 = m_start.to(tl.int64)
-    mm = stride_mm * MASK_UNIT
-    N = N * MASK_UNIT
+    N = N * CASE.MASK_UNIT
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
     desc_b = b
     key0 = 0
     lse_delta_start = batch_head.to(tl.int64) * padded_m
     first_row = batch_head.to(tl.int64) * M  # in lse and dlse
-    if PACKED:  # the lengths are offsets; batch strides are 0
-        query0, M, key0, N, low, high = packed_sequence(
-            query_lengths_ptr + b, key_lengths_ptr + b, low, high, FROM_END
-        )
-        desc_b = 0
+    if CASE.PACKED:  # batch strides are 0
+        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        desc_b = None
         lse_delta_start = h64 * padded_m + packed_lse_delta_start(query0, b)
         first_row = h64 * rows + query0
-        k_ptr += key0.to(tl.int64) * stride_kn * STRIDE_UNIT
-        v_ptr += key0.to(tl.int64) * stride_vn * STRIDE_UNIT
+        k_ptr += key0.to(tl.int64) * stride_k.row * UNIT
+        v_ptr += key0.to(tl.int64) * stride_v.row * UNIT
         m64 += query0
-    q_ptr += (b64 * stride_qb + h64 * stride_qh + m64 * stride_qm) * STRIDE_UNIT
-    k_ptr += (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
-    v_ptr += (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * STRIDE_UNIT
-    out_ptr += (b64 * stride_ob + h64 * stride_oh + m64 * stride_om) * STRIDE_UNIT
+    q_ptr = rows_of(q_ptr, stride_q, b64, h64, m64, UNIT)
+    k_ptr = rows_of(k_ptr, stride_k, b64, kv64, 0, UNIT)
+    v_ptr = rows_of(v_ptr, stride_v, b64, kv64, 0, UNIT)
+    out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
-    q_limit = M
-    if QUERY_LENGTHS:
-        q_limit = clamped_length(tl.load(query_lengths_ptr + b64 * stride_ub), M)
+    q_limit = query_limit(lengths, b64, M, CASE)
     inside = i < q_limit
 
     # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
     lse = tl.load(lse_ptr + first_row + i, mask=inside, other=NEG_INF)
     live = inside & (lse != NEG_INF)
     score_scale = scale
-    if not NATURAL:
+    if not CASE.NATURAL:
         lse = lse * LOG2E
         score_scale = scale * LOG2E
     lse = tl.where(live, lse, float("inf"))
     delta = tl.zeros([BLOCK_M], tl.float32)
     do0 = delta
     do1 = delta
-    if HAS_DOUT:
-        dout_ptr += (b64 * stride_dob + h64 * stride_doh + m64 * stride_dom) * STRIDE_UNIT
-        do0 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
-        if E1 > 0:
-            do1 = load_tile(dout_ptr, stride_dom * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
+    if CASE.HAS_DOUT:
+        dout_ptr = rows_of(dout_ptr, stride_do, b64, h64, m64, UNIT)
+        do0, do1 = load_row_tiles(
+            dout_ptr, stride_do.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E, True
+        )
 
     row_keys = i
-    if HAS_DOUT and DROPOUT:
+    if CASE.HAS_DOUT and CASE.DROPOUT:
         row_base = dropout_row_base(seed_ptr, stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
         first_rows = unit_rows(m_start, BLOCK_M // 2)
         row_keys_ptr += lse_delta_start
-        if PACKED:
+        if CASE.PACKED:
             tl.store(
                 row_keys_ptr + first_rows, row_keys.to(tl.int32, bitcast=True), mask=first_rows < M
             )
@@ -372,37 +314,33 @@ def attention_bwd_dq_kernel(
     # -- which tiles, and what stays on chip
     if NEED_DQ or EXACT_DELTA:
         m_end = tl.minimum(m_start + BLOCK_M, q_limit)
-        row_limit = N
-        limit = N
-        if KEY_LENGTHS == 1:
-            limit = clamped_length(tl.load(key_lengths_ptr + b64 * stride_lb), N)
-            row_limit = limit
-        if KEY_LENGTHS == 2:
-            lengths_ptr = key_lengths_ptr + b64 * stride_lb + i.to(tl.int64) * stride_lm
-            row_limit = clamped_length(tl.load(lengths_ptr, mask=inside, other=0), N)
+        limit = key_limit(lengths, b64, N, CASE)
+        row_limit = row_limits(lengths, b64, i, inside, limit, N, CASE)
         limit = tl.where(m_start < q_limit, limit, 0)
         first, full_first, full_last, last, touched_begin, touched_end = tile_range(
-            m_start, m_end, limit, limit, low, high, HAS_LOW, HAS_HIGH, BLOCK_N
+            m_start, m_end, limit, limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH, BLOCK_N
         )
-        row_begin, row_end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
+        row_begin, row_end = key_bounds(
+            i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH
+        )
         n_full = full_last - full_first
         n_partial = 0
         n_edge = last - first - n_full
-        if LISTS:
+        if CASE.LISTS:
             lists_ptr += b64 * stride_tb + h64 * stride_th + m_tile.to(tl.int64) * stride_tm
-            alive_ptr += (b64 * stride_cb + h64 * stride_ch) * (BLOCK_N // FACTOR_N)
+            alive_ptr += (b64 * stride_cb + h64 * stride_ch) * CASE.BASE_N
             n_full, n_partial, n_edge = list_counts(lists_ptr)
             lists_ptr += LIST_HEADER
-        if DENSE:
-            mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
-        q0 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, 0, D0, D, True)
-        q1 = q0
-        if D1 > 0:
-            q1 = load_tile(q_ptr, stride_qm * STRIDE_UNIT, inside, BLOCK_M, D0, D1, D, True)
-
-        k = Source(k_ptr, stride_kn * STRIDE_UNIT, k0_desc, k1_desc, desc_b, kv_head, key0)
-        v = Source(v_ptr, stride_vn * STRIDE_UNIT, v0_desc, v1_desc, desc_b, kv_head, key0)
-        mask = Mask(mask_ptr, mm, stride_mn)
+        mm = stride_mask.m * CASE.MASK_UNIT
+        if CASE.DENSE:
+            mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
+            mask_ptr += mask_at * CASE.MASK_UNIT
+        q0, q1 = load_row_tiles(
+            q_ptr, stride_q.row * UNIT, inside, BLOCK_M, CASE.D0, CASE.D1, CASE.D, True
+        )
+        k = Source(k_ptr, stride_k.row * UNIT, k0_desc, k1_desc, desc_b, kv_head, key0)
+        v = Source(v_ptr, stride_v.row * UNIT, v0_desc, v1_desc, desc_b, kv_head, key0)
+        mask = Mask(mask_ptr, mm, stride_mask.n)
         alive = Alive(alive_ptr, stride_alive, base_tiles_m)
         reach = Reach(row_begin, row_end, touched_begin, touched_end)
         dropout = Dropout(row_keys, column_keys_ptr, threshold)
@@ -416,69 +354,68 @@ def attention_bwd_dq_kernel(
         )  # fmt: skip
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
             tile = first + index
-            if LISTS:
+            if CASE.LISTS:
                 tile = tl.load(lists_ptr + index)
             delta, _ = dq_tile(delta, delta, tile, given, EDGE, True, CASE)
-    elif HAS_DOUT:
-        out0 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, 0, E0, E, True)
+    elif CASE.HAS_DOUT:
+        out0, out1 = load_row_tiles(
+            out_ptr, stride_o.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E, True
+        )
         delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
-        if E1 > 0:
-            out1 = load_tile(out_ptr, stride_om * STRIDE_UNIT, inside, BLOCK_M, E0, E1, E, True)
+        if CASE.E1 > 0:
             delta += tl.sum(out1.to(tl.float32) * do1.to(tl.float32), 1)
         delta = delta / keep_factor
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
         delta -= dlse / keep_factor
     delta = tl.where(live, delta, 0.0)
-    if DROPOUT and not NATURAL:
+    if CASE.DROPOUT and not CASE.NATURAL:
         lse -= shift
     word = pack_lse_delta(lse, delta)
     lse_delta_ptr += lse_delta_start
-    if PACKED:
+    if CASE.PACKED:
         tl.store(lse_delta_ptr + i, word, mask=inside)
     else:
         tl.store(lse_delta_ptr + i, word)
 
     # -- dq
     if NEED_DQ:
-        dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
-        dq1 = delta
-        if D1 > 0:
-            dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
+        dq0, dq1 = row_zeros(BLOCK_M, CASE.D0, CASE.D1)
         given = Operands(
             q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
             score_scale, shift,
         )  # fmt: skip
         next_tile = full_first
-        if LISTS:
+        if CASE.LISTS:
             next_tile = tl.load(lists_ptr, mask=n_full > 0, other=0)
-        for index in tl.range(0, n_full, num_stages=STAGES):
+        for index in tl.range(0, n_full, num_stages=CASE.STAGES):
             tile = next_tile
-            if LISTS:
+            if CASE.LISTS:
                 next_tile = tl.load(lists_ptr + index + 1, mask=index + 1 < n_full, other=0)
             else:
                 tile = full_first + index
             dq0, dq1 = dq_tile(dq0, dq1, tile, given, FULL, False, CASE)
-        if DENSE:
+        if CASE.DENSE:
             partial_ptr = lists_ptr + n_full
             next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
-            for index in tl.range(0, n_partial, num_stages=STAGES):
+            for index in tl.range(0, n_partial, num_stages=CASE.STAGES):
                 tile = next_tile
                 next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
                 dq0, dq1 = dq_tile(dq0, dq1, tile, given, PARTIAL, False, CASE)
-        if EDGES or LISTS:
-            for index in tl.range(0, n_edge, num_stages=EDGE_STAGES):
-                if LISTS:
+        if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
+            for index in tl.range(0, n_edge, num_stages=CASE.EDGE_STAGES):
+                if CASE.LISTS:
                     tile = tl.load(lists_ptr + n_full + n_partial + index)
                 else:
                     tile = first + index
                     tile = tl.where(tile < full_first, tile, tile + n_full)
                 dq0, dq1 = dq_tile(dq0, dq1, tile, given, EDGE, False, CASE)
 
-        dq_ptr += (b64 * stride_dqb + h64 * stride_dqh + m64 * stride_dqm) * STRIDE_UNIT
         # A dead row's sums may be NaN: its q and dout were read as they are.
         dq0 = tl.where(live[:, None], dq0 * scale, 0.0)
-        store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq0, i < M, BLOCK_M, 0, D0, D)
-        if D1 > 0:
+        if CASE.D1 > 0:
             dq1 = tl.where(live[:, None], dq1 * scale, 0.0)
-            store_tile(dq_ptr, stride_dqm * STRIDE_UNIT, dq1, i < M, BLOCK_M, D0, D1, D)
+        dq_ptr = rows_of(dq_ptr, stride_dq, b64, h64, m64, UNIT)
+        store_row_tiles(
+            dq_ptr, stride_dq.row * UNIT, dq0, dq1, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D
+        )

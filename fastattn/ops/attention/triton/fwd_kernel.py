@@ -24,59 +24,46 @@ from fastattn.ops.attention.triton.fwd_loops import (
     bounded_lists,
     whole_lists,
 )
-from fastattn.ops.attention.triton.fwd_parts import Case, Mask, Operands, Sums
+from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums
 from fastattn.ops.attention.triton.mask_lists import list_of
 from fastattn.ops.attention.triton.tiles import (
     FULL,
     NEG_INF,
+    NOT_SPECIALIZED,
     PARTIAL,
     Dropout,
+    Lengths,
     Reach,
     Source,
-    clamped_length,
     key_bounds,
-    load_tile,
+    key_limit,
+    load_row_tiles,
+    packed_sequence,
     program_tile,
-    store_tile,
+    query_limit,
+    row_limits,
+    row_zeros,
+    rows_of,
+    store_row_tiles,
     tile_range,
 )
 
 
 @triton.jit
-def clear_rows(
-    out_ptr,
-    stride_om,
-    lse_ptr,
-    begin,
-    end,
-    step,
-    BLOCK_M: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    E: tl.constexpr,
-):
+def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr):
     """Output 0 and lse -inf for blocks of rows from `begin`, every step-th block, up to `end`."""
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
     for start in range(begin, end, step * BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + row, tl.full([BLOCK_M], NEG_INF, tl.float32), mask=row < end)
-        rows_ptr = out_ptr + start * stride_om
-        store_tile(
-            rows_ptr, stride_om, tl.zeros([BLOCK_M, E0], tl.float32), row < end, BLOCK_M, 0, E0, E
-        )
-        if E1 > 0:
-            store_tile(
-                rows_ptr, stride_om, tl.zeros([BLOCK_M, E1], tl.float32), row < end, BLOCK_M, E0,
-                E1, E,
-            )  # fmt: skip
+        zeros0, zeros1 = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
+        store_row_tiles(
+            out_ptr + start * stride_om, stride_om, zeros0, zeros1, row < end, BLOCK_M, CASE.E0,
+            CASE.E1, CASE.E,
+        )  # fmt: skip
 
 
-# Not specialised: what changes from batch to batch and buys no wider load.
-@triton.jit(
-    do_not_specialize=[
-        "dropout_stream", "stride_tb", "stride_th", "stride_tm", "inner", "stride_lb", "stride_ub",
-        "M", "batch_heads", "swizzle_group", "low", "high", "threshold",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "M"])
 def attention_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -91,23 +78,12 @@ def attention_fwd_kernel(
     column_keys_ptr,
     out_ptr,
     lse_ptr,
-    dropout_stream,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
+    stream,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_o,
+    stride_mask,
     stride_tb,
     stride_th,
     stride_tm,
@@ -119,6 +95,7 @@ def attention_fwd_kernel(
     GROUP,
     M,
     N,
+    rows,
     batch_heads,
     swizzle_group,
     low,
@@ -126,54 +103,16 @@ def attention_fwd_kernel(
     scale,
     threshold,
     keep_factor,
-    STRIDE_UNIT: tl.constexpr,
-    MASK_UNIT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr,
-    DENSE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SHARED: tl.constexpr,
-    DEAD_KEYS: tl.constexpr,
-    FROM_END: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    RAGGED: tl.constexpr,
     Q_FACTOR: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CASE: tl.constexpr,
 ):
-    """KEY_LENGTHS: 0 none, 1 per sequence, 2 per query, 3 packed sequences. RAGGED: N is not a
-    multiple of BLOCK_N. DEAD_KEYS: there may be keys that no query attends. DROPOUT: 0 none, 1 on
-    any GPU, 2 with an instruction of NVIDIA's. scale is positive; the sign, or a zero, is in
-    Q_FACTOR. Strides of q, k, v and out come divided by STRIDE_UNIT, N and those of the mask but
-    the last by MASK_UNIT, so that the compiler sees alignment.
-
-    Packed sequences: key_lengths_ptr and query_lengths_ptr are offsets, M and N upper bounds,
-    stride_ub is the number of rows; FROM_END: low and high count from each one's bottom right. A
-    batch entry behind the last sequence clears the rows behind the last offset.
+    """scale is positive; the sign, or a zero, is in Q_FACTOR. rows: of a head, in all sequences. Of
+    packed sequences a batch entry behind the last clears the rows behind the last offset.
     """
-    ROW_LENGTHS: tl.constexpr = KEY_LENGTHS == 2
-    PACKED: tl.constexpr = KEY_LENGTHS == 3
-    BOUNDED: tl.constexpr = HAS_LOW or HAS_HIGH
-    ARITHMETIC: tl.constexpr = BOUNDED or KEY_LENGTHS > 0 or QUERY_LENGTHS
-    HOLES: tl.constexpr = DENSE or (ROW_LENGTHS and BOUNDED)
-    CASE: tl.constexpr = Case(
-        PACKED, DENSE, BIAS, SHARED, MASK_UNIT, ARITHMETIC, HOLES, DEAD_KEYS, DROPOUT, TMA,
-        PRECISION, D, D0, D1, E, E0, E1, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    UNIT: tl.constexpr = CASE.UNIT
     tile_m, batch_head = program_tile(M, batch_heads, swizzle_group, BLOCK_M, True)
     b = batch_head // H
     h = batch_head % H
@@ -183,77 +122,64 @@ def attention_fwd_kernel(
 
     b64 = b.to(tl.int64)
     h64 = h.to(tl.int64)
+    kv64 = kv_head.to(tl.int64)
     m64 = m_start.to(tl.int64)
-    qm = stride_qm * STRIDE_UNIT
-    kn = stride_kn * STRIDE_UNIT
-    vn = stride_vn * STRIDE_UNIT
-    om = stride_om * STRIDE_UNIT
-    mm = stride_mm * MASK_UNIT
-    N = N * MASK_UNIT
-    k_start = 0
+    om = stride_o.row * UNIT
+    N = N * CASE.MASK_UNIT
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    desc_b = b
+    query0 = 0
+    key0 = 0
     lse_start = batch_head.to(tl.int64) * M
-    if PACKED:
-        total = stride_ub.to(tl.int64)
-        q_start = tl.load(query_lengths_ptr + b).to(tl.int64)
+    if CASE.PACKED:
         if b == batch_heads // H - 1:
+            end = tl.load(query_lengths_ptr + b).to(tl.int64)
+            head_ptr = rows_of(out_ptr, stride_o, 0, h64, 0, UNIT)
             clear_rows(
-                out_ptr + h64 * stride_oh * STRIDE_UNIT, om, lse_ptr + h64 * total, q_start + m64,
-                total, (M + BLOCK_M - 1) // BLOCK_M, BLOCK_M, E0, E1, E,
+                head_ptr, om, lse_ptr + h64 * rows, end + m64, rows.to(tl.int64),
+                (M + BLOCK_M - 1) // BLOCK_M, CASE,
             )  # fmt: skip
             return
-        M = (tl.load(query_lengths_ptr + b + 1).to(tl.int64) - q_start).to(tl.int32)
-        k_first = tl.load(key_lengths_ptr + b).to(tl.int64)
-        N = (tl.load(key_lengths_ptr + b + 1).to(tl.int64) - k_first).to(tl.int32)
-        if FROM_END:
-            low += N - M
-            high += N - M
-        k_start = k_first.to(tl.int32)
-        lse_start = h64 * total + q_start
-        q_ptr += q_start * stride_qm * STRIDE_UNIT
-        k_ptr += k_first * stride_kn * STRIDE_UNIT
-        v_ptr += k_first * stride_vn * STRIDE_UNIT
-        out_ptr += q_start * stride_om * STRIDE_UNIT
-    q_ptr += (b64 * stride_qb + h64 * stride_qh + m64 * stride_qm) * STRIDE_UNIT
-    k_ptr += (b64 * stride_kb + kv_head.to(tl.int64) * stride_kh) * STRIDE_UNIT
-    v_ptr += (b64 * stride_vb + kv_head.to(tl.int64) * stride_vh) * STRIDE_UNIT
-    out_ptr += (b64 * stride_ob + h64 * stride_oh + m64 * stride_om) * STRIDE_UNIT
+        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        desc_b = None
+        lse_start = h64 * rows + query0
+        m64 += query0
+        k_ptr += key0.to(tl.int64) * stride_k.row * UNIT
+        v_ptr += key0.to(tl.int64) * stride_v.row * UNIT
+    q_ptr = rows_of(q_ptr, stride_q, b64, h64, m64, UNIT)
+    k_ptr = rows_of(k_ptr, stride_k, b64, kv64, 0, UNIT)
+    v_ptr = rows_of(v_ptr, stride_v, b64, kv64, 0, UNIT)
+    out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
     # -- what its rows may attend
-    q_limit = M
-    if QUERY_LENGTHS:
-        q_limit = clamped_length(tl.load(query_lengths_ptr + b64 * stride_ub), M)
+    q_limit = query_limit(lengths, b64, M, CASE)
     m_end = tl.minimum(m_start + BLOCK_M, q_limit)
-    row_limit = N
-    limit = N
-    limit_all = N
-    if KEY_LENGTHS == 1:
-        limit = clamped_length(tl.load(key_lengths_ptr + b64 * stride_lb), N)
-        limit_all = limit
-        row_limit = limit
-    if ROW_LENGTHS:
-        lengths_ptr = key_lengths_ptr + b64 * stride_lb + i.to(tl.int64) * stride_lm
-        row_limit = clamped_length(tl.load(lengths_ptr, mask=i < q_limit, other=0), N)
+    limit = key_limit(lengths, b64, N, CASE)
+    row_limit = row_limits(lengths, b64, i, i < q_limit, limit, N, CASE)
+    limit_all = limit
+    if CASE.KEY_LENGTHS == 2:
         limit = tl.max(row_limit, 0)
         limit_all = tl.min(tl.where(i < q_limit, row_limit, N), 0)
     limit = tl.where(m_start < q_limit, limit, 0)
     # Of rows beyond their length bounds would still call some tiles full.
     limit_all = tl.where(m_start < q_limit, limit_all, 0)
     first, full_first, full_last, last, touched_begin, touched_end = tile_range(
-        m_start, m_end, limit, limit_all, low, high, HAS_LOW, HAS_HIGH, BLOCK_N
+        m_start, m_end, limit, limit_all, low, high, CASE.HAS_LOW, CASE.HAS_HIGH, BLOCK_N
     )
 
-    if DENSE and QUERY_LENGTHS:
+    if CASE.DENSE and CASE.QUERY_LENGTHS:
         # A key that only rows beyond the query length may attend is dead.
         full_last = tl.where(m_end < tl.minimum(m_start + BLOCK_M, M), full_first, full_last)
     bounds = TileBounds(first, full_first, full_last, last)
     spans = Spans(full_first, full_last, 0, 0, last - first - (full_last - full_first))
     runs = None
     partial_ptr = lists_ptr
-    if DENSE:
-        mask_ptr += (b64 * stride_mb + h64 * stride_mh + m64 * stride_mm) * MASK_UNIT
+    if CASE.DENSE:
+        mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
+        mask_ptr += mask_at * CASE.MASK_UNIT
         lists_ptr += b64 * stride_tb + h64 * stride_th + tile_m.to(tl.int64) * stride_tm
         partial_ptr = list_of(lists_ptr, inner, PARTIAL)
-        if ARITHMETIC:
+        if CASE.ARITHMETIC:
             spans, runs = bounded_lists(lists_ptr, inner, bounds)
         else:
             spans = whole_lists(lists_ptr)
@@ -261,56 +187,55 @@ def attention_fwd_kernel(
     tiles = Tiles(bounds, spans, runs, lists_ptr, partial_ptr, inner)
 
     # -- what stays on chip
-    q0 = load_tile(q_ptr, qm, i < M, BLOCK_M, 0, D0, D, True)
-    q1 = q0
-    if D1 > 0:
-        q1 = load_tile(q_ptr, qm, i < M, BLOCK_M, D0, D1, D, True)
+    q0, q1 = load_row_tiles(
+        q_ptr, stride_q.row * UNIT, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D, True
+    )
     if Q_FACTOR != 1:
         q0 = (q0.to(tl.float32) * Q_FACTOR).to(q0.dtype)
         q1 = (q1.to(tl.float32) * Q_FACTOR).to(q1.dtype)
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc0 = tl.zeros([BLOCK_M, E0], tl.float32)
-    acc1 = l
-    if E1 > 0:
-        acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
+    acc0, acc1 = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
     row_keys = i
-    if DROPOUT:
-        row_base = dropout_row_base(seed_ptr, dropout_stream, b, h)
+    if CASE.DROPOUT:
+        row_base = dropout_row_base(seed_ptr, stream, b, h)
         row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)
 
     row_begin = i
     row_end = i
-    if ARITHMETIC:
-        row_begin, row_end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
+    if CASE.ARITHMETIC:
+        row_begin, row_end = key_bounds(
+            i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH
+        )
+    mm = stride_mask.m * CASE.MASK_UNIT
     given = Operands(
         q0, q1,
-        Source(k_ptr, kn, k_desc, None, b, kv_head, k_start),
-        Source(v_ptr, vn, v_desc, None, b, kv_head, k_start),
-        Mask(mask_ptr, mm, stride_mn, M, N, m_start),
+        Source(k_ptr, stride_k.row * UNIT, k_desc, None, desc_b, kv_head, key0),
+        Source(v_ptr, stride_v.row * UNIT, v_desc, None, desc_b, kv_head, key0),
+        Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
         Reach(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),
         scale,
     )  # fmt: skip
     sums = Sums(m, l, acc0, acc1)
-    if ARITHMETIC or DENSE or RAGGED:
-        sums = attend_edge_tiles(sums, tiles, given, EDGE_STAGES, CASE)
-    if DENSE:
-        sums = attend_partial_tiles(sums, tiles, given, STAGES, CASE)
+    if CASE.ARITHMETIC or CASE.DENSE or CASE.RAGGED:
+        sums = attend_edge_tiles(sums, tiles, given, CASE)
+    if CASE.DENSE:
+        sums = attend_partial_tiles(sums, tiles, given, CASE)
     if OVERLAP == 0:
-        sums = attend_full_tiles(sums, tiles, given, STAGES, CASE)
+        sums = attend_full_tiles(sums, tiles, given, CASE)
     else:
-        sums = attend_full_tiles_ahead(sums, tiles, given, OVERLAP == 1, STAGES, CASE)
+        sums = attend_full_tiles_ahead(sums, tiles, given, OVERLAP == 1, CASE)
 
     # -- results; a row without keys has l = 0, a row beyond the query length is as good as one
     empty = (sums.l == 0.0) | (i >= q_limit)
     lse = tl.where(empty, NEG_INF, sums.m + tl.log(sums.l))
     tl.store(lse_ptr + lse_start + i, lse, mask=i < M)
     factor = tl.where(empty, 0.0, 1.0 / sums.l)
-    if DROPOUT:
+    if CASE.DROPOUT:
         factor = factor * keep_factor
     out0 = tl.where(empty[:, None], 0.0, sums.acc0 * factor[:, None])
-    store_tile(out_ptr, om, out0, i < M, BLOCK_M, 0, E0, E)
-    if E1 > 0:
+    out1 = out0
+    if CASE.E1 > 0:
         out1 = tl.where(empty[:, None], 0.0, sums.acc1 * factor[:, None])
-        store_tile(out_ptr, om, out1, i < M, BLOCK_M, E0, E1, E)
+    store_row_tiles(out_ptr, om, out0, out1, i < M, BLOCK_M, CASE.E0, CASE.E1, CASE.E)

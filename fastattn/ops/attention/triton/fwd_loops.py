@@ -159,36 +159,34 @@ def edge_tile(tiles, index, CASE: tl.constexpr):
 
 
 @triton.jit
-def attend_edge_tiles(sums, tiles, given, STAGES: tl.constexpr, CASE: tl.constexpr):
+def attend_edge_tiles(sums, tiles, given, CASE: tl.constexpr):
     n_edge = tiles.spans.n_edge
     if n_edge > 0:
-        for index in tl.range(0, n_edge, num_stages=STAGES):
+        for index in tl.range(0, n_edge, num_stages=CASE.EDGE_STAGES):
             sums = attend_tile(sums, edge_tile(tiles, index, CASE), given, EDGE, CASE)
     return sums
 
 
 @triton.jit
-def attend_partial_tiles(sums, tiles, given, STAGES: tl.constexpr, CASE: tl.constexpr):
+def attend_partial_tiles(sums, tiles, given, CASE: tl.constexpr):
     begin, end = tiles.spans.partial_begin, tiles.spans.partial_end
     if begin < end:
-        for index in tl.range(begin, end, num_stages=STAGES):
+        for index in tl.range(begin, end, num_stages=CASE.STAGES):
             sums = attend_tile(sums, tl.load(tiles.partial_ptr + index), given, PARTIAL, CASE)
     return sums
 
 
 @triton.jit
-def attend_full_tiles(sums, tiles, given, STAGES: tl.constexpr, CASE: tl.constexpr):
+def attend_full_tiles(sums, tiles, given, CASE: tl.constexpr):
     begin, end = tiles.spans.full_begin, tiles.spans.full_end
     if begin < end:
-        for index in tl.range(begin, end, num_stages=STAGES):
+        for index in tl.range(begin, end, num_stages=CASE.STAGES):
             sums = attend_tile(sums, full_tile(tiles, index, 0, CASE), given, FULL, CASE)
     return sums
 
 
 @triton.jit
-def attend_full_tiles_ahead(
-    sums, tiles, given, SCORES_FIRST: tl.constexpr, STAGES: tl.constexpr, CASE: tl.constexpr
-):
+def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE: tl.constexpr):
     """The product of the next scores is under way while the tensor cores would else wait for the
     exponentials: SCORES_FIRST starts it before them, else they have the last product with values.
     """
@@ -198,7 +196,7 @@ def attend_full_tiles_ahead(
     if begin < end:
         s = tile_scores(given, full_tile(tiles, begin, 0, CASE) * BLOCK_N, None, False, CASE)
         if begin + 1 < end:
-            for index in tl.range(begin, end - 1, num_stages=STAGES):
+            for index in tl.range(begin, end - 1, num_stages=CASE.STAGES):
                 tile = full_tile(tiles, index, 0, CASE)
                 next_tile = full_tile(tiles, index, 1, CASE)
                 n_start = tile * BLOCK_N

@@ -2,8 +2,8 @@
 
 `attend_tile` reads as the step does: scores, restrictions, online softmax, product with the values.
 What a program has in hand goes from function to function in three tuples: the Case it is compiled
-for, the Operands that it only reads, and the Sums of its rows. Softmax is in base 2, but the
-running maximum stays in natural units, because an additive mask may come close to the largest
+for (tiles.py), the Operands that it only reads, and the Sums of its rows. Softmax is in base 2, but
+the running maximum stays in natural units, because an additive mask may come close to the largest
 finite number.
 """
 
@@ -27,43 +27,13 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     Reach,
     Source,
+    load_columns,
     load_mask,
     load_partial,
-    load_tile,
+    load_rows,
 )
 
 # -- what a program has in hand -------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    """What is known to the compiler. D columns of q and k are on chip as tiles of D0 and D1 (or 0),
-    E of v as E0 and E1. PACKED: sequences lie one behind the other. DENSE: there is a mask; BIAS:
-    it is added; SHARED: which of its lines serves all (ONE_ROW, ONE_COLUMN or 0); MASK_UNIT: all of
-    its strides but the last are multiples of this. ARITHMETIC: lengths, causality or a window
-    restrict rows. HOLES: some key between others may have no row in the tile. DEAD_KEYS: there may
-    be keys that no query attends. DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's.
-    TMA: descriptors read keys and values. PRECISION: of fp32 products.
-    """
-
-    PACKED: Any
-    DENSE: Any
-    BIAS: Any
-    SHARED: Any
-    MASK_UNIT: Any
-    ARITHMETIC: Any
-    HOLES: Any
-    DEAD_KEYS: Any
-    DROPOUT: Any
-    TMA: Any
-    PRECISION: Any
-    D: Any
-    D0: Any
-    D1: Any
-    E: Any
-    E0: Any
-    E1: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
 
 
 class Mask(NamedTuple):
@@ -105,36 +75,16 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def load_lines(
-    x,
-    n_start,
-    touched,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr,
-    MASKED: tl.constexpr,
-    CASE: tl.constexpr,
-):
-    """[BLOCK_N, WIDTH] from line n_start and column START of a Source. MASKED: what is not touched
-    is 0, without TMA.
-    """
-    tl.static_assert(START == 0 or not CASE.TMA, "descriptors are for head dims of one tile")
-    if CASE.TMA and CASE.PACKED:
-        return x.desc0.load([x.start + n_start, x.head, 0]).reshape([CASE.BLOCK_N, WIDTH])
-    elif CASE.TMA:
-        return x.desc0.load([x.b, x.head, n_start, 0]).reshape([CASE.BLOCK_N, WIDTH])
-    else:
-        ptr = x.ptr + n_start.to(tl.int64) * x.stride
-        return load_tile(ptr, x.stride, touched, CASE.BLOCK_N, START, WIDTH, LIMIT, MASKED)
-
-
-@triton.jit
 def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
     """q kᵀ of the keys from n_start on, unscaled: [BLOCK_M, BLOCK_N]."""
-    k0 = load_lines(given.k, n_start, touched, 0, CASE.D0, CASE.D, MASKED, CASE)
+    k = given.k
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    k0 = load_columns(k, k.desc0, n_start, touched, BLOCK_N, 0, CASE.D0, CASE.D, MASKED, CASE.TMA)
     s = tl.dot(given.q0, tl.trans(k0), input_precision=CASE.PRECISION)
     if CASE.D1 > 0:
-        k1 = load_lines(given.k, n_start, touched, CASE.D0, CASE.D1, CASE.D, MASKED, CASE)
+        k1 = load_columns(
+            k, k.desc1, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA
+        )
         s = tl.dot(given.q1, tl.trans(k1), s, input_precision=CASE.PRECISION)
     return s
 
@@ -142,11 +92,13 @@ def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexp
 @triton.jit
 def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constexpr):
     """(scores, -inf where nothing may be attended; what may be). Scaled if there is a bias."""
-    allowed = tl.full([CASE.BLOCK_M, CASE.BLOCK_N], True, tl.int1)
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
+    allowed = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
     if CASE.DENSE:
         mask = given.mask
-        local_i = tl.arange(0, CASE.BLOCK_M)[:, None]
-        local_j = tl.arange(0, CASE.BLOCK_N)[None, :]
+        local_i = tl.arange(0, BLOCK_M)[:, None]
+        local_j = tl.arange(0, BLOCK_N)[None, :]
         ptr = mask.ptr + n_start.to(tl.int64) * mask.stride_n
         rows = mask.M - mask.m_start
         columns = mask.N - n_start
@@ -220,13 +172,14 @@ def add_values(
     acc0, acc1, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr
 ):
     """alpha acc + p v of the keys from n_start on; MASKED: keys not touched count as zeros."""
-    v0 = load_lines(given.v, n_start, touched, 0, CASE.E0, CASE.E, MASKED, CASE)
-    if CASE.TMA and MASKED and CASE.DEAD_KEYS:
+    v0, v1 = load_rows(
+        given.v, n_start, touched, CASE.BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, CASE.TMA
+    )
+    if CASE.TMA and MASKED and CASE.DEAD:
         v0 = tl.where(touched[:, None], v0, 0.0)
     p = p.to(v0.dtype)
     acc0 = acc0 * alpha[:, None]
     if CASE.E1 > 0:
-        v1 = load_lines(given.v, n_start, touched, CASE.E0, CASE.E1, CASE.E, MASKED, CASE)
         # Both accumulators are ready before either product: else ptxas serialises them (C7515).
         acc1 = acc1 * alpha[:, None]
         acc0 = tl.dot(p, v0, acc0, input_precision=CASE.PRECISION)
@@ -252,8 +205,10 @@ def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     if KIND != FULL:
         s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
     p, alpha, m, l = online_softmax(s, m, l, given, n_start, SCALED, CASE)
-    # Where no row of the tile may look, values are not read: they may be NaN.
-    if MASKED and CASE.HOLES:
+    # Where no row of the tile may look, values are not read: they may be NaN. Lengths of each query
+    # leave such keys between others where bounds cut them, too.
+    BOUNDED: tl.constexpr = CASE.HAS_LOW or CASE.HAS_HIGH
+    if MASKED and (CASE.DENSE or (CASE.KEY_LENGTHS == 2 and BOUNDED)):
         touched = tl.max(allowed.to(tl.int32), 0) > 0
     acc0, acc1 = add_values(acc0, acc1, p, alpha, given, n_start, touched, MASKED, CASE)
     return Sums(m, l, acc0, acc1)

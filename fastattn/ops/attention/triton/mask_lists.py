@@ -18,25 +18,28 @@ a prepared mask. All run on the device without synchronisation.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch
 from fastattn.ops.attention import prepared
+from fastattn.ops.attention.triton.launch import Facts
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
     ONE_ROW,
     PARTIAL,
-    DiagonalBounds,
+    Lengths,
     MaskShape,
-    clamped_length,
+    MaskStrides,
     key_bounds,
+    key_limit,
     load_mask,
+    query_limit,
+    row_limits,
 )
 
 LIST_HEADER = tl.constexpr(4)
@@ -154,14 +157,13 @@ class BaseTiles(NamedTuple):
         return Lists(self.batches, self.heads, tiles_m, tiles_n, m, n, False)
 
 
-def base_tiles(
-    mask: MaskShape | None, B: int, by_batch: bool, M: int, N: int, block_m: int, block_n: int
-) -> BaseTiles:
-    """by_batch: lengths make every batch differ, whatever the mask's own batch dimension is."""
-    batches = B if by_batch or (mask is not None and mask.sizes[0] > 1) else 1
+def base_tiles(facts: Facts, block_m: int, block_n: int) -> BaseTiles:
+    """Lengths make every batch differ, whatever the mask's own batch dimension is."""
+    mask = facts.mask
+    by_batch = any(facts.ends) or (mask is not None and mask.sizes[0] > 1)
     heads = 1 if mask is None else mask.sizes[1]
-    tiles = triton.cdiv(M, block_m), triton.cdiv(N, block_n)
-    return BaseTiles(batches, heads, *tiles, block_m, block_n)
+    tiles = triton.cdiv(facts.M, block_m), triton.cdiv(facts.N, block_n)
+    return BaseTiles(facts.B if by_batch else 1, heads, *tiles, block_m, block_n)
 
 
 # -- reading lists --------------------------------------------------------------------------------
@@ -204,10 +206,7 @@ def store_counts(lists_ptr, n_full, n_partial, n_edge):
 def list_mask_kernel(
     mask_ptr,
     lists_ptr,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
+    stride_mask,
     heads,
     M,
     N,
@@ -222,7 +221,7 @@ def list_mask_kernel(
     pid = tl.program_id(0)
     outer = pid % outers
     batch_head = (pid // outers).to(tl.int64)
-    mask_ptr += batch_head // heads * stride_mb + batch_head % heads * stride_mh
+    mask_ptr += batch_head // heads * stride_mask.b + batch_head % heads * stride_mask.h
     lists_ptr += pid.to(tl.int64) * (LIST_HEADER + 3 * inner)
     # A broadcast dimension is read as one line that stands for all.
     i = tl.arange(0, 1 if ROWS_SHARED else BLOCK_M)[:, None]
@@ -231,12 +230,13 @@ def list_mask_kernel(
     n_partial = 0
     n_edge = 0
     m_start = outer * BLOCK_M
+    mask_ptr += m_start.to(tl.int64) * stride_mask.m
     rows = 1 if ROWS_SHARED else M - m_start
     for t in range(0, inner):
         n_start = t * BLOCK_N
         columns = 1 if COLUMNS_SHARED else N - n_start
-        tile_ptr = mask_ptr + (m_start.to(tl.int64) * stride_mm + n_start.to(tl.int64) * stride_mn)
-        allowed, bias = load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, 0)
+        tile_ptr = mask_ptr + n_start.to(tl.int64) * stride_mask.n
+        allowed, bias = load_mask(tile_ptr, i, j, stride_mask.m, stride_mask.n, rows, columns, 0)
         plain = allowed
         if mask_ptr.dtype.element_ty != tl.int1:
             plain = plain & (bias == 0.0)
@@ -262,7 +262,7 @@ def mask_lister(
     """The launch (mask, lists) that reads the mask."""
     launch = BoundLaunch(
         list_mask_kernel,
-        (*mask.strides, lists.heads, M, N, lists.outer, lists.inner),
+        (MaskStrides(*mask.strides), lists.heads, M, N, lists.outer, lists.inner),
         {
             "ROWS_SHARED": mask.sizes[2] == 1,
             "COLUMNS_SHARED": mask.sizes[3] == 1,
@@ -293,8 +293,7 @@ def classify_prepared(
     bitmasks_ptr,
     kind_ptr,
     alive_ptr,
-    stride_wm,
-    stride_wn,
+    stride_bitmasks,
     m_start,
     n_start,
     M,
@@ -306,7 +305,7 @@ def classify_prepared(
     row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
     column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
     bitmasks = tl.load(
-        bitmasks_ptr + row.to(tl.int64) * stride_wm + column * stride_wn,
+        bitmasks_ptr + row.to(tl.int64) * stride_bitmasks.m + column * stride_bitmasks.n,
         mask=(row * TILE < M) & (column * TILE < N),
         other=BITMASK_OUTSIDE,
     )
@@ -328,7 +327,9 @@ def classify_prepared(
     )
 
 
-@triton.jit(do_not_specialize=["heads", "tiles_m", "tiles_n", "M", "low", "high"])
+@triton.jit(
+    do_not_specialize=["heads", "tiles_m", "tiles_n", "stride_lb", "stride_ub", "M", "low", "high"]
+)
 def classify_tiles_kernel(
     mask_ptr,
     bitmasks_ptr,
@@ -336,14 +337,8 @@ def classify_tiles_kernel(
     query_lengths_ptr,
     kinds_ptr,
     alive_ptr,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
-    stride_wb,
-    stride_wh,
-    stride_wm,
-    stride_wn,
+    stride_mask,
+    stride_bitmasks,
     stride_lb,
     stride_lm,
     stride_ub,
@@ -354,20 +349,14 @@ def classify_tiles_kernel(
     N,
     low,
     high,
-    DENSE: tl.constexpr,
     PREPARED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS_SHARED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    KEY_LENGTHS: tl.constexpr,
-    QUERY_LENGTHS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CASE: tl.constexpr,
 ):
     """One base tile a program. PREPARED: only where lengths, causality or window cut through the
     tile is the mask itself read.
     """
+    BLOCK_M: tl.constexpr = CASE.BLOCK_M
+    BLOCK_N: tl.constexpr = CASE.BLOCK_N
     tile = tl.program_id(0).to(tl.int64)
     kinds_ptr += tile
     alive_ptr += tile * BLOCK_N
@@ -383,38 +372,33 @@ def classify_tiles_kernel(
     i = m_start + rows
     j = n_start + columns
 
-    q_limit = M
-    if QUERY_LENGTHS:
-        q_limit = clamped_length(tl.load(query_lengths_ptr + b * stride_ub), M)
-    row_limit = N
-    if KEY_LENGTHS == 1:
-        row_limit = clamped_length(tl.load(key_lengths_ptr + b * stride_lb), N)
-    if KEY_LENGTHS == 2:
-        lengths_ptr = key_lengths_ptr + b * stride_lb + i.to(tl.int64) * stride_lm
-        row_limit = clamped_length(tl.load(lengths_ptr, mask=i < M, other=0), N)
-    begin, end = key_bounds(i, row_limit, q_limit, low, high, HAS_LOW, HAS_HIGH)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    q_limit = query_limit(lengths, b, M, CASE)
+    limit = key_limit(lengths, b, N, CASE)
+    row_limit = row_limits(lengths, b, i, i < M, limit, N, CASE)
+    begin, end = key_bounds(i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH)
     if PREPARED:
         cut = (i < M) & ((begin > n_start) | (end < tl.minimum(n_start + BLOCK_N, N)))
         if tl.max(tl.max(cut.to(tl.int32), 1), 0) == 0:
-            bitmasks_ptr += b * stride_wb + h * stride_wh
+            bitmasks_ptr += b * stride_bitmasks.b + h * stride_bitmasks.h
             classify_prepared(
-                bitmasks_ptr, kinds_ptr, alive_ptr, stride_wm, stride_wn, m_start, n_start, M, N,
+                bitmasks_ptr, kinds_ptr, alive_ptr, stride_bitmasks, m_start, n_start, M, N,
                 BLOCK_M, BLOCK_N,
             )  # fmt: skip
             return
     bounded = (j >= begin) & (j < end)
     allowed = bounded
     plain = allowed
-    if DENSE:
-        mask_ptr += b * stride_mb + h * stride_mh
-        mask_ptr += m_start.to(tl.int64) * stride_mm + n_start.to(tl.int64) * stride_mn
+    if CASE.DENSE:
+        mask_ptr += b * stride_mask.b + h * stride_mask.h
+        mask_ptr += m_start.to(tl.int64) * stride_mask.m + n_start.to(tl.int64) * stride_mask.n
         dense, bias = load_mask(
-            mask_ptr, rows, columns, stride_mm, stride_mn, M - m_start, N - n_start,
-            ONE_ROW if ROWS_SHARED else 0,
+            mask_ptr, rows, columns, stride_mask.m, stride_mask.n, M - m_start, N - n_start,
+            ONE_ROW if CASE.SHARED == ONE_ROW else 0,
         )  # fmt: skip
         allowed = allowed & dense
         plain = allowed
-        if BIAS:
+        if CASE.BIAS:
             plain = allowed & (bias == 0.0)
 
     outside = (i >= M) | (j >= N)
@@ -430,40 +414,23 @@ def classify_tiles_kernel(
     )  # fmt: skip
 
 
-def classifier(
-    base: BaseTiles,
-    mask: Tensor | None,
-    shape: MaskShape | None,
-    mask_tiles: Tensor | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
-    limits: DiagonalBounds,
-    M: int,
-    N: int,
-    mask_strides: tuple[int, ...],
-    length_strides: tuple[int, ...],
-) -> Callable[..., None]:
+def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Callable[..., None]:
     """The launch (mask, mask_tiles, key_lengths, query_lengths, kinds, alive) that looks at every
     base tile.
     """
-    bitmasks = (0, 0, 0, 0) if mask_tiles is None else bitmask_strides(mask_tiles)
     launch = BoundLaunch(
         classify_tiles_kernel,
         (
-            *mask_strides, *bitmasks, *length_strides, base.heads, base.tiles_m, base.tiles_n, M, N,
-            limits.low, limits.high,
+            MaskStrides(*(facts.mask.strides if facts.mask is not None else (0, 0, 0, 0))),
+            MaskStrides(*(bitmask_strides(mask_tiles) if mask_tiles is not None else (0, 0, 0, 0))),
+            *facts.length_strides, base.heads, base.tiles_m, base.tiles_n, facts.M, facts.N,
+            facts.limits.low, facts.limits.high,
         ),
         {
-            "DENSE": mask is not None,
             "PREPARED": mask_tiles is not None,
-            "BIAS": mask is not None and mask.dtype != torch.bool,
-            "ROWS_SHARED": shape is not None and shape.sizes[2] == 1,
-            "HAS_LOW": limits.has_low,
-            "HAS_HIGH": limits.has_high,
-            "KEY_LENGTHS": 0 if key_lengths is None else key_lengths.dim(),
-            "QUERY_LENGTHS": query_lengths is not None,
-            "BLOCK_M": base.block_m,
-            "BLOCK_N": base.block_n,
+            "CASE": facts.case(
+                base.block_m, base.block_n, MASK_UNIT=1, DROPOUT=0, D=0, E=0
+            ),
         },
         num_warps=4,
     )  # fmt: skip
@@ -473,16 +440,22 @@ def classifier(
 # -- lists from base tiles ------------------------------------------------------------------------
 
 
+class Bases(NamedTuple):
+    """Kinds or bitmasks of the base tiles of one head, n_outer by n_inner; lines of the latter."""
+
+    ptr: Any
+    stride_outer: Any
+    stride_inner: Any
+    n_outer: Any
+    n_inner: Any
+    lines: Any
+
+
 @triton.jit
 def kinds_of_tiles(
-    bases_ptr,
+    bases,
     outer,
     inner,
-    base_outer,
-    base_inner,
-    stride_outer,
-    stride_inner,
-    limit,
     BITMASKS: tl.constexpr,
     ALIVE: tl.constexpr,
     FACTOR_OUTER: tl.constexpr,
@@ -499,8 +472,8 @@ def kinds_of_tiles(
             o = outer * FACTOR_OUTER + m
             t = inner * FACTOR_INNER + n
             base = tl.load(
-                bases_ptr + o.to(tl.int64) * stride_outer + t * stride_inner,
-                mask=(o < base_outer) & (t < base_inner),
+                bases.ptr + o.to(tl.int64) * bases.stride_outer + t * bases.stride_inner,
+                mask=(o < bases.n_outer) & (t < bases.n_inner),
                 other=BITMASK_OUTSIDE if BITMASKS else OUTSIDE,
             )
             if BITMASKS:
@@ -518,7 +491,7 @@ def kinds_of_tiles(
     some = (some > 0).to(tl.int32)
     easy = ((easy & ALL) == ALL).to(tl.int32)
     if BITMASKS:  # where one line of the mask serves all, their bits go on beyond the tensor
-        easy = easy & ((inner + 1) * (FACTOR_INNER * TILE) <= limit).to(tl.int32)
+        easy = easy & ((inner + 1) * (FACTOR_INNER * TILE) <= bases.lines).to(tl.int32)
     full = some & whole & easy
     return full, some & easy & (1 - full), some & (1 - easy)
 
@@ -530,7 +503,7 @@ def append(list_ptr, count, tiles, chosen):
     return count + tl.sum(chosen, 0)
 
 
-@triton.jit(do_not_specialize=["heads", "outers", "inners", "base_outer", "base_inner", "limit"])
+@triton.jit(do_not_specialize=["heads", "outers", "inners", "n_outer", "n_inner", "lines"])
 def list_tiles_kernel(
     bases_ptr,
     lists_ptr,
@@ -541,9 +514,9 @@ def list_tiles_kernel(
     heads,
     outers,
     inners,
-    base_outer,
-    base_inner,
-    limit,
+    n_outer,
+    n_inner,
+    lines,
     BITMASKS: tl.constexpr,
     ALIVE: tl.constexpr,
     FACTOR_OUTER: tl.constexpr,
@@ -551,11 +524,12 @@ def list_tiles_kernel(
     APART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The lists of one outer tile, apart if APART. limit: lines of the inner tiles."""
+    """The lists of one outer tile, apart if APART."""
     pid = tl.program_id(0)
     outer = pid % outers
     batch_head = (pid // outers).to(tl.int64)
     bases_ptr += batch_head // heads * stride_b + batch_head % heads * stride_h
+    bases = Bases(bases_ptr, stride_outer, stride_inner, n_outer, n_inner, lines)
     places = 3 * inners if APART else inners
     lists_ptr += pid.to(tl.int64) * (LIST_HEADER + places)
     full_ptr = list_of(lists_ptr, inners, FULL)
@@ -566,10 +540,10 @@ def list_tiles_kernel(
     n_edge = 0
     if not APART:
         for start in range(0, inners, CHUNK):
+            tiles = start + tl.arange(0, CHUNK)
             full, partial, _ = kinds_of_tiles(
-                bases_ptr, outer, start + tl.arange(0, CHUNK), base_outer, base_inner,
-                stride_outer, stride_inner, limit, BITMASKS, ALIVE, FACTOR_OUTER, FACTOR_INNER,
-            )  # fmt: skip
+                bases, outer, tiles, BITMASKS, ALIVE, FACTOR_OUTER, FACTOR_INNER
+            )
             n_full += tl.sum(full, 0)
             n_partial += tl.sum(partial, 0)
         partial_ptr = full_ptr + n_full
@@ -579,9 +553,8 @@ def list_tiles_kernel(
     for start in range(0, inners, CHUNK):
         tiles = start + tl.arange(0, CHUNK)
         full, partial, edge = kinds_of_tiles(
-            bases_ptr, outer, tiles, base_outer, base_inner, stride_outer, stride_inner, limit,
-            BITMASKS, ALIVE, FACTOR_OUTER, FACTOR_INNER,
-        )  # fmt: skip
+            bases, outer, tiles, BITMASKS, ALIVE, FACTOR_OUTER, FACTOR_INNER
+        )
         n_full = append(full_ptr, n_full, tiles, full)
         n_partial = append(partial_ptr, n_partial, tiles, partial)
         n_edge = append(edge_ptr, n_edge, tiles, edge)
@@ -609,7 +582,7 @@ def _lister(
     lists: Lists,
     strides: Sequence[int],
     bases: Sequence[int],
-    limit: int,
+    lines: int,
     bitmasks: bool,
     alive: int,
 ) -> Callable[..., None]:
@@ -617,7 +590,7 @@ def _lister(
     chunk = min(256 if bitmasks else 1024, max(16, triton.next_power_of_2(lists.inner)))
     launch = BoundLaunch(
         list_tiles_kernel,
-        (*strides, lists.heads, lists.outer, lists.inner, *bases, limit),
+        (*strides, lists.heads, lists.outer, lists.inner, *bases, lines),
         {
             "BITMASKS": bitmasks,
             "ALIVE": alive,

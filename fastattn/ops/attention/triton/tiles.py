@@ -3,9 +3,8 @@
 Restrictions come in two kinds. Arithmetic ones (lengths, causal alignment, window) bound the loops:
 `tile_range` splits a loop into edge and full tiles, `key_bounds` gives every row its keys. A dense
 mask is classified before: mask_lists.py lists its full, partial and edge tiles. What acts on a tile
-takes indices i (query) and j (key) already expanded to two dimensions:
-one function serves [BLOCK_M, BLOCK_N] scores and their transpose. Scores are in natural units:
-scaled, bias added.
+takes indices i (query) and j (key) already expanded to two dimensions: one function serves
+[BLOCK_M, BLOCK_N] scores and their transpose. Scores are in natural units: scaled, bias added.
 """
 
 from collections.abc import Callable
@@ -99,6 +98,100 @@ def column_hasher(N: int) -> Callable[..., None]:
     return launch.over(triton.cdiv(units, 256))
 
 
+# -- what a kernel is given ------------------------------------------------------------------------
+
+# Not specialised: what changes from batch to batch and buys no wider load.
+NOT_SPECIALIZED = (
+    "stream", "base_tiles_m", "base_tiles_n", "stride_cb", "stride_ch", "alive_heads", "stride_tb",
+    "stride_th", "stride_tm", "inner", "stride_lb", "stride_ub", "rows", "batch_heads",
+    "swizzle_group", "low", "high", "threshold",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """What is known to the compiler, of the forward and the backward alike.
+
+    KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. PACKED: sequences lie one behind the other in
+    a head's rows, the lengths are their offsets, M and N the longest; FROM_END: low and high count
+    from each one's bottom right. ARITHMETIC: lengths, causality or a window restrict rows.
+    DENSE: there is a mask; BIAS: it is added; SHARED: which of its lines serves all (ONE_ROW,
+    ONE_COLUMN or 0). Strides of tensors come divided by UNIT, N and those of the mask but the last
+    by MASK_UNIT, so that the compiler sees their alignment.
+    DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's. RAGGED: the last tile of the
+    loop is not whole. DEAD: rows of what the loop reads may attend no pair. TMA: it reads through
+    descriptors. PRECISION: of fp32 products. D columns of q and k are on chip as tiles of D0 and D1
+    (or 0), E of v as E0 and E1.
+    Of the backward: LISTS: tiles are listed in memory, from base tiles of BASE_M by BASE_N.
+    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. NATURAL: scores stay
+    in natural units.
+    """
+
+    HAS_LOW: Any
+    HAS_HIGH: Any
+    KEY_LENGTHS: Any
+    QUERY_LENGTHS: Any
+    PACKED: Any
+    FROM_END: Any
+    ARITHMETIC: Any
+    DENSE: Any
+    BIAS: Any
+    SHARED: Any
+    MASK_UNIT: Any
+    DROPOUT: Any
+    D: Any
+    D0: Any
+    D1: Any
+    E: Any
+    E0: Any
+    E1: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    UNIT: Any = 1
+    PRECISION: Any = "ieee"
+    STAGES: Any = 1
+    EDGE_STAGES: Any = 1
+    RAGGED: Any = True
+    DEAD: Any = True
+    TMA: Any = False
+    LISTS: Any = False
+    BASE_M: Any = 1
+    BASE_N: Any = 1
+    BY_VALUE: Any = False
+    NATURAL: Any = True
+    HAS_DOUT: Any = True
+
+
+class RowStrides(NamedTuple):
+    """Of q, k, v and their like, of all dimensions but the last."""
+
+    b: Any
+    h: Any
+    row: Any
+
+
+class MaskStrides(NamedTuple):
+    b: Any
+    h: Any
+    m: Any
+    n: Any
+
+
+class Lengths(NamedTuple):
+    """Of keys and of queries, where they are given."""
+
+    key_ptr: Any
+    query_ptr: Any
+    stride_kb: Any
+    stride_km: Any
+    stride_qb: Any
+
+
+@triton.jit
+def rows_of(ptr, strides, b, h, row, UNIT: tl.constexpr):
+    """ptr from that row of that head on; 64-bit indices."""
+    return ptr + (b * strides.b + h * strides.h + row * strides.row) * UNIT
+
+
 # -- geometry, in kernels -------------------------------------------------------------------------
 
 
@@ -125,6 +218,48 @@ def program_tile(lines, batch_heads, swizzle_group, BLOCK: tl.constexpr, LAST_FI
 def clamped_length(length, limit):
     """A length of any integer type, clamped to [0, limit], as int32."""
     return tl.minimum(tl.maximum(length, 0), limit).to(tl.int32)
+
+
+@triton.jit
+def query_limit(lengths, b, M, CASE: tl.constexpr):
+    """No query from there on attends anything. b: 64-bit."""
+    limit = M
+    if CASE.QUERY_LENGTHS:
+        limit = clamped_length(tl.load(lengths.query_ptr + b * lengths.stride_qb), M)
+    return limit
+
+
+@triton.jit
+def key_limit(lengths, b, N, CASE: tl.constexpr):
+    """No query of the sequence attends a key from there on, as far as lengths of sequences say."""
+    limit = N
+    if CASE.KEY_LENGTHS == 1:
+        limit = clamped_length(tl.load(lengths.key_ptr + b * lengths.stride_kb), N)
+    return limit
+
+
+@triton.jit
+def row_limits(lengths, b, i, inside, limit, N, CASE: tl.constexpr):
+    """The same of each query i, shaped like i if it has its own length, else key_limit's."""
+    if CASE.KEY_LENGTHS == 2:
+        ptrs = lengths.key_ptr + b * lengths.stride_kb + i.to(tl.int64) * lengths.stride_km
+        limit = clamped_length(tl.load(ptrs, mask=inside, other=0), N)
+    return limit
+
+
+@triton.jit
+def packed_sequence(lengths, b, low, high, CASE: tl.constexpr):
+    """(first query, queries, first key, keys, low, high) of sequence b, whose offsets the lengths
+    are; with FROM_END low and high counted from its end.
+    """
+    query0 = tl.load(lengths.query_ptr + b)
+    key0 = tl.load(lengths.key_ptr + b)
+    M = tl.load(lengths.query_ptr + b + 1) - query0
+    N = tl.load(lengths.key_ptr + b + 1) - key0
+    if CASE.FROM_END:
+        low += N - M
+        high += N - M
+    return query0, M, key0, N, low, high
 
 
 @triton.jit
@@ -184,7 +319,7 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
 
 class Source(NamedTuple):
     """Rows of one head that a loop goes over, from ptr on; or, with TMA, through the descriptors of
-    both column tiles: from row `start` of head `head` in batch b.
+    both column tiles: of head `head` in batch b, or with None for b from row `start` of it.
     """
 
     ptr: Any
@@ -211,6 +346,15 @@ class Dropout(NamedTuple):
     row_keys: Any
     column_keys: Any
     threshold: Any
+
+
+@triton.jit
+def row_zeros(BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
+    """Accumulators of WIDTH0 and WIDTH1 columns; without columns if WIDTH1 is 0."""
+    x1 = tl.zeros([BLOCK], tl.float32)
+    if WIDTH1 > 0:
+        x1 = tl.zeros([BLOCK, WIDTH1], tl.float32)
+    return tl.zeros([BLOCK, WIDTH0], tl.float32), x1
 
 
 @triton.jit
@@ -243,6 +387,80 @@ def load_tile(
 
 
 @triton.jit
+def load_columns(
+    x,
+    desc,
+    start,
+    keep,
+    BLOCK: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[BLOCK, WIDTH] from row `start` and column START of a Source, by pointer or by desc."""
+    if TMA and x.b is None:
+        return desc.load([x.head, x.start + start, START]).reshape([BLOCK, WIDTH])
+    elif TMA:
+        return desc.load([x.b, x.head, start, START]).reshape([BLOCK, WIDTH])
+    else:
+        ptr = x.ptr + start.to(tl.int64) * x.stride
+        return load_tile(ptr, x.stride, keep, BLOCK, START, WIDTH, LIMIT, MASKED)
+
+
+@triton.jit
+def load_rows(
+    x,
+    start,
+    keep,
+    BLOCK: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] (if it is not 0) from row `start` of a Source.
+
+    With TMA by its descriptors, which read 0 beyond the tensor; else as load_tile.
+    """
+    x0 = load_columns(x, x.desc0, start, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED, TMA)
+    x1 = x0
+    if WIDTH1 > 0:
+        x1 = load_columns(x, x.desc1, start, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED, TMA)
+    return x0, x1
+
+
+@triton.jit
+def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ, the shared dimension in one or two tiles."""
+    c = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
+    if SECOND > 0:
+        c = tl.dot(a1, tl.trans(b1), c, input_precision=PRECISION)
+    return c
+
+
+@triton.jit
+def load_row_tiles(
+    ptr,
+    stride,
+    keep,
+    BLOCK: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] of all LIMIT columns; the first twice if WIDTH1 is 0."""
+    x0 = load_tile(ptr, stride, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED)
+    x1 = x0
+    if WIDTH1 > 0:
+        x1 = load_tile(ptr, stride, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED)
+    return x0, x1
+
+
+@triton.jit
 def store_tile(
     ptr,
     stride,
@@ -259,6 +477,24 @@ def store_tile(
     mask = keep[:, None] & (offs_c[None, :] < LIMIT)
     ptrs = ptr + offs_l[:, None] * stride + offs_c[None, :]
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_row_tiles(
+    ptr,
+    stride,
+    value0,
+    value1,
+    keep,
+    BLOCK: tl.constexpr,
+    WIDTH0: tl.constexpr,
+    WIDTH1: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The counterpart of load_row_tiles."""
+    store_tile(ptr, stride, value0, keep, BLOCK, 0, WIDTH0, LIMIT)
+    if WIDTH1 > 0:
+        store_tile(ptr, stride, value1, keep, BLOCK, WIDTH0, WIDTH1, LIMIT)
 
 
 # -- dense masks ----------------------------------------------------------------------------------

@@ -1,0 +1,281 @@
+"""What a call is to attention's kernels in Triton, forward and backward, dense and packed: `Facts`,
+from which both directions take their kernels' numbers and constants.
+
+And what launches take from their tensors: strides, tensor descriptors, L2 swizzle groups; and what
+no kernel can read.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.ops import _env
+from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall
+from fastattn.ops.attention.triton.tiles import (
+    Case,
+    DiagonalBounds,
+    MaskShape,
+    MaskStrides,
+    RowStrides,
+    diagonal_bounds,
+    dropout_numbers,
+    mask_shape,
+    packed_diagonal_bounds,
+    shared_lines,
+)
+
+# Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
+_LARGEST_ROW_STRIDE = 1 << 22
+# What the heads that run at the same time read again and again should stay in the L2 cache.
+_SWIZZLE_GROUP_BYTES = 32 << 20
+
+Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+# -- what a call is -------------------------------------------------------------------------------
+
+
+class Packed(NamedTuple):
+    """Sequences one behind the other: how many, the longest, whether bounds count from the end."""
+
+    sequences: int
+    M: int
+    N: int
+    from_end: bool
+
+
+class Facts(NamedTuple):
+    """What follows from a call's shapes, strides and options for all kernels alike.
+
+    B, M, N: of packed sequences their number and the longest, else as in the call. rows: of a head,
+    in all sequences. key_lengths: their dimensions, 0 if there are none. length_strides: of key
+    lengths from batch to batch and query to query, of query lengths. mask_strides are divided as
+    the kernels want it, N too, by mask_unit (`mask_steps`).
+    """
+
+    arch: str
+    dtype: torch.dtype
+    B: int
+    H: int
+    K: int
+    M: int
+    N: int
+    D: int
+    E: int
+    rows: int
+    limits: DiagonalBounds
+    key_lengths: int
+    query_lengths: bool
+    length_strides: tuple[int, int, int]
+    packed: Packed | None
+    mask: MaskShape | None
+    mask_dtype: torch.dtype | None
+    mask_unit: int
+    mask_strides: MaskStrides
+    scale: float
+    dropout_p: float
+
+    @property
+    def group(self) -> int:
+        return self.H // self.K
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether keys and queries of a sequence may end before the longest do."""
+        packed = self.packed is not None
+        return self.key_lengths > 0 or packed, self.query_lengths or packed
+
+    @property
+    def listed(self) -> bool:
+        """Whether arithmetic alone cannot say which tiles the backward visits."""
+        return self.mask is not None or self.key_lengths == 2
+
+    @property
+    def arithmetic(self) -> bool:
+        return any(self.ends) or self.limits.has_low or self.limits.has_high
+
+    @property
+    def bias(self) -> bool:
+        return self.mask_dtype not in (None, torch.bool)
+
+    @property
+    def dead_rows(self) -> bool:
+        """Rows without a key lie beyond their length, or where the bounds hold none."""
+        limits, (keys_end, queries_end) = self.limits, self.ends
+        dead = self.listed or queries_end or (limits.has_high and limits.high < 0)
+        return dead or (limits.has_low and (keys_end or limits.low > self.N - self.M))
+
+    @property
+    def dead_keys(self) -> bool:
+        """Keys without a row lie beyond their length, or where the bounds hold none."""
+        limits, (keys_end, queries_end) = self.limits, self.ends
+        dead = self.listed or keys_end or (limits.has_low and limits.low > 0)
+        return dead or (limits.has_high and (queries_end or limits.high < self.N - self.M))
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What kernels take last: low, high, scale, and of dropout threshold and keep_factor."""
+        return self.limits.low, self.limits.high, self.scale, *dropout_numbers(self.dropout_p)
+
+    def case(
+        self,
+        block_m: int,
+        block_n: int,
+        d: tuple[int, int] = (0, 0),
+        e: tuple[int, int] = (0, 0),
+        **others: Any,
+    ) -> Case:
+        """d, e: the tiles of both head dims. others: fields that follow from tiling and tensors, in
+        the place of defaults.
+        """
+        dropout = 0
+        if self.dropout_p > 0.0:
+            dropout = 2 if self.arch.startswith("sm_") else 1
+        fields: dict[str, Any] = {
+            "HAS_LOW": self.limits.has_low,
+            "HAS_HIGH": self.limits.has_high,
+            "KEY_LENGTHS": self.key_lengths,
+            "QUERY_LENGTHS": self.query_lengths,
+            "PACKED": self.packed is not None,
+            "FROM_END": self.packed is not None and self.packed.from_end,
+            "ARITHMETIC": self.arithmetic,
+            "DENSE": self.mask is not None,
+            "BIAS": self.bias,
+            "SHARED": 0 if self.mask is None else shared_lines(self.mask),
+            "MASK_UNIT": self.mask_unit,
+            "DROPOUT": dropout,
+            "D": self.D, "D0": d[0], "D1": d[1], "E": self.E, "E0": e[0], "E1": e[1],
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+        }  # fmt: skip
+        # Each on its own: of a tuple that is a constant the compiler gets plain Python numbers.
+        return Case(*map(tl.constexpr, Case(**fields | others)))
+
+
+def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> Facts:
+    """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths."""
+    q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
+    (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
+    M, window = rows, (call.window_left, call.window_right)
+    if packed is None:
+        limits = diagonal_bounds(call.causal, *window, M, N)
+    else:
+        B, M, N, _ = packed
+        limits = packed_diagonal_bounds(call.causal, *window)
+        keys = queries = None
+    length_strides = (
+        0 if keys is None else keys.stride(0),
+        keys.stride(1) if keys is not None and keys.dim() == 2 else 0,
+        0 if queries is None else queries.stride(0),
+    )
+    shape = None if mask is None else mask_shape(mask)
+    unit, strides = (1, (0, 0, 0, 0)) if shape is None else mask_steps(shape.strides, N)
+    return Facts(
+        architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits,
+        0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
+        None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
+        call.dropout_p,
+    )  # fmt: skip
+
+
+def heads_first(x: Any) -> Any:
+    """[T, H, D] as [1, H, T, D]; None, and a result that nobody wants, stay as they are."""
+    return x if x is None or x.dim() == 1 else x.transpose(0, 1)[None]
+
+
+def architecture(x: Tensor) -> str:
+    return _env.architecture(x.device.type, x.device.index or 0)
+
+
+# -- what launches take from tensors --------------------------------------------------------------
+
+
+def row_strides(x: Tensor | None) -> RowStrides:
+    """0 where there is nothing to step over."""
+    if x is None:
+        return RowStrides(0, 0, 0)
+    sizes, strides = x.shape, x.stride()
+    return RowStrides(*(0 if sizes[d] <= 1 else strides[d] for d in range(3)))
+
+
+def row_strides_in_units(*tensors: Tensor | None) -> tuple[int, list[RowStrides]]:
+    """(unit, the tensors' strides divided by it), so that the compiler sees alignment."""
+    strides = [row_strides(x) for x in tensors]
+    unit = stride_unit([stride for each in strides for stride in each])
+    return unit, [RowStrides(*(stride // unit for stride in each)) for each in strides]
+
+
+def stride_unit(strides: Sequence[int]) -> int:
+    """What strides are divided by for the kernels, whose compiler then sees alignment."""
+    return 8 if all(stride % 8 == 0 for stride in strides) else 1
+
+
+def mask_steps(strides: Sequence[int], N: int) -> tuple[int, tuple[int, ...]]:
+    """(unit, strides as the kernels get them) of a mask over N keys: what all of its strides but
+    the last, and N, are divided by for the kernels. Where one of them is odd, tiles of the mask are
+    read element by element, in every loop alike (else ptxas serialises products: C7515).
+    """
+    unit = stride_unit((*strides[:3], N))
+    return unit, (*(stride // unit for stride in strides[:3]), strides[3])
+
+
+def describable(x: Tensor | None) -> bool:
+    """Whether tensor descriptors can cover an aligned x: nothing expanded, steps of 16 bytes."""
+    if x is None:
+        return True
+    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    steps = [stride * x.element_size() for size, stride in pairs if size > 1]
+    return x.numel() > 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def descriptor_templates(
+    x: Tensor | None, rows: int, widths: tuple[int, int]
+) -> tuple[DescriptorTemplate | None, DescriptorTemplate | None]:
+    """Descriptors of tensors like x, [B, K, N, D] or, packed, [K, N, D]: blocks of so many rows of
+    one head, of its first columns and of those that follow; 0 in columns beyond D.
+    """
+    if x is None:
+        return None, None
+    # Torch leaves strides of size-1 dimensions undefined, the hardware wants multiples of 16 bytes.
+    pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    strides = [*(16 if size == 1 else stride for size, stride in pairs), 1]
+    found: list[DescriptorTemplate | None] = []
+    for width in widths:
+        block = [*[1] * (x.dim() - 2), rows, width]
+        found.append(descriptor_template(x, list(x.shape), strides, block) if width else None)
+    return found[0], found[1]
+
+
+def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, heads: int) -> int:
+    """How many of the heads form an L2 swizzle group, whose tiles run in one long-to-short order.
+    head_bytes: what each of them reads again and again, shared by `group` of them.
+    """
+    if not limits.has_high:
+        return 1
+    return min(heads, group * max(1, _SWIZZLE_GROUP_BYTES // max(1, head_bytes)))
+
+
+def unsupported(
+    mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **others: Tensor | None
+) -> str | None:
+    """What none of the kernels can do. others: further tensors whose rows they read, by name."""
+    if q.dtype not in DTYPES:
+        return f"has kernels for float16, bfloat16 and float32, got {q.dtype}"
+    D, E = q.shape[3], v.shape[3]
+    if not (1 <= D <= 256 and 1 <= E <= 256):
+        return f"handles head dims up to 256, got {D} and {E}"
+    for name, x in (("q", q), ("k", k), ("v", v), *others.items()):
+        if x is None:
+            continue
+        _, _, step, last = x.stride()
+        if last != 1 and x.shape[3] > 1:
+            return f"needs a contiguous last dimension, got {name} with strides {x.stride()}"
+        if step > _LARGEST_ROW_STRIDE and x.shape[2] > 1:
+            return f"handles row strides up to {_LARGEST_ROW_STRIDE}, got {step} in {name}"
+    if mask is not None and max(mask.stride()[2:]) > _LARGEST_ROW_STRIDE:
+        return f"handles mask strides up to {_LARGEST_ROW_STRIDE}, got {mask.stride()}"
+    return too_old(architecture(q))

@@ -91,8 +91,7 @@ class AttentionTask:
         from fastattn.ops.attention.triton.tiles import split_width
 
         dtype, D = DTYPES[self.dtype], self.D
-        lengths, dropout = "lengths" in self.feature, self.feature == "dropout"
-        features = Features(self._bounded, lengths, self._dense, dropout)
+        features = Features(self._dense, self.feature == "dropout")
         shipped = forward_config(arch, dtype, D, D, self.S, features)
         two_tiles = split_width(D)[1] > 0  # else one, padded
         if dtype is torch.float32:

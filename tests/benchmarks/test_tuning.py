@@ -61,7 +61,7 @@ def test_tuning_starts_from_what_ships() -> None:
     for D, feature, dtype in (*cases, (96, "causal", "bf16"), (192, "plain", "fp16")):
         task = AttentionTask("fwd", feature, D, 8192, 16384, 2048, dtype)
         found = tune.candidates(task, "sm_90")
-        features = Features(bounds=feature == "causal", dense=feature in ("mask", "bias"))
+        features = Features(dense=feature in ("mask", "bias"))
         assert found[0] == forward_config("sm_90", DTYPES[dtype], D, D, 8192, features)
         assert len(set(found)) == len(found) > 5
         assert len({tune.describe(config) for config in found}) == len(found)

@@ -51,11 +51,8 @@ _plans, _list_shapes = LaunchCache(), LaunchCache()
 
 
 def _config(facts: Facts) -> ForwardConfig:
-    bounded = facts.limits.has_low or facts.limits.has_high
-    dense, wide = facts.mask is not None, False
-    if facts.mask_dtype is not None:
-        wide = facts.mask_dtype.itemsize == 8
-    features = Features(bounded, any(facts.ends), dense, facts.dropout_p > 0.0, wide)
+    wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize == 8
+    features = Features(facts.mask is not None, facts.dropout_p > 0.0, wide)
     return forward_config(facts.arch, facts.dtype, facts.D, facts.E, facts.M, features)
 
 
@@ -71,11 +68,9 @@ def _workspace(config: ForwardConfig | None, call: ForwardCall) -> Workspace:
     """The lists of tiles of a dense mask; the keys of columns for dropout."""
     workspace: Workspace = []
     if call.mask is not None:
-        q, k, v, mask, _, key_lengths, query_lengths, *bounds, _, dropout_p, _, _ = call
-        key = (
-            config or architecture(q), q.dtype, q.shape, k.shape, v.shape, signature(mask),
-            key_lengths is None, query_lengths is None, *bounds, dropout_p > 0.0,
-        )  # fmt: skip
+        q, sizes = call.q, (call.q.shape, call.k.shape, call.v.shape)
+        tiling = config or architecture(q)
+        key = tiling, q.dtype, *sizes, signature(call.mask), call.dropout_p > 0.0
         shape = _list_shapes.get(key)
         if shape is None:
             facts = facts_of(call)

@@ -52,12 +52,9 @@ class ForwardConfig:
 class Features:
     """What a call asks for, as far as it changes the best tiling.
 
-    bounds: causal or window. lengths: of keys or queries. dense: a mask tensor; wide: of 8 bytes an
-    element.
+    dense: a mask tensor; wide: of 8 bytes an element.
     """
 
-    bounds: bool = False
-    lengths: bool = False
     dense: bool = False
     dropout: bool = False
     wide: bool = False

@@ -64,10 +64,12 @@ LOGGED = (
 # The first error ends the process; frames and line numbers for its report. -O0: with -O1 compiling
 # takes twice the time (172 and 87 CPU seconds), and tests run no faster.
 SANITIZER_FLAGS = "-O0 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all".split()
-# One translation unit per instruction set; which one runs is decided on the machine it runs on.
-X86_FLAGS = {
-    "_avx2": ["-march=x86-64-v3"],
-    "_avx512": ["-march=x86-64-v4", "-mavx512bf16"],
+# The CPU kernels (files *_kernels_cpu.cpp) are compiled once for each instruction set; which one
+# runs is decided on the machine it runs on.
+INSTRUCTION_SETS = {
+    "portable": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mavx512bf16"),
 }
 
 
@@ -199,11 +201,18 @@ def _has_python_headers() -> bool:
 
 
 def sources(library: Library, csrc: Path = CSRC) -> list[Path]:
-    """Files named *_<library>*; those for another processor family are left out."""
-    found = [p for p in csrc.rglob(f"*_{library.name}*") if p.suffix in (".cpp", ".cu")]
-    if platform.machine() not in ("x86_64", "AMD64"):
-        found = [p for p in found if not p.stem.endswith(tuple(X86_FLAGS))]
-    return sorted(found)
+    """Files named *_<library>*."""
+    found = csrc.rglob(f"*_{library.name}*")
+    return sorted(p for p in found if p.suffix in (".cpp", ".cu"))
+
+
+def instances(source: Path) -> dict[str, tuple[str, ...]]:
+    """What a source is compiled to: the object's name -> flags of its own."""
+    if not source.name.endswith("_kernels_cpu.cpp"):
+        return INSTANCES.get(source.name, {source.name: ()})
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    sets = INSTRUCTION_SETS if x86 else {"portable": ()}
+    return {f"{source.stem}_{name}": flags for name, flags in sets.items()}
 
 
 def check_possible(library: Library, tools: Tools, csrc: Path = CSRC) -> None:
@@ -314,21 +323,19 @@ def library_steps(
     steps = []
     for source in sources(library, csrc):
         beside = place / source.parent.relative_to(csrc)
-        if source.suffix == ".cu":
-            for name, macros in INSTANCES.get(source.name, {source.name: ()}).items():
-                output = beside / f"{name}.o"
+        for name, flags in instances(source).items():
+            output = beside / f"{name}.o"
+            if source.suffix == ".cu":
                 compiler = ["sh", "-c", LOGGED, "sh", str(log_of(output))]
                 compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
-                compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *macros]
-                steps.append(_compile_step(compiler + headers, source, output))
-        else:
-            isa = [f for s, flags in X86_FLAGS.items() if source.stem.endswith(s) for f in flags]
-            # Messages name a file of ours, or of torch's headers, without this machine's folders.
-            prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
-            compiler = [tools.cxx, *CXX_FLAGS, *isa, *prefixes, *sanitize, "-MMD"]
-            if library.architectures:
-                compiler += ["-isystem", str(cuda / "include")]
-            steps.append(_compile_step(compiler + headers, source, beside / f"{source.name}.o"))
+                compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *flags]
+            else:
+                # Messages name a file of ours, or of torch, without this machine's folders.
+                prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
+                compiler = [tools.cxx, *CXX_FLAGS, *flags, *prefixes, *sanitize, "-MMD"]
+                if library.architectures:
+                    compiler += ["-isystem", str(cuda / "include")]
+            steps.append(_compile_step(compiler + headers, source, output))
     links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
         # The static runtime: nothing of CUDA needs to be there when the library is loaded.

@@ -35,15 +35,15 @@ Row = dict[str, Any]
 CUDNN = "sdpa-cudnn"
 _SOURCES_OF_ALL = (
     *("fastattn/ops/*.py", "fastattn/_arguments.py", "fastattn/functional.py"),
-    "csrc/common/*",
+    *("csrc/common/*", "csrc/cpu/*"),
 )
 _ATTENTION_SOURCES = ("fastattn/ops/attention/**/*.py", "csrc/attention/**/*", "csrc/sm90/**/*")
 _MODEL_SOURCES = ("fastattn/ops/**/*.py", "fastattn/nn/*.py", "csrc/**/*")
 _SOURCES = {
     "attention": _ATTENTION_SOURCES,
     "attention_varlen": _ATTENTION_SOURCES,
-    "linear": ("fastattn/ops/linear/*.py", "csrc/ffn/*"),
-    "ffn": ("fastattn/ops/ffn/*.py", "csrc/ffn/*", "csrc/sm90/**/*"),
+    "linear": ("fastattn/ops/linear/*.py", "csrc/ffn/**/*"),
+    "ffn": ("fastattn/ops/ffn/*.py", "csrc/ffn/**/*", "csrc/sm90/**/*"),
     "transformer": _MODEL_SOURCES,
     "generation": (*_MODEL_SOURCES, "fastattn/seq2seq/*.py"),
 }

@@ -6,7 +6,7 @@
 
 #include "attention/cpu/launch.h"
 #include "common/dropout.h"
-#include "common/torch_binding.h"
+#include "cpu/binding.h"
 
 namespace fastattn::attention {
 namespace {
@@ -208,22 +208,6 @@ void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, i
 }
 
 // -- forward -------------------------------------------------------------------------------------
-int64_t threads() {
-  return torch::stable::get_num_threads();
-}
-
-// Torch's threads, as many as there are; one of them may serve several workers.
-constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
-  if (workers == 1) {
-    return body(0);
-  }
-  torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
-    for (int64_t worker = first; worker < last; ++worker) {
-      body(worker);
-    }
-  });
-};
-
 // Scratch memory up to which a call takes its stack.
 constexpr int64_t kLocalFloats = 2048;
 

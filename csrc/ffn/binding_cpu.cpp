@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   second.finish.residual = vector_if(residual, "residual", s.rows * s.out, second.finish.out_type);
   STD_TORCH_CHECK(second.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(second, second_panels, first_step, -1, true, true);
-  run(team);
+  team.run(kOnThreads);
   return {y, hidden};
 }
 
@@ -258,7 +258,7 @@ FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*
     team.multiply(stored(dy_dropped.transposed(), activated, dw2, "dw2", s.type), second_panels,
                   dropped, kept_activated ? -1 : differentiated);
   }
-  run(team);
+  team.run(kOnThreads);
   return {dx, dw1, db1, dw2, db2};
 }
 

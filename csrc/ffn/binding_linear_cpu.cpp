@@ -82,7 +82,7 @@ std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, T
   product.finish.out = matrix(fresh(y), "y", s.rows, s.out, s.type);
   STD_TORCH_CHECK(product.finish.out.column_stride == 1, "y must be contiguous");
   team.multiply(product, panels, -1, -1);
-  run(team);
+  team.run(kOnThreads);
   return {y};
 }
 
@@ -127,7 +127,7 @@ ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Te
     const Matrix input = matrix(*x, "x", s.rows, s.D, s.type);
     team.multiply(stored(gradient.transposed(), input, dw, "dw", s.type), second_panels, -1, -1);
   }
-  run(team);
+  team.run(kOnThreads);
   return {dx, dw, db};
 }
 

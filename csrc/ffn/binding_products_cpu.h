@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "common/dropout.h"
-#include "common/large_pages.h"
-#include "common/torch_binding.h"
+#include "cpu/binding.h"
+#include "cpu/large_pages.h"
+#include "ffn/cpu/team.h"
 #include "ffn/ffn.h"
-#include "ffn/team_cpu.h"
 
 namespace fastattn::ffn {
 
@@ -172,10 +172,6 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 }
 
 // -- threads --------------------------------------------------------------------------------------
-inline int64_t threads() {
-  return torch::stable::get_num_threads();
-}
-
 // Whether a row's fp32 products have the same bits among any number of rows.
 inline thread_local bool batch_invariant = false;
 
@@ -189,16 +185,6 @@ inline Team team_of(Carver& carver) {
   const int64_t workers = std::min(carver.left() / kWorkerFloats, threads());
   STD_TORCH_CHECK(workers > 0, "scratch must have room for a worker");
   return Team(workers, carver.take(workers * kWorkerFloats), batch_invariant);
-}
-
-inline void run(Team& team) {
-  team.run([](int64_t workers, const auto& body) {
-    torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
-      for (int64_t worker = first; worker < last; ++worker) {
-        body(worker);
-      }
-    });
-  });
 }
 
 }  // namespace fastattn::ffn

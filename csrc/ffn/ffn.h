@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/isa.h"
+#include "cpu/dispatch.h"
 
 namespace fastattn::ffn {
 
@@ -151,24 +151,6 @@ struct Kernels {
                  int64_t first, int64_t last);
 };
 
-extern const Kernels kPortable;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
-
-inline const Kernels& kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return kAvx512;
-    case Isa::kAvx2:
-      return kAvx2;
-    case Isa::kPortable:
-      break;
-  }
-#endif
-  return kPortable;
-}
+FASTATTN_DISPATCH(Kernels)
 
 }  // namespace fastattn::ffn

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "common/dropout.h"
-#include "common/torch_binding.h"
+#include "cpu/binding.h"
 #include "layer_norm/layer_norm.h"
 
 namespace fastattn::norm {

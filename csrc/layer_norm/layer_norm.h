@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "common/isa.h"
+#include "cpu/dispatch.h"
 
 namespace fastattn::norm {
 
@@ -93,24 +93,6 @@ struct Kernels {
   void (*to_float)(const void* source, DType type, float* result, int64_t count);
 };
 
-extern const Kernels kPortable;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
-
-inline const Kernels& kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return kAvx512;
-    case Isa::kAvx2:
-      return kAvx2;
-    case Isa::kPortable:
-      break;
-  }
-#endif
-  return kPortable;
-}
+FASTATTN_DISPATCH(Kernels)
 
 }  // namespace fastattn::norm

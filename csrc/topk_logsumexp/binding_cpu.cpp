@@ -1,7 +1,7 @@
 // topk_logsumexp on the CPU: from tensors to a problem, and the split over torch's threads.
 #include <algorithm>
 
-#include "common/torch_binding.h"
+#include "cpu/binding.h"
 #include "topk_logsumexp/topk_logsumexp.h"
 
 namespace fastattn::topk_logsumexp {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/isa.h"
+#include "cpu/dispatch.h"
 
 namespace fastattn::topk_logsumexp {
 
@@ -21,24 +21,6 @@ struct Kernels {
   void (*run)(const Problem&, int64_t first_row, int64_t last_row);
 };
 
-extern const Kernels kPortable;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
-
-inline const Kernels& kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return kAvx512;
-    case Isa::kAvx2:
-      return kAvx2;
-    case Isa::kPortable:
-      break;
-  }
-#endif
-  return kPortable;
-}
+FASTATTN_DISPATCH(Kernels)
 
 }  // namespace fastattn::topk_logsumexp

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The instruction sets of csrc/common/isa.h, in its order.
+# The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
 _INTERFACE = 2  # kInterface of csrc/autograd/derivative.h
 _log = logging.getLogger("fastattn")

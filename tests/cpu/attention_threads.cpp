@@ -99,7 +99,7 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   Forward forward = {a, view(out, c.heads, c.queries, kValueDim), lse.data(), nullptr};
   Floats scratch(forward_floats(a, threads));
   const int64_t forward_size = static_cast<int64_t>(scratch.size());
-  launch_forward(kPortable, forward, scratch.data(), forward_size, threads, kOnThreads);
+  launch_forward(portable::kKernels, forward, scratch.data(), forward_size, threads, kOnThreads);
 
   Backward backward = {};
   static_cast<Problem&>(backward) = a;
@@ -114,7 +114,7 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   }
   scratch.assign(backward_floats(a, statistics, threads), 0.0f);
   const int64_t backward_size = static_cast<int64_t>(scratch.size());
-  launch_backward(kPortable, backward, statistics, scratch.data(), backward_size, threads,
+  launch_backward(portable::kKernels, backward, statistics, scratch.data(), backward_size, threads,
                   kOnThreads);
   return {out, lse, dq, dk, dv, dbias};
 }

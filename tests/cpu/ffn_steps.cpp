@@ -2,14 +2,14 @@
 // numbers pass from task to task as panels and blocks do, so that a missing wait is a race, and
 // another result than that of one worker. Prints how many runs agreed; the exit status says whether
 // all did.
-#include "ffn/steps.h"
+#include "ffn/cpu/steps.h"
 
 #include <atomic>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
-#include "ffn/team_cpu.h"
+#include "ffn/cpu/team.h"
 
 using fastattn::ffn::Matrix;
 using fastattn::ffn::Panels;
@@ -145,8 +145,16 @@ Isa active_isa() {
   return Isa::kPortable;
 }
 namespace ffn {
-const Kernels kPortable = kNumbers, kAvx2 = kNumbers, kAvx512 = kNumbers;
+namespace portable {
+const Kernels kKernels = kNumbers;
 }
+namespace avx2 {
+const Kernels kKernels = kNumbers;
+}
+namespace avx512 {
+const Kernels kKernels = kNumbers;
+}
+}  // namespace ffn
 }  // namespace fastattn
 
 int main() {

@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 CXX = os.environ.get("CXX") or shutil.which("g++")
-PORTABLE = sorted(CSRC.rglob("*_cpu_portable.cpp"))
+KERNELS = sorted(CSRC.rglob("*_kernels_cpu.cpp"))
 KERNELS_ON_THREADS = (
     str(Path(__file__).with_name("attention_threads.cpp")),
-    str(CSRC / "attention" / "cpu" / "attention_cpu_portable.cpp"),
+    str(CSRC / "attention" / "cpu" / "attention_kernels_cpu.cpp"),
 )
 FLAGS = f"-std=c++17 -fno-math-errno -ffp-contract=off -Wall -Wextra -I{CSRC} -pthread".split()
 ARM = shutil.which("aarch64-linux-gnu-g++")
@@ -50,7 +50,7 @@ def test_threads_share_nothing_they_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("source", PORTABLE, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
 def test_portable_kernels_include_no_intrinsics(source: Path) -> None:
     assert CXX
     headers = _run(CXX, "-M", "-std=c++17", f"-I{CSRC}", str(source))
@@ -60,7 +60,7 @@ def test_portable_kernels_include_no_intrinsics(source: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(ARM is None, reason="there is no compiler for aarch64")
-@pytest.mark.parametrize("source", PORTABLE, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
 def test_portable_kernels_compile_for_arm(source: Path, tmp_path: Path) -> None:
     assert ARM
     _run(ARM, *FLAGS, "-Werror", "-O1", "-c", str(source), "-o", str(tmp_path / "object.o"))

@@ -330,7 +330,7 @@ def includes_break_rules(csrc: Path) -> list[str]:
     """5 and 6. ptx < tile < op, no op includes another, only torch_binding.h includes torch (and
     the extension that is built for one torch, which includes nothing else).
     """
-    shared = {"common", "sm90", "host", "autograd"}
+    shared = {"common", "cpu", "sm90", "host", "autograd"}
     ops = {path.name for path in csrc.iterdir() if path.is_dir()} - shared
     found = []
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in _SOURCES):
@@ -345,7 +345,7 @@ def includes_break_rules(csrc: Path) -> list[str]:
                     why = "autograd knows torch alone"
             elif first in ("torch", "ATen", "c10") and file.name != "torch_binding.h":
                 why = "torch_binding.h alone includes torch"
-            elif include.endswith("torch_binding.h") and not binding:
+            elif include.endswith(("torch_binding.h", "cpu/binding.h")) and not binding:
                 why = "only bindings know torch"
             elif binding and (first.startswith("cuda") or include.endswith(".cuh")):
                 why = "bindings include no CUDA header"
@@ -353,8 +353,10 @@ def includes_break_rules(csrc: Path) -> list[str]:
                 why = "ptx knows no tile and no op"
             elif area == "sm90/tile" and first in ops:
                 why = "tile knows no op"
-            elif area == "common" and first in ops | {"sm90"}:
-                why = "common knows neither op nor sm90"
+            elif area == "common" and first in ops | {"cpu", "sm90"}:
+                why = "common knows neither op nor backend"
+            elif area == "cpu" and first in ops | {"sm90"}:
+                why = "cpu knows no op"
             elif area in ops and first in ops - {area}:
                 why = "one op never includes another"
             if why:
@@ -464,13 +466,14 @@ _BROKEN_INCLUDES = (
     ("sm90/ptx/tma.cuh", "attention/attention.h", "ptx knows no tile and no op"),
     ("sm90/tile/pipeline.cuh", "attention/attention.h", "tile knows no op"),
     ("common/math.h", "layer_norm/layer_norm.h", "common knows neither"),
+    ("cpu/simd.h", "layer_norm/layer_norm.h", "cpu knows no op"),
     ("layer_norm/layer_norm.h", "attention/attention.h", "never includes another"),
 )
 
 
 @pytest.mark.parametrize("file, include, why", _BROKEN_INCLUDES)
 def test_include_rules_can_fail(tmp_path: Path, file: str, include: str, why: str) -> None:
-    for folder in ("common", "sm90/ptx", "sm90/tile", "attention", "autograd", "layer_norm"):
+    for folder in ("common", "cpu", "sm90/ptx", "sm90/tile", "attention", "autograd", "layer_norm"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(f'#pragma once\n  # include "{include}"\n')

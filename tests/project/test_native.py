@@ -427,10 +427,10 @@ def build() -> ModuleType:
 @pytest.fixture
 def csrc(tmp_path: Path) -> Path:
     folder = tmp_path / "csrc"
-    for name in ("norm_cpu_portable.cpp", "norm_cpu_avx2.cpp", "binding_cpu.cpp"):
-        (folder / "norm").mkdir(parents=True, exist_ok=True)
+    (folder / "norm").mkdir(parents=True)
+    for name in ("norm_kernels_cpu.cpp", "binding_cpu.cpp", "norm.h", "module_autograd.cpp"):
         (folder / "norm" / name).touch()
-    for name in ("norm_sm90.cu", "binding_sm90.cpp", "norm.h", "module_autograd.cpp"):
+    for name in ("norm_sm90.cu", "binding_sm90.cpp"):
         (folder / "norm" / name).touch()
     return folder
 
@@ -500,10 +500,11 @@ def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
         return {step.output.name: " ".join(step.command) for step in steps}
 
     cpu_commands = commands("cpu")
-    assert "_C_cpu.abi3.so" in cpu_commands and len(cpu_commands) == 4
+    assert "_C_cpu.abi3.so" in cpu_commands and len(cpu_commands) == 5
     assert "-ltorch_cpu" in cpu_commands["_C_cpu.abi3.so"]
-    assert "-march=x86-64-v3" in cpu_commands["norm_cpu_avx2.cpp.o"]
-    assert "-march" not in cpu_commands["norm_cpu_portable.cpp.o"]
+    assert "-mavx512bf16" in cpu_commands["norm_kernels_cpu_avx512.o"]
+    assert "-march=x86-64-v3" in cpu_commands["norm_kernels_cpu_avx2.o"]
+    assert "-march" not in cpu_commands["norm_kernels_cpu_portable.o"]
     assert all("TORCH_TARGET_VERSION" in c for n, c in cpu_commands.items() if n.endswith(".o"))
     sm90 = commands("sm90")
     assert " /cuda/bin/nvcc -ccbin g++" in sm90["norm_sm90.cu.o"]
@@ -597,11 +598,12 @@ def test_objects_of_an_extension_serve_one_torch(
 
 
 def test_other_cpus_get_the_portable_kernels(
-    build: ModuleType, csrc: Path, monkeypatch: pytest.MonkeyPatch
+    build: ModuleType, csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    names = [path.name for path in build.sources(build.LIBRARIES["cpu"], csrc)]
-    assert names == ["binding_cpu.cpp", "norm_cpu_portable.cpp"]
+    steps = build.library_steps(build.LIBRARIES["cpu"], _tools(build), csrc, tmp_path)
+    names = [step.output.name for step in steps]
+    assert names == ["binding_cpu.cpp.o", "norm_kernels_cpu_portable.o", "_C_cpu.abi3.so"]
 
 
 @pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "threads"])

@@ -11,10 +11,7 @@
 
 #include "attention/cpu/forward.h"
 
-namespace fastattn::FASTATTN_ISA {
-
-using attention::Backward;
-using attention::BackwardScratch;
+namespace fastattn::attention::FASTATTN_ISA {
 
 inline const float* statistics_of(const Problem& a, const float* values, const Sequence& s,
                                   int64_t h, int row) {
@@ -60,7 +57,7 @@ class Gradients {
 
   void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead) {
     first_key_ = tile * kTileKeys;
-    const int count = attention::smaller(kTileKeys, s.keys - first_key_);
+    const int count = smaller(kTileKeys, s.keys - first_key_);
     const int upto = round_up(count, kBlock);
     const auto rows_of = [&](const TensorView& x, int dim) {
       const int64_t offset = key_offset(x, s, kv_head, first_key_);
@@ -103,7 +100,7 @@ class Gradients {
   // p and ds of the packed queries and keys, given the queries' deltas; false if nothing is
   // allowed there.
   bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
-    columns_ = round_up(attention::smaller(rows.some.end - first_key_, kTileKeys), kLanes);
+    columns_ = round_up(smaller(rows.some.end - first_key_, kTileKeys), kLanes);
     live_ = rows.touching(first_key_, columns_);
     const TileBias bias(a_, sequence_.b, h_, first_row_, live_, first_key_, memory_.bias);
     if (is_empty(live_) || bias.none) {
@@ -392,7 +389,7 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
                    float* dq) {
   const int64_t D = padded(a.head_dim), group = a.group();
   const int first_key = n * kTileKeys;
-  const int count = attention::smaller(kTileKeys, s.keys - first_key);
+  const int count = smaller(kTileKeys, s.keys - first_key);
   // Sums are made of whole vectors of keys. The first tile of queries writes them, unless it has no
   // pair with the last keys.
   const int columns = round_up(count, kLanes);
@@ -552,7 +549,7 @@ inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_ti
   for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
     const Sequence s = a.sequence(b);
     for (int h = heads.begin; h < heads.end; ++h) {
-      const int end = attention::smaller(row_tiles.end * kTileRows, a.queries);
+      const int end = smaller(row_tiles.end * kTileRows, a.queries);
       const int first = row_tiles.begin * kTileRows;
       for (int i = first; i < end; ++i) {
         if (*statistics_of(a, a.lse, s, h, i) != -kInfinity) {
@@ -595,4 +592,4 @@ void dmask(const Backward& a, Queue& queue, float* scratch) {
   });
 }
 
-}  // namespace fastattn::FASTATTN_ISA
+}  // namespace fastattn::attention::FASTATTN_ISA

@@ -6,13 +6,7 @@
 
 #include "attention/cpu/softmax.h"
 
-namespace fastattn::FASTATTN_ISA {
-
-using attention::for_tasks;
-using attention::Forward;
-using attention::ForwardScratch;
-using attention::kSplitKeys;
-using attention::Queue;
+namespace fastattn::attention::FASTATTN_ISA {
 
 // Consecutive keys or values of one head.
 template <class T>
@@ -305,7 +299,7 @@ inline Rows<T> first_keys_behind(const Forward& a, const Sequence& sequence, int
   }
   const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
   const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
-  const int count = attention::smaller(keys.end - keys.begin, kTileKeys);
+  const int count = smaller(keys.end - keys.begin, kTileKeys);
   const T* data =
       static_cast<const T*>(a.k.data) + key_offset(a.k, next, last ? 0 : kv_head + 1, keys.begin);
   return {data, a.k.row_stride, count, a.head_dim, true};
@@ -332,8 +326,8 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   const float scale_log2 = a.scale * kLog2E;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first = n * kTileKeys;
-    const int begin = attention::larger(rows.some.begin - first, 0);
-    const int end = attention::smaller(rows.some.end - first, kTileKeys);
+    const int begin = larger(rows.some.begin - first, 0);
+    const int end = smaller(rows.some.end - first, kTileKeys);
     const int columns = round_up(end, kLanes);
     const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
       const int64_t offset = key_offset(x, sequence, kv_head, first + from);
@@ -409,8 +403,7 @@ template <class Run>
 inline void for_heads(const Forward& a, int64_t kv_head, const Run& run) {
   const int64_t group = a.group();
   for (int64_t from = 0; from < group; from += a.heads_at_once()) {
-    run(kv_head * group + from,
-        attention::smaller(static_cast<int>(group - from), a.heads_at_once()));
+    run(kv_head * group + from, smaller(static_cast<int>(group - from), a.heads_at_once()));
   }
 }
 
@@ -484,4 +477,4 @@ void join_splits(const Forward& a, Queue& queue, float* scratch) {
   });
 }
 
-}  // namespace fastattn::FASTATTN_ISA
+}  // namespace fastattn::attention::FASTATTN_ISA

@@ -1,5 +1,4 @@
-// Attention on CPU, written once and compiled for each instruction set (attention_cpu_*.cpp): the
-// forward pass; cpu/backward.h has the gradients.
+// The forward pass of attention on CPU; cpu/backward.h has the gradients.
 //
 // A worker packs the keys and values of a (sequence, kv head) once, tile by tile as they are
 // needed, and walks with each tile of queries over them (Dao et al., FlashAttention, 2022): scores,
@@ -9,7 +8,7 @@
 
 #include "attention/cpu/decode.h"
 
-namespace fastattn::FASTATTN_ISA {
+namespace fastattn::attention::FASTATTN_ISA {
 
 // The last of the `tiles` tasks of a head. Where sequences differ in length, those behind a short
 // one's last tile are passed over together.
@@ -30,7 +29,7 @@ struct QueryTile {
     h = task / tiles % a.heads;
     kv_head = h / a.group();
     first = static_cast<int>(task % tiles * kTileRows);
-    end = attention::smaller(first + kTileRows, sequence.queries);
+    end = smaller(first + kTileRows, sequence.queries);
   }
   bool is_behind() const { return first >= sequence.queries; }
 };
@@ -78,7 +77,7 @@ class PackedKeys {
     }
     memory_.packed[tile] = 1.0f;
     const int first = tile * kTileKeys;
-    const int count = attention::smaller(kTileKeys, sequence_.keys - first);
+    const int count = smaller(kTileKeys, sequence_.keys - first);
     const int upto = round_up(count, kBlock);
     const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
     to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
@@ -162,7 +161,7 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   const float scale_log2 = a.scale * kLog2E;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first_key = n * kTileKeys;
-    const int in_tile = attention::smaller(rows.some.end - first_key, kTileKeys);
+    const int in_tile = smaller(rows.some.end - first_key, kTileKeys);
     const int columns = round_up(in_tile, kLanes);
     const Range live = rows.touching(first_key, columns);
     const TileBias bias(a, sequence.b, at.h, at.first, live, first_key, memory.bias);
@@ -246,6 +245,4 @@ void forward(const Forward& a, Queue& queue, float* scratch) {
   with_units(a.type, [&](auto u) { forward_tiles<decltype(u)>(a, queue, memory); });
 }
 
-}  // namespace fastattn::FASTATTN_ISA
-
-#include "attention/cpu/backward.h"
+}  // namespace fastattn::attention::FASTATTN_ISA

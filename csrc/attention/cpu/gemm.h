@@ -15,13 +15,11 @@
 #pragma once
 
 #include "attention/cpu/problem.h"
-#include "common/simd.h"
+#include "cpu/simd.h"
 
-namespace fastattn::FASTATTN_ISA {
+namespace fastattn::attention::FASTATTN_ISA {
 
-using attention::kTileKeys;
-using attention::kTileRows;
-using attention::padded;
+using namespace fastattn::FASTATTN_ISA;
 
 // -- vector functions ----------------------------------------------------------------------------
 inline float largest(Float v) {
@@ -536,4 +534,4 @@ inline void store_rows(DType type, void* data, int64_t offset, int64_t stride, i
   });
 }
 
-}  // namespace fastattn::FASTATTN_ISA
+}  // namespace fastattn::attention::FASTATTN_ISA

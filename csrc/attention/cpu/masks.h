@@ -8,18 +8,11 @@
 
 #include "attention/cpu/problem.h"
 #include "common/dropout.h"
-#include "common/simd.h"
+#include "cpu/simd.h"
 
-namespace fastattn::FASTATTN_ISA {
+namespace fastattn::attention::FASTATTN_ISA {
 
-using attention::Bounds;
-using attention::kTileKeys;
-using attention::kTileRows;
-using attention::MaskType;
-using attention::MaskView;
-using attention::Problem;
-using attention::Range;
-using attention::Sequence;
+using namespace fastattn::FASTATTN_ISA;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;  // scores times this are powers of two
@@ -45,7 +38,7 @@ inline Range keys_of(const Problem& a, const Sequence& s, int row) {
     const int64_t per_query = a.key_lengths.stride;
     keys = clamped(a.key_lengths.at(per_query ? s.b * per_query + row : s.b), s.keys);
   }
-  return attention::keys_of_row(row, s.band, keys);
+  return keys_of_row(row, s.band, keys);
 }
 
 // The ranges of a tile of queries, from its first row on.
@@ -57,7 +50,7 @@ struct RowRanges {
 
   // lse, where it is known, tells dead rows: their range is empty.
   RowRanges(const Problem& a, const Sequence& s, int first, const float* lse) {
-    count = attention::smaller(live_queries(a, s) - first, kTileRows);
+    count = smaller(live_queries(a, s) - first, kTileRows);
     for (int i = 0; i < count; ++i) {
       Range keys = keys_of(a, s, first + i);
       if (lse && lse[i] == -kInfinity) {
@@ -66,20 +59,20 @@ struct RowRanges {
       begin[i] = keys.begin;
       end[i] = keys.end;
       if (!is_empty(keys)) {
-        some.begin = attention::smaller(some.begin, keys.begin);
-        some.end = attention::larger(some.end, keys.end);
+        some.begin = smaller(some.begin, keys.begin);
+        some.end = larger(some.end, keys.end);
       }
       all = overlap(all, keys);
     }
-    count = attention::larger(count, 0);
+    count = larger(count, 0);
   }
 
   // Tiles of keys that hold some allowed pair, as far as arithmetic knows.
-  Range tiles() const { return attention::blocks_touching(some, kTileKeys); }
+  Range tiles() const { return blocks_touching(some, kTileKeys); }
   // Rows that may attend some of these keys, gaps included; begins at an even row.
   Range touching(int first_key, int keys) const {
     const auto touches = [&](int i) {
-      return begin[i] < first_key + keys && end[i] > attention::larger(first_key, begin[i]);
+      return begin[i] < first_key + keys && end[i] > larger(first_key, begin[i]);
     };
     Range result = {0, count};
     while (result.begin < count && !touches(result.begin)) {
@@ -260,7 +253,7 @@ class TileBias {
     if (a.mask.type == MaskType::kNone) {
       return;
     }
-    keys_ = attention::smaller(kTileKeys, a.keys - first_key);
+    keys_ = smaller(kTileKeys, a.keys - first_key);
     first_ = mask_offset(a.mask, b, h, first_row, first_key);
     same_ = a.mask.strides[2] == 0;
     none = true;
@@ -315,7 +308,7 @@ class TileBias {
   NumberRow<float> floats(int i) const {
     float* row = scratch_;
     if (!same_) {
-      row += i % attention::kBiasRows * kTileKeys;
+      row += i % kBiasRows * kTileKeys;
       ask_for_row(i + kRowsAhead);
       mask_row(mask_, first_ + i * mask_.strides[2], keys_, row);
     }
@@ -353,15 +346,14 @@ class DeadKeys {
     const int rows = live_queries(a, s);
     if (!a.key_lengths.data || a.key_lengths.stride == 0) {
       const int keys = a.key_lengths.data ? clamped(a.key_lengths.at(s.b), s.keys) : s.keys;
-      live_ = attention::keys_of_some({0, rows}, s.band, keys);
+      live_ = keys_of_some({0, rows}, s.band, keys);
       return;
     }
     live_ = {INT_MAX, 0};
     for (int i = 0; i < rows; ++i) {
       const Range keys = keys_of(a, s, i);
       if (!is_empty(keys)) {
-        live_ = {attention::smaller(live_.begin, keys.begin),
-                 attention::larger(live_.end, keys.end)};
+        live_ = {smaller(live_.begin, keys.begin), larger(live_.end, keys.end)};
       }
     }
   }
@@ -457,4 +449,4 @@ class TileDropout {
   uint32_t columns_[kTileKeys], shifts_[kTileKeys];
 };
 
-}  // namespace fastattn::FASTATTN_ISA
+}  // namespace fastattn::attention::FASTATTN_ISA

@@ -15,8 +15,8 @@
 
 #include "attention/key_range.h"
 #include "common/dtype.h"
-#include "common/isa.h"
 #include "common/tensor_view.h"
+#include "cpu/dispatch.h"
 
 namespace fastattn::attention {
 
@@ -259,24 +259,6 @@ struct Kernels {
   void (*dmask)(const Backward&, Queue&, float* scratch);
 };
 
-extern const Kernels kPortable;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-#endif
-
-inline const Kernels& kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::kAvx512:
-      return kAvx512;
-    case Isa::kAvx2:
-      return kAvx2;
-    case Isa::kPortable:
-      break;
-  }
-#endif
-  return kPortable;
-}
+FASTATTN_DISPATCH(Kernels)
 
 }  // namespace fastattn::attention

@@ -9,9 +9,7 @@
 #include "attention/cpu/gemm.h"
 #include "attention/cpu/masks.h"
 
-namespace fastattn::FASTATTN_ISA {
-
-using attention::ceil_div;
+namespace fastattn::attention::FASTATTN_ISA {
 
 // Offsets of a sequence's rows in tensors of queries (statistics too) and of keys.
 inline int64_t query_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
@@ -155,4 +153,4 @@ inline void with_flags(bool range, bool drop, const Run& run) {
   range ? second(std::true_type{}) : second(std::false_type{});
 }
 
-}  // namespace fastattn::FASTATTN_ISA
+}  // namespace fastattn::attention::FASTATTN_ISA

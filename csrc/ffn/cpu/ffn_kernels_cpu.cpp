@@ -1,14 +1,12 @@
-// The CPU kernels of the feed-forward network, written once and compiled for each instruction set
-// (ffn_cpu_*.cpp): blocks of the products and what becomes of their sums.
-#pragma once
-
+// The CPU kernels of the feed-forward network, compiled once for each instruction set: blocks of
+// the products and what becomes of their sums.
 #include "common/dropout.h"
-#include "ffn/activation_cpu.h"
-#include "ffn/dot_cpu.h"
-#include "ffn/gemm_cpu.h"
-#include "ffn/shallow_cpu.h"
+#include "ffn/cpu/activation.h"
+#include "ffn/cpu/dot.h"
+#include "ffn/cpu/gemm.h"
+#include "ffn/cpu/shallow.h"
 
-namespace fastattn::FASTATTN_ISA::ffn_kernels {
+namespace fastattn::ffn::FASTATTN_ISA {
 
 // -- pieces ---------------------------------------------------------------------------------------
 // The dropout of a block's columns in one row.
@@ -367,6 +365,6 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-constexpr Kernels kKernels = {kPanel, kUnpackedRows, pack, multiply, drop_output, reduce};
+const Kernels kKernels = {kPanel, kUnpackedRows, pack, multiply, drop_output, reduce};
 
-}  // namespace fastattn::FASTATTN_ISA::ffn_kernels
+}  // namespace fastattn::ffn::FASTATTN_ISA

@@ -4,9 +4,9 @@
 // row has the same bits among one row and among thousands.
 #pragma once
 
-#include "ffn/gemm_cpu.h"
+#include "ffn/cpu/gemm.h"
 
-namespace fastattn::FASTATTN_ISA::ffn_kernels {
+namespace fastattn::ffn::FASTATTN_ISA {
 
 // Up to so many rows packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
 // one Zen 5 thread: 4 rows 1.6 times the speed, 16 rows 1.15, 48 rows 1. With AVX2 tiles are too
@@ -178,4 +178,4 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
   } while (d < depth);
 }
 
-}  // namespace fastattn::FASTATTN_ISA::ffn_kernels
+}  // namespace fastattn::ffn::FASTATTN_ISA

@@ -2,9 +2,9 @@
 // takes longer than the products do. The bits are those of multiply_block and finish_block.
 #pragma once
 
-#include "ffn/gemm_cpu.h"
+#include "ffn/cpu/gemm.h"
 
-namespace fastattn::FASTATTN_ISA::ffn_kernels {
+namespace fastattn::ffn::FASTATTN_ISA {
 
 // Half the rows of a micro-kernel times two panels: the fewer rows are written side by side, the
 // better. (Depth 1 in bf16, two Zen 4 threads: 512 rows of 2048 take 135 us in 12 rows times a
@@ -99,4 +99,4 @@ void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_
   }
 }
 
-}  // namespace fastattn::FASTATTN_ISA::ffn_kernels
+}  // namespace fastattn::ffn::FASTATTN_ISA

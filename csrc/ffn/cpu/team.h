@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "ffn/cpu/steps.h"
 #include "ffn/ffn.h"
-#include "ffn/steps.h"
 
 namespace fastattn::ffn {
 

@@ -2,8 +2,8 @@
 // and what tests set. Every op registers its kernels for the namespace fastattn in its binding.
 #include <atomic>
 
-#include "common/isa.h"
-#include "common/torch_binding.h"
+#include "cpu/binding.h"
+#include "cpu/dispatch.h"
 
 namespace fastattn {
 namespace {

@@ -7,12 +7,12 @@
 // rows [row][kOperandPitch] where its depth is contiguous, otherwise [depth][kAcrossPitch].
 #pragma once
 
-#include "common/simd.h"
+#include "cpu/simd.h"
 #include "ffn/ffn.h"
 
-namespace fastattn::FASTATTN_ISA::ffn_kernels {
+namespace fastattn::ffn::FASTATTN_ISA {
 
-using namespace fastattn::ffn;  // NOLINT: the shapes and limits that kernels and bindings share
+using namespace fastattn::FASTATTN_ISA;
 
 constexpr int kPanel = 2 * kLanes;
 static_assert(kPanel <= kMaxPanel && kLanes <= kMaxLanes);
@@ -459,4 +459,4 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   }
 }
 
-}  // namespace fastattn::FASTATTN_ISA::ffn_kernels
+}  // namespace fastattn::ffn::FASTATTN_ISA

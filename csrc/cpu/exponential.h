@@ -1,7 +1,7 @@
 // e^x on vectors.
 #pragma once
 
-#include "common/simd.h"
+#include "cpu/simd.h"
 
 namespace fastattn::FASTATTN_ISA {
 

@@ -4,13 +4,13 @@
 
 #include <cmath>
 
-#include "common/exponential.h"
-#include "common/simd.h"
+#include "cpu/exponential.h"
+#include "cpu/simd.h"
 #include "ffn/ffn.h"
 
-namespace fastattn::FASTATTN_ISA::ffn_kernels {
+namespace fastattn::ffn::FASTATTN_ISA {
 
-using ffn::Activation;
+using namespace fastattn::FASTATTN_ISA;
 
 struct Value {
   Float f, derivative;
@@ -131,4 +131,4 @@ inline Value activate(Float x) {
   }
 }
 
-}  // namespace fastattn::FASTATTN_ISA::ffn_kernels
+}  // namespace fastattn::ffn::FASTATTN_ISA

@@ -1,23 +1,18 @@
-// The CPU kernels of the norms, written once and compiled for each instruction set
-// (layer_norm_cpu_*.cpp).
+// The CPU kernels of the norms, compiled once for each instruction set.
 //
 // Forward: one row at a time stays in the first cache through three passes: sum; deviations from
 // the mean, whose own sum also corrects the rounding of the first; result. Backward: a few rows
 // side by side, so that a column's parameter gradients stay in registers over those rows. Every
 // row's arithmetic is the same whatever the split over threads.
-#pragma once
-
 #include <cmath>
 
 #include "common/dropout.h"
-#include "common/simd.h"
+#include "cpu/simd.h"
 #include "layer_norm/layer_norm.h"
 
-namespace fastattn::FASTATTN_ISA {
+namespace fastattn::norm::FASTATTN_ISA {
 
-using norm::Backward;
-using norm::Dropout;
-using norm::Forward;
+using namespace fastattn::FASTATTN_ISA;
 
 // Sums are folded after so many columns: rounding grows with the length of a chain of additions.
 constexpr int kBlock = 1024;
@@ -387,4 +382,6 @@ void to_float(const void* source, DType type, float* result, int64_t count) {
   });
 }
 
-}  // namespace fastattn::FASTATTN_ISA
+const Kernels kKernels = {forward, backward, reduce, to_float};
+
+}  // namespace fastattn::norm::FASTATTN_ISA

@@ -1,16 +1,14 @@
-// The CPU kernel of topk_logsumexp, written once and compiled for each instruction set: one pass
-// over a row for its maximum, one for everything else while the row is in the first cache.
-#pragma once
-
+// The CPU kernel of topk_logsumexp, compiled once for each instruction set: one pass over a row for
+// its maximum, one for everything else while the row is in the first cache.
 #include <cmath>
 #include <limits>
 
-#include "common/exponential.h"
+#include "cpu/exponential.h"
 #include "topk_logsumexp/topk_logsumexp.h"
 
-namespace fastattn::FASTATTN_ISA::topk_logsumexp_kernels {
+namespace fastattn::topk_logsumexp::FASTATTN_ISA {
 
-using topk_logsumexp::Problem;
+using namespace fastattn::FASTATTN_ISA;
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
@@ -121,6 +119,6 @@ inline void run(const Problem& p, int64_t first_row, int64_t last_row) {
   }
 }
 
-constexpr topk_logsumexp::Kernels kKernels = {run};
+const Kernels kKernels = {run};
 
-}  // namespace fastattn::FASTATTN_ISA::topk_logsumexp_kernels
+}  // namespace fastattn::topk_logsumexp::FASTATTN_ISA

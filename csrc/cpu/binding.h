@@ -1,0 +1,205 @@
+// What CPU bindings share: new results, workspace, and calls to the other backends.
+//
+// A CPU binding registers two overloads of an op of the namespace `fastattn`, whose schema Python
+// defines: the default one allocates the results, or passes calls without a kernel on to the other
+// backends (`choose_elsewhere`); `.out` writes into given results.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/torch_binding.h"
+#include "cpu/large_pages.h"
+
+namespace fastattn {
+
+inline bool has_kernels_for(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
+
+// The data of a contiguous CPU tensor of `count` elements of type T.
+template <class T>
+inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarType type) {
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == type && tensor.is_contiguous() &&
+                      tensor.numel() == count,
+                  name, " must be a contiguous CPU tensor of ", count,
+                  " elements of the expected type, got ", tensor.numel(), " elements");
+  return static_cast<T*>(memory_of(tensor, name));
+}
+
+// A result that is about to be written. (2048 x 8000 floats of a product 256 deep, two Zen 4
+// threads: with small pages 81 ms, with large ones 59.)
+inline const Tensor& fresh(const Tensor& result) {
+  const int64_t bytes = result.numel() * static_cast<int64_t>(result.element_size());
+  if (bytes >= kAlwaysFresh && result.is_contiguous()) {
+    ask_for_large_pages(memory_of(result, "a result"), bytes);
+  }
+  return result;
+}
+
+// -- memory ---------------------------------------------------------------------------------------
+// Set by tests: new results and workspace are filled with NaN.
+std::atomic<bool>& poisons_memory();
+
+inline void poison(void* data, int64_t bytes) {
+  if (bytes > 0 && poisons_memory().load(std::memory_order_relaxed)) {
+    memset(data, 0xFF, bytes);  // NaN in every floating type
+  }
+}
+
+// An uninitialised CPU tensor.
+inline Tensor new_tensor(torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                         torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType type) {
+  const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor result(handle);
+  poison(result.data_ptr(), result.numel() * static_cast<int64_t>(result.element_size()));
+  return result;
+}
+
+inline Tensor new_contiguous(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  constexpr size_t kUsualDims = 16;
+  std::array<int64_t, kUsualDims> usual;
+  std::vector<int64_t> many(sizes.size() > kUsualDims ? sizes.size() : 0);
+  int64_t* strides = many.empty() ? usual.data() : many.data();
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return new_tensor(sizes, {strides, sizes.size()}, type);
+}
+
+inline Tensor new_vector(int64_t count, ScalarType type) {
+  return new_contiguous({&count, 1}, type);
+}
+
+inline Tensor as_contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& x) {
+  return x ? std::optional(as_contiguous(*x)) : x;
+}
+
+// Workspace of one call: on the stack if it is small, which is faster than making a tensor.
+template <int64_t kLocalFloats>
+class Workspace {
+ public:
+  explicit Workspace(int64_t floats) : floats_(floats) {
+    if (floats > kLocalFloats) {
+      tensor_ = new_vector(floats, ScalarType::Float);
+      next_ = static_cast<float*>(tensor_->data_ptr());
+    } else {
+      poison(local_, floats * sizeof(float));
+    }
+  }
+  Workspace(const Workspace&) = delete;
+
+  int64_t floats() const { return floats_; }
+
+  // The next `count` elements.
+  template <class T = float>
+  T* take(int64_t count) {
+    static_assert(sizeof(T) == sizeof(float));
+    STD_TORCH_CHECK(count <= floats_ - taken_, "workspace must have ", count - (floats_ - taken_),
+                    " more elements");
+    float* first = next_ + taken_;
+    taken_ += count;
+    return reinterpret_cast<T*>(first);
+  }
+
+ private:
+  std::optional<Tensor> tensor_;
+  int64_t floats_, taken_ = 0;
+  float* next_ = local_;
+  alignas(64) float local_[kLocalFloats];
+};
+
+// Absent before torch 2.13.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+// -- the other backends ---------------------------------------------------------------------------
+namespace detail {
+
+template <class T>
+StableIValue stable_value(const T& value) {
+  return torch::stable::detail::from(value);
+}
+
+inline StableIValue stable_value(const std::vector<bool>& value) {
+  std::array<bool, 16> flags;
+  STD_TORCH_CHECK(value.size() <= flags.size(), "at most ", flags.size(), " flags");
+  std::copy(value.begin(), value.end(), flags.begin());
+  return torch::stable::detail::from(
+      torch::headeronly::HeaderOnlyArrayRef<bool>(flags.data(), value.size()));
+}
+
+template <class... Results, size_t... i>
+std::tuple<Results...> results_on(const StableIValue* stack, std::tuple<Results...>*,
+                                  std::index_sequence<i...>) {
+  return {torch::stable::detail::to<Results>(stack[i])...};
+}
+
+}  // namespace detail
+
+// A call that the kernels here do not take, made by the first other backend that does: the overload
+// that takes a backend's name, without one. Returns a tuple of the op's results.
+template <class Results, class... Arguments>
+Results choose_elsewhere(const char* op, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments) + 1> stack = {detail::stable_value(arguments)...,
+                                                              detail::stable_value(std::string())};
+  static_assert(std::tuple_size_v<Results> <= sizeof...(Arguments) + 1);
+  if (torch_call_dispatcher(op, "backend", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    // The error's type is lost on the way; its text is known from torch 2.13 on.
+    STD_TORCH_CHECK(false, torch_exception_get_what_without_backtrace
+                               ? torch_exception_get_what_without_backtrace()
+                               : "the other backends failed; PyTorch's log has the reason");
+  }
+  return detail::results_on(stack.data(), static_cast<Results*>(nullptr),
+                            std::make_index_sequence<std::tuple_size_v<Results>>());
+}
+
+// The same into given results.
+template <class Results, class... Arguments>
+Results choose_elsewhere_into(Results results, const char* op, const Arguments&... arguments) {
+  const Results values = choose_elsewhere<Results>(op, arguments...);
+  std::apply(
+      [&](auto&... result) {
+        std::apply([&](const auto&... value) { (torch::stable::copy_(result, value), ...); },
+                   values);
+      },
+      results);
+  return results;
+}
+
+// -- threads --------------------------------------------------------------------------------------
+inline int64_t threads() {
+  return torch::stable::get_num_threads();
+}
+
+// Calls body(worker) for each of [0, workers) on torch's threads, as many as there are; one of them
+// may serve several workers.
+constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
+  if (workers == 1) {
+    return body(0);
+  }
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker) {
+      body(worker);
+    }
+  });
+};
+
+}  // namespace fastattn

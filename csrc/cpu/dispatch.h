@@ -1,0 +1,55 @@
+// Which instruction set the CPU kernels use. The files *_kernels_cpu.cpp are compiled once for each
+// set; the best one that the machine runs is taken, and tests may choose another.
+#pragma once
+
+namespace fastattn {
+
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+// The best set that this processor runs.
+inline Isa best_isa() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16")) {
+    return Isa::kAvx512;
+  }
+  // f16c and the other parts of x86-64-v3 come with every processor that has these.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("bmi2")) {
+    return Isa::kAvx2;
+  }
+#endif
+  return Isa::kPortable;
+}
+
+// The set in use: process-wide.
+Isa active_isa();
+void use_isa(Isa isa);
+
+}  // namespace fastattn
+
+// In the namespace of an op, where `Kernels` is a struct of pointers to functions: kernels() gives
+// those of the set in use. Each compilation of the kernels defines `kKernels` in the namespace of
+// its set (FASTATTN_ISA in simd.h).
+#define FASTATTN_DECLARE_KERNELS(Kernels, isa) \
+  namespace isa {                              \
+  extern const Kernels kKernels;               \
+  }
+
+#if defined(__x86_64__)
+#define FASTATTN_DISPATCH(Kernels)                                                                \
+  FASTATTN_DECLARE_KERNELS(Kernels, portable)                                                     \
+  FASTATTN_DECLARE_KERNELS(Kernels, avx2)                                                         \
+  FASTATTN_DECLARE_KERNELS(Kernels, avx512)                                                       \
+  inline const Kernels& kernels() {                                                               \
+    constexpr const Kernels* kSets[] = {&portable::kKernels, &avx2::kKernels, &avx512::kKernels}; \
+    return *kSets[static_cast<int>(fastattn::active_isa())];                                      \
+  }
+#else
+#define FASTATTN_DISPATCH(Kernels)            \
+  FASTATTN_DECLARE_KERNELS(Kernels, portable) \
+  inline const Kernels& kernels() {           \
+    return portable::kKernels;                \
+  }
+#endif

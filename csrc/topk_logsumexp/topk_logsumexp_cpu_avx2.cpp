@@ -1,5 +1,0 @@
-#include "topk_logsumexp/topk_logsumexp_cpu.h"
-
-namespace fastattn::topk_logsumexp {
-extern const Kernels kAvx2 = avx2::topk_logsumexp_kernels::kKernels;
-}  // namespace fastattn::topk_logsumexp

@@ -53,6 +53,14 @@ inline To bit_cast(From from) {
   return to;
 }
 
+inline Mask lane_numbers() {
+  Mask lane;
+  for (int i = 0; i < kLanes; ++i) {
+    lane[i] = i;
+  }
+  return lane;
+}
+
 inline Float splat(float x) {
   return x - Float{};
 }
@@ -187,6 +195,20 @@ inline Short narrow(Float v, Float16) {
 }
 #endif
 
+// Calls visit with a value of the storage type.
+template <class Visit>
+inline auto with_type(DType type, const Visit& visit) {
+  switch (type) {
+    case DType::kBFloat16:
+      return visit(BFloat16{});
+    case DType::kFloat16:
+      return visit(Float16{});
+    case DType::kFloat32:
+      break;
+  }
+  return visit(float{});
+}
+
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, Float, Short>;
 
@@ -207,6 +229,11 @@ inline void store(T* p, Float v, int n) {
   store_bits(p, narrow(v, T{}), n);
 }
 
+template <class T>
+inline Float rounded(Float v) {
+  return widen(narrow(v, T{}), T{});
+}
+
 // a * b + c, rounded once where there is an instruction for it. Other expressions are never
 // contracted (a build flag).
 inline Float fma(Float a, Float b, Float c) {
@@ -216,6 +243,27 @@ inline Float fma(Float a, Float b, Float c) {
   return _mm256_fmadd_ps(a, b, c);
 #else
   return a * b + c;
+#endif
+}
+
+// The larger and the smaller, lane by lane. NaN in either stays NaN in b only.
+inline Float larger_of(Float a, Float b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Float smaller_of(Float a, Float b) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_min_ps(0xFFFF, a, b);  // GCC 12 warns about the form without a mask
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -232,7 +280,88 @@ inline float sum(Float v) {
 #endif
 }
 
+inline float largest(Float v) {
+#if defined(__AVX512F__)
+  // GCC 12 warns about its own reduction.
+  const __m256 eight = _mm256_max_ps(_mm512_maskz_extractf32x8_ps(0xFF, v, 0),
+                                     _mm512_maskz_extractf32x8_ps(0xFF, v, 1));
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+#else
+  float result = v[0];
+  for (int i = 1; i < kLanes; ++i) {
+    result = v[i] > result ? v[i] : result;
+  }
+  return result;
+#endif
+}
+
+inline bool holds_nan(Float v) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0;
+#else
+  return sum(v) != sum(v);
+#endif
+}
+
+#if defined(__AVX512F__)
+// In each quarter of lanes: the sums of that quarter of a, b, c and d.
+inline Float sum_in_quarters(Float a, Float b, Float c, Float d) {
+  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
+  const auto joined = [](Float x, Float y) {
+    return Float(_mm512_maskz_unpacklo_ps(kAll, x, y)) +
+           Float(_mm512_maskz_unpackhi_ps(kAll, x, y));
+  };
+  return joined(joined(a, c), joined(b, d));
+}
+#endif
+
+// The sums of four vectors.
+inline void store_sums(float* result, Float a, Float b, Float c, Float d) {
+#if defined(__AVX512F__)
+  const Float sums = sum_in_quarters(a, b, c, d);
+  const auto quarter = [&](auto i) {
+    return _mm512_maskz_extractf32x4_ps(0xF, sums, decltype(i)::value);
+  };
+  const __m128 low =
+      quarter(std::integral_constant<int, 0>{}) + quarter(std::integral_constant<int, 1>{});
+  const __m128 high =
+      quarter(std::integral_constant<int, 2>{}) + quarter(std::integral_constant<int, 3>{});
+  _mm_storeu_ps(result, low + high);
+#else
+  result[0] = sum(a);
+  result[1] = sum(b);
+  result[2] = sum(c);
+  result[3] = sum(d);
+#endif
+}
+
+// Lane i: the sum of v[i]'s lanes.
+inline Float sum_each(const Float (&v)[kLanes]) {
+#if defined(__AVX512F__)
+  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
+  const auto add_quarters = [](Float a, Float b) {
+    return Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88)) +
+           Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
+  };
+  const auto four = [&](int i) { return sum_in_quarters(v[i], v[i + 1], v[i + 2], v[i + 3]); };
+  return add_quarters(add_quarters(four(0), four(4)), add_quarters(four(8), four(12)));
+#elif defined(__AVX2__)
+  const Float low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+  const Float high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+  return Float(_mm256_permute2f128_ps(low, high, 0x20)) +
+         Float(_mm256_permute2f128_ps(low, high, 0x31));
+#else
+  return Float{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
+#endif
+}
+
 // -- loops ---------------------------------------------------------------------------------------
+inline int clamped(int64_t n, int most) {
+  return n < 0 ? 0 : n > most ? most : static_cast<int>(n);
+}
+
 // How a loop's body touches memory at one position: a whole vector, or its first n lanes.
 struct Whole {
   template <class T>
@@ -258,13 +387,7 @@ struct Part {
   void store(T* p, Float v) const {
     FASTATTN_ISA::store(p, v, n);
   }
-  Float only(Float v) const {
-    Mask lane;
-    for (int i = 0; i < kLanes; ++i) {
-      lane[i] = i;
-    }
-    return lane < n ? v : Float{};
-  }
+  Float only(Float v) const { return lane_numbers() < n ? v : Float{}; }
 };
 
 // Calls body(lanes, column) for each vector of [0, columns).

@@ -90,11 +90,6 @@ inline __attribute__((always_inline)) void sum_row(int64_t columns, float (&sums
   }
 }
 
-template <class T>
-inline Float rounded(Float v) {
-  return widen(narrow(v, T{}), T{});
-}
-
 // -- forward -------------------------------------------------------------------------------------
 template <class Z, class X, bool kCentred, bool kAdd, bool kDropout>
 void forward_rows(const Forward& a, int64_t first_row, int64_t last_row) {
@@ -322,18 +317,6 @@ void reduce_share(const Backward& a, int64_t partitions, int share, T* result, i
 }
 
 // -- entries: from run-time to compile-time types ------------------------------------------------
-template <class Visit>
-inline void with_type(DType type, const Visit& visit) {
-  switch (type) {
-    case DType::kFloat32:
-      return visit(float{});
-    case DType::kBFloat16:
-      return visit(BFloat16{});
-    case DType::kFloat16:
-      return visit(Float16{});
-  }
-}
-
 void forward(const Forward& a, int64_t first_row, int64_t last_row) {
   with_type(a.z_type, [&](auto z) {
     using Z = decltype(z);

@@ -12,10 +12,6 @@ using namespace fastattn::FASTATTN_ISA;
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-inline Float larger(Float a, Float b) {
-  return a > b ? a : b;
-}
-
 inline bool any_above(Float v, float threshold) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask(v, splat(threshold), _CMP_GT_OQ) != 0;
@@ -79,19 +75,14 @@ inline void run_row(const float* row, const Problem& p, float* logsumexp, float*
   Float high = splat(kNegInf);
   decltype(high != high) nan = {};  // comparisons pass over NaN
   for_row(row, p.V, [&](Float v, int64_t) {
-    high = larger(v, high);
+    high = larger_of(v, high);
     nan |= v != v;
   });
   bool has_nan = false;
   for (int i = 0; i < kLanes; ++i) {
     has_nan |= nan[i] != 0;
   }
-  float lanes[kLanes];
-  store(lanes, high);
-  float m = lanes[0];
-  for (int i = 1; i < kLanes; ++i) {
-    m = lanes[i] > m ? lanes[i] : m;
-  }
+  const float m = largest(high);
 
   TopK topk(values, indices, p.count, p.first);
   Float total = {};

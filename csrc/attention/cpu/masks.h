@@ -22,10 +22,6 @@ constexpr float kFloatLowest = std::numeric_limits<float>::lowest();
 constexpr float kBf16Lowest = -0x1.FEp127f, kHalfLowest = -65504.0f;
 
 // -- lengths, causal masks, windows --------------------------------------------------------------
-inline int clamped(int64_t length, int most) {
-  return length < 0 ? 0 : length > most ? most : static_cast<int>(length);
-}
-
 // Rows of a sequence that are computed at all.
 inline int live_queries(const Problem& a, const Sequence& s) {
   return a.query_lengths.data ? clamped(a.query_lengths.at(s.b), s.queries) : s.queries;

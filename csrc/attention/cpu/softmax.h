@@ -6,8 +6,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention/cpu/gemm.h"
 #include "attention/cpu/masks.h"
+#include "attention/cpu/operands.h"
+#include "cpu/exponential.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
 
@@ -26,15 +27,6 @@ inline typename C::Unit* units(float* scratch) {
 inline int round_up(int n, int step) {
   return (n + step - 1) / step * step;
 }
-
-// Data whose products have an instruction of their own, or floats.
-#if defined(__AVX512BF16__)
-template <class T>
-using UnitsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pairs, Floats>;
-#else
-template <class T>
-using UnitsOf = Floats;
-#endif
 
 // Whether none of a tile's keys is dead, which have these rows.
 template <class C>

@@ -4,7 +4,7 @@
 // row has the same bits among one row and among thousands.
 #pragma once
 
-#include "ffn/cpu/gemm.h"
+#include "ffn/cpu/panels.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
@@ -31,40 +31,6 @@ template <class T>
 constexpr int64_t kCopyPitch = (kPieceBytes + 64) / sizeof(T);
 static_assert(kLanes * (kPieceBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 
-// Lane i: the sum of v[i]'s lanes.
-inline Float sum_each(const Float (&v)[kLanes]) {
-#if defined(__AVX512F__)
-  constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 warns about the forms without a mask
-  constexpr __mmask8 kAllPairs = 0xFF;
-  Float t[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    const Float a = v[2 * i], b = v[2 * i + 1];
-    t[i] =
-        Float(_mm512_maskz_unpacklo_ps(kAll, a, b)) + Float(_mm512_maskz_unpackhi_ps(kAll, a, b));
-  }
-  Float u[4];  // in each quarter sums of the four vectors 4 i .. 4 i + 3
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = bit_cast<__m512d>(t[2 * i]), b = bit_cast<__m512d>(t[2 * i + 1]);
-    u[i] = bit_cast<Float>(_mm512_maskz_unpacklo_pd(kAllPairs, a, b)) +
-           bit_cast<Float>(_mm512_maskz_unpackhi_pd(kAllPairs, a, b));
-  }
-  const auto add_quarters = [](Float a, Float b) {
-    return Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0x88)) +
-           Float(_mm512_maskz_shuffle_f32x4(kAll, a, b, 0xDD));
-  };
-  return add_quarters(add_quarters(u[0], u[1]), add_quarters(u[2], u[3]));
-#elif defined(__AVX2__)
-  const Float low = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-  const Float high = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-  return Float(_mm256_permute2f128_ps(low, high, 0x20)) +
-         Float(_mm256_permute2f128_ps(low, high, 0x31));
-#else
-  return Float{sum(v[0]), sum(v[1]), sum(v[2]), sum(v[3])};
-#endif
-}
-
 // sums [kR][kSumPitch] (+)= kR rows of x times kLanes / kR rows of w, of which `columns` exist,
 // `numbers` deep. ahead: a row of w that will be wanted soon.
 template <class T, int kR, bool kWhole>
@@ -75,7 +41,7 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   constexpr int kColumns = kLanes / kR, kStep = kLanes * C::kDepth;
   Float c[kLanes] = {};
   const auto step = [&](int64_t d, int count) {
-    decltype(C::along(x, 0)) a[kR];
+    typename C::Vector a[kR];
 #pragma GCC unroll 4
     for (int i = 0; i < kR; ++i) {
       a[i] = C::along(x + i * x_stride + d, count);

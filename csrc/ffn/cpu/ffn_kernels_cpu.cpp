@@ -3,7 +3,7 @@
 #include "common/dropout.h"
 #include "ffn/cpu/activation.h"
 #include "ffn/cpu/dot.h"
-#include "ffn/cpu/gemm.h"
+#include "ffn/cpu/panels.h"
 #include "ffn/cpu/shallow.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
@@ -43,11 +43,6 @@ class RowDropout {
   const Dropout dropout_;
   uint32_t words_[kSumPitch / 4];
 };
-
-template <class T>
-inline Float rounded(Float v) {
-  return widen(narrow(v, T{}), T{});
-}
 
 // partials[c] (+)= v
 template <class Lanes>

@@ -2,7 +2,7 @@
 // takes longer than the products do. The bits are those of multiply_block and finish_block.
 #pragma once
 
-#include "ffn/cpu/gemm.h"
+#include "ffn/cpu/panels.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
@@ -15,28 +15,16 @@ constexpr int kShallowPanels = 2;
 
 // out[row][pitch], of which there are `columns`, = rows of the left operand times kPanels panels.
 template <class T, int kR, int kPanels>
-void shallow_kernel(const typename UnitsOf<T>::Unit* a, const typename UnitsOf<T>::Unit* b,
-                    int64_t depth, T* out, int64_t pitch, int columns) {
+__attribute__((noinline)) void shallow_kernel(const typename UnitsOf<T>::Unit* a,
+                                              const typename UnitsOf<T>::Unit* b, int64_t depth,
+                                              T* out, int64_t pitch, int columns) {
   using C = UnitsOf<T>;
   constexpr int kVectors = 2 * kPanels;
-  Float c[kR][kVectors];
-#pragma GCC unroll 6
-  for (int i = 0; i < kR; ++i) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      c[i][v] = Float{};
-    }
-  }
-  const int64_t next_panel = depth * kPanel;
-  for (int64_t d = 0; d < depth; ++d, a += kAcrossPitch, b += kPanel) {
-#pragma GCC unroll 6
-    for (int i = 0; i < kR; ++i) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
-        c[i][v] = C::product(a + i, b + v / 2 * next_panel + v % 2 * kLanes, c[i][v]);
-      }
-    }
-  }
+  constexpr std::integral_constant<int, 1> kRow;
+  constexpr std::integral_constant<int, kAcrossPitch> kDepth;
+  constexpr std::integral_constant<int, kPanel> kNextRow;
+  Float c[kR][kVectors] = {};
+  multiply_add<C>(c, a, kRow, kDepth, b, depth * kPanel, kNextRow, depth, [] {});
 #pragma GCC unroll 6
   for (int i = 0; i < kR; ++i) {
     T* row = out + i * pitch;
@@ -54,22 +42,11 @@ void shallow_kernel(const typename UnitsOf<T>::Unit* a, const typename UnitsOf<T
   }
 }
 
-template <class T>
-using ShallowKernel = void (*)(const typename UnitsOf<T>::Unit*, const typename UnitsOf<T>::Unit*,
-                               int64_t, T*, int64_t, int);
-
-template <class T, int kPanels, int... kR>
-ShallowKernel<T> shallow_kernel_of(int rows, std::integer_sequence<int, kR...>) {
-  static constexpr ShallowKernel<T> table[] = {shallow_kernel<T, kR + 1, kPanels>...};
-  return table[rows - 1];
-}
-
 // As multiply_block and finish_block, for a product that is shallow.
 template <class T>
 void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
                    int64_t last_panel, float* worker) {
   using Unit = typename UnitsOf<T>::Unit;
-  constexpr auto kAnyRows = std::make_integer_sequence<int, kShallowRows>{};
   // A worker's own panels lie where its sums would.
   static_assert(kShallowDepth <= kBlockDepth && kShallowDepth <= kBlockRows);
   const int units = static_cast<int>(ceil_div(p.a.columns, UnitsOf<T>::kDepth));
@@ -84,18 +61,20 @@ void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_
   const Unit* right =
       p.packed ? reinterpret_cast<const Unit*>(p.packed) + first_panel * panel_units : own;
   for (int r = 0; r < rows; r += step) {
-    const int height = step < rows - r ? step : rows - r;
-    const auto several = shallow_kernel_of<T, kShallowPanels>(height, kAnyRows);
-    const auto one = shallow_kernel_of<T, 1>(height, kAnyRows);
     T* row = static_cast<T*>(p.finish.out.data) + (first_row + r) * pitch;
-    for (int64_t panel = first_panel; panel < last_panel;) {
-      const bool enough = panel + kShallowPanels <= last_panel;
-      const int panels = enough ? kShallowPanels : 1;
-      const int64_t column = panel * kPanel;
-      (enough ? several : one)(left + r, right + (panel - first_panel) * panel_units, units,
-                               row + column, pitch, clamped(p.b.columns - column, panels * kPanel));
-      panel += panels;
-    }
+    with_count<kShallowRows>(step < rows - r ? step : rows - r, [&](auto height) {
+      constexpr int kR = decltype(height)::value;
+      for (int64_t panel = first_panel; panel < last_panel;) {
+        const bool enough = panel + kShallowPanels <= last_panel;
+        const int panels = enough ? kShallowPanels : 1;
+        const auto kernel =
+            enough ? shallow_kernel<T, kR, kShallowPanels> : shallow_kernel<T, kR, 1>;
+        const int64_t column = panel * kPanel;
+        kernel(left + r, right + (panel - first_panel) * panel_units, units, row + column, pitch,
+               clamped(p.b.columns - column, panels * kPanel));
+        panel += panels;
+      }
+    });
   }
 }
 

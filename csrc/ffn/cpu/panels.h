@@ -1,13 +1,12 @@
-// Matrix products for the CPU feed-forward network: one register micro-kernel and the packed forms
-// of its operands, which turn every layout and element type into the one that it reads.
+// Matrix products for the CPU feed-forward network: blocks of the result, and the packed forms of
+// their operands, which turn every layout and element type into units (cpu/gemm.h).
 //
-// Operands consist of 32-bit units: a float (Floats; other types are converted), or two bf16 of
-// neighbouring depth (Pairs, where there is an instruction for their products). A panel of the
-// right operand is [depth][kPanel]; the left operand's block keeps the order that it has in memory:
-// rows [row][kOperandPitch] where its depth is contiguous, otherwise [depth][kAcrossPitch].
+// A panel of the right operand is [depth][kPanel]; the left operand's block keeps the order that it
+// has in memory: rows [row][kOperandPitch] where its depth is contiguous, otherwise
+// [depth][kAcrossPitch].
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/gemm.h"
 #include "ffn/ffn.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
@@ -25,87 +24,6 @@ constexpr int kRows = 6;
 static_assert(kBlockRows % kRows == 0);
 static_assert(kBlockDepth % kMaxLanes == 0);
 constexpr int kSumPitch = kBlockPanels * kPanel;
-constexpr int kUnitsOfLine = 16;  // of a cache of 64-byte lines
-
-template <class Visit>
-inline auto with_type(DType type, const Visit& visit) {
-  switch (type) {
-    case DType::kBFloat16:
-      return visit(BFloat16{});
-    case DType::kFloat16:
-      return visit(Float16{});
-    case DType::kFloat32:
-      break;
-  }
-  return visit(float{});
-}
-
-// -- units ----------------------------------------------------------------------------------------
-struct Floats {
-  using Unit = float;
-  static constexpr int kDepth = 1;  // numbers in a unit
-
-  static Float product(const Unit* a, const Unit* b, Float c) { return fma(splat(*a), load(b), c); }
-  static Float products(Float a, Float b, Float c) { return fma(a, b, c); }
-  // Units of `n` numbers along the depth, zeros behind them.
-  template <class T>
-  static Float along(const T* p, int n) {
-    return n >= kLanes ? load(p) : load(p, n);
-  }
-  // Units of `n` neighbouring rows or columns; numbers of a unit are `step` apart, of which `depth`
-  // are left.
-  template <class T>
-  static Float across(const T* p, int n, int64_t, int64_t) {
-    return n >= kLanes ? load(p) : load(p, n);
-  }
-  // A panel's sums of a row.
-  template <class T>
-  static void store_sums(T* p, Float low, Float high) {
-    store(p, low);
-    store(p + kLanes, high);
-  }
-};
-
-#if defined(__AVX512BF16__)
-struct Pairs {
-  using Unit = uint32_t;
-  static constexpr int kDepth = 2;
-
-  static Float product(const Unit* a, const Unit* b, Float c) {
-    const __m512i factor = _mm512_set1_epi32(static_cast<int>(*a));
-    return _mm512_dpbf16_ps(c, bit_cast<__m512bh>(factor),
-                            bit_cast<__m512bh>(_mm512_loadu_si512(b)));
-  }
-  static Float products(Word a, Word b, Float c) {
-    return _mm512_dpbf16_ps(c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
-  }
-  static Word along(const BFloat16* p, int n) {
-    const __mmask32 in = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-    return bit_cast<Word>(_mm512_maskz_loadu_epi16(in, p));
-  }
-  static Word across(const BFloat16* p, int n, int64_t step, int64_t depth) {
-    constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 takes several instructions for its own conversion
-    const auto wide = [&](const BFloat16* q) {
-      const Short v = n >= kLanes ? load_bits<Short>(q) : load_bits<Short>(q, n);
-      return bit_cast<Word>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(v)));
-    };
-    return depth > 1 ? wide(p) | (wide(p + step) << 16) : wide(p);
-  }
-  // `product` leaves no denormals, which this instruction takes for 0.
-  static void store_sums(BFloat16* p, Float low, Float high) {
-    _mm512_storeu_si512(p, bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
-  }
-};
-template <class T>
-using UnitsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pairs, Floats>;
-#else
-template <class T>
-using UnitsOf = Floats;
-#endif
-
-inline int clamped(int64_t n, int most) {
-  return n < 0 ? 0 : n > most ? most : static_cast<int>(n);
-}
 
 // -- micro-kernel ---------------------------------------------------------------------------------
 // Memory that will be read soon, and how many units of it a step of the depth asks for: into the
@@ -118,24 +36,16 @@ struct Ahead {
 // sums[row][kSumPitch] (+)= a panel of each operand. The left one's units of a row are kStep apart,
 // its rows kPitch.
 template <class C, int kR, int kPitch, int kStep>
-void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t depth, float* sums,
-                  bool add, Ahead ahead) {
-  Float c[kR][2];
-#pragma GCC unroll 12
-  for (int i = 0; i < kR; ++i) {
-    c[i][0] = c[i][1] = Float{};
-  }
-  for (int64_t d = 0; d < depth; ++d) {
+__attribute__((noinline)) void micro_kernel(const typename C::Unit* a, const typename C::Unit* b,
+                                            int64_t depth, float* sums, bool add, Ahead ahead) {
+  constexpr std::integral_constant<int, kPitch> kRow;
+  constexpr std::integral_constant<int, kStep> kDepth;
+  constexpr std::integral_constant<int, kPanel> kNext;
+  Float c[kR][2] = {};
+  multiply_add<C>(c, a, kRow, kDepth, b, kNext, kNext, depth, [&] {
     __builtin_prefetch(ahead.at, 0, 2);
     ahead.at += ahead.step;
-#pragma GCC unroll 12
-    for (int i = 0; i < kR; ++i) {
-      c[i][0] = C::product(a + i * kPitch, b, c[i][0]);
-      c[i][1] = C::product(a + i * kPitch, b + kLanes, c[i][1]);
-    }
-    a += kStep;
-    b += kPanel;
-  }
+  });
   // Pieces are summed apart: one chain of additions over a long depth loses digits.
 #pragma GCC unroll 12
   for (int i = 0; i < kR; ++i) {
@@ -145,71 +55,7 @@ void micro_kernel(const typename C::Unit* a, const typename C::Unit* b, int64_t 
   }
 }
 
-template <class C>
-using MicroKernel = void (*)(const typename C::Unit*, const typename C::Unit*, int64_t, float*,
-                             bool, Ahead);
-
-template <class C, int kPitch, int kStep, int... kR>
-MicroKernel<C> micro_kernel_of(int rows, std::integer_sequence<int, kR...>) {
-  static constexpr MicroKernel<C> table[] = {micro_kernel<C, kR + 1, kPitch, kStep>...};
-  return table[rows - 1];
-}
-
 // -- packing --------------------------------------------------------------------------------------
-inline void store_units(float* p, Float v) {
-  store(p, v);
-}
-inline void store_units(uint32_t* p, Word v) {
-  store_bits(p, v);
-}
-
-// kLanes vectors of units become the columns of kLanes rows that are `pitch` apart.
-template <class Vector, class Unit>
-inline void store_transposed(Vector (&v)[kLanes], Unit* result, int64_t pitch) {
-#if defined(__AVX512F__)
-  // GCC 12 warns about the forms without a mask.
-  constexpr __mmask16 kAll = 0xFFFF;
-  constexpr __mmask8 kAllPairs = 0xFF;
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 2) {
-    const __m512i even = bit_cast<__m512i>(v[i]), odd = bit_cast<__m512i>(v[i + 1]);
-    t[i] = _mm512_maskz_unpacklo_epi32(kAll, even, odd);
-    t[i + 1] = _mm512_maskz_unpackhi_epi32(kAll, even, odd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_maskz_unpacklo_epi64(kAllPairs, t[i], t[i + 2]);
-    r[i + 1] = _mm512_maskz_unpackhi_epi64(kAllPairs, t[i], t[i + 2]);
-    r[i + 2] = _mm512_maskz_unpacklo_epi64(kAllPairs, t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_maskz_unpackhi_epi64(kAllPairs, t[i + 1], t[i + 3]);
-  }
-  // r[4 a + b]: in its quarter x the unit 4 x + b of vectors 4 a .. 4 a + 3.
-#pragma GCC unroll 4
-  for (int b = 0; b < 4; ++b) {
-    const __m512i low = _mm512_maskz_shuffle_i32x4(kAll, r[b], r[4 + b], 0x44);
-    const __m512i high = _mm512_maskz_shuffle_i32x4(kAll, r[b], r[4 + b], 0xEE);
-    const __m512i low2 = _mm512_maskz_shuffle_i32x4(kAll, r[8 + b], r[12 + b], 0x44);
-    const __m512i high2 = _mm512_maskz_shuffle_i32x4(kAll, r[8 + b], r[12 + b], 0xEE);
-    _mm512_storeu_si512(result + b * pitch, _mm512_maskz_shuffle_i32x4(kAll, low, low2, 0x88));
-    _mm512_storeu_si512(result + (4 + b) * pitch,
-                        _mm512_maskz_shuffle_i32x4(kAll, low, low2, 0xDD));
-    _mm512_storeu_si512(result + (8 + b) * pitch,
-                        _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0x88));
-    _mm512_storeu_si512(result + (12 + b) * pitch,
-                        _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0xDD));
-  }
-#else
-  for (int i = 0; i < kLanes; ++i) {
-    Vector column{};
-    for (int j = 0; j < kLanes; ++j) {
-      column[j] = v[j][i];
-    }
-    store_units(result + i * pitch, column);
-  }
-#endif
-}
-
 // The first column of half a panel in b, and how many there are.
 struct Half {
   int64_t first;
@@ -238,14 +84,14 @@ void pack_panel(const Product& p, int64_t panel, int64_t first_unit, int64_t uni
     if (column == 1) {
       for (int64_t u = 0; u < units; ++u) {
         const int64_t d = u * C::kDepth;
-        store_units(result + u * kPanel, C::across(source + d * row, half.count, row, numbers - d));
+        store_bits(result + u * kPanel, C::across(source + d * row, half.count, row, numbers - d));
       }
       continue;
     }
     for (int64_t u = 0; u < units; u += kLanes) {
       const int64_t d = u * C::kDepth;
       const int count = clamped(numbers - d, kLanes * C::kDepth);
-      decltype(C::along(source, 0)) v[kLanes];
+      typename C::Vector v[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         // Rows of a weight are far apart: the hardware sees no stream in them.
         __builtin_prefetch(source + i * column + d + kBlockDepth * C::kDepth);
@@ -292,7 +138,7 @@ void pack_left(const Matrix& a, int64_t first_row, int rows, int64_t first_unit,
     for (int r = 0; r < rows; ++r) {
       for (int u = 0; u < units; u += kLanes) {
         const int64_t left = numbers - u * C::kDepth;
-        store_units(
+        store_bits(
             result + r * kOperandPitch + u,
             C::along(source + r * a.row_stride + u * C::kDepth, clamped(left, kLanes * C::kDepth)));
       }
@@ -302,9 +148,8 @@ void pack_left(const Matrix& a, int64_t first_row, int rows, int64_t first_unit,
   for (int u = 0; u < units; ++u) {
     const int64_t at = u * C::kDepth;
     for (int r = 0; r < rows; r += kLanes) {
-      store_units(
-          result + u * kAcrossPitch + r,
-          C::across(source + at * a.column_stride + r, rows - r, a.column_stride, numbers - at));
+      store_bits(result + u * kAcrossPitch + r, C::across(source + at * a.column_stride + r,
+                                                          rows - r, a.column_stride, numbers - at));
     }
   }
 }
@@ -327,7 +172,7 @@ void dot_panel(const Product& p, int64_t panel, int64_t first_unit, int units,
     for (int r = 0; r < rows; ++r) {
       Float c[kLanes] = {};
       for (int u = 0; u < units; u += kLanes) {
-        const auto a = load_bits<decltype(C::along(source, 0))>(left + r * kOperandPitch + u);
+        const auto a = load_bits<typename C::Vector>(left + r * kOperandPitch + u);
         const int64_t d = u * C::kDepth;
         const int count = clamped(numbers - d, kLanes * C::kDepth);
 #pragma GCC unroll 16
@@ -405,7 +250,6 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
                     int64_t last_panel, float* worker) {
   using C = UnitsOf<T>;
   using Unit = typename C::Unit;
-  constexpr auto kAnyRows = std::make_integer_sequence<int, kRows>{};
   const int64_t units = ceil_div(p.a.columns, C::kDepth);
   const bool by_rows = p.a.column_stride == 1;
   const bool dot = !p.packed && by_rows && rows <= kDotRows && p.b.column_stride != 1;
@@ -449,10 +293,13 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
       }
       for (int r = 0; r < rows; r += step) {
         const int height = step < rows - r ? step : rows - r;
-        const auto kernel = by_rows ? micro_kernel_of<C, kOperandPitch, 1>(height, kAnyRows)
-                                    : micro_kernel_of<C, 1, kAcrossPitch>(height, kAnyRows);
         const Unit* strip = left + r * (by_rows ? kOperandPitch : 1);
-        kernel(strip, right, depth, panel_sums + r * kSumPitch, first_unit > 0, ahead);
+        with_count<kRows>(height, [&](auto count) {
+          constexpr int kR = decltype(count)::value;
+          const auto kernel = by_rows ? micro_kernel<C, kR, kOperandPitch, 1>
+                                      : micro_kernel<C, kR, 1, kAcrossPitch>;
+          kernel(strip, right, depth, panel_sums + r * kSumPitch, first_unit > 0, ahead);
+        });
         ahead.at += depth * ahead.step;
       }
     }

@@ -1,0 +1,167 @@
+// What the matrix products of all CPU kernels are written in: the units of their operands, the
+// micro-kernel, and the transposition of blocks. Ops cut matrices into blocks and pack these.
+//
+//   C [rows, columns] (+)= A [rows, depth] B [depth, columns]          C is fp32
+//
+// A and B consist of 32-bit units: a float (Floats; other types are converted), or two bf16 of
+// neighbouring depth (Pairs, where there is an instruction for their products). The micro-kernel
+// keeps rows x vectors of sums in registers. A's units are broadcast one by one, so A may be read
+// transposed for free; B's rows are contiguous.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/simd.h"
+
+namespace fastattn::FASTATTN_ISA {
+
+// -- units ----------------------------------------------------------------------------------------
+struct Floats {
+  using Unit = float;
+  using Vector = Float;
+  static constexpr int kDepth = 1;  // numbers in a unit
+
+  // A unit times each of a vector, and vectors unit by unit.
+  static Float product(const Unit* a, const Unit* b, Float c) { return fma(splat(*a), load(b), c); }
+  static Float products(Vector a, Vector b, Float c) { return fma(a, b, c); }
+  // Units of `n` numbers along the depth, zeros behind them.
+  template <class T>
+  static Vector along(const T* p, int n) {
+    return n >= kLanes ? load(p) : load(p, n);
+  }
+  // Units of `n` neighbouring rows or columns; numbers of a unit are `step` apart, of which `depth`
+  // are left.
+  template <class T>
+  static Vector across(const T* p, int n, int64_t, int64_t) {
+    return along(p, n);
+  }
+  // Two vectors of sums as numbers.
+  template <class T>
+  static void store_sums(T* p, Float low, Float high) {
+    store(p, low);
+    store(p + kLanes, high);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+  using Unit = uint32_t;
+  using Vector = Word;
+  static constexpr int kDepth = 2;
+
+  static Float product(const Unit* a, const Unit* b, Float c) {
+    return products(splat_word(*a), load_bits<Vector>(b), c);
+  }
+  static Float products(Vector a, Vector b, Float c) {
+    return _mm512_dpbf16_ps(c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+  }
+  static Vector along(const BFloat16* p, int n) {
+    const __mmask32 in = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+    return bit_cast<Vector>(_mm512_maskz_loadu_epi16(in, p));
+  }
+  static Vector across(const BFloat16* p, int n, int64_t step, int64_t depth) {
+    constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 takes several instructions for its own conversion
+    const auto wide = [&](const BFloat16* q) {
+      const Short v = n >= kLanes ? load_bits<Short>(q) : load_bits<Short>(q, n);
+      return bit_cast<Vector>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(v)));
+    };
+    return depth > 1 ? wide(p) | (wide(p + step) << 16) : wide(p);
+  }
+  // `product` leaves no denormals, which this instruction takes for 0.
+  static void store_sums(BFloat16* p, Float low, Float high) {
+    store_bits(p, _mm512_cvtne2ps_pbh(high, low));
+  }
+};
+
+// The units that products of data of this type take.
+template <class T>
+using UnitsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pairs, Floats>;
+#else
+template <class T>
+using UnitsOf = Floats;
+#endif
+
+// -- micro-kernel ---------------------------------------------------------------------------------
+// sums += kR rows of A times kV vectors of B, `depth` units deep. Strides count units; they are
+// numbers, or integral constants where they are known. Vectors of B come in twos, next_two apart.
+// each_step() is called once for each unit of the depth.
+template <class C, int kR, int kV, class ARow, class ADepth, class NextTwo, class BDepth,
+          class EachStep>
+inline __attribute__((always_inline)) void multiply_add(Float (&sums)[kR][kV],
+                                                        const typename C::Unit* a, ARow a_row,
+                                                        ADepth a_depth, const typename C::Unit* b,
+                                                        NextTwo next_two, BDepth b_depth,
+                                                        int64_t depth, const EachStep& each_step) {
+  for (int64_t d = 0; d < depth; ++d) {
+    each_step();
+#pragma GCC unroll 12
+    for (int i = 0; i < kR; ++i) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kV; ++v) {
+        sums[i][v] = C::product(a + i * a_row, b + v / 2 * next_two + v % 2 * kLanes, sums[i][v]);
+      }
+    }
+    a += a_depth;
+    b += b_depth;
+  }
+}
+
+// Calls run(n as an integral constant) for n in [1, kMost], kMost being the usual one.
+template <int kMost, class Run>
+inline __attribute__((always_inline)) void with_count(int n, const Run& run) {
+  if constexpr (kMost > 1) {
+    if (n < kMost) {
+      return with_count<kMost - 1>(n, run);
+    }
+  }
+  run(std::integral_constant<int, kMost>{});
+}
+
+// -- transposition --------------------------------------------------------------------------------
+// kLanes vectors of units become the columns of kLanes rows that are `pitch` apart.
+template <class Vector, class Unit>
+inline void store_transposed(const Vector (&v)[kLanes], Unit* result, int64_t pitch) {
+#if defined(__AVX512F__)
+  // GCC 12 warns about the forms without a mask.
+  constexpr __mmask16 kAll = 0xFFFF;
+  constexpr __mmask8 kAllPairs = 0xFF;
+  __m512i r[16], t[16];
+  // Neighbouring vectors, then pairs, fours and eights of vectors change halves.
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    const __m512i even = bit_cast<__m512i>(v[i]), odd = bit_cast<__m512i>(v[i + 1]);
+    t[i] = _mm512_maskz_unpacklo_epi32(kAll, even, odd);
+    t[i + 1] = _mm512_maskz_unpackhi_epi32(kAll, even, odd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_maskz_unpacklo_epi64(kAllPairs, t[i], t[i + 2]);
+    r[i + 1] = _mm512_maskz_unpackhi_epi64(kAllPairs, t[i], t[i + 2]);
+    r[i + 2] = _mm512_maskz_unpacklo_epi64(kAllPairs, t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_maskz_unpackhi_epi64(kAllPairs, t[i + 1], t[i + 3]);
+  }
+  // r[4 a + b]: in its quarter x the unit 4 x + b of vectors 4 a .. 4 a + 3.
+#pragma GCC unroll 4
+  for (int b = 0; b < 4; ++b) {
+    const __m512i low = _mm512_maskz_shuffle_i32x4(kAll, r[b], r[4 + b], 0x44);
+    const __m512i high = _mm512_maskz_shuffle_i32x4(kAll, r[b], r[4 + b], 0xEE);
+    const __m512i low2 = _mm512_maskz_shuffle_i32x4(kAll, r[8 + b], r[12 + b], 0x44);
+    const __m512i high2 = _mm512_maskz_shuffle_i32x4(kAll, r[8 + b], r[12 + b], 0xEE);
+    const auto put = [&](int row, __m512i v) { _mm512_storeu_si512(result + row * pitch, v); };
+    put(b, _mm512_maskz_shuffle_i32x4(kAll, low, low2, 0x88));
+    put(4 + b, _mm512_maskz_shuffle_i32x4(kAll, low, low2, 0xDD));
+    put(8 + b, _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0x88));
+    put(12 + b, _mm512_maskz_shuffle_i32x4(kAll, high, high2, 0xDD));
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    Vector column{};
+    for (int j = 0; j < kLanes; ++j) {
+      column[j] = v[j][i];
+    }
+    store_bits(result + i * pitch, column);
+  }
+#endif
+}
+
+}  // namespace fastattn::FASTATTN_ISA

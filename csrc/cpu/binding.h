@@ -18,6 +18,7 @@
 
 #include "common/torch_binding.h"
 #include "cpu/large_pages.h"
+#include "cpu/row_dropout.h"
 
 namespace fastattn {
 
@@ -126,6 +127,41 @@ class Workspace {
   float* next_ = local_;
   alignas(64) float local_[kLocalFloats];
 };
+
+// -- arguments ------------------------------------------------------------------------------------
+// Rows of a tensor [..., columns].
+inline int64_t rows_in(const Tensor& x) {
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
+    rows *= x.size(d);
+  }
+  return rows;
+}
+
+// keys: floats_for_dropout() of workspace.
+inline int64_t floats_for_dropout(double p, int64_t columns) {
+  return p > 0 ? (columns + 3) / 4 : 0;
+}
+
+inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, uint32_t stream,
+                          int64_t columns, float* keys) {
+  Dropout result;
+  result.threshold = dropout::threshold(p);
+  if (!result) {
+    return result;
+  }
+  STD_TORCH_CHECK(seed.has_value(), "dropout_seed must be given when dropout_p > 0");
+  result.scale = dropout::keep_scale(result.threshold);
+  result.seed = *data_of<const int64_t>(*seed, "dropout_seed", 1, ScalarType::Long);
+  result.stream = stream;
+  uint32_t* words = reinterpret_cast<uint32_t*>(keys);
+  const uint32_t key = dropout::stream_key(dropout::kColumnTag, result.seed, stream);
+  for (int64_t unit = 0; unit < floats_for_dropout(p, columns); ++unit) {
+    words[unit] = dropout::absorb(key, static_cast<uint32_t>(unit));
+  }
+  result.column_keys = words;
+  return result;
+}
 
 // Absent before torch 2.13.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();

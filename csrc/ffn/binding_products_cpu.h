@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/dropout.h"
 #include "cpu/binding.h"
 #include "cpu/large_pages.h"
 #include "ffn/cpu/team.h"
@@ -14,14 +13,6 @@
 namespace fastattn::ffn {
 
 // -- arguments ------------------------------------------------------------------------------------
-inline int64_t rows_in(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) {
-    rows *= x.size(d);
-  }
-  return rows;
-}
-
 // Contiguous of any rank, or of two dimensions, one of them contiguous.
 inline Matrix matrix(const Tensor& x, const char* name, int64_t rows, int64_t columns, DType type) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && dtype_of(x, name) == type && rows_in(x) == rows &&
@@ -52,26 +43,6 @@ inline void* vector_if(const std::optional<Tensor>& x, const char* name, int64_t
   }
   STD_TORCH_CHECK(dtype_of(*x, name) == type, name, " must have the expected type");
   return data_of<void>(*x, name, count, x->scalar_type());
-}
-
-inline Dropout dropout_of(double p, const std::optional<Tensor>& seed, uint32_t stream,
-                          int64_t columns, float* keys) {
-  Dropout result;
-  result.threshold = dropout::threshold(p);
-  if (result.threshold == 0) {
-    return result;
-  }
-  STD_TORCH_CHECK(seed.has_value(), "dropout_seed must be given when dropout_p > 0");
-  result.scale = dropout::keep_scale(result.threshold);
-  result.seed = *data_of<const int64_t>(*seed, "dropout_seed", 1, ScalarType::Long);
-  result.stream = stream;
-  uint32_t* words = reinterpret_cast<uint32_t*>(keys);
-  const uint32_t key = dropout::stream_key(dropout::kColumnTag, result.seed, stream);
-  for (int64_t unit = 0; unit < ceil_div(columns, 4); ++unit) {
-    words[unit] = dropout::absorb(key, static_cast<uint32_t>(unit));
-  }
-  result.column_keys = words;
-  return result;
 }
 
 // A matrix that the products read as it lies, or a copy.
@@ -149,10 +120,6 @@ class Carver {
   float* next_ = nullptr;
   int64_t left_ = 0, used_ = 0;
 };
-
-inline DType type_of_size(int64_t bytes) {
-  return bytes == 4 ? DType::kFloat32 : DType::kBFloat16;
-}
 
 // -- products -------------------------------------------------------------------------------------
 inline Matrix inner(float* data, int64_t rows, int64_t columns, DType type) {

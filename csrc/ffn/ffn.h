@@ -14,6 +14,7 @@
 
 #include "common/dtype.h"
 #include "cpu/dispatch.h"
+#include "cpu/row_dropout.h"
 
 namespace fastattn::ffn {
 
@@ -60,14 +61,6 @@ struct Matrix {
   int64_t row_stride = 0, column_stride = 1;
 
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
-};
-
-struct Dropout {
-  int threshold = 0;  // 0: no dropout
-  float scale = 1.0f;
-  int64_t seed = 0;
-  uint32_t stream = 0;
-  const uint32_t* column_keys = nullptr;  // [ceil(columns / 4)]
 };
 
 // What becomes of a block of sums. Data are of the product's type unless said otherwise.

@@ -4,7 +4,6 @@
 // partitions.
 #include <algorithm>
 
-#include "common/dropout.h"
 #include "cpu/binding.h"
 #include "layer_norm/layer_norm.h"
 
@@ -87,38 +86,6 @@ const float* parameter(const std::optional<Tensor>& tensor, const char* name, in
   float* converted = scratch.take<float>(columns);
   kernels().to_float(data, type, converted, columns);
   return converted;
-}
-
-Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream, int64_t columns,
-                   Workspace& scratch) {
-  Dropout result;
-  result.threshold = dropout::threshold(p);
-  if (result.threshold == 0) {
-    return result;
-  }
-  STD_TORCH_CHECK(seed.has_value(), "dropout_seed must be given when dropout_p > 0");
-  result.scale = dropout::keep_scale(result.threshold);
-  result.seed = *data_of<const int64_t>(*seed, "dropout_seed", 1, ScalarType::Long);
-  result.stream = static_cast<uint32_t>(stream);
-  const int64_t units = (columns + 3) / 4;
-  uint32_t* keys = scratch.take<uint32_t>(units);
-  const uint32_t key = dropout::stream_key(dropout::kColumnTag, result.seed, result.stream);
-  for (int64_t unit = 0; unit < units; ++unit) {
-    keys[unit] = dropout::absorb(key, static_cast<uint32_t>(unit));
-  }
-  result.column_keys = keys;
-  return result;
-}
-
-int64_t rows_in(const Tensor& tensor, int64_t columns) {
-  if (columns > 0) {
-    return tensor.numel() / columns;
-  }
-  int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
-    rows *= tensor.size(d);
-  }
-  return rows;
 }
 
 // Of the rows whose parameter gradients are summed in two stages.
@@ -236,11 +203,11 @@ std::optional<Tensor> readable_rows(const std::optional<Tensor>& x) {
 
 // Floats of scratch memory: `parameters` converted to fp32, the hashed columns of dropout, and the
 // partial sums of `wanted` parameter gradients.
-int64_t floats_for(const Tensor& z, int64_t parameters, bool dropout, int wanted) {
+int64_t floats_for(const Tensor& z, int64_t parameters, double dropout_p, int wanted) {
   const int64_t columns = z.size(-1);
-  int64_t floats = parameters * columns + (dropout ? (columns + 3) / 4 : 0);
+  int64_t floats = parameters * columns + floats_for_dropout(dropout_p, columns);
   if (wanted > 0) {
-    floats += partitions_of(rows_in(z, columns)) * wanted * columns;
+    floats += partitions_of(rows_in(z)) * wanted * columns;
   }
   return floats;
 }
@@ -255,10 +222,10 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
               const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
               const Tensor& rstd) {
   const Tensor x = readable_rows(given);
-  Workspace scratch(floats_for(x, 2, false, 0));
+  Workspace scratch(floats_for(x, 2, 0.0, 0));
   const int64_t columns = x.size(-1);
   Forward a = {};
-  a.rows = rows_in(x, columns);
+  a.rows = rows_in(x);
   a.columns = columns;
   a.z_type = dtype_of(x, "x");
   a.centred = mean != nullptr;
@@ -311,7 +278,7 @@ Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
                      const Tensor& dsum, Workspace& scratch) {
   const int64_t columns = z.size(-1);
-  const int64_t rows = rows_in(z, columns);
+  const int64_t rows = rows_in(z);
   const DType type = dtype_of(z, "the normalised tensor");
   Backward a = {};
   a.rows = rows;
@@ -335,7 +302,7 @@ ThreeTensors layer_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weigh
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(mean),
                          as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Workspace scratch(floats_for(x, 1, false, needs[1] + needs[2]));
+  Workspace scratch(floats_for(x, 1, 0.0, needs[1] + needs[2]));
   Backward a = backward_of(rows[1], rows[0], weight, &rows[2], rows[3], dx, scratch);
   run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
   return {dx, dweight, dbias};
@@ -358,7 +325,7 @@ TwoTensors rms_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weight, T
   check_needs(needs, 2);
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Workspace scratch(floats_for(x, 1, false, needs[1]));
+  Workspace scratch(floats_for(x, 1, 0.0, needs[1]));
   Backward a = backward_of(rows[1], rows[0], weight, nullptr, rows[2], dx, scratch);
   run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
   return {dx, dweight};
@@ -390,9 +357,9 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
   x_bias = as_contiguous(x_bias);
   weight = as_contiguous(weight);
   bias = as_contiguous(bias);
-  Workspace scratch(floats_for(x, 3, dropout_p > 0.0, 0));
+  Workspace scratch(floats_for(x, 3, dropout_p, 0));
   const int64_t columns = x.size(-1);
-  const int64_t rows = rows_in(x, columns);
+  const int64_t rows = rows_in(x);
   const DType type = dtype_of(residual, "residual");
   Forward a = {};
   a.rows = rows;
@@ -411,7 +378,8 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
   a.x = rows_of(inputs[0], "x", rows, columns, a.x_type);
   a.residual = rows_of(inputs[1], "residual", rows, columns, type);
   a.x_bias = parameter(x_bias, "x_bias", columns, scratch);
-  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, columns, scratch);
+  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, columns,
+                         scratch.take(floats_for_dropout(dropout_p, columns)));
   run(a);
   return {y, z, mean, rstd};
 }
@@ -444,12 +412,13 @@ FiveTensors add_layer_norm_bwd_out(std::optional<Tensor> dy, std::optional<Tenso
   dz = readable_rows(dz);
   weight = as_contiguous(weight);
   const int wanted = needs[2] + needs[3] + needs[4];
-  Workspace scratch(floats_for(z, 1, dropout_p > 0.0, wanted));
+  Workspace scratch(floats_for(z, 1, dropout_p, wanted));
   Backward a = backward_of(rows[0], dy, weight, &rows[1], rows[2], dresidual, scratch);
   a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
   a.x_type = dtype_of(dx, "dx");
   a.dx = rows_of_wanted(dx, "dx", a.rows, a.columns, a.x_type);
-  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns, scratch);
+  a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns,
+                         scratch.take(floats_for_dropout(dropout_p, a.columns)));
   run(a, scratch,
       {{dx_bias, "dx_bias", &a.dx_bias_share},
        {dweight, "dweight", &a.dweight_share},

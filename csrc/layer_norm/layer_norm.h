@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "cpu/dispatch.h"
+#include "cpu/row_dropout.h"
 
 namespace fastattn::norm {
 
@@ -32,14 +33,6 @@ struct Rows {
     return base + (r / inner) * outer_stride + (r % inner) * stride;
   }
   explicit operator bool() const { return data != nullptr; }
-};
-
-struct Dropout {
-  int threshold = 0;  // 0: no dropout
-  float scale = 1.0f;
-  int64_t seed = 0;
-  uint32_t stream = 0;
-  const uint32_t* column_keys = nullptr;  // [ceil(columns / 4)]
 };
 
 struct Forward {

@@ -6,7 +6,7 @@
 // row's arithmetic is the same whatever the split over threads.
 #include <cmath>
 
-#include "common/dropout.h"
+#include "cpu/row_dropout.h"
 #include "cpu/simd.h"
 #include "layer_norm/layer_norm.h"
 
@@ -25,42 +25,6 @@ template <class Z>
 constexpr int64_t kWide = sizeof(Z) == sizeof(float) ? 2048 : 0;
 
 // -- pieces --------------------------------------------------------------------------------------
-// The dropout of one block of one row.
-class RowDropout {
- public:
-  void draw(const Dropout& dropout, int64_t row, int64_t first_column, int columns) {
-    if (row >> 32 != state_of_) {
-      state_of_ = row >> 32;
-      state_ = dropout::flat_row_state(dropout.seed, dropout.stream, row);
-    }
-    const uint32_t row_key = dropout::flat_row_key(state_, row);
-    const uint32_t* keys = dropout.column_keys + first_column / 4;
-    const int words = (columns + 3) / 4;
-    int i = 0;
-    for (; i + kLanes <= words; i += kLanes) {
-      store_bits(words_ + i, dropout::finalise(load_bits<Word>(keys + i) ^ row_key));
-    }
-    for (; i < words; ++i) {
-      words_[i] = dropout::word(row_key, keys[i]);
-    }
-  }
-
-  // v holds the block's columns from c on. Dropped is 0 whatever v is, infinite or NaN too.
-  Float apply(const Dropout& dropout, Float v, int c) const {
-    const char* bytes = reinterpret_cast<const char*>(words_) + c;  // byte i of a word: column i
-    const Word drawn = widen_bytes(load_bits<Byte>(bytes));
-    const Word threshold = splat_word(static_cast<uint32_t>(dropout.threshold));
-    return drawn >= threshold ? v * dropout.scale : Float{};
-  }
-
- private:
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "byte i of a word must be its i-th");
-  static_assert(kBlock % (4 * kLanes) == 0);
-  uint32_t words_[kBlock / 4];
-  int64_t state_of_ = -1;
-  uint32_t state_ = 0;
-};
-
 // Adds over a row what body(lanes, column, Float (&terms)[kTerms]) adds to its terms.
 // prepare(first, count) is called before each block of columns.
 template <int kTerms, class Prepare, class Body>
@@ -98,7 +62,7 @@ void forward_rows(const Forward& a, int64_t first_row, int64_t last_row) {
   // Copies: a store through any pointer might change what `a` holds, for all the compiler knows.
   const float *const weight = a.weight, *const bias = a.bias, *const x_bias = a.x_bias;
   const Dropout dropout = a.dropout;
-  RowDropout mask;
+  RowDropout<kBlock> mask;
   const auto nothing = [](int64_t, int) {};
   for (int64_t row = first_row; row < last_row; ++row) {
     Z* z = a.z.row<Z>(row);
@@ -120,7 +84,7 @@ void forward_rows(const Forward& a, int64_t first_row, int64_t last_row) {
           v += lanes.load(x_bias + c);
         }
         if constexpr (kDropout) {
-          v = mask.apply(dropout, v, static_cast<int>(c - block));
+          v = mask.apply(dropout, v, c - block);
         }
         v += lanes.load(residual + c);
         lanes.store(z + c, v);
@@ -186,7 +150,7 @@ inline void add_to(Lanes lanes, float* share, int64_t c, Float v) {
 // n)) + dz
 template <class Z, class X, bool kCentred, bool kDropout, int kRows>
 void backward_rows(const Backward& a, int64_t first_row, const Shares shares,
-                   RowDropout (&mask)[kRows]) {
+                   RowDropout<kBlock> (&mask)[kRows]) {
   const int64_t N = a.columns;
   const float* const weights = a.weight;
   const Dropout dropout = a.dropout;
@@ -269,7 +233,7 @@ void backward_rows(const Backward& a, int64_t first_row, const Shares shares,
           lanes.store(dsum[r] + c, d);
         }
         if constexpr (kDropout) {
-          d = mask[r].apply(dropout, d, static_cast<int>(i));
+          d = mask[r].apply(dropout, d, i);
         }
         if (wants_dx) {
           lanes.store(dx[r] + c, d);
@@ -292,7 +256,7 @@ void backward_partitions(const Backward& a, int64_t first_partition, int64_t las
     }
     int64_t row = partition * a.partition_rows;
     const int64_t end = row + a.partition_rows < a.rows ? row + a.partition_rows : a.rows;
-    RowDropout masks[kRowsTogether], mask[1];
+    RowDropout<kBlock> masks[kRowsTogether], mask[1];
     for (; a.columns >= kWide<Z> && row + kRowsTogether <= end; row += kRowsTogether) {
       backward_rows<Z, X, kCentred, kDropout, kRowsTogether>(a, row, shares, masks);
     }

@@ -2,7 +2,7 @@
 // numbers pass from task to task as panels and blocks do, so that a missing wait is a race, and
 // another result than that of one worker. Prints how many runs agreed; the exit status says whether
 // all did.
-#include "ffn/cpu/steps.h"
+#include "cpu/threads.h"
 
 #include <atomic>
 #include <cstdio>
@@ -11,10 +11,10 @@
 
 #include "ffn/cpu/team.h"
 
+using fastattn::Steps;
 using fastattn::ffn::Matrix;
 using fastattn::ffn::Panels;
 using fastattn::ffn::Product;
-using fastattn::ffn::Steps;
 using fastattn::ffn::Team;
 
 namespace {

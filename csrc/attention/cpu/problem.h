@@ -10,13 +10,13 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "attention/key_range.h"
 #include "common/dtype.h"
 #include "common/tensor_view.h"
 #include "cpu/dispatch.h"
+#include "cpu/threads.h"
 
 namespace fastattn::attention {
 
@@ -136,35 +136,6 @@ struct Backward : Problem {
   // of scores' gradients alone, whose rounding nothing hides.
   bool exact_delta;
 };
-
-// -- tasks ---------------------------------------------------------------------------------------
-// Hands out [0, tasks) in pieces. Fewer pieces keep a worker longer at the same keys.
-class Queue {
- public:
-  Queue(int64_t tasks, int64_t piece) : tasks_(tasks), piece_(piece < 1 ? 1 : piece) {}
-
-  bool draw(int64_t* first, int64_t* last) {
-    *first = next_.fetch_add(piece_, std::memory_order_relaxed);
-    *last = *first + piece_ < tasks_ ? *first + piece_ : tasks_;
-    return *first < tasks_;
-  }
-
- private:
-  std::atomic<int64_t> next_{0};
-  int64_t tasks_, piece_;
-};
-
-// Calls run(task) for the tasks that this worker draws; it returns the last task that is done with,
-// usually its own.
-template <class Run>
-void for_tasks(Queue& queue, const Run& run) {
-  int64_t task, last;
-  while (queue.draw(&task, &last)) {
-    for (; task < last; ++task) {
-      task = run(task);
-    }
-  }
-}
 
 // -- scratch -------------------------------------------------------------------------------------
 // Pieces of one worker's memory; from null it only measures.

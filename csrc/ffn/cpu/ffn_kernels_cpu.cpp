@@ -1,6 +1,6 @@
 // The CPU kernels of the feed-forward network, compiled once for each instruction set: blocks of
 // the products and what becomes of their sums.
-#include "common/dropout.h"
+#include "cpu/row_dropout.h"
 #include "ffn/cpu/activation.h"
 #include "ffn/cpu/dot.h"
 #include "ffn/cpu/panels.h"
@@ -9,41 +9,6 @@
 namespace fastattn::ffn::FASTATTN_ISA {
 
 // -- pieces ---------------------------------------------------------------------------------------
-// The dropout of a block's columns in one row.
-class RowDropout {
- public:
-  explicit RowDropout(const Dropout& dropout) : dropout_(dropout) {}
-  explicit operator bool() const { return dropout_.threshold > 0; }
-
-  void draw(int64_t row, int64_t first_column, int64_t columns) {
-    const uint32_t state = dropout::flat_row_state(dropout_.seed, dropout_.stream, row);
-    const uint32_t row_key = dropout::flat_row_key(state, row);
-    const uint32_t* keys = dropout_.column_keys + first_column / 4;
-    const int64_t words = (columns + 3) / 4;
-    int64_t i = 0;
-    for (; i + kLanes <= words; i += kLanes) {
-      store_bits(words_ + i, dropout::finalise(load_bits<Word>(keys + i) ^ row_key));
-    }
-    for (; i < words; ++i) {
-      words_[i] = dropout::word(row_key, keys[i]);
-    }
-  }
-
-  // v holds the drawn columns from c on. Dropped is 0 whatever v is, infinite or NaN too.
-  Float apply(Float v, int64_t c) const {
-    const char* bytes = reinterpret_cast<const char*>(words_) + c;  // byte i of a word: column i
-    const Word drawn = widen_bytes(load_bits<Byte>(bytes));
-    const Word threshold = splat_word(static_cast<uint32_t>(dropout_.threshold));
-    return drawn >= threshold ? v * dropout_.scale : Float{};
-  }
-
- private:
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "byte i of a word must be its i-th");
-  static_assert(kLanes % 4 == 0, "blocks must start at whole words");
-  const Dropout dropout_;
-  uint32_t words_[kSumPitch / 4];
-};
-
 // partials[c] (+)= v
 template <class Lanes>
 inline void add_to(Lanes lanes, float* partials, int64_t c, Float v, bool first) {
@@ -91,15 +56,16 @@ void store_block(const Product& p, const Block& block) {
   const int64_t first = block.first_panel * kPanel;
   const int64_t last = block.last_panel * kPanel < columns ? block.last_panel * kPanel : columns;
   const T* bias = static_cast<const T*>(finish.bias);
-  RowDropout mask(finish.dropout);
+  const Dropout dropout = finish.dropout;
+  RowDropout<kSumPitch> mask;
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
     O* out = static_cast<O*>(finish.out.data) + row * finish.out.row_stride;
     const O* residual =
         finish.residual ? static_cast<const O*>(finish.residual) + row * columns : nullptr;
     const float* sums = block.sums + r * kSumPitch;
-    if (mask) {
-      mask.draw(row, first, last - first);
+    if (dropout) {
+      mask.draw(dropout, row, first, last - first);
     }
     for_vectors(last - first, [&](auto lanes, int64_t i) {
       const int64_t c = first + i;
@@ -107,8 +73,8 @@ void store_block(const Product& p, const Block& block) {
       if (bias) {
         v += lanes.load(bias + c);
       }
-      if (mask) {
-        v = mask.apply(v, i);
+      if (dropout) {
+        v = mask.apply(dropout, v, i);
       }
       if (residual) {
         v += lanes.load(residual + c);
@@ -153,7 +119,8 @@ void activate_block(const Product& p, const Block& block) {
   const Finish& finish = p.finish;
   const int64_t wide = p.b.columns, F = kGated ? p.gate : wide;
   const T* bias = static_cast<const T*>(finish.bias);
-  RowDropout mask(finish.dropout);
+  const Dropout dropout = finish.dropout;
+  RowDropout<kSumPitch> mask;
   constexpr int kColumns = kGated ? kLanes : kPanel;  // activated columns of a panel
   const int64_t first = block.first_panel * kColumns;
   const int64_t last = block.last_panel * kColumns < F ? block.last_panel * kColumns : F;
@@ -162,8 +129,8 @@ void activate_block(const Product& p, const Block& block) {
     T* hidden = static_cast<T*>(finish.hidden) + row * wide;
     T* activated = static_cast<T*>(finish.activated) + row * inner_pitch(F, p.type);
     const float* sums = block.sums + r * kSumPitch;
-    if (mask) {
-      mask.draw(row, first, last - first);
+    if (dropout) {
+      mask.draw(dropout, row, first, last - first);
     }
     const auto body = [&](auto lanes, int64_t c, int64_t offset) {
       Float v = load(sums + offset);
@@ -183,8 +150,8 @@ void activate_block(const Product& p, const Block& block) {
         lanes.store(hidden + F + c, up);
         v *= rounded<T>(up);
       }
-      if (mask) {
-        v = mask.apply(v, c - first);
+      if (dropout) {
+        v = mask.apply(dropout, v, c - first);
       }
       lanes.store((kKeepsActivated ? hidden : activated) + c, v);
     };
@@ -203,7 +170,8 @@ void differentiate_block(const Product& p, const Block& block) {
   const int64_t F = p.b.columns, wide = kGated ? 2 * F : F;
   float* partials =
       finish.partials ? finish.partials + block.first_row / kBlockRows * wide : nullptr;
-  RowDropout mask(finish.dropout);
+  const Dropout dropout = finish.dropout;
+  RowDropout<kSumPitch> mask;
   const int64_t first = block.first_panel * kPanel;
   const int64_t last = block.last_panel * kPanel < F ? block.last_panel * kPanel : F;
   for (int r = 0; r < block.rows; ++r) {
@@ -215,20 +183,20 @@ void differentiate_block(const Product& p, const Block& block) {
                        : nullptr;
     const float* sums = block.sums + r * kSumPitch;
     // What relu dropped is 0 in hidden.
-    if (!kKeptActivated && mask) {
-      mask.draw(row, first, last - first);
+    if (!kKeptActivated && dropout) {
+      mask.draw(dropout, row, first, last - first);
     }
     for_columns(block.first_panel, block.last_panel, F, [&](auto lanes, int64_t c, int64_t offset) {
       Float d = load(sums + offset);
       const Float pre = lanes.load(hidden + c);
       if constexpr (kKeptActivated) {
-        d = pre > 0.0f ? d * finish.dropout.scale : Float{};
+        d = pre > 0.0f ? d * dropout.scale : Float{};
         lanes.store(dhidden + c, d);
         add_to(lanes, partials, c, d, r == 0);
         return;
       }
-      if (mask) {
-        d = mask.apply(d, offset);
+      if (dropout) {
+        d = mask.apply(dropout, d, offset);
       }
       const Value value = activate<kActivation>(pre);
       Float a = value.f;
@@ -244,7 +212,7 @@ void differentiate_block(const Product& p, const Block& block) {
       lanes.store(dhidden + c, dpre);
       add_to(lanes, partials, c, dpre, r == 0);
       if (activated) {
-        lanes.store(activated + c, mask ? mask.apply(a, offset) : a);
+        lanes.store(activated + c, dropout ? mask.apply(dropout, a, offset) : a);
       }
     });
   }
@@ -289,7 +257,8 @@ void finish_block(const Product& p, const Block& block) {
 
 template <class D, class T>
 void drop_output_block(const Output& o, int64_t first_row, int rows) {
-  RowDropout mask(o.dropout);
+  const Dropout dropout = o.dropout;
+  RowDropout<kSumPitch> mask;
   float* partials = o.partials ? o.partials + first_row / kBlockRows * o.columns : nullptr;
   for (int64_t first = 0; first < o.columns; first += kSumPitch) {
     const int count = clamped(o.columns - first, kSumPitch);
@@ -297,13 +266,13 @@ void drop_output_block(const Output& o, int64_t first_row, int rows) {
       const int64_t row = first_row + r;
       const D* dy = static_cast<const D*>(o.dy.data) + row * o.dy.row_stride;
       T* dropped = o.dropped ? static_cast<T*>(o.dropped) + row * o.columns : nullptr;
-      if (mask) {
-        mask.draw(row, first, count);
+      if (dropout) {
+        mask.draw(dropout, row, first, count);
       }
       for_vectors(count, [&](auto lanes, int64_t i) {
         Float v = lanes.load(dy + first + i);
-        if (mask) {
-          v = mask.apply(v, i);
+        if (dropout) {
+          v = mask.apply(dropout, v, i);
         }
         if (dropped) {
           lanes.store(dropped + first + i, v);

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "ffn/cpu/steps.h"
+#include "cpu/threads.h"
 #include "ffn/ffn.h"
 
 namespace fastattn::ffn {

@@ -1,9 +1,5 @@
-// The steps of an op, whose tasks its workers draw one by one and step by step. A task first waits
-// for what it needs. That was drawn before it, so some worker is at it: nobody waits for a worker
-// that waits for him, however many of them really run side by side.
-//
-// Of each step a worker draws from a share of neighbouring tasks, the same one whenever the op
-// runs, and then from the others' shares: what it wrote last time may still be in its own cache.
+// How the workers of a parallel region share its tasks: a Queue of tasks that need nothing of each
+// other, and Steps, whose tasks do.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +11,50 @@
 #include <utility>
 #include <vector>
 
-namespace fastattn::ffn {
+namespace fastattn {
 
+// -- a queue --------------------------------------------------------------------------------------
+// Hands out [0, tasks) in pieces. Fewer pieces keep a worker longer at the same keys.
+class Queue {
+ public:
+  Queue(int64_t tasks, int64_t piece) : tasks_(tasks), piece_(piece < 1 ? 1 : piece) {}
+
+  bool draw(int64_t* first, int64_t* last) {
+    *first = next_.fetch_add(piece_, std::memory_order_relaxed);
+    *last = *first + piece_ < tasks_ ? *first + piece_ : tasks_;
+    return *first < tasks_;
+  }
+
+ private:
+  std::atomic<int64_t> next_{0};
+  int64_t tasks_, piece_;
+};
+
+// Calls run(task) for the tasks that this worker draws; it returns the last task that is done with,
+// usually its own.
+template <class Run>
+void for_tasks(Queue& queue, const Run& run) {
+  int64_t task, last;
+  while (queue.draw(&task, &last)) {
+    for (; task < last; ++task) {
+      task = run(task);
+    }
+  }
+}
+
+// -- steps ----------------------------------------------------------------------------------------
 // The steps that must be over before a task begins; -1: none.
 struct Needs {
   int step = -1, other_step = -1;
   int same_group = -1;  // of this one only the group with the task's own number
 };
 
+// The steps of an op, whose tasks its workers draw one by one and step by step. A task first waits
+// for what it needs. That was drawn before it, so some worker is at it: nobody waits for a worker
+// that waits for him, however many of them really run side by side.
+//
+// Of each step a worker draws from a share of neighbouring tasks, the same one whenever the op
+// runs, and then from the others' shares: what it wrote last time may still be in its own cache.
 class Steps {
  public:
   using Run = std::function<void(int64_t task, float* scratch)>;
@@ -151,4 +183,4 @@ class Steps {
   std::unique_ptr<Share[]> shares_;
 };
 
-}  // namespace fastattn::ffn
+}  // namespace fastattn

@@ -75,7 +75,7 @@ def test_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 REBUILT = {
     # A late warp misses a phase.
     "no barrier between skipped blocks": (
-        "consumer.cuh",
+        "part.cuh",
         "        sync_group();\n        release_key(false);",
         "        release_key(false);",
         forward.Case(64, "kBounded", M=70, N=1500, causal=2, H=1, K=1),

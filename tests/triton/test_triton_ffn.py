@@ -421,6 +421,10 @@ def test_tuning_starts_from_the_default_config() -> None:
                 found = candidates(direction, arch, torch.bfloat16, *shape, activation)
                 assert found[0] == rule(arch, torch.bfloat16, *shape, activation)
                 assert len(set(found)) == len(found) > 2
+                for tile in (getattr(c, f.name).tile for c in found for f in fields(c)):
+                    if tile is not None:
+                        operands = (tile.block_m + tile.block_n) * tile.block_k * tile.stages
+                        assert 2 * operands <= SHARED_MEMORY[arch], (arch, tile)
 
 
 @compiles

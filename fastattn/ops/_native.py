@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn.ops import _env
 
@@ -56,7 +55,9 @@ def _load_failure(library: str) -> str | None:
             _env.slower_products(dtype) is not None
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
         ]
-        with _disable_current_modes():  # the op that loads the library may run under a mode
+        # The op that loads the library may run under dispatch modes and functorch transforms.
+        no_keys = torch._C.DispatchKeySet.from_raw_repr(0)
+        with torch._C._ForceDispatchKeyGuard(no_keys, no_keys):
             torch.ops.fastattn_cpu.set_torch_is_faster(slower)
     return None
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from native_build import build_script
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import cli
@@ -356,6 +357,28 @@ def test_absent_and_broken_libraries_are_reasons(
     assert "cannot load" in (cpu.layer_norm_fwd_unsupported(call) or "")
     with pytest.raises(RuntimeError, match="cannot load"):
         _native.usable_cpu_isas()
+
+
+@needs_library
+def test_libraries_load_under_dispatch_modes_and_transforms() -> None:
+    """Nothing but the call that loads the library is seen there."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            seen.append(op.namespace)
+            return op(*args, **kwargs)
+
+    def autograd_kernel(x: Tensor) -> Tensor:
+        assert _native.unavailable.__wrapped__("cpu") is None
+        return x.sum()
+
+    with torch.library._scoped_library("fastattn_probe", "DEF") as library:
+        library.define("loads(Tensor x) -> Tensor")
+        library.impl("loads", autograd_kernel, "Autograd")
+        with Seen():
+            torch.vmap(torch.func.grad(torch.ops.fastattn_probe.loads))(torch.ones(3, 2))
+    assert "aten" in seen and "fastattn_cpu" not in seen
 
 
 @needs_library

@@ -9,9 +9,7 @@ import pytest
 from seq2seq_samples import CPU, toy_pairs
 
 from fastattn.seq2seq import demo, plots, runs, training
-from fastattn.seq2seq.data import (
-    Pair,
-)
+from fastattn.seq2seq.data import END, Pair
 from fastattn.seq2seq.generation import bleu
 from fastattn.seq2seq.model import ModelConfig
 from fastattn.seq2seq.progress import Progress, waiting
@@ -34,7 +32,7 @@ def write_pairs(path: Path, pairs: list[Pair]) -> Path:
     return path
 
 
-def test_demo_compares_translates_and_writes_its_folder(tmp_path):
+def test_demo_compares_translates_and_writes_its_folder(tmp_path, monkeypatch):
     data = write_pairs(tmp_path / "pairs.tsv", toy_pairs(400))
     out, notes = tmp_path / "run", []
     report = demo.run_demo(
@@ -57,9 +55,20 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path):
     assert report.passed == (report.bleu > report.bleu_of_source)
     # The folder is a run: its translator gives the translations that the report shows.
     sample = report.samples[0]
-    assert runs.load_translator(out).translate([sample.source]) == [sample.translation]
+    translator = runs.load_translator(out)
+    assert translator.translate([sample.source]) == [sample.translation]
     for name in ("curves.png", "attention-1.png", "attention-2.png", "attention-3.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+    drawn = []
+    for name in ("save_heat_map", "save_alignment"):
+        monkeypatch.setattr(demo, name, lambda path, weights, *tokens: drawn.append(tokens))
+    for draw in (demo.draw_attention, demo.draw_alignment):
+        draw(tmp_path / "map.png", translator, "the sheep", "on")
+    tokenizer = translator.tokenizer
+    expected = tuple(
+        tokenizer.tokens([*tokenizer.encode(text), END]) for text in ("the sheep", "on")
+    )
+    assert drawn == [expected, expected]
 
 
 def test_demo_can_compare_apart_from_its_demonstration(tmp_path):

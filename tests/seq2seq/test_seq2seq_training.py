@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -414,6 +416,17 @@ def test_files_are_replaced_atomically(tmp_path, monkeypatch):
         checkpoint.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_as_readable_as_others_and_stay_so(tmp_path):
+    before = os.umask(0o027)
+    try:
+        for name in ("first", "second"):
+            checkpoint.write_atomically(tmp_path / name, "text")
+    finally:
+        kept = os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("first", "second")]
+    assert kept == 0o027 and modes == [0o640, 0o640]
 
 
 def test_argument_errors(tmp_path):

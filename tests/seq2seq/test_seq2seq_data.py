@@ -1,5 +1,6 @@
 """From a file of sentence pairs to batches: reading, splitting, subwords, order, padding."""
 
+import dataclasses
 import random
 
 import pytest
@@ -170,6 +171,19 @@ def test_collating_pads_on_the_right_and_shifts_the_target():
     assert batch.target_in.tolist() == [[BEGIN, 9, PAD], [BEGIN, 6, 4]]
     assert batch.target_out.tolist() == [[9, END, PAD], [6, 4, END]]
     assert batch.tokens == 10
+
+
+def test_batches_move_with_all_they_hold(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a GPU
+    batch = collate([Example([5, 6, 7], [8]), Example([9], [10, 11])])
+    moved = batch.to("meta")
+    for field in dataclasses.fields(batch):
+        here, there = getattr(batch, field.name), getattr(moved, field.name)
+        if isinstance(here, torch.Tensor):
+            assert there.is_meta and (there.shape, there.dtype) == (here.shape, here.dtype)
+        else:
+            assert there == here, field.name
+    assert batch.to("cpu") is batch
 
 
 def test_batches_continue_from_any_position():

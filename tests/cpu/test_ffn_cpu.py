@@ -3,6 +3,7 @@ set, sizes around the edges of blocks, layouts, bits that do not depend on the t
 order of its steps under ThreadSanitizer.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -174,6 +175,31 @@ def test_layout_of_x(layout: str) -> None:
     expected = results(x.contiguous(), residual.contiguous(), dy)
     found = results(x, residual, LAYOUTS[layout](dy) if layout != "expanded" else dy)
     for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+_linear = functools.partial(fastattn.linear, backend="cpu")
+OF_THREE_MATRICES = {
+    "ffn": lambda x, w1, w2: fastattn.ffn(x, w1, None, w2, None, "gelu", backend="cpu"),
+    "linear": lambda x, w1, w2: _linear(_linear(x, w1), w2),
+}
+
+
+@pytest.mark.parametrize("spread", range(3), ids=["x", "w1", "w2"])
+@pytest.mark.parametrize("op", OF_THREE_MATRICES)
+def test_matrices_of_which_no_dimension_is_contiguous(op: str, spread: int) -> None:
+    matrices = [torch.randn(shape) for shape in ((7, 24), (40, 24), (16, 40))]
+    dy = torch.randn(7, 16)
+
+    def results() -> list[Tensor]:
+        leaves = [matrix.detach().requires_grad_() for matrix in matrices]
+        y = OF_THREE_MATRICES[op](*leaves)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    expected = results()
+    twice = matrices[spread].repeat_interleave(2, 0).repeat_interleave(2, 1)
+    matrices[spread] = twice[::2, ::2]
+    for one, other in zip(expected, results(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -1,6 +1,7 @@
 """Attention, norms and further modules: against PyTorch's modules, or against their definition."""
 
 import copy
+import dataclasses
 import inspect
 import io
 import math
@@ -497,6 +498,13 @@ def test_length_masked_attention_rejects():
         fnn.LengthMaskedMultiheadAttention(6, 10, 12, E, 5)
     with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.5"):
         fnn.LengthMaskedMultiheadAttention(6, 10, 12, E, H, dropout=1.5)
+
+
+def test_naive_defaults_are_torchs():
+    parameters = inspect.signature(nn.Transformer).parameters
+    for name, value in dataclasses.asdict(naive.Config()).items():
+        default = parameters[name].default
+        assert value == (default.__name__ if callable(default) else default), name
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

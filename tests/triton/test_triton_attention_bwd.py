@@ -342,7 +342,7 @@ def test_strides_of_every_kind() -> None:
 
 
 def _packed_samples() -> list[Any]:
-    short = ("cross", "gqa", "slack", "dropout")
+    short = ("cross", "gqa", "slack", "dropout", "one_query_each")
     return [
         pytest.param(s, marks=() if NATIVE or s.name in short else (pytest.mark.slow,), id=s.name)
         for s in spec_varlen.SAMPLES

@@ -69,10 +69,12 @@ def weights(
         s = s * scale
         if BIAS:
             s = s + bias
+        # A huge score may round to more than its lse, from another order of additions.
+        s = tl.minimum(s - lse, 0.0)
         if SHIFTED:
-            return tl.exp2((s - lse) * LOG2E + shift)
+            return tl.exp2(s * LOG2E + shift)
         else:
-            return tl.exp2((s - lse) * LOG2E)
+            return tl.exp2(s * LOG2E)
     else:
         return tl.exp2(s * scale - lse)
 

@@ -1,5 +1,5 @@
 // Attention on the CPU: from tensors to the kernels' arguments, and the split over torch's threads.
-// Only a last dimension that is not contiguous is copied.
+// Tensors are copied only if their last dimension is not contiguous.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -11,13 +11,13 @@
 namespace fastattn::attention {
 namespace {
 
-// Positions are added up in 32 bits.
+// Sums of positions must fit in 32 bits.
 constexpr int64_t kMaxPositions = 1 << 28;
 
 // -- arguments -----------------------------------------------------------------------------------
 TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, int64_t heads,
                 int64_t rows, int64_t columns) {
-  const auto sizes = x.sizes(), strides = x.strides();  // asked for once: each question is a call
+  const auto sizes = x.sizes(), strides = x.strides();  // read once: each read is a call
   STD_TORCH_CHECK(x.is_cpu() && sizes.size() == 4 && dtype_of(x, name) == type &&
                       sizes[0] == batch && sizes[1] == heads && sizes[2] == rows &&
                       sizes[3] == columns,
@@ -28,7 +28,7 @@ TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, in
   return {memory_of(x, name), strides[0], strides[1], strides[2]};
 }
 
-// Sequences one behind the other: [rows, heads, columns].
+// A packed batch: [rows, heads, columns].
 TensorView packed_view(const Tensor& x, const char* name, DType type, int64_t rows, int64_t heads,
                        int64_t columns) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3 && dtype_of(x, name) == type && x.size(0) == rows &&
@@ -88,7 +88,7 @@ Lengths lengths(const std::optional<Tensor>& tensor, const char* name, int64_t b
   return result;
 }
 
-// The shape alone: what scratch memory and the split of the work depend on.
+// The shape alone, which determines the workspace and the tasks.
 Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, int64_t keys,
               int64_t head_dim, int64_t value_dim) {
   STD_TORCH_CHECK(queries <= kMaxPositions && keys <= kMaxPositions, "at most ", kMaxPositions,
@@ -103,7 +103,7 @@ Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, i
   a.keys = static_cast<int>(keys);
   a.head_dim = static_cast<int>(head_dim);
   a.value_dim = static_cast<int>(value_dim);
-  a.statistics = {nullptr, heads * queries, queries, 1};
+  a.lse_strides = {nullptr, heads * queries, queries, 1};
   return a;
 }
 
@@ -114,7 +114,7 @@ struct Options {
   int64_t dropout_stream;
 };
 
-// What shape() leaves open and is the same for padded and packed batches.
+// Sets what padded and packed batches share and shape() does not set.
 void set_options(Problem& a, const Options& options) {
   constexpr int64_t kBottomRight = 2;
   const int64_t unlimited = int64_t{a.queries} + a.keys;
@@ -160,7 +160,7 @@ Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   return a;
 }
 
-// The length of the longest sequence. Kernels go where offsets lead them.
+// The length of the longest sequence. Checks the offsets, which kernels do not.
 int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch, int64_t rows) {
   const int32_t* at = data_of<const int32_t>(cu_seqlens, name, batch + 1, ScalarType::Int);
   int64_t result = 0;
@@ -174,7 +174,7 @@ int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch, int64
   return result;
 }
 
-// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...]. Without options.
+// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...]. Options are not set.
 Problem packed_shape(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
                      const Tensor& cu_seqlens_k) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
@@ -191,11 +191,11 @@ Problem packed_shape(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   a.q = packed_view(q, "q", a.type, rows, heads, head_dim);
   a.k = packed_view(k, "k", a.type, k.size(0), kv_heads, head_dim);
   a.v = packed_view(v, "v", a.type, k.size(0), kv_heads, value_dim);
-  a.statistics = {nullptr, 0, rows, 1};
+  a.lse_strides = {nullptr, 0, rows, 1};
   return a;
 }
 
-// Rows [first, rows) of a packed result, which belong to no sequence.
+// Clears rows [first, rows) of a packed result, which belong to no sequence.
 void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, int64_t rows,
                 int64_t columns) {
   const int64_t bytes = type == DType::kFloat32 ? 4 : 2;
@@ -208,10 +208,10 @@ void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, i
 }
 
 // -- forward -------------------------------------------------------------------------------------
-// Scratch memory up to which a call takes its stack.
+// Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-bool takes(const Tensor& q, int64_t queries, int64_t keys) {
+bool supports(const Tensor& q, int64_t queries, int64_t keys) {
   return has_kernels_for(q.scalar_type()) && queries <= kMaxPositions && keys <= kMaxPositions;
 }
 
@@ -242,9 +242,9 @@ Tensor new_like_query(const Tensor& q, int64_t columns) {
   return new_tensor({sizes, 4}, {strides, 4}, q.scalar_type());
 }
 
-// As torch.empty_like lies where the last dimension is contiguous, else contiguous; of shape [0]
-// where it is not wanted. Tensors with heads inside rows, as projections write them, have no gaps
-// and keep their strides: only others ask torch, which takes longer.
+// Strided as torch.empty_like if the last dimension is contiguous, else contiguous; of shape [0] if
+// not wanted. Dense tensors with heads inside rows, as projections write them, keep their strides;
+// only others call empty_like, which takes longer.
 Tensor new_gradient(const Tensor& x, bool wanted) {
   if (!wanted) {
     return new_vector(0, x.scalar_type());
@@ -259,7 +259,7 @@ Tensor new_gradient(const Tensor& x, bool wanted) {
     return new_tensor(n, stride, x.scalar_type());
   }
   Tensor result = torch::stable::empty_like(x);
-  // That of an input that overlaps itself may have other strides.
+  // For an input with overlapping memory it may have other strides.
   return has_rows(result) ? result : new_contiguous(n, x.scalar_type());
 }
 
@@ -269,10 +269,10 @@ std::tuple<Tensor, Tensor> attention_fwd_out(
     int64_t window_left, int64_t window_right, double scale, double dropout_p,
     std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out, Tensor lse) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "q and k must have 4 dimensions");
-  if (!takes(q, q.size(2), k.size(2))) {
-    return choose_elsewhere_into(std::tuple(out, lse), "fastattn::attention_fwd", q, k, v, mask,
-                                 mask_tiles, key_lengths, query_lengths, causal, window_left,
-                                 window_right, scale, dropout_p, dropout_seed, dropout_stream);
+  if (!supports(q, q.size(2), k.size(2))) {
+    return call_other_backend_into(std::tuple(out, lse), "fastattn::attention_fwd", q, k, v, mask,
+                                   mask_tiles, key_lengths, query_lengths, causal, window_left,
+                                   window_right, scale, dropout_p, dropout_seed, dropout_stream);
   }
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
@@ -300,8 +300,8 @@ std::tuple<Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, std::opti
                                          int64_t dropout_stream) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                   "q, k and v must have 4 dimensions");
-  if (!takes(q, q.size(2), k.size(2))) {
-    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+  if (!supports(q, q.size(2), k.size(2))) {
+    return call_other_backend<std::tuple<Tensor, Tensor>>(
         "fastattn::attention_fwd", q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal,
         window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream);
   }
@@ -318,11 +318,11 @@ std::tuple<Tensor, Tensor> attention_varlen_fwd_out(
     double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
     Tensor lse) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k must have 3 dimensions");
-  if (!takes(q, q.size(0), k.size(0))) {
-    return choose_elsewhere_into(std::tuple(out, lse), "fastattn::attention_varlen_fwd", q, k, v,
-                                 cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                                 window_left, window_right, scale, dropout_p, dropout_seed,
-                                 dropout_stream);
+  if (!supports(q, q.size(0), k.size(0))) {
+    return call_other_backend_into(std::tuple(out, lse), "fastattn::attention_varlen_fwd", q, k, v,
+                                   cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                                   window_left, window_right, scale, dropout_p, dropout_seed,
+                                   dropout_stream);
   }
   const Options options = {causal,    window_left,  window_right,  scale,
                            dropout_p, dropout_seed, dropout_stream};
@@ -354,8 +354,8 @@ std::tuple<Tensor, Tensor> attention_varlen_fwd(
     double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
                   "q, k and v must have 3 dimensions");
-  if (!takes(q, q.size(0), k.size(0))) {
-    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+  if (!supports(q, q.size(0), k.size(0))) {
+    return call_other_backend<std::tuple<Tensor, Tensor>>(
         "fastattn::attention_varlen_fwd", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, causal, window_left, window_right, scale, dropout_p, dropout_seed,
         dropout_stream);
@@ -437,11 +437,11 @@ FourTensors attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse
                           int64_t dropout_stream, std::vector<bool> needs) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && needs.size() == 4,
                   "q, k and v must have 4 dimensions, needs 4 entries");
-  if (!takes(q, q.size(2), k.size(2))) {
-    return choose_elsewhere<FourTensors>("fastattn::attention_bwd", dout, dlse, q, k, v, mask,
-                                         mask_tiles, key_lengths, query_lengths, out, lse, causal,
-                                         window_left, window_right, scale, dropout_p, dropout_seed,
-                                         dropout_stream, needs);
+  if (!supports(q, q.size(2), k.size(2))) {
+    return call_other_backend<FourTensors>("fastattn::attention_bwd", dout, dlse, q, k, v, mask,
+                                           mask_tiles, key_lengths, query_lengths, out, lse, causal,
+                                           window_left, window_right, scale, dropout_p,
+                                           dropout_seed, dropout_stream, needs);
   }
   const bool needs_mask = needs[3] && mask;
   return attention_bwd_out(dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out,
@@ -505,11 +505,11 @@ ThreeTensors attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tens
                                   std::vector<bool> needs) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && needs.size() == 3,
                   "q, k and v must have 3 dimensions, needs 3 entries");
-  if (!takes(q, q.size(0), k.size(0))) {
-    return choose_elsewhere<ThreeTensors>("fastattn::attention_varlen_bwd", dout, dlse, q, k, v,
-                                          cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q,
-                                          max_seqlen_k, causal, window_left, window_right, scale,
-                                          dropout_p, dropout_seed, dropout_stream, needs);
+  if (!supports(q, q.size(0), k.size(0))) {
+    return call_other_backend<ThreeTensors>("fastattn::attention_varlen_bwd", dout, dlse, q, k, v,
+                                            cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q,
+                                            max_seqlen_k, causal, window_left, window_right, scale,
+                                            dropout_p, dropout_seed, dropout_stream, needs);
   }
   return attention_varlen_bwd_out(
       dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q, max_seqlen_k, causal,

@@ -1,8 +1,8 @@
 // What CPU bindings share: new results, workspace, and calls to the other backends.
 //
-// A CPU binding registers two overloads of an op of the namespace `fastattn`, whose schema Python
-// defines: the default one allocates the results, or passes calls without a kernel on to the other
-// backends (`choose_elsewhere`); `.out` writes into given results.
+// Python defines the schemas of the namespace `fastattn`. A CPU binding registers two overloads of
+// an op: the default one allocates the results and passes calls that have no CPU kernel to the
+// other backends (`call_other_backend`); `.out` writes into given results.
 #pragma once
 
 #include <algorithm>
@@ -36,18 +36,18 @@ inline T* data_of(const Tensor& tensor, const char* name, int64_t count, ScalarT
   return static_cast<T*>(memory_of(tensor, name));
 }
 
-// A result that is about to be written. (2048 x 8000 floats of a product 256 deep, two Zen 4
-// threads: with small pages 81 ms, with large ones 59.)
-inline const Tensor& fresh(const Tensor& result) {
+// Requests large pages for a large result, before it is written. (A 2048 x 8000 fp32 product of
+// depth 256, two Zen 4 threads: 81 ms with small pages, 59 ms with large ones.)
+inline const Tensor& with_large_pages(const Tensor& result) {
   const int64_t bytes = result.numel() * static_cast<int64_t>(result.element_size());
-  if (bytes >= kAlwaysFresh && result.is_contiguous()) {
-    ask_for_large_pages(memory_of(result, "a result"), bytes);
+  if (bytes >= kNewlyMappedBytes && result.is_contiguous()) {
+    request_large_pages(memory_of(result, "a result"), bytes);
   }
   return result;
 }
 
 // -- memory ---------------------------------------------------------------------------------------
-// Set by tests: new results and workspace are filled with NaN.
+// Tests set this to fill new results and workspace with NaN.
 std::atomic<bool>& poisons_memory();
 
 inline void poison(void* data, int64_t bytes) {
@@ -94,7 +94,7 @@ inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& x) {
   return x ? std::optional(as_contiguous(*x)) : x;
 }
 
-// Workspace of one call: on the stack if it is small, which is faster than making a tensor.
+// Workspace of one call: on the stack if it is small, which is faster than creating a tensor.
 template <int64_t kLocalFloats>
 class Workspace {
  public:
@@ -138,7 +138,7 @@ inline int64_t rows_in(const Tensor& x) {
   return rows;
 }
 
-// keys: floats_for_dropout() of workspace.
+// keys: workspace of floats_for_dropout() elements.
 inline int64_t floats_for_dropout(double p, int64_t columns) {
   return p > 0 ? (columns + 3) / 4 : 0;
 }
@@ -190,15 +190,15 @@ std::tuple<Results...> results_on(const StableIValue* stack, std::tuple<Results.
 
 }  // namespace detail
 
-// A call that the kernels here do not take, made by the first other backend that does: the overload
-// that takes a backend's name, without one. Returns a tuple of the op's results.
+// Passes a call that has no CPU kernel to the first other backend that supports it, through the
+// op's `backend` overload with an empty name. Returns a tuple of the op's results.
 template <class Results, class... Arguments>
-Results choose_elsewhere(const char* op, const Arguments&... arguments) {
+Results call_other_backend(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(Arguments) + 1> stack = {detail::stable_value(arguments)...,
                                                               detail::stable_value(std::string())};
   static_assert(std::tuple_size_v<Results> <= sizeof...(Arguments) + 1);
   if (torch_call_dispatcher(op, "backend", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
-    // The error's type is lost on the way; its text is known from torch 2.13 on.
+    // The stable ABI loses the error's type; its text is available from torch 2.13 on.
     STD_TORCH_CHECK(false, torch_exception_get_what_without_backtrace
                                ? torch_exception_get_what_without_backtrace()
                                : "the other backends failed; PyTorch's log has the reason");
@@ -207,10 +207,10 @@ Results choose_elsewhere(const char* op, const Arguments&... arguments) {
                             std::make_index_sequence<std::tuple_size_v<Results>>());
 }
 
-// The same into given results.
+// The same, copied into given results.
 template <class Results, class... Arguments>
-Results choose_elsewhere_into(Results results, const char* op, const Arguments&... arguments) {
-  const Results values = choose_elsewhere<Results>(op, arguments...);
+Results call_other_backend_into(Results results, const char* op, const Arguments&... arguments) {
+  const Results values = call_other_backend<Results>(op, arguments...);
   std::apply(
       [&](auto&... result) {
         std::apply([&](const auto&... value) { (torch::stable::copy_(result, value), ...); },
@@ -225,8 +225,8 @@ inline int64_t threads() {
   return torch::stable::get_num_threads();
 }
 
-// Calls body(worker) for each of [0, workers) on torch's threads, as many as there are; one of them
-// may serve several workers.
+// Calls body(worker) for each of [0, workers) on PyTorch's intra-op threads; a thread may run
+// several workers.
 constexpr auto kOnThreads = [](int64_t workers, const auto& body) {
   if (workers == 1) {
     return body(0);

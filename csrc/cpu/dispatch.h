@@ -1,12 +1,12 @@
 // Which instruction set the CPU kernels use. The files *_kernels_cpu.cpp are compiled once for each
-// set; the best one that the machine runs is taken, and tests may choose another.
+// set; the best one that the machine supports is used, and tests may choose another.
 #pragma once
 
 namespace fastattn {
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// The best set that this processor runs.
+// The best set that this processor supports.
 inline Isa best_isa() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -14,7 +14,7 @@ inline Isa best_isa() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16")) {
     return Isa::kAvx512;
   }
-  // f16c and the other parts of x86-64-v3 come with every processor that has these.
+  // Every processor with these also has f16c and the rest of x86-64-v3.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("bmi2")) {
     return Isa::kAvx2;
@@ -29,7 +29,7 @@ void use_isa(Isa isa);
 
 }  // namespace fastattn
 
-// In the namespace of an op, where `Kernels` is a struct of pointers to functions: kernels() gives
+// For the namespace of an op, where `Kernels` is a struct of function pointers: kernels() returns
 // those of the set in use. Each compilation of the kernels defines `kKernels` in the namespace of
 // its set (FASTATTN_ISA in simd.h).
 #define FASTATTN_DECLARE_KERNELS(Kernels, isa) \

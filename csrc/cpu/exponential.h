@@ -5,24 +5,24 @@
 
 namespace fastattn::FASTATTN_ISA {
 
-// e^x with an absolute error of 1e-7 for x <= 0 and the same relative error for small x, which is
-// what a distribution function needs. The bounds, far beyond its flat parts, keep products of the
-// result from becoming denormal.
+// e^x with an absolute error of 1e-7 for x <= 0 and the same relative error for small x, as a
+// cumulative distribution function needs. x is clamped far inside the tails where that function is
+// constant, so that products of the result are not denormal.
 inline Float exponential(Float x) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kBound = 80.0f;
-  // 2^f on [-0.5, 0.5] by least relative error (9e-8) with constant term 1.
+  // Polynomial of least relative error (9e-8) for 2^f on [-0.5, 0.5] with constant term 1.
   constexpr float kC1 = 0.693147004f, kC2 = 0.240222424f, kC3 = 0.0555073358f, kC4 = 0.00967151299f,
                   kC5 = 0.00132647261f;
 #if defined(__AVX512F__)
   constexpr __mmask16 kAll = 0xFFFF;                 // GCC 12 warns about the forms without a mask
-  x = _mm512_maskz_max_ps(kAll, splat(-kBound), x);  // NaN in the second operand stays
+  x = _mm512_maskz_max_ps(kAll, splat(-kBound), x);  // returns a NaN in x
   x = _mm512_maskz_min_ps(kAll, splat(kBound), x);
   const Float t = x * kLog2E;
   const Float whole =
       _mm512_maskz_roundscale_ps(kAll, t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  constexpr float kRound = 0x1.8p23f;  // a sum with it has no fraction
+  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer
   x = x < -kBound ? splat(-kBound) : x;
   x = x > kBound ? splat(kBound) : x;
   const Float t = x * kLog2E;
@@ -42,15 +42,15 @@ inline Float exponential(Float x) {
 #endif
 }
 
-// 2^(t - kPowerShift) for exponents not much above 0, within 2 units in the last place; exactly 1
-// at 0, 0 at -inf, NaN for NaN. The shift saves AVX-512 an instruction: its remainder is that of
-// the floor.
+// 2^(t - kPowerShift) for exponents not much above 0, within 2 ulp; exactly 1 for exponent 0, 0 for
+// -inf, NaN for NaN. The shift saves an instruction on AVX-512, whose reduction subtracts the
+// floor.
 constexpr float kLn2 = 0.693147181f;
 #if defined(__AVX512F__)
 constexpr float kPowerShift = 0.5f;
 
 inline Float power(Float t) {
-  // 2^(f - 0.5) on [0, 1) by least relative error (1.5e-7), fitted to be 1 at 0.5.
+  // Polynomial of least relative error (1.5e-7) for 2^(f - 0.5) on [0, 1), exactly 1 at 0.5.
   constexpr float kC0 = 0.70710671f, kC1 = 0.490133256f, kC2 = 0.169814244f, kC3 = 0.039475169f,
                   kC4 = 0.00635642326f, kC5 = 0.00132764725f;
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
@@ -67,11 +67,11 @@ inline Float power(Float t) {
 constexpr float kPowerShift = 0.0f;
 
 inline Float power(Float t) {
-  // 2^f on [-0.5, 0.5] by least relative error (7.5e-8, then the constant term set to 1).
+  // Polynomial of least relative error for 2^f on [-0.5, 0.5] (7.5e-8; constant then set to 1).
   constexpr float kC1 = 0.693146944f, kC2 = 0.240221202f, kC3 = 0.0555071309f, kC4 = 0.00967554096f,
                   kC5 = 0.00132764725f;
   constexpr float kSmallest = -126.0f, kLargest = 127.0f;  // exponents of normal numbers
-  constexpr float kRound = 0x1.8p23f;                      // a sum with it has no fraction
+  constexpr float kRound = 0x1.8p23f;                      // adding it rounds to an integer
   Float bounded = t < kSmallest ? splat(kSmallest) : t;
   bounded = bounded > kLargest ? splat(kLargest) : bounded;
   const Float whole = (bounded + kRound) - kRound;

@@ -1,12 +1,12 @@
-// What the matrix products of all CPU kernels are written in: the units of their operands, the
-// micro-kernel, and the transposition of blocks. Ops cut matrices into blocks and pack these.
+// Building blocks of the matrix products of all CPU kernels: the units of their operands, the
+// micro-kernel, and the transposition of blocks. Ops divide matrices into blocks and pack them.
 //
 //   C [rows, columns] (+)= A [rows, depth] B [depth, columns]          C is fp32
 //
-// A and B consist of 32-bit units: a float (Floats; other types are converted), or two bf16 of
-// neighbouring depth (Pairs, where there is an instruction for their products). The micro-kernel
-// keeps rows x vectors of sums in registers. A's units are broadcast one by one, so A may be read
-// transposed for free; B's rows are contiguous.
+// A and B consist of 32-bit units: one float (Floats; other dtypes are converted), or two bf16 of
+// adjacent depth (Pairs, with AVX512-BF16). The micro-kernel keeps rows x vectors of sums in
+// registers. It broadcasts A's units one by one, so a transposed A costs no more; B's rows are
+// contiguous.
 #pragma once
 
 #include <type_traits>
@@ -19,23 +19,23 @@ namespace fastattn::FASTATTN_ISA {
 struct Floats {
   using Unit = float;
   using Vector = Float;
-  static constexpr int kDepth = 1;  // numbers in a unit
+  static constexpr int kDepth = 1;  // elements in a unit
 
-  // A unit times each of a vector, and vectors unit by unit.
+  // c plus a unit times each unit of a vector; c plus the product of two vectors unit by unit.
   static Float product(const Unit* a, const Unit* b, Float c) { return fma(splat(*a), load(b), c); }
   static Float products(Vector a, Vector b, Float c) { return fma(a, b, c); }
-  // Units of `n` numbers along the depth, zeros behind them.
+  // Loads `n` elements along the depth as units, zero-padded.
   template <class T>
   static Vector along(const T* p, int n) {
     return n >= kLanes ? load(p) : load(p, n);
   }
-  // Units of `n` neighbouring rows or columns; numbers of a unit are `step` apart, of which `depth`
-  // are left.
+  // Loads a unit of each of `n` adjacent rows or columns. A unit's elements are `step` apart;
+  // `depth` elements are left.
   template <class T>
   static Vector across(const T* p, int n, int64_t, int64_t) {
     return along(p, n);
   }
-  // Two vectors of sums as numbers.
+  // Stores two vectors of sums as elements of T.
   template <class T>
   static void store_sums(T* p, Float low, Float high) {
     store(p, low);
@@ -60,20 +60,20 @@ struct Pairs {
     return bit_cast<Vector>(_mm512_maskz_loadu_epi16(in, p));
   }
   static Vector across(const BFloat16* p, int n, int64_t step, int64_t depth) {
-    constexpr __mmask16 kAll = 0xFFFF;  // GCC 12 takes several instructions for its own conversion
+    constexpr __mmask16 kAll = 0xFFFF;  // GCC 12's own conversion takes several instructions
     const auto wide = [&](const BFloat16* q) {
       const Short v = n >= kLanes ? load_bits<Short>(q) : load_bits<Short>(q, n);
       return bit_cast<Vector>(_mm512_maskz_cvtepu16_epi32(kAll, bit_cast<__m256i>(v)));
     };
     return depth > 1 ? wide(p) | (wide(p + step) << 16) : wide(p);
   }
-  // `product` leaves no denormals, which this instruction takes for 0.
+  // This instruction treats denormals as 0; `product` produces none.
   static void store_sums(BFloat16* p, Float low, Float high) {
     store_bits(p, _mm512_cvtne2ps_pbh(high, low));
   }
 };
 
-// The units that products of data of this type take.
+// The units of products of this dtype.
 template <class T>
 using UnitsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Pairs, Floats>;
 #else
@@ -82,8 +82,8 @@ using UnitsOf = Floats;
 #endif
 
 // -- micro-kernel ---------------------------------------------------------------------------------
-// sums += kR rows of A times kV vectors of B, `depth` units deep. Strides count units; they are
-// numbers, or integral constants where they are known. Vectors of B come in twos, next_two apart.
+// sums += kR rows of A times kV vectors of B, `depth` units deep. Strides count units and are
+// integers or integral constants. B's vectors lie in adjacent pairs, which are next_two apart.
 // each_step() is called once for each unit of the depth.
 template <class C, int kR, int kV, class ARow, class ADepth, class NextTwo, class BDepth,
           class EachStep>
@@ -106,7 +106,7 @@ inline __attribute__((always_inline)) void multiply_add(Float (&sums)[kR][kV],
   }
 }
 
-// Calls run(n as an integral constant) for n in [1, kMost], kMost being the usual one.
+// Calls run(n as an integral constant) for n in [1, kMost]; kMost is the common case.
 template <int kMost, class Run>
 inline __attribute__((always_inline)) void with_count(int n, const Run& run) {
   if constexpr (kMost > 1) {
@@ -118,7 +118,7 @@ inline __attribute__((always_inline)) void with_count(int n, const Run& run) {
 }
 
 // -- transposition --------------------------------------------------------------------------------
-// kLanes vectors of units become the columns of kLanes rows that are `pitch` apart.
+// Stores kLanes vectors of units as the columns of kLanes rows, which are `pitch` apart.
 template <class Vector, class Unit>
 inline void store_transposed(const Vector (&v)[kLanes], Unit* result, int64_t pitch) {
 #if defined(__AVX512F__)
@@ -126,7 +126,7 @@ inline void store_transposed(const Vector (&v)[kLanes], Unit* result, int64_t pi
   constexpr __mmask16 kAll = 0xFFFF;
   constexpr __mmask8 kAllPairs = 0xFF;
   __m512i r[16], t[16];
-  // Neighbouring vectors, then pairs, fours and eights of vectors change halves.
+  // Vectors 1, 2, 4 and 8 apart exchange halves.
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
     const __m512i even = bit_cast<__m512i>(v[i]), odd = bit_cast<__m512i>(v[i + 1]);
@@ -140,7 +140,7 @@ inline void store_transposed(const Vector (&v)[kLanes], Unit* result, int64_t pi
     r[i + 2] = _mm512_maskz_unpacklo_epi64(kAllPairs, t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_maskz_unpackhi_epi64(kAllPairs, t[i + 1], t[i + 3]);
   }
-  // r[4 a + b]: in its quarter x the unit 4 x + b of vectors 4 a .. 4 a + 3.
+  // Quarter x of r[4 a + b] holds unit 4 x + b of vectors 4 a .. 4 a + 3.
 #pragma GCC unroll 4
   for (int b = 0; b < 4; ++b) {
     const __m512i low = _mm512_maskz_shuffle_i32x4(kAll, r[b], r[4 + b], 0x44);

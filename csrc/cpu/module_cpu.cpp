@@ -1,5 +1,5 @@
-// The library _C_cpu itself: namespace fastattn_cpu, which has the choice of the instruction set
-// and what tests set. Every op registers its kernels for the namespace fastattn in its binding.
+// Operators of the library _C_cpu itself (namespace fastattn_cpu): the choice of the instruction
+// set and test settings. Each op's binding registers its kernels in the namespace fastattn.
 #include <atomic>
 
 #include "cpu/binding.h"

@@ -1,5 +1,5 @@
-// Dropout of rows on the CPU, for the norms and the feed-forward network: what a kernel is told,
-// and the bits of a row's columns on vectors.
+// Row-wise dropout on the CPU, for the norms and the feed-forward network: a kernel's parameters,
+// and the bits of a row's columns as vectors.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Dropout {
 
 namespace FASTATTN_ISA {
 
-// The dropout of up to kColumns neighbouring columns of one row. Kernels pass a copy of what they
-// were told: a store through any pointer might change the original, for all the compiler knows.
+// The dropout of up to kColumns adjacent columns of one row. Kernels pass a local copy of their
+// Dropout, because the compiler must assume that stores alias the original.
 template <int kColumns>
 class RowDropout {
  public:
@@ -43,7 +43,7 @@ class RowDropout {
     }
   }
 
-  // v holds the drawn columns from c on. Dropped is 0 whatever v is, infinite or NaN too.
+  // v holds the drawn columns from c on. Dropped elements are 0 even where v is infinite or NaN.
   Float apply(const Dropout& dropout, Float v, int64_t c) const {
     const char* bytes = reinterpret_cast<const char*>(words_) + c;  // byte i of a word: column i
     const Word drawn = widen_bytes(load_bits<Byte>(bytes));

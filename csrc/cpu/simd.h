@@ -6,8 +6,8 @@
 //   store(p, a * b + c);         rounds to nearest even
 //   load(p, n), store(p, v, n)   only the first n lanes; the others of a load are 0
 //
-// GCC's and Clang's vector extension gives the operators. Intrinsics stand only where it says less
-// than the hardware has.
+// Operators come from GCC's and Clang's vector extension; intrinsics are used only for what it
+// cannot express.
 #pragma once
 
 #include <cstdint>
@@ -235,7 +235,7 @@ inline Float rounded(Float v) {
 }
 
 // a * b + c, rounded once where there is an instruction for it. Other expressions are never
-// contracted (a build flag).
+// contracted (-ffp-contract=off).
 inline Float fma(Float a, Float b, Float c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -246,7 +246,7 @@ inline Float fma(Float a, Float b, Float c) {
 #endif
 }
 
-// The larger and the smaller, lane by lane. NaN in either stays NaN in b only.
+// Lane-wise maximum and minimum. Where either operand is NaN the result is b.
 inline Float larger_of(Float a, Float b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
@@ -362,7 +362,7 @@ inline int clamped(int64_t n, int most) {
   return n < 0 ? 0 : n > most ? most : static_cast<int>(n);
 }
 
-// How a loop's body touches memory at one position: a whole vector, or its first n lanes.
+// How a loop's body accesses memory: a whole vector (Whole), or its first n lanes (Part).
 struct Whole {
   template <class T>
   Float load(const T* p) const {
@@ -372,7 +372,7 @@ struct Whole {
   void store(T* p, Float v) const {
     FASTATTN_ISA::store(p, v);
   }
-  // v in the lanes that count, 0 in the others.
+  // v in the active lanes, 0 in the others.
   Float only(Float v) const { return v; }
 };
 

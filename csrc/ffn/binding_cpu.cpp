@@ -1,5 +1,5 @@
-// The feed-forward network on the CPU: its products, what becomes of their sums, and which waits
-// for which. The forward is one parallel region, and so is the backward.
+// The feed-forward network on the CPU: its products, their epilogues and their dependencies. The
+// forward is one parallel region, and so is the backward.
 #include <algorithm>
 
 #include "ffn/binding_products_cpu.h"
@@ -21,12 +21,12 @@ Shape shape_of(const Tensor& x, const Tensor& w1, const Tensor& w2) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w1.size(0), w2.size(1), w2.size(0)};
 }
 
-// The forward's; the backward has twice the work.
+// Multiply-adds of the forward; the backward has twice as many.
 int64_t work_of(const Shape& s) {
   return s.rows * (s.wide * s.D + s.F * s.out);
 }
 
-bool takes(const Tensor& x, const std::optional<Tensor>& residual) {
+bool supports(const Tensor& x, const std::optional<Tensor>& residual) {
   return has_kernels_for(x.scalar_type()) &&
          (!residual || has_kernels_for(residual->scalar_type()));
 }
@@ -52,46 +52,46 @@ bool keeps_activated(Activation activation, const Shape& s) {
   return activation == Activation::kRelu && !s.gated();
 }
 
-// -- scratch memory -------------------------------------------------------------------------------
-struct ForwardScratch {
+// -- workspace ------------------------------------------------------------------------------------
+struct ForwardWorkspace {
   float *first, *second, *activated, *keys, *output_keys;
 
-  ForwardScratch(const Shape& s, bool keeps_activated, Carver& carver) {
-    first = carver.take(Product::packed_floats(s.rows, s.D, s.wide, s.gated()));
-    second = carver.take(Product::packed_floats(s.rows, s.F, s.out));
-    activated = carver.take(keeps_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
-    keys = carver.take(ceil_div(s.F, 4));
-    output_keys = carver.take(ceil_div(s.out, 4));
+  ForwardWorkspace(const Shape& s, bool keeps_activated, Arena& arena) {
+    first = arena.take(Product::packed_floats(s.rows, s.D, s.wide, s.gated()));
+    second = arena.take(Product::packed_floats(s.rows, s.F, s.out));
+    activated = arena.take(keeps_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
+    keys = arena.take(ceil_div(s.F, 4));
+    output_keys = arena.take(ceil_div(s.out, 4));
   }
 };
 
-struct BackwardScratch {
+struct BackwardWorkspace {
   float *first, *second, *activated, *dropped, *dhidden, *partials, *output_partials, *keys,
       *output_keys;
 
-  // kept_activated: `hidden` is what the second product read; drops: dy is not what it gives.
-  BackwardScratch(const Shape& s, bool kept_activated, bool drops, Carver& carver) {
-    // By turns; either operand of a gradient may be the packed one.
-    first = carver.take(std::max({Product::packed_floats(s.rows, s.out, s.F),
-                                  Product::packed_floats(s.wide, s.rows, s.D),
-                                  Product::packed_floats(s.D, s.rows, s.wide)}));
-    second = carver.take(std::max(
+  // kept_activated: `hidden` holds the activations; drops: dy needs dropout or another dtype.
+  BackwardWorkspace(const Shape& s, bool kept_activated, bool drops, Arena& arena) {
+    // Products alternate between them; either operand of a gradient may be packed.
+    first = arena.take(std::max({Product::packed_floats(s.rows, s.out, s.F),
+                                 Product::packed_floats(s.wide, s.rows, s.D),
+                                 Product::packed_floats(s.D, s.rows, s.wide)}));
+    second = arena.take(std::max(
         {Product::packed_floats(s.rows, s.wide, s.D), Product::packed_floats(s.D, s.wide, s.rows),
          Product::packed_floats(s.out, s.rows, s.F), Product::packed_floats(s.F, s.rows, s.out)}));
-    activated = carver.take(kept_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
-    dropped = carver.take(drops ? s.rows * s.out : 0, s.type);
-    dhidden = carver.take(s.rows * inner_pitch(s.wide, s.type), s.type);
-    partials = carver.take(s.row_blocks() * s.wide);
-    output_partials = carver.take(s.row_blocks() * s.out);
-    keys = carver.take(ceil_div(s.F, 4));
-    output_keys = carver.take(ceil_div(s.out, 4));
+    activated = arena.take(kept_activated ? 0 : s.rows * inner_pitch(s.F, s.type), s.type);
+    dropped = arena.take(drops ? s.rows * s.out : 0, s.type);
+    dhidden = arena.take(s.rows * inner_pitch(s.wide, s.type), s.type);
+    partials = arena.take(s.row_blocks() * s.wide);
+    output_partials = arena.take(s.row_blocks() * s.out);
+    keys = arena.take(ceil_div(s.F, 4));
+    output_keys = arena.take(ceil_div(s.out, 4));
   }
 };
 
-// `Memory(carver)` with carver on a workspace of the size that it takes.
+// A workspace of the size that memory(arena) takes.
 template <class Memory>
 Tensor workspace_for(int64_t work, const Memory& memory) {
-  Carver measure(nullptr);
+  Arena measure(nullptr);
   memory(measure);
   return new_vector(with_workers(measure.used(), work), ScalarType::Float);
 }
@@ -102,10 +102,10 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
                                        std::string activation, double dropout_p,
                                        double output_dropout_p, std::optional<Tensor> dropout_seed,
                                        int64_t dropout_stream, Tensor y, Tensor hidden) {
-  if (!takes(x, residual)) {
-    return choose_elsewhere_into(std::tuple(y, hidden), "fastattn::ffn_fwd", x, w1, b1, w2, b2,
-                                 residual, activation, dropout_p, output_dropout_p, dropout_seed,
-                                 dropout_stream);
+  if (!supports(x, residual)) {
+    return call_other_backend_into(std::tuple(y, hidden), "fastattn::ffn_fwd", x, w1, b1, w2, b2,
+                                   residual, activation, dropout_p, output_dropout_p, dropout_seed,
+                                   dropout_stream);
   }
   x = readable(x);
   w1 = readable(w1);
@@ -116,37 +116,38 @@ std::tuple<Tensor, Tensor> ffn_fwd_out(Tensor x, Tensor w1, std::optional<Tensor
   const Shape s = shape_of(x, w1, w2);
   const Activation act = activation_of(activation, s);
   const bool keeps = keeps_activated(act, s);
-  const Tensor scratch =
-      workspace_for(work_of(s), [&](Carver& carver) { ForwardScratch(s, keeps, carver); });
-  Carver carver(&scratch);
-  const ForwardScratch memory(s, keeps, carver);
+  const Tensor workspace =
+      workspace_for(work_of(s), [&](Arena& arena) { ForwardWorkspace(s, keeps, arena); });
+  Arena arena(&workspace);
+  const ForwardWorkspace memory(s, keeps, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(carver);
+  Team team = team_of(arena);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
 
   Product first(s.type);
   first.a = matrix(x, "x", s.rows, s.D, s.type);
   first.b = matrix(w1, "w1", s.wide, s.D, s.type).transposed();
   first.gate = s.gated() ? s.F : 0;
-  first.finish.kind = Finish::kActivate;
-  first.finish.bias = vector_if(b1, "b1", s.wide, s.type);
-  first.finish.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
-  first.finish.activation = act;
-  first.finish.hidden = vector_if(fresh(hidden), "hidden", s.rows * s.wide, s.type);
-  first.finish.activated = memory.activated;
+  first.epilogue.kind = Epilogue::kActivate;
+  first.epilogue.bias = vector_if(b1, "b1", s.wide, s.type);
+  first.epilogue.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
+  first.epilogue.activation = act;
+  first.epilogue.hidden = vector_if(with_large_pages(hidden), "hidden", s.rows * s.wide, s.type);
+  first.epilogue.activated = memory.activated;
   const int first_step = team.multiply(first, first_panels, -1, -1);
 
   Product second(s.type);
-  second.a = keeps ? Matrix{first.finish.hidden, s.rows, s.F, s.F, 1}
+  second.a = keeps ? Matrix{first.epilogue.hidden, s.rows, s.F, s.F, 1}
                    : inner(memory.activated, s.rows, s.F, s.type);
   second.b = matrix(w2, "w2", s.out, s.F, s.type).transposed();
-  second.finish.bias = vector_if(b2, "b2", s.out, s.type);
-  second.finish.dropout = dropout_of(output_dropout_p, dropout_seed,
-                                     stream + dropout::kSecondStream, s.out, memory.output_keys);
-  second.finish.out_type = dtype_of(y, "y");
-  second.finish.out = matrix(fresh(y), "y", s.rows, s.out, second.finish.out_type);
-  second.finish.residual = vector_if(residual, "residual", s.rows * s.out, second.finish.out_type);
-  STD_TORCH_CHECK(second.finish.out.column_stride == 1, "y must be contiguous");
+  second.epilogue.bias = vector_if(b2, "b2", s.out, s.type);
+  second.epilogue.dropout = dropout_of(output_dropout_p, dropout_seed,
+                                       stream + dropout::kSecondStream, s.out, memory.output_keys);
+  second.epilogue.out_type = dtype_of(y, "y");
+  second.epilogue.out = matrix(with_large_pages(y), "y", s.rows, s.out, second.epilogue.out_type);
+  second.epilogue.residual =
+      vector_if(residual, "residual", s.rows * s.out, second.epilogue.out_type);
+  STD_TORCH_CHECK(second.epilogue.out.column_stride == 1, "y must be contiguous");
   team.multiply(second, second_panels, first_step, -1, true, true);
   team.run(kOnThreads);
   return {y, hidden};
@@ -157,8 +158,8 @@ std::tuple<Tensor, Tensor> ffn_fwd(Tensor x, Tensor w1, std::optional<Tensor> b1
                                    std::string activation, double dropout_p,
                                    double output_dropout_p, std::optional<Tensor> dropout_seed,
                                    int64_t dropout_stream) {
-  if (!takes(x, residual)) {
-    return choose_elsewhere<std::tuple<Tensor, Tensor>>(
+  if (!supports(x, residual)) {
+    return call_other_backend<std::tuple<Tensor, Tensor>>(
         "fastattn::ffn_fwd", x, w1, b1, w2, b2, residual, activation, dropout_p, output_dropout_p,
         dropout_seed, dropout_stream);
   }
@@ -187,12 +188,12 @@ FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*
   const bool kept_activated = keeps_activated(act, s);
   const DType dy_type = dtype_of(dy, "dy");
   const bool drops = output_dropout_p > 0 || dy_type != s.type;
-  const Tensor scratch = workspace_for(
-      2 * work_of(s), [&](Carver& carver) { BackwardScratch(s, kept_activated, drops, carver); });
-  Carver carver(&scratch);
-  const BackwardScratch memory(s, kept_activated, drops, carver);
+  const Tensor workspace = workspace_for(
+      2 * work_of(s), [&](Arena& arena) { BackwardWorkspace(s, kept_activated, drops, arena); });
+  Arena arena(&workspace);
+  const BackwardWorkspace memory(s, kept_activated, drops, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(carver);
+  Team team = team_of(arena);
   const uint32_t stream = static_cast<uint32_t>(dropout_stream);
   const int64_t blocks = s.row_blocks();
 
@@ -226,18 +227,18 @@ FiveTensors ffn_bwd_out(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> /*
   product.a = dy_dropped;
   product.b = matrix(w2, "w2", s.out, s.F, s.type);
   product.gate = s.gated() ? s.F : 0;
-  product.finish.kind = Finish::kDifferentiate;
-  product.finish.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
-  product.finish.activation = act;
-  product.finish.hidden = vector_if(hidden, "hidden", s.rows * s.wide, s.type);
-  product.finish.dhidden = memory.dhidden;
-  product.finish.activated = !kept_activated && wants_w2 ? memory.activated : nullptr;
-  product.finish.partials = wants_b1 ? memory.partials : nullptr;
+  product.epilogue.kind = Epilogue::kDifferentiate;
+  product.epilogue.dropout = dropout_of(dropout_p, dropout_seed, stream, s.F, memory.keys);
+  product.epilogue.activation = act;
+  product.epilogue.hidden = vector_if(hidden, "hidden", s.rows * s.wide, s.type);
+  product.epilogue.dhidden = memory.dhidden;
+  product.epilogue.activated = !kept_activated && wants_w2 ? memory.activated : nullptr;
+  product.epilogue.partials = wants_b1 ? memory.partials : nullptr;
   const Matrix dhidden = inner(memory.dhidden, s.rows, s.wide, s.type);
-  const Matrix activated = kept_activated ? Matrix{product.finish.hidden, s.rows, s.F, s.F, 1}
+  const Matrix activated = kept_activated ? Matrix{product.epilogue.hidden, s.rows, s.F, s.F, 1}
                                           : inner(memory.activated, s.rows, s.F, s.type);
   int differentiated = -1;
-  if (dx.numel() > 0 || dw1.numel() > 0 || wants_b1 || product.finish.activated) {
+  if (dx.numel() > 0 || dw1.numel() > 0 || wants_b1 || product.epilogue.activated) {
     differentiated = team.multiply(product, first_panels, dropped, -1, true);
   }
   if (dx.numel() > 0) {
@@ -268,9 +269,9 @@ FiveTensors ffn_bwd(Tensor dy, Tensor x, Tensor w1, std::optional<Tensor> b1, Te
                     int64_t dropout_stream, std::vector<bool> needs) {
   STD_TORCH_CHECK(needs.size() == 5, "needs must have 5 entries");
   if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(dy.scalar_type())) {
-    return choose_elsewhere<FiveTensors>("fastattn::ffn_bwd", dy, x, w1, b1, w2, b2, hidden,
-                                         activation, dropout_p, output_dropout_p, dropout_seed,
-                                         dropout_stream, needs);
+    return call_other_backend<FiveTensors>("fastattn::ffn_bwd", dy, x, w1, b1, w2, b2, hidden,
+                                           activation, dropout_p, output_dropout_p, dropout_seed,
+                                           dropout_stream, needs);
   }
   return ffn_bwd_out(dy, x, w1, b1, w2, b2, hidden, activation, dropout_p, output_dropout_p,
                      dropout_seed, dropout_stream, needs, new_gradient(x, needs[0]),

@@ -1,7 +1,7 @@
 // The linear layer on the CPU: y = x w^T + b, x [rows, D], w [out, D].
 //
-// The matrix products of PyTorch's own libraries are faster for some dtypes on some processors:
-// there the default overload, which has the choice, takes those.
+// PyTorch's matrix products are faster for some dtypes on some processors; there the default
+// overload calls them.
 #include <algorithm>
 #include <array>
 
@@ -18,7 +18,7 @@ void set_torch_is_faster(std::vector<bool> by_dtype) {
   std::copy(by_dtype.begin(), by_dtype.end(), torch_is_faster.begin());
 }
 
-bool takes(const Tensor& x) {
+bool supports(const Tensor& x) {
   return has_kernels_for(x.scalar_type()) &&
          !torch_is_faster[static_cast<size_t>(dtype_of(x, "x"))];
 }
@@ -37,16 +37,16 @@ struct LinearShape {
   int64_t work() const { return rows * D * out; }
 };
 
-struct LinearBackwardScratch {
+struct LinearBackwardWorkspace {
   float *first, *second, *partials;
 
-  LinearBackwardScratch(const LinearShape& s, Carver& carver) {
-    // Either operand may be the packed one.
-    first = carver.take(std::max(Product::packed_floats(s.rows, s.out, s.D),
-                                 Product::packed_floats(s.D, s.out, s.rows)));
-    second = carver.take(std::max(Product::packed_floats(s.out, s.rows, s.D),
-                                  Product::packed_floats(s.D, s.rows, s.out)));
-    partials = carver.take(s.row_blocks() * s.out);
+  LinearBackwardWorkspace(const LinearShape& s, Arena& arena) {
+    // Either operand may be packed.
+    first = arena.take(std::max(Product::packed_floats(s.rows, s.out, s.D),
+                                Product::packed_floats(s.D, s.out, s.rows)));
+    second = arena.take(std::max(Product::packed_floats(s.out, s.rows, s.D),
+                                 Product::packed_floats(s.D, s.rows, s.out)));
+    partials = arena.take(s.row_blocks() * s.out);
   }
 };
 
@@ -55,47 +55,47 @@ LinearShape linear_shape_of(const Tensor& x, const Tensor& w) {
   return {dtype_of(x, "x"), rows_in(x), x.size(-1), w.size(0)};
 }
 
-Tensor new_scratch(int64_t floats) {
+Tensor new_workspace(int64_t floats) {
   return new_vector(floats, ScalarType::Float);
 }
 
 std::tuple<Tensor> linear_fwd_out(Tensor x, Tensor w, std::optional<Tensor> b, Tensor y) {
   if (!has_kernels_for(x.scalar_type())) {
-    return choose_elsewhere_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
+    return call_other_backend_into(std::tuple(y), "fastattn::linear_fwd", x, w, b);
   }
   x = readable(x);
   w = readable(w);
   b = as_contiguous(b);
   const LinearShape s = linear_shape_of(x, w);
   const int64_t packed = Product::packed_floats(s.rows, s.D, s.out);
-  Carver measure(nullptr);
+  Arena measure(nullptr);
   measure.take(packed);
-  const Tensor scratch = new_scratch(with_workers(measure.used(), s.work()));
-  Carver carver(&scratch);
-  Panels panels = {carver.take(packed)};
-  Team team = team_of(carver);
+  const Tensor workspace = new_workspace(with_workers(measure.used(), s.work()));
+  Arena arena(&workspace);
+  Panels panels = {arena.take(packed)};
+  Team team = team_of(arena);
   Product product(s.type);
   product.a = matrix(x, "x", s.rows, s.D, s.type);
   product.b = matrix(w, "w", s.out, s.D, s.type).transposed();
-  product.finish.bias = vector_if(b, "b", s.out, s.type);
-  product.finish.out_type = s.type;
-  product.finish.out = matrix(fresh(y), "y", s.rows, s.out, s.type);
-  STD_TORCH_CHECK(product.finish.out.column_stride == 1, "y must be contiguous");
+  product.epilogue.bias = vector_if(b, "b", s.out, s.type);
+  product.epilogue.out_type = s.type;
+  product.epilogue.out = matrix(with_large_pages(y), "y", s.rows, s.out, s.type);
+  STD_TORCH_CHECK(product.epilogue.out.column_stride == 1, "y must be contiguous");
   team.multiply(product, panels, -1, -1);
   team.run(kOnThreads);
   return {y};
 }
 
 Tensor linear_fwd(Tensor x, Tensor w, std::optional<Tensor> b) {
-  if (!takes(x)) {
-    return std::get<0>(choose_elsewhere<std::tuple<Tensor>>("fastattn::linear_fwd", x, w, b));
+  if (!supports(x)) {
+    return std::get<0>(call_other_backend<std::tuple<Tensor>>("fastattn::linear_fwd", x, w, b));
   }
   return std::get<0>(linear_fwd_out(x, w, b, new_rows(x, w.size(0))));
 }
 
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-// x is read for dw alone and may be absent without it, and w for dx.
+// x may be absent if dw is not needed, and w if dx is not.
 ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Tensor> w,
                             std::vector<bool> needs, Tensor dx, Tensor dw, Tensor db) {
   STD_TORCH_CHECK(needs.size() == 3 && dy.dim() >= 1, "needs must have 3 entries, dy a dimension");
@@ -105,13 +105,13 @@ ThreeTensors linear_bwd_out(Tensor dy, std::optional<Tensor> x, std::optional<Te
   w = w ? std::optional(readable(*w)) : w;
   const int64_t columns = w ? w->size(1) : x ? x->size(-1) : 0;
   const LinearShape s = {dtype_of(dy, "dy"), rows_in(dy), columns, dy.size(-1)};
-  Carver measure(nullptr);
-  LinearBackwardScratch(s, measure);
-  const Tensor scratch = new_scratch(with_workers(measure.used(), 2 * s.work()));
-  Carver carver(&scratch);
-  const LinearBackwardScratch memory(s, carver);
+  Arena measure(nullptr);
+  LinearBackwardWorkspace(s, measure);
+  const Tensor workspace = new_workspace(with_workers(measure.used(), 2 * s.work()));
+  Arena arena(&workspace);
+  const LinearBackwardWorkspace memory(s, arena);
   Panels first_panels = {memory.first}, second_panels = {memory.second};
-  Team team = team_of(carver);
+  Team team = team_of(arena);
   const Matrix gradient = matrix(dy, "dy", s.rows, s.out, s.type);
   const Output output = {s.rows, s.out, s.type, gradient, {}, s.type, nullptr, memory.partials};
   if (db.numel() > 0) {
@@ -135,8 +135,8 @@ ThreeTensors linear_bwd(Tensor dy, std::optional<Tensor> x, std::optional<Tensor
                         std::vector<bool> needs) {
   STD_TORCH_CHECK(needs.size() == 3 && (w || !needs[0]) && (x || !needs[1]),
                   "needs must have 3 entries, dx needs w, and dw needs x");
-  if (!takes(dy)) {
-    return choose_elsewhere<ThreeTensors>("fastattn::linear_bwd", dy, x, w, needs);
+  if (!supports(dy)) {
+    return call_other_backend<ThreeTensors>("fastattn::linear_bwd", dy, x, w, needs);
   }
   const int64_t out = dy.size(-1), sizes[] = {out, needs[1] ? x->size(-1) : 0};
   const ScalarType type = dy.scalar_type();

@@ -1,5 +1,5 @@
-// What the bindings of the products share: tensors as the operands and results of products, their
-// scratch memory, and a team on torch's threads.
+// What the bindings of the products share: operands and results of products, their workspace, and a
+// team on PyTorch's threads.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace fastattn::ffn {
 
 // -- arguments ------------------------------------------------------------------------------------
-// Contiguous of any rank, or of two dimensions, one of them contiguous.
+// x is contiguous, or has two dimensions of which one is contiguous.
 inline Matrix matrix(const Tensor& x, const char* name, int64_t rows, int64_t columns, DType type) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() >= 1 && dtype_of(x, name) == type && rows_in(x) == rows &&
                       x.size(-1) == columns,
@@ -45,7 +45,7 @@ inline void* vector_if(const std::optional<Tensor>& x, const char* name, int64_t
   return data_of<void>(*x, name, count, x->scalar_type());
 }
 
-// A matrix that the products read as it lies, or a copy.
+// x if the products can read it in place, otherwise a copy.
 inline Tensor readable(const Tensor& x) {
   const bool strided = x.dim() == 2 && (x.stride(0) == 1 || x.stride(1) == 1);
   return strided || x.is_contiguous() ? x : torch::stable::contiguous(x);
@@ -65,7 +65,7 @@ inline Tensor new_rows(const Tensor& x, int64_t columns, std::optional<ScalarTyp
   return new_contiguous(sizes, type.value_or(x.scalar_type()));
 }
 
-// Of x, contiguous, or of shape [0] where it is not wanted.
+// The gradient of x, contiguous; of shape [0] if not wanted.
 inline Tensor new_gradient(const Tensor& x, bool wanted) {
   return wanted ? new_contiguous(x.sizes(), x.scalar_type()) : new_vector(0, x.scalar_type());
 }
@@ -74,8 +74,8 @@ inline Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& vector,
   return new_vector(vector && wanted ? vector->numel() : 0, x.scalar_type());
 }
 
-// -- scratch memory -------------------------------------------------------------------------------
-// A large workspace has room to begin and end where large pages do.
+// -- workspace ------------------------------------------------------------------------------------
+// A large workspace has room to align both ends to large pages.
 constexpr int64_t kLargePages = 4;
 
 inline int64_t with_room_for_large_pages(int64_t floats) {
@@ -83,15 +83,15 @@ inline int64_t with_room_for_large_pages(int64_t floats) {
   return large ? floats + 2 * kLargePage / static_cast<int64_t>(sizeof(float)) : floats;
 }
 
-// Pieces of the workspace; without one it only measures.
-class Carver {
+// Sections of the workspace; without one it only counts their size.
+class Arena {
  public:
-  explicit Carver(const Tensor* workspace) {
+  explicit Arena(const Tensor* workspace) {
     if (workspace) {
       left_ = workspace->numel();
       next_ = static_cast<float*>(workspace->data_ptr());
       if (left_ * static_cast<int64_t>(sizeof(float)) >= (kLargePages + 2) * kLargePage) {
-        float* first = static_cast<float*>(ask_for_large_pages(next_, left_ * sizeof(float)));
+        float* first = static_cast<float*>(request_large_pages(next_, left_ * sizeof(float)));
         left_ -= first - next_;
         next_ = first;
       }
@@ -104,11 +104,11 @@ class Carver {
     if (!next_) {
       return nullptr;
     }
-    STD_TORCH_CHECK(floats <= left_, "scratch must have ", floats - left_, " more elements");
-    float* piece = next_;
+    STD_TORCH_CHECK(floats <= left_, "workspace must have ", floats - left_, " more elements");
+    float* section = next_;
     next_ += floats;
     left_ -= floats;
-    return piece;
+    return section;
   }
   float* take(int64_t count, DType type) {
     return take(type == DType::kFloat32 ? count : ceil_div(count, 2));
@@ -132,9 +132,9 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
   Product result(type);
   result.a = a;
   result.b = b;
-  result.finish.out_type = type;
-  result.finish.out = matrix(fresh(out), name, a.rows, b.columns, type);
-  result.either_way = true;
+  result.epilogue.out_type = type;
+  result.epilogue.out = matrix(with_large_pages(out), name, a.rows, b.columns, type);
+  result.may_transpose = true;
   return result;
 }
 
@@ -142,16 +142,16 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 // Whether a row's fp32 products have the same bits among any number of rows.
 inline thread_local bool batch_invariant = false;
 
-// The scratch memory of an op that takes `used` floats and makes so many multiply-adds.
+// The workspace of an op that uses `used` floats and computes `work` multiply-adds.
 inline int64_t with_workers(int64_t used, int64_t work) {
   return with_room_for_large_pages(used + workers_for(work, threads()) * kWorkerFloats);
 }
 
-// What is left of the workspace belongs to the workers.
-inline Team team_of(Carver& carver) {
-  const int64_t workers = std::min(carver.left() / kWorkerFloats, threads());
-  STD_TORCH_CHECK(workers > 0, "scratch must have room for a worker");
-  return Team(workers, carver.take(workers * kWorkerFloats), batch_invariant);
+// The workers share what is left of the workspace.
+inline Team team_of(Arena& arena) {
+  const int64_t workers = std::min(arena.left() / kWorkerFloats, threads());
+  STD_TORCH_CHECK(workers > 0, "workspace must have room for a worker");
+  return Team(workers, arena.take(workers * kWorkerFloats), batch_invariant);
 }
 
 }  // namespace fastattn::ffn

@@ -1,13 +1,12 @@
-// The feed-forward network on CPU: what a binding hands to the kernels and how the work is cut.
+// The feed-forward network on CPU: the kernels' arguments and how the work is divided.
 //
 //   y = dropout_out(dropout(act(x w1^T + b1)) w2^T + b2) [+ residual]
 //
-// Everything is a matrix product and what becomes of its sums while they are in the cache (Finish):
-// the forward is two products, the backward four. A product packs its right operand into panels and
-// cuts the result into blocks of rows and panels. Each block is computed by one worker, every
-// sum in one order, so the bits depend neither on the number of threads nor on the block. With few
-// rows an fp32 weight is read as it lies and sums have another order; batch-invariant products have
-// that one always.
+// The forward is two matrix products, the backward four, each with an epilogue that uses its sums
+// while they are in the cache. A product packs its right operand into panels and divides the result
+// into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
+// depend neither on the number of threads nor on the block. With few rows an fp32 weight is not
+// packed and sums have another order, which batch-invariant products always use.
 #pragma once
 
 #include <cstdint>
@@ -19,19 +18,18 @@
 namespace fastattn::ffn {
 
 // A block of a result: a multiple of the micro-kernels' 12 and 6 rows. A panel and a strip of rows
-// of kBlockDepth 32-bit units stay in the first cache (one Zen 5 thread, 256 rows, D = 512, F =
-// 2048, forward in bf16 and fp32: 2.18 and 4.6 ms, at depth 256 2.24 and more than 5).
+// of kBlockDepth 32-bit units stay in the L1 cache (one Zen 5 thread, 256 rows, D = 512, F = 2048,
+// forward in bf16 and fp32: 2.18 and 4.6 ms, at depth 256 2.24 and more than 5).
 constexpr int kBlockRows = 96;
 constexpr int kBlockDepth = 128;
 constexpr int kBlockPanels = 16;
 // The widest panel: two AVX-512 vectors.
 constexpr int kMaxPanel = 32;
 constexpr int kMaxLanes = 16;
-// The padding keeps a block's rows, or its depth, from falling into few sets of the first cache: an
-// odd number of lines.
+// An odd number of cache lines, so that rows (or the depth) map to many sets of the L1 cache.
 constexpr int kOperandPitch = kBlockDepth + 16;
 constexpr int kAcrossPitch = kBlockRows + 16;
-// What a worker needs: its block of the left operand, and of the sums or of shallow panels.
+// A worker's workspace: its left block, its sums or shallow panels, and a panel of its own.
 constexpr int64_t kOperandFloats = kBlockDepth * kAcrossPitch;
 static_assert(kBlockRows * kOperandPitch <= kOperandFloats);
 constexpr int64_t kWorkerFloats =
@@ -46,9 +44,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
 
 enum class Activation : int { kRelu = 0, kGelu = 1, kGeluTanh = 2, kSilu = 3 };
 
-// Columns from row to row of what is kept between two products: an odd number of lines, so that a
-// block's rows fall into many sets of the caches (2048 x 512, F = 2048 in bf16, one Zen 5 thread,
-// backward with relu: 41.5 ms become 39.7).
+// Row stride of what is kept between two products: an odd number of lines, as above (2048 x 512, F
+// = 2048 in bf16, one Zen 5 thread, backward with relu: 39.7 ms instead of 41.5).
 inline int64_t inner_pitch(int64_t columns, DType type) {
   const int64_t line = type == DType::kFloat32 ? 16 : 32;
   return (ceil_div(columns, line) | 1) * line;
@@ -63,8 +60,8 @@ struct Matrix {
   Matrix transposed() const { return {data, columns, rows, column_stride, row_stride}; }
 };
 
-// What becomes of a block of sums. Data are of the product's type unless said otherwise.
-struct Finish {
+// What is done with a block of sums. Tensors have the product's dtype unless noted.
+struct Epilogue {
   enum Kind { kStore, kActivate, kDifferentiate };
   Kind kind = kStore;
   Dropout dropout;
@@ -75,7 +72,7 @@ struct Finish {
   Matrix out;
   const void* residual = nullptr;  // of out's type, contiguous rows; may be null
 
-  // kActivate: hidden = sum + bias, activated = dropout(act(hidden)); relu leaves the latter in
+  // kActivate: hidden = sum + bias, activated = dropout(act(hidden)); relu stores the latter in
   // hidden. kDifferentiate: the sums are the gradient of `activated`; reads hidden, writes dhidden,
   // `activated` again unless it is null, and the column sums of dhidden of each block of rows.
   Activation activation = Activation::kRelu;
@@ -91,25 +88,26 @@ struct Product {
 
   DType type;
   Matrix a, b;
-  // Gated: of the forward's hidden columns [0, gate) and [gate, 2 gate), those that belong together
-  // share a panel; the backward has `gate` sums a row. Otherwise 0.
+  // Gated (otherwise 0): the forward's hidden columns c and gate + c share a panel; the backward
+  // has `gate` sums per row.
   int64_t gate = 0;
-  // b's panels; null where workers pack for themselves: a single block of rows reads a panel once.
+  // b's packed panels; null if workers pack their own: a single block of rows reads a panel once.
   float* packed = nullptr;
-  // Both operands are contiguous along the depth and read as they lie.
+  // Both operands are contiguous along the depth and read in place.
   bool unpacked = false;
-  // Its transpose may be computed in its place: the sums alone are stored, and there is memory to
-  // pack either operand.
-  bool either_way = false;
-  Finish finish;
+  // The transposed product may be computed instead: the sums alone are stored, and there is memory
+  // to pack either operand.
+  bool may_transpose = false;
+  Epilogue epilogue;
 
   int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }
   bool can_be_unpacked() const {
     return type == DType::kFloat32 && a.column_stride == 1 && b.row_stride == 1;
   }
-  // As a weight's gradient of few rows is: sums go from registers into rows of the result.
+  // Such as a weight's gradient with few rows: sums are stored from registers to the result.
   bool is_shallow() const {
-    return either_way && a.columns <= kShallowDepth && a.column_stride != 1 && b.column_stride == 1;
+    return may_transpose && a.columns <= kShallowDepth && a.column_stride != 1 &&
+           b.column_stride == 1;
   }
   bool shares_panels() const { return row_blocks() > 1 && !unpacked; }
   // Floats that `packed` holds, for any instruction set.
@@ -134,10 +132,10 @@ struct Output {
 
 struct Kernels {
   int panel;          // columns
-  int unpacked_rows;  // of the left operand, up to which packing the right one does not pay
+  int unpacked_rows;  // of the left operand: up to these the right one is not packed
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
-                   float* worker);
+                   float* workspace);
   void (*drop_output)(const Output&, int64_t row_block);
   // result[c] = sum of the partials' column c, for columns [first, last)
   void (*reduce)(const float* partials, int64_t count, int64_t columns, void* result, DType type,

@@ -1,5 +1,5 @@
 // The norms on the CPU: from tensors to the kernels' arguments, and the split over torch's threads.
-// Parameters that are not fp32 are converted into scratch memory. Parameter gradients are summed in
+// Parameters that are not fp32 are converted in the workspace. Parameter gradients are summed in
 // two stages: partitions of rows, which do not depend on the number of threads, then the
 // partitions.
 #include <algorithm>
@@ -10,14 +10,14 @@
 namespace fastattn::norm {
 namespace {
 
-// Elements below which another thread costs more than it brings.
+// Elements below which another thread costs more than it saves.
 constexpr int64_t kGrain = 16384;
 // Rows of a partition when no parameter gradient is wanted.
 constexpr int64_t kFreePartitionRows = 16;
 // Otherwise: enough to make the second stage cheap.
 constexpr int64_t kPartitionRows = 32;
 constexpr int64_t kMaxPartitions = 64;
-// Scratch memory up to which a call takes its stack.
+// Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 8192;
 using Workspace = Workspace<kLocalFloats>;
 
@@ -62,7 +62,7 @@ Rows rows_if(const std::optional<Tensor>& tensor, const char* name, int64_t rows
   return tensor ? rows_of(*tensor, name, rows, columns, type) : Rows{};
 }
 
-// Of a gradient; one that is not wanted has no elements.
+// Rows of a gradient; one that is not wanted has no elements.
 Rows rows_of_wanted(const Tensor& gradient, const char* name, int64_t rows, int64_t columns,
                     DType type) {
   return gradient.numel() > 0 ? rows_of(gradient, name, rows, columns, type) : Rows{};
@@ -73,7 +73,7 @@ void check_needs(const std::vector<bool>& needs, size_t count) {
 }
 
 const float* parameter(const std::optional<Tensor>& tensor, const char* name, int64_t columns,
-                       Workspace& scratch) {
+                       Workspace& workspace) {
   if (!tensor) {
     return nullptr;
   }
@@ -83,12 +83,12 @@ const float* parameter(const std::optional<Tensor>& tensor, const char* name, in
   if (type == DType::kFloat32) {
     return static_cast<const float*>(data);
   }
-  float* converted = scratch.take<float>(columns);
+  float* converted = workspace.take<float>(columns);
   kernels().to_float(data, type, converted, columns);
   return converted;
 }
 
-// Of the rows whose parameter gradients are summed in two stages.
+// Partitions of rows whose parameter gradients are summed in two stages.
 int64_t partitions_of(int64_t rows) {
   return std::min((rows + kPartitionRows - 1) / kPartitionRows, kMaxPartitions);
 }
@@ -107,7 +107,7 @@ struct Wanted {
   int* share;
 };
 
-void run(Backward& a, Workspace& scratch, std::initializer_list<Wanted> parameters) {
+void run(Backward& a, Workspace& workspace, std::initializer_list<Wanted> parameters) {
   const Kernels& isa = kernels();
   for (const Wanted& wanted : parameters) {
     if (wanted.gradient.numel() > 0) {
@@ -118,8 +118,8 @@ void run(Backward& a, Workspace& scratch, std::initializer_list<Wanted> paramete
   a.partition_rows = kFreePartitionRows;
   if (a.shares > 0) {
     partitions = partitions_of(a.rows);
-    a.partials = scratch.take<float>(partitions * a.shares * a.columns);
-    // Whole groups of rows: the kernels take up to four together.
+    a.partials = workspace.take<float>(partitions * a.shares * a.columns);
+    // Whole groups of rows: the kernels process up to four together.
     const int64_t even = (a.rows + partitions - 1) / std::max<int64_t>(partitions, 1);
     a.partition_rows = std::max<int64_t>((even + 3) / 4 * 4, 4);
   } else {
@@ -144,7 +144,7 @@ void run(Backward& a, Workspace& scratch, std::initializer_list<Wanted> paramete
 }
 
 // -- arguments and results -----------------------------------------------------------------------
-bool takes(std::initializer_list<const std::optional<Tensor>*> tensors) {
+bool supports(std::initializer_list<const std::optional<Tensor>*> tensors) {
   for (const std::optional<Tensor>* tensor : tensors) {
     if (*tensor && !has_kernels_for((*tensor)->scalar_type())) {
       return false;
@@ -154,10 +154,10 @@ bool takes(std::initializer_list<const std::optional<Tensor>*> tensors) {
 }
 
 Tensor new_rows(const Tensor& like, std::optional<ScalarType> type = {}) {
-  return fresh(new_contiguous(like.sizes(), type.value_or(like.scalar_type())));
+  return with_large_pages(new_contiguous(like.sizes(), type.value_or(like.scalar_type())));
 }
 
-// A number for each row.
+// One fp32 value per row.
 Tensor new_statistic(const Tensor& x) {
   const auto sizes = x.sizes();
   STD_TORCH_CHECK(sizes.size() > 0, "rows must have a dimension, got a number");
@@ -169,7 +169,7 @@ Tensor new_gradient(const Tensor& like, bool wanted, std::optional<ScalarType> t
   return wanted ? new_rows(like, type) : new_vector(0, like.scalar_type());
 }
 
-// That of a parameter of rows x.
+// The gradient of a parameter for rows x.
 Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& parameter, bool wanted) {
   return parameter && wanted ? new_vector(parameter->numel(), parameter->scalar_type())
                              : new_vector(0, x.scalar_type());
@@ -201,7 +201,7 @@ std::optional<Tensor> readable_rows(const std::optional<Tensor>& x) {
   return x ? std::optional(readable_rows(*x)) : x;
 }
 
-// Floats of scratch memory: `parameters` converted to fp32, the hashed columns of dropout, and the
+// Floats of workspace: `parameters` converted to fp32, the hashed columns of dropout, and the
 // partial sums of `wanted` parameter gradients.
 int64_t floats_for(const Tensor& z, int64_t parameters, double dropout_p, int wanted) {
   const int64_t columns = z.size(-1);
@@ -222,7 +222,7 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
               const std::optional<Tensor>& bias, double eps, const Tensor& y, const Tensor* mean,
               const Tensor& rstd) {
   const Tensor x = readable_rows(given);
-  Workspace scratch(floats_for(x, 2, 0.0, 0));
+  Workspace workspace(floats_for(x, 2, 0.0, 0));
   const int64_t columns = x.size(-1);
   Forward a = {};
   a.rows = rows_in(x);
@@ -232,8 +232,8 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
   a.eps = static_cast<float>(eps);
   a.z = rows_of(x, "x", a.rows, columns, a.z_type);
   a.y = rows_of(y, "y", a.rows, columns, a.z_type);
-  a.weight = parameter(weight, "weight", columns, scratch);
-  a.bias = parameter(bias, "bias", columns, scratch);
+  a.weight = parameter(weight, "weight", columns, workspace);
+  a.bias = parameter(bias, "bias", columns, workspace);
   a.mean = mean ? data_of<float>(*mean, "mean", a.rows, ScalarType::Float) : nullptr;
   a.rstd = data_of<float>(rstd, "rstd", a.rows, ScalarType::Float);
   run(a);
@@ -241,9 +241,9 @@ void norm_fwd(const Tensor& given, const std::optional<Tensor>& weight,
 
 ThreeTensors layer_norm_fwd_out(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                                 double eps, Tensor y, Tensor mean, Tensor rstd) {
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight, &bias})) {
-    return choose_elsewhere_into(std::tuple(y, mean, rstd), "fastattn::layer_norm_fwd", x, weight,
-                                 bias, eps);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
+    return call_other_backend_into(std::tuple(y, mean, rstd), "fastattn::layer_norm_fwd", x, weight,
+                                   bias, eps);
   }
   norm_fwd(x, as_contiguous(weight), as_contiguous(bias), eps, y, &mean, rstd);
   return {y, mean, rstd};
@@ -251,24 +251,24 @@ ThreeTensors layer_norm_fwd_out(Tensor x, std::optional<Tensor> weight, std::opt
 
 ThreeTensors layer_norm_fwd(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias,
                             double eps) {
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight, &bias})) {
-    return choose_elsewhere<ThreeTensors>("fastattn::layer_norm_fwd", x, weight, bias, eps);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
+    return call_other_backend<ThreeTensors>("fastattn::layer_norm_fwd", x, weight, bias, eps);
   }
   return layer_norm_fwd_out(x, weight, bias, eps, new_rows(x), new_statistic(x), new_statistic(x));
 }
 
 TwoTensors rms_norm_fwd_out(Tensor x, std::optional<Tensor> weight, double eps, Tensor y,
                             Tensor rstd) {
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight})) {
-    return choose_elsewhere_into(std::tuple(y, rstd), "fastattn::rms_norm_fwd", x, weight, eps);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
+    return call_other_backend_into(std::tuple(y, rstd), "fastattn::rms_norm_fwd", x, weight, eps);
   }
   norm_fwd(x, as_contiguous(weight), std::nullopt, eps, y, nullptr, rstd);
   return {y, rstd};
 }
 
 TwoTensors rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps) {
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight})) {
-    return choose_elsewhere<TwoTensors>("fastattn::rms_norm_fwd", x, weight, eps);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
+    return call_other_backend<TwoTensors>("fastattn::rms_norm_fwd", x, weight, eps);
   }
   return rms_norm_fwd_out(x, weight, eps, new_rows(x), new_statistic(x));
 }
@@ -276,7 +276,7 @@ TwoTensors rms_norm_fwd(Tensor x, std::optional<Tensor> weight, double eps) {
 // What the backward passes share. `z` is what was normalised.
 Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
                      const std::optional<Tensor>& weight, const Tensor* mean, const Tensor& rstd,
-                     const Tensor& dsum, Workspace& scratch) {
+                     const Tensor& dsum, Workspace& workspace) {
   const int64_t columns = z.size(-1);
   const int64_t rows = rows_in(z);
   const DType type = dtype_of(z, "the normalised tensor");
@@ -287,7 +287,7 @@ Backward backward_of(const Tensor& z, const std::optional<Tensor>& dy,
   a.centred = mean != nullptr;
   a.dy = rows_if(dy, "dy", rows, columns, type);
   a.z = rows_of(z, "the normalised tensor", rows, columns, type);
-  a.weight = parameter(weight, "weight", columns, scratch);
+  a.weight = parameter(weight, "weight", columns, workspace);
   a.mean = mean ? data_of<float>(*mean, "mean", rows, ScalarType::Float) : nullptr;
   a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
   a.dsum = rows_of_wanted(dsum, "the gradient of the normalised tensor", rows, columns, type);
@@ -302,9 +302,9 @@ ThreeTensors layer_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weigh
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(mean),
                          as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Workspace scratch(floats_for(x, 1, 0.0, needs[1] + needs[2]));
-  Backward a = backward_of(rows[1], rows[0], weight, &rows[2], rows[3], dx, scratch);
-  run(a, scratch, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
+  Workspace workspace(floats_for(x, 1, 0.0, needs[1] + needs[2]));
+  Backward a = backward_of(rows[1], rows[0], weight, &rows[2], rows[3], dx, workspace);
+  run(a, workspace, {{dweight, "dweight", &a.dweight_share}, {dbias, "dbias", &a.dbias_share}});
   return {dx, dweight, dbias};
 }
 
@@ -312,9 +312,9 @@ ThreeTensors layer_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight,
                             std::optional<Tensor> bias, Tensor mean, Tensor rstd, double eps,
                             std::vector<bool> needs) {
   check_needs(needs, 3);
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight, &bias})) {
-    return choose_elsewhere<ThreeTensors>("fastattn::layer_norm_bwd", dy, x, weight, bias, mean,
-                                          rstd, eps, needs);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight, &bias})) {
+    return call_other_backend<ThreeTensors>("fastattn::layer_norm_bwd", dy, x, weight, bias, mean,
+                                            rstd, eps, needs);
   }
   return layer_norm_bwd_out(dy, x, weight, bias, mean, rstd, eps, needs, new_gradient(x, needs[0]),
                             new_gradient(x, weight, needs[1]), new_gradient(x, bias, needs[2]));
@@ -325,17 +325,18 @@ TwoTensors rms_norm_bwd_out(Tensor dy, Tensor x, std::optional<Tensor> weight, T
   check_needs(needs, 2);
   const Tensor rows[] = {readable_rows(dy), readable_rows(x), as_contiguous(rstd)};
   weight = as_contiguous(weight);
-  Workspace scratch(floats_for(x, 1, 0.0, needs[1]));
-  Backward a = backward_of(rows[1], rows[0], weight, nullptr, rows[2], dx, scratch);
-  run(a, scratch, {{dweight, "dweight", &a.dweight_share}});
+  Workspace workspace(floats_for(x, 1, 0.0, needs[1]));
+  Backward a = backward_of(rows[1], rows[0], weight, nullptr, rows[2], dx, workspace);
+  run(a, workspace, {{dweight, "dweight", &a.dweight_share}});
   return {dx, dweight};
 }
 
 TwoTensors rms_norm_bwd(Tensor dy, Tensor x, std::optional<Tensor> weight, Tensor rstd, double eps,
                         std::vector<bool> needs) {
   check_needs(needs, 2);
-  if (!has_kernels_for(x.scalar_type()) || !takes({&weight})) {
-    return choose_elsewhere<TwoTensors>("fastattn::rms_norm_bwd", dy, x, weight, rstd, eps, needs);
+  if (!has_kernels_for(x.scalar_type()) || !supports({&weight})) {
+    return call_other_backend<TwoTensors>("fastattn::rms_norm_bwd", dy, x, weight, rstd, eps,
+                                          needs);
   }
   return rms_norm_bwd_out(dy, x, weight, rstd, eps, needs, new_gradient(x, needs[0]),
                           new_gradient(x, weight, needs[1]));
@@ -348,16 +349,16 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
                                    int64_t dropout_stream, Tensor y, Tensor z, Tensor mean,
                                    Tensor rstd) {
   if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(residual.scalar_type()) ||
-      !takes({&x_bias, &weight, &bias})) {
-    return choose_elsewhere_into(std::tuple(y, z, mean, rstd), "fastattn::add_layer_norm_fwd", x,
-                                 residual, x_bias, weight, bias, eps, dropout_p, dropout_seed,
-                                 dropout_stream);
+      !supports({&x_bias, &weight, &bias})) {
+    return call_other_backend_into(std::tuple(y, z, mean, rstd), "fastattn::add_layer_norm_fwd", x,
+                                   residual, x_bias, weight, bias, eps, dropout_p, dropout_seed,
+                                   dropout_stream);
   }
   const Tensor inputs[] = {readable_rows(x), readable_rows(residual)};
   x_bias = as_contiguous(x_bias);
   weight = as_contiguous(weight);
   bias = as_contiguous(bias);
-  Workspace scratch(floats_for(x, 3, dropout_p, 0));
+  Workspace workspace(floats_for(x, 3, dropout_p, 0));
   const int64_t columns = x.size(-1);
   const int64_t rows = rows_in(x);
   const DType type = dtype_of(residual, "residual");
@@ -369,17 +370,17 @@ FourTensors add_layer_norm_fwd_out(Tensor x, Tensor residual, std::optional<Tens
   a.eps = static_cast<float>(eps);
   a.z = rows_of(z, "z", rows, columns, type);
   a.y = rows_of(y, "y", rows, columns, type);
-  a.weight = parameter(weight, "weight", columns, scratch);
-  a.bias = parameter(bias, "bias", columns, scratch);
+  a.weight = parameter(weight, "weight", columns, workspace);
+  a.bias = parameter(bias, "bias", columns, workspace);
   a.mean = data_of<float>(mean, "mean", rows, ScalarType::Float);
   a.rstd = data_of<float>(rstd, "rstd", rows, ScalarType::Float);
   a.add = true;
   a.x_type = dtype_of(x, "x");
   a.x = rows_of(inputs[0], "x", rows, columns, a.x_type);
   a.residual = rows_of(inputs[1], "residual", rows, columns, type);
-  a.x_bias = parameter(x_bias, "x_bias", columns, scratch);
+  a.x_bias = parameter(x_bias, "x_bias", columns, workspace);
   a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, columns,
-                         scratch.take(floats_for_dropout(dropout_p, columns)));
+                         workspace.take(floats_for_dropout(dropout_p, columns)));
   run(a);
   return {y, z, mean, rstd};
 }
@@ -389,10 +390,10 @@ FourTensors add_layer_norm_fwd(Tensor x, Tensor residual, std::optional<Tensor> 
                                double dropout_p, std::optional<Tensor> dropout_seed,
                                int64_t dropout_stream) {
   if (!has_kernels_for(x.scalar_type()) || !has_kernels_for(residual.scalar_type()) ||
-      !takes({&x_bias, &weight, &bias})) {
-    return choose_elsewhere<FourTensors>("fastattn::add_layer_norm_fwd", x, residual, x_bias,
-                                         weight, bias, eps, dropout_p, dropout_seed,
-                                         dropout_stream);
+      !supports({&x_bias, &weight, &bias})) {
+    return call_other_backend<FourTensors>("fastattn::add_layer_norm_fwd", x, residual, x_bias,
+                                           weight, bias, eps, dropout_p, dropout_seed,
+                                           dropout_stream);
   }
   return add_layer_norm_fwd_out(x, residual, x_bias, weight, bias, eps, dropout_p, dropout_seed,
                                 dropout_stream, new_rows(residual), new_rows(residual),
@@ -412,14 +413,14 @@ FiveTensors add_layer_norm_bwd_out(std::optional<Tensor> dy, std::optional<Tenso
   dz = readable_rows(dz);
   weight = as_contiguous(weight);
   const int wanted = needs[2] + needs[3] + needs[4];
-  Workspace scratch(floats_for(z, 1, dropout_p, wanted));
-  Backward a = backward_of(rows[0], dy, weight, &rows[1], rows[2], dresidual, scratch);
+  Workspace workspace(floats_for(z, 1, dropout_p, wanted));
+  Backward a = backward_of(rows[0], dy, weight, &rows[1], rows[2], dresidual, workspace);
   a.dz = rows_if(dz, "dz", a.rows, a.columns, a.z_type);
   a.x_type = dtype_of(dx, "dx");
   a.dx = rows_of_wanted(dx, "dx", a.rows, a.columns, a.x_type);
   a.dropout = dropout_of(dropout_p, dropout_seed, dropout_stream, a.columns,
-                         scratch.take(floats_for_dropout(dropout_p, a.columns)));
-  run(a, scratch,
+                         workspace.take(floats_for_dropout(dropout_p, a.columns)));
+  run(a, workspace,
       {{dx_bias, "dx_bias", &a.dx_bias_share},
        {dweight, "dweight", &a.dweight_share},
        {dbias, "dbias", &a.dbias_share}});
@@ -434,10 +435,10 @@ FiveTensors add_layer_norm_bwd(std::optional<Tensor> dy, std::optional<Tensor> d
                                std::vector<bool> needs) {
   check_needs(needs, 5);
   if (!has_kernels_for(x_dtype) || !has_kernels_for(z.scalar_type()) ||
-      !takes({&x_bias, &weight, &bias})) {
-    return choose_elsewhere<FiveTensors>("fastattn::add_layer_norm_bwd", dy, dz, z, x_bias, weight,
-                                         bias, mean, rstd, eps, x_dtype, dropout_p, dropout_seed,
-                                         dropout_stream, needs);
+      !supports({&x_bias, &weight, &bias})) {
+    return call_other_backend<FiveTensors>("fastattn::add_layer_norm_bwd", dy, dz, z, x_bias,
+                                           weight, bias, mean, rstd, eps, x_dtype, dropout_p,
+                                           dropout_seed, dropout_stream, needs);
   }
   return add_layer_norm_bwd_out(dy, dz, z, x_bias, weight, bias, mean, rstd, eps, x_dtype,
                                 dropout_p, dropout_seed, dropout_stream, needs,

@@ -1,5 +1,5 @@
-// Layer norm, root-mean-square norm and their fusion with dropout and a residual: what a caller
-// hands to a CPU kernel.
+// Layer norm, root-mean-square norm and their fusion with dropout and a residual: the arguments of
+// the CPU kernels.
 //
 //   z = residual + dropout(x + x_bias)     (add only; otherwise z is the input)
 //   y = (z - mean) * rstd * weight + bias  (root-mean-square: no mean, no bias)
@@ -20,7 +20,7 @@ namespace fastattn::norm {
 // every view of a [A, B, columns] tensor whose last dimension is contiguous.
 struct Rows {
   void* data = nullptr;
-  int64_t inner = 0;  // rows before the outer stride takes a step
+  int64_t inner = 0;  // rows per step of the outer stride
   int64_t stride = 0;
   int64_t outer_stride = 0;
 
@@ -70,8 +70,7 @@ struct Backward {
   Rows dx;  // gradient of x, in x's dtype; may be absent
   Dropout dropout;
 
-  // [partitions][shares][columns]; the shares that are wanted are numbered in this order, the
-  // others are -1.
+  // [partitions][shares][columns]; the wanted shares are numbered in this order, the others are -1.
   float* partials = nullptr;
   int shares = 0;
   int dx_bias_share = -1, dweight_share = -1, dbias_share = -1;

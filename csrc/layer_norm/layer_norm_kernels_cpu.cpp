@@ -1,9 +1,9 @@
 // The CPU kernels of the norms, compiled once for each instruction set.
 //
-// Forward: one row at a time stays in the first cache through three passes: sum; deviations from
-// the mean, whose own sum also corrects the rounding of the first; result. Backward: a few rows
-// side by side, so that a column's parameter gradients stay in registers over those rows. Every
-// row's arithmetic is the same whatever the split over threads.
+// Forward: one row at a time stays in the L1 cache for three passes: sum; deviations from the mean,
+// whose own sum also corrects the rounding of the first; result. Backward: a few rows together, so
+// that a column's parameter gradients stay in registers over those rows. Every row's arithmetic is
+// the same whatever the split over threads.
 #include <cmath>
 
 #include "cpu/row_dropout.h"
@@ -14,19 +14,20 @@ namespace fastattn::norm::FASTATTN_ISA {
 
 using namespace fastattn::FASTATTN_ISA;
 
-// Sums are folded after so many columns: rounding grows with the length of a chain of additions.
+// Sums are accumulated in blocks of so many columns: rounding grows with the length of a chain of
+// additions.
 constexpr int kBlock = 1024;
-// Backward passes take wide rows together, so that the first cache sees a column's parameter
-// gradients once for all of them. Narrow rows of floats one by one: their gradients stay in the
-// cache anyhow, and fewer streams prefetch better. (One Zen 5 thread, together against one by one:
-// fp32 512 x 4096 0.72 and 0.93 ms, 2048 x 768 0.28 and 0.24 ms; bf16 64 x 512 5.2 and 7.1 us.)
+// The backward processes wide rows together, so that a column's parameter gradients are loaded once
+// for all of them. Narrow fp32 rows are processed one by one: the gradients stay in the L1 cache
+// anyway, and fewer streams prefetch better. (One Zen 5 thread, together against one by one: fp32
+// 512 x 4096 0.72 and 0.93 ms, 2048 x 768 0.28 and 0.24 ms; bf16 64 x 512 5.2 and 7.1 us.)
 constexpr int kRowsTogether = 4;
 template <class Z>
 constexpr int64_t kWide = sizeof(Z) == sizeof(float) ? 2048 : 0;
 
-// -- pieces --------------------------------------------------------------------------------------
-// Adds over a row what body(lanes, column, Float (&terms)[kTerms]) adds to its terms.
-// prepare(first, count) is called before each block of columns.
+// -- helpers -------------------------------------------------------------------------------------
+// Sums over a row the terms that body(lanes, column, Float (&terms)[kTerms]) adds. prepare(first,
+// count) is called before each block of columns.
 template <int kTerms, class Prepare, class Body>
 inline __attribute__((always_inline)) void sum_row(int64_t columns, float (&sums)[kTerms],
                                                    const Prepare& prepare, const Body& body) {
@@ -59,7 +60,7 @@ template <class Z, class X, bool kCentred, bool kAdd, bool kDropout>
 void forward_rows(const Forward& a, int64_t first_row, int64_t last_row) {
   const int64_t N = a.columns;
   const float scale = 1.0f / static_cast<float>(N);
-  // Copies: a store through any pointer might change what `a` holds, for all the compiler knows.
+  // Local copies, because the compiler must assume that stores alias `a`.
   const float *const weight = a.weight, *const bias = a.bias, *const x_bias = a.x_bias;
   const Dropout dropout = a.dropout;
   RowDropout<kBlock> mask;
@@ -248,11 +249,11 @@ void backward_rows(const Backward& a, int64_t first_row, const Shares shares,
 template <class Z, class X, bool kCentred, bool kDropout>
 void backward_partitions(const Backward& a, int64_t first_partition, int64_t last_partition) {
   for (int64_t partition = first_partition; partition < last_partition; ++partition) {
-    float* mine = a.partials + partition * a.shares * a.columns;
-    const auto share = [&](int index) { return index < 0 ? nullptr : mine + index * a.columns; };
+    float* sums = a.partials + partition * a.shares * a.columns;
+    const auto share = [&](int index) { return index < 0 ? nullptr : sums + index * a.columns; };
     const Shares shares = {share(a.dx_bias_share), share(a.dweight_share), share(a.dbias_share)};
     if (a.shares > 0) {
-      memset(mine, 0, sizeof(float) * a.shares * a.columns);
+      memset(sums, 0, sizeof(float) * a.shares * a.columns);
     }
     int64_t row = partition * a.partition_rows;
     const int64_t end = row + a.partition_rows < a.rows ? row + a.partition_rows : a.rows;

@@ -7,7 +7,7 @@
 namespace fastattn::topk_logsumexp {
 namespace {
 
-// Logits below which another thread costs more than it brings.
+// Logits below which another thread costs more than it saves.
 constexpr int64_t kGrain = 1 << 15;
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
@@ -15,8 +15,8 @@ using Results = std::tuple<Tensor, Tensor, Tensor>;
 Results topk_logsumexp_out(Tensor logits, int64_t first, int64_t count, Tensor logsumexp,
                            Tensor values, Tensor indices) {
   if (logits.scalar_type() != ScalarType::Float) {
-    return choose_elsewhere_into(std::tuple(logsumexp, values, indices), "fastattn::topk_logsumexp",
-                                 logits, first, count);
+    return call_other_backend_into(std::tuple(logsumexp, values, indices),
+                                   "fastattn::topk_logsumexp", logits, first, count);
   }
   STD_TORCH_CHECK(logits.dim() == 2 && values.dim() == 2,
                   "logits and values must have two dimensions");
@@ -40,7 +40,7 @@ Results topk_logsumexp_out(Tensor logits, int64_t first, int64_t count, Tensor l
 
 Results topk_logsumexp(Tensor logits, int64_t first, int64_t count) {
   if (logits.scalar_type() != ScalarType::Float) {
-    return choose_elsewhere<Results>("fastattn::topk_logsumexp", logits, first, count);
+    return call_other_backend<Results>("fastattn::topk_logsumexp", logits, first, count);
   }
   STD_TORCH_CHECK(logits.dim() == 2, "logits must have two dimensions");
   const int64_t rows = logits.size(0), sizes[] = {rows, count};

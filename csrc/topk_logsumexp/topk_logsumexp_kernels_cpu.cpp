@@ -1,5 +1,5 @@
 // The CPU kernel of topk_logsumexp, compiled once for each instruction set: one pass over a row for
-// its maximum, one for everything else while the row is in the first cache.
+// its maximum, one for everything else while the row is in the L1 cache.
 #include <cmath>
 #include <limits>
 
@@ -73,7 +73,7 @@ class TopK {
 inline void run_row(const float* row, const Problem& p, float* logsumexp, float* values,
                     int64_t* indices) {
   Float high = splat(kNegInf);
-  decltype(high != high) nan = {};  // comparisons pass over NaN
+  decltype(high != high) nan = {};  // comparisons ignore NaN
   for_row(row, p.V, [&](Float v, int64_t) {
     high = larger_of(v, high);
     nan |= v != v;

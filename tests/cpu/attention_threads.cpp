@@ -54,12 +54,12 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   const bool packed = !c.cu_seqlens_q.empty();
   const int64_t rows = packed ? c.cu_seqlens_q.back() : c.batch * c.queries;
   const int64_t key_rows = packed ? c.cu_seqlens_k.back() : c.batch * c.keys;
-  const int64_t statistics = rows * c.heads;
-  Floats q = numbers(statistics * kHeadDim, 1), dout = numbers(statistics * kValueDim, 2);
+  const int64_t lse_rows = rows * c.heads;
+  Floats q = numbers(lse_rows * kHeadDim, 1), dout = numbers(lse_rows * kValueDim, 2);
   Floats k = numbers(key_rows * c.kv_heads * kHeadDim, 3);
   Floats v = numbers(key_rows * c.kv_heads * kValueDim, 4);
   Floats bias = numbers(c.heads * c.keys, 5);
-  Floats out(dout.size()), lse(statistics), dq(q.size()), dk(k.size()), dv(v.size()),
+  Floats out(dout.size()), lse(lse_rows), dq(q.size()), dk(k.size()), dv(v.size()),
       dbias(bias.size());
 
   // Storage [batch, positions, heads, columns], which is [positions, heads, columns] when packed.
@@ -78,8 +78,8 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   a.q = view(q, c.heads, c.queries, kHeadDim);
   a.k = view(k, c.kv_heads, c.keys, kHeadDim);
   a.v = view(v, c.kv_heads, c.keys, kValueDim);
-  a.statistics = packed ? TensorView{nullptr, 0, rows, 1}
-                        : TensorView{nullptr, c.heads * c.queries, c.queries, 1};
+  a.lse_strides = packed ? TensorView{nullptr, 0, rows, 1}
+                         : TensorView{nullptr, c.heads * c.queries, c.queries, 1};
   if (packed) {
     a.cu_seqlens_q = c.cu_seqlens_q.data();
     a.cu_seqlens_k = c.cu_seqlens_k.data();
@@ -97,9 +97,9 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   a.dropout = {c.dropout ? 40 : 0, c.dropout ? 256.0f / 216.0f : 1.0f, 17u, 23u};
 
   Forward forward = {a, view(out, c.heads, c.queries, kValueDim), lse.data(), nullptr};
-  Floats scratch(forward_floats(a, threads));
-  const int64_t forward_size = static_cast<int64_t>(scratch.size());
-  launch_forward(portable::kKernels, forward, scratch.data(), forward_size, threads, kOnThreads);
+  Floats workspace(forward_floats(a, threads));
+  const int64_t forward_size = static_cast<int64_t>(workspace.size());
+  launch_forward(portable::kKernels, forward, workspace.data(), forward_size, threads, kOnThreads);
 
   Backward backward = {};
   static_cast<Problem&>(backward) = a;
@@ -112,9 +112,9 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   if (c.mask) {
     backward.dmask = mask_view(dbias);
   }
-  scratch.assign(backward_floats(a, statistics, threads), 0.0f);
-  const int64_t backward_size = static_cast<int64_t>(scratch.size());
-  launch_backward(portable::kKernels, backward, statistics, scratch.data(), backward_size, threads,
+  workspace.assign(backward_floats(a, lse_rows, threads), 0.0f);
+  const int64_t backward_size = static_cast<int64_t>(workspace.size());
+  launch_backward(portable::kKernels, backward, lse_rows, workspace.data(), backward_size, threads,
                   kOnThreads);
   return {out, lse, dq, dk, dv, dbias};
 }

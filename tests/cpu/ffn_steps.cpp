@@ -40,8 +40,8 @@ int64_t after_a_while(int64_t task, int64_t value) {
   return value;
 }
 
-// What a forward and the gradient of a weight do: panels, a product, a second one in turns with it,
-// the first one's panels again, and a product of everything.
+// What a forward and the gradient of a weight do: panels, a product, a second one interleaved with
+// it, the first one's panels again, and a product of everything.
 Numbers results(int workers, int lag) {
   Numbers panels(kPanels), hidden(kBlocks * kFirst), out(kBlocks * kSecond), gradient(kPanels);
   Steps steps;
@@ -59,14 +59,14 @@ Numbers results(int workers, int lag) {
         out[task] = after_a_while(task, sum(hidden, task / kSecond * kFirst, kFirst) + task);
       });
   if (lag >= 0) {
-    steps.draw_in_turns(first, lag);
+    steps.interleave(first, lag);
   }
   const int packed_again = steps.add(kPanels, 1, {first}, pack(7));
   steps.add(kPanels, kPanels, {packed_again, second}, [&](int64_t task, float*) {
     gradient[task] = sum(panels, 0, kPanels) + sum(out, 0, kBlocks * kSecond) * task;
   });
 
-  steps.share_out(workers);
+  steps.assign_shares(workers);
   std::vector<std::thread> threads;
   for (int worker = 0; worker < workers; ++worker) {
     threads.emplace_back([&steps, worker] { steps.work(worker, nullptr); });
@@ -91,7 +91,7 @@ void pack(const Product& p, int64_t first_panel, int64_t last_panel) {
 
 void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t last_panel,
               float*) {
-  float* out = static_cast<float*>(p.finish.out.data) + row_block * p.b.columns;
+  float* out = static_cast<float*>(p.epilogue.out.data) + row_block * p.b.columns;
   for (int64_t panel = first_panel; panel < last_panel; ++panel) {
     const float right = p.packed ? p.packed[panel] : number_of(p.b);
     out[panel] = after_a_while(row_block + 8, number_of(p.a) * right);
@@ -104,15 +104,15 @@ constexpr fastattn::ffn::Kernels kNumbers = {1, 0, pack, multiply, nullptr, null
 // transpose may be computed in its place.
 Numbers product_of_products(int workers, int64_t rows, bool transposed) {
   float two = 2, three = 3, left = 0, right = 0, packed[kPanels] = {};
-  std::vector<float> out(rows * kPanels), scratch(workers * fastattn::ffn::kWorkerFloats);
+  std::vector<float> out(rows * kPanels), workspace(workers * fastattn::ffn::kWorkerFloats);
   Panels panels = {packed};
-  Team team(workers, scratch.data(), false);
+  Team team(workers, workspace.data(), false);
   const auto add = [&](float* a, float* b, const Matrix& out, int first, int second) {
     Product p(fastattn::DType::kFloat32);
     p.a = {a, out.rows, 1, 1, 1};
     p.b = {b, 1, out.columns, out.columns, 1};
-    p.either_way = true;
-    p.finish.out = out;
+    p.may_transpose = true;
+    p.epilogue.out = out;
     return team.multiply(p, panels, first, second);
   };
   const int first = add(&two, &three, {&left, 1, 1, 1, 1}, -1, -1);

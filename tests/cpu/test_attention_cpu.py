@@ -134,7 +134,7 @@ def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
-    """More than scratch holds at a time decode from the same keys: the bits of fewer heads."""
+    """More than a workspace holds at a time decode from the same keys: the bits of fewer heads."""
     q = _randn(1, 100, 1, 24, dtype=dtype, seed=1)
     k, v = (_randn(1, 1, 1100, 24, dtype=dtype, seed=s) for s in (2, 3))
     together = fastattn.attention(q, k, v, return_lse=True, backend="cpu")
@@ -360,7 +360,7 @@ def test_automatic_and_named_calls_have_the_same_bits(
     view: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Results and scratch memory of the library, poisoned or not, and results made in Python."""
+    """Results and workspace of the library, poisoned or not, and results made in Python."""
     (B, H, K, M, N, D, E), options = case
     shapes = ((B, H, M, D), (B, K, N, D), (B, K, N, E))
     inputs = [view(_randn(*shape, dtype=dtype, seed=i)) for i, shape in enumerate(shapes)]

@@ -1,11 +1,11 @@
-// Gradients of attention on CPU. Scores are computed again tile by tile, p = exp(s - lse), and with
-// dp = dropout(dout v^T) and delta = sum over a row of dout * out, less dlse:
+// Gradients of attention on CPU. Scores are recomputed tile by tile, p = exp(s - lse), and with dp
+// = dropout(dout v^T) and delta = rowsum(dout * out) - dlse:
 //
 //   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = dropout(p)^T dout   dmask = ds
 //
-// One worker computes all three gradients of a (batch, kv head), or, where there are too few of
-// those, tiles of keys and tiles of queries are tasks of their own: two products more, the same
-// tiles in the same order, the same bits. dmask is summed by a pass of its own. Dead rows (lse
+// One task computes dq, dk and dv of a (batch, kv head). Where there are too few of these, tiles of
+// keys (dk, dv) and tiles of queries (dq) are separate tasks: two more products per tile, but the
+// same tiles in the same order, so the same bits. A separate pass computes dmask. Dead rows (lse
 // -inf) and dead keys are packed as zeros.
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace fastattn::attention::FASTATTN_ISA {
 
-inline const float* statistics_of(const Problem& a, const float* values, const Sequence& s,
-                                  int64_t h, int row) {
-  return values + query_offset(a.statistics, s, h, row);
+inline const float* row_values(const Problem& a, const float* values, const Sequence& s, int64_t h,
+                               int row) {
+  return values + query_offset(a.lse_strides, s, h, row);
 }
 
 // -- one tile ------------------------------------------------------------------------------------
@@ -24,18 +24,18 @@ struct Weights {
   Float kept, ds;
 };
 
-// A row of scores and dp, and what makes weights of them.
+// A row of scores and dp, and what is needed to compute its weights.
 template <bool kRange, bool kDrop, class Bias>
 struct GradientRow {
   const float *s, *dp;
-  int begin, end;  // its keys
+  int begin, end;  // allowed keys, counted from the tile's first
   Bias bias;
-  float shift;  // less the exponent of the row's sum
+  float shift;  // kPowerShift - lse * log2(e)
   float delta;
   TileDropout::Row drawn;
 
   Weights at(int j, float scale_log2, float keep_scale) const {
-    // Of large scores the difference to lse is their rounding, and may be far above 0.
+    // For large scores, s - lse may be far above 0 because of rounding.
     const Float exponent = exponents<kRange>(s, j, scale_log2, begin, end, bias) + shift;
     const Float p = power(smaller_of(splat(kPowerShift), exponent));
     Float g = load(dp + j), kept = p;
@@ -53,7 +53,7 @@ class Gradients {
  public:
   using Unit = typename C::Unit;
 
-  Gradients(const Backward& a, const BackwardScratch& memory) : a_(a), memory_(memory) {}
+  Gradients(const Backward& a, const BackwardWorkspace& memory) : a_(a), memory_(memory) {}
 
   void pack_keys(const Sequence& s, int64_t kv_head, int tile, const DeadKeys& dead) {
     first_key_ = tile * kTileKeys;
@@ -62,7 +62,7 @@ class Gradients {
     const auto rows_of = [&](const TensorView& x, int dim) {
       const int64_t offset = key_offset(x, s, kv_head, first_key_);
       if (upto == count) {
-        const auto rows = where_it_lies(x, offset, dim, kBlock);
+        const auto rows = unpacked_rows(x, offset, dim, kBlock);
         if (rows.data && no_key_is_dead(dead, first_key_, count, rows, dim)) {
           return rows;
         }
@@ -83,12 +83,12 @@ class Gradients {
     }
   }
 
-  // for_keys: dk and dv will be summed.
+  // for_keys: dk and dv will be computed.
   void pack_queries(const Sequence& s, int64_t h, int first, int count, bool for_keys) {
     sequence_ = s;
     h_ = h;
     first_row_ = first;
-    const float* lse = statistics_of(a_, a_.lse, s, h, first);
+    const float* lse = row_values(a_, a_.lse, s, h, first);
     q_ = pack_query_rows(a_.q, a_.head_dim, count, lse, memory_.q_rows);
     q_pairs_ = pairs_of(q_, a_.head_dim, count, memory_.q_pairs, for_keys);
     if (a_.dout.data) {
@@ -97,8 +97,7 @@ class Gradients {
     }
   }
 
-  // p and ds of the packed queries and keys, given the queries' deltas; false if nothing is
-  // allowed there.
+  // Computes p and ds of the packed queries and keys; false if no pair is allowed.
   bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
     columns_ = round_up(smaller(rows.some.end - first_key_, kTileKeys), kLanes);
     live_ = rows.touching(first_key_, columns_);
@@ -117,7 +116,7 @@ class Gradients {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
-    const float* lse = statistics_of(a_, a_.lse, sequence_, h_, first_row_);
+    const float* lse = row_values(a_, a_.lse, sequence_, h_, first_row_);
     bias.with_rows([&](const auto& bias_row) {
       with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
         const auto row = [&](int i) __attribute__((always_inline)) {
@@ -138,8 +137,8 @@ class Gradients {
     return true;
   }
 
-  // Sums of the tile just computed, in rows of padded(dim) floats: dv and dk of the tile of keys,
-  // added to what is there or written over it; dq of the tile of queries.
+  // Products of the last computed tile, in rows of padded(dim) floats: dv and dk of the tile of
+  // keys, accumulated if `add`, otherwise overwritten; dq of the tile of queries, accumulated.
   void sum_dv(float* dv, bool add) const {
     if (a_.dout.data) {
       sum_of_keys(p_pairs_, dout_pairs_, padded(a_.value_dim), dv, add);
@@ -157,7 +156,7 @@ class Gradients {
                 ds_rows_ + live_.begin * kStride, kStride, 1, k_pairs_, D, dq + live_.begin * D, D,
                 true);
   }
-  // ds as floats, rows of kTileKeys (Floats only), and where it was computed.
+  // ds as floats, in rows of kTileKeys (Floats only); the rows and columns that were computed.
   const float* ds() const { return memory_.dp; }
   Range rows() const { return live_; }
   int columns() const { return columns_; }
@@ -173,14 +172,14 @@ class Gradients {
                 add);
   }
 
-  // Rows that may be read where they lie, or null. Floats are a second operand, too, read many
-  // times: only without gaps between them.
-  Operand<C> where_it_lies(const TensorView& x, int64_t offset, int dim, int block) const {
+  // Rows that need no packing, or null. Floats are also a right operand, which is read many times:
+  // only if there are no gaps between rows.
+  Operand<C> unpacked_rows(const TensorView& x, int64_t offset, int dim, int block) const {
     const bool has_gaps = x.row_stride != dim;
     return C::kDepth == 1 && has_gaps ? Operand<C>{} : in_place<C>(a_.type, x, offset, dim, block);
   }
 
-  // Rows of q or dout, those without a key as zeros, up to an even number.
+  // Rows of q or dout, padded to an even number; rows without an allowed key are zeros.
   Operand<C> pack_query_rows(const TensorView& x, int dim, int count, const float* lse,
                              float* memory) const {
     const int64_t offset = query_offset(x, sequence_, h_, first_row_);
@@ -188,7 +187,7 @@ class Gradients {
     for (int i = 0; i < count; ++i) {
       whole = whole && lse[i] != -kInfinity;
     }
-    if (const auto rows = where_it_lies(x, offset, dim, kBlock / C::kDepth); whole && rows.data) {
+    if (const auto rows = unpacked_rows(x, offset, dim, kBlock / C::kDepth); whole && rows.data) {
       return rows;
     }
     pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, round_up(count, 2), dim,
@@ -208,8 +207,8 @@ class Gradients {
     }
   }
 
-  // Scores and dp become dropout(p) and ds, as operands: floats in their place, bf16 in the rows
-  // form of queries' gradients and the pairs form of keys'. row(i): the GradientRow.
+  // Replaces scores and dp by the operands dropout(p) and ds: floats in place, bf16 in the rows
+  // form for dq and the pairs form for dk and dv. row(i): the GradientRow.
   template <class RowOf>
   inline __attribute__((always_inline)) void write_weights(const RowOf& row, int columns,
                                                            bool for_keys, bool for_queries) {
@@ -256,7 +255,7 @@ class Gradients {
   }
 
   const Backward& a_;
-  const BackwardScratch& memory_;
+  const BackwardWorkspace& memory_;
   Sequence sequence_ = {};
   int64_t h_ = 0;
   int first_row_ = 0, first_key_ = 0, columns_ = 0;
@@ -267,7 +266,7 @@ class Gradients {
 };
 
 // -- delta ---------------------------------------------------------------------------------------
-// x times y, before the sum over lanes.
+// The dot product of x and y, before the sum over lanes.
 template <class T>
 inline Float row_products(const T* x, const T* y, int dim) {
   Float total = {};
@@ -301,9 +300,9 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
   });
 }
 
-// With delta 0 the sum of a row's ds is its delta.
+// With delta = 0, the sum of a row's ds is its delta.
 inline void delta_from_weights(const Backward& a, const QueryTile& at, const RowRanges& rows,
-                               const BackwardScratch& memory, float* delta) {
+                               const BackwardWorkspace& memory, float* delta) {
   Gradients<Floats> tiles(a, memory);
   tiles.pack_queries(at.sequence, at.h, at.first, rows.count, false);
   const DeadKeys dead(a, at.sequence, at.kv_head);
@@ -324,10 +323,10 @@ inline void delta_from_weights(const Backward& a, const QueryTile& at, const Row
   }
 }
 
-void delta(const Backward& a, Queue& queue, float* scratch) {
-  const BackwardScratch memory(a, scratch);
+void delta(const Backward& a, Queue& queue, float* workspace) {
+  const BackwardWorkspace memory(a, workspace);
   for_query_tiles(a, queue, [&](const QueryTile& at) {
-    const int64_t position = query_offset(a.statistics, at.sequence, at.h, at.first);
+    const int64_t position = query_offset(a.lse_strides, at.sequence, at.h, at.first);
     const float* lse = a.lse + position;
     const RowRanges rows(a, at.sequence, at.first, lse);
     float* result = a.delta + position;
@@ -355,14 +354,14 @@ inline void store_gradient(const Backward& a, const TensorView& x, int64_t offse
   }
 }
 
-void dq(const Backward& a, Queue& queue, float* scratch) {
+void dq(const Backward& a, Queue& queue, float* workspace) {
   with_units(a.type, [&](auto u) {
-    const BackwardScratch memory(a, scratch);
+    const BackwardWorkspace memory(a, workspace);
     Gradients<decltype(u)> tiles(a, memory);
     for_query_tiles(a, queue, [&](const QueryTile& at) {
       const Sequence& s = at.sequence;
-      const RowRanges rows(a, s, at.first, statistics_of(a, a.lse, s, at.h, at.first));
-      const float* delta = statistics_of(a, a.delta, s, at.h, at.first);
+      const RowRanges rows(a, s, at.first, row_values(a, a.lse, s, at.h, at.first));
+      const float* delta = row_values(a, a.delta, s, at.h, at.first);
       memset(memory.dq, 0, sizeof(float) * a.rows_in_tile() * padded(a.head_dim));
       const Range range = rows.tiles();
       if (!is_empty(range)) {
@@ -381,17 +380,17 @@ void dq(const Backward& a, Queue& queue, float* scratch) {
   });
 }
 
-// dk and dv of a tile of keys; dq of all the queries that see it, if there is room for it
-// ([group][queries] rows).
+// Computes dk and dv of a tile of keys; unless dq is null, adds to dq ([group][queries] rows) of
+// all queries that attend it.
 template <class C>
 void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
-                   const DeadKeys& dead, Gradients<C>& tiles, const BackwardScratch& memory,
+                   const DeadKeys& dead, Gradients<C>& tiles, const BackwardWorkspace& memory,
                    float* dq) {
   const int64_t D = padded(a.head_dim), group = a.group();
   const int first_key = n * kTileKeys;
   const int count = smaller(kTileKeys, s.keys - first_key);
-  // Sums are made of whole vectors of keys. The first tile of queries writes them, unless it has no
-  // pair with the last keys.
+  // Sums cover whole vectors of keys. The first tile of queries overwrites them, unless it does not
+  // reach the last keys.
   const int columns = round_up(count, kLanes);
   bool begun = false;
   const auto begin_with_zeros = [&] {
@@ -404,7 +403,7 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
     const int64_t h = kv_head * group + g;
     for (int64_t i = 0; i * kTileRows < s.queries; ++i) {
       const int first = static_cast<int>(i) * kTileRows;
-      const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
+      const RowRanges rows(a, s, first, row_values(a, a.lse, s, h, first));
       if (!contains(rows.tiles(), n)) {
         continue;
       }
@@ -413,7 +412,7 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
         packed = true;
       }
       tiles.pack_queries(s, h, first, rows.count, true);
-      if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), true, dq != nullptr)) {
+      if (!tiles.compute(rows, row_values(a, a.delta, s, h, first), true, dq != nullptr)) {
         continue;
       }
       if (!begun && tiles.columns() < columns) {
@@ -440,9 +439,9 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
                  1.0f);
 }
 
-void dkv(const Backward& a, Queue& queue, float* scratch) {
+void dkv(const Backward& a, Queue& queue, float* workspace) {
   with_units(a.type, [&](auto u) {
-    const BackwardScratch memory(a, scratch);
+    const BackwardWorkspace memory(a, workspace);
     Gradients<decltype(u)> tiles(a, memory);
     for_tasks(queue, [&](int64_t task) {
       const int n = static_cast<int>(task % a.key_tiles());
@@ -457,9 +456,9 @@ void dkv(const Backward& a, Queue& queue, float* scratch) {
   });
 }
 
-void all_gradients(const Backward& a, Queue& queue, float* scratch) {
+void all_gradients(const Backward& a, Queue& queue, float* workspace) {
   with_units(a.type, [&](auto u) {
-    const BackwardScratch memory(a, scratch);
+    const BackwardWorkspace memory(a, workspace);
     Gradients<decltype(u)> tiles(a, memory);
     const int64_t D = padded(a.head_dim), head_size = a.row_tiles() * a.rows_in_tile() * D;
     for_tasks(queue, [&](int64_t task) {
@@ -502,14 +501,14 @@ inline void store_mask_value(const MaskView& mask, int64_t offset, float value) 
   }
 }
 
-// A dimension of the mask: what one task sums over, [begin, end). Broadcast: everything.
+// The range of a mask dimension that one task sums over: everything if it is broadcast.
 inline Range summed(int64_t mask_size, int64_t index, int64_t size) {
   const int at = static_cast<int>(index);
   return mask_size == 1 ? Range{0, static_cast<int>(size)} : Range{at, at + 1};
 }
 
-// ds of a tile of keys summed over a range of queries' tiles and (batch, head)s: `sums` has one row
-// if the mask has, otherwise the rows of the one tile.
+// Sums ds of a tile of keys over ranges of batches, heads and tiles of queries. `sums` has one row
+// if the mask has, otherwise the rows of the single tile of queries.
 inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_tiles, int n,
                        Gradients<Floats>& tiles, bool one_row, float* sums) {
   for (int b = batches.begin; b < batches.end; ++b) {
@@ -519,7 +518,7 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
       const int64_t kv_head = h / a.group();
       for (int i = row_tiles.begin; i < row_tiles.end; ++i) {
         const int first = i * kTileRows;
-        const RowRanges rows(a, s, first, statistics_of(a, a.lse, s, h, first));
+        const RowRanges rows(a, s, first, row_values(a, a.lse, s, h, first));
         if (!contains(rows.tiles(), n)) {
           continue;
         }
@@ -528,7 +527,7 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
           packed = kv_head;
         }
         tiles.pack_queries(s, h, first, rows.count, false);
-        if (!tiles.compute(rows, statistics_of(a, a.delta, s, h, first), false, false)) {
+        if (!tiles.compute(rows, row_values(a, a.delta, s, h, first), false, false)) {
           continue;
         }
         for (int r = tiles.rows().begin; r < tiles.rows().end; ++r) {
@@ -542,8 +541,8 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
   }
 }
 
-// Where a mask has one value for all keys of a row, its gradient is that of the row's lse: without
-// dlse nothing, because the softmax does not see it.
+// A mask with one value for all keys of a row changes the row's lse but not the softmax: its
+// gradient is dlse, or 0 without dlse.
 inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_tiles, bool one_row,
                      float* sums) {
   for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
@@ -552,16 +551,16 @@ inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_ti
       const int end = smaller(row_tiles.end * kTileRows, a.queries);
       const int first = row_tiles.begin * kTileRows;
       for (int i = first; i < end; ++i) {
-        if (*statistics_of(a, a.lse, s, h, i) != -kInfinity) {
-          sums[one_row ? 0 : (i - first) * kTileKeys] += *statistics_of(a, a.dlse, s, h, i);
+        if (*row_values(a, a.lse, s, h, i) != -kInfinity) {
+          sums[one_row ? 0 : (i - first) * kTileKeys] += *row_values(a, a.dlse, s, h, i);
         }
       }
     }
   }
 }
 
-void dmask(const Backward& a, Queue& queue, float* scratch) {
-  const BackwardScratch memory(a, scratch);
+void dmask(const Backward& a, Queue& queue, float* workspace) {
+  const BackwardWorkspace memory(a, workspace);
   Gradients<Floats> tiles(a, memory);
   const MaskView& mask = a.dmask;
   const bool one_row = mask.sizes[2] == 1, one_key = mask.sizes[3] == 1;

@@ -1,7 +1,6 @@
-// One query of each head, as in decoding: bound by memory, so nothing is packed. Keys and values
-// are read once for all heads of a group, where they lie: the keys of a tile, its values, the keys
-// of the next tile. Keys are cut into splits (kSplitKeys), whose results are joined in their order
-// wherever they were computed.
+// One query per head, as in decoding: bound by memory, so nothing is packed. Keys and values are
+// read in place, tile by tile, once for all heads of a group. Keys are divided into splits of
+// kSplitKeys, whose results are combined in order, whichever worker computed them.
 #pragma once
 
 #include "attention/cpu/softmax.h"
@@ -14,15 +13,15 @@ struct Rows {
   const T* data;
   int64_t stride;
   int count, dim;
-  bool ask_all;
+  bool prefetch_all;
 
   const T* at(int j) const { return data + j * stride; }
-  // Asks memory for a row that is read later. The processor follows rows without gaps by itself,
-  // but does not guess where they begin, nor rows far apart, nor far enough ahead for main memory.
-  // Inlined by force: GCC 12 drops calls of a function without effects.
-  __attribute__((always_inline)) void ask_for(int j) const {
+  // Prefetches a row. The hardware prefetcher follows contiguous rows, but not their first ones,
+  // nor rows far apart, nor far enough ahead for main memory. always_inline: GCC 12 removes calls
+  // of a function without side effects.
+  __attribute__((always_inline)) void prefetch(int j) const {
     constexpr int kLine = 64 / sizeof(T), kBeginning = 4096 / sizeof(T);
-    if (j < count && (ask_all || j * dim < kBeginning)) {
+    if (j < count && (prefetch_all || j * dim < kBeginning)) {
       for (int d = 0; d < dim; d += kLine) {
         __builtin_prefetch(at(j) + d);
       }
@@ -30,18 +29,18 @@ struct Rows {
   }
 };
 
-// Keys and values of a call from which on they are taken to lie in main memory (one Zen 5 thread,
-// 33 MB of fp32: 0.77 ms if all rows are asked for, 1.15 if only beginnings; 8 MB: 116 and 105 us).
+// Bytes of keys and values above which they are assumed to be in main memory (one Zen 5 thread, 33
+// MB of fp32: 0.77 ms if all rows are prefetched, 1.15 if only beginnings; 8 MB: 116 and 105 us).
 constexpr int64_t kCachedBytes = 12 << 20;
 
-// Heads that take keys and values out of the same registers.
+// Heads that use the same load of keys and values.
 #if defined(__AVX512F__)
 constexpr int kHeadsAtOnce = 2;
 #else
 constexpr int kHeadsAtOnce = 1;
 #endif
 
-// Calls run(first head, how many as an integral constant) for each bundle of heads.
+// Calls run(first head, number of heads as an integral constant) for each bundle of heads.
 template <class Run>
 inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run) {
   int g = 0;
@@ -54,7 +53,8 @@ inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run
 }
 
 // -- scores --------------------------------------------------------------------------------------
-// Products of kHeads queries (rows of `width` units) with kKeys keys from j on, as vectors to sum.
+// Products of kHeads queries (rows of `width` units) with kKeys keys from j on, not summed over
+// lanes.
 template <int kHeads, int kKeys, class T>
 inline __attribute__((always_inline)) void products(const float* q, int64_t width, const Rows<T>& k,
                                                     int j, Float (&c)[kHeads][kKeys]) {
@@ -77,7 +77,7 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
     for (int i = 0; i < kKeys; ++i) {
       const auto key = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(in, k.at(j + i) + d));
       for (int h = 0; h < kHeads; ++h) {
-        // What lies behind the query may be NaN, which times a key's 0 is NaN, too.
+        // Memory after the query may hold NaN, and NaN times a key's 0 is NaN.
         const __m512i query = _mm512_maskz_loadu_epi16(in, q + h * width + d / 2);
         c[h][i] = _mm512_dpbf16_ps(c[h][i], bit_cast<__m512bh>(query), key);
       }
@@ -93,7 +93,7 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
 }
 #endif
 
-// Scores of the keys for the heads of a group; rows of q are `width` units, rows of s a tile's.
+// Scores of the keys for the heads of a group; rows of q have `width` units, those of s kTileKeys.
 template <class Unit, class T>
 inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>& k,
                           const Rows<T>& ahead, float* s) {
@@ -101,7 +101,7 @@ inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>
   int j = 0;
   for (; j + kKeys <= k.count; j += kKeys) {
     for (int i = j; i < j + kKeys; ++i) {
-      ahead.ask_for(i);
+      ahead.prefetch(i);
     }
     for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
       constexpr int kHeads = decltype(bundle)::value;
@@ -122,9 +122,9 @@ inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>
 }
 
 // -- values --------------------------------------------------------------------------------------
-// o += p[j] * value j over kChunk vectors of columns. kSkips: weights of exactly 0 are passed over,
-// for what lies there may be anything. Values with even and with odd numbers are summed apart, so
-// that an addition need not wait for the one before.
+// o += p[j] * value j over kChunk vectors of columns. kSkips: values of weight 0 are skipped,
+// because they may be NaN or infinite. Even and odd values have separate sums, so that consecutive
+// additions are independent.
 template <int kHeads, int kChunk, bool kSkips, class Lanes, class T>
 inline __attribute__((always_inline)) void add_columns(const float* p, const Rows<T>& v, int64_t e,
                                                        Lanes lanes, float* o, int64_t stride) {
@@ -170,7 +170,7 @@ inline void add_weighted(const float* p, const Rows<T>& v, float* o, int64_t str
 }
 
 #if defined(__AVX512BF16__)
-// Two rows of 32 columns as pairs: the columns 0 .. 3 of each quarter, and 4 .. 7.
+// Two rows of 32 columns as pairs: columns 0 .. 3 of each quarter, then 4 .. 7.
 struct RowPairs {
   __m512bh halves[2];
 
@@ -178,7 +178,7 @@ struct RowPairs {
       : halves{bit_cast<__m512bh>(_mm512_maskz_unpacklo_epi16(kAll, first, second)),
                bit_cast<__m512bh>(_mm512_maskz_unpackhi_epi16(kAll, first, second))} {}
 
-  // Sums of both halves' lanes to rows of columns.
+  // Adds the sums of both halves to `sums`, in the order of columns.
   static void add(Float low, Float high, int64_t columns, float* sums) {
     constexpr __mmask16 kAllLanes = 0xFFFF;
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -208,7 +208,7 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, i
       in[i] = left >= kStep ? ~__mmask32{0} : left <= 0 ? 0 : (__mmask32{1} << left) - 1;
     }
     Float c[kHeads][kSums][kChunk][2] = {};
-    // Values j and, if there are two, j + 1.
+    // Values j and, if `two`, j + 1.
     const auto add = [&](int j, int n, bool two) __attribute__((always_inline)) {
       for (int h = 0; h < kHeads; ++h) {
         const uint16_t* weights = p + h * 2 * kTileKeys + j;
@@ -258,8 +258,8 @@ inline bool has_zero(const Weight* p, int count) {
   return zeros > 0;
 }
 
-// Adds the values' sums to rows of o. Weights: in a tile's rows from `begin` on, floats or, where C
-// takes pairs, bf16 in their place.
+// Adds the weighted values to rows of o. Weights: in rows of a tile from `begin` on, floats or, for
+// Pairs, bf16.
 template <class C, class T>
 inline void decode_values(const float* s, int begin, int heads, const Rows<T>& v, float* o,
                           int64_t stride) {
@@ -277,22 +277,22 @@ inline void decode_values(const float* s, int begin, int heads, const Rows<T>& v
 }
 
 // -- splits --------------------------------------------------------------------------------------
-// A part of the results of one query: sums o [E] weighted by 2^(exponent - m), then m and l.
-inline float& part_m(float* part, int64_t E) {
-  return part[E];
+// The partial result of one query: o [E], weighted by 2^(exponent - m), then m and l.
+inline float& partial_m(float* partial, int64_t E) {
+  return partial[E];
 }
-inline float& part_l(float* part, int64_t E) {
-  return part[E + 1];
+inline float& partial_l(float* partial, int64_t E) {
+  return partial[E + 1];
 }
-inline void clear_part(float* part, int64_t E) {
-  memset(part, 0, sizeof(float) * E);
-  part_m(part, E) = -kInfinity;
-  part_l(part, E) = 0.0f;
+inline void clear_partial(float* partial, int64_t E) {
+  memset(partial, 0, sizeof(float) * E);
+  partial_m(partial, E) = -kInfinity;
+  partial_l(partial, E) = 0.0f;
 }
 
-// The first tile of keys that is read after those of a kv head, as a rule: the next head's.
+// The next kv head's first tile of keys, which is usually read next.
 template <class T>
-inline Rows<T> first_keys_behind(const Forward& a, const Sequence& sequence, int64_t kv_head) {
+inline Rows<T> first_keys_after(const Forward& a, const Sequence& sequence, int64_t kv_head) {
   const bool last = kv_head + 1 == a.kv_heads;
   if (last && sequence.b + 1 == a.batch) {
     return {};
@@ -305,10 +305,10 @@ inline Rows<T> first_keys_behind(const Forward& a, const Sequence& sequence, int
   return {data, a.k.row_stride, count, a.head_dim, true};
 }
 
-// Parts of `heads` heads from `h` on (a group's, which share keys and values): the keys of a split.
+// Partial results of a split for `heads` heads from `h` on, which share keys and values.
 template <class T>
 void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, int64_t h, int heads,
-                  int64_t split, const ForwardScratch& memory, float* parts, int64_t stride) {
+                  int64_t split, const ForwardWorkspace& memory, float* partials, int64_t stride) {
   using C = UnitsOf<T>;
   const int64_t D = padded(a.head_dim), E = padded(a.value_dim);
   const RowRanges rows(a, sequence, 0, nullptr);
@@ -319,7 +319,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   pack_rows<C>(a.type, a.q.data, query_offset(a.q, sequence, h, 0), a.q.head_stride, heads, heads,
                a.head_dim, q, dead_if([](int) { return false; }));
   for (int g = 0; g < heads; ++g) {
-    clear_part(parts + g * stride, E);
+    clear_partial(partials + g * stride, E);
   }
   const int64_t numbers = a.batch * a.kv_heads * a.keys * (a.head_dim + a.value_dim);
   const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
@@ -331,8 +331,9 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     const int columns = round_up(end, kLanes);
     const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
       const int64_t offset = key_offset(x, sequence, kv_head, first + from);
-      const bool ask_all = in_memory || x.row_stride != dim;
-      return Rows<T>{static_cast<const T*>(x.data) + offset, x.row_stride, count, dim, ask_all};
+      const bool prefetch_all = in_memory || x.row_stride != dim;
+      return Rows<T>{static_cast<const T*>(x.data) + offset, x.row_stride, count, dim,
+                     prefetch_all};
     };
     const Rows<T> k = rows_of(a.k, begin, end - begin, a.head_dim);
     const Rows<T> v = rows_of(a.v, begin, end - begin, a.value_dim);
@@ -342,14 +343,14 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     Rows<T> next = {};
     if (left > 0) {
       next = rows_of(a.k, kTileKeys, left, a.head_dim);
-    } else if (k.ask_all && h + heads == (kv_head + 1) * a.group()) {
-      next = first_keys_behind<T>(a, sequence, kv_head);
+    } else if (k.prefetch_all && h + heads == (kv_head + 1) * a.group()) {
+      next = first_keys_after<T>(a, sequence, kv_head);
     }
     for (int j = 0; j < next.count; ++j) {
-      next.ask_for(j);
+      next.prefetch(j);
     }
     for (int g = 0; g < heads; ++g) {
-      float *const s = memory.s + g * kTileKeys, *const part = parts + g * stride;
+      float *const s = memory.s + g * kTileKeys, *const partial = partials + g * stride;
       const TileBias bias(a, sequence.b, h + g, 0, {0, 1}, first, memory.bias);
       if (bias.none) {
         memset(s, 0, sizeof(float) * kTileKeys);
@@ -358,22 +359,22 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
       const TileDropout dropout(a, sequence.b, h + g, 0, first);
       const auto run = [&](auto row) {
         with_flags(true, bool(dropout), [&](auto range, auto drop) {
-          const float rescale =
-              softmax_row<C, range, drop>(s, columns, scale_log2, begin, end, row, dropout, 0,
-                                          &part_m(part, E), &part_l(part, E), units<C>(s));
-          rescale_row(part, E, rescale);
+          const float rescale = softmax_row<C, range, drop>(s, columns, scale_log2, begin, end, row,
+                                                            dropout, 0, &partial_m(partial, E),
+                                                            &partial_l(partial, E), units<C>(s));
+          rescale_row(partial, E, rescale);
         });
       };
       bias ? run(bias.floats(0)) : run(NoBias{});
     }
-    decode_values<C>(memory.s, begin, heads, v, parts, stride);
+    decode_values<C>(memory.s, begin, heads, v, partials, stride);
   }
 }
 
-// Adds a split's part to what the splits before it gave.
-inline void join_part(float* total, const float* part, int64_t E) {
-  const float m = part[E], before = part_m(total, E);
-  if (part[E + 1] == 0.0f) {
+// Adds a split's partial result to the total of the splits before it.
+inline void add_partial(float* total, const float* partial, int64_t E) {
+  const float m = partial[E], before = partial_m(total, E);
+  if (partial[E + 1] == 0.0f) {
     return;
   }
   const float now = m > before ? m : before;
@@ -382,23 +383,23 @@ inline void join_part(float* total, const float* part, int64_t E) {
   };
   const float old = factor(before), added = factor(m);
   for (int64_t e = 0; e < E; e += kLanes) {
-    store(total + e, load(total + e) * old + load(part + e) * added);
+    store(total + e, load(total + e) * old + load(partial + e) * added);
   }
-  part_m(total, E) = now;
-  part_l(total, E) = part_l(total, E) * old + part[E + 1] * added;
+  partial_m(total, E) = now;
+  partial_l(total, E) = partial_l(total, E) * old + partial[E + 1] * added;
 }
 
-inline void finish_part(const Forward& a, const Sequence& sequence, int64_t h, float* part) {
+inline void finish_row(const Forward& a, const Sequence& sequence, int64_t h, float* partial) {
   const int64_t E = padded(a.value_dim);
-  Statistics t(1);
-  t.m[0] = part_m(part, E);
-  t.l[0] = part_l(part, E);
-  a.lse[query_offset(a.statistics, sequence, h, 0)] = t.lse(0);
-  store_rows(a.type, a.out.data, query_offset(a.out, sequence, h, 0), 0, 1, a.value_dim, part,
-             [&](int i) { return t.weight(i) * a.dropout.scale; });
+  SoftmaxState state(1);
+  state.m[0] = partial_m(partial, E);
+  state.l[0] = partial_l(partial, E);
+  a.lse[query_offset(a.lse_strides, sequence, h, 0)] = state.lse(0);
+  store_rows(a.type, a.out.data, query_offset(a.out, sequence, h, 0), 0, 1, a.value_dim, partial,
+             [&](int i) { return state.weight(i) * a.dropout.scale; });
 }
 
-// Calls run(first head, heads) for the heads of a group, as many at a time as scratch holds.
+// Calls run(first head, heads) for the heads of a group, as many at a time as the workspace holds.
 template <class Run>
 inline void for_heads(const Forward& a, int64_t kv_head, const Run& run) {
   const int64_t group = a.group();
@@ -407,37 +408,37 @@ inline void for_heads(const Forward& a, int64_t kv_head, const Run& run) {
   }
 }
 
-// All splits of a sequence with one query, or none.
+// All splits of a sequence of at most one query.
 inline void decode_sequence(const Forward& a, const Sequence& sequence, int64_t kv_head,
-                            const ForwardScratch& memory) {
+                            const ForwardWorkspace& memory) {
   if (sequence.queries == 0) {
     return;
   }
-  const int64_t E = padded(a.value_dim), stride = a.part_floats();
+  const int64_t E = padded(a.value_dim), stride = a.partial_floats();
   for_heads(a, kv_head, [&](int64_t h, int heads) {
-    float *const parts = memory.parts, *const rest = parts + a.heads_at_once() * stride;
+    float *const partials = memory.partials, *const rest = partials + a.heads_at_once() * stride;
     const auto run = [&](int64_t split, float* results) {
       with_type(a.type, [&](auto element) {
         decode_split<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, results,
                                         stride);
       });
     };
-    run(0, parts);
+    run(0, partials);
     for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
       run(split, rest);
       for (int g = 0; g < heads; ++g) {
-        join_part(parts + g * stride, rest + g * stride, E);
+        add_partial(partials + g * stride, rest + g * stride, E);
       }
     }
     for (int g = 0; g < heads; ++g) {
-      finish_part(a, sequence, h + g, parts + g * stride);
+      finish_row(a, sequence, h + g, partials + g * stride);
     }
   });
 }
 
-// Batches of one query: each split is a task.
-inline void decode_splits(const Forward& a, Queue& queue, const ForwardScratch& memory) {
-  const int64_t splits = a.splits(), stride = a.part_floats();
+// Calls with one query per sequence: each split is a task.
+inline void decode_splits(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
+  const int64_t splits = a.splits(), stride = a.partial_floats();
   for_tasks(queue, [&](int64_t task) {
     const int64_t split = task % splits, kv_head = task / splits % a.kv_heads;
     const Sequence sequence = a.sequence(task / splits / a.kv_heads);
@@ -448,7 +449,7 @@ inline void decode_splits(const Forward& a, Queue& queue, const ForwardScratch& 
         with_type(a.type, [&](auto element) {
           decode_split<decltype(element)>(
               a, sequence, kv_head, h, heads, split, memory,
-              a.parts + ((sequence.b * a.heads + h) * splits + split) * stride, splits * stride);
+              a.partials + ((sequence.b * a.heads + h) * splits + split) * stride, splits * stride);
         });
       });
     }
@@ -456,22 +457,22 @@ inline void decode_splits(const Forward& a, Queue& queue, const ForwardScratch& 
   });
 }
 
-void join_splits(const Forward& a, Queue& queue, float* scratch) {
-  const ForwardScratch memory(a, scratch);
-  const int64_t E = padded(a.value_dim), stride = a.part_floats();
+void combine_splits(const Forward& a, Queue& queue, float* workspace) {
+  const ForwardWorkspace memory(a, workspace);
+  const int64_t E = padded(a.value_dim), stride = a.partial_floats();
   for_tasks(queue, [&](int64_t task) {
     const Sequence sequence = a.sequence(task / a.kv_heads);
     const int64_t kv_head = task % a.kv_heads, group = a.group();
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group && sequence.queries > 0; ++h) {
-      const float* parts = a.parts + (sequence.b * a.heads + h) * a.splits() * stride;
-      clear_part(memory.parts, E);
+      const float* partials = a.partials + (sequence.b * a.heads + h) * a.splits() * stride;
+      clear_partial(memory.partials, E);
       if (sequence.keys > 0) {
-        memcpy(memory.parts, parts, sizeof(float) * stride);
+        memcpy(memory.partials, partials, sizeof(float) * stride);
       }
       for (int64_t split = 1; split * kSplitKeys < sequence.keys; ++split) {
-        join_part(memory.parts, parts + split * stride, E);
+        add_partial(memory.partials, partials + split * stride, E);
       }
-      finish_part(a, sequence, h, memory.parts);
+      finish_row(a, sequence, h, memory.partials);
     }
     return task;
   });

@@ -1,22 +1,22 @@
 // The forward pass of attention on CPU; cpu/backward.h has the gradients.
 //
-// A worker packs the keys and values of a (sequence, kv head) once, tile by tile as they are
-// needed, and walks with each tile of queries over them (Dao et al., FlashAttention, 2022): scores,
-// online softmax, weighted values. What is an operand as it lies is not packed. One query
-// (decoding) packs nothing: it reads keys and values once where they lie.
+// A worker packs the keys and values of a (sequence, kv head) once, each tile when it is first
+// needed, and loops over them for each tile of queries (Dao et al., FlashAttention, 2022): scores,
+// online softmax, weighted values. Tensors that already have an operand's layout are not packed.
+// One query (decoding) packs nothing: it reads keys and values once.
 #pragma once
 
 #include "attention/cpu/decode.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
 
-// The last of the `tiles` tasks of a head. Where sequences differ in length, those behind a short
-// one's last tile are passed over together.
+// The last of the `tiles` tasks of a head. Tasks after the last tile of a short sequence are
+// skipped together.
 inline int64_t last_of_head(int64_t task, int64_t tiles) {
   return task - task % tiles + tiles - 1;
 }
 
-// A sequence, a head and a tile of queries, from a task's number. The tile may lie behind the
+// A sequence, a head and a tile of queries, from a task's number. The tile may start after the
 // sequence's last query.
 struct QueryTile {
   Sequence sequence;
@@ -31,15 +31,15 @@ struct QueryTile {
     first = static_cast<int>(task % tiles * kTileRows);
     end = smaller(first + kTileRows, sequence.queries);
   }
-  bool is_behind() const { return first >= sequence.queries; }
+  bool is_past_end() const { return first >= sequence.queries; }
 };
 
-// Calls run(tile) for the tiles that this worker draws and that hold a query.
+// Calls run(tile) for the tiles that this worker takes and that contain a query.
 template <class Run>
 inline void for_query_tiles(const Problem& a, Queue& queue, const Run& run) {
   for_tasks(queue, [&](int64_t task) {
     const QueryTile at(a, task);
-    if (at.is_behind()) {
+    if (at.is_past_end()) {
       return last_of_head(task, a.row_tiles());
     }
     run(at);
@@ -48,11 +48,11 @@ inline void for_query_tiles(const Problem& a, Queue& queue, const Run& run) {
 }
 
 // -- many queries --------------------------------------------------------------------------------
-// Keys and values of one (sequence, kv head), packed when a tile is first asked for.
+// Keys and values of one (sequence, kv head), each tile packed when it is first needed.
 template <class C>
 class PackedKeys {
  public:
-  PackedKeys(const Problem& a, const ForwardScratch& memory, const QueryTile& of)
+  PackedKeys(const Problem& a, const ForwardWorkspace& memory, const QueryTile& of)
       : a_(a),
         memory_(memory),
         sequence_(of.sequence),
@@ -62,16 +62,16 @@ class PackedKeys {
     if (C::kDepth == 1 && sequence_.keys > 0 && dead_.none(0, sequence_.keys)) {
       const Operand<C> v =
           in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
-      // Rows far apart fall on few lines of the cache: only where they are read once.
+      // Rows far apart map to few cache sets: only if they are read once.
       const bool once = sequence_.queries <= kTileRows && a.group() == 1;
       v_in_place_ = once || v.stride == a.value_dim ? v : Operand<C>{};
     }
   }
-  bool serve(const QueryTile& at) const {
+  bool holds(const QueryTile& at) const {
     return at.sequence.b == sequence_.b && at.kv_head == kv_head_;
   }
 
-  void need(int tile) {
+  void pack(int tile) {
     if (memory_.packed[tile] != 0.0f) {
       return;
     }
@@ -102,7 +102,7 @@ class PackedKeys {
   int64_t k_units() const { return kTileKeys * padded(a_.head_dim) / C::kDepth; }
   int64_t v_units() const { return kTileKeys * padded(a_.value_dim) / C::kDepth; }
 
-  // Whole blocks of keys of which none is dead are read where they lie if units lie there.
+  // Whole blocks without dead keys are read in place if their layout allows it.
   Operand<C> rows_of(const TensorView& x, int first, int count, int upto, int dim) const {
     const int64_t offset = key_offset(x, sequence_, kv_head_, first);
     if (upto == count) {
@@ -118,26 +118,26 @@ class PackedKeys {
   }
 
   const Problem& a_;
-  const ForwardScratch& memory_;
+  const ForwardWorkspace& memory_;
   Sequence sequence_;
   int64_t kv_head_;
   DeadKeys dead_;
   Operand<C> v_in_place_ = {};
 };
 
-// Writes rows [first, end) of out and lse that have no key.
+// Writes rows [first, end) of out and lse, which have no allowed key.
 inline void write_dead_rows(const Forward& a, const Sequence& s, int64_t h, int first, int end) {
   const int64_t bytes = (a.type == DType::kFloat32 ? 4 : 2);
   for (int i = first; i < end; ++i) {
     memset(static_cast<char*>(a.out.data) + bytes * query_offset(a.out, s, h, i), 0,
            bytes * a.value_dim);
-    a.lse[query_offset(a.statistics, s, h, i)] = -kInfinity;
+    a.lse[query_offset(a.lse_strides, s, h, i)] = -kInfinity;
   }
 }
 
 template <class C>
 void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
-                  const ForwardScratch& memory) {
+                  const ForwardWorkspace& memory) {
   const Sequence& sequence = at.sequence;
   const RowRanges rows(a, sequence, at.first, nullptr);
   const Range tiles = rows.tiles();
@@ -157,7 +157,7 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   auto* p = units<C>(C::kDepth == 1 ? memory.s : memory.p);
   float *const s = memory.s, *const o = memory.o;
   bool o_written = false;
-  Statistics t(rows.count);
+  SoftmaxState state(rows.count);
   const float scale_log2 = a.scale * kLog2E;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first_key = n * kTileKeys;
@@ -168,7 +168,7 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     if (is_empty(live) || bias.none) {
       continue;
     }
-    keys.need(n);
+    keys.pack(n);
     const int count = live.end - live.begin;
     multiply<C>(count, columns, depth, q.row(live.begin), q.stride, 1, keys.k(n), kTileKeys,
                 s + live.begin * kTileKeys, kTileKeys, false);
@@ -177,7 +177,7 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     bias.with_rows([&](const auto& bias_row) {
       with_flags(restricted, bool(dropout), [&](auto range, auto drop) {
         softmax_rows<C, range, drop>(rows, live, scale_log2, bias_row, dropout, first_key, columns,
-                                     s, p, t, o, E);
+                                     s, p, state, o, E);
       });
     });
     const bool add = o_written || count < rows.count;
@@ -193,19 +193,19 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   if (!o_written) {
     memset(o, 0, sizeof(float) * rows.count * E);
   }
-  float* lse = a.lse + query_offset(a.statistics, sequence, at.h, at.first);
+  float* lse = a.lse + query_offset(a.lse_strides, sequence, at.h, at.first);
   for (int i = 0; i < rows.count; ++i) {
-    lse[i] = t.lse(i);
+    lse[i] = state.lse(i);
   }
   store_rows(a.type, a.out.data, query_offset(a.out, sequence, at.h, at.first), a.out.row_stride,
-             rows.count, a.value_dim, o, [&](int i) { return t.weight(i) * a.dropout.scale; });
+             rows.count, a.value_dim, o, [&](int i) { return state.weight(i) * a.dropout.scale; });
   write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);
 }
 
 template <class C>
-void forward_tiles(const Forward& a, Queue& queue, const ForwardScratch& memory) {
+void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
   int64_t task, last;
-  if (!queue.draw(&task, &last)) {
+  if (!queue.take(&task, &last)) {
     return;
   }
   do {
@@ -213,22 +213,22 @@ void forward_tiles(const Forward& a, Queue& queue, const ForwardScratch& memory)
       PackedKeys<C> keys(a, memory, QueryTile(a, task));
       for (;;) {
         const QueryTile at(a, task);
-        if (!keys.serve(at)) {
+        if (!keys.holds(at)) {
           break;
         }
-        if (at.is_behind()) {
+        if (at.is_past_end()) {
           task = std::min(last_of_head(task, a.row_tiles()), last - 1);
         } else if (at.sequence.queries > 1) {
           forward_tile<C>(a, at, keys, memory);
         } else if (at.h % a.group() == 0) {
           decode_sequence(a, at.sequence, at.kv_head, memory);
         }
-        if (++task == last && !queue.draw(&task, &last)) {
+        if (++task == last && !queue.take(&task, &last)) {
           return;
         }
       }
     }
-  } while (queue.draw(&task, &last));
+  } while (queue.take(&task, &last));
 }
 
 // -- entries -------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ inline void with_units(DType type, const Run& run) {
   type == DType::kBFloat16 ? run(UnitsOf<BFloat16>{}) : run(Floats{});
 }
 
-void forward(const Forward& a, Queue& queue, float* scratch) {
-  const ForwardScratch memory(a, scratch);
+void forward(const Forward& a, Queue& queue, float* workspace) {
+  const ForwardWorkspace memory(a, workspace);
   if (a.queries == 1) {
     return decode_splits(a, queue, memory);
   }

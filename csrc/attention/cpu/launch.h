@@ -1,6 +1,6 @@
-// The passes of attention on CPU in their order, and their split over workers, for any kind of
-// threads: `parallel(workers, body)` calls body(worker) for each of [0, workers), in parallel or
-// not, and returns when all have returned. Scratch memory is given; how much, `*_floats` says.
+// Runs the passes of attention on CPU, split over workers, for any kind of threads:
+// `parallel(workers, body)` calls body(worker) for each of [0, workers), in parallel or not, and
+// returns when all have returned. The caller allocates the workspace; `*_floats` return its size.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +9,16 @@
 
 namespace fastattn::attention {
 
-// Multiply-adds below which another thread costs more than it brings; one query (decoding) is bound
-// by memory.
+// Multiply-adds below which another thread costs more than it saves; decoding is bound by memory.
 constexpr double kGrain = 1 << 20;
 constexpr double kDecodeGrain = 1 << 16;
-// Pieces of work for a worker, where tasks differ in length.
-constexpr int64_t kPiecesPerWorker = 8;
-// Products of a pair's row and column, by which a pass is weighed.
+// Chunks of tasks per worker, because tasks differ in length.
+constexpr int64_t kChunksPerWorker = 8;
+// Cost of a pass per (query, key) pair, relative to the forward's.
 constexpr double kForwardProducts = 1.0;
 constexpr double kBackwardProducts = 3.0;
 
-// Pairs of a query and a key in all sequences.
+// (query, key) pairs of all sequences.
 inline double pairs_of(const Problem& a) {
   if (!a.cu_seqlens_q) {
     return static_cast<double>(a.batch) * a.queries * a.keys;
@@ -32,90 +31,90 @@ inline double pairs_of(const Problem& a) {
   return pairs;
 }
 
-// Workers worth starting for them.
+// Number of workers for a pass of this cost.
 inline int64_t workers_for(const Problem& a, double products, int64_t threads) {
   const double columns = static_cast<double>(a.heads) * (a.head_dim + a.value_dim);
   const double grains = pairs_of(a) * columns * products / (a.queries == 1 ? kDecodeGrain : kGrain);
   return std::clamp<int64_t>(static_cast<int64_t>(std::min(grains, 1e6)), 1, threads);
 }
 
-// Tasks that a worker draws at once: those of a (batch, kv head) where there are enough of them.
-inline int64_t piece_of(const Problem& a, int64_t tasks_of_kv_head, int64_t workers) {
+// Tasks in a chunk: all those of a (batch, kv head) if there are enough of these.
+inline int64_t chunk_of(const Problem& a, int64_t tasks_of_kv_head, int64_t workers) {
   const int64_t kv_heads = a.batch * a.kv_heads;
   if (workers == 1 || kv_heads >= 4 * workers) {
     return tasks_of_kv_head;
   }
-  return kv_heads * tasks_of_kv_head / (kPiecesPerWorker * workers);
+  return kv_heads * tasks_of_kv_head / (kChunksPerWorker * workers);
 }
 
-// Workers with a piece of scratch memory each.
+// Workers with a section of the workspace each.
 template <class Parallel>
 struct Team {
   int64_t workers;
-  float* scratch;
+  float* workspace;
   int64_t floats;
   const Parallel& parallel;
 
   template <class Arguments>
   void run(void (*kernel)(const Arguments&, Queue&, float*), const Arguments& a, int64_t tasks,
-           int64_t piece) const {
-    Queue queue(tasks, piece);
+           int64_t chunk) const {
+    Queue queue(tasks, chunk);
     parallel(std::clamp<int64_t>(tasks, 1, workers),
-             [&](int64_t worker) { kernel(a, queue, scratch + worker * floats); });
+             [&](int64_t worker) { kernel(a, queue, workspace + worker * floats); });
   }
 };
 
-// As many workers as were counted on when the scratch memory was measured, or fewer.
+// As many workers as the workspace has room for, at most `workers`.
 template <class Parallel>
-Team<Parallel> team_of(int64_t workers, float* scratch, int64_t available, int64_t floats,
+Team<Parallel> team_of(int64_t workers, float* workspace, int64_t available, int64_t floats,
                        const Parallel& parallel) {
-  return {std::clamp<int64_t>(available / floats, 1, workers), scratch, floats, parallel};
+  return {std::clamp<int64_t>(available / floats, 1, workers), workspace, floats, parallel};
 }
 
 // -- forward -------------------------------------------------------------------------------------
 inline int64_t forward_floats(const Problem& problem, int64_t threads) {
   const Forward a = {problem, {}, nullptr, nullptr};
-  return a.parts_floats() +
-         workers_for(a, kForwardProducts, threads) * ForwardScratch(a, nullptr).floats;
+  return a.partials_floats() +
+         workers_for(a, kForwardProducts, threads) * ForwardWorkspace(a, nullptr).floats;
 }
 
 template <class Parallel>
-void launch_forward(const Kernels& kernels, Forward& a, float* scratch, int64_t available,
+void launch_forward(const Kernels& kernels, Forward& a, float* workspace, int64_t available,
                     int64_t threads, const Parallel& parallel) {
-  a.parts = scratch;
-  const int64_t parts = a.parts_floats();
-  const auto team = team_of(workers_for(a, kForwardProducts, threads), scratch + parts,
-                            available - parts, ForwardScratch(a, nullptr).floats, parallel);
+  a.partials = workspace;
+  const int64_t partials = a.partials_floats();
+  const auto team = team_of(workers_for(a, kForwardProducts, threads), workspace + partials,
+                            available - partials, ForwardWorkspace(a, nullptr).floats, parallel);
   const auto run = [&](auto kernel, int64_t tasks_of_kv_head) {
     team.run(kernel, a, a.batch * a.kv_heads * tasks_of_kv_head,
-             piece_of(a, tasks_of_kv_head, team.workers));
+             chunk_of(a, tasks_of_kv_head, team.workers));
   };
   if (a.queries != 1) {
     return run(kernels.forward, a.group() * a.row_tiles());
   }
   run(kernels.forward, a.splits());
   if (a.splits() > 1) {
-    run(kernels.join_splits, 1);
+    run(kernels.combine_splits, 1);
   }
 }
 
 // -- backward ------------------------------------------------------------------------------------
-// statistics: rows of lse in all heads.
-inline int64_t backward_floats(const Problem& a, int64_t statistics, int64_t threads) {
-  return padded(statistics) +
-         workers_for(a, kBackwardProducts, threads) * BackwardScratch(a, nullptr).floats;
+// lse_rows: rows of lse in all heads.
+inline int64_t backward_floats(const Problem& a, int64_t lse_rows, int64_t threads) {
+  return padded(lse_rows) +
+         workers_for(a, kBackwardProducts, threads) * BackwardWorkspace(a, nullptr).floats;
 }
 
 template <class Parallel>
-void launch_backward(const Kernels& kernels, Backward& a, int64_t statistics, float* scratch,
+void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, float* workspace,
                      int64_t available, int64_t threads, const Parallel& parallel) {
-  a.delta = scratch;
-  const int64_t delta = padded(statistics);
-  const auto team = team_of(workers_for(a, kBackwardProducts, threads), scratch + delta,
-                            available - delta, BackwardScratch(a, nullptr).floats, parallel);
+  a.delta = workspace;
+  const int64_t delta = padded(lse_rows);
+  const auto team = team_of(workers_for(a, kBackwardProducts, threads), workspace + delta,
+                            available - delta, BackwardWorkspace(a, nullptr).floats, parallel);
   const int64_t kv_heads = a.batch * a.kv_heads;
   const auto run = [&](auto kernel, int64_t tasks_of_kv_head) {
-    team.run(kernel, a, kv_heads * tasks_of_kv_head, piece_of(a, tasks_of_kv_head, team.workers));
+    team.run(kernel, a, kv_heads * tasks_of_kv_head, chunk_of(a, tasks_of_kv_head, team.workers));
   };
   run(kernels.delta, a.group() * a.row_tiles());
   if (a.dmask.type != MaskType::kNone) {
@@ -124,8 +123,8 @@ void launch_backward(const Kernels& kernels, Backward& a, int64_t statistics, fl
     team.run(kernels.dmask, a, a.dmask.sizes[0] * a.dmask.sizes[1] * row_tasks * key_tasks, 1);
   }
   const bool wants_queries = a.dq.data, wants_keys = a.dk.data || a.dv.data;
-  // Five products a tile in one pass, seven in two. One pass has fewer tasks, and the last round of
-  // them may leave workers idle.
+  // One pass takes five products per tile, two take seven. One pass has fewer tasks, and their last
+  // round may leave workers idle.
   const int64_t rounds = ceil_div(kv_heads, team.workers);
   if (wants_queries && wants_keys && 5 * rounds * team.workers <= 7 * kv_heads) {
     return team.run(kernels.all_gradients, a, kv_heads, 1);

@@ -1,5 +1,5 @@
-// Which pairs of a tile are allowed, on CPU: ranges of keys by arithmetic, dense masks by looking
-// at them, keys that no query may attend; and the dropout bits of a tile.
+// Which (query, key) pairs of a tile are allowed, on CPU: ranges of keys from lengths, causal masks
+// and windows; dense masks; keys that no query may attend. Also the dropout bits of a tile.
 #pragma once
 
 #include <climits>
@@ -15,36 +15,36 @@ namespace fastattn::attention::FASTATTN_ISA {
 using namespace fastattn::FASTATTN_ISA;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504f;  // scores times this are powers of two
+constexpr float kLog2E = 1.44269504f;  // from exponents of e to exponents of 2
 
-// Numbers of a mask not above these block.
+// Mask values at or below these block.
 constexpr float kFloatLowest = std::numeric_limits<float>::lowest();
 constexpr float kBf16Lowest = -0x1.FEp127f, kHalfLowest = -65504.0f;
 
 // -- lengths, causal masks, windows --------------------------------------------------------------
-// Rows of a sequence that are computed at all.
+// Rows of a sequence that are computed.
 inline int live_queries(const Problem& a, const Sequence& s) {
   return a.query_lengths.data ? clamped(a.query_lengths.at(s.b), s.queries) : s.queries;
 }
 
-// Keys that arithmetic allows a row.
+// Keys that lengths, causal mask and window allow a row.
 inline Range keys_of(const Problem& a, const Sequence& s, int row) {
   int keys = s.keys;
   if (a.key_lengths.data) {
     const int64_t per_query = a.key_lengths.stride;
     keys = clamped(a.key_lengths.at(per_query ? s.b * per_query + row : s.b), s.keys);
   }
-  return keys_of_row(row, s.band, keys);
+  return keys_of_row(row, s.bounds, keys);
 }
 
-// The ranges of a tile of queries, from its first row on.
+// The ranges of keys that the rows of a tile of queries may attend.
 struct RowRanges {
   int count = 0;  // rows that are computed
   int begin[kTileRows], end[kTileRows];
   Range some = {INT_MAX, 0};  // keys that some row may attend, gaps included
   Range all = {0, INT_MAX};   // keys that every row may attend
 
-  // lse, where it is known, tells dead rows: their range is empty.
+  // Dead rows, which lse marks unless it is null, have an empty range.
   RowRanges(const Problem& a, const Sequence& s, int first, const float* lse) {
     count = smaller(live_queries(a, s) - first, kTileRows);
     for (int i = 0; i < count; ++i) {
@@ -63,7 +63,7 @@ struct RowRanges {
     count = larger(count, 0);
   }
 
-  // Tiles of keys that hold some allowed pair, as far as arithmetic knows.
+  // Tiles of keys that contain an allowed pair, apart from dense masks.
   Range tiles() const { return blocks_touching(some, kTileKeys); }
   // Rows that may attend some of these keys, gaps included; begins at an even row.
   Range touching(int first_key, int keys) const {
@@ -116,8 +116,8 @@ inline int64_t mask_offset(const MaskView& mask, int64_t b, int64_t h, int64_t i
   return b * mask.strides[0] + h * mask.strides[1] + i * mask.strides[2] + j * mask.strides[3];
 }
 
-// Calls with_row(pointer to the first value, the value at or below which one blocks) if a row's
-// values are numbers of one type side by side; whether they are.
+// If a row's values are contiguous fp32, bf16 or fp16, calls run(pointer to the first value, the
+// value at or below which one blocks). Returns whether they are.
 template <class Run>
 inline bool with_number_row(const MaskView& mask, int64_t offset, const Run& run) {
   if (mask.strides[3] != 1) {
@@ -154,12 +154,12 @@ inline bool has_byte_row(const MaskView& mask) {
   return mask.type == MaskType::kBool && mask.strides[3] == 1;
 }
 
-// What a mask does to a vector of exponents, which are powers of two, from column j of its row on.
+// How a mask changes a vector of base-2 exponents, from column j of its row on.
 struct NoBias {
   static constexpr bool kAny = false;
   Float add_to(Float exponents, int) const { return exponents; }
 };
-// Numbers are read as they lie; those not above `lowest` block.
+// Values are read in place; those at or below `lowest` block.
 template <class T>
 struct NumberRow {
   static constexpr bool kAny = true;
@@ -180,8 +180,7 @@ struct ByteRow {
   }
 };
 
-// What a mask adds to `count` scores of a row, -inf where it blocks; -inf behind them up to
-// kTileKeys.
+// What a mask adds to `count` scores of a row, -inf where it blocks; padded with -inf to kTileKeys.
 inline void mask_row(const MaskView& mask, int64_t offset, int count, float* bias) {
   if (has_byte_row(mask)) {
     uint8_t bytes[kTileKeys] = {};
@@ -206,7 +205,7 @@ inline void mask_row(const MaskView& mask, int64_t offset, int count, float* bia
   }
 }
 
-// Whether it allows any of them: the first row tells, as a rule.
+// Whether a mask row allows any of `count` keys; usually the first row of a tile does.
 inline bool allows_some(const MaskView& mask, int64_t offset, int count) {
   if (has_byte_row(mask)) {
     uint8_t bytes[kTileKeys] = {};
@@ -242,10 +241,10 @@ class TileBias {
  public:
   bool none = false;  // nothing is allowed
 
-  // scratch: kBiasRows rows of kTileKeys floats, those that were last asked for.
+  // row_buffer: kBiasRows rows of kTileKeys floats, those that were read last.
   TileBias(const Problem& a, int64_t b, int64_t h, int first_row, Range live, int first_key,
-           float* scratch)
-      : mask_(a.mask), scratch_(scratch) {
+           float* row_buffer)
+      : mask_(a.mask), row_buffer_(row_buffer) {
     if (a.mask.type == MaskType::kNone) {
       return;
     }
@@ -257,18 +256,18 @@ class TileBias {
       none = !allows_some(a.mask, first_ + i * a.mask.strides[2], keys_);
     }
     if (same_ && !none) {
-      mask_row(a.mask, first_, keys_, scratch);
+      mask_row(a.mask, first_, keys_, row_buffer);
     } else if (!none) {
       for (int i = live.begin; i < live.begin + kRowsAhead; ++i) {
-        ask_for_row(i);
+        prefetch_row(i);
       }
     }
   }
   explicit operator bool() const { return mask_.type != MaskType::kNone; }
 
-  // Calls run(row), where row(i) is the mask's row as it is best read: whole vectors of values side
-  // by side where they lie. (One head of 512 x 512, a bf16 bias, forward, one Zen 5 thread: 0.20 ms
-  // instead of 0.21 by way of rows of floats.)
+  // Calls run(row), where row(i) reads the mask's row: in place if it consists of contiguous whole
+  // vectors, otherwise as floats. (One head of 512 x 512, a bf16 bias, forward, one Zen 5 thread:
+  // 0.20 ms in place, 0.21 as floats.)
   template <class Run>
   inline __attribute__((always_inline)) void with_rows(const Run& run) const {
     if (!*this) {
@@ -276,7 +275,7 @@ class TileBias {
     }
     if (!same_ && mask_.strides[3] == 1 && keys_ % kLanes == 0) {
       const auto row = [this](auto* data, int i) __attribute__((always_inline)) {
-        ask_for_row(i + kRowsAhead);
+        prefetch_row(i + kRowsAhead);
         return data + first_ + i * mask_.strides[2];
       };
       switch (mask_.type) {
@@ -300,23 +299,23 @@ class TileBias {
     run([this](int i) { return floats(i); });
   }
 
-  // A row as floats. It serves until the next but one.
+  // A row as floats. It is valid until the next but one is read.
   NumberRow<float> floats(int i) const {
-    float* row = scratch_;
+    float* row = row_buffer_;
     if (!same_) {
       row += i % kBiasRows * kTileKeys;
-      ask_for_row(i + kRowsAhead);
+      prefetch_row(i + kRowsAhead);
       mask_row(mask_, first_ + i * mask_.strides[2], keys_, row);
     }
     return {row, -kInfinity};
   }
 
  private:
-  // Memory does not guess where the next row begins. (2 x 8 heads of 512 x 512, bf16, forward, one
-  // Zen 5 thread: 6.4 ms become 4.5, without a mask 3.9.)
+  // The hardware prefetcher does not predict where the next row begins. (2 x 8 heads of 512 x 512,
+  // bf16, forward, one Zen 5 thread: 4.5 ms instead of 6.4; 3.9 without a mask.)
   static constexpr int kRowsAhead = 8;
-  // Inlined by force: GCC 12 drops calls of a function without effects.
-  __attribute__((always_inline)) void ask_for_row(int i) const {
+  // always_inline: GCC 12 removes calls of a function without side effects.
+  __attribute__((always_inline)) void prefetch_row(int i) const {
     constexpr int kLine = 64;
     const int size = bytes_of(mask_.type);
     const char* row = static_cast<const char*>(mask_.data) + (first_ + i * mask_.strides[2]) * size;
@@ -327,22 +326,22 @@ class TileBias {
   }
 
   const MaskView& mask_;
-  float* scratch_;
+  float* row_buffer_;
   int keys_ = 0;
   int64_t first_ = 0;
   bool same_ = false;  // one row for all
 };
 
 // -- dead keys -----------------------------------------------------------------------------------
-// A key is dead for a kv head if no query may attend it. Outside `live` arithmetic knows; inside it
-// only a key that holds infinities or NaN is looked at, pair by pair.
+// A key is dead for a kv head if no query may attend it. Keys outside `live_` are dead; inside it,
+// only keys that contain infinities or NaN are checked, pair by pair.
 class DeadKeys {
  public:
   DeadKeys(const Problem& a, const Sequence& s, int64_t kv_head) : a_(a), s_(s), kv_head_(kv_head) {
     const int rows = live_queries(a, s);
     if (!a.key_lengths.data || a.key_lengths.stride == 0) {
       const int keys = a.key_lengths.data ? clamped(a.key_lengths.at(s.b), s.keys) : s.keys;
-      live_ = keys_of_some({0, rows}, s.band, keys);
+      live_ = keys_of_some({0, rows}, s.bounds, keys);
       return;
     }
     live_ = {INT_MAX, 0};
@@ -359,22 +358,22 @@ class DeadKeys {
     const DeadKeys& keys;
     int first;
     bool before(int j) const { return !contains(keys.live_, first + j); }
-    bool after(int j) const { return keys.nobody_attends(first + j); }
+    bool after(int j) const { return keys.no_query_attends(first + j); }
   };
   OfTile of_tile(int first) const { return {*this, first}; }
 
-  // Whether none of these keys is dead, whatever they hold.
+  // Whether none of these keys is dead, whatever they contain.
   bool none(int first, int count) const {
     return a_.mask.type == MaskType::kNone &&
            (!a_.key_lengths.data || a_.key_lengths.stride == 0) && none_if_finite(first, count);
   }
-  // Whether none of these keys is dead if all hold finite numbers.
+  // Whether none of these keys is dead if all are finite.
   bool none_if_finite(int first, int count) const {
     return live_.begin <= first && first + count <= live_.end;
   }
 
  private:
-  bool nobody_attends(int key) const {
+  bool no_query_attends(int key) const {
     const int rows = live_queries(a_, s_);
     const int64_t group = a_.group();
     for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h) {
@@ -395,7 +394,7 @@ class DeadKeys {
 };
 
 // -- dropout -------------------------------------------------------------------------------------
-// The bits of one tile, drawn row by row.
+// The dropout bits of one tile, computed row by row.
 class TileDropout {
  public:
   TileDropout(const Problem& a, int64_t b, int64_t h, int first_row, int first_key)

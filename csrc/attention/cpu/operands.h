@@ -70,7 +70,7 @@ void multiply(int rows, int columns, int64_t depth, const typename C::Unit* A, i
 inline Short rounded_to_bf16(Float v) {
   return bit_cast<Short>(_mm512_cvtneps_pbh(v));
 }
-// Two rows of numbers, one behind the other.
+// Two rows of bf16, one after the other.
 using TwoRows = uint16_t __attribute__((vector_size(4 * kLanes)));
 
 inline TwoRows rounded_to_bf16(Float first, Float second) {
@@ -87,7 +87,7 @@ inline void store_halves(uint16_t* first, uint16_t* second, TwoRows rows) {
   store_bits(first, _mm512_castsi512_si256(both));
   store_bits(second, _mm512_maskz_extracti32x8_epi32(kAll, both, 1));
 }
-// The units of two rows: the first in the low half.
+// The units of two rows, the first row in the low halves.
 inline Word joined(TwoRows rows) {
   constexpr TwoRows kColumns = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -98,7 +98,8 @@ inline Word joined(TwoRows rows) {
 #endif
 
 // -- packing -------------------------------------------------------------------------------------
-// One position to `width` floats, zeros behind dim. False if a number is infinite or NaN.
+// Copies one position to `width` floats, zero-padded after dim. False if an element is infinite or
+// NaN.
 template <class T>
 inline bool pack_row(const T* source, int dim, int64_t width, float* result) {
   Float check = {};
@@ -116,9 +117,9 @@ inline bool pack_row(const T* source, int dim, int64_t width, float* result) {
 }
 
 #if defined(__AVX512BF16__)
-constexpr uint16_t kBf16Exponent = 0x7F80;  // all of its bits: infinite or NaN
+constexpr uint16_t kBf16Exponent = 0x7F80;  // all of these bits set: infinite or NaN
 
-// The same as units of bf16, which only bf16 data come in.
+// The same to units of bf16, from bf16 data only.
 template <class T>
 inline bool pack_row(const T* source, int dim, int64_t width, uint32_t* result) {
   uint16_t* row = reinterpret_cast<uint16_t*>(result);
@@ -136,7 +137,7 @@ inline bool pack_row(const T* source, int dim, int64_t width, uint32_t* result) 
 }
 #endif
 
-// A matrix in the rows form, packed or where it lies.
+// A matrix in the rows form, packed or in place.
 template <class C>
 struct Operand {
   const typename C::Unit* data;
@@ -145,8 +146,8 @@ struct Operand {
   const typename C::Unit* row(int64_t i) const { return data + i * stride; }
 };
 
-// The positions of a tensor from an offset on as an operand, if they consist of units already; null
-// data otherwise. `block`: what the units of a position must be a multiple of.
+// The positions of a tensor from an offset on as an operand, if their dtype and layout allow it;
+// null data otherwise. The units of a position must be a multiple of `block`.
 template <class C>
 inline Operand<C> in_place(DType type, const TensorView& x, int64_t offset, int dim, int block) {
   if (type != (C::kDepth == 1 ? DType::kFloat32 : DType::kBFloat16)) {
@@ -161,7 +162,7 @@ inline Operand<C> in_place(DType type, const TensorView& x, int64_t offset, int 
   return {reinterpret_cast<const typename C::Unit*>(data), x.row_stride / C::kDepth};
 }
 
-// Whether no number of these rows is infinite or NaN; units of whole vectors.
+// Whether no element of these rows, which are whole vectors, is infinite or NaN.
 inline bool all_finite(const Operand<Floats>& rows, int count, int dim) {
   Float check = {};
   for (int i = 0; i < count; ++i) {
@@ -185,8 +186,7 @@ inline bool all_finite(const Operand<Pairs>& rows, int count, int dim) {
 }
 #endif
 
-// X's positions [0, count) in the rows form; positions in [count, upto) and those for which
-// dead(i, finite) are 0.
+// Packs X's positions [0, count) in the rows form; dead positions and those in [count, upto) are 0.
 template <class C, class Dead>
 void pack_rows(DType type, const void* data, int64_t offset, int64_t stride, int count, int upto,
                int dim, typename C::Unit* result, const Dead& dead) {
@@ -208,7 +208,7 @@ void pack_rows(DType type, const void* data, int64_t offset, int64_t stride, int
   });
 }
 
-// Positions known to be dead before they are read, none found out afterwards.
+// Positions that are known to be dead before they are read; no others are.
 template <class Before>
 struct DeadBefore {
   Before known;
@@ -220,7 +220,7 @@ DeadBefore<Before> dead_if(Before known) {
   return {known};
 }
 
-// Rows form of a tile of keys to the columns form; `units` of the dim, `keys` rounded up to 16.
+// Converts a tile of keys from the rows form to the columns form; `keys` is a multiple of 16.
 template <class C>
 void to_columns(const Operand<C>& rows, int keys, int dim, typename C::Unit* columns) {
   const int64_t width = padded(dim) / C::kDepth;
@@ -245,7 +245,7 @@ void to_columns(const Operand<C>& rows, int keys, int dim, typename C::Unit* col
   }
 }
 
-// Rows form to the pairs form; `count` positions, even.
+// Converts `count` positions, an even number, from the rows form to the pairs form.
 inline void to_pairs(const Operand<Floats>& rows, int count, int dim, float* pairs) {
   for (int i = 0; i < count; ++i) {
     memcpy(pairs + i * padded(dim), rows.row(i), sizeof(float) * padded(dim));
@@ -263,7 +263,7 @@ inline void to_pairs(const Operand<Pairs>& rows, int count, int dim, uint32_t* p
 }
 #endif
 
-// Rows of sums to a tensor's rows, times factor(row).
+// Stores rows of sums, times factor(row), to a tensor's rows.
 template <class Factor>
 inline void store_rows(DType type, void* data, int64_t offset, int64_t stride, int count, int dim,
                        const float* sums, const Factor& factor) {

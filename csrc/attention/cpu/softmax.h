@@ -1,6 +1,6 @@
 // The online softmax of the CPU kernels (Milakov and Gimelshein, 2018): scores of a row become
-// weights relative to the highest score so far, and what was summed before is rescaled. Beside it
-// what forward, decoding and backward share: where rows lie, and which units products take.
+// weights relative to the highest score so far, and earlier sums are rescaled. Also what forward,
+// decoding and backward share: offsets of rows and units of products.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace fastattn::attention::FASTATTN_ISA {
 
-// Offsets of a sequence's rows in tensors of queries (statistics too) and of keys.
+// Offsets of a sequence's rows in tensors of queries (lse and delta too) and of keys.
 inline int64_t query_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
   return s.b * x.batch_stride + h * x.head_stride + (s.first_query + row) * x.row_stride;
 }
@@ -21,14 +21,14 @@ inline int64_t key_offset(const TensorView& x, const Sequence& s, int64_t h, int
 }
 
 template <class C>
-inline typename C::Unit* units(float* scratch) {
-  return reinterpret_cast<typename C::Unit*>(scratch);
+inline typename C::Unit* units(float* workspace) {
+  return reinterpret_cast<typename C::Unit*>(workspace);
 }
 inline int round_up(int n, int step) {
   return (n + step - 1) / step * step;
 }
 
-// Whether none of a tile's keys is dead, which have these rows.
+// Whether none of a tile's keys, which have these rows, is dead.
 template <class C>
 inline bool no_key_is_dead(const DeadKeys& dead, int first, int count, const Operand<C>& rows,
                            int dim) {
@@ -37,25 +37,25 @@ inline bool no_key_is_dead(const DeadKeys& dead, int first, int count, const Ope
 }
 
 // -- online softmax ------------------------------------------------------------------------------
-// Exponents are powers of two: scores are multiplied by scale * log2(e).
-struct Statistics {
+// Exponents are base 2: scores are multiplied by scale * log2(e).
+struct SoftmaxState {
   float m[kTileRows];  // highest exponent so far, -inf before the first
   float l[kTileRows];  // sum of 2^(exponent - m)
 
-  explicit Statistics(int rows) {
+  explicit SoftmaxState(int rows) {
     for (int i = 0; i < rows; ++i) {
       m[i] = -kInfinity;
       l[i] = 0.0f;
     }
   }
-  bool dead(int i) const { return l[i] == 0.0f; }  // of a row of NaN m is -inf, too, but l NaN
+  bool dead(int i) const { return l[i] == 0.0f; }  // a row of NaN has m -inf and l NaN
   float lse(int i) const { return dead(i) ? -kInfinity : m[i] * kLn2 + std::log(l[i]); }
   float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
 };
 
-// The exponents of a vector of scores, -inf where nothing is allowed. begin, end: the row's keys,
-// counted from the tile's first. Rounded alike in both directions: what is then subtracted may be
-// as large as they are.
+// The exponents of a vector of scores, -inf where not allowed. begin, end: the row's keys, counted
+// from the tile's first. Forward and backward round them alike, because what is then subtracted may
+// be as large.
 template <bool kRange, class Bias>
 inline Float exponents(const float* s, int j, float scale_log2, int begin, int end, Bias bias) {
   Float x = bias.add_to(load(s + j) * scale_log2, j);
@@ -66,14 +66,14 @@ inline Float exponents(const float* s, int j, float scale_log2, int begin, int e
   return x;
 }
 
-// Scores of a row become weights 2^(exponent - m), kept in `p` where dropout keeps them. Returns
-// the factor of what was summed before.
+// Writes a row's weights 2^(exponent - m) to `p`, 0 where dropped. Returns the factor that rescales
+// earlier sums.
 template <class C, bool kRange, bool kDrop, class Bias>
 inline __attribute__((always_inline)) float softmax_row(float* s, int columns, float scale_log2,
                                                         int begin, int end, Bias bias,
                                                         const TileDropout& dropout, int row,
                                                         float* m, float* l, typename C::Unit* p) {
-  // Without restrictions and with a positive scale, scores are in the order of their exponents.
+  // Without restrictions and with a positive scale, scores and exponents have the same order.
   constexpr bool kRaw = !kRange && !Bias::kAny;
   Float most = splat(-kInfinity);
   for (int j = 0; j < columns; j += kLanes) {
@@ -95,7 +95,7 @@ inline __attribute__((always_inline)) float softmax_row(float* s, int columns, f
   Float total = {};
   const TileDropout::Row drawn = dropout.row(row);
   for (int j = 0; j < columns; j += kLanes) {
-    // Rounded as `highest` is: with fma, the highest weight of large scores would be anything.
+    // Rounded like `highest`: with fma, the highest weight of large scores could be far from 1.
     const Float x = kRaw ? load(s + j) * scale_log2 : load(s + j);
     Float weight = power(x + shift);
     total += weight;
@@ -126,13 +126,13 @@ inline void rescale_row(float* o, int64_t width, float factor) {
 template <class C, bool kRange, bool kDrop, class BiasRows>
 void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const BiasRows& bias,
                   const TileDropout& dropout, int first_key, int columns, float* s,
-                  typename C::Unit* p, Statistics& t, float* o, int64_t o_stride) {
+                  typename C::Unit* p, SoftmaxState& state, float* o, int64_t o_stride) {
   for (int i = live.begin; i < live.end; ++i) {
     float rescale;
     const auto run = [&](int count) __attribute__((always_inline)) {
       rescale = softmax_row<C, kRange, kDrop>(
           s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
-          bias(i), dropout, i, t.m + i, t.l + i, p + i * (kTileKeys / C::kDepth));
+          bias(i), dropout, i, state.m + i, state.l + i, p + i * (kTileKeys / C::kDepth));
     };
     columns == kTileKeys ? run(kTileKeys) : run(columns);
     rescale_row(o + i * o_stride, o_stride, rescale);

@@ -1,5 +1,5 @@
-// The activations and their derivatives on vectors, exact to a few units in the last place of the
-// largest value, which is what fp32 sums leave anyhow.
+// The activations and their derivatives on vectors, accurate to a few ulp of the largest value,
+// which is also the accuracy of fp32 sums.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ inline Float reciprocal(Float x) {
 #endif
 }
 
-// 1 / (1 + e^-x) and what it lacks to 1.
+// 1 / (1 + e^-x), and 1 minus that.
 struct Sigmoid {
   Float share, rest;
 };
@@ -37,7 +37,7 @@ inline Sigmoid sigmoid(Float x) {
 }
 
 inline Value relu(Float x) {
-  return {x < 0.0f ? Float{} : x, x > 0.0f ? splat(1.0f) : Float{}};  // NaN stays
+  return {x < 0.0f ? Float{} : x, x > 0.0f ? splat(1.0f) : Float{}};  // propagates NaN
 }
 
 inline Value silu(Float x) {
@@ -47,8 +47,8 @@ inline Value silu(Float x) {
 }
 
 #if defined(__AVX512F__)
-// Of the normal distribution what lies beyond z >= 0: a polynomial around each of 16 points of
-// [0, 15.5 / kPieces) and 0 above, interpolated in Chebyshev's points. z times it is right within
+// The tail of the normal distribution beyond z >= 0: a polynomial around each of 16 points of [0,
+// 15.5 / kPieces), interpolated at Chebyshev nodes, and 0 above. z times it has an error within
 // 6e-8 (1 + z).
 constexpr float kPieces = 2.65f;
 alignas(64) constexpr float kTail[][16] = {
@@ -73,7 +73,7 @@ alignas(64) constexpr float kTail[][16] = {
 // x times the normal distribution function.
 inline Value gelu(Float x) {
   constexpr __mmask16 kAll = 0xFFFF;
-  constexpr float kRound = 0x1.8p23f;       // a sum with it has no fraction
+  constexpr float kRound = 0x1.8p23f;       // adding it rounds to an integer
   constexpr float kDensity = 0.398942280f;  // 1 / sqrt(2 pi)
   const Float z = x < 0.0f ? -x : x;
   const Float piece = fma(z, splat(kPieces), splat(kRound));
@@ -84,7 +84,7 @@ inline Value gelu(Float x) {
   Float p = fma(term(4), at, term(3));
   p = fma(p, at, term(2));
   p = fma(p, at, term(1));
-  // NaN counts as inside, and stays.
+  // NaN counts as inside and propagates.
   const __mmask16 inside = _mm512_cmp_ps_mask(z, splat(15.5f / kPieces), _CMP_NGE_UQ);
   const Float tail = _mm512_maskz_fmadd_ps(inside, p, at, term(0));
   const Float share = x < 0.0f ? tail : 1.0f - tail;
@@ -92,7 +92,7 @@ inline Value gelu(Float x) {
 }
 #else
 // x times the normal distribution function; Abramowitz and Stegun 7.1.26 for the error function,
-// whose exponential is the density's.
+// whose exponential is also the density's.
 inline Value gelu(Float x) {
   constexpr float kRootHalf = 0.707106781f, kDensity = 0.398942280f;  // 1 / sqrt(2 pi)
   const Float z = (x < 0.0f ? -x : x) * kRootHalf;

@@ -1,38 +1,38 @@
 // Products of operands that are both contiguous along the depth, such as y = x w^T with a weight of
-// nn.Linear: read as they lie, nothing is packed. Vectors run along the depth; a tile's sums, one
-// vector each, are added across their lanes together. A sum's order follows the depth alone, so a
-// row has the same bits among one row and among thousands.
+// nn.Linear: they are read in place. Vectors run along the depth; a tile's sums, one vector each,
+// are reduced over their lanes together. A sum's order depends on the depth alone, so a row has the
+// same bits among any number of rows.
 #pragma once
 
 #include "ffn/cpu/panels.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
-// Up to so many rows packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
-// one Zen 5 thread: 4 rows 1.6 times the speed, 16 rows 1.15, 48 rows 1. With AVX2 tiles are too
-// small for more.)
+// Up to so many rows, packing a weight costs more than it saves. (All weights of a decoder, 19 MB,
+// one Zen 5 thread: without packing 1.6 times the speed for 4 rows, 1.15 for 16, 1 for 48. With
+// AVX2, tiles are too small for more rows.)
 #if defined(__AVX512F__)
 constexpr int kUnpackedRows = 32;
 #else
 constexpr int kUnpackedRows = 8;
 #endif
-// A tile has kLanes sums: 4 x 4, 2 x 4 or 2 x 2, and fewer rows times more columns.
+// A tile has kLanes sums: 4 x 4, 2 x 4 or 2 x 2, or fewer rows times more columns.
 constexpr int kTileRows = kLanes == 4 ? 2 : kLanes / 4;
-// Bytes of the depth that are summed at once: half a panel of the weight and a tile's rows stay in
-// the first cache. Half of them cost 5 % more for adding across lanes.
-constexpr int kPieceBytes = 2048;
+// Bytes of a chunk of the depth: half a panel of the weight and a tile's rows stay in the L1 cache.
+// Half as many cost 5 % more, for reducing over lanes.
+constexpr int kChunkBytes = 2048;
 template <class T>
-constexpr int64_t kPiece = kPieceBytes / sizeof(T);
-// Rows of a weight that are a multiple of 4 KiB apart fall into one set of the first cache: from so
-// many rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 157 GFLOP/s become
-// 180).
+constexpr int64_t kChunk = kChunkBytes / sizeof(T);
+// Rows of a weight that are a multiple of 4 KiB apart map to one set of the L1 cache: from
+// kCopyRows rows of x on they are copied (depth 1024, one Zen 5 thread, 48 rows: 180 GFLOP/s
+// instead of 157).
 constexpr int kAliasBytes = 4096, kCopyRows = 24;
 template <class T>
-constexpr int64_t kCopyPitch = (kPieceBytes + 64) / sizeof(T);
-static_assert(kLanes * (kPieceBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
+constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
+static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 
 // sums [kR][kSumPitch] (+)= kR rows of x times kLanes / kR rows of w, of which `columns` exist,
-// `numbers` deep. ahead: a row of w that will be wanted soon.
+// `numbers` deep. ahead: a row of w to prefetch.
 template <class T, int kR, bool kWhole>
 inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const T* w,
                                                     int64_t w_stride, int columns, int64_t numbers,
@@ -78,7 +78,7 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   }
 }
 
-// kR rows times the columns of half a panel, and how far ahead the rows of w are that come next.
+// kR rows times the columns of half a panel. ahead, ahead_stride: rows of w to prefetch.
 template <class T, int kR>
 void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
@@ -96,16 +96,16 @@ void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int co
 // As multiply_block, for a product that is `unpacked`.
 template <class T>
 void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
-               int64_t last_panel, float* worker) {
+               int64_t last_panel, float* workspace) {
   const int64_t depth = p.a.columns, x_stride = p.a.row_stride, w_stride = p.b.column_stride;
   const T* x = static_cast<const T*>(p.a.data) + first_row * x_stride;
   const T* w = static_cast<const T*>(p.b.data);
   const bool copies = rows >= kCopyRows && w_stride * sizeof(T) % kAliasBytes == 0;
   const auto half_at = [&](int64_t h) { return half_of(p, first_panel + h / 2, h % 2); };
-  T* copy = reinterpret_cast<T*>(worker);
+  T* copy = reinterpret_cast<T*>(workspace);
   int64_t d = 0;
   do {
-    const int64_t numbers = depth - d < kPiece<T> ? depth - d : kPiece<T>;
+    const int64_t numbers = depth - d < kChunk<T> ? depth - d : kChunk<T>;
     for (int64_t h = 0; h < 2 * (last_panel - first_panel); ++h) {
       const Half half = half_at(h);
       const T* columns = w + half.first * w_stride + d;
@@ -117,11 +117,11 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
         columns = copy;
         stride = kCopyPitch<T>;
       }
-      // Tiles of the first rows fetch the next half panel into the second cache, a row each.
+      // Tiles of the first rows prefetch the next half panel into the L2 cache, a row each.
       const bool last = h + 1 == 2 * (last_panel - first_panel);
       const int64_t next = last ? half.first : half_at(h + 1).first;
       const T* ahead = w + next * w_stride + d;
-      float* sum = worker + kSumsAt + h * kLanes;
+      float* sum = workspace + kSumsAt + h * kLanes;
       const auto run = [&](auto height, int r) {
         const T* row = ahead + r / kTileRows % (kLanes / kTileRows) * w_stride;
         dot_rows<T, decltype(height)::value>(x + r * x_stride + d, x_stride, columns, stride,

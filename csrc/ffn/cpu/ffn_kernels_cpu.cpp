@@ -1,5 +1,5 @@
 // The CPU kernels of the feed-forward network, compiled once for each instruction set: blocks of
-// the products and what becomes of their sums.
+// the products and their epilogues.
 #include "cpu/row_dropout.h"
 #include "ffn/cpu/activation.h"
 #include "ffn/cpu/dot.h"
@@ -8,7 +8,7 @@
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
-// -- pieces ---------------------------------------------------------------------------------------
+// -- helpers --------------------------------------------------------------------------------------
 // partials[c] (+)= v
 template <class Lanes>
 inline void add_to(Lanes lanes, float* partials, int64_t c, Float v, bool first) {
@@ -17,7 +17,7 @@ inline void add_to(Lanes lanes, float* partials, int64_t c, Float v, bool first)
   }
 }
 
-// Calls body(lanes, column, offset of its sum) for the columns of panels that stand in order.
+// Calls body(lanes, column, offset of its sum) for the columns of panels without a gate.
 template <class Body>
 inline __attribute__((always_inline)) void for_columns(int64_t first_panel, int64_t last_panel,
                                                        int64_t columns, const Body& body) {
@@ -26,7 +26,7 @@ inline __attribute__((always_inline)) void for_columns(int64_t first_panel, int6
   for_vectors(last - first, [&](auto lanes, int64_t i) { body(lanes, first + i, i); });
 }
 
-// The same for panels of a vector of the gate and one of what it multiplies.
+// The same for gated panels: a vector of the gate and one of what it multiplies.
 template <class Body>
 inline __attribute__((always_inline)) void for_gates(int64_t first_panel, int64_t last_panel,
                                                      int64_t gates, const Body& body) {
@@ -48,21 +48,21 @@ struct Block {
   const float* sums;
 };
 
-// -- finishing a block ----------------------------------------------------------------------------
+// -- epilogues ------------------------------------------------------------------------------------
 template <class T, class O>
 void store_block(const Product& p, const Block& block) {
-  const Finish& finish = p.finish;
+  const Epilogue& epilogue = p.epilogue;
   const int64_t columns = p.b.columns;
   const int64_t first = block.first_panel * kPanel;
   const int64_t last = block.last_panel * kPanel < columns ? block.last_panel * kPanel : columns;
-  const T* bias = static_cast<const T*>(finish.bias);
-  const Dropout dropout = finish.dropout;
+  const T* bias = static_cast<const T*>(epilogue.bias);
+  const Dropout dropout = epilogue.dropout;
   RowDropout<kSumPitch> mask;
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
-    O* out = static_cast<O*>(finish.out.data) + row * finish.out.row_stride;
+    O* out = static_cast<O*>(epilogue.out.data) + row * epilogue.out.row_stride;
     const O* residual =
-        finish.residual ? static_cast<const O*>(finish.residual) + row * columns : nullptr;
+        epilogue.residual ? static_cast<const O*>(epilogue.residual) + row * columns : nullptr;
     const float* sums = block.sums + r * kSumPitch;
     if (dropout) {
       mask.draw(dropout, row, first, last - first);
@@ -84,10 +84,10 @@ void store_block(const Product& p, const Block& block) {
   }
 }
 
-// The sums alone, into a result whose rows are contiguous in the other direction.
+// Stores the sums alone, to a result with contiguous columns (row_stride 1).
 template <class O>
 void store_transposed_block(const Product& p, const Block& block) {
-  const Matrix& out = p.finish.out;
+  const Matrix& out = p.epilogue.out;
   const int64_t first = block.first_panel * kPanel;
   const int64_t last =
       block.last_panel * kPanel < p.b.columns ? block.last_panel * kPanel : p.b.columns;
@@ -116,18 +116,18 @@ void store_transposed_block(const Product& p, const Block& block) {
 template <class T, Activation kActivation, bool kGated>
 void activate_block(const Product& p, const Block& block) {
   constexpr bool kKeepsActivated = kActivation == Activation::kRelu && !kGated;
-  const Finish& finish = p.finish;
+  const Epilogue& epilogue = p.epilogue;
   const int64_t wide = p.b.columns, F = kGated ? p.gate : wide;
-  const T* bias = static_cast<const T*>(finish.bias);
-  const Dropout dropout = finish.dropout;
+  const T* bias = static_cast<const T*>(epilogue.bias);
+  const Dropout dropout = epilogue.dropout;
   RowDropout<kSumPitch> mask;
   constexpr int kColumns = kGated ? kLanes : kPanel;  // activated columns of a panel
   const int64_t first = block.first_panel * kColumns;
   const int64_t last = block.last_panel * kColumns < F ? block.last_panel * kColumns : F;
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
-    T* hidden = static_cast<T*>(finish.hidden) + row * wide;
-    T* activated = static_cast<T*>(finish.activated) + row * inner_pitch(F, p.type);
+    T* hidden = static_cast<T*>(epilogue.hidden) + row * wide;
+    T* activated = static_cast<T*>(epilogue.activated) + row * inner_pitch(F, p.type);
     const float* sums = block.sums + r * kSumPitch;
     if (dropout) {
       mask.draw(dropout, row, first, last - first);
@@ -166,23 +166,23 @@ void activate_block(const Product& p, const Block& block) {
 template <class T, Activation kActivation, bool kGated>
 void differentiate_block(const Product& p, const Block& block) {
   constexpr bool kKeptActivated = kActivation == Activation::kRelu && !kGated;
-  const Finish& finish = p.finish;
+  const Epilogue& epilogue = p.epilogue;
   const int64_t F = p.b.columns, wide = kGated ? 2 * F : F;
   float* partials =
-      finish.partials ? finish.partials + block.first_row / kBlockRows * wide : nullptr;
-  const Dropout dropout = finish.dropout;
+      epilogue.partials ? epilogue.partials + block.first_row / kBlockRows * wide : nullptr;
+  const Dropout dropout = epilogue.dropout;
   RowDropout<kSumPitch> mask;
   const int64_t first = block.first_panel * kPanel;
   const int64_t last = block.last_panel * kPanel < F ? block.last_panel * kPanel : F;
   for (int r = 0; r < block.rows; ++r) {
     const int64_t row = block.first_row + r;
-    const T* hidden = static_cast<const T*>(finish.hidden) + row * wide;
-    T* dhidden = static_cast<T*>(finish.dhidden) + row * inner_pitch(wide, p.type);
-    T* activated = finish.activated
-                       ? static_cast<T*>(finish.activated) + row * inner_pitch(F, p.type)
+    const T* hidden = static_cast<const T*>(epilogue.hidden) + row * wide;
+    T* dhidden = static_cast<T*>(epilogue.dhidden) + row * inner_pitch(wide, p.type);
+    T* activated = epilogue.activated
+                       ? static_cast<T*>(epilogue.activated) + row * inner_pitch(F, p.type)
                        : nullptr;
     const float* sums = block.sums + r * kSumPitch;
-    // What relu dropped is 0 in hidden.
+    // With relu, dropped elements are 0 in hidden.
     if (!kKeptActivated && dropout) {
       mask.draw(dropout, row, first, last - first);
     }
@@ -233,18 +233,18 @@ inline void with_activation(Activation activation, const Visit& visit) {
 }
 
 template <class T>
-void finish_block(const Product& p, const Block& block) {
-  const Finish& finish = p.finish;
-  if (finish.kind == Finish::kStore) {
-    return with_type(finish.out_type, [&](auto out) {
-      const auto run = finish.out.column_stride == 1 ? store_block<T, decltype(out)>
-                                                     : store_transposed_block<decltype(out)>;
+void run_epilogue(const Product& p, const Block& block) {
+  const Epilogue& epilogue = p.epilogue;
+  if (epilogue.kind == Epilogue::kStore) {
+    return with_type(epilogue.out_type, [&](auto out) {
+      const auto run = epilogue.out.column_stride == 1 ? store_block<T, decltype(out)>
+                                                       : store_transposed_block<decltype(out)>;
       run(p, block);
     });
   }
-  with_activation(finish.activation, [&](auto kind) {
+  with_activation(epilogue.activation, [&](auto kind) {
     constexpr Activation kActivation = decltype(kind)::value;
-    if (finish.kind == Finish::kActivate) {
+    if (epilogue.kind == Epilogue::kActivate) {
       const auto run =
           p.gate > 0 ? activate_block<T, kActivation, true> : activate_block<T, kActivation, false>;
       return run(p, block);
@@ -289,20 +289,20 @@ inline void pack(const Product& p, int64_t first_panel, int64_t last_panel) {
 }
 
 inline void multiply(const Product& p, int64_t row_block, int64_t first_panel, int64_t last_panel,
-                     float* worker) {
+                     float* workspace) {
   const int64_t first_row = row_block * kBlockRows;
   const int rows = clamped(p.a.rows - first_row, kBlockRows);
   with_type(p.type, [&](auto x) {
     using T = decltype(x);
     if (p.is_shallow()) {
-      return shallow_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+      return shallow_block<T>(p, first_row, rows, first_panel, last_panel, workspace);
     }
     if (p.unpacked) {
-      dot_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+      dot_block<T>(p, first_row, rows, first_panel, last_panel, workspace);
     } else {
-      multiply_block<T>(p, first_row, rows, first_panel, last_panel, worker);
+      multiply_block<T>(p, first_row, rows, first_panel, last_panel, workspace);
     }
-    finish_block<T>(p, {first_row, rows, first_panel, last_panel, worker + kSumsAt});
+    run_epilogue<T>(p, {first_row, rows, first_panel, last_panel, workspace + kSumsAt});
   });
 }
 

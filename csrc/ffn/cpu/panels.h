@@ -1,5 +1,5 @@
 // Matrix products for the CPU feed-forward network: blocks of the result, and the packed forms of
-// their operands, which turn every layout and element type into units (cpu/gemm.h).
+// their operands, which convert every layout and dtype to units (cpu/gemm.h).
 //
 // A panel of the right operand is [depth][kPanel]; the left operand's block keeps the order that it
 // has in memory: rows [row][kOperandPitch] where its depth is contiguous, otherwise
@@ -15,7 +15,7 @@ using namespace fastattn::FASTATTN_ISA;
 
 constexpr int kPanel = 2 * kLanes;
 static_assert(kPanel <= kMaxPanel && kLanes <= kMaxLanes);
-// Sums in registers: 12 x 2 vectors of 32, or 6 x 2 of 16.
+// Sums in registers: 12 x 2 of 32 vector registers, or 6 x 2 of 16.
 #if defined(__AVX512F__)
 constexpr int kRows = 12;
 #else
@@ -26,18 +26,17 @@ static_assert(kBlockDepth % kMaxLanes == 0);
 constexpr int kSumPitch = kBlockPanels * kPanel;
 
 // -- micro-kernel ---------------------------------------------------------------------------------
-// Memory that will be read soon, and how many units of it a step of the depth asks for: into the
-// second cache, where a micro-kernel has loads to spare.
-struct Ahead {
+// Memory to prefetch into the L2 cache, and its units per step of the depth.
+struct Prefetch {
   const uint32_t* at;
   int64_t step;
 };
 
-// sums[row][kSumPitch] (+)= a panel of each operand. The left one's units of a row are kStep apart,
-// its rows kPitch.
+// sums[row][kSumPitch] (+)= the product of a panel of each operand. In the left one, units of a row
+// are kStep apart and rows kPitch.
 template <class C, int kR, int kPitch, int kStep>
 __attribute__((noinline)) void micro_kernel(const typename C::Unit* a, const typename C::Unit* b,
-                                            int64_t depth, float* sums, bool add, Ahead ahead) {
+                                            int64_t depth, float* sums, bool add, Prefetch ahead) {
   constexpr std::integral_constant<int, kPitch> kRow;
   constexpr std::integral_constant<int, kStep> kDepth;
   constexpr std::integral_constant<int, kPanel> kNext;
@@ -46,7 +45,7 @@ __attribute__((noinline)) void micro_kernel(const typename C::Unit* a, const typ
     __builtin_prefetch(ahead.at, 0, 2);
     ahead.at += ahead.step;
   });
-  // Pieces are summed apart: one chain of additions over a long depth loses digits.
+  // Chunks have separate sums: one chain of additions over a long depth loses precision.
 #pragma GCC unroll 12
   for (int i = 0; i < kR; ++i) {
     float* sum = sums + i * kSumPitch;
@@ -93,7 +92,7 @@ void pack_panel(const Product& p, int64_t panel, int64_t first_unit, int64_t uni
       const int count = clamped(numbers - d, kLanes * C::kDepth);
       typename C::Vector v[kLanes];
       for (int i = 0; i < kLanes; ++i) {
-        // Rows of a weight are far apart: the hardware sees no stream in them.
+        // Rows of a weight are too far apart for the hardware prefetcher.
         __builtin_prefetch(source + i * column + d + kBlockDepth * C::kDepth);
         v[i] = C::along(source + i * column + d, i < half.count ? count : 0);
       }
@@ -120,7 +119,7 @@ void pack_panels(const Product& p, int64_t first_panel, int64_t last_panel) {
   }
 }
 
-// Rows of a block that one micro-kernel takes, `most` or fewer: as even as can be.
+// Rows of a block per micro-kernel: at most `most`, as even as possible.
 inline int strip_rows(int rows, int most) {
   const int strips = (rows + most - 1) / most;
   return strips == 0 ? 1 : (rows + strips - 1) / strips;
@@ -155,7 +154,7 @@ void pack_left(const Matrix& a, int64_t first_row, int rows, int64_t first_unit,
 }
 
 // -- few rows -------------------------------------------------------------------------------------
-// With so many rows packing a weight costs more than it saves; its rows are read as they lie.
+// Up to so many rows, packing a weight costs more than it saves; its rows are read in place.
 constexpr int kDotRows = 2;
 
 // sums[row][kSumPitch] (+)= units [first_unit, first_unit + units) of a panel whose columns are
@@ -194,20 +193,21 @@ void dot_panel(const Product& p, int64_t panel, int64_t first_unit, int units,
 }
 
 // -- a block --------------------------------------------------------------------------------------
-// Inlined by force, as is what calls it: GCC 12 drops calls of a function without effects.
+// always_inline, like its callers: GCC 12 removes calls of a function without side effects.
 template <class T>
-inline __attribute__((always_inline)) void ask_for(const T* numbers, int64_t count) {
+inline __attribute__((always_inline)) void prefetch(const T* numbers, int64_t count) {
   constexpr int kLine = 64 / sizeof(T);
   for (int64_t i = 0; i < count; i += kLine) {
     __builtin_prefetch(numbers + i, 0, 2);
   }
 }
 
-// The share of those rows' units, from first_unit on, as far as they are there.
+// Prefetches one of `shares` shares of those rows' units from first_unit on.
 template <class T>
-inline __attribute__((always_inline)) void ask_for_left(const Matrix& a, int64_t first_row,
-                                                        int rows, int64_t first_unit, int64_t units,
-                                                        int64_t share, int64_t shares) {
+inline __attribute__((always_inline)) void prefetch_left(const Matrix& a, int64_t first_row,
+                                                         int rows, int64_t first_unit,
+                                                         int64_t units, int64_t share,
+                                                         int64_t shares) {
   const int64_t first = first_unit * UnitsOf<T>::kDepth;
   const int numbers = clamped(a.columns - first, static_cast<int>(units * UnitsOf<T>::kDepth));
   const T* data =
@@ -215,39 +215,39 @@ inline __attribute__((always_inline)) void ask_for_left(const Matrix& a, int64_t
   const bool by_rows = a.column_stride == 1;
   const int64_t lines = by_rows ? rows : numbers, stride = by_rows ? a.row_stride : a.column_stride;
   for (int64_t i = lines * share / shares; i < lines * (share + 1) / shares; ++i) {
-    ask_for(data + i * stride, by_rows ? numbers : rows);
+    prefetch(data + i * stride, by_rows ? numbers : rows);
   }
 }
 
-// The share of what a block's sums are joined with.
+// Prefetches one of `shares` shares of what the epilogue of a block reads.
 template <class T>
-inline __attribute__((always_inline)) void ask_for_finish(const Product& p, int64_t first_row,
-                                                          int rows, int64_t first_panel,
-                                                          int64_t last_panel, int64_t share,
-                                                          int64_t shares) {
-  if (p.finish.kind != Finish::kDifferentiate) {
+inline __attribute__((always_inline)) void prefetch_epilogue(const Product& p, int64_t first_row,
+                                                             int rows, int64_t first_panel,
+                                                             int64_t last_panel, int64_t share,
+                                                             int64_t shares) {
+  if (p.epilogue.kind != Epilogue::kDifferentiate) {
     return;
   }
   const int64_t first = first_panel * kPanel, wide = p.gate > 0 ? 2 * p.gate : p.b.columns;
   const int columns =
       clamped(p.b.columns - first, static_cast<int>((last_panel - first_panel) * kPanel));
   for (int64_t r = rows * share / shares; r < rows * (share + 1) / shares; ++r) {
-    const T* hidden = static_cast<const T*>(p.finish.hidden) + (first_row + r) * wide + first;
-    ask_for(hidden, columns);
+    const T* hidden = static_cast<const T*>(p.epilogue.hidden) + (first_row + r) * wide + first;
+    prefetch(hidden, columns);
     if (p.gate > 0) {
-      ask_for(hidden + p.gate, columns);
+      prefetch(hidden + p.gate, columns);
     }
   }
 }
 
-// Of a worker's memory.
+// Offsets in a worker's workspace.
 constexpr int64_t kSumsAt = kOperandFloats, kPanelAt = kSumsAt + kBlockRows * kSumPitch;
 
-// The sums [row][kSumPitch] of rows [first_row, first_row + rows), panels [first_panel,
+// Computes the sums [row][kSumPitch] of rows [first_row, first_row + rows), panels [first_panel,
 // last_panel).
 template <class T>
 void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
-                    int64_t last_panel, float* worker) {
+                    int64_t last_panel, float* workspace) {
   using C = UnitsOf<T>;
   using Unit = typename C::Unit;
   const int64_t units = ceil_div(p.a.columns, C::kDepth);
@@ -255,20 +255,20 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
   const bool dot = !p.packed && by_rows && rows <= kDotRows && p.b.column_stride != 1;
   const int step = strip_rows(rows, kRows);
   const auto* packed = reinterpret_cast<const Unit*>(p.packed);
-  Unit* left = reinterpret_cast<Unit*>(worker);
-  Unit* own = reinterpret_cast<Unit*>(worker + kPanelAt);
-  float* sums = worker + kSumsAt;
+  Unit* left = reinterpret_cast<Unit*>(workspace);
+  Unit* own = reinterpret_cast<Unit*>(workspace + kPanelAt);
+  float* sums = workspace + kSumsAt;
   if (units == 0) {
     for (int r = 0; r < rows; ++r) {
       memset(sums + r * kSumPitch, 0, sizeof(float) * kPanel * (last_panel - first_panel));
     }
     return;
   }
-  // Pieces of the depth, as even as whole vectors allow.
+  // Chunks of the depth, as even as whole vectors allow.
   const int64_t even = ceil_div(units, ceil_div(units, kBlockDepth));
-  const int64_t piece = ceil_div(even, kMaxLanes) * kMaxLanes;
-  for (int64_t first_unit = 0; first_unit < units; first_unit += piece) {
-    const int depth = clamped(units - first_unit, static_cast<int>(piece));
+  const int64_t chunk = ceil_div(even, kMaxLanes) * kMaxLanes;
+  for (int64_t first_unit = 0; first_unit < units; first_unit += chunk) {
+    const int depth = clamped(units - first_unit, static_cast<int>(chunk));
     const int64_t after = first_unit + depth;
     pack_left<T>(p.a, first_row, rows, first_unit, depth, left);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
@@ -277,18 +277,18 @@ void multiply_block(const Product& p, int64_t first_row, int rows, int64_t first
         dot_panel<T>(p, panel, first_unit, depth, left, rows, panel_sums, first_unit > 0);
         continue;
       }
-      // While this panel is multiplied, its share of what comes after this piece is asked for.
+      // While this panel is multiplied, its share of what follows this chunk is prefetched.
       const int64_t share = panel - first_panel, shares = last_panel - first_panel;
       if (after < units) {
-        ask_for_left<T>(p.a, first_row, rows, after, piece, share, shares);
+        prefetch_left<T>(p.a, first_row, rows, after, chunk, share, shares);
       } else {
-        ask_for_finish<T>(p, first_row, rows, first_panel, last_panel, share, shares);
+        prefetch_epilogue<T>(p, first_row, rows, first_panel, last_panel, share, shares);
       }
       const Unit* right = packed ? packed + (panel * units + first_unit) * kPanel : own;
-      Ahead ahead = {reinterpret_cast<const uint32_t*>(right), 0};
+      Prefetch ahead = {reinterpret_cast<const uint32_t*>(right), 0};
       if (!packed) {
         pack_panel<T>(p, panel, first_unit, depth, own);
-      } else if (panel + 1 < last_panel) {  // the next panel's piece
+      } else if (panel + 1 < last_panel) {  // the next panel's chunk
         ahead = {ahead.at + units * kPanel, ceil_div(kPanel * step, rows)};
       }
       for (int r = 0; r < rows; r += step) {

@@ -1,15 +1,14 @@
-// Products of a small depth, whose sums go from registers into rows of the result: storing them
-// takes longer than the products do. The bits are those of multiply_block and finish_block.
+// Products of a small depth, whose sums are stored from registers to rows of the result: storing
+// takes longer than computing them. The bits are those of multiply_block and run_epilogue.
 #pragma once
 
 #include "ffn/cpu/panels.h"
 
 namespace fastattn::ffn::FASTATTN_ISA {
 
-// Half the rows of a micro-kernel times two panels: the fewer rows are written side by side, the
-// better. (Depth 1 in bf16, two Zen 4 threads: 512 rows of 2048 take 135 us in 12 rows times a
-// panel and 97 us in 6 times two. With the panels as the outer loop 8000 rows of 256 take 2.5
-// times as long.)
+// Half the rows of a micro-kernel times two panels: writing fewer rows at a time is faster. (Depth
+// 1 in bf16, two Zen 4 threads: 512 rows of 2048 take 135 us with 12 rows times one panel and 97 us
+// with 6 times two. With the panels as the outer loop, 8000 rows of 256 take 2.5 times as long.)
 constexpr int kShallowRows = kRows / 2;
 constexpr int kShallowPanels = 2;
 
@@ -42,26 +41,26 @@ __attribute__((noinline)) void shallow_kernel(const typename UnitsOf<T>::Unit* a
   }
 }
 
-// As multiply_block and finish_block, for a product that is shallow.
+// As multiply_block and run_epilogue, for a product that is shallow.
 template <class T>
 void shallow_block(const Product& p, int64_t first_row, int rows, int64_t first_panel,
-                   int64_t last_panel, float* worker) {
+                   int64_t last_panel, float* workspace) {
   using Unit = typename UnitsOf<T>::Unit;
-  // A worker's own panels lie where its sums would.
+  // A worker's own panels use the memory of its sums.
   static_assert(kShallowDepth <= kBlockDepth && kShallowDepth <= kBlockRows);
   const int units = static_cast<int>(ceil_div(p.a.columns, UnitsOf<T>::kDepth));
-  const int64_t panel_units = units * kPanel, pitch = p.finish.out.row_stride;
+  const int64_t panel_units = units * kPanel, pitch = p.epilogue.out.row_stride;
   const int step = strip_rows(rows, kShallowRows);
-  Unit* left = reinterpret_cast<Unit*>(worker);
+  Unit* left = reinterpret_cast<Unit*>(workspace);
   pack_left<T>(p.a, first_row, rows, 0, units, left);
-  Unit* own = reinterpret_cast<Unit*>(worker + kSumsAt);
+  Unit* own = reinterpret_cast<Unit*>(workspace + kSumsAt);
   for (int64_t panel = first_panel; !p.packed && panel < last_panel; ++panel) {
     pack_panel<T>(p, panel, 0, units, own + (panel - first_panel) * panel_units);
   }
   const Unit* right =
       p.packed ? reinterpret_cast<const Unit*>(p.packed) + first_panel * panel_units : own;
   for (int r = 0; r < rows; r += step) {
-    T* row = static_cast<T*>(p.finish.out.data) + (first_row + r) * pitch;
+    T* row = static_cast<T*>(p.epilogue.out.data) + (first_row + r) * pitch;
     with_count<kShallowRows>(step < rows - r ? step : rows - r, [&](auto height) {
       constexpr int kR = decltype(height)::value;
       for (int64_t panel = first_panel; panel < last_panel;) {

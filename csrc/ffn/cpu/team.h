@@ -1,7 +1,7 @@
-// The products of a feed-forward network as steps that a team of workers shares: how each is cut
-// into tasks, who packs its right operand, and what it waits for. For any kind of threads:
-// `parallel(workers, body)` calls body(worker) for each of [0, workers), in parallel or not, and
-// returns when all have returned.
+// The products of a feed-forward network as steps that a team of workers shares: how each is
+// divided into tasks, where its right operand is packed, and what it depends on. For any kind of
+// threads: `parallel(workers, body)` calls body(worker) for each of [0, workers), in parallel or
+// not, and returns when all have returned.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +12,21 @@
 
 namespace fastattn::ffn {
 
-// Multiply-adds below which another thread costs more than it brings (12 x 256 x 768 floats on two
-// Zen 4 threads: 50 us become 29), and numbers packed, dropped or summed by a task.
+// Multiply-adds below which another thread costs more than it saves (12 x 256 x 768 floats on two
+// Zen 4 threads: 29 us instead of 50), and elements that a task packs, drops or sums.
 constexpr int64_t kGrain = 1 << 19;
 constexpr int64_t kPackGrain = 1 << 15;
 // Tasks for each worker, where the shape allows them.
 constexpr int64_t kTasksPerWorker = 4;
 constexpr int64_t kLeastPanels = 2;
 
-// Workers worth starting for so many multiply-adds.
+// Number of workers for so many multiply-adds.
 inline int64_t workers_for(int64_t work, int64_t threads) {
   return std::clamp<int64_t>(work / kGrain, 1, threads);
 }
 
-// Memory for the panels of one product at a time. An op has two, used in turn: one product's panels
-// are packed while another's are read.
+// Memory for the panels of one product at a time. An op alternates between two: one product's
+// panels are packed while another's are read.
 struct Panels {
   float* data;
   int reader = -1;  // the step that reads them
@@ -34,25 +34,25 @@ struct Panels {
 
 class Team {
  public:
-  // scratch: kWorkerFloats for each worker. batch_invariant: a row's fp32 products have the same
+  // workspace: kWorkerFloats for each worker. batch_invariant: a row's fp32 products have the same
   // bits among any number of rows.
-  Team(int64_t workers, float* scratch, bool batch_invariant)
-      : workers_(workers), scratch_(scratch), batch_invariant_(batch_invariant) {}
+  Team(int64_t workers, float* workspace, bool batch_invariant)
+      : workers_(workers), workspace_(workspace), batch_invariant_(batch_invariant) {}
 
   // Adds a product and the packing of its right operand; returns the former's step. left, right:
   // the steps that write its operands, -1 for none; by_blocks: the left one's groups are blocks of
-  // rows.
+  // rows; interleaved: with that step.
   int multiply(Product p, Panels& panels, int left, int right, bool by_blocks = false,
-               bool in_turns = false) {
-    // Of a deep gradient of a weight, both of whose operands lie across the depth, the smaller one
-    // is packed; other gradients are written as they lie.
+               bool interleaved = false) {
+    // For a deep gradient of a weight, neither of whose operands is contiguous along the depth, the
+    // smaller one is packed; other gradients are computed for contiguous stores.
     const bool across = p.a.column_stride != 1 && p.b.column_stride == 1;
     const bool by_size = across && !p.is_shallow();
-    if (p.either_way && (by_size ? p.b.columns > p.a.rows : p.finish.out.column_stride != 1)) {
+    if (p.may_transpose && (by_size ? p.b.columns > p.a.rows : p.epilogue.out.column_stride != 1)) {
       const Matrix a = p.a;
       p.a = p.b.transposed();
       p.b = a.transposed();
-      p.finish.out = p.finish.out.transposed();
+      p.epilogue.out = p.epilogue.out.transposed();
       std::swap(left, right);
       by_blocks = false;
     }
@@ -64,12 +64,12 @@ class Team {
     const bool gated = p.gate > 0 && p.gate != p.b.columns;
     const int64_t count =
         gated ? ceil_div(p.gate, isa.panel / 2) : ceil_div(p.b.columns, isa.panel);
-    Needs needs;
+    Dependencies needs;
     (by_blocks ? needs.same_group : needs.step) = left;
     if (p.shares_panels()) {
       p.packed = panels.data;
       needs.other_step =
-          for_pieces(count, std::max<int64_t>(p.b.rows, 1) * isa.panel, {right, panels.reader},
+          for_chunks(count, std::max<int64_t>(p.b.rows, 1) * isa.panel, {right, panels.reader},
                      [&isa, p](int64_t first, int64_t last) { isa.pack(p, first, last); });
     } else {
       p.packed = nullptr;
@@ -85,54 +85,55 @@ class Team {
     const int64_t column_blocks = ceil_div(count, most);
     const int step = steps_.add(
         row_blocks * column_blocks, column_blocks, needs,
-        [&isa, p, column_blocks, most, count](int64_t task, float* scratch) {
+        [&isa, p, column_blocks, most, count](int64_t task, float* workspace) {
           const int64_t first = task % column_blocks * most;
-          isa.multiply(p, task / column_blocks, first, std::min(first + most, count), scratch);
+          isa.multiply(p, task / column_blocks, first, std::min(first + most, count), workspace);
         });
     panels.reader = step;
-    if (by_blocks && left >= 0 && in_turns) {
-      steps_.draw_in_turns(left, workers_ == 1 ? 0 : ceil_div(workers_, column_blocks));
+    if (by_blocks && left >= 0 && interleaved) {
+      steps_.interleave(left, workers_ == 1 ? 0 : ceil_div(workers_, column_blocks));
     }
     return step;
   }
 
-  // run(first, last) for pieces of [0, count), each item of which is `numbers` numbers.
+  // Adds run(first, last) for chunks of [0, count); each item has `numbers` elements.
   template <class Run>
-  int for_pieces(int64_t count, int64_t numbers, const Needs& needs, Run run) {
+  int for_chunks(int64_t count, int64_t numbers, const Dependencies& needs, Run run) {
     const int64_t each = std::max<int64_t>(1, kPackGrain / std::max<int64_t>(numbers, 1));
     return steps_.add(ceil_div(count, each), 1, needs, [run, each, count](int64_t task, float*) {
       run(task * each, std::min(count, (task + 1) * each));
     });
   }
 
-  // Drops an output's gradient and sums its columns by blocks of rows, which are the step's groups.
+  // Applies dropout to an output's gradient and sums its columns by blocks of rows, which are the
+  // step's groups.
   int drop_output(const Output& output) {
     const Kernels& isa = kernels();
     return steps_.add(ceil_div(output.rows, kBlockRows), 1, {},
                       [&isa, output](int64_t block, float*) { isa.drop_output(output, block); });
   }
 
-  // Adds up the sums of blocks that the step `needed` leaves: result [columns].
+  // Adds up the sums of blocks that the step `needed` writes: result [columns].
   void reduce(const float* partials, int64_t blocks, void* result, int64_t columns, DType type,
               int needed) {
     const Kernels& isa = kernels();
-    for_pieces(columns, blocks, {needed},
+    for_chunks(columns, blocks, {needed},
                [&isa, partials, blocks, columns, result, type](int64_t first, int64_t last) {
                  isa.reduce(partials, blocks, columns, result, type, first, last);
                });
   }
 
-  // Runs what was added.
+  // Runs all steps.
   template <class Parallel>
   void run(const Parallel& parallel) {
-    steps_.share_out(workers_);
+    steps_.assign_shares(workers_);
     parallel(workers_,
-             [&](int64_t worker) { steps_.work(worker, scratch_ + worker * kWorkerFloats); });
+             [&](int64_t worker) { steps_.work(worker, workspace_ + worker * kWorkerFloats); });
   }
 
  private:
   int64_t workers_;
-  float* scratch_;
+  float* workspace_;
   bool batch_invariant_;
   Steps steps_;
 };

@@ -12,7 +12,7 @@ FASTATTN_NATIVE unset: build what the tools at hand allow, and say what was left
 FASTATTN_NATIVE=0: build nothing native.
 FASTATTN_NATIVE=cpu or cpu,sm90: build exactly these, or fail.
 FASTATTN_SANITIZE=address,undefined: g++'s sanitizers in the C++ code, for tests; their objects go
-to --build-temp and the library wants libasan preloaded.
+to --build-temp and the library needs libasan preloaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "native"
 OLDEST_TORCH = (2, 11)
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # the C++ face of OLDEST_TORCH
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # OLDEST_TORCH for the C++ headers
 OLDEST_PYTHON = "cp310"
 
 CXX_FLAGS = (
@@ -50,8 +50,8 @@ CXX_FLAGS = (
     "-fno-math-errno -ffp-contract=off "  # fused multiply-add only where the source says so
     "-Wall -Wextra -Wno-maybe-uninitialized"  # GCC 12 warns about its own intrinsics
 ).split()
-# torch's headers want C++20, Python's macros leave fields out; -O2 takes half the time to compile,
-# and nothing there has loops.
+# torch's headers need C++20, Python's macros omit fields; -O2 halves the compile time, and the code
+# has no loops.
 EXTENSION_FLAGS = "-std=c++20 -O2 -Wno-missing-field-initializers".split()
 NVCC_FLAGS = "-std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v".split()
 # Runs the command after the first argument and keeps its messages in that file. Lines about every
@@ -155,7 +155,7 @@ class Tools:
     torch_version: str | None
     cxx: str | None
     cuda: Path | None
-    has_gpu: bool = False  # of NVIDIA's
+    has_gpu: bool = False  # an NVIDIA GPU
 
     @staticmethod
     @functools.cache
@@ -258,7 +258,7 @@ def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
         if names is not None and library.name not in names:
             continue
         if names is None and library.architectures and not tools.has_gpu:
-            continue  # takes minutes: only where it can run, or if asked for
+            continue  # takes minutes: only where it can run, or if requested
         try:
             check_possible(library, tools, csrc)
         except Impossible as why:
@@ -292,8 +292,8 @@ def sanitizers(value: str | None) -> list[str]:
 # -- commands -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Step:
-    """One compiler call. Compilations write a dependency file beside their output; what nvcc said
-    is kept there as well.
+    """One compiler call. Compilations write a dependency file beside their output; nvcc's
+    messages are kept there as well.
     """
 
     output: Path
@@ -318,7 +318,7 @@ def library_steps(
         headers += ["-isystem", str(tools.torch / folder)]
     if library.extends:
         headers += ["-isystem", sysconfig.get_path("include"), *EXTENSION_FLAGS]
-    # Torch's headers are no dependency (-MMD): what needs one torch's has a folder for each torch.
+    # -MMD omits torch's headers: a library built for one torch has a folder for each torch.
     place = objects / (library.file_name(tools) if library.extends else library.name)
     steps = []
     for source in sources(library, csrc):
@@ -330,7 +330,7 @@ def library_steps(
                 compiler += [str(cuda / "bin" / "nvcc"), "-ccbin", tools.cxx, *NVCC_FLAGS]
                 compiler += [f"-gencode={a}" for a in library.architectures] + ["-MD", *flags]
             else:
-                # Messages name a file of ours, or of torch, without this machine's folders.
+                # Messages show paths relative to csrc or torch, without this machine's folders.
                 prefixes = [f"-ffile-prefix-map={root}/=" for root in (csrc, tools.torch)]
                 compiler = [tools.cxx, *CXX_FLAGS, *flags, *prefixes, *sanitize, "-MMD"]
                 if library.architectures:
@@ -338,7 +338,7 @@ def library_steps(
             steps.append(_compile_step(compiler + headers, source, output))
     links = [*sanitize, f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     if library.architectures:
-        # The static runtime: nothing of CUDA needs to be there when the library is loaded.
+        # The static runtime: the library loads without an installed CUDA.
         links += [f"-L{cuda / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     suffix = ".abi3.so"
     if library.extends:
@@ -350,7 +350,7 @@ def library_steps(
 
 
 def log_of(output: Path) -> Path:
-    """What nvcc said when it made this."""
+    """nvcc's messages for this output."""
     return output.with_name(f"{output.name}.log")
 
 
@@ -394,12 +394,12 @@ def execute(steps: list[Step], objects: Path = OBJECTS) -> None:
 
 
 def outdated(steps: list[Step], objects: Path = OBJECTS) -> set[Path]:
-    """What `execute` would make again; everything where there is no ninja to ask."""
+    """What `execute` would rebuild; everything if there is no ninja."""
     ninja = _ninja()
     if ninja is None or not objects.is_dir():
         return {step.output for step in steps}
     with tempfile.TemporaryDirectory() as folder:
-        # Of copies: ninja repairs a log that it reads, and another process may be writing this one.
+        # Reads copies: ninja repairs a log, and another process may be writing this one.
         for log in objects.glob(".ninja_*"):
             shutil.copy(log, folder)
         (Path(folder) / "build.ninja").write_text(_ninja_file(steps))
@@ -472,7 +472,7 @@ class BuildNative(build_ext):
 
 
 class SourceDistribution(sdist):
-    """Takes along every native source, whatever the machine that packs it can build."""
+    """Includes every native source, whatever this machine can build."""
 
     def make_distribution(self) -> None:
         native = (path for path in CSRC.rglob("*") if path.is_file())

@@ -1,5 +1,5 @@
-// What autograd needs to know of an op, as fastattn/ops/_autograd.py reads it off the schemas of a
-// forward and a backward op: everything that a node needs but the tensors of one call.
+// The derivative of an op, as fastattn/ops/_autograd.py reads it from the schemas of its forward
+// and backward: all that a node needs except the tensors of one call.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -10,8 +10,8 @@
 
 namespace fastattn::autograd {
 
-// Goes up with what `differentiate(...)` takes, in fastattn/ops/_native.py too: an extension built
-// for another one is not used.
+// The version of the arguments of `differentiate(...)`, also in fastattn/ops/_native.py: an
+// extension with another version is not used.
 constexpr int kInterface = 2;
 
 // Where the backward op's arguments come from.
@@ -24,14 +24,14 @@ struct Source {
 
 // A tensor kept for the backward.
 struct Saved {
-  int position;              // among the arguments and, behind them, the results
-  std::vector<int> read_by;  // arguments whose gradients alone read it; empty: kept always
+  int position;              // among the arguments followed by the results
+  std::vector<int> read_by;  // arguments whose gradients need it; empty: always saved
 };
 
-// Where both are wanted, result `spared` is result `computed`: when constant `zero` is 0 and the
-// inputs at these positions are of one dtype.
+// If both are wanted, result `copied` is taken from result `computed` when constant `zero` is 0 and
+// the inputs at positions x and y have one dtype.
 struct EqualGradients {
-  int spared, computed, x, y, zero;
+  int copied, computed, x, y, zero;
 };
 
 struct Derivative {
@@ -39,13 +39,13 @@ struct Derivative {
   c10::OperatorHandle backward;
   int arguments = 0;         // of the forward op
   std::vector<int> tensors;  // positions of its tensors: the node has an edge for each
-  int differentiable = 0;    // how many results, the first ones, have a gradient
+  int differentiable = 0;    // the number of leading results that have a gradient
   std::vector<Saved> saved;
   std::vector<int> constants;  // positions among the arguments
   std::vector<int> dtypes;     // positions of the tensors whose dtype is kept
   std::vector<Source> sources;
   std::vector<int> gradients;               // for each backward result an index into `tensors`
-  std::vector<std::pair<int, int>> passed;  // (index into `tensors`, the result it takes it from)
+  std::vector<std::pair<int, int>> passed;  // (index into `tensors`, result with the same gradient)
   std::vector<EqualGradients> equal;
 
   bool is_differentiable_result(const Saved& tensor) const {

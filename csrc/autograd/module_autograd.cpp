@@ -1,6 +1,6 @@
 // The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
-// op in C++, as a kernel at the dispatcher's Autograd keys. Without it the same derivative is made
-// in Python (fastattn/ops/_autograd.py), which the other Autograd keys have anyway.
+// op in C++, as a kernel at the dispatcher's Autograd keys. Without it, and at the other Autograd
+// keys, the same derivative is in Python (fastattn/ops/_autograd.py).
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -13,7 +13,7 @@
 namespace fastattn::autograd {
 namespace {
 
-// Runs the op below the Autograd keys and leaves a node in the graph where a gradient is wanted.
+// Runs the op below the Autograd keys and adds a node to the graph if a gradient is needed.
 class Differentiable final : public c10::OperatorKernel {
  public:
   explicit Differentiable(const Derivative& derivative) : derivative_(derivative) {}
@@ -87,7 +87,7 @@ PyTypeObject node_type = {};
 using Indices = std::vector<int>;
 
 // Registers the derivative of an overload of `forward` for CPU and CUDA. The positions are those of
-// fastattn/ops/_autograd.py, which reads them off the schemas.
+// fastattn/ops/_autograd.py, which reads them from the schemas.
 void differentiate(const std::string& name, const std::string& forward, const std::string& overload,
                    const std::string& backward, const Indices& tensors, int differentiable,
                    const std::vector<std::pair<int, Indices>>& saved, const Indices& constants,
@@ -119,8 +119,8 @@ void differentiate(const std::string& name, const std::string& forward, const st
   for (const auto& [argument, result] : passed) {
     derivative->passed.emplace_back(edge(argument), result);
   }
-  for (const auto& [spared, computed, x, y, zero] : equal) {
-    derivative->equal.push_back({spared, computed, x, y, zero});
+  for (const auto& [copied, computed, x, y, zero] : equal) {
+    derivative->equal.push_back({copied, computed, x, y, zero});
   }
   const std::string full_name = overload.empty() ? forward : forward + "." + overload;
   for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {

@@ -1,5 +1,5 @@
-// The node that a call of any op leaves in autograd's graph. Its backward is one call of the
-// backward op through the dispatcher, whoever transforms, traces or records it.
+// The autograd node of every op. Its backward is one call of the backward op through the
+// dispatcher, so transforms, tracers and dispatch modes apply to it.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,7 +28,7 @@ class OpNode final : public torch::autograd::Node {
 
   std::string name() const override { return derivative_.name; }
 
-  // values: the forward's arguments and, behind them, its results.
+  // values: the forward's arguments followed by its results.
   void save(const std::vector<c10::IValue>& values) {
     const auto requires_grad = [&](int i) {
       return values[i].isTensor() && values[i].toTensor().requires_grad();
@@ -118,12 +118,12 @@ class OpNode final : public torch::autograd::Node {
       computed = needed;
       for (size_t i = 0; i < equal_.size(); ++i) {
         const EqualGradients& equal = derivative_.equal[i];
-        if (equal_[i] && needed[equal.spared] && needed[equal.computed]) {
-          computed[equal.spared] = false;
+        if (equal_[i] && needed[equal.copied] && needed[equal.computed]) {
+          computed[equal.copied] = false;
         }
       }
       torch::jit::Stack stack = arguments_of_backward(gradients, computed);
-      // A gradient with a derivative in forward mode is refused above the kernels.
+      // The backward op's Autograd kernel refuses a gradient with a forward-mode derivative.
       if (at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0)) {
         derivative_.backward.callBoxed(stack);
       } else {  // nothing to record
@@ -136,8 +136,8 @@ class OpNode final : public torch::autograd::Node {
         }
       }
       for (const EqualGradients& equal : derivative_.equal) {
-        if (needed[equal.spared] && !computed[equal.spared]) {
-          found[derivative_.gradients[equal.spared]] = found[derivative_.gradients[equal.computed]];
+        if (needed[equal.copied] && !computed[equal.copied]) {
+          found[derivative_.gradients[equal.copied]] = found[derivative_.gradients[equal.computed]];
         }
       }
     }
@@ -193,7 +193,7 @@ class OpNode final : public torch::autograd::Node {
   std::vector<SavedVariable> saved_;
   c10::SmallVector<c10::IValue, 8> constants_;
   c10::SmallVector<at::ScalarType, 2> dtypes_;
-  c10::SmallVector<bool, 2> equal_;  // for each of the derivative's whether it holds
+  c10::SmallVector<bool, 2> equal_;  // whether each of the derivative's `equal` holds
 };
 
 }  // namespace fastattn::autograd

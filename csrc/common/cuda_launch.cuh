@@ -1,4 +1,4 @@
-// What a launcher needs to know of the device, asked for once.
+// Properties of the device for launchers, queried once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace fastattn::cuda {
 
-// Devices a process can see; more are not served.
+// The most devices that are supported.
 constexpr int kMaxDevices = 64;
 
 struct Device {
@@ -46,8 +46,8 @@ inline cudaError_t current_device(int* index, Device* device) {
   return cudaSuccess;
 }
 
-// Lets a kernel take `bytes` of dynamic shared memory, once per device. `done` is the kernel's own
-// memory of it.
+// Lets a kernel take `bytes` of dynamic shared memory, once per device. `done` has a bit per device
+// and belongs to the kernel.
 template <class Kernel>
 cudaError_t allow_shared_memory(Kernel kernel, int bytes, int device, std::atomic<uint64_t>& done) {
   const uint64_t bit = uint64_t{1} << device;

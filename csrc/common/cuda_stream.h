@@ -1,6 +1,6 @@
-// torch's current CUDA stream, for bindings: they see neither CUDA's headers nor the parts of torch
-// that know CUDA. The stream comes from a C function of torch's CUDA library, looked up once,
-// because a library linked against it would not load beside a torch without CUDA.
+// PyTorch's current CUDA stream, for bindings, which include neither CUDA's headers nor those of
+// PyTorch's CUDA library. It comes from a C function of that library, looked up once, because a
+// library linked against it would not load with a PyTorch without CUDA.
 #pragma once
 
 #include <dlfcn.h>

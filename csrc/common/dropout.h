@@ -73,7 +73,7 @@ FASTATTN_PURE uint32_t byte_of(uint32_t word, int index) {
   return (word >> (8 * index)) & 0xFF;
 }
 
-// Attention: the unit that row i or column j belongs to, and which of its two places it takes.
+// Attention: the unit that row i or column j belongs to, and which of its two positions it is.
 FASTATTN_PURE uint32_t lattice_unit(uint32_t position) {
   return position / 16 * 8 + position % 8;
 }

@@ -32,7 +32,7 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
-// Where a tensor's elements lie; a storage that was given up (resized to nothing) has none.
+// Where a tensor's elements lie; a storage that was resized to 0 has none.
 inline void* memory_of(const Tensor& tensor, const char* name) {
   int64_t bytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));

@@ -302,6 +302,17 @@ def test_scores_far_below_zero() -> None:
 
 
 @runs
+@pytest.mark.parametrize("mask", [None, "float MN"])
+def test_nan_in_a_query_reaches_the_gradients(mask: str | None) -> None:
+    call = Call(_small("NaN", B=1, H=1, M=20, N=70, D=16, mask=mask), torch.float32)
+    call.tensors[0][0, 0, 3, 5] = NAN
+    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    results = call.run()
+    for name in ("dk", "dv"):
+        assert results[name].isnan().all(), name
+
+
+@runs
 @pytest.mark.parametrize("letters", ["1", "H", "N", "BM", "HMN"])
 def test_gradient_of_a_broadcast_bias(letters: str) -> None:
     """Summed over what it is broadcast over, in shares that are always the same."""

@@ -69,8 +69,8 @@ def weights(
         s = s * scale
         if BIAS:
             s = s + bias
-        # A huge score may round to more than its lse, from another order of additions.
-        s = tl.minimum(s - lse, 0.0)
+        # A huge score may round to more than its lse, from another order of additions. NaN stays.
+        s = tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if SHIFTED:
             return tl.exp2(s * LOG2E + shift)
         else:

@@ -155,7 +155,7 @@ class Tools:
     torch_version: str | None
     cxx: str | None
     cuda: Path | None
-    has_gpu: bool = False  # an NVIDIA GPU
+    has_hopper: bool = False  # a GPU of compute capability 9.0
 
     @staticmethod
     @functools.cache
@@ -166,7 +166,7 @@ class Tools:
             torch_version=importlib.metadata.version("torch") if spec else None,
             cxx=os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"),
             cuda=_cuda_home(),
-            has_gpu=_has_gpu(),
+            has_hopper=_has_hopper(),
         )
 
     def full_torch_version(self) -> str:
@@ -188,12 +188,14 @@ def _cuda_home() -> Path | None:
     return None
 
 
-def _has_gpu() -> bool:
+def _has_hopper() -> bool:
+    """Whether a GPU with compute capability 9.0 is here."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return "GPU" in listed.stdout
+    return "9.0" in found.stdout.split()
 
 
 def _has_python_headers() -> bool:
@@ -257,10 +259,13 @@ def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
     for library in LIBRARIES.values():
         if names is not None and library.name not in names:
             continue
-        if names is None and library.architectures and not tools.has_gpu:
-            continue  # takes minutes: only where it can run, or if requested
         try:
             check_possible(library, tools, csrc)
+            if names is None and library.name == "sm90" and not tools.has_hopper:
+                raise Impossible(
+                    "takes minutes to compile and finds no Hopper GPU on this machine "
+                    "(FASTATTN_NATIVE=cpu,autograd,sm90 builds it all the same)"
+                )
         except Impossible as why:
             if names is not None:
                 raise SystemExit(

@@ -9,3 +9,7 @@
 #define FASTATTN_PURE [[maybe_unused]] static inline constexpr
 #endif
 #endif
+
+// FASTATTN_INLINE marks longer member functions of structs that these files share: inlined, they
+// leave no copy compiled for one instruction set that the linker could choose for all.
+#define FASTATTN_INLINE __attribute__((always_inline))

@@ -22,6 +22,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
 _INTERFACE = 2  # kInterface of csrc/autograd/derivative.h
+# What builds a library that a plain install may leave out.
+_BUILD = {"sm90": "FASTATTN_NATIVE=cpu,autograd,sm90 pip install --no-build-isolation ."}
 _log = logging.getLogger("fastattn")
 
 
@@ -40,8 +42,9 @@ def _load_failure(library: str) -> str | None:
     path = _PACKAGE / f"_C_{library}.abi3.so"
     if not path.is_file():
         return (
-            f"needs the native library {library}, which was not built: with torch and a compiler "
-            "installed, `pip install --no-build-isolation .` builds it"
+            f"needs the native library {library}, which was not built: with torch and "
+            f"{'nvcc' if library == 'sm90' else 'a compiler'} installed, "
+            f"`{_BUILD.get(library, 'pip install --no-build-isolation .')}` builds it"
         )
     try:
         torch.ops.load_library(str(path))

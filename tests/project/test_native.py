@@ -460,7 +460,7 @@ def csrc(tmp_path: Path) -> Path:
 
 def _tools(build: ModuleType, **changes: Any) -> Any:
     found = {"torch": Path("/torch"), "torch_version": "2.13.0+cpu", "cxx": "g++"}
-    return build.Tools(**{**found, "cuda": Path("/cuda"), "has_gpu": True, **changes})
+    return build.Tools(**{**found, "cuda": Path("/cuda"), "has_hopper": True, **changes})
 
 
 def test_requests(build: ModuleType) -> None:
@@ -479,8 +479,8 @@ def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.Monkey
     assert names("cpu") == ["cpu"]
     assert names("0") == []
     assert names(None, cuda=None) == ["cpu", "autograd"]
-    assert names(None, has_gpu=False) == ["cpu", "autograd"]
-    assert names("sm90", has_gpu=False) == ["sm90"]
+    assert names(None, has_hopper=False) == ["cpu", "autograd"]
+    assert names("sm90", has_hopper=False) == ["sm90"]
     assert names(None, torch_version="2.11.0") == ["cpu", "autograd", "sm90"]
     with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.11, got 2\.10\.1"):
         names("autograd", torch_version="2.10.1")
@@ -515,6 +515,26 @@ def test_impossible_is_an_error_only_when_asked_for(
         build.choose("cpu", tools, csrc)
     with pytest.raises(SystemExit, match="cuda has no sources in this tree"):
         build.choose("cuda", _tools(build), csrc)
+
+
+def test_kernels_for_different_processors_share_no_symbol(build: ModuleType) -> None:
+    """Of a function that several objects define the linker keeps one, for every processor."""
+    tools = build.Tools.found()
+    try:
+        build.check_possible(build.LIBRARIES["cpu"], tools)
+    except build.Impossible as why:
+        pytest.skip(str(why))
+    objects = {
+        step.output: sets[1]
+        for step in build.library_steps(build.LIBRARIES["cpu"], tools)
+        if (sets := re.search(r"_kernels_cpu_(\w+)", step.output.name)) and step.output.is_file()
+    }
+    if not objects or shutil.which("nm") is None:
+        pytest.skip("needs the objects of a build in this folder, and nm")
+    for path, instruction_set in objects.items():
+        symbols = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True)
+        weak = re.findall(r"^\w+ [WVu] (.*fastattn::.*)$", symbols.stdout, re.MULTILINE)
+        assert not [name for name in weak if f"::{instruction_set}::" not in name], path
 
 
 def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ struct Problem {
   float scale;
   Dropout dropout;
 
-  Sequence sequence(int64_t b) const {
+  FASTATTN_INLINE Sequence sequence(int64_t b) const {
     Sequence s = {b, 0, 0, queries, keys, {window_left, window_right, 0}};
     if (cu_seqlens_q) {
       s.first_query = cu_seqlens_q[b];
@@ -161,7 +161,7 @@ struct ForwardWorkspace {
   float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed, *partials;
   int64_t floats;
 
-  ForwardWorkspace(const Forward& a, float* base) {
+  FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base) {
     Arena arena(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
     const int64_t heads = a.heads_at_once();
@@ -189,7 +189,7 @@ struct BackwardWorkspace {
   float* dq;  // of every query of a group of heads, or of one tile
   int64_t floats;
 
-  BackwardWorkspace(const Problem& a, float* base) {
+  FASTATTN_INLINE BackwardWorkspace(const Problem& a, float* base) {
     Arena arena(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), larger = D > E ? D : E;
     const int64_t M = a.rows_in_tile(), tile = M * kTileKeys;

@@ -17,6 +17,9 @@ __global__ void hash_columns_kernel(uint32_t* keys, int units, const int64_t* se
 
 const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream) {
   constexpr int kThreads = 128;
+  if (units == 0) {
+    return nullptr;
+  }
   hash_columns_kernel<<<(units + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
       dropout.column_keys, units, dropout.seed, dropout.stream);
   const cudaError_t error = cudaGetLastError();

@@ -363,6 +363,10 @@ struct DependentLaunch {
   static __device__ void run(Shared&, const Arguments& args) {
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
+    // Stores late, so that a launch that does not wait reads what is not there yet.
+    constexpr int64_t kDelay = 100'000;  // clock cycles
+    for (const int64_t start = clock64(); clock64() - start < kDelay;) {
+    }
     constexpr int kCount = kBlocks * kThreads;
     const int at = blockIdx.x * kThreads + threadIdx.x;
     int* from = static_cast<int*>(args.out) + args.launch_number * kCount;

@@ -162,7 +162,7 @@ struct ForwardProblem : Problem {
 };
 
 // Computes out and lse on the current device. Returns nullptr or an error message. Instances:
-// 16-bit types, head dims 64, 96, 128, 192 and 256 (the larger head dim rounded up), and variants.
+// 16-bit types, head dims 64, 128, 192 and 256 (the larger head dim rounded up), and variants.
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_fwd_sm90(const ForwardProblem& problem, cuda::Stream stream);
 

@@ -279,9 +279,6 @@ auto of_head_dim(int head_dim, Of of) {
   if (head_dim <= 64) {
     return of(Constant<64>());
   }
-  if (head_dim <= 96) {
-    return of(Constant<96>());
-  }
   if (head_dim <= 128) {
     return of(Constant<128>());
   }

@@ -51,7 +51,6 @@ const char* run(const BackwardProblem& problem) {
 template <DType kType>
 const char* run(int head_dim, const BackwardProblem& problem) {
   return head_dim <= 64    ? run<kType, 64>(problem)
-         : head_dim <= 96  ? run<kType, 96>(problem)
          : head_dim <= 128 ? run<kType, 128>(problem)
          : head_dim <= 192 ? run<kType, 192>(problem)
                            : run<kType, 256>(problem);

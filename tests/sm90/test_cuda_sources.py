@@ -20,10 +20,10 @@ FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm
 INSTANCES = build_script().INSTANCES
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
 # Keys of a block, consumer warpgroups, and registers of (producers, consumers), by head dim.
-BLOCKS = {64: 128, 96: 128, 128: 128, 192: 112, 256: 80}
-GROUPS = {64: 3, 96: 2, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
+BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}
+GROUPS = {64: 3, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
-STAGED = (64, 96, 128)  # head dims whose output leaves through shared memory
+STAGED = (64, 128)  # head dims whose output leaves through shared memory
 VARIANTS = ("full", "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
 WIDE_BIAS_BLOCK = 64  # above head dim 128
 
@@ -213,7 +213,6 @@ class Backward:
 
 BACKWARD_CONFIGS = {
     64: Backward(2, 128, 128, (40, 232), transposes_dq=False),
-    96: Backward(2, 80, 128, (24, 240)),
     128: Backward(2, 80, 128, (24, 240)),
     192: Backward(3, 96, 64, (32, 160), splits_keys=False),
     256: Backward(2, 64, 64, (40, 232), splits_keys=False),

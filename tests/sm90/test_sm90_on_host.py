@@ -63,7 +63,7 @@ class Case:
     @property
     def instance(self) -> Instance:
         widest = max(self.D, self.E or self.D)
-        dim = next(d for d in (64, 96, 128, 192, 256) if widest <= d)
+        dim = next(d for d in (64, 128, 192, 256) if widest <= d)
         return Instance(DTYPES[self.dtype], dim, self.variant)
 
 

@@ -38,7 +38,6 @@ constexpr BackwardConfig backward_config(int head_dim, bool dense) {
         return {2, 128, 2, Split::kKeysAndRows, 24, 240};
       }
       return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517 TFLOP/s
-    case 96:                                             // needs as much shared memory as 128
     case 128:  // 593 TFLOP/s; 64 rows: 570; 232 registers would serialise wgmma
       return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
     case 192:  // no figure: as much as fits

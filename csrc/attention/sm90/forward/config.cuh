@@ -37,7 +37,6 @@ constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
       }
       // 2 groups with 192-key blocks: 11 % slower; a third K/V stage: no gain
       return {3, 128, 2, true, false, true};
-    case 96:  // needs as much shared memory as 128
     case 128:
       if (is_additive(variant)) {  // the mask needs shared memory
         return {2, 128, 1, false, true, false};

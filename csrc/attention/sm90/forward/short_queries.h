@@ -18,7 +18,7 @@ inline bool bounds_restrict(const ForwardProblem& p) {
 
 // Whether to use the bounded instance: the bounds exclude pairs, or all rows (of packed sequences,
 // the average) are those of one warpgroup, so that the others skip nearly all of their blocks. At
-// head dims 96 and 128 no warpgroup skips blocks, because of the ping-pong order.
+// head dim 128 no warpgroup skips blocks, because of the ping-pong order.
 inline bool wants_bounded(const ForwardProblem& p) {
   constexpr int kGroupRows = 64, kPingPongAbove = 64, kPingPongUpTo = 128;
   const int dim = larger(p.head_dim, p.value_dim);

@@ -54,6 +54,8 @@ def test_difference_says_where() -> None:
     out = exponentials.expected.clone()
     out[0, 5] *= 1 + 1e-7
     assert difference(exponentials, out) == ""
+    out[1, 0] = -126.0  # log2(0)
+    assert "1 of 256 values differ, indices 1 to 1 x 0 to 0" in difference(exponentials, out)
     out[0, 0] = torch.nan  # 2^-inf
     assert "at [0, 0] expected 0.0, got nan" in difference(exponentials, out)
 

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from op_examples import (
+    DEVICE,
+    SAMPLES,
+    SPECS,
     CallRecorder,
     as_tuple,
     assert_same_bits,
+    each_op,
     example_inputs,
     gradients_of,
     varied_inputs,
@@ -26,15 +30,9 @@ from torch.utils.checkpoint import checkpoint
 import fastattn
 from fastattn.ops import _env
 from fastattn.ops._select import explaining
-from fastattn.testing import all_specs, check
+from fastattn.testing import check
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample
-
-SPECS = all_specs()
-SAMPLES = {(spec.name, sample.name): sample for spec in SPECS.values() for sample in spec.samples}
-DEVICE = _env.default_device()
-
-each_op = pytest.mark.parametrize("op", list(SPECS))
 
 
 def _each_backend() -> list[Any]:

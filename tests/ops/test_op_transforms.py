@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 from op_examples import (
+    DEVICE,
+    SAMPLES,
+    SPECS,
     CallRecorder,
     as_tuple,
     assert_same_bits,
+    each_op,
     example_inputs,
     gradients_of,
     varied_inputs,
@@ -17,15 +21,7 @@ from op_examples import (
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _env
-from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs
-
-SPECS = all_specs()
-SAMPLES = {(spec.name, sample.name): sample for spec in SPECS.values() for sample in spec.samples}
-DEVICE = _env.default_device()
-
-each_op = pytest.mark.parametrize("op", list(SPECS))
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastattn.ops import _env
+from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs
+
+SPECS = all_specs()
+SAMPLES = {(spec.name, sample.name): sample for spec in SPECS.values() for sample in spec.samples}
+DEVICE = _env.default_device()
+
+each_op = pytest.mark.parametrize("op", list(SPECS))
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:

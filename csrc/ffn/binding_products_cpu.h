@@ -75,7 +75,7 @@ inline Tensor new_gradient(const Tensor& x, const std::optional<Tensor>& vector,
 }
 
 // -- workspace ------------------------------------------------------------------------------------
-// A large workspace has room to align both ends to large pages.
+// A large workspace is padded, so that both ends can be aligned to large pages.
 constexpr int64_t kLargePages = 4;
 
 inline int64_t with_room_for_large_pages(int64_t floats) {
@@ -150,7 +150,7 @@ inline int64_t with_workers(int64_t used, int64_t work) {
 // The workers share what is left of the workspace.
 inline Team team_of(Arena& arena) {
   const int64_t workers = std::min(arena.left() / kWorkerFloats, threads());
-  STD_TORCH_CHECK(workers > 0, "workspace must have room for a worker");
+  STD_TORCH_CHECK(workers > 0, "workspace must be large enough for one worker");
   return Team(workers, arena.take(workers * kWorkerFloats), batch_invariant);
 }
 

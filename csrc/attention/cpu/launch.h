@@ -64,7 +64,7 @@ struct Team {
   }
 };
 
-// As many workers as the workspace has room for, at most `workers`.
+// The number of workers that fit into the workspace, at most `workers`.
 template <class Parallel>
 Team<Parallel> team_of(int64_t workers, float* workspace, int64_t available, int64_t floats,
                        const Parallel& parallel) {

@@ -103,7 +103,7 @@ struct Problem {
 
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
-  // Rows of a tile that the workspace has room for, even; few if there are few queries.
+  // Rows of a tile in the workspace, even; few if there are few queries.
   int64_t rows_in_tile() const {
     return queries < kTileRows ? ceil_div(queries, 2) * 2 : kTileRows;
   }

@@ -1,11 +1,13 @@
 """MkDocs hook: what the pages show that is not typed: pictures of masks and of the Hopper kernel,
-tables of backends from the code, tables of results from `benchmarks/results`.
+tables of backends and the command line from the code, tables of results from `benchmarks/results`.
 
 A page asks for a text by `{{ name }}` and for a picture by `images/<name>.svg`; nothing of it is
 kept in the repository.
 """
 
+import argparse
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from matplotlib.axes import Axes
 from mkdocs.structure.files import File, Files
 
 import fastattn
+from fastattn import cli
 from fastattn.ops import _env
 from fastattn.ops._select import OPS, backend_table, explaining
 
@@ -241,12 +244,31 @@ def results() -> str:
     return report.to_markdown(report.summary(list(rows.read(paths)), images, tables=True), Path())
 
 
+def command_line() -> str:
+    """The help of each command, from its parser."""
+    (commands,) = (
+        action
+        for action in cli.make_parser(["check"])._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    with mock.patch.dict(os.environ, COLUMNS="100"):
+        helps = {name: parser.format_help() for name, parser in commands.choices.items()}
+    return "\n\n".join(f"## {name}\n\n```text\n{text}```" for name, text in helps.items())
+
+
+def exit_codes() -> str:
+    text = " ".join(cli.EPILOG.split())
+    return text[0].upper() + text[1:] + "."
+
+
 TEXTS: dict[str, Callable[[], str]] = {
     "backend_orders": backend_orders,
     "backends_here": backends_here,
     "support": support,
     "op_families": op_families,
     "results": results,
+    "cli": command_line,
+    "exit_codes": exit_codes,
     "version": lambda: fastattn.__version__,
 }
 

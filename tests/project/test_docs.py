@@ -1,13 +1,17 @@
-"""The documentation builds without a warning, and its code parses."""
+"""The documentation builds without a warning, its code runs, and its commands exist."""
 
-import ast
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fastattn
+from fastattn import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
@@ -17,26 +21,83 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda p: p.stem)
-def test_code_parses(page: Path) -> None:
+WITH_PYTHON = [page for page in [ROOT / "README.md", *PAGES] if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.stem)
+def test_python_blocks_run(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Python blocks of a page, one after the other, as a reader pastes them."""
+    if page.stem == "modules":
+        pytest.importorskip("transformers")
+    if page.stem == "distributed":  # what torchrun sets for a single process
+        for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), ("localhost", "0"), strict=True):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    names: dict[str, object] = {}
     for block in blocks(page):
-        ast.parse(block)
+        exec(compile(block, str(page), "exec"), names)
+    expected = {"README": "attention", "speedup": "TransformerEncoderLayer"}.get(page.stem, "")
+    assert expected in capsys.readouterr().out
 
 
-def test_the_first_example_runs() -> None:
-    (example,) = blocks(ROOT / "docs" / "pages" / "index.md")
-    names: dict[str, object] = {}
-    exec(example, names)
-    assert names["out"].shape == (2, 8, 512, 64)  # type: ignore[attr-defined]
+def commands() -> list[str]:
+    """Every line of a shell block of the README and the pages, without its comment."""
+    return [
+        line.split("#")[0].strip()
+        for page in [ROOT / "README.md", *PAGES]
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
 
 
-def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its Python blocks, one after the other, as a reader pastes them."""
-    names: dict[str, object] = {}
-    for block in blocks(ROOT / "README.md"):
-        exec(block, names)
-    printed = capsys.readouterr().out
-    assert "attention" in printed and "TransformerEncoderLayer" in printed
+def test_commands_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and options of shell blocks are known to the parsers and to the Makefile."""
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.tsv").touch()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    modules = {"benchmarks.run", "benchmarks.report", "benchmarks.overhead", "benchmarks.tune"}
+    seen = set()
+    for command in commands():
+        words = shlex.split(command)
+        words = [word for word in words if not re.match(r"[A-Z_0-9]+=", word)]  # variables
+        match words[:3]:
+            case ["fastattn", *_]:  # parsing asks for the device
+                options = ["cpu" if word == "cuda" else word for word in words[1:]]
+                cli.make_parser(options).parse_args(options)
+            case ["make", target, *_]:
+                assert target in targets, command
+            case ["python", "-m", module]:
+                assert module in modules or importlib.util.find_spec(module), command
+            case _:
+                assert words[:2] in ([], ["pip", "install"], ["torchrun", "--nproc-per-node"]), (
+                    command
+                )
+        seen.update(words[:1])
+    assert {"fastattn", "make", "pip", "python"} <= seen
+
+
+def test_environment_variables_are_documented() -> None:
+    table = (ROOT / "docs" / "pages" / "environment.md").read_text()
+    sources = [ROOT / "setup.py", *(ROOT / "fastattn").rglob("*.py")]
+    sources += (ROOT / "benchmarks").rglob("*.py")
+    used = {
+        name
+        for source in sources
+        for name in re.findall(r'"(FASTATTN_[A-Z0-9_]+)"', source.read_text())
+    }
+    assert {"FASTATTN_BACKEND", "FASTATTN_NATIVE"} <= used
+    assert used == set(re.findall(r"`(FASTATTN_[A-Z0-9_]+)`", table))
+
+
+def test_the_api_pages_have_every_public_name() -> None:
+    pages = {page.stem: page.read_text() for page in (ROOT / "docs/pages/api").glob("*.md")}
+    for name in fastattn.__all__:
+        assert re.search(rf"\b{name}\b", pages["functions"] + pages["integrations"]), name
+    for name in fastattn.nn.__all__:
+        assert re.search(rf"\b{name}\b", pages["nn"]), name
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -59,6 +120,7 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert "attention_fwd" in backends
     assert "{{" not in backends
     assert (tmp_path / "images" / "hopper.svg").read_text().startswith("<?xml")
-    assert "add_layer_norm" in (tmp_path / "api.html").read_text()
+    assert "add_layer_norm" in (tmp_path / "api" / "functions.html").read_text()
+    assert "--max-length" in (tmp_path / "cli.html").read_text()
     support = (tmp_path / "equivalence.html").read_text()
     assert "sm90</code> takes key_lengths per sequence" in support

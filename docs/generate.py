@@ -7,7 +7,6 @@ kept in the repository.
 
 import argparse
 import io
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -245,15 +244,38 @@ def results() -> str:
 
 
 def command_line() -> str:
-    """The help of each command, from its parser."""
+    """Each command with its options, from the parsers."""
     (commands,) = (
         action
         for action in cli.make_parser(["check"])._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    with mock.patch.dict(os.environ, COLUMNS="100"):
-        helps = {name: parser.format_help() for name, parser in commands.choices.items()}
-    return "\n\n".join(f"## {name}\n\n```text\n{text}```" for name, text in helps.items())
+    return "\n\n".join(map(_command, commands.choices.values()))
+
+
+def _command(parser: argparse.ArgumentParser) -> str:
+    parts = [f"## {parser.prog.split()[-1]}", parser.description or ""]
+    formatter = parser._get_formatter()
+    for group in parser._action_groups:
+        rows = [
+            [f"`{_invocation(action)}`", formatter._expand_help(action) if action.help else ""]
+            for action in group._group_actions
+            if "--help" not in action.option_strings
+        ]
+        if rows:
+            title = "" if group.title in ("options", "positional arguments") else group.title
+            parts += [f"**{title}**"] if title else []
+            parts.append(table(["argument", "meaning"], rows))
+    return "\n\n".join(parts)
+
+
+def _invocation(action: argparse.Action) -> str:
+    """Such as "--layers LAYERS"."""
+    flags = ", ".join(action.option_strings)
+    if action.nargs == 0:
+        return flags
+    value = ", ".join(map(str, action.choices)) if action.choices else action.metavar
+    return f"{flags} {value or action.dest.upper()}".strip()
 
 
 def exit_codes() -> str:

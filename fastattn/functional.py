@@ -1,5 +1,4 @@
-"""The public functions. Each documents what it computes, checks its arguments (`_arguments.py`) and
-calls the op; the code below this file does not check arguments again.
+"""The functions of the namespace `fastattn`.
 
 Shapes: B batch, H query heads, K key/value heads (H a multiple of K), M queries, N keys, D head dim
 of q and k, E head dim of v. `backend` is one of sm90, triton, cpu, torch and reference, and never
@@ -12,6 +11,9 @@ Invalid arguments raise before anything runs: TypeError for types and dtypes, Va
 values, devices and unknown backends, IndexError for `rows` and `heads`. A requested backend that
 cannot run the call raises NotImplementedError.
 """
+
+# A function checks its arguments (`_arguments.py`), fills in defaults and calls the op. The code
+# behind the op does not check arguments again.
 
 from typing import Any, Literal, TypedDict, overload
 

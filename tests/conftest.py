@@ -7,6 +7,7 @@ import pytest
 import torch
 from cli_runs import pairs_file as pairs_file
 from cli_runs import run_folder as run_folder
+from cpu_library import isa as isa
 from probe_op import make_op as make_op
 from probe_op import no_request as no_request
 from products import torch_is_faster as torch_is_faster

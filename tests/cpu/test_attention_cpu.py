@@ -3,16 +3,17 @@ bits that do not depend on the threads, what dead positions may hold, and memory
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from cpu_library import every_isa, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _native, _select
+from fastattn.ops import _select
 from fastattn.ops._op import Op
 from fastattn.ops.attention import cpu
 from fastattn.ops.attention.spec_inputs import make_inputs
@@ -21,20 +22,11 @@ from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["attention"]
-NO_LIBRARY = _native.unavailable("cpu")
-pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+pytestmark = needs_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # -- instruction sets -----------------------------------------------------------------------------
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    _native.use_cpu_isa(request.param)
-    yield request.param
-    _native.use_cpu_isa(ISAS[-1])
-
-
 # Tiles that are whole and that are not, each kind of restriction, both loops of the forward.
 TYPICAL = (
     "plain",
@@ -57,7 +49,7 @@ TYPICAL = (
 )
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@slower_isas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "sample", [s for s in SPEC.samples if s.name in TYPICAL], ids=lambda sample: sample.name
@@ -67,7 +59,7 @@ def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
     assert rows and not [row for row in rows if row.status != "ok"]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize(
     "dtype, scale",
     # In fp16 a larger scale takes gradients of lse beyond the numbers.
@@ -242,7 +234,7 @@ def test_one_query_reads_a_value_for_its_own_head_alone(dtype: torch.dtype) -> N
 
 
 # -- how a mask lies ------------------------------------------------------------------------------
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES, torch.float64])
 def test_where_a_mask_lies_changes_no_bit(

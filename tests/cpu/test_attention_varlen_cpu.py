@@ -2,35 +2,25 @@
 set, bits that depend neither on threads nor on the other sequences, layouts, memory.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from cpu_library import needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _native
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["attention_varlen"]
-NO_LIBRARY = _native.unavailable("cpu")
-pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+pytestmark = needs_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    _native.use_cpu_isa(request.param)
-    yield request.param
-    _native.use_cpu_isa(ISAS[-1])
-
-
-@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@slower_isas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sample", SPEC.samples, ids=lambda sample: sample.name)
 def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:

@@ -7,37 +7,27 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cpu_library import every_isa, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
 from fastattn import functional
-from fastattn.ops import _native
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.ops.ffn.spec import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["ffn"]
-NO_LIBRARY = _native.unavailable("cpu")
-pytestmark = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
+pytestmark = needs_library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
 ROOT = Path(__file__).resolve().parents[2]
 CXX = os.environ.get("CXX") or shutil.which("g++")
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    _native.use_cpu_isa(request.param)
-    yield request.param
-    _native.use_cpu_isa(ISAS[-1])
 
 
 def _sample(name: str, **options: object) -> Sample:
@@ -68,14 +58,14 @@ def _check(sample: Sample, dtype: torch.dtype) -> None:
     assert rows and not [row for row in rows if row.status != "ok"], rows
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sample", EDGES, ids=lambda sample: sample.name)
 def test_edges(isa: str, sample: Sample, dtype: torch.dtype) -> None:
     _check(sample, dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)
+@slower_isas
 @pytest.mark.parametrize(
     "sample, dtype",
     [(s, t) for s in SPEC.samples if s.name in TYPICAL for t in s.dtypes],
@@ -204,7 +194,7 @@ def test_matrices_of_which_no_dimension_is_contiguous(op: str, spread: int) -> N
 
 
 # -- values ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a not in GATED_ACTIVATIONS])
 def test_activation_everywhere(isa: str, activation: str) -> None:
     """One input, one unit: the activation itself against fp64, from its flat to its linear part."""

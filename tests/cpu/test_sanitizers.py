@@ -13,13 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from fastattn.ops import _native
+from cpu_library import ISAS, needs_library
 
 ROOT = Path(__file__).resolve().parents[2]
 CXX = os.environ.get("CXX") or shutil.which("g++")
-NO_LIBRARY = _native.unavailable("cpu")
-ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
 
 # Values are judged in test_ops; the references that it takes would run here for minutes.
 RUN = """
@@ -82,7 +79,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(2500)
 @pytest.mark.skipif(_runtime("libasan.so") is None, reason="the compiler has no libasan")
-@pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+@needs_library
 @pytest.mark.parametrize("isa", ISAS)
 def test_samples_under_sanitizers(package: Path, isa: str) -> None:
     # libasan looks for the functions that it wraps when it is loaded, so libstdc++ comes with it.

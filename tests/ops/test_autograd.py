@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_library import needs_library
 from products import SetFaster
 from subprocesses import environment, passed_with
 from torch import Tensor
@@ -29,9 +30,6 @@ NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
 OPS = (*NORMS, "attention", "attention_varlen", "ffn", "linear")
 each_norm = pytest.mark.parametrize("op", NORMS)
 each_op = pytest.mark.parametrize("op", OPS)
-needs_library = pytest.mark.skipif(
-    _native.unavailable("cpu") is not None, reason="needs the native library cpu"
-)
 # Inputs whose values no gradient reads; add_layer_norm saves the sum instead.
 UNREAD = {"add_layer_norm": (0, 1), "linear": (2,)}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_library import needs_library
 from products import SetFaster
 from small_calls import OPS, small_call
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn import functional
-from fastattn.ops import _env, _native, _select
+from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops._select import refusal
 from fastattn.testing import all_specs, poisoned_results
@@ -25,9 +26,6 @@ from fastattn.testing.check import output_gradients
 from fastattn.testing.spec import OpSpec, Sample
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-needs_library = pytest.mark.skipif(
-    _native.unavailable("cpu") is not None, reason="needs the native library cpu"
-)
 pytestmark = pytest.mark.usefixtures("no_request")
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_library import needs_library
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 import fastattn.nn
-from fastattn.ops import _native
 from fastattn.ops._select import OPS, refusal
 from fastattn.testing.poison import poisoned_results
 
@@ -246,7 +246,7 @@ def test_rows_without_columns_have_gradients(backend: str) -> None:
         assert [g.shape for g in gradients] == [x.shape, weight.shape, bias.shape]
 
 
-@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs the native library cpu")
+@needs_library
 def test_raw_backward_needs_a_flag_for_each_gradient() -> None:
     x, one = torch.randn(2, 3), torch.ones(2)
     for needs in ([True], [True] * 4):

@@ -3,35 +3,26 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_library import every_isa, needs_library
 from products import DTYPES, SetFaster
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastattn
 from fastattn import functional
-from fastattn.ops import _env, _native, _select
+from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops.linear.spec import make_inputs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import Sample, all_specs
 
 SPEC = all_specs()["linear"]
-NO_LIBRARY = _native.unavailable("cpu")
-needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    _native.use_cpu_isa(request.param)
-    yield request.param
-    _native.use_cpu_isa(ISAS[-1])
 
 
 def _sample(name: str, **options: Any) -> Sample:
@@ -52,7 +43,7 @@ EDGES = (
 
 
 @needs_library
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize(
     "dtype, invariant", [*[(dtype, False) for dtype in DTYPES], (torch.float32, True)]
 )
@@ -65,7 +56,7 @@ def test_edges(isa: str, invariant: bool, sample: Sample, dtype: torch.dtype) ->
 
 # -- bits -----------------------------------------------------------------------------------------
 @needs_library
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 13, 96])
@@ -116,7 +107,7 @@ def test_threads_change_no_bit(rows: int) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@every_isa
 def test_batch_invariant(isa: str) -> None:
     """Inside, a row has the same bits alone and in a batch; outside, it may not."""
     inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(140,), D=700)

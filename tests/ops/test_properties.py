@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_library import NO_LIBRARY, needs_library
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _native
 from fastattn.ops.attention import spec as attention_spec
 from fastattn.ops.attention import spec_varlen
 from fastattn.ops.attention.spec_inputs import dead_positions, make_inputs
@@ -31,7 +31,6 @@ from hypothesis import strategies as st
 
 SPECS = all_specs()
 CPU = torch.device("cpu")
-NO_LIBRARY = _native.unavailable("cpu")
 Options = dict[str, Any]
 
 
@@ -288,7 +287,7 @@ def test_norms_equal_torch(options: Options) -> None:
     _assert_reference_is_torch(options["op"], _norm(options))
 
 
-@pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
+@needs_library
 @examples(300)
 @given(NORMS, HALVES)
 def test_cpu_norms_within_the_budget(options: Options, dtype: torch.dtype) -> None:

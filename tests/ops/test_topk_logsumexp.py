@@ -5,17 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+from cpu_library import ISAS
 from torch import Tensor
 
 from fastattn import functional
 from fastattn.functional import topk_logsumexp
 from fastattn.ops import _env, _native
 
-NO_LIBRARY = _native.unavailable("cpu")
-ISAS = ("reference",) if NO_LIBRARY else ("reference", *_native.usable_cpu_isas())
 
-
-@pytest.fixture(params=ISAS, autouse=True)
+@pytest.fixture(params=("reference", *ISAS), autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every instruction set of the CPU kernel, and PyTorch's operators."""
     if request.param == "reference":

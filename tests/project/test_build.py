@@ -1,0 +1,244 @@
+"""setup.py: which libraries it builds, by which commands, and what it rebuilds."""
+
+import importlib.machinery
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from native_build import build_script
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    return build_script()
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    folder = tmp_path / "csrc"
+    (folder / "norm").mkdir(parents=True)
+    for name in ("norm_kernels_cpu.cpp", "binding_cpu.cpp", "norm.h", "module_autograd.cpp"):
+        (folder / "norm" / name).touch()
+    for name in ("norm_sm90.cu", "binding_sm90.cpp"):
+        (folder / "norm" / name).touch()
+    return folder
+
+
+def _tools(build: ModuleType, **changes: Any) -> Any:
+    found = {"torch": Path("/torch"), "torch_version": "2.13.0+cpu", "cxx": "g++"}
+    return build.Tools(**{**found, "cuda": Path("/cuda"), "has_hopper": True, **changes})
+
+
+def test_requests(build: ModuleType) -> None:
+    assert build.requested(None) is None and build.requested("") is None
+    assert build.requested("0") == ()
+    assert build.requested("cpu, sm90") == ("cpu", "sm90")
+    with pytest.raises(SystemExit, match=r"must be 0 or a comma-separated list of cpu.*gpu'"):
+        build.requested("cpu,gpu")
+
+
+def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(value: str | None, **changes: Any) -> list[str]:
+        return [row.name for row in build.choose(value, _tools(build, **changes), csrc)]
+
+    assert names(None) == ["cpu", "autograd", "sm90"]
+    assert names("cpu") == ["cpu"]
+    assert names("0") == []
+    assert names(None, cuda=None) == ["cpu", "autograd"]
+    assert names(None, has_hopper=False) == ["cpu", "autograd"]
+    assert names("sm90", has_hopper=False) == ["sm90"]
+    assert names(None, torch_version="2.11.0") == ["cpu", "autograd", "sm90"]
+    with pytest.raises(SystemExit, match=r"autograd needs torch >= 2\.11, got 2\.10\.1"):
+        names("autograd", torch_version="2.10.1")
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: "/nowhere")
+    assert names(None) == ["cpu", "sm90"]
+    with pytest.raises(SystemExit, match="autograd needs Python's headers"):
+        names("autograd")
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"torch": None, "torch_version": None}, "needs torch, which the build does not see"),
+        ({"torch_version": "2.10.1"}, "needs torch >= 2.11, got 2.10.1"),
+        ({"cxx": None}, r"needs a C\+\+ compiler"),
+    ],
+)
+def test_impossible_is_an_error_only_when_asked_for(
+    build: ModuleType,
+    csrc: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    reason: str,
+) -> None:
+    tools = _tools(build, **changes)
+    assert build.choose(None, tools, csrc) == []
+    capsys.readouterr()
+    build.choose(None, tools, csrc)
+    printed = capsys.readouterr().err
+    assert "without the native library cpu" in printed and "pip install" in printed
+    with pytest.raises(SystemExit, match=f"FASTATTN_NATIVE=cpu: the native library cpu {reason}"):
+        build.choose("cpu", tools, csrc)
+    with pytest.raises(SystemExit, match="cuda has no sources in this tree"):
+        build.choose("cuda", _tools(build), csrc)
+
+
+def test_kernels_for_different_processors_share_no_symbol(build: ModuleType) -> None:
+    """If several objects define a function, the linker keeps one of them for every processor."""
+    tools = build.Tools.found()
+    try:
+        build.check_possible(build.LIBRARIES["cpu"], tools)
+    except build.Impossible as why:
+        pytest.skip(str(why))
+    objects = {
+        step.output: sets[1]
+        for step in build.library_steps(build.LIBRARIES["cpu"], tools)
+        if (sets := re.search(r"_kernels_cpu_(\w+)", step.output.name)) and step.output.is_file()
+    }
+    if not objects or shutil.which("nm") is None:
+        pytest.skip("needs the objects of a build in this folder, and nm")
+    for path, isa in objects.items():
+        symbols = subprocess.run(["nm", "-C", path], capture_output=True, text=True, check=True)
+        weak = re.findall(r"^\w+ [WVu] (.*fastattn::.*)$", symbols.stdout, re.MULTILINE)
+        assert not [name for name in weak if f"::{isa}::" not in name], path
+
+
+def test_commands(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
+    def commands(name: str) -> dict[str, str]:
+        steps = build.library_steps(build.LIBRARIES[name], _tools(build), csrc, tmp_path)
+        return {step.output.name: " ".join(step.command) for step in steps}
+
+    cpu_commands = commands("cpu")
+    assert "_C_cpu.abi3.so" in cpu_commands and len(cpu_commands) == 5
+    assert "-ltorch_cpu" in cpu_commands["_C_cpu.abi3.so"]
+    assert "-mavx512bf16" in cpu_commands["norm_kernels_cpu_avx512.o"]
+    assert "-march=x86-64-v3" in cpu_commands["norm_kernels_cpu_avx2.o"]
+    assert "-march" not in cpu_commands["norm_kernels_cpu_portable.o"]
+    assert all("TORCH_TARGET_VERSION" in c for n, c in cpu_commands.items() if n.endswith(".o"))
+    sm90 = commands("sm90")
+    assert " /cuda/bin/nvcc -ccbin g++" in sm90["norm_sm90.cu.o"]
+    assert "-gencode=arch=compute_90a,code=sm_90a" in sm90["norm_sm90.cu.o"]
+    assert sm90["binding_sm90.cpp.o"].startswith("g++")
+    assert "-lcudart_static" in sm90["_C_sm90.abi3.so"]
+    compiled, linked = commands("autograd")
+    assert linked == f"_C_autograd_2_13_0_cpu{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    assert "TORCH_TARGET_VERSION" not in commands("autograd")[compiled]
+    assert "-ltorch_python" in commands("autograd")[linked]
+
+
+def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) -> None:
+    """A source with instances is compiled for each of them and not for itself."""
+    (csrc / "norm" / "attention_fwd_instance_sm90.cu").touch()
+    steps = build.library_steps(build.LIBRARIES["sm90"], _tools(build), csrc, tmp_path)
+    commands = {step.output.name: step.command for step in steps}
+    assert "attention_fwd_instance_sm90.cu.o" not in commands
+    assert "-DFASTATTN_HEAD_DIM=192" in commands["attention_fwd_sm90_fp16_d192_bias.o"]
+    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 56
+
+
+def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:
+    """Objects are rebuilt for changed sources, headers or commands."""
+    if build._ninja() is None or shutil.which("g++") is None:
+        pytest.skip("needs ninja and g++")
+    header, names = tmp_path / "shared.h", ("one", "two")
+    header.write_text("inline int shared() { return 1; }")
+    (tmp_path / "one.cpp").write_text('#include "shared.h"\nint one() { return shared(); }')
+    (tmp_path / "two.cpp").write_text("int two() { return 2; }")
+
+    def steps(*flags: str) -> list[Any]:
+        paths = [(tmp_path / f"{name}.cpp", tmp_path / f"{name}.o") for name in names]
+        return [build._compile_step(["g++", "-MMD", *flags], *path) for path in paths]
+
+    one, two = (step.output for step in steps())
+    assert build.outdated(steps(), tmp_path / "absent") == {one, two}
+    assert build.outdated(steps(), tmp_path) == {one, two}
+    build.execute(steps(), tmp_path)
+    assert build.outdated(steps(), tmp_path) == set()
+    header.write_text("inline int shared() { return 3; }")
+    assert build.outdated(steps(), tmp_path) == {one}
+    assert build.outdated(steps("-O1"), tmp_path) == {one, two}
+    build.execute(steps(), tmp_path)
+    two.unlink()
+    assert build.outdated(steps(), tmp_path) == {two}
+
+
+def test_the_output_of_nvcc_is_kept(
+    build: ModuleType, csrc: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The output is kept in a file beside the object; register counts are not printed."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    output = (
+        "ptxas info    : Used 40 registers\n    0 bytes stack frame, 0 bytes spill stores\n",
+        "ptxas info    : (C7510) Potential Performance Loss\n",
+    )
+    nvcc.write_text(f"#!/bin/sh\nprintf '{output[0]}{output[1]}' >&2\nexit 3\n")
+    nvcc.chmod(0o755)
+    tools = _tools(build, cuda=tmp_path / "cuda")
+    steps = build.library_steps(build.LIBRARIES["sm90"], tools, csrc, tmp_path)
+    [step] = [step for step in steps if step.output.name == "norm_sm90.cu.o"]
+    step.output.parent.mkdir(parents=True)
+    assert subprocess.run(step.command).returncode == 3
+    assert build.log_of(step.output).read_text() == "".join(output)
+    assert capfd.readouterr().err == output[1]
+
+
+def test_the_variant_of_torch_is_part_of_the_name(build: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "version.py").write_text("debug = False\n__version__ = '2.13.0+cu130'\n")
+    tools = _tools(build, torch=tmp_path, torch_version="2.13.0")
+    assert build.LIBRARIES["autograd"].file_name(tools) == "_C_autograd_2_13_0_cu130"
+    assert build.LIBRARIES["cpu"].file_name(tools) == "_C_cpu"
+
+
+def test_objects_of_an_extension_serve_one_torch(
+    build: ModuleType, csrc: Path, tmp_path: Path
+) -> None:
+    """Another torch changes neither the compiler's command nor a file that ninja tracks: the output
+    folder must differ.
+    """
+
+    def outputs(name: str, version: str) -> set[Path]:
+        tools = _tools(build, torch_version=version)
+        steps = build.library_steps(build.LIBRARIES[name], tools, csrc, tmp_path)
+        return {step.output for step in steps}
+
+    assert not outputs("autograd", "2.12.1") & outputs("autograd", "2.13.0")
+    assert outputs("cpu", "2.12.1") == outputs("cpu", "2.13.0")
+
+
+def test_other_cpus_get_the_portable_kernels(
+    build: ModuleType, csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    steps = build.library_steps(build.LIBRARIES["cpu"], _tools(build), csrc, tmp_path)
+    names = [step.output.name for step in steps]
+    assert names == ["binding_cpu.cpp.o", "norm_kernels_cpu_portable.o", "_C_cpu.abi3.so"]
+
+
+@pytest.mark.parametrize("ninja", [True, False], ids=["ninja", "threads"])
+def test_execute(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ninja: bool
+) -> None:
+    tools = build.Tools.found()
+    if tools.cxx is None or (ninja and build._ninja() is None):
+        pytest.skip("needs a compiler and ninja")
+    if not ninja:
+        monkeypatch.setattr(build, "_ninja", lambda: None)
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "a.cpp").write_text("int a() { return 1; }\n")
+    (folder / "b.cpp").write_text("int b() { return 2; }\n")
+    compiled = [
+        build._compile_step([tools.cxx, "-fPIC", "-MMD"], folder / f"{n}.cpp", folder / f"{n}.o")
+        for n in "ab"
+    ]
+    link = build._link_step(tools.cxx, compiled, folder / "both.so", [])
+    build.execute([*compiled, link], folder)
+    assert (folder / "both.so").is_file()
+    (folder / "a.cpp").write_text("int a() { return\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        build.execute([*compiled, link], folder)

@@ -1,6 +1,6 @@
-"""Decoding compared with naive implementations that take one sentence at a time.
+"""Greedy decoding compared with a naive one, and what holds for every search strategy.
 
-Greedy, sampling and beam search; ragged sources, limits and prefixes; recordable steps.
+Ragged sources, limits and prefixes, attention, every kind of model, error messages.
 """
 
 import math
@@ -8,111 +8,27 @@ import random
 
 import pytest
 import torch
-from seq2seq_samples import CLASSES, random_examples, small_model, toy_pairs
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from cpu_library import needs_library
+from naive_search import (
+    LIMITS,
+    STRATEGIES,
+    assert_same_hypotheses,
+    next_log_p,
+    padded,
+    search_beams_naively,
+    search_naively,
+    sharp_model,
+    sources,
+)
+from seq2seq_samples import CLASSES, small_model
 
 import fastattn.nn
-from fastattn.ops import _env, _native
-from fastattn.seq2seq import generation
+from fastattn.ops import _env
 from fastattn.seq2seq.beam_search import BeamSearch
-from fastattn.seq2seq.data import BEGIN, END, PAD, Example, SubwordTokenizer, collate
-from fastattn.seq2seq.generation import (
-    Greedy,
-    Hypothesis,
-    Programs,
-    Translator,
-    bleu,
-    generate,
-    greedy_decode,
-)
-from fastattn.seq2seq.model import Seq2SeqTransformer, record_attention
-from fastattn.seq2seq.sampling import Sampling, draw, uniform_numbers
-
-LIMITS = [3, 20, 12, 1, 20, 7, 20, 15]
-
-
-def sharp_model(*, norm_first: bool = True) -> Seq2SeqTransformer:
-    """A model with different continuations, some of which end, so that searches differ."""
-    seed = 7 if norm_first else 6
-    model = small_model(tied=False, seed=seed, norm_first=norm_first).eval()
-    with torch.no_grad():
-        model.head.weight.mul_(3.0)
-        model.head.weight[END].mul_(4.0)
-    return model
-
-
-def sources(count: int = len(LIMITS), *, seed: int = 1) -> list[list[int]]:
-    return [example.source for example in random_examples(count, seed=seed)]
-
-
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    batch = collate([Example(row, [END]) for row in rows])
-    return batch.source, batch.source_padding
-
-
-# One sentence at a time, the whole model again for every token
-
-
-@torch.no_grad()
-def next_log_p(model: Seq2SeqTransformer, source: list[int], target: list[int]) -> Tensor:
-    whole = torch.zeros(1, len(source), dtype=torch.bool)
-    logits = model(torch.tensor([source]), torch.tensor([[BEGIN, *target]]), whole)
-    return logits[0, -1].log_softmax(dim=-1)
-
-
-def search_naively(model, source, limit, prefix=()) -> Hypothesis:
-    target, total = [], 0.0
-    while len(target) < limit:
-        log_p = next_log_p(model, source, target)
-        # PAD and BEGIN, the two tokens before END, may not be chosen.
-        token = END + int(log_p[END:].argmax())
-        if len(target) < len(prefix):
-            token = prefix[len(target)]
-        total += float(log_p[token])
-        if token == END:
-            return Hypothesis(target, total, total, True)
-        target.append(token)
-    return Hypothesis(target, total, total, False)
-
-
-def search_beams_naively(model, source, limit, options, prefix=()) -> list[Hypothesis]:
-    K = options.beams
-    alive: list[tuple[float, list[int]]] = [(0.0, [])]
-    finished: list[Hypothesis] = []
-
-    def factor(length: int) -> float:
-        return ((5 + length) / 6) ** options.length_penalty
-
-    for step in range(limit):
-        candidates = []
-        for score, target in alive:
-            log_p = next_log_p(model, source, target).tolist()
-            tokens = [prefix[step]] if step < len(prefix) else range(END, len(log_p))
-            candidates += [(score + log_p[token], target, token) for token in tokens]
-        candidates.sort(key=lambda candidate: -candidate[0])
-        for score, target, token in candidates[:K]:
-            if token == END:
-                finished.append(Hypothesis(target, score, score / factor(step + 1), True))
-        going_on = [candidate for candidate in candidates[: 2 * K] if candidate[2] != END]
-        alive = [(score, [*target, token]) for score, target, token in going_on[:K]]
-        if step + 1 == limit:
-            finished += [Hypothesis(t, score, score / factor(limit), False) for score, t in alive]
-        finished = sorted(finished, key=lambda hypothesis: -hypothesis.score)[:K]
-        if len(finished) == K and (
-            options.early_stopping or alive[0][0] / factor(limit) <= finished[-1].score
-        ):
-            break
-    return finished
-
-
-def assert_same_hypotheses(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
-    """Tokens and ends exactly; scores as far as fp32 sums of logarithms agree."""
-    assert [(h.tokens, h.ended) for h in found] == [(h.tokens, h.ended) for h in expected]
-    for h, wanted in zip(found, expected, strict=True):
-        assert h.score == pytest.approx(wanted.score, rel=1e-4, abs=1e-5)
-        assert h.log_probability == pytest.approx(wanted.log_probability, rel=1e-4, abs=1e-5)
-
+from fastattn.seq2seq.data import BEGIN, END, PAD
+from fastattn.seq2seq.generation import Greedy, Hypothesis, Programs, generate, greedy_decode
+from fastattn.seq2seq.model import record_attention
+from fastattn.seq2seq.sampling import Sampling
 
 # Greedy
 
@@ -130,7 +46,7 @@ def test_greedy_equals_argmax_over_the_whole_model(norm_first):
     assert tokens == [h.tokens for h in expected]
 
 
-def test_torchs_transformer_decodes_without_a_cache():
+def test_pytorchs_transformer_decodes_without_a_cache():
     found = [
         generate(small_model(name).eval(), *padded(sources()), max_lengths=LIMITS)
         for name in CLASSES
@@ -150,61 +66,6 @@ def test_a_decoder_that_cannot_step_runs_whole_prefixes():
         assert_same_hypotheses(actual, wanted)
     with pytest.raises(NotImplementedError, match=r"layers\[1\] is not exactly"):
         generate(model, *padded(sources()), max_lengths=LIMITS, use_cache=True)
-
-
-# Beams
-
-
-@pytest.mark.parametrize("early_stopping", [True, False])
-@pytest.mark.parametrize(("beams", "length_penalty"), [(1, 0.0), (2, 1.0), (4, 0.6), (5, 0.0)])
-def test_beam_search_equals_the_naive_one(beams, length_penalty, early_stopping):
-    options = BeamSearch(beams, length_penalty, early_stopping)
-    model = sharp_model(norm_first=early_stopping)
-    expected = [
-        search_beams_naively(model, source, limit, options)
-        for source, limit in zip(sources(), LIMITS, strict=True)
-    ]
-    assert {h.ended for found in expected for h in found} == {True, False}
-    for use_cache in (True, False):
-        found = generate(
-            model, *padded(sources()), max_lengths=LIMITS, strategy=options, use_cache=use_cache
-        )
-        for actual, naive in zip(found, expected, strict=True):
-            assert_same_hypotheses(actual, naive)
-
-
-def test_beams_find_what_greedy_misses():
-    model = sharp_model()
-    greedy = generate(model, *padded(sources()), max_lengths=LIMITS)
-    beams = generate(
-        model, *padded(sources()), max_lengths=LIMITS, strategy=BeamSearch(5, length_penalty=0.0)
-    )
-    gains = [found[0].score - h.score for found, (h,) in zip(beams, greedy, strict=True)]
-    assert max(gains) > 0.5
-    one = generate(
-        model, *padded(sources()), max_lengths=LIMITS, strategy=BeamSearch(1, length_penalty=0.0)
-    )
-    assert [h.tokens for (h,) in one] == [h.tokens for (h,) in greedy]
-
-
-def test_a_larger_length_penalty_gives_longer_results():
-    model = sharp_model()
-    lengths = []
-    for penalty in (0.0, 3.0):
-        found = generate(
-            model, *padded(sources()), max_lengths=[20] * 8, strategy=BeamSearch(4, penalty)
-        )
-        lengths.append(sum(len(best.tokens) for best, *_ in found))
-    assert lengths[0] < lengths[1]
-
-
-def test_more_beams_than_tokens():
-    # At the first step one beam has 28 continuations at most; 20 beams want 40.
-    model = sharp_model()
-    options = BeamSearch(20)
-    found = generate(model, *padded(sources(3)), max_lengths=[1, 2, 4], strategy=options)
-    for source, limit, hypotheses in zip(sources(3), [1, 2, 4], found, strict=True):
-        assert_same_hypotheses(hypotheses, search_beams_naively(model, source, limit, options))
 
 
 # Every kind of model
@@ -242,89 +103,7 @@ def test_every_kind_of_model_decodes(changes):
         assert_same_hypotheses(beams[i], naive_beams)
 
 
-# Sampling
-
-
-def test_a_number_becomes_a_token_by_the_distribution():
-    p = torch.tensor([[0.0, 0.1, 0.4, 0.3, 0.2]])
-    rows = torch.linspace(0, 1, 1001)[:-1]
-    logits = p.log().expand(1000, -1)
-
-    def shares(sampling: Sampling) -> list[float]:
-        return [(draw(logits, rows, sampling) == token).float().mean().item() for token in range(5)]
-
-    assert shares(Sampling()) == pytest.approx([0, 0.1, 0.4, 0.3, 0.2], abs=2e-3)
-    assert shares(Sampling(top_k=2)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
-    # 0.4 + 0.3 < 0.75: the nucleus takes a third token to reach it.
-    assert shares(Sampling(top_p=0.75)) == pytest.approx([0, 0, 4 / 9, 3 / 9, 2 / 9], abs=2e-3)
-    assert shares(Sampling(top_p=0.7 - 1e-3)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
-    assert shares(Sampling(top_k=3, top_p=0.5)) == pytest.approx([0, 0, 4 / 7, 3 / 7, 0], abs=2e-3)
-    squares = p.square() / p.square().sum()
-    assert shares(Sampling(0.5)) == pytest.approx(squares[0].tolist(), abs=2e-3)
-    # The largest number that fp32 has below 1, or 1 itself by rounding: still a token with p > 0.
-    last = torch.tensor([1.0 - 2**-24, 1.0])
-    assert draw(p.log().expand(2, -1), last, Sampling(top_p=0.6)).tolist() == [3, 3]
-    assert draw(p.log().flip(1).expand(2, -1), last, Sampling()).tolist()[0] == 3
-
-
-def test_samples_follow_the_models_probabilities():
-    model = sharp_model()
-    source = sources()[1]
-    p = next_log_p(model, source, []).exp()
-    count = 4000
-    found = generate(
-        model, *padded([source] * count), max_lengths=[1] * count, strategy=Sampling(seed=3)
-    )
-    first = torch.tensor([h.tokens[0] if h.tokens else END for (h,) in found])
-    shares = first.bincount(minlength=len(p)) / count
-    allowed = p.clone()
-    allowed[:END] = 0.0
-    allowed /= allowed.sum()
-    deviation = (allowed * (1 - allowed) / count).sqrt()
-    assert ((shares - allowed).abs() <= 4.5 * deviation + 1e-9).all()
-    # The score is the model's own probability, whatever the draw was made from.
-    for (h,) in found[:20]:
-        token = h.tokens[0] if h.tokens else END
-        assert h.score == pytest.approx(p[token].log().item(), abs=1e-5)
-
-
-def test_narrow_sampling_is_greedy_and_seeds_decide():
-    model = sharp_model()
-
-    def tokens(strategy) -> list[list[int]]:
-        found = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
-        return [h.tokens for (h,) in found]
-
-    greedy = tokens(Greedy())
-    assert tokens(Sampling(top_k=1)) == greedy
-    assert tokens(Sampling(top_p=1e-6)) == tokens(Sampling(top_p=1e-60)) == greedy
-    assert tokens(Sampling(temperature=1e-4)) == greedy
-    programs = Programs()
-    for seed in (1, 2):
-        kept = generate(
-            model, *padded(sources()), max_lengths=LIMITS, strategy=Sampling(seed=seed),
-            programs=programs,
-        )  # fmt: skip
-        assert [h.tokens for (h,) in kept] == tokens(Sampling(seed=seed))
-    assert len(programs._kept) == 1
-    first = tokens(Sampling(seed=1))
-    assert first != greedy and first == tokens(Sampling(seed=1)) != tokens(Sampling(seed=2))
-
-
-def test_uniform_numbers_depend_on_seed_and_sentence_alone():
-    all_of_them = uniform_numbers(5, [0, 1, 2], 9)
-    assert torch.equal(all_of_them[:4, 1:2], uniform_numbers(5, [1], 4))
-    assert len(all_of_them.unique()) == 27
-    assert not torch.equal(uniform_numbers(6, [0], 4), uniform_numbers(5, [0], 4))
-
-
 # What holds for every search
-
-STRATEGIES = [
-    pytest.param(Greedy(), id="greedy"),
-    pytest.param(Sampling(0.8, top_k=20, top_p=0.9, seed=2), id="sampling"),
-    pytest.param(BeamSearch(3), id="beams"),
-]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -350,7 +129,7 @@ def test_neither_batch_nor_padding_changes_a_result(strategy):
         assert_same_hypotheses(shuffled[order.index(i)], alone[i])
 
 
-@pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs fastattn's CPU products")
+@needs_library
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_scores_have_the_same_bits_in_every_batch(strategy, monkeypatch):
     """Small batches read the weights unpacked, large batches would pack them."""
@@ -410,7 +189,7 @@ def test_scores_are_those_of_the_whole_model(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_attention_is_what_the_model_reads(strategy):
+def test_attention_weights_are_those_of_the_whole_model(strategy):
     model = sharp_model()
     found = generate(
         model, *padded(sources()), max_lengths=LIMITS, strategy=strategy, return_attention=True
@@ -436,140 +215,10 @@ def test_a_limit_of_zero_gives_nothing():
     assert generate(model, nothing, nothing == PAD, max_lengths=[]) == []
 
 
-# Recordable steps
-
-
-class Recorder(TorchDispatchMode):
-    """The operations of a step: names, sizes, and every argument that is not a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        def show(value):
-            if isinstance(value, Tensor):
-                return f"{value.dtype}{list(value.shape)}{value.stride()}"
-            return [show(v) for v in value] if isinstance(value, list | tuple) else repr(value)
-
-        self.operations.append(f"{func} {show(args)} {show(list((kwargs or {}).items()))}")
-        return func(*args, **(kwargs or {}))
-
-
-def tensors_of(thing, seen: dict[int, Tensor]) -> dict[int, Tensor]:
-    for value in vars(thing).values():
-        if isinstance(value, Tensor):
-            seen[id(value)] = value
-        elif type(value).__module__.startswith("fastattn") and hasattr(value, "__dict__"):
-            if not isinstance(value, torch.nn.Module):
-                tensors_of(value, seen)
-        elif isinstance(value, list):
-            for item in value:
-                if type(item).__module__.startswith("fastattn"):
-                    tensors_of(item, seen)
-    return seen
-
-
-@pytest.mark.parametrize("prefixed", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@torch.no_grad()
-def test_steps_repeat_the_same_operations_on_the_same_tensors(strategy, prefixed):
-    model = sharp_model()
-    programs = Programs()
-    prefixes = [[5]] * 8 if prefixed else None
-    arguments = {"max_lengths": LIMITS, "strategy": strategy, "prefixes": prefixes}
-    generate(model, *padded(sources()), **arguments, programs=programs)
-    ((_, program),) = programs._kept.items()
-    program.search.rewind()
-    addresses = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
-    assert len(addresses) > 10
-    steps = []
-    for _ in range(6):
-        with Recorder() as recorder:
-            program.search.step()
-        steps.append(recorder.operations)
-    assert len(steps[0]) > 50
-    for operations in steps[1:]:
-        assert operations == steps[0]
-    # No operation synchronises or has a data-dependent size.
-    for word in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh"):
-        assert not any(word in operation for operation in steps[0]), word
-    after = {key: t.data_ptr() for key, t in tensors_of(program.search, {}).items()}
-    assert after == addresses
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_programs_serve_other_batches_of_their_size(strategy):
-    model = sharp_model()
-    programs = Programs(keep=2)
-    for seed, limit in ((1, 20), (2, 9), (3, 20), (1, 20)):
-        rows = sources(5, seed=seed)
-        arguments = {"max_lengths": [limit] * 5, "strategy": strategy}
-        kept = generate(model, *padded(rows), **arguments, programs=programs)
-        assert kept == generate(model, *padded(rows), **arguments)
-        assert len(programs._kept) == 1
-    # Another batch size is another program, as are moved parameters; the oldest is dropped.
-    generate(model, *padded(sources(4)), max_lengths=[5] * 4, programs=programs)
-    assert len(programs._kept) == 2
-    first = next(iter(programs._kept))
-    model.head.weight = torch.nn.Parameter(model.head.weight * -1)
-    moved = generate(model, *padded(sources(4)), max_lengths=[5] * 4, programs=programs)
-    assert moved == generate(model, *padded(sources(4)), max_lengths=[5] * 4)
-    assert len(programs._kept) == 2 and first not in programs._kept
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_prefixes_and_autocast_have_programs_of_their_own(strategy):
-    model, programs, batch = sharp_model(), Programs(), padded(sources())
-    for prefixes, autocast in ((None, False), ([[7]] * len(LIMITS), False), (None, True)):
-        arguments = {"max_lengths": LIMITS, "strategy": strategy, "prefixes": prefixes}
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            kept = generate(model, *batch, **arguments, programs=programs)
-            assert kept == generate(model, *batch, **arguments)
-    assert len(programs._kept) == 3
-    for program in programs._kept.values():
-        program.search = None
-    whole = generate(model, *batch, **arguments, programs=programs, use_cache=False)
-    assert whole == generate(model, *batch, **arguments, use_cache=False)
-
-
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
-def test_hooks_run_at_every_step(register):
-    model, programs = sharp_model(), Programs()
-    plain = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
-    seen = []
-    layer = model.transformer.decoder.layers[0]
-    hook = getattr(layer.linear1, register)(lambda *_: seen.append(1))
-    found = generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs)
-    for actual, wanted in zip(found, plain, strict=True):
-        assert_same_hypotheses(actual, wanted)
-    assert len(seen) == max(len(h.tokens) + h.ended for (h,) in plain)
-    hook.remove()
-    assert generate(model, *padded(sources()), max_lengths=LIMITS, programs=programs) == plain
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_recorded_steps_repeat_on_a_gpu(strategy):
-    model = sharp_model()
-    expected = generate(model, *padded(sources()), max_lengths=LIMITS, strategy=strategy)
-    model.cuda()
-    programs = Programs()
-    for rows in (sources(seed=4), sources(), sources()):
-        source, padding = padded(rows)
-        found = generate(
-            model, source.cuda(), padding.cuda(), max_lengths=LIMITS, strategy=strategy,
-            programs=programs,
-        )  # fmt: skip
-    assert len(programs._kept) == 1
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_same_hypotheses(actual, wanted)
-
-
 # Errors
 
 
-def test_decoding_names_what_is_wrong():
+def test_errors_of_generate():
     model = small_model()
     source = torch.tensor([[5, END]])
     padding = source == PAD
@@ -590,8 +239,8 @@ def test_decoding_names_what_is_wrong():
     with pytest.raises(ValueError, match="source_padding must be on the right, got a token"):
         generate(model, source, torch.tensor([[True, False]]), max_lengths=[3])
     with pytest.raises(ValueError, match=r"needs a fastattn\.nn decoder, got torch\.nn"):
-        torchs = small_model("torch").eval()
-        generate(torchs, source, padding, max_lengths=[3], use_cache=True)
+        pytorch_model = small_model("torch").eval()
+        generate(pytorch_model, source, padding, max_lengths=[3], use_cache=True)
 
 
 @pytest.mark.parametrize(
@@ -606,73 +255,6 @@ def test_decoding_names_what_is_wrong():
         (Sampling, {"top_p": 1.5}, r"in \(0, 1\], got 1\.5"),
     ],
 )
-def test_options_name_what_is_wrong(options, changes, wanted):
+def test_errors_of_strategies(options, changes, wanted):
     with pytest.raises(ValueError, match=f"^{next(iter(changes))} must (be|lie) {wanted}"):
         options(**changes)
-
-
-# Text
-
-
-def test_translator_keeps_the_order_and_refuses_long_texts():
-    pairs = toy_pairs(60)
-    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
-    model = small_model(vocabulary=tokenizer.vocabulary)
-    translator = Translator(model, tokenizer)
-    texts = [pair.source for pair in pairs[:9]] + [""]
-    counts: list[int] = []
-    together = translator.translate(texts, batch_size=4, notify=counts.append)
-    assert together == [translator.translate([text])[0] for text in texts]
-    assert together[-1] == "" and any(together)
-    assert counts == [4, 8, 9]
-    assert model.training  # as it was
-    with pytest.raises(ValueError, match="text 2 must have at most 23 tokens, got"):
-        translator.translate(["ka", "ka lo " * 30])
-
-
-def test_translator_passes_strategies_and_prefixes():
-    pairs = toy_pairs(60)
-    tokenizer = SubwordTokenizer.train((t for pair in pairs for t in pair), vocabulary=300)
-    translator = Translator(small_model(vocabulary=tokenizer.vocabulary).eval(), tokenizer)
-    texts = [pair.source for pair in pairs[:5]] + [""]
-    prefixes = ["Ka", "", "Lo Mi", "", "Ka", "Ka"]
-    found = translator.search(
-        texts, prefixes=prefixes, strategy=BeamSearch(3), return_attention=True, max_length=9
-    )
-    for text, prefix, result in zip(texts[:5], prefixes, found, strict=False):
-        assert result.text.startswith(prefix)
-        source = tokenizer.encode(text)
-        target = result.hypothesis.tokens + [END] * result.hypothesis.ended
-        assert result.hypothesis.attention.shape[2:] == (len(target), len(source) + 1)
-    assert found[-1] == generation.Translation("", None)
-    # A text's random numbers do not depend on its batch.
-    sampling = Sampling(seed=1)
-    drawn = translator.translate(texts, strategy=sampling, batch_size=2)
-    assert drawn == translator.translate(texts, strategy=sampling)
-    assert drawn != translator.translate(texts)
-    with pytest.raises(ValueError, match="prefixes must hold one for each of 6 texts, got 1"):
-        translator.search(texts, prefixes=["Ka"])
-
-
-def test_bleu():
-    references = ["the cat sat on the mat", "a dog barked at the moon"]
-    perfect = bleu(references, references)
-    assert perfect.score == pytest.approx(100.0)
-    assert perfect.details.startswith("BLEU = 100.00") and "tok:13a" in perfect.signature
-    assert bleu(["x y z u", "v w"], references).score < 5.0
-    # 6 of 6 words, 3 of 5 pairs, 1 of 4 triples; no match of 3 counts as half of one.
-    smoothed = bleu(["the cat sat the mat on"], references[:1])
-    assert smoothed.score == pytest.approx(100 * (6 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25)
-    settings = "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:"
-    assert smoothed.signature.startswith(settings)
-    with pytest.raises(ValueError, match="as many as the 1 hypotheses, got 2"):
-        bleu(["a"], references)
-
-
-@pytest.mark.parametrize("vocabulary", [3, 4])
-@pytest.mark.parametrize("beams", [1, 2, 3])
-def test_vocabularies_with_hardly_a_word(vocabulary, beams):
-    model = small_model(vocabulary=vocabulary).eval()
-    (found,) = generate(model, *padded([[END]]), max_lengths=[4], strategy=BeamSearch(beams))
-    best = found[0] if isinstance(found, list) else found
-    assert set(best.tokens) <= set(range(END, vocabulary))

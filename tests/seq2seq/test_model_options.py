@@ -1,0 +1,121 @@
+"""Options of the model: the encoder layer that each decoder layer attends, norms, scores."""
+
+import dataclasses
+
+import pytest
+import torch
+from seq2seq_samples import CPU, SMALL, random_examples, small_model, toy_training
+
+from fastattn.seq2seq import training
+from fastattn.seq2seq.data import Example, collate
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+from fastattn.seq2seq.training import TrainingConfig, train
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "group"}, "norm must be one of .* got 'group'"),
+        ({"scoring": "bilinear"}, "scoring must be one of .* got 'bilinear'"),
+        ({"decoder": "diffusion"}, "decoder must be one of .* got 'diffusion'"),
+        ({"length": "short"}, "length must be one of .* got 'short'"),
+        ({"memory_layers": "first"}, "memory_layers must be one of .* 2 numbers from 1 to 2"),
+        ({"memory_layers": "1,3"}, "memory_layers must be one of .* got '1,3'"),
+        ({"memory_layers": "1"}, "memory_layers must be one of .* got '1'"),
+    ],
+)
+def test_errors_of_model_options(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"norm": "power"}, {"scoring": "additive"}])
+def test_pytorchs_transformer_refuses_options_that_it_lacks(changes):
+    name = next(iter(changes))
+    with pytest.raises(ValueError, match=rf"{name} must be '\w+' with torch\.nn"):
+        small_model("torch", **changes)
+
+
+def test_memory_layers_are_numbers_from_one():
+    def numbers(wanted: str, encoder: int, decoder: int) -> list[int]:
+        config = ModelConfig(9, encoder_layers=encoder, decoder_layers=decoder,
+                             memory_layers=wanted)  # fmt: skip
+        return config.memory_numbers()
+
+    assert numbers("last", 3, 2) == [3, 3]
+    assert numbers("same", 3, 4) == [1, 2, 3, 3]
+    assert numbers("reversed", 3, 4) == [3, 2, 1, 1]
+    assert numbers("2, 1", 3, 2) == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["fastattn", "torch"])
+@pytest.mark.parametrize("numbers", [(2, 1), (1, 1)])
+@torch.no_grad()
+def test_each_decoder_layer_attends_its_encoder_layer(name, numbers):
+    model = small_model(name, memory_layers=",".join(map(str, numbers))).eval()
+    batch = collate(random_examples(4))
+    logits = model(batch.source, batch.target_in, batch.source_padding)
+    encoder, decoder = model.transformer.encoder, model.transformer.decoder
+    x = model.embed_source(batch.source)
+    outputs = []
+    for layer in encoder.layers:
+        x = layer(x, src_key_padding_mask=batch.source_padding)
+        outputs.append(encoder.norm(x))
+    y = model.embed_target(batch.target_in)
+    T = y.shape[1]
+    causal = torch.ones(T, T, dtype=torch.bool).triu(1)
+    for layer, number in zip(decoder.layers, numbers, strict=True):
+        memory = outputs[number - 1]
+        y = layer(y, memory, tgt_mask=causal, memory_key_padding_mask=batch.source_padding)
+    torch.testing.assert_close(logits, model.logits(decoder.norm(y)), rtol=1e-4, atol=1e-5)
+    usual = small_model(name).eval()(batch.source, batch.target_in, batch.source_padding)
+    assert (logits - usual).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["power", "batch"])
+def test_norms_over_tokens_leave_padding_out_of_the_model(norm):
+    """More padding gives the same loss and buffers."""
+    examples = random_examples(8)
+    batch = collate(examples)
+    wider = collate([*examples, Example([5] * 20, [6] * 20)])
+    wider = dataclasses.replace(
+        wider, **{name: getattr(wider, name)[:8] for name in ("source", "source_padding",
+                                                              "target_in", "target_out")}
+    )  # fmt: skip
+    results = []
+    for padded in (batch, wider):
+        model = small_model(norm=norm)
+        loss = training.cross_entropy(model, padded, toy_training())
+        results.append((loss.item(), dict(model.named_buffers())))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+    for name, buffer in results[0][1].items():
+        torch.testing.assert_close(buffer, results[1][1][name], rtol=1e-3, atol=1e-5)
+    assert not any(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "power"},
+        {"norm": "batch"},
+        {"scoring": "additive"},
+        {"scoring": "cosine"},
+        {"norm_first": False, "norm": "power"},
+        {"memory_layers": "same"},
+        {"copy": True},
+    ],
+    ids=str,
+)
+def test_every_model_trains(changes):
+    """60 updates of repeating the source: the loss falls below that of the best constant guess."""
+    examples = [Example(e.source, e.source) for e in random_examples(100, vocabulary=12)]
+    torch.manual_seed(0)
+    model = Seq2SeqTransformer(dataclasses.replace(SMALL, vocabulary=12, width=32, **changes))
+    config = TrainingConfig(
+        steps=60, batch_tokens=600, learning_rate=5e-3, warmup_steps=10, smoothing=0.0
+    )
+    result = train(model, examples, examples[:20], config, device=CPU, show=False)
+    tokens = torch.tensor([t for e in examples for t in e.target])
+    shares = tokens.bincount().float() / len(tokens)
+    entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum().item()
+    assert result.validations[-1][1] < 0.8 * entropy, (result.validations, entropy)

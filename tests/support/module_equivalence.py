@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fastattn.nn
+
 # Rounding errors of the largest value that another order of operations may add.
 ROUNDINGS = 4
 
@@ -138,6 +140,18 @@ def _a_rounding_away(reference: nn.Module, args: tuple, kwargs: dict) -> list[di
         given = {name: rounded(x) for name, x in kwargs.items()}
         results.append(run(module, tuple(map(rounded, args)), given, None))
     return results
+
+
+def twins(
+    name: str, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+) -> tuple[nn.Module, nn.Module]:
+    """PyTorch's module and fastattn's with the same random parameters, biases included."""
+    reference = getattr(nn, name)(*args, **kwargs)
+    fast = getattr(fastattn.nn, name)(*args, **kwargs)
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    fast.load_state_dict(reference.state_dict())
+    return reference.to(dtype), fast.to(dtype)
 
 
 def random_mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:

@@ -1,0 +1,99 @@
+"""Drop-in modules as PyTorch modules: parameters, copies, files; convert; torch.jit.script."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from module_equivalence import assert_same
+from torch import Tensor, nn
+
+import fastattn.nn as fnn
+
+E, H = 16, 4
+B, M, N = 3, 5, 7
+
+
+@pytest.mark.parametrize("name", ["MultiheadAttention", "LayerNorm", "RMSNorm"])
+def test_drop_ins_are_torch_modules(name):
+    args = (E, H) if name == "MultiheadAttention" else (E,)
+    torch.manual_seed(0)
+    reference = getattr(nn, name)(*args)
+    torch.manual_seed(0)
+    fast = getattr(fnn, name)(*args)
+    assert isinstance(fast, getattr(nn, name))
+    assert repr(fast) == repr(reference)
+    for (a, x), (b, y) in zip(fast.named_parameters(), reference.named_parameters(), strict=True):
+        assert a == b and torch.equal(x, y)
+    reference.load_state_dict(fast.state_dict())
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert type(copied) is type(fast)
+        assert copied.state_dict().keys() == fast.state_dict().keys()
+    file = io.BytesIO()
+    torch.save(fast, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is type(fast)
+
+
+def test_convert_changes_torchs_classes_and_no_others():
+    class Custom(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, batch_first=True), 2),
+        Custom(E),
+        nn.RMSNorm(E),
+    ).eval()
+    x = torch.randn(B, M, E)
+    expected = model(x)
+    parameters = list(model.parameters())
+    assert fnn.convert(model) is model
+    assert type(model[0]) is fnn.TransformerEncoder and not model[0].use_nested_tensor
+    assert type(model[0].layers[1].self_attn) is fnn.MultiheadAttention
+    assert type(model[0].layers[1].norm2) is fnn.LayerNorm
+    assert type(model[1]) is Custom and type(model[2]) is fnn.RMSNorm
+    assert all(x is y for x, y in zip(parameters, model.parameters(), strict=True))
+    assert_same("converted", model(x), expected, expected.double())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_script_compiles_torchs_forward_and_does_not_change_the_modules():
+    class Subclass(fnn.TransformerEncoderLayer):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([fnn.LayerNorm(E), nn.Sequential(fnn.RMSNorm(E))])
+            self.transformer = fnn.Transformer(E, H, 1, 1, 24, dropout=0.0)
+            self.transformer.encoder.layers[0] = Subclass(E, H, 24, dropout=0.0)
+
+        def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+            for norm in self.norms:
+                src = norm(src)
+            return self.transformer(src, tgt)
+
+    torch.manual_seed(0)
+    model = Model()
+    modules = [(module, type(module)) for module in model.modules()]
+    scripted = torch.jit.script(model)
+    assert [(module, type(module)) for module in model.modules()] == modules
+    src, tgt = torch.randn(N, B, E), torch.randn(M, B, E)
+    for _ in range(2):
+        expected = model(src, tgt)
+        assert_same("scripted", scripted(src, tgt), expected, expected.double())
+        with torch.no_grad():
+            model.norms[1][0].weight.copy_(torch.randn(E))  # the tensors are shared
+    signature = inspect.signature(fnn.TransformerEncoder.forward)
+    assert "src_lengths" in signature.parameters
+
+    class Doubled(fnn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    module = Doubled(E)
+    expected = module(src)
+    assert torch.equal(torch.jit.script(module)(src), expected)

@@ -1,0 +1,71 @@
+"""PositionWiseFFN compared with two linear layers and an activation."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from module_equivalence import assert_equivalent
+from torch import nn
+
+import fastattn.nn as fnn
+
+E = 16
+B, M = 3, 5
+
+
+class NaiveFFN(nn.Module):
+    def __init__(self, linear1, linear2, activation):
+        super().__init__()
+        self.linear1, self.linear2 = linear1, linear2
+        self.activation = activation
+
+    def forward(self, x):
+        return self.linear2(self.activation(self.linear1(x)))
+
+
+def gated(function):
+    def activation(hidden):
+        gate, up = hidden[..., : hidden.shape[-1] // 2], hidden[..., hidden.shape[-1] // 2 :]
+        return function(gate) * up
+
+    return activation
+
+
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "reglu": gated(torch.relu),
+    "geglu": gated(F.gelu),
+    "swiglu": gated(F.silu),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "with a hook"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_position_wise_ffn(activation, fused):
+    torch.manual_seed(0)
+    bias = activation not in ("silu", "geglu")
+    fast = fnn.PositionWiseFFN(E, 24, 10, activation=activation, dropout=0.5, bias=bias).eval()
+    if not fused:
+        fast.linear1.register_forward_hook(lambda *_: None)
+    linears = copy.deepcopy(fast.linear1), copy.deepcopy(fast.linear2)
+    reference = NaiveFFN(*linears, ACTIVATIONS[activation])
+    assert_equivalent(reference, fast, torch.randn(B, M, E))
+    x = torch.ones(64, E)
+    fast.train()
+    torch.manual_seed(1)
+    first = fast(x)
+    torch.manual_seed(1)
+    assert torch.equal(first, fast(x)) and not torch.equal(first, fast(x))
+    # Equal rows differ only in their dropout; their mean is the result of evaluation.
+    assert not torch.equal(first[0], first[1])
+
+
+def test_position_wise_ffn_rejects():
+    with pytest.raises(ValueError, match=r"activation must be one of relu, .* got 'tanh'"):
+        fnn.PositionWiseFFN(E, 24, activation="tanh")
+    with pytest.raises(ValueError, match=r"x must be \[..., 16\], got \[3, 8\]"):
+        fnn.PositionWiseFFN(E, 24)(torch.randn(3, 8))

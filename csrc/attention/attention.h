@@ -25,7 +25,6 @@ struct Packing {
   const int* key_offsets = nullptr;
   int sequences = 0;
   int max_queries = 0, max_keys = 0;  // no sequence has more
-  bool bottom_right = false;          // a sequence's diagonal ends at its last row and last key
   // Workspace of the forward, [sequences]: the longest first. Null: in memory order.
   int* order = nullptr;
 };
@@ -35,6 +34,8 @@ struct Restrictions {
   Lengths query_lengths, key_lengths;
   Packing packing;
   Bounds bounds;
+  // Bottom-right alignment by the queries and keys of each sequence, instead of bounds.diagonal.
+  bool own_diagonals = false;
 
   bool has_lengths() const { return query_lengths.data || key_lengths.data; }
 };

@@ -135,7 +135,6 @@ inline Packing packing_of(const Call& call) {
   result.sequences = static_cast<int>(offsets - 1);
   result.max_queries = static_cast<int>(std::clamp<int64_t>(call.max_seqlen_q, 0, q.size(0)));
   result.max_keys = static_cast<int>(std::clamp<int64_t>(call.max_seqlen_k, 0, call.k.size(0)));
-  result.bottom_right = call.causal == kBottomRight;
   return result;
 }
 
@@ -252,6 +251,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.query_lengths = lengths_of(call.query_lengths, "query_lengths", q);
   p.packing = packing_of(call);
   p.bounds = bounds_of(call, queries, keys);
+  p.own_diagonals = call.packed() && call.causal == kBottomRight;
   p.dropout = dropout_of(call);
   p.mask = mask_of(call, p);
   p.scale = static_cast<float>(call.scale);

@@ -74,15 +74,16 @@ void attend(MaskedScores& p, int batch_count, float scale, float* scores, uint8_
   const int row_tiles = ceil_div(p.queries, p.tile_rows);
   for (int bh = 0; bh < batch_count * p.heads; ++bh) {
     const int batch = bh / p.heads, head = bh % p.heads;
-    const int queries = clamped_length(p.query_lengths, batch, p.queries);
-    const int keys = clamped_length(p.key_lengths, batch, p.keys);
+    const int queries = computed_queries(p, batch, p.queries);
+    const int keys = computed_keys(p, batch, p.keys);
+    const Bounds bounds = bounds_of(p, queries, keys);
     for (int row = 0; row < row_tiles * p.tile_rows; row += kMaskRows) {
       const int tile = row / p.tile_rows, group = row % p.tile_rows / kMaskRows;
       const BlockClass* classes =
           p.mask.classes + classes_at(layout, class_head(layout, batch, head), tile);
       const int first_row = tile * p.tile_rows;
       const Range rows = {first_row, smaller(first_row + p.tile_rows, queries)};
-      const Range loaded = blocks_touching(keys_of_some(rows, p.bounds, keys), kBlock);
+      const Range loaded = blocks_touching(keys_of_some(rows, bounds, keys), kBlock);
       for (int n = last_with_work(classes, loaded.end - 1, loaded.begin); n >= 0;
            n = last_with_work(classes, n - 1, loaded.begin)) {
         const bool masked = classes[n].flags >> group & 1;
@@ -117,7 +118,7 @@ void attend(MaskedScores& p, int batch_count, float scale, float* scores, uint8_
                         thread);
             }
             if (classes[n].flags >> (kRestrictedBit + group) & 1) {
-              mask_block<true>(s, n * kBlock, upper, p.bounds, keys, thread);
+              mask_block<true>(s, n * kBlock, upper, bounds, keys, thread);
             }
           } else if (additive) {
             sm90::scale_rows(s, {scale, scale});

@@ -54,13 +54,14 @@ ends("has_sum ? *from : Piece<Element>{}", "*from")
 
 # -- which blocks
 tiles = _Source("backward/tiles.cuh")
-tiles("clamped_length(args.query_lengths, batch, args.queries)", "args.queries")
-tiles("clamped_length(args.key_lengths, batch, args.keys)", "args.keys")
 tiles("rest ? 0 : queries", "queries")
 tiles("rest ? 0 : keys", "keys")
-tiles("bounds.diagonal = keys - queries;", "")
 tiles("block - sequence.first_row_block", "block")
 tiles("work.sequence.first_row_block + step.row_block", "step.row_block")
+sizes = _Source("launch.cuh")
+sizes("clamped_length(restrictions.query_lengths, batch, all)", "all")
+sizes("clamped_length(restrictions.key_lengths, batch, all)", "all")
+sizes("bounds.diagonal = keys - queries;", "")
 classes = _Source("backward/mask_classes_bwd_sm90.cuh")
 classes("block.flags & kHasWork ? 1 : 0", "1", only=DENSE)
 
@@ -243,8 +244,8 @@ for right, *wrong in (
      "shared.bias_slot.empty.init(1);"),
     # sums
     ("group * kMmaRows * sm90::kRowBytes", "0"),
-    ("row < queries ? keys_of_row(row, args.bounds, keys) : Range{0, 0}",
-     "keys_of_row(row, args.bounds, keys)"),
+    ("row < queries ? keys_of_row(row, bounds, keys) : Range{0, 0}",
+     "keys_of_row(row, bounds, keys)"),
     ("contains(allowed[half], key)", "true"),
     ("!(added <= kLowest<MaskElement>)", "true"),
     ("args.delta[head + existing]", "0.0f"),

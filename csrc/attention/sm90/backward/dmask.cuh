@@ -155,11 +155,11 @@ __device__ __forceinline__ Range items_of(const DmaskArguments& args, const Dmas
 // Whether lengths and bounds allow any pair of an item.
 template <class Traits>
 __device__ __forceinline__ bool has_pairs(const DmaskArguments& args, const DmaskItem& item) {
-  const int queries = clamped_length(args.query_lengths, item.batch, args.queries);
-  const int keys = clamped_length(args.key_lengths, item.batch, args.keys);
+  const int queries = computed_queries(args, item.batch, args.queries);
+  const int keys = computed_keys(args, item.batch, args.keys);
+  const Bounds bounds = bounds_of(args, queries, keys);
   const Range rows = {item.row, smaller(item.row + Traits::kRows, queries)};
-  return !is_empty(
-      overlap(keys_of_some(rows, args.bounds, keys), {item.key, item.key + Traits::kKeys}));
+  return !is_empty(overlap(keys_of_some(rows, bounds, keys), {item.key, item.key + Traits::kKeys}));
 }
 
 // One thread.
@@ -329,8 +329,9 @@ struct DmaskConsumer {
   template <class MaskElement>
   __device__ __forceinline__ void add_gradients(const DmaskItem& item, const float (&s)[kCount],
                                                 const float (&dp)[kCount]) {
-    const int queries = clamped_length(args.query_lengths, item.batch, args.queries);
-    const int keys = clamped_length(args.key_lengths, item.batch, args.keys);
+    const int queries = computed_queries(args, item.batch, args.queries);
+    const int keys = computed_keys(args, item.batch, args.keys);
+    const Bounds bounds = bounds_of(args, queries, keys);
     const int first_key = item.key + thread.first_column();
     const int64_t head = (int64_t{1} * item.batch * args.heads + item.head) * args.lse_delta_rows;
     constexpr int kOctetBytes = kOctet * sizeof(MaskElement);
@@ -346,7 +347,7 @@ struct DmaskConsumer {
       const int existing = smaller(row, args.queries - 1);
       lse[half] = args.lse[head + existing];
       delta[half] = args.delta ? args.delta[head + existing] : 0.0f;
-      allowed[half] = row < queries ? keys_of_row(row, args.bounds, keys) : Range{0, 0};
+      allowed[half] = row < queries ? keys_of_row(row, bounds, keys) : Range{0, 0};
       const uint32_t line = one_row ? 0 : row - item.row;
       first[half] =
           sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;

@@ -48,25 +48,15 @@ __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, i
                                                 int block_rows) {
   const Packing& packing = args.packing;
   if (!packing.query_offsets) {
-    return {batch,
-            batch,
-            0,
-            0,
-            args.queries,
-            args.keys,
-            clamped_length(args.query_lengths, batch, args.queries),
-            clamped_length(args.key_lengths, batch, args.keys),
-            0,
-            args.bounds};
+    const int queries = computed_queries(args, batch, args.queries);
+    const int keys = computed_keys(args, batch, args.keys);
+    return {batch,     batch,   0,    0, args.queries,
+            args.keys, queries, keys, 0, bounds_of(args, queries, keys)};
   }
   const bool rest = batch == packing.sequences;
   const int query_origin = packing.query_offsets[batch], key_origin = packing.key_offsets[batch];
   const int queries = (rest ? args.queries : packing.query_offsets[batch + 1]) - query_origin;
   const int keys = (rest ? args.keys : packing.key_offsets[batch + 1]) - key_origin;
-  Bounds bounds = args.bounds;
-  if (packing.bottom_right) {
-    bounds.diagonal = keys - queries;
-  }
   return {batch,
           0,
           query_origin,
@@ -76,7 +66,7 @@ __device__ __forceinline__ Sequence sequence_of(const BackwardArguments& args, i
           rest ? 0 : queries,
           rest ? 0 : keys,
           first_block(packing.query_offsets, batch, block_rows),
-          bounds};
+          bounds_of(args, queries, keys)};
 }
 
 // What a thread block computes.

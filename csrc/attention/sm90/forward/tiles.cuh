@@ -37,13 +37,8 @@ __device__ __forceinline__ Range tile_rows(const TileInfo& tile) {
   return {tile.row, smaller(tile.row + Traits::kTileRows, tile.queries)};
 }
 
-// The diagonal of packed sequences depends on their own lengths.
 __device__ __forceinline__ Bounds bounds_of(const ForwardArguments& args, const TileInfo& tile) {
-  Bounds bounds = args.bounds;
-  if (args.packing.bottom_right) {
-    bounds.diagonal = tile.keys - tile.queries;
-  }
-  return bounds;
+  return bounds_of(args, tile.queries, tile.keys);
 }
 
 // Packed sequences are rows of one batch entry.
@@ -124,12 +119,9 @@ __device__ __forceinline__ TileInfo unsplit_tile(const ForwardArguments& args,
   }
   const sm90::TilePlace place = sm90::tile_place(args.order, tile);
   const int batch = place.head / args.heads;
-  return {place.row_tile * Traits::kTileRows,
-          batch,
-          place.head - batch * args.heads,
-          clamped_length(args.query_lengths, batch, args.queries),
-          clamped_length(args.key_lengths, batch, args.keys),
-          0};
+  return {place.row_tile * Traits::kTileRows,    batch,
+          place.head - batch * args.heads,       computed_queries(args, batch, args.queries),
+          computed_keys(args, batch, args.keys), 0};
 }
 
 // Tile number `number`; with split-KV, the splits of a tile have consecutive numbers.

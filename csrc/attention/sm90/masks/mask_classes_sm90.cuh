@@ -183,8 +183,9 @@ static __global__ void classify_mask_kernel(const DenseMask mask, const Restrict
   const int64_t class_head = rest / layout.row_tiles;
   const int batch = static_cast<int>(class_head / layout.class_heads);
   const int head = static_cast<int>(class_head % layout.class_heads);
-  const int queries = clamped_length(restrictions.query_lengths, batch, all_queries);
-  const int keys = clamped_length(restrictions.key_lengths, batch, all_keys);
+  const int queries = computed_queries(restrictions, batch, all_queries);
+  const int keys = computed_keys(restrictions, batch, all_keys);
+  const Bounds bounds = bounds_of(restrictions, queries, keys);
   const int64_t mask_number = mask_head(layout, batch, head);
 
   __shared__ uint32_t live[kMaxBlockWords], masked;
@@ -198,7 +199,7 @@ static __global__ void classify_mask_kernel(const DenseMask mask, const Restrict
   const int row = tile * layout.tile_rows + threadIdx.x;
   const Range block = {n * layout.block, (n + 1) * layout.block};
   const Range allowed =
-      row < queries ? overlap(block, keys_of_row(row, restrictions.bounds, keys)) : Range{0, 0};
+      row < queries ? overlap(block, keys_of_row(row, bounds, keys)) : Range{0, 0};
   const bool restricted = allowed.begin > block.begin || allowed.end < block.end;
   const bool first_lane = threadIdx.x % kWarpThreads == 0;
   for (int word = 0; word < kMaxBlockWords; ++word) {

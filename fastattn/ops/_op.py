@@ -16,7 +16,7 @@ kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -29,14 +29,43 @@ _Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 _MAX_LAYOUTS = 4096
 
 
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.SymInt: "SymInt",
+}
+
+
+def schema_of(call_type: type[tuple[Any, ...]], results: int) -> str:
+    """The arguments of a schema, from the annotations of a NamedTuple's fields. An integer that may
+    be symbolic is Annotated[int, torch.SymInt]; Sequence[bool] has an element for each result.
+    """
+    found = []
+    for name, hint in get_type_hints(call_type, include_extras=True).items():
+        optional = type(None) in get_args(hint)
+        if optional:
+            [hint] = set(get_args(hint)) - {type(None)}
+        if get_origin(hint) is Sequence:
+            kind = f"bool[{results}]"
+        else:
+            kind = _SCHEMA_TYPES[getattr(hint, "__metadata__", (hint,))[0]]
+        found.append(f"{kind}{'?' if optional else ''} {name}")
+    return ", ".join(found)
+
+
 class Op:
     """A torch op `fastattn::<name>` with several backends.
 
-    arguments, results: as in a schema; results are named.
-    outputs: (*arguments) -> tuple of empty results; with a call_type, (call) -> the same.
+    arguments: as in a schema, or a NamedTuple type whose fields they are (`schema_of`). `outputs`
+    and all backends but the reference then take this tuple; the reference always takes the
+    arguments one by one.
+    results: as in a schema; they are named.
+    outputs: (*arguments) -> tuple of empty results; with a NamedTuple, (call) -> the same.
     package: the module path of the op's folder; backend `b` is the module `<package>.b`.
-    call_type: a NamedTuple of the arguments. `outputs` and all backends but the reference take this
-    tuple; the reference takes the arguments one by one.
     public_name: the public function that the op belongs to.
     data: the argument (a tensor or a dtype) that has the dtype of the data.
     batched: the arguments and results with a batch whose elements are computed independently, so
@@ -52,12 +81,11 @@ class Op:
     def __init__(
         self,
         name: str,
-        arguments: str,
+        arguments: str | type[tuple[Any, ...]],
         results: str,
         outputs: Callable[..., tuple[Tensor, ...]],
         package: str,
         backends: Sequence[Backend],
-        call_type: type[tuple[Any, ...]] | None = None,
         *,
         public_name: str | None = None,
         data: str | None = None,
@@ -71,7 +99,8 @@ class Op:
         requested_in_pairs: bool = False,
     ):
         self.name, self.outputs, self.package = name, outputs, package
-        self.call_type, self.public_name = call_type, public_name or name
+        self.call_type = None if isinstance(arguments, str) else arguments
+        self.public_name = public_name or name
         self.is_backward, self.requestable = is_backward, requestable
         self.requested_in_pairs = requested_in_pairs
         self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
@@ -82,6 +111,8 @@ class Op:
         self._cached_layouts: dict[tuple[Any, ...], tuple[_Layout, ...]] = {}
         self._launchers: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
+        if not isinstance(arguments, str):
+            arguments = schema_of(arguments, results.count(",") + 1)
         LIBRARY.define(f"{name}({arguments}) -> ({results})")
         LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})")
         written = ", ".join(
@@ -94,7 +125,6 @@ class Op:
         schema = self.default._schema
         self.arguments = [a.name for a in schema.arguments]
         self.results = [r.name for r in schema.returns]
-        assert call_type is None or [*getattr(call_type, "_fields", ())] == self.arguments
         types = [str(a.type) for a in schema.arguments]
         self.tensors = [i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]")]
         self.first_tensor = types.index("Tensor")  # its device is the op's device
@@ -174,7 +204,7 @@ class Op:
         return [x.contiguous() if i in strided else x for i, x in enumerate(args)]
 
     def as_call(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments as a call_type, if the op has one."""
+        """The arguments as the op's NamedTuple, if it has one."""
         if self.call_type is None or type(args) is self.call_type:
             return args
         return self.call_type._make(args)  # type: ignore[attr-defined, no-any-return]

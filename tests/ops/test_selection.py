@@ -4,7 +4,8 @@ Most tests define their own op (probe_op). test_selection_on_gpu.py has the test
 """
 
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops import _env, _select, backend_table
-from fastattn.ops._op import LIBRARY, Backend, Op
+from fastattn.ops._op import LIBRARY, Backend, Op, schema_of
 from fastattn.testing import poisoned_results
 
 CUDA = torch.device("cuda", 0)
@@ -120,6 +121,25 @@ def PROBE_workspace(x, factor):
 class _Call(NamedTuple):
     x: Tensor
     factor: float
+
+
+class _Everything(NamedTuple):
+    x: Tensor
+    bias: Tensor | None
+    word: str
+    flag: bool
+    count: int
+    size: Annotated[int, torch.SymInt]
+    p: float
+    dtype: torch.dtype
+    needs: Sequence[bool]
+
+
+def test_a_schema_has_the_types_of_the_fields() -> None:
+    assert schema_of(_Everything, 3) == (
+        "Tensor x, Tensor? bias, str word, bool flag, int count, SymInt size, float p, "
+        "ScalarType dtype, bool[3] needs"
+    )
 
 
 def test_a_call_type_holds_the_arguments(make_op: MakeOp) -> None:

@@ -40,12 +40,11 @@ def make_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeOp]
             (folder / f"{backend}.py").write_text(source.replace("PROBE", name))
         op = Op(
             name,
-            "Tensor x, float factor",
+            call_type or "Tensor x, float factor",
             "Tensor y, Tensor z",
             outputs,
             folder.name,
             order,
-            call_type,
             public_name=public_name,
         )
         defined.append(op)

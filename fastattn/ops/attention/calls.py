@@ -1,11 +1,14 @@
-"""The arguments of attention's torch ops: one tuple for each op, in the order of its schema. All
-backends but the reference take them.
+"""The arguments of attention's torch ops: one tuple for each op, whose fields are the arguments of
+its schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
+
+SymInt = Annotated[int, torch.SymInt]
 
 
 class ForwardCall(NamedTuple):
@@ -17,8 +20,8 @@ class ForwardCall(NamedTuple):
     key_lengths: Tensor | None
     query_lengths: Tensor | None
     causal: int
-    window_left: int
-    window_right: int
+    window_left: SymInt
+    window_right: SymInt
     scale: float
     dropout_p: float
     dropout_seed: Tensor | None
@@ -38,8 +41,8 @@ class BackwardCall(NamedTuple):
     out: Tensor
     lse: Tensor
     causal: int
-    window_left: int
-    window_right: int
+    window_left: SymInt
+    window_right: SymInt
     scale: float
     dropout_p: float
     dropout_seed: Tensor | None
@@ -53,11 +56,11 @@ class PackedForwardCall(NamedTuple):
     v: Tensor  # [S, K, E]
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: SymInt
+    max_seqlen_k: SymInt
     causal: int
-    window_left: int
-    window_right: int
+    window_left: SymInt
+    window_right: SymInt
     scale: float
     dropout_p: float
     dropout_seed: Tensor | None
@@ -74,11 +77,11 @@ class PackedBackwardCall(NamedTuple):
     cu_seqlens_k: Tensor
     out: Tensor
     lse: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: SymInt
+    max_seqlen_k: SymInt
     causal: int
-    window_left: int
-    window_right: int
+    window_left: SymInt
+    window_right: SymInt
     scale: float
     dropout_p: float
     dropout_seed: Tensor | None

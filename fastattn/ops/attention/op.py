@@ -61,54 +61,37 @@ def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
 
 
 _LENGTHS = ("key_lengths", "query_lengths")
-_RESTRICTIONS = "Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, Tensor? query_lengths"
-_OPTIONS = (
-    "int causal, SymInt window_left, SymInt window_right, float scale, float dropout_p, "
-    "Tensor? dropout_seed, int dropout_stream"
-)
+# The arguments and results of both ops that have a batch.
+_BATCHED = (
+    "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv",
+)  # fmt: skip
 
 attention = differentiable(
     Op(
         "attention_fwd",
-        f"Tensor q, Tensor k, Tensor v, {_RESTRICTIONS}, {_OPTIONS}",
+        ForwardCall,
         "Tensor out, Tensor lse",
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        ForwardCall,
         public_name="attention",
         contiguous=("q", "k", "v", *_LENGTHS),
-        batched=("q", "k", "v", "key_lengths", "query_lengths", "out", "lse"),
+        batched=_BATCHED,
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
         dropout=("dropout_p",),
     ),
     Op(
         "attention_bwd",
-        f"Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_RESTRICTIONS}, "
-        f"Tensor out, Tensor lse, {_OPTIONS}, bool[4] needs",
+        BackwardCall,
         "Tensor dq, Tensor dk, Tensor dv, Tensor dmask",
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        BackwardCall,
         public_name="attention",
         data="q",
         contiguous=("dout", "q", "k", "v", "out", *_LENGTHS),
-        batched=(
-            "dout",
-            "dlse",
-            "q",
-            "k",
-            "v",
-            "key_lengths",
-            "query_lengths",
-            "out",
-            "lse",
-            "dq",
-            "dk",
-            "dv",
-        ),
+        batched=_BATCHED,
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
         dropout=("dropout_p",),
@@ -131,30 +114,25 @@ def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
 
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-_SEQUENCES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
-_VARLEN_OPTIONS = f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_OPTIONS}"
 
 attention_varlen = differentiable(
     Op(
         "attention_varlen_fwd",
-        f"Tensor q, Tensor k, Tensor v, {_SEQUENCES}, {_VARLEN_OPTIONS}",
+        PackedForwardCall,
         "Tensor out, Tensor lse",
         _varlen_fwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        PackedForwardCall,
         public_name="attention_varlen",
         contiguous=("q", "k", "v", *_OFFSETS),
     ),
     Op(
         "attention_varlen_bwd",
-        f"Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, {_SEQUENCES}, "
-        f"Tensor out, Tensor lse, {_VARLEN_OPTIONS}, bool[3] needs",
+        PackedBackwardCall,
         "Tensor dq, Tensor dk, Tensor dv",
         _varlen_bwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        PackedBackwardCall,
         public_name="attention_varlen",
         data="q",
         contiguous=("dout", "q", "k", "v", "out", *_OFFSETS),

@@ -106,22 +106,23 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
 
 # -- what the library is called with --------------------------------------------------------------
 # A call's arguments, the same for both directions, in the order of its schema.
-_OPTIONS = ForwardCall._fields[ForwardCall._fields.index("causal") :]
+_FIELDS = ForwardCall._fields
+_LENGTHS = _FIELDS[_FIELDS.index("mask_tiles") + 1 : _FIELDS.index("causal")]
 _operands = attrgetter("q", "k", "v")
-_restrictions = attrgetter("key_lengths", "query_lengths")
+_lengths = attrgetter(*_LENGTHS)
 _packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_options = attrgetter(*_OPTIONS)
+_options = attrgetter(*_FIELDS[_FIELDS.index("causal") :])
 
 
 def _padded(
     call: ForwardCall | BackwardCall, mask: Tensor | None, mask_tiles: Tensor | None
 ) -> tuple[Any, ...]:
     none = (None, None, 0, 0)
-    return (*_operands(call), mask, mask_tiles, *_restrictions(call), *none, *_options(call))
+    return (*_operands(call), mask, mask_tiles, *_lengths(call), *none, *_options(call))
 
 
 def _packed(call: PackedForwardCall | PackedBackwardCall) -> tuple[Any, ...]:
-    none = (None, None, None, None)
+    none = (None, None, *(None for _ in _LENGTHS))
     return (*_operands(call), *none, *_packing(call), *_options(call))
 
 

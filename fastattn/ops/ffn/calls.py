@@ -1,5 +1,5 @@
-"""The arguments of the feed-forward network's torch ops: one tuple for each op, in the order of its
-schema. All backends but the reference take them.
+"""The arguments of the feed-forward network's torch ops: one tuple for each op, whose fields are
+the arguments of its schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence

@@ -37,33 +37,25 @@ def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
     )
 
 
-_OPTIONS = (
-    "str activation, float dropout_p, float output_dropout_p, Tensor? dropout_seed, "
-    "int dropout_stream"
-)
-
 ffn = differentiable(
     Op(
         "ffn_fwd",
-        f"Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? residual, {_OPTIONS}",
+        ForwardCall,
         "Tensor y, Tensor hidden",
         _fwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        ForwardCall,
         public_name="ffn",
         batched=("x", "residual", "y", "hidden"),
         dropout=("dropout_p", "output_dropout_p"),
     ),
     Op(
         "ffn_bwd",
-        "Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor hidden, "
-        f"{_OPTIONS}, bool[5] needs",
+        BackwardCall,
         "Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2",
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
-        BackwardCall,
         public_name="ffn",
         data="x",
         contiguous=("dy",),

@@ -95,34 +95,29 @@ def _rms_norm_bwd_outputs(call: RmsNormBackwardCall) -> tuple[Tensor, ...]:
     return _contiguous(x, needs[0], x), _contiguous(call.weight, needs[1], x)
 
 
-def _op(name: str, arguments: str, results: str, outputs: Any, call_type: Any) -> Op:
+def _op(name: str, call_type: Any, results: str, outputs: Any) -> Op:
     public_name, _, direction = name.rpartition("_")
-    backward = direction == "bwd"
+    backward, arguments = direction == "bwd", call_type._fields
     return Op(
-        name, arguments, results, outputs, _PACKAGE, _BACKENDS, call_type, public_name=public_name,
+        name, call_type, results, outputs, _PACKAGE, _BACKENDS, public_name=public_name,
         data="x_dtype" if "x_dtype" in arguments else "x", is_backward=backward,
         contiguous=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
         batched=_ROWS, dropout=("dropout_p",) if "dropout_p" in arguments else (),
     )  # fmt: skip
 
 
-_DROPOUT = "float dropout_p, Tensor? dropout_seed, int dropout_stream"
-
 layer_norm = differentiable(
     _op(
         "layer_norm_fwd",
-        "Tensor x, Tensor? weight, Tensor? bias, float eps",
+        LayerNormCall,
         "Tensor y, Tensor mean, Tensor rstd",
         _layer_norm_fwd_outputs,
-        LayerNormCall,
     ),
     _op(
         "layer_norm_bwd",
-        "Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, float eps, "
-        "bool[3] needs",
+        LayerNormBackwardCall,
         "Tensor dx, Tensor dweight, Tensor dbias",
         _layer_norm_bwd_outputs,
-        LayerNormBackwardCall,
     ),
     reference.layer_norm_bwd,
     gradients={"dx": "x", "dweight": "weight", "dbias": "bias"},
@@ -132,19 +127,15 @@ layer_norm = differentiable(
 add_layer_norm = differentiable(
     _op(
         "add_layer_norm_fwd",
-        "Tensor x, Tensor residual, Tensor? x_bias, Tensor? weight, Tensor? bias, float eps, "
-        + _DROPOUT,
+        AddLayerNormCall,
         "Tensor y, Tensor z, Tensor mean, Tensor rstd",
         _add_layer_norm_fwd_outputs,
-        AddLayerNormCall,
     ),
     _op(
         "add_layer_norm_bwd",
-        "Tensor? dy, Tensor? dz, Tensor z, Tensor? x_bias, Tensor? weight, Tensor? bias, "
-        f"Tensor mean, Tensor rstd, float eps, ScalarType x_dtype, {_DROPOUT}, bool[5] needs",
+        AddLayerNormBackwardCall,
         "Tensor dx, Tensor dresidual, Tensor dx_bias, Tensor dweight, Tensor dbias",
         _add_layer_norm_bwd_outputs,
-        AddLayerNormBackwardCall,
     ),
     reference.add_layer_norm_bwd,
     gradients={
@@ -163,17 +154,15 @@ add_layer_norm = differentiable(
 rms_norm = differentiable(
     _op(
         "rms_norm_fwd",
-        "Tensor x, Tensor? weight, float eps",
+        RmsNormCall,
         "Tensor y, Tensor rstd",
         _rms_norm_fwd_outputs,
-        RmsNormCall,
     ),
     _op(
         "rms_norm_bwd",
-        "Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float eps, bool[2] needs",
+        RmsNormBackwardCall,
         "Tensor dx, Tensor dweight",
         _rms_norm_bwd_outputs,
-        RmsNormBackwardCall,
     ),
     reference.rms_norm_bwd,
     gradients={"dx": "x", "dweight": "weight"},

@@ -168,7 +168,7 @@ def _small(name: str, **options: Any) -> Sample:
 # The whole suite's samples for the interpreter take minutes; these meet every line of the kernels.
 _INTERPRETED = (
     "d80", "gqa", "bottom_right", "window", "key_lengths_rows", "both_lengths", "bool_mask_keys",
-    "bias_row", "no_keys",
+    "bias_row", "no_keys", "huge_logits",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (
@@ -303,8 +303,9 @@ def test_scores_far_below_zero() -> None:
 
 @runs
 @pytest.mark.parametrize("mask", [None, "float MN"])
-def test_nan_in_a_query_reaches_the_gradients(mask: str | None) -> None:
-    call = Call(_small("NaN", B=1, H=1, M=20, N=70, D=16, mask=mask), torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_in_a_query_reaches_the_gradients(mask: str | None, dtype: torch.dtype) -> None:
+    call = Call(_small("NaN", B=1, H=1, M=20, N=70, D=16, mask=mask), dtype)
     call.tensors[0][0, 0, 3, 5] = NAN
     call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
     results = call.run()

@@ -267,7 +267,7 @@ class _Binder:
             PRECISION=self.layout.config.precision, HAS_DOUT=self.call.dout is not None,
             # The lowest value of these makes exp of any score 0, without a comparison.
             BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32),
-            NATURAL=facts.dtype == torch.float32 or facts.bias, **others,
+            **others,
         )  # fmt: skip
 
     def tile_case(self, tile: BwdTile, tma: bool, dead: bool, ragged: bool) -> Case:

@@ -63,20 +63,21 @@ def weights(
 ):
     """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
     for a bias, which may be of any size. SHIFTED: times 2 ** shift, which lse, unless NATURAL, has
-    in it.
+    in it. The rounding error of a huge score may exceed every exponent: no p is larger than 1, and
+    NaN stays NaN.
     """
     if NATURAL:
         s = s * scale
         if BIAS:
             s = s + bias
-        # A huge score may round to more than its lse, from another order of additions. NaN stays.
         s = tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if SHIFTED:
             return tl.exp2(s * LOG2E + shift)
         else:
             return tl.exp2(s * LOG2E)
     else:
-        return tl.exp2(s * scale - lse)
+        largest = shift if SHIFTED else 0.0
+        return tl.exp2(tl.minimum(s * scale - lse, largest, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums
 from fastattn.ops.attention.triton.mask_lists import list_of
 from fastattn.ops.attention.triton.tiles import (
     FULL,
+    LOG2E,
     NEG_INF,
     NOT_SPECIALIZED,
     PARTIAL,
@@ -215,7 +216,7 @@ def attention_fwd_kernel(
         Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
         Reach(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),
-        scale,
+        scale if CASE.NATURAL else scale * LOG2E,
     )  # fmt: skip
     sums = Sums(m, l, acc0, acc1)
     if CASE.ARITHMETIC or CASE.DENSE or CASE.RAGGED:
@@ -229,7 +230,11 @@ def attention_fwd_kernel(
 
     # -- results; a row without keys has l = 0, a row beyond the query length is as good as one
     empty = (sums.l == 0.0) | (i >= q_limit)
-    lse = tl.where(empty, NEG_INF, sums.m + tl.log(sums.l))
+    if CASE.NATURAL:
+        lse = sums.m + tl.log(sums.l)
+    else:
+        lse = (sums.m + tl.log2(sums.l)) / LOG2E
+    lse = tl.where(empty, NEG_INF, lse)
     tl.store(lse_ptr + lse_start + i, lse, mask=i < M)
     factor = tl.where(empty, 0.0, 1.0 / sums.l)
     if CASE.DROPOUT:

@@ -1,10 +1,10 @@
 """One step of attention's forward in Triton: what a tile of queries does with a tile of keys.
 
 `attend_tile` reads as the step does: scores, restrictions, online softmax, product with the values.
-What a program has in hand goes from function to function in three tuples: the Case it is compiled
-for (tiles.py), the Operands that it only reads, and the Sums of its rows. Softmax is in base 2, but
-the running maximum stays in natural units, because an additive mask may come close to the largest
-finite number.
+Functions pass on three tuples: the Case that the kernel is compiled for (tiles.py), the Operands
+that are only read, and the Sums of the rows. Softmax is in base 2. Under NATURAL scores and their
+maximum are in natural units: an additive mask may come close to the largest finite number, and fp32
+keeps its last bits.
 """
 
 # Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
@@ -48,7 +48,7 @@ class Mask(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """scale is positive. q1 is used where there is D1."""
+    """scale is positive, and times log2(e) unless NATURAL. q1 is used where there is D1."""
 
     q0: Any
     q1: Any
@@ -129,20 +129,22 @@ def online_softmax(s, m, l, given, n_start, SCALED: tl.constexpr, CASE: tl.const
     by, the sum l of the weights before dropout. SCALED: s is scaled already.
     """
     scale = given.scale
-    if SCALED:
-        m_new = tl.maximum(m, tl.max(s, 1))
-    else:
-        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    m_new = tl.maximum(m, tl.max(s, 1) if SCALED else tl.max(s, 1) * scale)
     # A row without any key yet keeps -inf, and -inf - (-inf) is NaN.
     m_finite = tl.where(m_new == NEG_INF, 0.0, m_new)
-    if SCALED:
-        p = tl.exp2((s - m_finite[:, None]) * LOG2E)
-    elif given.q0.dtype == tl.float32:
-        # Large logits would lose their last bits to a rounded m * log2(e).
-        p = tl.exp2((s * scale - m_finite[:, None]) * LOG2E)
+    if not CASE.NATURAL:
+        # The rounding error of m, up to 8 for scores of 1e8, is the same in p, alpha and l.
+        p = tl.exp2(s * scale - m_finite[:, None])
+        alpha = tl.exp2(m - m_finite)
     else:
-        p = tl.exp2(s * (scale * LOG2E) - (m_finite * LOG2E)[:, None])
-    alpha = tl.exp2((m - m_finite) * LOG2E)
+        if SCALED:
+            p = tl.exp2((s - m_finite[:, None]) * LOG2E)
+        elif given.q0.dtype == tl.float32:
+            # Large logits would lose their last bits to a rounded m * log2(e).
+            p = tl.exp2((s * scale - m_finite[:, None]) * LOG2E)
+        else:
+            p = tl.exp2(s * (scale * LOG2E) - (m_finite * LOG2E)[:, None])
+        alpha = tl.exp2((m - m_finite) * LOG2E)
     l = l * alpha + tl.sum(p, 1)
     if CASE.DROPOUT:
         p = drop(p, given, n_start, CASE)

@@ -148,6 +148,7 @@ class Facts(NamedTuple):
             "SHARED": 0 if self.mask is None else shared_lines(self.mask),
             "MASK_UNIT": self.mask_unit,
             "DROPOUT": dropout,
+            "NATURAL": self.dtype == torch.float32 or self.bias,
             "D": self.D, "D0": d[0], "D1": d[1], "E": self.E, "E0": e[0], "E1": e[1],
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,

@@ -117,13 +117,13 @@ class Case(NamedTuple):
     DENSE: there is a mask; BIAS: it is added; SHARED: which of its lines serves all (ONE_ROW,
     ONE_COLUMN or 0). Strides of tensors come divided by UNIT, N and those of the mask but the last
     by MASK_UNIT, so that the compiler sees their alignment.
-    DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's. RAGGED: the last tile of the
+    DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's. NATURAL: scores are in natural
+    units, else times log2(e). RAGGED: the last tile of the
     loop is not whole. DEAD: rows of what the loop reads may attend no pair. TMA: it reads through
     descriptors. PRECISION: of fp32 products. D columns of q and k are on chip as tiles of D0 and D1
     (or 0), E of v as E0 and E1.
     Of the backward: LISTS: tiles are listed in memory, from base tiles of BASE_M by BASE_N.
-    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. NATURAL: scores stay
-    in natural units.
+    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value.
     """
 
     HAS_LOW: Any
@@ -138,6 +138,7 @@ class Case(NamedTuple):
     SHARED: Any
     MASK_UNIT: Any
     DROPOUT: Any
+    NATURAL: Any
     D: Any
     D0: Any
     D1: Any
@@ -157,7 +158,6 @@ class Case(NamedTuple):
     BASE_M: Any = 1
     BASE_N: Any = 1
     BY_VALUE: Any = False
-    NATURAL: Any = True
     HAS_DOUT: Any = True
 
 

@@ -4,10 +4,11 @@
 
 Tensors are [B, S, H, D] and masks are aligned bottom right, as in flash_attn. The functions run on
 every device of fastattn, a CPU included, also in fp32, and have gradients for the same arguments.
-Differences: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf; all
-results are deterministic, so `deterministic` has no effect; `num_splits` is ignored; `softcap` is
-not supported. ALiBi slopes and windows, except causal ones and those of equal lengths, become a
-dense mask of at most [B, H, M, N]: exact, but slower.
+Differences: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf;
+gradients are deterministic on a CPU and, under torch.use_deterministic_algorithms, on a GPU, where
+`deterministic` raises without it; `num_splits` is ignored; `softcap` is not supported. ALiBi slopes
+and windows, except causal ones and those of equal lengths, become a dense mask of at most
+[B, H, M, N]: exact, but slower.
 """
 
 import operator
@@ -50,6 +51,7 @@ def flash_attn_func(
         out [B, M, H, E], or (out, lse, weights).
     """
     _refuse_softcap(softcap)
+    _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     heads = _heads_first(q, k, v)
     M, N = q.shape[1], k.shape[1]
@@ -106,6 +108,7 @@ def flash_attn_varlen_func(
         out [T, H, E], or (out, lse, weights).
     """
     _refuse_softcap(softcap)
+    _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     max_seqlen_q, max_seqlen_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
     same = cu_seqlens_q is cu_seqlens_k
@@ -269,6 +272,16 @@ def flash_attn_with_kvcache(
 def _refuse_softcap(softcap: float) -> None:
     if softcap != 0.0:
         raise NotImplementedError(f"softcap must be 0.0, got {softcap}")
+
+
+def _check_deterministic(deterministic: bool, q: Tensor) -> None:
+    """The backward reads PyTorch's setting when it runs; a call cannot pass another."""
+    if not (deterministic and q.is_cuda and torch.is_grad_enabled()):
+        return
+    if not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "deterministic must be False without torch.use_deterministic_algorithms(True), got True"
+        )
 
 
 def _integer(value: Any) -> int:

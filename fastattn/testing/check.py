@@ -3,12 +3,14 @@
 A sample's results (outputs, and gradients for fixed random output gradients) are compared with the
 fp64 reference. The error budget (compare.py) depends on the error of the reference in the data's
 dtype. The error of PyTorch's operators is shown for comparison. Correct results are then checked
-for the properties of properties.py: rerun, batch, padding.
+for the properties of properties.py: rerun, batch, padding; those of a backend with the same bits in
+every run only on request, from a second run under deterministic algorithms, which is also compared.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import tempfile
@@ -26,7 +28,13 @@ from fastattn.ops import _env, _verified
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.poison import poisoned_results
-from fastattn.testing.properties import PROPERTIES, Case, Results
+from fastattn.testing.properties import (
+    DETERMINISTIC_ON_REQUEST,
+    PROPERTIES,
+    Case,
+    Results,
+    deterministic_algorithms,
+)
 from fastattn.testing.spec import Index, Inputs, OpSpec, Sample, all_specs
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -170,8 +178,10 @@ def check_sample(
     def make() -> Inputs:
         return sample.inputs(device, oracle.dtype)
 
-    def run(inputs: Inputs, douts: tuple[Tensor, ...] | None = None) -> Results:
-        with poisoned_results():
+    def run(
+        inputs: Inputs, douts: tuple[Tensor, ...] | None = None, *, deterministic: bool = False
+    ) -> Results:
+        with poisoned_results(), deterministic_algorithms(deterministic):
             return _run(spec, sample, inputs, backend, douts)
 
     def crash(error: Exception, kind: str) -> Row:
@@ -189,26 +199,43 @@ def check_sample(
         return [*rows, row("gradients", "refused", message=message)]
     except Exception as error:  # reported as a row; other samples still run
         return [crash(error, "value")]
-    rows = []
-    for name, value in results.items():
-        comparison = oracle.judge(name, value)
-        rows.append(
-            row(
-                name,
-                "ok" if comparison.ok else "FAIL",
-                error=comparison.error,
-                allowed=comparison.allowed,
-                torch_error=(torch_errors or {}).get(name),
-                message=comparison.message,
+
+    def judged(results: Results) -> list[Row]:
+        rows = []
+        for name, value in results.items():
+            comparison = oracle.judge(name, value)
+            rows.append(
+                row(
+                    name,
+                    "ok" if comparison.ok else "FAIL",
+                    error=comparison.error,
+                    allowed=comparison.allowed,
+                    torch_error=(torch_errors or {}).get(name),
+                    message=comparison.message,
+                )
             )
-        )
+        return rows
+
+    rows = judged(results)
     douts = output_gradients(spec, sample, tuple(results[name] for name in spec.results))
-    case = Case(spec, sample, backend, results, douts, make, run, oracle.judge)
-    for kind, judged in PROPERTIES.items():
+    again: Callable[..., Results] = run
+    if backend in DETERMINISTIC_ON_REQUEST and sample.gradients:
+        again = functools.partial(run, deterministic=True)
+        try:
+            results = again(make(), douts)
+        except Exception as error:
+            return [*rows, crash(error, "value")]
+        rows += [
+            dataclasses.replace(r, message=f"with deterministic algorithms: {r.message}")
+            for r in judged(results)
+            if r.status == "FAIL"
+        ]
+    case = Case(spec, sample, backend, results, douts, make, again, oracle.judge)
+    for kind, faults_of in PROPERTIES.items():
         if any(r.status == "FAIL" for r in rows):
             break
         try:
-            faults = judged(case)
+            faults = faults_of(case)
         except Exception as error:
             rows.append(crash(error, kind))
             break

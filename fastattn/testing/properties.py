@@ -8,7 +8,8 @@ A property takes a `Case` and returns its faults (result -> message), or None if
 to the sample, which has no batch or no dead positions.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from fastattn.testing.spec import Index, Inputs, OpSpec, Sample
 
 Results = dict[str, Tensor]
 Faults = dict[str, str]
+# Backends with the same bits in every run only under torch.use_deterministic_algorithms: sm90 adds
+# to dq in any order otherwise.
+DETERMINISTIC_ON_REQUEST = ("sm90",)
 _FILLS = {"finite": -3.5, "NaN": float("nan"), "inf": float("inf")}
 
 
@@ -39,6 +43,17 @@ class Case:
     make: Callable[[], Inputs]
     run: Callable[[Inputs, tuple[Tensor, ...]], Results]
     judge: Callable[[str, Tensor, Index], Comparison]
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(enabled: bool = True) -> Iterator[None]:
+    """As torch.use_deterministic_algorithms; ops that have no such algorithm warn."""
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(enabled, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

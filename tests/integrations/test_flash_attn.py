@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn.integrations import flash_attn
+from fastattn.testing.properties import deterministic_algorithms
 
 H, K, D = 4, 2, 8
 
@@ -251,6 +253,24 @@ def test_input_errors() -> None:
         flash_attn.flash_attn_with_kvcache(
             q, q, q, block_table=torch.zeros(1, 1).int(), cache_leftpad=torch.zeros(1).int()
         )
+
+
+def test_deterministic_gradients_on_a_gpu() -> None:
+    """They follow PyTorch's setting, which the argument cannot replace."""
+    functions = (flash_attn.flash_attn_qkvpacked_func, flash_attn.flash_attn_varlen_qkvpacked_func)
+    with FakeTensorMode():
+        tensors = (
+            torch.empty(1, 9, 3, H, D, device="cuda"),
+            torch.empty(9, 3, H, D, device="cuda"),
+        )
+        offsets = torch.empty(2, dtype=torch.int32, device="cuda")
+        for function, qkv, lengths in zip(functions, tensors, ((), (offsets, 9)), strict=True):
+            with pytest.raises(ValueError, match="deterministic must be False without torch"):
+                function(qkv, *lengths, deterministic=True)
+            with deterministic_algorithms():
+                assert function(qkv, *lengths, deterministic=True).is_cuda
+            with torch.no_grad():
+                assert function(qkv, *lengths, deterministic=True).is_cuda
 
 
 @pytest.mark.parametrize("unused", [-1, 99])

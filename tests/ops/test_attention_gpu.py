@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastattn
 from fastattn.ops import _native
 from fastattn.ops.attention import spec
+from fastattn.testing.properties import DETERMINISTIC_ON_REQUEST, deterministic_algorithms
 
 ROOT = Path(__file__).resolve().parents[2]
 Inputs = dict[str, Any]
@@ -73,9 +74,10 @@ _PLACES = (
 
 
 @pytest.fixture(params=_PLACES)
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     kind, backend = request.param.split()
-    return Place(torch.device(kind, 0 if kind == "cuda" else None), backend)
+    with deterministic_algorithms(backend in DETERMINISTIC_ON_REQUEST):
+        yield Place(torch.device(kind, 0 if kind == "cuda" else None), backend)
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -306,6 +308,7 @@ import sys
 import torch
 import fastattn
 device, backend = sys.argv[1:]
+torch.use_deterministic_algorithms(True, warn_only=True)
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 q, k, v = torch.randn(3, 2, 2, 200, 64, device=device, dtype=dtype).unbind()
 x, w = torch.randn(64, 512, device=device, dtype=dtype), torch.ones(512, device=device, dtype=dtype)
@@ -425,7 +428,7 @@ def test_another_device_than_the_current(backend: str, name: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     places = [Place(torch.device("cuda", n), backend) for n in (0, 1)]
-    with torch.cuda.device(0):
+    with torch.cuda.device(0), deterministic_algorithms():
         here, there = (results(place, sample(place, name)) for place in places)
         again = results(places[0], sample(places[0], name))
         assert torch.cuda.current_device() == 0

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -100,6 +101,42 @@ def test_bits_that_depend_on_the_batch_are_detected(monkeypatch: pytest.MonkeyPa
     _break(monkeypatch, "layer_norm_bwd", "cpu", change)
     faults = _faults(_judge("layer_norm", "odd_width", "cpu"))
     assert faults == {("batch", "dx"): "rows 0 to 1 computed alone gave other bits"}
+
+
+def _needs_request(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """The reference's backward has the same bits in every run only under deterministic algorithms.
+    There, `change` is called with its results.
+    """
+    runs = itertools.count()
+
+    def adds(args: Any, results: Any) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            change(results)
+        elif next(runs) % 2:
+            _last_bit(results[0])
+
+    _break(monkeypatch, "attention_bwd", "reference", adds)
+    monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ("reference",))
+
+
+def test_bits_of_a_run_are_compared_under_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oracle = check.Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+    _needs_request(monkeypatch, lambda results: None)
+    assert not _faults(check.check_sample(oracle, "reference", CPU))
+    monkeypatch.setattr(check, "DETERMINISTIC_ON_REQUEST", ())
+    faults = _faults(check.check_sample(oracle, "reference", CPU))
+    assert faults == {("rerun", "dq"): "a second run gave other bits"}
+
+
+def test_results_under_deterministic_algorithms_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oracle = check.Oracle(SPECS["attention"], SPECS["attention"].samples[0], torch.float32)
+    _needs_request(monkeypatch, lambda results: results[0].mul_(1.01))
+    [(where, message)] = _faults(check.check_sample(oracle, "reference", CPU)).items()
+    assert where == ("value", "dq") and message.startswith("with deterministic algorithms: ")
 
 
 def test_dependence_on_padding_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

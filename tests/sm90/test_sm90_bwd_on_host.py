@@ -23,6 +23,7 @@ from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
 from fastattn.testing.check import Oracle, _run
 from fastattn.testing.poison import poisoned_results
+from fastattn.testing.properties import deterministic_algorithms
 from fastattn.testing.spec import OpSpec, Sample, all_specs
 
 TESTS = Path(__file__).resolve().parent
@@ -134,7 +135,15 @@ def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> Non
     ("spec", "sample"), CASES, ids=lambda x: x.name if isinstance(x, Sample) else ""
 )
 def test_gradients(simulate: Callable[[], None], spec: OpSpec, sample: Sample) -> None:
-    dtype = torch.float16 if CASES.index((spec, sample)) % 3 == 0 else torch.bfloat16
+    """Every second one with additions to dq in the order of the keys."""
+    number = CASES.index((spec, sample))
+    with deterministic_algorithms(number % 2 == 1):
+        _compare(simulate, spec, sample, torch.float16 if number % 3 == 0 else torch.bfloat16)
+
+
+def _compare(
+    simulate: Callable[[], None], spec: OpSpec, sample: Sample, dtype: torch.dtype
+) -> None:
     oracle = Oracle(spec, sample, dtype)
     simulate()
     with poisoned_results():
@@ -144,10 +153,13 @@ def test_gradients(simulate: Callable[[], None], spec: OpSpec, sample: Sample) -
         assert comparison.ok, f"{gradient}: {comparison.message}"
 
 
-def test_sums_in_any_order(simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without semaphores dq is added to zeros."""
-    monkeypatch.setattr(sm90, "_IN_ORDER", False)
-    test_gradients(simulate, SPEC, OWN[0])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("name", ["causal_gqa_64", "blocks_128", "bias_fp32_256", "packed_causal_192"])
+def test_orders_of_sums(simulate: Callable[[], None], name: str, in_order: bool) -> None:
+    """Of dq: in any order it is added to zeros, in order the first block of keys stores."""
+    spec, sample = next((spec, s) for spec, s in CASES if s.name == name)
+    with deterministic_algorithms(in_order):
+        _compare(simulate, spec, sample, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["bias_transposed", "bias_fp32_odd_64", "bias_fp32_odd_192"])

@@ -1,6 +1,9 @@
 """What the bindings of the Hopper kernels plan before they launch (split-KV, tile counters, copies
-of masks, splits of a mask's gradient), and that launches stay inside the workspace.
+of masks, splits of a mask's gradient, the order of sums), and that launches stay inside the
+workspace.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +12,11 @@ from sm90_on_host.bindings import Plan
 from sm90_on_host.build import missing
 from torch import Tensor
 
+import fastattn
+from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
+from fastattn.testing.properties import deterministic_algorithms
 
 MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
 
@@ -194,3 +200,34 @@ def test_splits_of_a_mask_gradient(
         dmask = torch.empty_like(mask) if needed else mask.new_empty(0)
         sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
     assert splits == [1, count]
+
+
+def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the keys under deterministic algorithms, read when a backward runs. PyTorch does not
+    run a compiled one whose forward ran without them.
+    """
+    if reason := missing():
+        pytest.skip(reason)
+    ordered: list[int] = []
+    of = bindings.library().on_host_adds_in_order
+    of.argtypes = [bindings.ctypes.c_void_p]
+    bindings.use(monkeypatch, lambda op, problem, _: ordered.append(of(problem)))
+    backward = OPS["attention_bwd"]
+
+    def launch(args: tuple[object, ...]) -> list[Tensor]:
+        results = list(backward.allocate(args))
+        (call,) = backward.given(args)
+        sm90.attention_bwd(call, *results)
+        return results
+
+    monkeypatch.setitem(backward._launchers, "reference", launch)
+    attention = partial(fastattn.attention, backend="reference")
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 1, 130, 64, dtype=torch.bfloat16, requires_grad=True)
+    out = attention(q, q, q).sum()
+    for deterministic in (False, True, False):
+        with deterministic_algorithms(deterministic):
+            torch.autograd.grad(out, q, retain_graph=True)
+            torch.autograd.grad(compiled(q, q, q).sum(), q)
+    assert ordered == [False, False, True, True, False, False]

@@ -34,9 +34,6 @@ _library = torch.ops.fastattn_sm90
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROWS = 2**28  # the kernels add up positions in 32 bits
-# Thread blocks add to dq in the order of their keys: the same bits in every run. Without an order
-# nobody waits, which may be faster; that has not been measured.
-_IN_ORDER = True
 
 
 def unavailable() -> str | None:
@@ -182,11 +179,17 @@ def attention_varlen_bwd(call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: T
 
 
 def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:
-    """The forward's, their gradients, and the order of additions to dq."""
+    """The forward's, their gradients, and whether thread blocks add to dq in the order of their
+    keys: the same bits in every run. In any order no block waits for another.
+
+    The setting is read when the op runs, in compiled code too, as PyTorch's own ops do; a CUDA
+    graph keeps that of its capture.
+    """
     out, dout, dlse = call.out, call.dout, call.dlse
     dout = torch.zeros_like(out) if dout is None else _placed("dout", dout)
     dlse = None if dlse is None else dlse.contiguous()
-    return _placed("out", out), lse.contiguous(), dout, dlse, _IN_ORDER
+    in_order = torch.are_deterministic_algorithms_enabled()
+    return _placed("out", out), lse.contiguous(), dout, dlse, in_order
 
 
 def _no_pair_at_all(*gradients: Tensor) -> None:

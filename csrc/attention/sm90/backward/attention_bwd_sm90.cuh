@@ -13,8 +13,8 @@
 // registers for the whole loop, P and dS are used as operands from registers; only dQ, which sums
 // over keys, needs dS in shared memory. Beyond, registers hold dK and dV of 64 keys in all: each
 // warpgroup owns columns of them, computes the scores of some rows and shares them with the others
-// through shared memory. dQ is summed in global memory by asynchronous adds, in the order of the
-// keys: the same bits in every run. Lengths, causal masks and windows set the bounds of the loop;
+// through shared memory. dQ is summed in global memory by asynchronous adds: in any order, or, for
+// the same bits in every run, in the order of the keys. Lengths, causal masks and windows set the bounds of the loop;
 // blocks at their edges are masked in registers. Packed sequences are processed one by one: blocks
 // of rows and of keys begin where a sequence does. Dropout hashes rows in the first launch and keys
 // once per thread. A dense mask is classified beforehand (mask_classes_bwd_sm90.cuh): blocks that

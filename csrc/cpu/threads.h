@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <thread>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -159,24 +160,36 @@ class Steps {
       await(steps_[needed.step].done[1 + group], needed.tasks);
     }
     step.run(task, workspace);
-    step.done[1 + group].fetch_add(1, std::memory_order_release);
-    step.done[0].fetch_add(1, std::memory_order_release);
+    // Sequentially consistent, as in await: this worker sees the sleeper, or the sleeper the task.
+    step.done[1 + group].fetch_add(1);
+    step.done[0].fetch_add(1);
+    if (sleepers_.load() > 0) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      completed_.notify_all();
+    }
   }
 
-  static void await(const std::atomic<int64_t>& done, int64_t tasks) {
-    // About the time of a task; after that the thread that runs it may need this core.
+  // Waits until `tasks` are done: spins for about the time of a task, then sleeps. Where other
+  // processes run, the worker that has the task may be waiting for this core.
+  void await(const std::atomic<int64_t>& done, int64_t tasks) {
     constexpr int kSpins = 1 << 14;
-    for (int spins = 0; done.load(std::memory_order_acquire) < tasks; ++spins) {
-      if (spins >= kSpins) {
-        std::this_thread::yield();
-        continue;
+    for (int spins = 0; spins < kSpins; ++spins) {
+      if (done.load(std::memory_order_acquire) >= tasks) {
+        return;
       }
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
     }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    completed_.wait(lock, [&] { return done.load() >= tasks; });
+    sleepers_.fetch_sub(1);
   }
 
+  std::mutex mutex_;
+  std::condition_variable completed_;
+  std::atomic<int> sleepers_{0};
   std::vector<Step> steps_;
   std::vector<TaskRange> order_;
   int64_t workers_ = 0;

@@ -1,10 +1,13 @@
 // The steps and products of the feed-forward network on std::thread, for ThreadSanitizer: plain
 // numbers pass from task to task as panels and blocks do, so that a missing wait is a race, and
-// another result than that of one worker. Prints how many runs agreed; the exit status says whether
-// all did.
+// another result than that of one worker. Prints how many runs agreed and whether a worker that
+// waits for a long task sleeps; the exit status says whether all is well.
 #include "cpu/threads.h"
 
+#include <sys/resource.h>
+
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <thread>
 #include <vector>
@@ -76,6 +79,40 @@ Numbers results(int workers, int lag) {
   }
   out.insert(out.end(), gradient.begin(), gradient.end());
   return out;
+}
+
+// How often this thread has given up its core to wait for something.
+long sleeps() {
+  rusage usage = {};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw;
+}
+
+// Whether a worker sleeps while it waits for a task that takes `milliseconds`; false, too, if it
+// came so late that it did not wait.
+bool sleeps_for(int milliseconds) {
+  std::atomic<int> started{0};
+  bool slept = false;
+  thread_local long before;
+  Steps steps;
+  const int slow = steps.add(1, 1, {}, [&](int64_t, float*) {
+    while (started < 2) {
+      std::this_thread::yield();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    before = sleeps();
+  });
+  steps.add(1, 1, {slow}, [&](int64_t, float*) { slept = sleeps() > before; });
+  steps.assign_shares(2);
+  const auto work = [&](int worker) {
+    before = sleeps();
+    ++started;
+    steps.work(worker, nullptr);
+  };
+  std::thread other(work, 1);
+  work(0);
+  other.join();
+  return slept;
 }
 
 // A matrix is a number here, and so is each of its panels.
@@ -179,6 +216,10 @@ int main() {
       }
     }
   }
-  std::printf("%d of %d agreed\n", agreed, runs);
-  return agreed == runs ? 0 : 1;
+  bool slept = false;
+  for (int milliseconds = 1; milliseconds < 500 && !slept; milliseconds *= 2) {
+    slept = sleeps_for(milliseconds);
+  }
+  std::printf("%d of %d agreed, waiting workers %s\n", agreed, runs, slept ? "sleep" : "spin");
+  return agreed == runs && slept ? 0 : 1;
 }

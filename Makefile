@@ -43,20 +43,18 @@ QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread; neighbours stay together and share what they build.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The demo's idle threads sleep (OMP_WAIT_POLICY): where cores are shared, spinning ones cost ten times the time.
-
 .PHONY: demo test test-all lint native bench gpu docs clean help
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/installed  ## train a small translation model and compare it with torch.nn.Transformer
-	OMP_WAIT_POLICY=passive $(BIN)/fastattn demo
+	$(BIN)/fastattn demo
 
 test: $(VENV)/installed  ## the quick tests
 	$(PYTEST) -m "not slow"
 
 test-all: native  ## every test, then the demo for a few steps
 	$(PYTEST)
-	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && OMP_WAIT_POLICY=passive $(BIN)/fastattn demo --steps $(DEMO_STEPS) --out "$$folder/demo"
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(BIN)/fastattn demo --steps $(DEMO_STEPS) --out "$$folder/demo"
 
 lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing
 	$(BIN)/ruff check .

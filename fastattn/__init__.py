@@ -5,6 +5,7 @@ uses them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fastattn import _openmp  # noqa: F401  (before torch is loaded)
 from fastattn.functional import (
     PreparedMask,
     add_layer_norm,

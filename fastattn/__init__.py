@@ -25,7 +25,7 @@ from fastattn.integrations import flop_counter
 if TYPE_CHECKING:
     from fastattn.integrations.patch import PatchReport, patch, unpatch
 
-_MODULES = ("distributed", "integrations", "nn", "seq2seq", "testing")
+_MODULES = ("distributed", "functional", "integrations", "nn", "seq2seq", "testing")
 _PATCHING = ("PatchReport", "patch", "unpatch")
 
 
@@ -36,6 +36,10 @@ def __getattr__(name: str) -> Any:
     if name in _PATCHING:
         return getattr(importlib.import_module("fastattn.integrations.patch"), name)
     raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])
 
 
 flop_counter.install()

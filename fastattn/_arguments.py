@@ -7,7 +7,8 @@ Shapes as in `functional.py`. Valid calls take the fast path: messages are built
 import math
 import numbers
 import operator
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +18,41 @@ from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask
 from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
 Causal = Literal["top_left", "bottom_right"] | bool
+Lengths: TypeAlias = Tensor | Sequence[int]
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
 _DENSE = torch.strided
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, numbers.Real)  # NumPy scalars are Real
 _POSITIONS = 2**31  # offsets are int32
+
+
+# Arguments of other packages' attention functions: fastattn's name, or what to do instead.
+_SAME_AS = {
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+    "is_causal": "causal",
+    "dropout": "dropout_p",
+    "p": "dropout_p",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
+_INSTEAD = {
+    "enable_gqa": "heads of k and v are shared without an argument",
+    "key_padding_mask": "use key_lengths=, or mask= (True = may attend) of shape [B, 1, 1, N]",
+    "need_weights": "use fastattn.attention_weights",
+}
+
+
+def refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> NoReturn:
+    """Raises Python's TypeError for an unknown keyword argument, with a hint at the known one."""
+    given = next(iter(unknown))
+    message = f"{function.__name__}() got an unexpected keyword argument {given!r}"
+    known = function.__kwdefaults__ or {}
+    if _SAME_AS.get(given) in known:
+        message += f": use {_SAME_AS[given]}="
+    elif given in _INSTEAD and "mask" in known:
+        message += f": {_INSTEAD[given]}"
+    raise TypeError(message)
 
 
 def sizes(x: Tensor) -> list[int]:
@@ -87,7 +118,8 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, i
     (B, H, M, D), (key_B, K, N, key_D) = q.shape, k.shape
     if key_B != B:
         raise ValueError(f"k must have q's batch size {B}, got {key_B}")
-    check_heads(H, K, D, key_D)
+    if key_D != D or (H != K and (K == 0 or H % K != 0)):
+        check_heads(H, K, D, key_D, _layout_hint(q, k))
     value_B, value_K, value_N, _ = v.shape
     if value_B != B or value_K != K or value_N != N:
         raise ValueError(f"v must be [{B}, {K}, {N}, E] like k, got {sizes(v)}")
@@ -133,11 +165,19 @@ def check_varlen_inputs(
         )
 
 
-def check_heads(H: int, K: int, D: int, key_D: int) -> None:
+def check_heads(H: int, K: int, D: int, key_D: int, hint: str = "") -> None:
     if key_D != D:
         raise ValueError(f"k must have q's head dim {D}, got {key_D}")
     if (K == 0 and H != 0) or (K != 0 and H % K != 0):
-        raise ValueError(f"q must have a multiple of k's {K} heads, got {H}")
+        raise ValueError(f"q must have a multiple of k's {K} heads, got {H}{hint}")
+
+
+def _layout_hint(q: Tensor, k: Tensor) -> str:
+    """For heads that do not fit but would if dimensions 1 and 2 of q and k were swapped."""
+    H, K = q.shape[2], k.shape[2]
+    if K == 0 or H % K != 0:
+        return ""
+    return "; if q, k and v are [B, S, H, D], pass q.transpose(1, 2), k.transpose(1, 2), ..."
 
 
 def check_length(name: str, length: Any) -> int:
@@ -181,23 +221,23 @@ def _is_on_host(x: Tensor) -> bool:
 
 def check_restrictions(
     mask: Tensor | PreparedMask | None,
-    key_lengths: Tensor | None,
-    query_lengths: Tensor | None,
+    key_lengths: Lengths | None,
+    query_lengths: Lengths | None,
     B: int,
     H: int,
     M: int,
     N: int,
     device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the mask in 4 dimensions and, for a prepared one, its tiles."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The mask in 4 dimensions, its tiles if it is a prepared one, and the lengths as tensors."""
     tiles = None
     if mask is not None:
         mask, tiles = check_mask(mask, B, H, M, N, device)
     if key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, ((B,), (B, M)), device)
+        key_lengths = check_lengths("key_lengths", key_lengths, ((B,), (B, M)), device)
     if query_lengths is not None:
-        check_lengths("query_lengths", query_lengths, ((B,),), device)
-    return mask, tiles
+        query_lengths = check_lengths("query_lengths", query_lengths, ((B,),), device)
+    return mask, tiles, key_lengths, query_lengths
 
 
 def check_mask(
@@ -247,15 +287,35 @@ def check_mask_tiles(tiles: Tensor, mask: Tensor) -> None:
 
 
 def check_lengths(
-    name: str, lengths: Tensor, shapes: tuple[tuple[int, ...], ...], device: torch.device
-) -> None:
-    check_tensor(name, lengths)
+    name: str, lengths: Lengths, shapes: tuple[tuple[int, ...], ...], device: torch.device
+) -> Tensor:
+    if not isinstance(lengths, Tensor):
+        lengths = lengths_tensor(name, lengths, device)
+    if lengths.layout is not _DENSE or lengths.is_nested:
+        check_tensor(name, lengths)
     if lengths.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
     if all(lengths.shape != shape for shape in shapes):
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{name} must be {wanted}, got {sizes(lengths)}")
     check_device(name, lengths, device)
+    return lengths
+
+
+def lengths_tensor(name: str, lengths: Any, device: torch.device) -> Tensor:
+    """The lengths as a tensor, on `device` if they are a list; tensors are not checked."""
+    if isinstance(lengths, Tensor):
+        return lengths
+    if not isinstance(lengths, Sequence):
+        wanted = "a tensor or a list of integers"
+        raise TypeError(f"{name} must be {wanted}, got {type(lengths).__name__}")
+    try:
+        numbers = [_integer(name, number) for number in lengths]
+    except TypeError:
+        raise TypeError(f"{name} must hold integers, got {lengths!r}") from None
+    if any(type(number) is int and not -(2**63) <= number < 2**63 for number in numbers):
+        raise ValueError(f"{name} must fit int64, got {lengths!r}")
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _number(name: str, value: Any) -> float:

@@ -9,7 +9,8 @@ inputs are not cast.
 
 Invalid arguments raise before anything runs: TypeError for types and dtypes, ValueError for shapes,
 values, devices and unknown backends, IndexError for `rows` and `heads`. A requested backend that
-cannot run the call raises NotImplementedError.
+cannot run the call raises NotImplementedError. `**unknown` accepts nothing: names of other
+packages' arguments get a TypeError with fastattn's name.
 """
 
 # A function checks its arguments (`_arguments.py`), fills in defaults and calls the op. The code
@@ -19,7 +20,7 @@ from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from fastattn import _jagged as jagged
 from fastattn._arguments import (
@@ -44,8 +45,11 @@ from fastattn._arguments import (
     check_varlen_inputs,
     check_window,
     in_four_dimensions,
+    refuse_unknown,
     sizes,
 )
+from fastattn._arguments import Lengths as Lengths
+from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
@@ -91,8 +95,8 @@ class _Options(TypedDict, total=False):
 
 class _Restrictions(_Options, total=False):
     mask: Tensor | PreparedMask | None
-    key_lengths: Tensor | None
-    query_lengths: Tensor | None
+    key_lengths: Lengths | None
+    query_lengths: Lengths | None
 
 
 class _AddNormOptions(TypedDict, total=False):
@@ -126,8 +130,8 @@ def attention(
     v: Tensor,
     *,
     mask: Tensor | PreparedMask | None = None,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
+    key_lengths: Lengths | None = None,
+    query_lengths: Lengths | None = None,
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -136,6 +140,7 @@ def attention(
     dropout_stream: int = 0,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q kᵀ + mask) v over the allowed pairs (Vaswani et al. 2017, equation 1).
 
@@ -151,10 +156,10 @@ def attention(
         mask: broadcastable to [B, H, M, N], or the result of `prepare_mask`. A bool mask is True
             where attention is allowed. A floating mask is added to the scores; values at or below
             finfo(mask.dtype).min block the pair. It gets a gradient if it requires one.
-        key_lengths: int32 or int64 [B] or [B, M], clamped to [0, N]. Keys from this position on are
-            blocked.
-        query_lengths: int32 or int64 [B], clamped to [0, M]. Queries from this position on are
-            treated as queries without an allowed key, and are not computed.
+        key_lengths: int32 or int64 [B] or [B, M], or a list of B integers, which is copied to q's
+            device; clamped to [0, N]. Keys from this position on are blocked.
+        query_lengths: int32 or int64 [B], or a list of B integers, clamped to [0, M]. Queries from
+            this position on are treated as queries without an allowed key, and are not computed.
         causal: False, "top_left" (query i attends to keys j <= i), "bottom_right" (j <= i + N - M),
             or True, which requires M == N.
         window: (left, right), the number of allowed keys on each side of the causal diagonal (of
@@ -166,10 +171,22 @@ def attention(
         dropout_stream: gives calls that share a seed different dropout; 0 <= stream < 2 ** 31.
         return_lse: whether to also return the logsumexp of each query's scores, [B, H, M], fp32
             (fp64 for fp64 inputs), differentiable.
+        backend: "sm90", "triton", "cpu", "torch" or "reference" runs the call on this backend or
+            raises NotImplementedError. None: the FASTATTN_BACKEND environment variable decides if
+            it is set, else the first backend that can run the call (see `explain`).
 
     Returns:
         out [B, H, M, E] in q's dtype (autocast's if it is on) and dimension order, or (out, lse).
+
+    Example:
+        >>> import torch, fastattn
+        >>> q = torch.randn(2, 8, 128, 64)  # [B, H, M, D]
+        >>> k = v = torch.randn(2, 2, 128, 64)  # four query heads share a key/value head
+        >>> fastattn.attention(q, k, v, causal=True, key_lengths=[128, 90]).shape
+        torch.Size([2, 8, 128, 64])
     """
+    if unknown:
+        refuse_unknown(attention, unknown)
     backend = _attention.choice(backend)
     if isinstance(q, Tensor) and q.is_nested:
         for name, given in (
@@ -189,7 +206,7 @@ def attention(
     B, H, M, D, N = check_attention_inputs(q, k, v)
     mask_tiles = None
     if mask is not None or key_lengths is not None or query_lengths is not None:
-        mask, mask_tiles = check_restrictions(
+        mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
             mask, key_lengths, query_lengths, B, H, M, N, q.device
         )
     left, right = check_window(window)
@@ -277,6 +294,7 @@ def attention_varlen(
     dropout_stream: int = 0,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` over packed sequences, without padding.
 
@@ -294,6 +312,8 @@ def attention_varlen(
         out [T, H, E], or (out, lse [H, T]). Rows beyond the last offset have out 0, lse -inf and
         gradient 0.
     """
+    if unknown:
+        refuse_unknown(attention_varlen, unknown)
     backend = _attention_varlen.choice(backend)
     q, k, v = autocast(q, k, v)
     check_varlen_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -314,26 +334,33 @@ def attention_weights(
     k: Tensor,
     *,
     mask: Tensor | PreparedMask | None = None,
-    key_lengths: Tensor | None = None,
-    query_lengths: Tensor | None = None,
+    key_lengths: Lengths | None = None,
+    query_lengths: Lengths | None = None,
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
     rows: Tensor | slice | None = None,
     heads: Tensor | slice | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """The attention weights of `attention`, without dropout, for selected queries and heads.
 
-    Arguments as in `attention`. rows, heads: integer index tensors or slices that select queries
-    and query heads; default all. Only these are computed.
+    Args:
+        q, k, mask, key_lengths, query_lengths, causal, window, scale: as in `attention`.
+        rows, heads: integer index tensors or slices that select queries and query heads; default
+            all. Only these are computed.
 
     Returns:
         [B, heads, rows, N], fp32 (fp64 for fp64 inputs), differentiable. The weights of a query
         without an allowed key are 0.
     """
+    if unknown:
+        refuse_unknown(attention_weights, unknown)
     q, k = autocast(q, k)
     B, H, M, D, N = check_attention_inputs(q, k, k)
-    mask, _ = check_restrictions(mask, key_lengths, query_lengths, B, H, M, N, q.device)
+    mask, _, key_lengths, query_lengths = check_restrictions(
+        mask, key_lengths, query_lengths, B, H, M, N, q.device
+    )
     return _attention_weights(
         q, k, mask, key_lengths, query_lengths, causal_code(causal, M, N), *check_window(window),
         check_scale(scale, D),
@@ -353,6 +380,7 @@ def layer_norm(
 
     x: [..., N]; weight, bias: [N] or None, in fp32 or x's dtype. eps: finite, >= 0. Mean and
     variance are computed in two passes, in fp32 (fp64 for fp64). The result has x's dtype.
+    backend: as in `attention`.
     """
     backend = _layer_norm.choice(backend)
     check_rows("x", x)
@@ -407,6 +435,7 @@ def add_layer_norm(
     dropout_stream: int = 0,
     return_sum: bool = False,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """z = residual + dropout(x + x_bias), y = layer_norm(z): the step between two blocks of a
     Transformer.
@@ -418,7 +447,10 @@ def add_layer_norm(
         eps: finite, >= 0.
         dropout_p, dropout_seed, dropout_stream: as in `attention`.
         return_sum: whether to return (y, z); pre-norm Transformers pass z on as the next residual.
+        backend: as in `attention`.
     """
+    if unknown:
+        refuse_unknown(add_layer_norm, unknown)
     backend = _add_layer_norm.choice(backend)
     check_rows("x", x)
     check_rows("residual", residual)
@@ -446,7 +478,8 @@ def rms_norm(
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
 
     x: [..., N]; weight: [N] or None. eps: finite, >= 0; default finfo(torch.float32).eps, or
-    finfo(torch.float64).eps for fp64, as in PyTorch. The result has x's dtype.
+    finfo(torch.float64).eps for fp64, as in PyTorch. The result has x's dtype. backend: as in
+    `attention`.
     """
     backend = _rms_norm.choice(backend)
     check_rows("x", x)
@@ -470,6 +503,7 @@ def ffn(
     dropout_stream: int = 0,
     residual: Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """dropout(dropout(act(x w1ᵀ + b1)) w2ᵀ + b2) [+ residual], the position-wise feed-forward
     network.
@@ -483,7 +517,10 @@ def ffn(
         dropout_p, output_dropout_p: for the activations, and for the output before the residual is
             added. dropout_seed, dropout_stream: as in `attention`.
         residual: [..., D'] in any floating dtype, which is then the result's, or None.
+        backend: as in `attention`.
     """
+    if unknown:
+        refuse_unknown(ffn, unknown)
     backend = _ffn.choice(backend)
     x, w1, b1, w2, b2 = autocast(x, w1, b1, w2, b2)
     check_rows("x", x)
@@ -511,7 +548,7 @@ def linear(
     it is faster (see `explain`).
 
     x: [..., D] or a jagged nested tensor [B, j, ..., D]; weight: [E, D]; bias: [E] or None; all in
-    the same dtype.
+    the same dtype. backend: as in `attention`.
     """
     backend = _linear.choice(backend)
     if isinstance(x, Tensor) and x.is_nested:
@@ -566,6 +603,8 @@ def new_dropout_seed(device: torch.device | str) -> Tensor:
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which backend would run `fastattn.<op>(*args, **kwargs)`, and why each other one would not.
     Nothing is computed. Gradients and autocast are taken into account.
+
+    op: the name of the function, such as "attention".
     """
     functions = {f.__name__: f for f in _FUNCTIONS}
     if not isinstance(op, str) or op not in functions:

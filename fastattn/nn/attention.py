@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastattn import functional
+from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
 
@@ -373,18 +374,18 @@ class LengthMaskedMultiheadAttention(nn.Module):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        valid_lens: Tensor | None = None,
+        valid_lens: Lengths | None = None,
         *,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """queries `[B, M, query_size]`, keys and values `[B, N, ...]` -> `[B, M, num_hiddens]`.
 
-        valid_lens: int32 or int64, `[B]`, or `[B, M]` with one length for each query; keys at or
-        beyond it are not attended, a length of 0 gives a zero context. With `need_weights` the
-        weights `[B, H, M, N]` are returned second (after dropout in training).
+        valid_lens: int32 or int64, `[B]`, or `[B, M]` with one length for each query, or a list of
+        B integers; keys at or beyond it are not attended, a length of 0 gives a zero context. With
+        `need_weights` the weights `[B, H, M, N]` are returned second (after dropout in training).
         """
         sizes = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
-        check_sequences(queries, keys, values, sizes, valid_lens)
+        valid_lens = check_sequences(queries, keys, values, sizes, valid_lens)
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection, x in (
@@ -417,9 +418,9 @@ def check_sequences(
     keys: Tensor,
     values: Tensor,
     sizes: tuple[int, int, int | None],
-    valid_lens: Tensor | None,
-) -> None:
-    """Checks batched inputs of widths `sizes` (None: any) and the lengths that mask them."""
+    valid_lens: Lengths | None,
+) -> Tensor | None:
+    """Checks batched inputs of widths `sizes` (None: any). Returns the lengths as a tensor."""
     named = {"queries": queries, "keys": keys, "values": values}
     for (name, x), size in zip(named.items(), sizes, strict=True):
         if (
@@ -435,15 +436,15 @@ def check_sequences(
             f"values must have one row for each of the {keys.shape[1]} keys, got {values.shape[1]}"
         )
     if valid_lens is None:
-        return
-    if not isinstance(valid_lens, Tensor):
-        raise TypeError(f"valid_lens must be a tensor or None, got {valid_lens!r}")
+        return None
+    valid_lens = functional.lengths_tensor("valid_lens", valid_lens, queries.device)
     B, M = queries.shape[:2]
     if valid_lens.dtype not in (torch.int32, torch.int64) or valid_lens.shape not in ((B,), (B, M)):
         raise ValueError(
             f"valid_lens must be int32 or int64, [{B}] or [{B}, {M}], "
             f"got {valid_lens.dtype} {list(valid_lens.shape)}"
         )
+    return valid_lens
 
 
 def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fastattn import functional
+from fastattn.functional import Lengths
+
 
 @dataclass
 class LayerCache:
@@ -136,12 +139,12 @@ def _heads(rows: Tensor) -> tuple[Tensor, Tensor]:
     return keys.transpose(1, 2), values.transpose(1, 2)
 
 
-def check_memory_lengths(memory_lengths: Tensor | None, B: int) -> None:
-    """Raises unless `memory_lengths` is None or integers `[B]`."""
-    if memory_lengths is not None and (
-        memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,)
-    ):
+def check_memory_lengths(memory_lengths: Lengths, B: int, device: torch.device) -> Tensor:
+    """`memory_lengths` as a tensor; raises unless they are integers `[B]`."""
+    memory_lengths = functional.lengths_tensor("memory_lengths", memory_lengths, device)
+    if memory_lengths.dtype not in (torch.int32, torch.int64) or memory_lengths.shape != (B,):
         raise ValueError(
             f"memory_lengths must be int32 or int64 [{B}], "
             f"got {memory_lengths.dtype} {list(memory_lengths.shape)}"
         )
+    return memory_lengths

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.functional import Lengths
 from fastattn.nn.attention import MultiheadAttention, allowed_mask
 from fastattn.nn.blocks import decoder_layer_step, project_memory
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
@@ -28,7 +29,7 @@ class IncrementalDecoding:
         memory: Tensor | Sequence[Tensor],
         *,
         memory_key_padding_mask: Tensor | None = None,
-        memory_lengths: Tensor | None = None,
+        memory_lengths: Lengths | None = None,
         max_length: int,
         beams: int = 1,
         memory_size: int | None = None,
@@ -36,9 +37,10 @@ class IncrementalDecoding:
         """Starts incremental decoding over `memory`, `[B, N, E]` (or `[N, B, E]`: `batch_first`).
 
         memory: one for all layers, or one for each. memory_key_padding_mask: bool `[B, N]`, True =
-        padding. memory_lengths: int32 or int64 `[B]`. max_length: the largest number of positions
-        to decode, allocated now. beams: continuations of each sequence (see
-        `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later `restart`.
+        padding. memory_lengths: int32 or int64 `[B]`, or a list of B integers. max_length: the
+        largest number of positions to decode, allocated now. beams: continuations of each sequence
+        (see `fastattn.nn.decoding`). memory_size: rows to allocate for memories of a later
+        `restart`.
         """
         for i, layer in enumerate(self.layers):
             if why := _cannot_decode(layer):
@@ -53,18 +55,15 @@ class IncrementalDecoding:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         padding = memory_key_padding_mask
-        for name, given in (
-            ("memory_key_padding_mask", padding),
-            ("memory_lengths", memory_lengths),
-        ):
-            if given is not None and not isinstance(given, Tensor):
-                raise TypeError(f"{name} must be a tensor or None, got {given!r}")
+        if padding is not None and not isinstance(padding, Tensor):
+            raise TypeError(f"memory_key_padding_mask must be a tensor or None, got {padding!r}")
         if padding is not None and (padding.dtype is not torch.bool or padding.shape != (B, N)):
             raise ValueError(
                 f"memory_key_padding_mask must be bool [{B}, {N}], "
                 f"got {padding.dtype} {list(padding.shape)}"
             )
-        check_memory_lengths(memory_lengths, B)
+        if memory_lengths is not None:
+            memory_lengths = check_memory_lengths(memory_lengths, B, memories[0].device)
         if memory_size is not None:
             if memory_size < N or memory_lengths is None:
                 raise ValueError(
@@ -88,7 +87,7 @@ class IncrementalDecoding:
 
     @torch.no_grad()
     def restart(
-        self, cache: DecoderCache, memory: Tensor | Sequence[Tensor], memory_lengths: Tensor
+        self, cache: DecoderCache, memory: Tensor | Sequence[Tensor], memory_lengths: Lengths
     ) -> None:
         """Restarts at position 0 in the same tensors, over a memory of the same batch that fits."""
         memories = self._memories(memory)
@@ -102,8 +101,7 @@ class IncrementalDecoding:
             )
         if cache.memory_lengths is None or cache.memory_mask is not None:
             raise ValueError("cache must have memory_lengths and no memory_key_padding_mask")
-        check_memory_lengths(memory_lengths, B)
-        cache.memory_lengths.copy_(memory_lengths)
+        cache.memory_lengths.copy_(check_memory_lengths(memory_lengths, B, memories[0].device))
         for layer, rows, layer_memory in zip(self.layers, cache.layers, memories, strict=True):
             rows.memory[:, :N] = project_memory(layer, layer_memory)
         cache.rewind()

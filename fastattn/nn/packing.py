@@ -9,17 +9,17 @@ exit, where padding is 0. Everything in between is row-wise, except attention, w
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.functional import Lengths
 from fastattn.nn.attention import MultiheadAttention, project_parts
 from fastattn.nn.fusion import DropoutStreams, inherits, is_plain
 from fastattn.nn.norm import LayerNorm, RMSNorm
 
-Lengths: TypeAlias = Sequence[int] | Tensor
 # Element-wise modules.
 _ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Softplus,

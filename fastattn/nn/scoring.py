@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.functional import Lengths
 from fastattn.nn.attention import (
     allowed_mask,
     batch_and_length,
@@ -92,17 +93,17 @@ class AdditiveAttention(nn.Module):
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        valid_lens: Tensor | None = None,
+        valid_lens: Lengths | None = None,
         *,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """queries `[B, M, query_size]`, keys `[B, N, key_size]`, values `[B, N, V]` -> `[B, M, V]`.
 
-        valid_lens: int32 or int64, `[B]` or `[B, M]`: keys at or beyond it are not attended. With
-        `need_weights` the weights `[B, M, N]` are returned second.
+        valid_lens: int32 or int64, `[B]` or `[B, M]`, or a list of B integers: keys at or beyond it
+        are not attended. With `need_weights` the weights `[B, M, N]` are returned second.
         """
         sizes = (self.q_proj.in_features, self.k_proj.in_features, None)
-        check_sequences(queries, keys, values, sizes, valid_lens)
+        valid_lens = check_sequences(queries, keys, values, sizes, valid_lens)
         q, k = self.q_proj(queries)[:, :, None], self.k_proj(keys)[:, None]
         scores = self.score(torch.tanh(q + k))[..., 0]  # [B, M, N]
         allowed = None

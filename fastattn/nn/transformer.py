@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.functional import Lengths
 from fastattn.nn.attention import check_causal_hint, floating_mask, matching_masks
 from fastattn.nn.blocks import packed_decoder_layer, packed_encoder_layer
 from fastattn.nn.conversion import DropIn, convert_children
@@ -25,7 +26,7 @@ from fastattn.nn.layers import (
     TransformerEncoderLayer,
     are_masks,
 )
-from fastattn.nn.packing import Lengths, Packing, packs, packs_norm, refuse_padding_masks
+from fastattn.nn.packing import Packing, packs, packs_norm, refuse_padding_masks
 
 
 class TransformerEncoder(DropIn, nn.TransformerEncoder):

@@ -97,12 +97,13 @@ def test_decoding_rejects():
         ({"memory_key_padding_mask": torch.zeros(B, T).bool()}, r"must be bool \[3, 7\].*\[3, 5\]"),
         ({"memory_key_padding_mask": torch.zeros(B, S)}, r"bool \[3, 7\], got torch.float32"),
         ({"memory_lengths": torch.ones(2)}, r"memory_lengths must be int32 or int64 \[3\]"),
+        ({"memory_lengths": [S, S]}, r"memory_lengths must be int32 or int64 \[3\].*got .*\[2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.init_cache(memory, **{"max_length": T, **kwargs})
     for kwargs, message in (
         ({"max_length": 1.5}, r"max_length must be an integer, got 1\.5"),
-        ({"memory_lengths": [S] * B}, r"memory_lengths must be a tensor or None, got \[7, 7, 7\]"),
+        ({"memory_lengths": 7}, "memory_lengths must be a tensor or a list of integers, got int"),
         (
             {"memory_key_padding_mask": [[False]]},
             "memory_key_padding_mask must be a tensor or None",

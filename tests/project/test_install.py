@@ -1,6 +1,7 @@
 """Wheel and source distribution: built, installed apart and used, with and without a compiler."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,9 @@ def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
     assert extension.startswith("_C_autograd_") and library == "_C_cpu.abi3.so"
     assert "-cp310-abi3-" in wheel.name, "the extension is left alone where it does not fit"
     assert "fastattn/py.typed" in zipfile.ZipFile(wheel).namelist()
+    binary = zipfile.ZipFile(wheel).read(f"fastattn/{library}")
+    versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_([0-9.]+)", binary)}
+    assert (2, 2, 5) in versions and max(versions) <= (2, 28), "torch's wheels need glibc 2.28"
     assert use(wheel, tmp_path) == "cpu"
     installed = str(tmp_path / "installed")
     node = run(sys.executable, "-c", NODE, cwd=tmp_path, PYTHONPATH=installed)

@@ -15,6 +15,42 @@ namespace {
 constexpr int64_t kMaxPositions = 1 << 28;
 
 // -- arguments -----------------------------------------------------------------------------------
+// What a call is, in the order of the schemas of both directions.
+struct Operands {
+  Arguments& from;
+  Tensor q = from.tensor(), k = from.tensor(), v = from.tensor();
+};
+struct Masks {
+  Arguments& from;
+  std::optional<Tensor> mask = from.optional(), mask_tiles = from.optional();
+  std::optional<Tensor> key_lengths = as_contiguous(from.optional());
+  std::optional<Tensor> query_lengths = as_contiguous(from.optional());
+};
+struct Packing {
+  Arguments& from;
+  Tensor cu_seqlens_q = as_contiguous(from.tensor()), cu_seqlens_k = as_contiguous(from.tensor());
+};
+struct Options {
+  Arguments& from;
+  int64_t causal = from.take<int64_t>();
+  int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
+  double scale = from.take<double>(), dropout_p = from.take<double>();
+  std::optional<Tensor> dropout_seed = from.optional();
+  int64_t dropout_stream = from.take<int64_t>();
+};
+
+// x, or a copy where its rows (the last dimension) are not contiguous.
+bool has_rows(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
+}
+Tensor rows_of(const Tensor& x) {
+  return has_rows(x) ? x : torch::stable::contiguous(x);
+}
+std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
+  return x ? std::optional(rows_of(*x)) : x;
+}
+
 TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, int64_t heads,
                 int64_t rows, int64_t columns) {
   const auto sizes = x.sizes(), strides = x.strides();  // read once: each read is a call
@@ -107,13 +143,6 @@ Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, i
   return a;
 }
 
-struct Options {
-  int64_t causal, window_left, window_right;
-  double scale, dropout_p;
-  const std::optional<Tensor>& dropout_seed;
-  int64_t dropout_stream;
-};
-
 // Sets what padded and packed batches share and shape() does not set.
 void set_options(Problem& a, const Options& options) {
   constexpr int64_t kBottomRight = 2;
@@ -138,9 +167,9 @@ void set_options(Problem& a, const Options& options) {
   }
 }
 
-Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
-                const std::optional<Tensor>& mask, const std::optional<Tensor>& key_lengths,
-                const std::optional<Tensor>& query_lengths, const Options& options) {
+// rows: q, k and v.
+Problem problem(const Tensor (&rows)[3], const Masks& masks, const Options& options) {
+  const auto& [q, k, v] = rows;
   const auto n = q.sizes(), n_k = k.sizes(), n_v = v.sizes();
   STD_TORCH_CHECK(n.size() == 4 && n_k.size() == 4 && n_v.size() == 4,
                   "q, k and v must have 4 dimensions");
@@ -151,11 +180,11 @@ Problem problem(const Tensor& q, const Tensor& k, const Tensor& v,
   a.q = view(q, "q", a.type, batch, heads, queries, head_dim);
   a.k = view(k, "k", a.type, batch, kv_heads, keys, head_dim);
   a.v = view(v, "v", a.type, batch, kv_heads, keys, value_dim);
-  if (mask) {
-    a.mask = mask_view(*mask, "mask", a);
+  if (masks.mask) {
+    a.mask = mask_view(*masks.mask, "mask", a);
   }
-  a.key_lengths = lengths(key_lengths, "key_lengths", batch, queries);
-  a.query_lengths = lengths(query_lengths, "query_lengths", batch, queries);
+  a.key_lengths = lengths(masks.key_lengths, "key_lengths", batch, queries);
+  a.query_lengths = lengths(masks.query_lengths, "query_lengths", batch, queries);
   set_options(a, options);
   return a;
 }
@@ -174,9 +203,10 @@ int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch, int64
   return result;
 }
 
-// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...]. Options are not set.
-Problem packed_shape(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                     const Tensor& cu_seqlens_k) {
+// A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...].
+Problem packed_problem(const Tensor (&tensors)[3], const Packing& packing, const Options& options) {
+  const auto& [q, k, v] = tensors;
+  const Tensor &cu_seqlens_q = packing.cu_seqlens_q, &cu_seqlens_k = packing.cu_seqlens_k;
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
                   "q, k and v must have 3 dimensions");
   STD_TORCH_CHECK(cu_seqlens_q.dim() == 1 && cu_seqlens_q.size(0) > 0,
@@ -192,6 +222,7 @@ Problem packed_shape(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   a.k = packed_view(k, "k", a.type, k.size(0), kv_heads, head_dim);
   a.v = packed_view(v, "v", a.type, k.size(0), kv_heads, value_dim);
   a.lse_strides = {nullptr, 0, rows, 1};
+  set_options(a, options);
   return a;
 }
 
@@ -211,20 +242,18 @@ void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, i
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-bool supports(const Tensor& q, int64_t queries, int64_t keys) {
-  return has_kernels_for(q.scalar_type()) && queries <= kMaxPositions && keys <= kMaxPositions;
+// first: the place of q, which k follows. Wrong numbers of dimensions raise later.
+bool is_supported(const StableIValue* first, int64_t dims) {
+  const TensorOnStack q(first[0]), k(first[1]);
+  const int64_t rows = dims == 4 ? 2 : 0;
+  return has_kernels_for(q.scalar_type()) &&
+         (q.dim() != dims || k.dim() != dims ||
+          std::max(q.size(rows), k.size(rows)) <= kMaxPositions);
 }
 
-// x, or a copy where its rows (the last dimension) are not contiguous.
-bool has_rows(const Tensor& x) {
-  const int64_t last = x.dim() - 1;
-  return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
-}
-Tensor rows_of(const Tensor& x) {
-  return has_rows(x) ? x : torch::stable::contiguous(x);
-}
-std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
-  return x ? std::optional(rows_of(*x)) : x;
+void check_dimensions(const Operands& x, int64_t dims) {
+  STD_TORCH_CHECK(x.q.dim() == dims && x.k.dim() == dims && x.v.dim() == dims,
+                  "q, k and v must have ", dims, " dimensions");
 }
 
 // [batch, heads, rows, columns] in the storage order of q: [batch, rows, heads, columns] where q's
@@ -263,258 +292,218 @@ Tensor new_gradient(const Tensor& x, bool wanted) {
   return has_rows(result) ? result : new_contiguous(n, x.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> attention_fwd_out(
-    Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask, std::optional<Tensor> mask_tiles,
-    std::optional<Tensor> key_lengths, std::optional<Tensor> query_lengths, int64_t causal,
-    int64_t window_left, int64_t window_right, double scale, double dropout_p,
-    std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out, Tensor lse) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "q and k must have 4 dimensions");
-  if (!supports(q, q.size(2), k.size(2))) {
-    return call_other_backend_into(std::tuple(out, lse), "fastattn::attention_fwd", q, k, v, mask,
-                                   mask_tiles, key_lengths, query_lengths, causal, window_left,
-                                   window_right, scale, dropout_p, dropout_seed, dropout_stream);
-  }
-  const Options options = {causal,    window_left,  window_right,  scale,
-                           dropout_p, dropout_seed, dropout_stream};
-  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v)};
-  key_lengths = as_contiguous(key_lengths);
-  query_lengths = as_contiguous(query_lengths);
-  Forward a = {problem(rows[0], rows[1], rows[2], mask, key_lengths, query_lengths, options),
-               {},
-               nullptr,
-               nullptr};
+void compute(Forward& a) {
+  Workspace<kLocalFloats> workspace(forward_floats(a, threads()));
+  launch_forward(kernels(), a, workspace.take(workspace.floats()), workspace.floats(), threads(),
+                 kOnThreads);
+}
+
+void compute_fwd(const Operands& x, const Masks& masks, const Options& options, const Tensor& out,
+                 const Tensor& lse) {
+  const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  Forward a = {problem(rows, masks, options), {}, nullptr, nullptr};
   a.out = view(out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.batch * a.heads * a.queries, ScalarType::Float);
-  Workspace<kLocalFloats> workspace(forward_floats(a, threads()));
-  launch_forward(kernels(), a, workspace.take(workspace.floats()), workspace.floats(), threads(),
-                 kOnThreads);
-  return {out, lse};
+  compute(a);
 }
 
-std::tuple<Tensor, Tensor> attention_fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> mask,
-                                         std::optional<Tensor> mask_tiles,
-                                         std::optional<Tensor> key_lengths,
-                                         std::optional<Tensor> query_lengths, int64_t causal,
-                                         int64_t window_left, int64_t window_right, double scale,
-                                         double dropout_p, std::optional<Tensor> dropout_seed,
-                                         int64_t dropout_stream) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
-                  "q, k and v must have 4 dimensions");
-  if (!supports(q, q.size(2), k.size(2))) {
-    return call_other_backend<std::tuple<Tensor, Tensor>>(
-        "fastattn::attention_fwd", q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal,
-        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream);
+template <bool kGiven>
+void attention_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
+  if (!is_supported(stack, 4)) {
+    return pass_to_other_backend<kGiven>("fastattn::attention_fwd", stack, count, results);
   }
-  const int64_t sizes[] = {q.size(0), q.size(1), q.size(2)};
-  Tensor out = new_like_query(q, v.size(3)), lse = new_contiguous({sizes, 3}, ScalarType::Float);
-  return attention_fwd_out(q, k, v, mask, mask_tiles, key_lengths, query_lengths, causal,
-                           window_left, window_right, scale, dropout_p, dropout_seed,
-                           dropout_stream, out, lse);
+  Arguments from(stack);
+  const Operands x{from};
+  const Masks masks{from};
+  const Options options{from};
+  check_dimensions(x, 4);
+  const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.q.size(2)};
+  const Tensor out = kGiven ? from.tensor() : new_like_query(x.q, x.v.size(3));
+  const Tensor lse = kGiven ? from.tensor() : new_contiguous({sizes, 3}, ScalarType::Float);
+  compute_fwd(x, masks, options, out, lse);
+  return_results(stack, out, lse);
 }
 
-std::tuple<Tensor, Tensor> attention_varlen_fwd_out(
-    Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, int64_t causal, int64_t window_left, int64_t window_right, double scale,
-    double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream, Tensor out,
-    Tensor lse) {
-  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k must have 3 dimensions");
-  if (!supports(q, q.size(0), k.size(0))) {
-    return call_other_backend_into(std::tuple(out, lse), "fastattn::attention_varlen_fwd", q, k, v,
-                                   cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                                   window_left, window_right, scale, dropout_p, dropout_seed,
-                                   dropout_stream);
-  }
-  const Options options = {causal,    window_left,  window_right,  scale,
-                           dropout_p, dropout_seed, dropout_stream};
-  const Tensor tensors[] = {rows_of(q), rows_of(k), rows_of(v), as_contiguous(cu_seqlens_q),
-                            as_contiguous(cu_seqlens_k)};
-  const int64_t rows = q.size(0);
-  Forward a = {packed_shape(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4]),
-               {},
-               nullptr,
-               nullptr};
-  set_options(a, options);
+void compute_varlen_fwd(const Operands& x, const Packing& packing, const Options& options,
+                        const Tensor& out, const Tensor& lse) {
+  const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  const int64_t rows = x.q.size(0);
+  Forward a = {packed_problem(tensors, packing, options), {}, nullptr, nullptr};
   a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
-  Workspace<kLocalFloats> workspace(forward_floats(a, threads()));
-  launch_forward(kernels(), a, workspace.take(workspace.floats()), workspace.floats(), threads(),
-                 kOnThreads);
+  compute(a);
   const int64_t real = a.cu_seqlens_q[a.batch];
   clear_rows(a.type, a.out, a.heads, real, rows, a.value_dim);
   for (int64_t h = 0; h < a.heads; ++h) {
     std::fill(a.lse + h * rows + real, a.lse + (h + 1) * rows,
               -std::numeric_limits<float>::infinity());
   }
-  return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> attention_varlen_fwd(
-    Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, int64_t causal, int64_t window_left, int64_t window_right, double scale,
-    double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream) {
-  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
-                  "q, k and v must have 3 dimensions");
-  if (!supports(q, q.size(0), k.size(0))) {
-    return call_other_backend<std::tuple<Tensor, Tensor>>(
-        "fastattn::attention_varlen_fwd", q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-        max_seqlen_k, causal, window_left, window_right, scale, dropout_p, dropout_seed,
-        dropout_stream);
+// The schema has upper bounds of the lengths, which are not needed here.
+void skip_longest(Arguments& from) {
+  from.take<int64_t>();
+  from.take<int64_t>();
+}
+
+template <bool kGiven>
+void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
+  if (!is_supported(stack, 3)) {
+    return pass_to_other_backend<kGiven>("fastattn::attention_varlen_fwd", stack, count, results);
   }
-  const int64_t sizes[] = {q.size(0), q.size(1), v.size(2)}, rows[] = {q.size(1), q.size(0)};
-  Tensor out = new_contiguous({sizes, 3}, q.scalar_type());
-  Tensor lse = new_contiguous({rows, 2}, ScalarType::Float);
-  return attention_varlen_fwd_out(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                                  causal, window_left, window_right, scale, dropout_p, dropout_seed,
-                                  dropout_stream, out, lse);
+  Arguments from(stack);
+  const Operands x{from};
+  const Packing packing{from};
+  skip_longest(from);
+  const Options options{from};
+  check_dimensions(x, 3);
+  const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.v.size(2)};
+  const int64_t rows[] = {x.q.size(1), x.q.size(0)};
+  const Tensor out = kGiven ? from.tensor() : new_contiguous({sizes, 3}, x.q.scalar_type());
+  const Tensor lse = kGiven ? from.tensor() : new_contiguous({rows, 2}, ScalarType::Float);
+  compute_varlen_fwd(x, packing, options, out, lse);
+  return_results(stack, out, lse);
 }
 
 // -- backward ------------------------------------------------------------------------------------
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+// The gradients of the forward's results, and these.
+struct OutputGradients {
+  Arguments& from;
+  std::optional<Tensor> dout = rows_of(from.optional()), dlse = as_contiguous(from.optional());
+};
+struct Outputs {
+  Arguments& from;
+  Tensor out = rows_of(from.tensor()), lse = as_contiguous(from.tensor());
+};
+struct Gradients {
+  Tensor dq, dk, dv;
+};
 
-std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
-  return needed ? std::optional(gradient) : std::nullopt;
+template <bool kGiven>
+Gradients gradients_of(Arguments& from, const Operands& x, const std::vector<bool>& needs) {
+  if (kGiven) {
+    return {from.tensor(), from.tensor(), from.tensor()};
+  }
+  return {new_gradient(x.q, needs[0]), new_gradient(x.k, needs[1]), new_gradient(x.v, needs[2])};
 }
 
 // lse_rows: rows of lse in all heads.
-void run_backward(Backward& a, int64_t lse_rows) {
+void compute(Backward& a, int64_t lse_rows) {
   Workspace<kLocalFloats> workspace(backward_floats(a, lse_rows, threads()));
   launch_backward(kernels(), a, lse_rows, workspace.take(workspace.floats()), workspace.floats(),
                   threads(), kOnThreads);
 }
 
-FourTensors attention_bwd_out(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
-                              Tensor k, Tensor v, std::optional<Tensor> mask,
-                              std::optional<Tensor> /*mask_tiles*/,
-                              std::optional<Tensor> key_lengths,
-                              std::optional<Tensor> query_lengths, Tensor out, Tensor lse,
-                              int64_t causal, int64_t window_left, int64_t window_right,
-                              double scale, double dropout_p, std::optional<Tensor> dropout_seed,
-                              int64_t dropout_stream, std::vector<bool> needs, Tensor dq, Tensor dk,
-                              Tensor dv, Tensor dmask) {
-  const Options options = {causal,    window_left,  window_right,  scale,
-                           dropout_p, dropout_seed, dropout_stream};
-  STD_TORCH_CHECK(needs.size() == 4, "needs must have 4 entries");
-  const Tensor rows[] = {rows_of(q), rows_of(k), rows_of(v), rows_of(out), as_contiguous(lse)};
-  dout = rows_of(dout);
-  dlse = as_contiguous(dlse);
-  key_lengths = as_contiguous(key_lengths);
-  query_lengths = as_contiguous(query_lengths);
+std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
+  return needed ? std::optional(gradient) : std::nullopt;
+}
+
+void compute_bwd(const OutputGradients& d, const Operands& x, const Masks& masks,
+                 const Outputs& outputs, const Options& options, const std::vector<bool>& needs,
+                 const Gradients& gradients, Tensor dmask) {
+  const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  const auto& [dq, dk, dv] = gradients;
   Backward a = {};
-  static_cast<Problem&>(a) =
-      problem(rows[0], rows[1], rows[2], mask, key_lengths, query_lengths, options);
+  static_cast<Problem&>(a) = problem(rows, masks, options);
   const int64_t lse_rows = a.batch * a.heads * a.queries;
-  const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t heads,
+  const auto view_if = [&](const std::optional<Tensor>& tensor, const char* name, int64_t heads,
                            int64_t count, int64_t columns) {
-    return x ? view(*x, name, a.type, a.batch, heads, count, columns) : TensorView{};
+    return tensor ? view(*tensor, name, a.type, a.batch, heads, count, columns) : TensorView{};
   };
-  a.out = view(rows[3], "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
-  a.dout = view_if(dout, "dout", a.heads, a.queries, a.value_dim);
+  a.out = view(outputs.out, "out", a.type, a.batch, a.heads, a.queries, a.value_dim);
+  a.dout = view_if(d.dout, "dout", a.heads, a.queries, a.value_dim);
   a.dq = view_if(wanted(dq, needs[0]), "dq", a.heads, a.queries, a.head_dim);
   a.dk = view_if(wanted(dk, needs[1]), "dk", a.kv_heads, a.keys, a.head_dim);
   a.dv = view_if(wanted(dv, needs[2]), "dv", a.kv_heads, a.keys, a.value_dim);
-  a.lse = data_of<const float>(rows[4], "lse", lse_rows, ScalarType::Float);
-  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
-  if (needs[3] && mask) {
+  a.lse = data_of<const float>(outputs.lse, "lse", lse_rows, ScalarType::Float);
+  a.dlse = d.dlse ? data_of<const float>(*d.dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
+  if (needs[3] && masks.mask) {
     a.dmask = mask_view(dmask, "dmask", a);
     STD_TORCH_CHECK(std::equal(a.mask.sizes, a.mask.sizes + 4, a.dmask.sizes),
                     "dmask must have the sizes of mask");
     a.exact_delta = a.type != DType::kFloat32;
   }
-  run_backward(a, lse_rows);
-  if (needs[3] && mask && (lse_rows == 0 || a.keys == 0)) {  // no pair adds to it
+  compute(a, lse_rows);
+  if (needs[3] && masks.mask && (lse_rows == 0 || a.keys == 0)) {  // no pair adds to it
     torch::stable::zero_(dmask);
   }
-  return {dq, dk, dv, dmask};
 }
 
-FourTensors attention_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
-                          Tensor k, Tensor v, std::optional<Tensor> mask,
-                          std::optional<Tensor> mask_tiles, std::optional<Tensor> key_lengths,
-                          std::optional<Tensor> query_lengths, Tensor out, Tensor lse,
-                          int64_t causal, int64_t window_left, int64_t window_right, double scale,
-                          double dropout_p, std::optional<Tensor> dropout_seed,
-                          int64_t dropout_stream, std::vector<bool> needs) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && needs.size() == 4,
-                  "q, k and v must have 4 dimensions, needs 4 entries");
-  if (!supports(q, q.size(2), k.size(2))) {
-    return call_other_backend<FourTensors>("fastattn::attention_bwd", dout, dlse, q, k, v, mask,
-                                           mask_tiles, key_lengths, query_lengths, out, lse, causal,
-                                           window_left, window_right, scale, dropout_p,
-                                           dropout_seed, dropout_stream, needs);
+// The last arguments of the backward: which gradients are needed.
+std::vector<bool> needs_of(Arguments& from, size_t results) {
+  std::vector<bool> needs = from.take<std::vector<bool>>();
+  STD_TORCH_CHECK(needs.size() == results, "needs must have ", results, " entries");
+  return needs;
+}
+
+// Behind dout and dlse.
+constexpr int kFirstOfBackward = 2;
+
+template <bool kGiven>
+void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
+  if (!is_supported(stack + kFirstOfBackward, 4)) {
+    return pass_to_other_backend<kGiven>("fastattn::attention_bwd", stack, count, results);
   }
-  const bool needs_mask = needs[3] && mask;
-  return attention_bwd_out(dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out,
-                           lse, causal, window_left, window_right, scale, dropout_p, dropout_seed,
-                           dropout_stream, needs, new_gradient(q, needs[0]),
-                           new_gradient(k, needs[1]), new_gradient(v, needs[2]),
-                           needs_mask ? new_gradient(*mask, true) : new_vector(0, q.scalar_type()));
+  Arguments from(stack);
+  const OutputGradients d{from};
+  const Operands x{from};
+  const Masks masks{from};
+  const Outputs outputs{from};
+  const Options options{from};
+  const std::vector<bool> needs = needs_of(from, results);
+  check_dimensions(x, 4);
+  const Gradients g = gradients_of<kGiven>(from, x, needs);
+  const bool needs_dmask = needs[3] && masks.mask;
+  const Tensor dmask = kGiven        ? from.tensor()
+                       : needs_dmask ? new_gradient(*masks.mask, true)
+                                     : new_vector(0, x.q.scalar_type());
+  compute_bwd(d, x, masks, outputs, options, needs, g, dmask);
+  return_results(stack, g.dq, g.dk, g.dv, dmask);
 }
 
-ThreeTensors attention_varlen_bwd_out(std::optional<Tensor> dout, std::optional<Tensor> dlse,
-                                      Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,
-                                      Tensor cu_seqlens_k, Tensor out, Tensor lse,
-                                      int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/,
-                                      int64_t causal, int64_t window_left, int64_t window_right,
-                                      double scale, double dropout_p,
-                                      std::optional<Tensor> dropout_seed, int64_t dropout_stream,
-                                      std::vector<bool> needs, Tensor dq, Tensor dk, Tensor dv) {
-  const Options options = {causal,    window_left,  window_right,  scale,
-                           dropout_p, dropout_seed, dropout_stream};
-  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries");
-  const Tensor tensors[] = {rows_of(q),
-                            rows_of(k),
-                            rows_of(v),
-                            rows_of(out),
-                            as_contiguous(lse),
-                            as_contiguous(cu_seqlens_q),
-                            as_contiguous(cu_seqlens_k)};
-  dout = rows_of(dout);
-  dlse = as_contiguous(dlse);
-  const int64_t rows = q.size(0), key_rows = k.size(0);
+void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packing& packing,
+                        const Outputs& outputs, const Options& options,
+                        const std::vector<bool>& needs, const Gradients& gradients) {
+  const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
+  const int64_t rows = x.q.size(0), key_rows = x.k.size(0);
   Backward a = {};
-  static_cast<Problem&>(a) =
-      packed_shape(tensors[0], tensors[1], tensors[2], tensors[5], tensors[6]);
-  set_options(a, options);
+  static_cast<Problem&>(a) = packed_problem(tensors, packing, options);
   const int64_t lse_rows = a.heads * rows;
-  const auto view_if = [&](const std::optional<Tensor>& x, const char* name, int64_t count,
+  const auto view_if = [&](const std::optional<Tensor>& tensor, const char* name, int64_t count,
                            int64_t heads, int64_t columns) {
-    return x ? packed_view(*x, name, a.type, count, heads, columns) : TensorView{};
+    return tensor ? packed_view(*tensor, name, a.type, count, heads, columns) : TensorView{};
   };
-  a.out = packed_view(tensors[3], "out", a.type, rows, a.heads, a.value_dim);
-  a.dout = view_if(dout, "dout", rows, a.heads, a.value_dim);
-  a.dq = view_if(wanted(dq, needs[0]), "dq", rows, a.heads, a.head_dim);
-  a.dk = view_if(wanted(dk, needs[1]), "dk", key_rows, a.kv_heads, a.head_dim);
-  a.dv = view_if(wanted(dv, needs[2]), "dv", key_rows, a.kv_heads, a.value_dim);
-  a.lse = data_of<const float>(tensors[4], "lse", lse_rows, ScalarType::Float);
-  a.dlse = dlse ? data_of<const float>(*dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
-  run_backward(a, lse_rows);
+  a.out = packed_view(outputs.out, "out", a.type, rows, a.heads, a.value_dim);
+  a.dout = view_if(d.dout, "dout", rows, a.heads, a.value_dim);
+  a.dq = view_if(wanted(gradients.dq, needs[0]), "dq", rows, a.heads, a.head_dim);
+  a.dk = view_if(wanted(gradients.dk, needs[1]), "dk", key_rows, a.kv_heads, a.head_dim);
+  a.dv = view_if(wanted(gradients.dv, needs[2]), "dv", key_rows, a.kv_heads, a.value_dim);
+  a.lse = data_of<const float>(outputs.lse, "lse", lse_rows, ScalarType::Float);
+  a.dlse = d.dlse ? data_of<const float>(*d.dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
+  compute(a, lse_rows);
   const int64_t real = a.cu_seqlens_q[a.batch], real_keys = a.cu_seqlens_k[a.batch];
   clear_rows(a.type, a.dq, a.heads, real, rows, a.head_dim);
   clear_rows(a.type, a.dk, a.kv_heads, real_keys, key_rows, a.head_dim);
   clear_rows(a.type, a.dv, a.kv_heads, real_keys, key_rows, a.value_dim);
-  return {dq, dk, dv};
 }
 
-ThreeTensors attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tensor> dlse, Tensor q,
-                                  Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
-                                  Tensor out, Tensor lse, int64_t max_seqlen_q,
-                                  int64_t max_seqlen_k, int64_t causal, int64_t window_left,
-                                  int64_t window_right, double scale, double dropout_p,
-                                  std::optional<Tensor> dropout_seed, int64_t dropout_stream,
-                                  std::vector<bool> needs) {
-  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && needs.size() == 3,
-                  "q, k and v must have 3 dimensions, needs 3 entries");
-  if (!supports(q, q.size(0), k.size(0))) {
-    return call_other_backend<ThreeTensors>("fastattn::attention_varlen_bwd", dout, dlse, q, k, v,
-                                            cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q,
-                                            max_seqlen_k, causal, window_left, window_right, scale,
-                                            dropout_p, dropout_seed, dropout_stream, needs);
+template <bool kGiven>
+void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
+  if (!is_supported(stack + kFirstOfBackward, 3)) {
+    return pass_to_other_backend<kGiven>("fastattn::attention_varlen_bwd", stack, count, results);
   }
-  return attention_varlen_bwd_out(
-      dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, max_seqlen_q, max_seqlen_k, causal,
-      window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream, needs,
-      new_gradient(q, needs[0]), new_gradient(k, needs[1]), new_gradient(v, needs[2]));
+  Arguments from(stack);
+  const OutputGradients d{from};
+  const Operands x{from};
+  const Packing packing{from};
+  const Outputs outputs{from};
+  skip_longest(from);
+  const Options options{from};
+  const std::vector<bool> needs = needs_of(from, results);
+  check_dimensions(x, 3);
+  const Gradients g = gradients_of<kGiven>(from, x, needs);
+  compute_varlen_bwd(d, x, packing, outputs, options, needs, g);
+  return_results(stack, g.dq, g.dk, g.dv);
 }
 
 }  // namespace
@@ -522,12 +511,12 @@ ThreeTensors attention_varlen_bwd(std::optional<Tensor> dout, std::optional<Tens
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn, CPU, m) {
   using namespace fastattn::attention;
-  m.impl("attention_fwd", TORCH_BOX(&attention_fwd));
-  m.impl("attention_fwd.out", TORCH_BOX(&attention_fwd_out));
-  m.impl("attention_bwd", TORCH_BOX(&attention_bwd));
-  m.impl("attention_bwd.out", TORCH_BOX(&attention_bwd_out));
-  m.impl("attention_varlen_fwd", TORCH_BOX(&attention_varlen_fwd));
-  m.impl("attention_varlen_fwd.out", TORCH_BOX(&attention_varlen_fwd_out));
-  m.impl("attention_varlen_bwd", TORCH_BOX(&attention_varlen_bwd));
-  m.impl("attention_varlen_bwd.out", TORCH_BOX(&attention_varlen_bwd_out));
+  m.impl("attention_fwd", &attention_fwd<false>);
+  m.impl("attention_fwd.out", &attention_fwd<true>);
+  m.impl("attention_bwd", &attention_bwd<false>);
+  m.impl("attention_bwd.out", &attention_bwd<true>);
+  m.impl("attention_varlen_fwd", &attention_varlen_fwd<false>);
+  m.impl("attention_varlen_fwd.out", &attention_varlen_fwd<true>);
+  m.impl("attention_varlen_bwd", &attention_varlen_bwd<false>);
+  m.impl("attention_varlen_bwd.out", &attention_varlen_bwd<true>);
 }

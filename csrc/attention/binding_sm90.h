@@ -21,21 +21,6 @@ inline constexpr int64_t kMaxHeadDim = 256;
 inline constexpr int kBottomRight = 2;
 
 // -- the arguments -------------------------------------------------------------------------------
-// Those of the dispatcher's stack, taken in the order of the schema.
-class Arguments {
- public:
-  explicit Arguments(StableIValue* stack) : next_(stack) {}
-  template <class T>
-  T take() {
-    return torch::stable::detail::to<T>(*next_++);
-  }
-  Tensor tensor() { return take<Tensor>(); }
-  std::optional<Tensor> optional() { return take<std::optional<Tensor>>(); }
-
- private:
-  StableIValue* next_;
-};
-
 // What a call is, the same for both directions. Tensors are [batch, heads, rows, columns] or, with
 // cu_seqlens, [rows, heads, columns]: packed sequences are one batch entry.
 inline const std::string kCallSchema =

@@ -32,6 +32,52 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
   }
 }
 
+// The arguments on the dispatcher's stack, taken in the order of the schema. Those that are tensors
+// own them: all must be taken.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+  Tensor tensor() { return take<Tensor>(); }
+  std::optional<Tensor> optional() { return take<std::optional<Tensor>>(); }
+
+ private:
+  StableIValue* next_;
+};
+
+// A tensor that the stack keeps.
+class TensorOnStack {
+ public:
+  explicit TensorOnStack(StableIValue place)
+      : handle_(torch::stable::detail::to<AtenTensorHandle>(place)) {}
+  ScalarType scalar_type() const {
+    int32_t type;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &type));
+    return torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type));
+  }
+  int64_t dim() const {
+    int64_t dim;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle_, &dim));
+    return dim;
+  }
+  int64_t size(int64_t d) const {
+    int64_t size;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(handle_, d, &size));
+    return size;
+  }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+template <class... Results>
+void return_results(StableIValue* stack, const Results&... results) {
+  ((*stack++ = torch::stable::detail::from(results)), ...);
+}
+
 // Where a tensor's elements lie; a storage that was resized to 0 has none.
 inline void* memory_of(const Tensor& tensor, const char* name) {
   int64_t bytes = 0;

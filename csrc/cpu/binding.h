@@ -191,18 +191,25 @@ std::tuple<Results...> results_on(const StableIValue* stack, std::tuple<Results.
 }  // namespace detail
 
 // Passes a call that has no CPU kernel to the first other backend that supports it, through the
-// op's `backend` overload with an empty name. Returns a tuple of the op's results.
-template <class Results, class... Arguments>
-Results call_other_backend(const char* op, const Arguments&... arguments) {
-  std::array<StableIValue, sizeof...(Arguments) + 1> stack = {detail::stable_value(arguments)...,
-                                                              detail::stable_value(std::string())};
-  static_assert(std::tuple_size_v<Results> <= sizeof...(Arguments) + 1);
-  if (torch_call_dispatcher(op, "backend", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+// op's `backend` overload with an empty name. Its arguments are the first on the stack, of as many
+// places as arguments and one more; results replace them.
+inline void dispatch_to_other_backend(const char* op, StableIValue* stack, size_t arguments) {
+  stack[arguments] = detail::stable_value(std::string());
+  if (torch_call_dispatcher(op, "backend", stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
     // The stable ABI loses the error's type; its text is available from torch 2.13 on.
     STD_TORCH_CHECK(false, torch_exception_get_what_without_backtrace
                                ? torch_exception_get_what_without_backtrace()
                                : "the other backends failed; PyTorch's log has the reason");
   }
+}
+
+// The same for given arguments. Returns a tuple of the op's results.
+template <class Results, class... Arguments>
+Results call_other_backend(const char* op, const Arguments&... arguments) {
+  constexpr size_t kArguments = sizeof...(Arguments);
+  static_assert(std::tuple_size_v<Results> <= kArguments + 1);
+  std::array<StableIValue, kArguments + 1> stack = {detail::stable_value(arguments)...};
+  dispatch_to_other_backend(op, stack.data(), kArguments);
   return detail::results_on(stack.data(), static_cast<Results*>(nullptr),
                             std::make_index_sequence<std::tuple_size_v<Results>>());
 }
@@ -218,6 +225,27 @@ Results call_other_backend_into(Results results, const char* op, const Arguments
       },
       results);
   return results;
+}
+
+// For kernels that take their arguments from the dispatcher's stack. kGiven: the last arguments are
+// the results, as those of `.out`.
+template <bool kGiven>
+void pass_to_other_backend(const char* op, StableIValue* stack, size_t arguments, size_t results) {
+  constexpr size_t kMostArguments = 32;
+  std::array<StableIValue, kMostArguments> values;
+  STD_TORCH_CHECK(arguments < values.size(), op, " has too many arguments");
+  std::copy_n(stack, arguments, values.begin());
+  dispatch_to_other_backend(op, values.data(), kGiven ? arguments - results : arguments);
+  if (!kGiven) {
+    std::copy_n(values.begin(), results, stack);
+    return;
+  }
+  Arguments computed(values.data()), given(stack + arguments - results);
+  for (size_t i = 0; i < results; ++i) {
+    Tensor result = given.tensor();
+    torch::stable::copy_(result, computed.tensor());
+    stack[i] = torch::stable::detail::from(result);
+  }
 }
 
 // -- threads --------------------------------------------------------------------------------------

@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformer_twins import CLASSES, build
 
 import fastattn.nn as fnn
 
 E, H = 8, 2
 DRAWS = 100
-CLASSES = (
-    "MultiheadAttention",
-    "TransformerEncoderLayer",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerDecoder",
-    "Transformer",
-)
 MASKS = {
     "MultiheadAttention": ("attn_mask",),
     "TransformerEncoderLayer": ("src_mask",),
@@ -40,17 +33,6 @@ INPUTS = ((3, 3), (3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3, 3), ())
 MASK_SHAPES = ((3, 3), (3, 3), (6, 3, 3), (3, 4), (4, 3), (3, 3, 3), (3,), (1, 3, 3))
 PADDING_SHAPES = ((3, 3), (3, 3), (3, 4), (2, 3), (3,), (1, 3))
 MASK_TYPES = (torch.bool, torch.float32) * 4 + (torch.uint8, torch.int64)
-
-
-def build(package: Any, name: str, batch_first: bool, **kwargs: Any) -> nn.Module:
-    kwargs["batch_first"] = batch_first
-    if name == "MultiheadAttention":
-        return package.MultiheadAttention(E, H, **kwargs)
-    if name.endswith("Layer"):
-        return getattr(package, name)(E, H, 16, 0.0, **kwargs)
-    if name == "Transformer":
-        return package.Transformer(E, H, 1, 1, 16, 0.0, **kwargs)
-    return getattr(package, name)(getattr(package, f"{name}Layer")(E, H, 16, 0.0, **kwargs), 1)
 
 
 def draw(chooser: random.Random, name: str) -> tuple[list[Tensor], dict[str, Any]]:
@@ -86,7 +68,7 @@ def draw(chooser: random.Random, name: str) -> tuple[list[Tensor], dict[str, Any
     return args, kwargs
 
 
-def answer(module: nn.Module, args: list[Tensor], kwargs: dict[str, Any]) -> Any:
+def result_or_error(module: nn.Module, args: list[Tensor], kwargs: dict[str, Any]) -> Any:
     try:
         result = module(*args, **kwargs)
     except (AssertionError, RuntimeError, ValueError, IndexError) as error:
@@ -96,18 +78,22 @@ def answer(module: nn.Module, args: list[Tensor], kwargs: dict[str, Any]) -> Any
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", ["MultiheadAttention", *CLASSES])
 def test_raises_exactly_where_torch_raises(name: str, batch_first: bool) -> None:
     torch.manual_seed(0)
     chooser = random.Random(f"{name} {batch_first}")
-    reference, fast = build(nn, name, batch_first), build(fnn, name, batch_first)
+    options = {"sizes": (E, H, 16), "layers": 1, "batch_first": batch_first}
+    reference, fast = (build(package, name, **options) for package in (nn, fnn))
     fast.load_state_dict(reference.state_dict())
     accepted = refused = 0
     for _ in range(DRAWS):
         args, kwargs = draw(chooser, name)
         training = chooser.random() < 0.5
         reference.train(training), fast.train(training)
-        expected, got = answer(reference, args, kwargs), answer(fast, args, kwargs)
+        expected, got = (
+            result_or_error(reference, args, kwargs),
+            result_or_error(fast, args, kwargs),
+        )
         call = (
             [x.shape for x in args],
             {n: (x.dtype, x.shape) if isinstance(x, Tensor) else x for n, x in kwargs.items()},

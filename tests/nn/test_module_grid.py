@@ -11,11 +11,10 @@ import pytest
 import torch
 from module_equivalence import assert_equivalent, label, pairwise, random_mask
 from torch import Tensor, nn
+from transformer_twins import CLASSES, B, E, H, S, T, build
 
 import fastattn.nn as fnn
 
-E, H, FFN = 16, 4, 24
-B, S, T = 3, 7, 5
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*mask:UserWarning"),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
@@ -56,13 +55,6 @@ LAYERS = {
     "dtype": (torch.float32, torch.bfloat16, torch.float64),
     "strides": ("contiguous", "transposed", "sliced"),
 }
-CLASSES = (
-    "TransformerEncoderLayer",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerDecoder",
-    "Transformer",
-)
 ATTENTION_CASES = pairwise(**ATTENTION)
 # A case of three factors: padding makes torch read the mask, which allows the added keys.
 HINT_BESIDE_PADDING = [
@@ -97,9 +89,7 @@ def test_size_of_the_grid() -> None:
     assert len(ATTENTION_CASES) + len(LAYER_CASES) >= 150
 
 
-class _Almost(nn.Linear):
-    """A module that is wrong by a factor."""
-
+class _WrongByAFactor(nn.Linear):
     factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +100,7 @@ class _Almost(nn.Linear):
     "dtype, factor", [(torch.float64, 1e-14), (torch.float32, 1e-5), (torch.bfloat16, 0.06)]
 )
 def test_the_comparison_detects_a_small_difference(dtype: torch.dtype, factor: float) -> None:
-    reference, fast = nn.Linear(E, E, dtype=dtype), _Almost(E, E, dtype=dtype)
+    reference, fast = nn.Linear(E, E, dtype=dtype), _WrongByAFactor(E, E, dtype=dtype)
     fast.load_state_dict(reference.state_dict())
     x = torch.randn(B, E, dtype=dtype)
     assert_equivalent(reference, fast, x)
@@ -200,17 +190,6 @@ def test_multihead_attention(case: dict[str, Any]) -> None:
         )
     assert_equivalent(reference, fast, query, key, value, **kwargs)
     assert_same_without_autograd(fast, query, key, value, **kwargs)
-
-
-def build(package: Any, name: str, **kwargs: Any) -> nn.Module:
-    """One of CLASSES, with two layers where it has several."""
-    if name.endswith("Layer"):
-        return getattr(package, name)(E, H, FFN, dropout=0.0, **kwargs)
-    if name == "Transformer":
-        return package.Transformer(E, H, 2, 2, FFN, dropout=0.0, **kwargs)
-    layer = getattr(package, name + "Layer")(E, H, FFN, dropout=0.0, **kwargs)
-    norm = package.LayerNorm(E) if kwargs["norm_first"] else None
-    return getattr(package, name)(layer, 2, norm)
 
 
 def masks(name: str, case: dict[str, Any]) -> dict[str, Any]:

@@ -16,53 +16,15 @@ from module_equivalence import assert_equivalent, random_mask
 from torch import Tensor, nn
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
+from transformer_twins import CLASSES, B, E, H, S, build, inputs, twins
 
 import fastattn.nn as fnn
 
-E, H, FFN = 16, 4, 24
-B, S, T = 3, 7, 5
-CLASSES = (
-    "MultiheadAttention",
-    "TransformerEncoderLayer",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerDecoder",
-    "Transformer",
-)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning"),
 ]
-each_class = pytest.mark.parametrize("name", CLASSES)
-
-
-def build(package: Any, name: str, dropout: float = 0.0, **kwargs: Any) -> nn.Module:
-    kwargs = {"dropout": dropout, "batch_first": True, **kwargs}
-    if name == "MultiheadAttention":
-        return package.MultiheadAttention(E, H, **kwargs)
-    if name.endswith("Layer"):
-        return getattr(package, name)(E, H, FFN, **kwargs)
-    if name == "Transformer":
-        return package.Transformer(E, H, 1, 2, FFN, **kwargs)
-    return getattr(package, name)(getattr(package, name + "Layer")(E, H, FFN, **kwargs), 2)
-
-
-def twins(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    reference, fast = build(nn, name, **kwargs), build(fnn, name, **kwargs)
-    for parameter in reference.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    fast.load_state_dict(reference.state_dict())
-    return reference, fast
-
-
-def inputs(name: str) -> tuple[Tensor, ...]:
-    src, tgt = torch.randn(B, S, E), torch.randn(B, T, E)
-    if name == "MultiheadAttention":
-        return tgt, src, src
-    if name == "Transformer":
-        return src, tgt
-    return (tgt, src) if "Decoder" in name else (src,)
+each_class = pytest.mark.parametrize("name", ["MultiheadAttention", *CLASSES])
 
 
 def first(result: Any) -> Tensor:
@@ -72,7 +34,7 @@ def first(result: Any) -> Tensor:
 # -- torch.nn.utils -------------------------------------------------------------------------------
 @each_class
 def test_parameters_as_a_vector(name: str) -> None:
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     vector = utils.parameters_to_vector(fast.parameters())
     assert torch.equal(vector, utils.parameters_to_vector(reference.parameters()))
     for module in (reference, fast):
@@ -82,7 +44,7 @@ def test_parameters_as_a_vector(name: str) -> None:
 
 @each_class
 def test_clipping_gradients(name: str) -> None:
-    reference, fast = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name, batch_first=True))
     args = [x.double() for x in inputs(name)]
     for clip, limit in ((utils.clip_grad_norm_, 0.5), (utils.clip_grad_value_, 0.01)):
         norms = []
@@ -96,10 +58,9 @@ def test_clipping_gradients(name: str) -> None:
             torch.testing.assert_close(b.grad, a.grad)
 
 
-def _target(module: nn.Module, path: str) -> nn.Module:
-    """The submodule at `path`; of the attention, which lacks it, the first submodule."""
-    found = [m for n, m in module.named_modules() if n.split(".")[-1] == path]
-    return found[0]
+def _target(module: nn.Module, name: str) -> nn.Module:
+    """The first submodule of that name."""
+    return next(m for path, m in module.named_modules() if path.split(".")[-1] == name)
 
 
 def _weight_norm(module: nn.Module) -> None:
@@ -179,7 +140,7 @@ def assert_same_steps(reference: nn.Module, fast: nn.Module, args: list[Tensor])
 def test_changed_parameters(change: Callable[[nn.Module], None], training: bool) -> None:
     """Norms of weights, pruning and other parametrizations keep their effect and gradients."""
     name = "TransformerEncoderLayer"
-    reference, fast = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name, batch_first=True))
     args = list(inputs(name))
     before = fast(args[0].double())
     for module in (reference, fast):
@@ -196,7 +157,9 @@ def test_changed_parameters(change: Callable[[nn.Module], None], training: bool)
 
 
 def test_cached_parametrizations() -> None:
-    reference, fast = (module.double() for module in twins("TransformerDecoderLayer"))
+    reference, fast = (
+        module.double() for module in twins("TransformerDecoderLayer", batch_first=True)
+    )
     for module in (reference, fast):
         _weight_norm(module)
     with parametrize.cached():
@@ -207,7 +170,7 @@ def test_cached_parametrizations() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_functional_call(name: str) -> None:
     """Given parameters, tied or not, leave the module's own unchanged."""
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     args = inputs(name)
     others = {n: torch.randn_like(p) for n, p in fast.named_parameters()}
     inside = copy.deepcopy(fast.state_dict())
@@ -225,12 +188,12 @@ def test_functional_call(name: str) -> None:
 
 @each_class
 def test_skip_init_meta_and_to_empty(name: str) -> None:
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     if name == "MultiheadAttention":
         empty = utils.skip_init(fnn.MultiheadAttention, E, H, batch_first=True)
     else:
         with torch.device("meta"):
-            empty = build(fnn, name)
+            empty = build(fnn, name, batch_first=True)
         assert all(p.is_meta for p in empty.parameters())
         shapes = first(empty(*(x.to("meta") for x in inputs(name)))).shape
         assert shapes == first(fast(*inputs(name))).shape
@@ -253,7 +216,7 @@ def _swapping() -> Iterator[None]:
 @pytest.mark.parametrize("how", [contextlib.nullcontext, _swapping], ids=["in place", "swapped"])
 @each_class
 def test_dtypes(name: str, how: Callable[[], Any]) -> None:
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     args = inputs(name)
     with how():
         for dtype in (torch.float64, torch.bfloat16, torch.float32):
@@ -265,14 +228,14 @@ def test_dtypes(name: str, how: Callable[[], Any]) -> None:
 @each_class
 def test_copies_and_files(name: str) -> None:
     """deepcopy, pickle, torch.save (module and state_dict) and sharing keep fastattn's classes."""
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     args = inputs(name)
     expected = first(fast(*args))
     file, state = io.BytesIO(), io.BytesIO()
     torch.save(fast, file)
     torch.save(fast.state_dict(), state)
     file.seek(0), state.seek(0)
-    loaded = build(fnn, name)
+    loaded = build(fnn, name, batch_first=True)
     loaded.load_state_dict(torch.load(state, weights_only=True), assign=True)
     copies = [
         copy.deepcopy(fast),
@@ -292,7 +255,7 @@ def test_copies_and_files(name: str) -> None:
 
 @each_class
 def test_loading_errors_equal_torchs(name: str) -> None:
-    reference, fast = twins(name)
+    reference, fast = twins(name, batch_first=True)
     state = fast.state_dict()
     some = next(iter(state))
     wrong = {
@@ -313,18 +276,18 @@ def test_loading_errors_equal_torchs(name: str) -> None:
 
 def test_state_dict_hooks_run() -> None:
     fast = build(fnn, "TransformerEncoderLayer")
-    seen = []
-    fast.linear1.register_state_dict_post_hook(lambda *_: seen.append("saved"))
-    fast.self_attn.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
-    fast.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    calls = []
+    fast.linear1.register_state_dict_post_hook(lambda *_: calls.append("saved"))
+    fast.self_attn.register_load_state_dict_pre_hook(lambda *_: calls.append("loading"))
+    fast.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
     fast.load_state_dict(fast.state_dict())
-    assert seen == ["saved", "loading", "loaded"]
+    assert calls == ["saved", "loading", "loaded"]
 
 
 @each_class
 def test_training_both_gives_the_same_model(name: str) -> None:
     """A few steps of an optimizer, with some parameters frozen and some tied."""
-    reference, fast = (module.double() for module in twins(name))
+    reference, fast = (module.double() for module in twins(name, batch_first=True))
     args = [x.double() for x in inputs(name)]
     losses = []
     for module in (reference, fast):
@@ -367,7 +330,7 @@ def test_empty_batches(name: str, batch_first: bool, training: bool) -> None:
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_no_queries(need_weights: bool) -> None:
-    reference, fast = twins("MultiheadAttention")
+    reference, fast = twins("MultiheadAttention", batch_first=True)
     keys = torch.randn(B, S, E)
     query = torch.randn(B, 0, E)
     padding = random_mask(B, S)

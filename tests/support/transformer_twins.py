@@ -3,6 +3,7 @@ the ops of a call.
 """
 
 import contextlib
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,19 +23,29 @@ CLASSES = (
 )
 
 
-def build(package, name: str, **kwargs) -> nn.Module:
-    """One of CLASSES, with two layers if it has layers."""
+def build(
+    package: Any,
+    name: str,
+    *,
+    sizes: tuple[int, int, int] = (E, H, FFN),
+    layers: int = 2,
+    **kwargs: Any,
+) -> nn.Module:
+    """A module of torch.nn or fastattn.nn: MultiheadAttention or one of CLASSES."""
     kwargs = {"dropout": 0.0, **kwargs}
+    width, heads, ffn = sizes
+    if name == "MultiheadAttention":
+        return package.MultiheadAttention(width, heads, **kwargs)
     if name.endswith("Layer"):
-        return getattr(package, name)(E, H, FFN, **kwargs)
+        return getattr(package, name)(*sizes, **kwargs)
     if name == "Transformer":
-        return package.Transformer(E, H, 2, 2, FFN, **kwargs)
-    layer = getattr(package, name + "Layer")(E, H, FFN, **kwargs)
-    norm = package.LayerNorm(E) if kwargs.get("norm_first") else None
-    return getattr(package, name)(layer, 2, norm)
+        return package.Transformer(width, heads, layers, layers, ffn, **kwargs)
+    layer = getattr(package, name + "Layer")(*sizes, **kwargs)
+    norm = package.LayerNorm(width) if kwargs.get("norm_first") else None
+    return getattr(package, name)(layer, layers, norm)
 
 
-def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
+def twins(name: str, **kwargs: Any) -> tuple[nn.Module, nn.Module]:
     """PyTorch's and fastattn's module with the same parameters; biases and norms are random."""
     reference, fast = build(nn, name, **kwargs), build(fnn, name, **kwargs)
     for parameter in reference.parameters():
@@ -45,11 +56,14 @@ def twins(name: str, **kwargs) -> tuple[nn.Module, nn.Module]:
 
 
 def inputs(name: str, *, batch_first: bool = True) -> tuple[Tensor, ...]:
-    """src, tgt or both, as the class requires."""
+    """The tensors that the class requires: query, key and value, or src, tgt or both."""
 
     def sequence(length: int) -> Tensor:
         return torch.randn(B, length, E) if batch_first else torch.randn(length, B, E)
 
+    if name == "MultiheadAttention":
+        key = sequence(S)
+        return sequence(T), key, key
     if name == "Transformer":
         return sequence(S), sequence(T)
     return (sequence(T), sequence(S)) if "Decoder" in name else (sequence(S),)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fastattn
 from benchmarks.implementations import Implementation, Task, peers
 from benchmarks.model import requested_backends, requesting
-from benchmarks.subject import Verdict, draw_inputs
+from benchmarks.op_benchmark import Verdict, draw_inputs
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import Call, peak_memory
@@ -161,9 +161,9 @@ def decode_implementations(device_type: str, files: Sequence[Path] = ()) -> list
     return [i for i in found if device_type in i.device_types]
 
 
-# -- the subject -----------------------------------------------------------------------------------
-class GenerationSubject:
-    """What the worker uses of a group (see `benchmarks.subject.Subject`)."""
+# -- the benchmark ---------------------------------------------------------------------------------
+class GenerationBenchmark:
+    """Generation, as the worker uses it (see `benchmarks.op_benchmark.Benchmark`)."""
 
     uses_graphs = False
 

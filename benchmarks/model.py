@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fastattn
 from benchmarks.implementations import ON_REQUEST, Implementation, Task, peers
-from benchmarks.subject import Verdict, draw_inputs
+from benchmarks.op_benchmark import Verdict, draw_inputs
 from fastattn.ops._env import BACKEND_VARIABLE
 from fastattn.ops._select import OPS, order
 from fastattn.ops.attention.spec_workloads import sentence_lengths, spread_lengths
@@ -235,9 +235,9 @@ def model_implementations(device_type: str, files: Sequence[Path] = ()) -> list[
     ]
 
 
-# -- the subject -----------------------------------------------------------------------------------
-class ModelSubject:
-    """What the worker uses of a model's group (see `benchmarks.subject.Subject`)."""
+# -- the benchmark ---------------------------------------------------------------------------------
+class ModelBenchmark:
+    """A model, as the worker uses it (see `benchmarks.op_benchmark.Benchmark`)."""
 
     uses_graphs = False
 

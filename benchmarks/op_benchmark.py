@@ -19,7 +19,7 @@ from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 from fastattn.testing.timing import Call, copies_beyond_cache, peak_memory
 
-# Number of attention weights up to which the oracle computes all batches and heads at once.
+# Number of attention weights up to which the oracle computes all batches and heads in one call.
 _WHOLE = 2**20
 # Number of elements of a result that are compared, first and last rows among them.
 _CHECKED = 2**18
@@ -51,8 +51,8 @@ class Verdict:
         self.ok, self.message, self.error, self.allowed = False, message, float("inf"), 0.0
 
 
-class Subject(Protocol):
-    """What the worker uses of a group; `OpSubject`, `ModelSubject` and `GenerationSubject`."""
+class Benchmark(Protocol):
+    """A group as the worker uses it: an op, a model or its generation."""
 
     device: torch.device
     shape: dict[str, Any]
@@ -68,7 +68,7 @@ class Subject(Protocol):
     def details(self, candidate: Implementation, direction: str) -> dict[str, Any]: ...
 
 
-class OpSubject:
+class OpBenchmark:
     """An op of a specification. cold: inputs rotate over copies beyond the L2 cache."""
 
     uses_graphs = True

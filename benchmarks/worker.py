@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks import cases
-from benchmarks.generation import GENERATION, DecodeWorkload, GenerationSubject
+from benchmarks.generation import GENERATION, DecodeWorkload, GenerationBenchmark
 from benchmarks.implementations import Implementation
-from benchmarks.model import MODEL, ModelSubject, ModelWorkload
-from benchmarks.subject import OpSubject, Subject, Verdict
+from benchmarks.model import MODEL, ModelBenchmark, ModelWorkload
+from benchmarks.op_benchmark import Benchmark, OpBenchmark, Verdict
 from fastattn.ops import _env
 from fastattn.testing.timing import (
     DeviceLost,
@@ -117,14 +117,14 @@ class _Run:
 
     def run(self) -> None:
         self._stage(None, "inputs")
-        subject = self.subject = self._subject()
+        benchmark = self.benchmark = self._make_benchmark()
         if any(c.compiles for c in self.candidates.values()):
             torch._dynamo.reset()
         passed: dict[str, list[tuple[Implementation, Verdict]]] = {}
         for name, directions in self.wanted.items():
             candidate = self.candidates[name]
             self._stage(name, "inquiry")
-            reason = subject.refusal(candidate)
+            reason = benchmark.refusal(candidate)
             if reason is not None:
                 self._end(candidate, directions, "refused", f"{name} {reason}")
                 continue
@@ -135,20 +135,20 @@ class _Run:
             if direction in passed:
                 self._time(direction, passed[direction])
 
-    def _subject(self) -> Subject:
+    def _make_benchmark(self) -> Benchmark:
         workload, dtype = cases.find_workload(self.op, self.workload), cases.DTYPES[self.dtype]
         if self.op == MODEL:
             assert isinstance(workload, ModelWorkload)
-            return ModelSubject(workload, self.device, dtype)
+            return ModelBenchmark(workload, self.device, dtype)
         if self.op == GENERATION:
             assert isinstance(workload, DecodeWorkload)
-            return GenerationSubject(workload, self.device, dtype)
-        return OpSubject(cases.specs()[self.op], workload, self.device, dtype, cold=self.cold)
+            return GenerationBenchmark(workload, self.device, dtype)
+        return OpBenchmark(cases.specs()[self.op], workload, self.device, dtype, cold=self.cold)
 
     def _gate(self, candidate: Implementation, directions: list[str]) -> list[tuple[str, Verdict]]:
         self._stage(None, "oracle")
         try:
-            self.subject.prepare_oracle(candidate)
+            self.benchmark.prepare_oracle(candidate)
         except torch.OutOfMemoryError:
             _clean(self.device)
             self._end(candidate, directions, "skipped", "the fp64 oracle does not fit into memory")
@@ -161,9 +161,9 @@ class _Run:
             self._stage(candidate.name, "gate")
             try:
                 if not built:
-                    self.subject.build(candidate)
+                    self.benchmark.build(candidate)
                     built = True
-                verdict = self.subject.check(candidate, direction)
+                verdict = self.benchmark.check(candidate, direction)
             except Exception as error:
                 self._failed(candidate, [direction], error)
                 continue
@@ -179,12 +179,12 @@ class _Run:
             for candidate, _ in passed:
                 self._stage(candidate.name, "preparation")
                 try:
-                    calls[candidate.name] = self.subject.calls(candidate, direction)
+                    calls[candidate.name] = self.benchmark.calls(candidate, direction)
                 except Exception as error:
                     self._failed(candidate, [direction], error)
             before = self._gpu_state()
             plan = self.plan
-            if not self.subject.uses_graphs:
+            if not self.benchmark.uses_graphs:
                 plan = dataclasses.replace(plan, graph=False)
             try:
                 timings = time_side_by_side(
@@ -203,7 +203,7 @@ class _Run:
                 self._failed(candidate, [direction], timing)
             elif timing is not None:
                 row = self._row(candidate, direction, "ok", verdict.message, verdict)
-                row |= self._measured(timing) | self.subject.details(candidate, direction)
+                row |= self._measured(timing) | self.benchmark.details(candidate, direction)
                 row["clocks_mhz"] = [s.sm_mhz for s in states] or None
                 row["power_w"] = [s.power_w for s in states] or None
                 rows.append(row)
@@ -254,14 +254,14 @@ class _Run:
         message: str,
         verdict: Verdict | None,
     ) -> dict[str, Any]:
-        flops, moved = self.subject.work(direction)
+        flops, moved = self.benchmark.work(direction)
         return {
             "op": self.op,
             "direction": direction,
             "workload": self.workload,
-            "shape": self.subject.shape,
+            "shape": self.benchmark.shape,
             "dtype": self.dtype,
-            "features": list(self.subject.features),
+            "features": list(self.benchmark.features),
             "impl": candidate.name,
             "impl_version": candidate.version(),
             "backend_used": candidate.backend,

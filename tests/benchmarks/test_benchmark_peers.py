@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks import cases
 from benchmarks.implementations import Implementation, Task
+from benchmarks.op_benchmark import OpBenchmark
 from benchmarks.peers import flash_attention as fa_peers
-from benchmarks.subject import OpSubject
 from fastattn import functional
 from fastattn.integrations import flash_attn as flash
 from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
@@ -61,13 +61,13 @@ def _peer(name: str, op: str) -> Implementation:
 
 def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
     """As in the worker: built, then forward and gradients within the error budget."""
-    subject = OpSubject(cases.specs()[op], workload, CPU, dtype, cold=False)
+    benchmark = OpBenchmark(cases.specs()[op], workload, CPU, dtype, cold=False)
     peer = _peer(name, op)
-    assert peer.unsupported(subject.task) is None
-    subject.build(peer)
-    subject.prepare_oracle(peer)
+    assert peer.unsupported(benchmark.task) is None
+    benchmark.build(peer)
+    benchmark.prepare_oracle(peer)
     for direction in ("fwd", "bwd"):
-        verdict = subject.check(peer, direction)
+        verdict = benchmark.check(peer, direction)
         assert verdict.ok, f"{direction}: {verdict.message}"
 
 

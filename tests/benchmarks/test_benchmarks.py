@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import cases, generation, model, rows, run
 from benchmarks.cases import Group
-from benchmarks.generation import Decoded, DecodeSize, GenerationSubject
+from benchmarks.generation import Decoded, DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task, can_import
-from benchmarks.model import MODEL, ModelSubject, _set_dropout
+from benchmarks.model import MODEL, ModelBenchmark, _set_dropout
+from benchmarks.op_benchmark import OpBenchmark, _checked_rows
 from benchmarks.rows import ROOT
 from benchmarks.runner import Runner, Settings
-from benchmarks.subject import OpSubject, _checked_rows
 from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import (
@@ -181,16 +181,16 @@ def test_check_covers_what_is_timed(
 ) -> None:
     """A correct candidate passes; one wrong element or a wrong gradient does not."""
     if sliced:
-        monkeypatch.setattr("benchmarks.subject._WHOLE", 1)
-    subject = OpSubject(
+        monkeypatch.setattr("benchmarks.op_benchmark._WHOLE", 1)
+    benchmark = OpBenchmark(
         cases.specs()["attention"], _attention_workload(**options), CPU, torch.float32
     )
 
     def verdict(function: Any, direction: str) -> Any:
         candidate = _candidate(function)
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        return subject.check(candidate, direction)
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        return benchmark.check(candidate, direction)
 
     def off_by_one_element(inputs: Inputs) -> Any:
         out = _reference(inputs).clone()
@@ -220,28 +220,28 @@ def test_peers_may_ignore_padded_rows_and_draw_their_own_dropout() -> None:
     def fills_padded_rows(inputs: Inputs) -> Any:
         return _reference({k: v for k, v in inputs.items() if k != "query_lengths"})
 
-    subject = OpSubject(
+    benchmark = OpBenchmark(
         cases.specs()["attention"], _attention_workload(padded="both"), CPU, torch.float32
     )
     for ignores in (False, True):
         candidate = _candidate(fills_padded_rows, ignores_query_lengths=ignores)
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        assert subject.check(candidate, "fwd").ok == ignores
-        assert subject.check(candidate, "bwd").ok
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        assert benchmark.check(candidate, "fwd").ok == ignores
+        assert benchmark.check(candidate, "bwd").ok
 
     def own_dropout(inputs: Inputs) -> Any:
         seed = {"dropout_seed": torch.tensor([99])} if inputs.get("dropout_p") else {}
         return _reference(inputs | seed)
 
-    subject = OpSubject(
+    benchmark = OpBenchmark(
         cases.specs()["attention"], _attention_workload(dropout_p=0.3), CPU, torch.float32
     )
     for draws in (False, True):
         candidate = _candidate(own_dropout, draws_dropout=draws)
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        found = subject.check(candidate, "fwd")
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        found = benchmark.check(candidate, "fwd")
         assert found.ok == draws
         assert (found.message == "checked with dropout off") == draws
 
@@ -256,26 +256,26 @@ def test_checked_rows_keep_the_edges() -> None:
 
 def test_model_gate() -> None:
     workload = next(w for w in cases.workloads(MODEL) if "cpu" in w.device_types)
-    subject = ModelSubject(workload, CPU, torch.float32)  # type: ignore[arg-type]
+    benchmark = ModelBenchmark(workload, CPU, torch.float32)  # type: ignore[arg-type]
     candidates = {c.name: c for c in cases.implementations_of(MODEL, "cpu")}
     for name in ("fastattn", "torch-eager"):
         candidate = candidates[name]
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        found = subject.check(candidate, "step")
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        found = benchmark.check(candidate, "step")
         assert found.ok, f"{name}: {found.message}"
-        subject.calls(candidate, "step")[0]()
-    module = subject.models["fastattn"].module
+        benchmark.calls(candidate, "step")[0]()
+    module = benchmark.models["fastattn"].module
     assert _set_dropout(module, 0.1) == 0.1  # the check restored it
     with torch.no_grad():
         module.encoder.layers[0].norm1.weight[0] += 0.01
-    assert not subject.check(candidates["fastattn"], "step").ok
+    assert not benchmark.check(candidates["fastattn"], "step").ok
 
 
 def test_packed_gate() -> None:
     """The packed op is checked with its own specification, and a decoding shape has no backward."""
     workload = packed_workload("tiny", torch.tensor([5, 17, 1]), 2, 16, ("cpu",))
-    subject = OpSubject(cases.specs()["attention_varlen"], workload, CPU, torch.float32)
+    benchmark = OpBenchmark(cases.specs()["attention_varlen"], workload, CPU, torch.float32)
 
     def function(inputs: Inputs) -> Any:
         return cases.specs()["attention_varlen"].function(**inputs, backend="reference")
@@ -288,30 +288,30 @@ def test_packed_gate() -> None:
 
     for f, right in ((function, True), (one_sequence, False)):
         candidate = _candidate(f)
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        assert [subject.check(candidate, d).ok for d in ("fwd", "bwd")] == [right, right]
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        assert [benchmark.check(candidate, d).ok for d in ("fwd", "bwd")] == [right, right]
     decode = padded_workload("tiny", 2, 4, 33, 16, ("cpu",), M=1)
     assert cases.directions("attention", decode) == ("fwd",)
-    subject = OpSubject(cases.specs()["attention"], decode, CPU, torch.float32)
+    benchmark = OpBenchmark(cases.specs()["attention"], decode, CPU, torch.float32)
     candidate = _candidate(_reference)
-    subject.build(candidate)
-    subject.prepare_oracle(candidate)
-    assert subject.check(candidate, "fwd").ok
-    assert len(subject.calls(candidate, "fwd")) == 1
-    assert subject.details(candidate, "fwd")["peak_bytes"] > 0
+    benchmark.build(candidate)
+    benchmark.prepare_oracle(candidate)
+    assert benchmark.check(candidate, "fwd").ok
+    assert len(benchmark.calls(candidate, "fwd")) == 1
+    assert benchmark.details(candidate, "fwd")["peak_bytes"] > 0
 
 
 def test_automatic_choice_is_a_candidate_where_it_may_be_none_of_the_backends() -> None:
     """A bf16 linear layer on the CPU runs torch's op unless a backend is named."""
     workload = next(w for w in cases.workloads("linear") if w.name == "16x256x768")
-    subject = OpSubject(cases.specs()["linear"], workload, CPU, torch.bfloat16)
+    benchmark = OpBenchmark(cases.specs()["linear"], workload, CPU, torch.bfloat16)
     found = cases.implementations_of("linear", "cpu")
     [chosen] = [c for c in found if c.name == "fastattn-automatic"]
     assert chosen.is_fastattn
-    subject.build(chosen)
-    subject.prepare_oracle(chosen)
-    assert subject.check(chosen, "fwd").ok and subject.check(chosen, "bwd").ok
+    benchmark.build(chosen)
+    benchmark.prepare_oracle(chosen)
+    assert benchmark.check(chosen, "fwd").ok and benchmark.check(chosen, "bwd").ok
     assert not [c for c in cases.implementations_of("ffn", "cpu") if c.name == chosen.name]
 
 
@@ -320,16 +320,16 @@ def test_generation_gate(beams: int) -> None:
     """A token other than the likeliest, a wrong log-probability, too few tokens are detected."""
     size = DecodeSize(32, 2, 64, 1, 50, 3, 5, 4, beams)
     workload = generation._workload(size, ("cpu",))
-    subject = GenerationSubject(workload, CPU, torch.float32)
+    benchmark = GenerationBenchmark(workload, CPU, torch.float32)
     found = cases.implementations_of(generation.GENERATION, "cpu")
     [fast] = [c for c in found if c.name == "fastattn"]
 
     def verdict(change: Any) -> Any:
-        decode = fast.build(subject.task)
+        decode = fast.build(benchmark.task)
         candidate = replace(fast, build=lambda task: lambda inputs: change(decode(inputs)))
-        subject.build(candidate)
-        subject.prepare_oracle(candidate)
-        return subject.check(candidate, "decode")
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        return benchmark.check(candidate, "decode")
 
     def other_token(d: Decoded) -> Decoded:
         tokens = d.tokens.clone()

@@ -1,9 +1,10 @@
 """The blocks and layers of the Transformer, as functions over torch's modules.
 
 A layer is a sequence of blocks: attention or feed-forward network, dropout, residual, norm. A block
-runs as fused ops if its modules are plain (see `fusion`), else as torch composes it: `_sa_block`,
-`_mha_block`, `_ff_block` and the norms, called as modules. The same layer functions serve padded
-batches, packed batches and single decoding steps, which differ in what the attention reads.
+runs as fused ops if its modules are unmodified (see `fusion`), else as torch composes it:
+`_sa_block`, `_mha_block`, `_ff_block` and the norms, called as modules. The same layer functions
+serve padded batches, packed batches and single decoding steps, which differ in what the attention
+reads.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,14 @@ from fastattn.nn.attention import (
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.nn.feed_forward import fused_activation
-from fastattn.nn.fusion import DropoutStreams, active_p, inherits, is_plain, linear, weight_and_bias
+from fastattn.nn.fusion import (
+    DropoutStreams,
+    active_p,
+    inherits,
+    is_unmodified,
+    linear,
+    weight_and_bias,
+)
 from fastattn.nn.norm import fused_add_norm, fused_add_norm_and_sum, fuses
 from fastattn.nn.packing import Packing, packed_context
 
@@ -44,7 +52,7 @@ def context_of(
     streams: DropoutStreams,
 ) -> Tensor | None:
     """The attention's context before its output projection; None if the module must be called."""
-    if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+    if not is_unmodified(attention, nn.MultiheadAttention, MultiheadAttention):
         return None
     if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
         return None
@@ -107,7 +115,7 @@ def _feed_forward_block(
     )
     activation = None
     if inherits(layer, base, "_ff_block") and (
-        is_plain(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
+        is_unmodified(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
     ):
         activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:

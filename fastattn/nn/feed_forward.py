@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import functional
-from fastattn.nn.fusion import DropoutStreams, active_p, is_plain
+from fastattn.nn.fusion import DropoutStreams, active_p, is_unmodified
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
 _GATED: dict[str, Callable[[Tensor], Tensor]] = {"reglu": F.relu, "geglu": F.gelu, "swiglu": F.silu}
@@ -29,7 +29,9 @@ def activation_name(activation: Any) -> str | None:
     for function, name in _FUNCTIONS:
         if activation is function:
             return name
-    if not isinstance(activation, nn.Module) or not is_plain(activation, nn.ReLU, nn.GELU, nn.SiLU):
+    if not isinstance(activation, nn.Module):
+        return None
+    if not is_unmodified(activation, nn.ReLU, nn.GELU, nn.SiLU):
         return None
     if isinstance(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
@@ -41,9 +43,9 @@ def fused_activation(
 ) -> str | None:
     """The activation's name if one op computes the same as these modules, else None."""
     if (
-        is_plain(linear1, nn.Linear)
-        and is_plain(dropout, nn.Dropout)
-        and is_plain(linear2, nn.Linear)
+        is_unmodified(linear1, nn.Linear)
+        and is_unmodified(dropout, nn.Dropout)
+        and is_unmodified(linear2, nn.Linear)
     ):
         return activation_name(activation)
     return None

@@ -1,8 +1,8 @@
 """Tests whether a child module may be fused into an op, and what the modules of a block share.
 
-A block is computed by a fused op only if each child is plain: it does exactly what its class
-defines. Hooks, parametrizations, subclasses, replaced `forward` methods and wrapped weights
-(low-rank adapters, pruning, quantisation, sharding) make it not plain; then the module is called.
+A block is computed by a fused op only if each child is unmodified: it does exactly what its class
+defines. A child with hooks, parametrizations, a replaced `forward` method or wrapped weights
+(low-rank adapters, pruning, quantisation, sharding), or of a subclass, is called as a module.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return function in _DEFAULT_FUNCTIONS and not is_traceable_wrapper_subclass(tensor)
 
 
-def is_plain(module: nn.Module, *classes: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether calling `module` does exactly what its class, one of `classes`, defines."""
     if (
         type(module) not in classes

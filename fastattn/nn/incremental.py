@@ -12,7 +12,7 @@ from fastattn.functional import Lengths
 from fastattn.nn.attention import MultiheadAttention, allowed_mask
 from fastattn.nn.blocks import decoder_layer_step, project_memory
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
-from fastattn.nn.fusion import is_plain
+from fastattn.nn.fusion import is_unmodified
 from fastattn.nn.layers import TransformerDecoderLayer
 
 
@@ -161,14 +161,14 @@ class IncrementalDecoding:
 
 def _cannot_decode(layer: nn.Module) -> str | None:
     """Why `step` cannot replace calls of this layer, phrased to follow its name."""
-    if not is_plain(layer, nn.TransformerDecoderLayer, TransformerDecoderLayer):
+    if not is_unmodified(layer, nn.TransformerDecoderLayer, TransformerDecoderLayer):
         return "is not exactly a TransformerDecoderLayer without hooks"
     for method in ("_sa_block", "_mha_block"):
         if method in layer.__dict__:
             return f"has its own {method}"
     for name in ("self_attn", "multihead_attn"):
         attention = getattr(layer, name)
-        if not is_plain(attention, nn.MultiheadAttention, MultiheadAttention):
+        if not is_unmodified(attention, nn.MultiheadAttention, MultiheadAttention):
             return f"has a {name} that is not exactly a MultiheadAttention without hooks"
         if attention.in_proj_weight is None or attention.bias_k is not None:
             return f"has a {name} with kdim, vdim or add_bias_kv"

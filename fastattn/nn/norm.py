@@ -15,8 +15,8 @@ from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import (
     DropoutStreams,
     active_p,
-    is_plain,
     is_plain_tensor,
+    is_unmodified,
     weight_and_bias,
 )
 
@@ -125,10 +125,10 @@ class AddNorm(nn.Module):
 
 
 def fuses(dropout: nn.Module, norm: nn.Module) -> bool:
-    """Whether `fused_add_norm` can replace both: plain modules, a norm over one dimension."""
+    """Whether `fused_add_norm` can replace both: unmodified modules, a norm over one dimension."""
     return (
-        is_plain(dropout, nn.Dropout)
-        and is_plain(norm, nn.LayerNorm, LayerNorm)
+        is_unmodified(dropout, nn.Dropout)
+        and is_unmodified(norm, nn.LayerNorm, LayerNorm)
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
         and _takes_eps(norm.eps)
     )

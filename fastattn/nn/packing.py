@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.attention import MultiheadAttention, project_parts
-from fastattn.nn.fusion import DropoutStreams, inherits, is_plain
+from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 
 # Element-wise modules.
@@ -103,22 +103,22 @@ def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
 
 def packs_norm(norm: nn.Module | None) -> bool:
     """Whether a stack's norm, if there is one, computes the same on packed rows."""
-    return norm is None or is_plain(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
+    return norm is None or is_unmodified(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
 def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
-    """Whether `layer` computes the same on packed rows: torch's or fastattn's class, plain modules.
+    """Whether `layer` computes the same on packed rows: unmodified modules of torch or fastattn.
 
     The linear layers may have other weights (parametrizations) but must be linear layers: another
     module in their place might read neighbouring rows.
     """
-    if not is_plain(layer, *classes) or "_sa_block" in layer.__dict__:
+    if not is_unmodified(layer, *classes) or "_sa_block" in layer.__dict__:
         return False
     if "_ff_block" in layer.__dict__ or "_mha_block" in layer.__dict__:
         return False
     for name, child in layer.named_children():
         if name in ("self_attn", "multihead_attn"):
-            if not is_plain(child, nn.MultiheadAttention, MultiheadAttention):
+            if not is_unmodified(child, nn.MultiheadAttention, MultiheadAttention):
                 return False
             attention: Any = child
             if not attention._qkv_same_embed_dim or attention.add_zero_attn:
@@ -129,12 +129,12 @@ def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
             if not packs_norm(child):
                 return False
         elif name.startswith("dropout"):
-            if not is_plain(child, nn.Dropout):
+            if not is_unmodified(child, nn.Dropout):
                 return False
         elif name.startswith("linear"):
             if not isinstance(child, nn.Linear) or not inherits(child, nn.Linear, "forward"):
                 return False
-        elif name == "activation" and not is_plain(child, *_ACTIVATIONS):
+        elif name == "activation" and not is_unmodified(child, *_ACTIVATIONS):
             return False
     return True
 

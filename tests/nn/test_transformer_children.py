@@ -34,7 +34,7 @@ def label_of_activation(value: object) -> str:
         ("TransformerDecoderLayer", True, (2, 1, 2, 1)),
     ],
 )
-def test_plain_layers_run_fused(name, norm_first, calls, training):
+def test_unmodified_layers_run_fused(name, norm_first, calls, training):
     fast = build(fnn, name, norm_first=norm_first, batch_first=True).train(training)
     with (
         Calls() as counted,
@@ -174,8 +174,11 @@ def test_replaced_children_and_overridden_blocks():
 
     reference, fast = twins("TransformerDecoderLayer", batch_first=True)
     for module in (reference, fast):
-        plain = module.self_attn.forward
-        module.self_attn.forward = lambda *a, plain=plain, **k: (plain(*a, **k)[0] * 2, None)
+        original = module.self_attn.forward
+        module.self_attn.forward = lambda *a, original=original, **k: (
+            original(*a, **k)[0] * 2,
+            None,
+        )
         module._mha_block = lambda x, memory, *_: memory[:, : x.shape[1]]
     expected, got = reference(*args), fast(*args)
     assert_same("replaced", got, expected, expected.double())

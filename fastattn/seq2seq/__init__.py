@@ -1,7 +1,7 @@
 """Machine translation end to end: text, subwords, model, training, decoding.
 
 `model` joins embeddings, positions, a Transformer and an output head, `pointer_generator` adds
-copying, `non_autoregressive` predicts all tokens at once; `data` converts sentence pairs to
+copying, `non_autoregressive` predicts all tokens in parallel; `data` converts sentence pairs to
 batches, `catalogues` downloads the default text. `training` and `checkpoint` run updates, with
 `losses`, `schedules`, `scheduled_sampling` and `sequence_training`; `runs` loads a run,
 `evaluation` compares runs. `generation` decodes, with the searches of `search`, `sampling` and

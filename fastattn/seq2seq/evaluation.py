@@ -46,7 +46,7 @@ def evaluate_run(
 ) -> Evaluation:
     """Translate the test part of the text that `run` was trained on and score it.
 
-    A decoder that writes all tokens at once ignores `strategy`. Set-up is not timed: a few
+    A decoder that predicts all tokens in parallel ignores `strategy`. Set-up is not timed: a few
     sentences are translated before the clock starts.
     """
     files = open_run(run)
@@ -60,8 +60,8 @@ def evaluate_run(
     )
     if prepared.digest != files.data_digest:
         raise ValueError(f"pairs must be the text that {run} was trained on, got another text")
-    at_once = files.model.decoder == "non-autoregressive"
-    strategy = GREEDY if at_once else strategy
+    parallel = files.model.decoder == "non-autoregressive"
+    strategy = GREEDY if parallel else strategy
     translator = load_translator(run, device=device)
     sources, references = zip(*prepared.test, strict=True)
     translator.translate(sources[:64], strategy=strategy)
@@ -73,8 +73,10 @@ def evaluate_run(
     beams = f"{strategy.beams} beams" if isinstance(strategy, BeamSearch) else ""
     return Evaluation(
         run=str(run),
-        decoder=f"{files.model.decoder} ({files.model.length})" if at_once else files.model.decoder,
-        search="at once" if at_once else beams or type(strategy).__name__.lower(),
+        decoder=f"{files.model.decoder} ({files.model.length})"
+        if parallel
+        else files.model.decoder,
+        search="parallel" if parallel else beams or type(strategy).__name__.lower(),
         bleu=score.score,
         bleu_of_source=bleu(sources, references).score,
         bleu_signature=score.signature,

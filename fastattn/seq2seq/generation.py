@@ -22,7 +22,7 @@ from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
 from .data import BEGIN, END, PAD, SubwordTokenizer, pad
 from .model import Memory, Seq2SeqTransformer, record_attention
-from .non_autoregressive import NonAutoregressiveTransformer, decode_at_once
+from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
 from .search import Hypothesis, Request, Search, SingleSearch, most_likely, run
 from .step_graph import recorded
@@ -108,10 +108,10 @@ def generate(
     if isinstance(model, NonAutoregressiveTransformer):
         if strategy != GREEDY or prefixes is not None or return_attention:
             raise ValueError(
-                "strategy must be Greedy(), without prefixes or attention, for a model that writes "
-                f"all tokens at once, got {strategy}"
+                "strategy must be Greedy(), without prefixes or attention, for a model that "
+                f"predicts all tokens in parallel, got {strategy}"
             )
-        return decode_at_once(model, source, source_padding, max_lengths)
+        return parallel_decode(model, source, source_padding, max_lengths)
     memory = model.encode(source, source_padding)
     search, advance = _search(model, memory, strategy, request, use_cache, programs)
     if isinstance(search, SamplingSearch):

@@ -50,7 +50,7 @@ class ModelConfig:
         norm: "layer"; "power" and "batch" normalise over tokens, for comparison.
         scoring: the score of queries and keys: "dot", "additive" or "cosine".
         copy: add a pointer-generator head, which can copy source tokens.
-        decoder: "non-autoregressive" predicts all target tokens at once.
+        decoder: "non-autoregressive" predicts all target tokens in parallel.
         length: the target length of such a decoder: from a "predictor", or by cutting a result of
             the maximum length at its first "end".
     """

@@ -1,4 +1,4 @@
-"""A decoder that writes all target tokens at once (Gu et al. 2018).
+"""A decoder that predicts all target tokens in parallel (Gu et al. 2018).
 
 Every position reads a copy of a source token (section 3.1, uniform copying) and attends all others:
 there is no causal mask and no BEGIN. The target length comes from a classifier over the mean of the
@@ -44,9 +44,9 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         read: the number of real tokens after BEGIN, or what the source allows ("end").
         """
         memory = self.encode(source, source_padding)
-        return self.logits_at_once(memory, (target_in != PAD).sum(dim=1) - 1, target_in.shape[1])
+        return self.parallel_logits(memory, (target_in != PAD).sum(dim=1) - 1, target_in.shape[1])
 
-    def logits_at_once(self, memory: Memory, lengths: Tensor, positions: int) -> Tensor:
+    def parallel_logits(self, memory: Memory, lengths: Tensor, positions: int) -> Tensor:
         """Return logits [B, positions, V]; `lengths` [B] are ignored if END decides the length."""
         sources = memory.lengths()[:, None]  # [B, 1]
         copied = lengths.clamp(min=1)[:, None]
@@ -87,13 +87,13 @@ def make_model(
     return Seq2SeqTransformer(config, transformer_class)
 
 
-def at_once_loss(
+def non_autoregressive_loss(
     model: NonAutoregressiveTransformer, batch: Batch, *, smoothing: float = 0.0
 ) -> Tensor:
     """Return the cross-entropy of the tokens plus, with a predictor, that of the lengths."""
     memory = model.encode(batch.source, batch.source_padding)
     lengths = ((batch.target_out != PAD) & (batch.target_out != END)).sum(dim=1)
-    logits = model.logits_at_once(memory, lengths, batch.target_out.shape[1])
+    logits = model.parallel_logits(memory, lengths, batch.target_out.shape[1])
     if model.length_head is None:
         positions = torch.arange(batch.target_out.shape[1], device=lengths.device)
         limits = model.target_lengths(memory)[:, None]
@@ -106,7 +106,7 @@ def at_once_loss(
 
 
 @torch.no_grad()
-def decode_at_once(
+def parallel_decode(
     model: NonAutoregressiveTransformer,
     source: Tensor,
     source_padding: Tensor,
@@ -122,7 +122,7 @@ def decode_at_once(
         lengths, length_log_p = classes + 1, log_p
     limits = limits.minimum(lengths)
     positions = max(1, int(limits.max()))
-    logits = model.logits_at_once(memory, lengths, positions).float()
+    logits = model.parallel_logits(memory, lengths, positions).float()
     log_z = logits.logsumexp(dim=-1)
     end = END if length_log_p is None else END + 1
     logits[..., :end].fill_(float("-inf"))

@@ -4,7 +4,7 @@ Both forms return mixed inputs for one more teacher-forced pass, which computes 
 gradient flows through the sampling.
 
 `sequential_inputs` goes through the target: each input is kept or drawn given the mixed inputs so
-far (Bengio et al. 2015, section 2.4). `parallel_inputs` draws all at once from a pass over the true
+far (Bengio et al. 2015, section 2.4). `parallel_inputs` draws all of them from a pass over the true
 inputs, or over the mixed ones of the previous pass (Duckworth et al. 2019, algorithm 2; with one
 pass Mihaylova and Martins 2019): its cost is that of its passes, whatever the length.
 

@@ -36,7 +36,7 @@ from .checkpoint import (
 from .data import PAD, Batch, Example, collate, plan_batches, training_batches
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Seq2SeqTransformer, record_attention
-from .non_autoregressive import NonAutoregressiveTransformer, at_once_loss
+from .non_autoregressive import NonAutoregressiveTransformer, non_autoregressive_loss
 from .progress import Progress
 from .scheduled_sampling import parallel_inputs, sequential_inputs
 from .schedules import DECAYS, truth_share, warmup_cosine
@@ -438,7 +438,7 @@ def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfi
             torch.autocast(device_type, torch.bfloat16, enabled=config.precision == "bf16")
         )
         if isinstance(model, NonAutoregressiveTransformer):
-            return at_once_loss(model, batch, smoothing=config.smoothing)
+            return non_autoregressive_loss(model, batch, smoothing=config.smoothing)
         if guided:
             weights = stack.enter_context(
                 record_attention(model, only="multihead_attn", differentiable=True)

@@ -321,14 +321,14 @@ def test_every_choice_of_training_reaches_the_run_and_runs_are_compared(
     code, out, err = call(capsys, *compare, "--beams=2", "--json")
     assert code == 0, err
     rows = json.loads(out)
-    assert [row["search"] for row in rows] == ["2 beams", "at once"]
+    assert [row["search"] for row in rows] == ["2 beams", "parallel"]
     assert all(row["sentences"] == 5 and row["sentences_per_second"] > 0 for row in rows)
     code, out, _ = call(capsys, *compare)
     header, *lines = out.splitlines()
     assert code == 0 and len(lines) == 2 and header.split() == [
         "run", "decoder", "search", "sentences", "BLEU", "source", "sentences/s"
     ]  # fmt: skip
-    assert f"{second}  non-autoregressive (predictor)  at once" in lines[1]
+    assert f"{second}  non-autoregressive (predictor)  parallel" in lines[1]
     for flag in ("--beams=2", "--sample", "--prefix=ka"):
         code, out, err = call(
             capsys, "translate", "--run", str(second), "--device=cpu", flag, "karin"

@@ -1,4 +1,4 @@
-"""The decoder that writes all tokens at once: its inputs, the length of its results, training."""
+"""The non-autoregressive decoder: its inputs, the length of its results, training."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from fastattn.seq2seq.generation import Translator, bleu, generate
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.seq2seq.non_autoregressive import (
     NonAutoregressiveTransformer,
-    at_once_loss,
     make_model,
+    non_autoregressive_loss,
 )
 from fastattn.seq2seq.training import TrainingConfig, train
 
@@ -59,7 +59,7 @@ def test_the_length_reaches_the_tokens_only_through_a_predictor():
     memory = {name: model_for(name).eval() for name in LENGTHS}
     for name, model in memory.items():
         encoded = model.encode(source.source, source.source_padding)
-        short, long = (model.logits_at_once(encoded, torch.tensor([n]), 3)[0] for n in (3, 8))
+        short, long = (model.parallel_logits(encoded, torch.tensor([n]), 3)[0] for n in (3, 8))
         assert torch.equal(short, long) == (name == "end")
 
 
@@ -71,8 +71,8 @@ def test_source_tokens_are_copied_uniformly(monkeypatch):
     seen = []
     embed = model.embed_target
     monkeypatch.setattr(model, "embed_target", lambda tokens: seen.append(tokens) or embed(tokens))
-    model.logits_at_once(memory, torch.tensor([8, 2]), 8)
-    model.logits_at_once(memory, torch.tensor([2, 6]), 6)
+    model.parallel_logits(memory, torch.tensor([8, 2]), 8)
+    model.parallel_logits(memory, torch.tensor([2, 6]), 6)
     assert seen[0][0].tolist() == [5, 5, 6, 6, 7, 7, 8, 8]
     assert seen[0][1, :2].tolist() == [3, 4]
     assert seen[1][0, :2].tolist() == [5, 7]
@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_tokens_and_lengths(length):
     model = model_for(length)
     examples = random_examples(6, seed=2)
     batch = collate(examples)
-    loss = at_once_loss(model, batch, smoothing=0.1)
+    loss = non_autoregressive_loss(model, batch, smoothing=0.1)
     logits = model(batch.source, batch.target_in, batch.source_padding)
     scored = [len(e.target) - (length == "predictor") for e in examples]
     rows = torch.cat([logits[i, :T] for i, T in enumerate(scored)])
@@ -104,7 +104,7 @@ def test_tokens_without_a_position_do_not_count_in_the_loss():
     model = model_for("end").eval()
     target = [*range(3, 21), END]
     examples = Example([5, END], target), Example([5, END], target[:14])
-    long, cut = (at_once_loss(model, collate([example])).item() for example in examples)
+    long, cut = (non_autoregressive_loss(model, collate([example])).item() for example in examples)
     assert long == pytest.approx(cut, rel=1e-5)
 
 
@@ -125,7 +125,7 @@ def test_decoding_takes_the_likeliest_token_everywhere(length):
             wanted, total = int(log_p.argmax()) + 1, log_p.max().item()
         else:
             wanted, total = min(2 * len(example.source) + 10, 24), 0.0
-        logits = model.logits_at_once(memory, torch.tensor([wanted]), wanted)[0].log_softmax(-1)
+        logits = model.parallel_logits(memory, torch.tensor([wanted]), wanted)[0].log_softmax(-1)
         first = END if length == "end" else END + 1
         tokens = []
         for row in logits[: min(wanted, limit)]:
@@ -213,7 +213,7 @@ def test_runs_are_evaluated_side_by_side(tmp_path):
     translator = runs.load_translator(tmp_path / "autoregressive")
     beams = translator.translate(sources, strategy=BeamSearch(3))
     assert rows[0].bleu == bleu(beams, references).score
-    assert [row.search for row in rows] == ["3 beams", "at once"]
+    assert [row.search for row in rows] == ["3 beams", "parallel"]
     assert [row.decoder for row in rows] == ["autoregressive", "non-autoregressive (predictor)"]
     for row in rows:
         assert row.sentences == len(sources) and row.sentences_per_second > 0

@@ -270,10 +270,10 @@ class _Binder:
             **others,
         )  # fmt: skip
 
-    def tile_case(self, tile: BwdTile, tma: bool, dead: bool, ragged: bool) -> Case:
+    def tile_case(self, tile: BwdTile, tma: bool, dead: bool, ragged: bool, **others: Any) -> Case:
         return self.case(
             tile.block_m, tile.block_n, STAGES=tile.stages, EDGE_STAGES=tile.edge_stages, TMA=tma,
-            DEAD=dead, RAGGED=ragged,
+            DEAD=dead, RAGGED=ragged, **others,
         )  # fmt: skip
 
     def descriptors(
@@ -336,10 +336,10 @@ class _Binder:
                 self.swizzle_group(call.q, call.v, 1, heads), *facts.numbers,
             ),
             {
-                "NEED_DK": need_dk,
-                "NEED_DV": need_dv,
-                "LATE": tile.late,
-                "CASE": self.tile_case(tile, tma, facts.dead_rows, facts.M % tile.block_m != 0),
+                "CASE": self.tile_case(
+                    tile, tma, facts.dead_rows, facts.M % tile.block_m != 0, NEED_DK=need_dk,
+                    NEED_DV=need_dv, LATE=tile.late,
+                ),
             },
             self.descriptors(4, call.q, call.dout, tile.block_m, tma),
             **tile.options(tma),

@@ -22,7 +22,11 @@ from fastattn.ops._triton_dropout import (
 from fastattn.ops.attention.triton.bwd_parts import (
     DEAD_ROW,
     Mask,
+    Tiles,
+    listed_tiles,
+    next_listed,
     packed_lse_delta_start,
+    tile_in_range,
     unpack_lse_delta,
     weights,
 )
@@ -100,19 +104,10 @@ class Sums(NamedTuple):
 
 @triton.jit
 def dkdv_tile(
-    sums,
-    tile,
-    lse_delta_ptr,
-    row_keys_ptr,
-    given,
-    KIND: tl.constexpr,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    LATE: tl.constexpr,
-    CASE: tl.constexpr,
+    sums, tile, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
 ):
     """Adds query tile `tile` to dk and dv. lse_delta_ptr and row_keys_ptr: of the tile if it is
-    FULL and not listed, else of the head. LATE: dp is computed before p.
+    FULL and not listed, else of the head.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
@@ -142,7 +137,7 @@ def dkdv_tile(
         do0, do1 = load_rows(
             given.dout, m_start, live, BLOCK_M, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
         )
-        if LATE and NEED_DK:
+        if CASE.LATE and CASE.NEED_DK:
             dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
 
     bias = 0.0
@@ -197,18 +192,18 @@ def dkdv_tile(
             if CASE.DROPOUT == 1:
                 # The decision waits for dp in p's sign: 32 predicates would not.
                 p = negate_dropped(p, bits, rows, columns)
-        if NEED_DV:
+        if CASE.NEED_DV:
             kept = p
             if CASE.DROPOUT == 2:
                 kept = zero_dropped(p.to(do0.dtype), bits, rows, columns)
             elif CASE.DROPOUT == 1:
                 kept = tl.maximum(p, 0.0)
-            if not LATE:
+            if not CASE.LATE:
                 dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
                 if CASE.E1 > 0:
                     dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
-        if NEED_DK:
-            if not LATE:
+        if CASE.NEED_DK:
+            if not CASE.LATE:
                 dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
             if CASE.DROPOUT == 2:
                 dp = zero_dropped(dp, bits, rows, columns)
@@ -216,13 +211,13 @@ def dkdv_tile(
                 dp = tl.where(p > 0.0, dp, 0.0)
                 p = tl.abs(p)
             ds = p * (dp - delta[None, :])
-        if NEED_DV and LATE:
+        if CASE.NEED_DV and CASE.LATE:
             dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
             if CASE.E1 > 0:
                 dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
-    elif NEED_DK:
+    elif CASE.NEED_DK:
         ds = -p * delta[None, :]
-    if NEED_DK:
+    if CASE.NEED_DK:
         ds = ds.to(q0.dtype)
         dk0 = tl.dot(ds, q0, dk0, input_precision=CASE.PRECISION)
         if CASE.D1 > 0:
@@ -230,63 +225,46 @@ def dkdv_tile(
     return Sums(dk0, dk1, dv0, dv1)
 
 
+@triton.jit
+def add_tiles(
+    sums, tiles, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
+):
+    """Adds the tiles of one kind. lse_delta_ptr and row_keys_ptr: of the head."""
+    STAGES: tl.constexpr = CASE.EDGE_STAGES if KIND == EDGE else CASE.STAGES
+    # Pointers that the loop moves take fewer registers than an offset for every tile.
+    MOVING: tl.constexpr = KIND == FULL and not CASE.LISTS
+    count, begin = listed_tiles(tiles, KIND)
+    if CASE.LISTS:
+        next_tile = next_listed(tiles, begin, count, 0)
+    if MOVING:
+        lse_delta_ptr += tiles.full_first * CASE.BLOCK_M
+        row_keys_ptr += tiles.full_first * CASE.BLOCK_M
+    for index in tl.range(0, count, num_stages=STAGES):
+        if CASE.LISTS:
+            tile = next_tile
+            next_tile = next_listed(tiles, begin, count, index + 1)
+        else:
+            tile = tile_in_range(tiles, index, KIND)
+        sums = dkdv_tile(sums, tile, lse_delta_ptr, row_keys_ptr, given, KIND, CASE)
+        if MOVING:
+            lse_delta_ptr += CASE.BLOCK_M
+            row_keys_ptr += CASE.BLOCK_M
+    return sums
+
+
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "K"])
 def attention_bwd_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    q0_desc,
-    q1_desc,
-    do0_desc,
-    do1_desc,
-    lse_delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    mask_ptr,
-    lists_ptr,
-    alive_ptr,
-    key_lengths_ptr,
-    query_lengths_ptr,
-    seed_ptr,
-    row_keys_ptr,
-    stream,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_do,
-    stride_dk,
-    stride_dv,
-    stride_mask,
-    stride_cb,
-    stride_ch,
-    base_tiles_m,
-    stride_alive,
-    alive_heads,
-    stride_tb,
-    stride_th,
-    stride_tm,
-    stride_lb,
-    stride_lm,
-    stride_ub,
-    H,
-    K,
-    GROUP,
-    M,
-    N,
-    padded_m,
-    batch_heads,
-    swizzle_group,
-    low,
-    high,
-    scale,
-    threshold,
-    keep_factor,
-    NEED_DK: tl.constexpr,
-    NEED_DV: tl.constexpr,
-    LATE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, q0_desc, q1_desc, do0_desc, do1_desc,
+    lse_delta_ptr, dk_ptr, dv_ptr,
+    mask_ptr, lists_ptr, alive_ptr, key_lengths_ptr, query_lengths_ptr,
+    seed_ptr, row_keys_ptr, stream,
+    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, stride_mask,
+    stride_base_b, stride_base_h, base_tiles_m, stride_alive, alive_heads,
+    stride_list_b, stride_list_h, stride_list_tile, stride_kl_b, stride_kl_m, stride_ql_b,
+    H, K, GROUP, M, N, padded_m, batch_heads, swizzle_group,
+    low, high, scale, threshold, keep_factor,
     CASE: tl.constexpr,
-):
+):  # fmt: skip
     """Arguments as in attention_bwd_dq_kernel; batch_heads, swizzle_group: of key/value heads."""
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
@@ -303,7 +281,7 @@ def attention_bwd_dkdv_kernel(
     b64 = b.to(tl.int64)
     kv64 = kv_head.to(tl.int64)
     n64 = n_start.to(tl.int64)
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
     desc_b = b
     query0 = 0
     if CASE.PACKED:  # batch strides are 0
@@ -334,7 +312,7 @@ def attention_bwd_dkdv_kernel(
     if CASE.LISTS:
         seen = tl.zeros([BLOCK_N], tl.int32)
         for g in range(0, alive_heads):
-            base_tile = b64 * stride_cb + (kv64 * GROUP + g) * stride_ch
+            base_tile = b64 * stride_base_b + (kv64 * GROUP + g) * stride_base_h
             tiles_ptr = alive_ptr + base_tile * CASE.BASE_N + j
             for start in range(0, base_tiles_m, 32):
                 base_row = start + tl.arange(0, 32)[:, None]
@@ -355,7 +333,7 @@ def attention_bwd_dkdv_kernel(
     )
     v0 = k0
     v1 = k0
-    if CASE.HAS_DOUT and NEED_DK:
+    if CASE.HAS_DOUT and CASE.NEED_DK:
         v0, v1 = load_row_tiles(
             v_ptr, stride_v.row * UNIT, alive, BLOCK_N, CASE.E0, CASE.E1, CASE.E, True
         )
@@ -364,9 +342,6 @@ def attention_bwd_dkdv_kernel(
     sums = Sums(dk0, dk1, dv0, dv1)
 
     # -- every query head of the group in turn
-    # A pointer that the loop over full tiles moves on takes fewer registers than an offset for
-    # every tile.
-    MOVING: tl.constexpr = not CASE.LISTS
     for g in tl.range(0, GROUP, num_stages=1):
         h = kv_head * GROUP + g
         h64 = h.to(tl.int64)
@@ -387,10 +362,12 @@ def attention_bwd_dkdv_kernel(
         n_edge = last - first - n_full
         list_ptr = lists_ptr
         if CASE.LISTS:
-            list_ptr += b64 * stride_tb + h64 * stride_th
-            list_ptr += n_tile.to(tl.int64) * stride_tm
+            list_ptr += (
+                b64 * stride_list_b + h64 * stride_list_h + n_tile.to(tl.int64) * stride_list_tile
+            )
             n_full, n_partial, n_edge = list_counts(list_ptr)
             list_ptr += LIST_HEADER
+        tiles = Tiles(first, full_first, n_full, n_partial, n_edge, list_ptr)
         row_keys = lse_delta
         column_keys = j
         if CASE.HAS_DOUT and CASE.DROPOUT:
@@ -408,51 +385,17 @@ def attention_bwd_dkdv_kernel(
             Dropout(row_keys, column_keys, threshold),
             b64, j, N - n_start, M, N, score_scale, shift,
         )  # fmt: skip
-        next_tile = full_first
-        if CASE.LISTS:
-            next_tile = tl.load(list_ptr, mask=n_full > 0, other=0)
-        tile_lse_delta = lse_delta
-        tile_row_keys = row_keys
-        if MOVING:
-            tile_lse_delta += full_first * BLOCK_M
-            tile_row_keys += full_first * BLOCK_M
-        for index in tl.range(0, n_full, num_stages=CASE.STAGES):
-            tile = next_tile
-            if CASE.LISTS:
-                next_tile = tl.load(list_ptr + index + 1, mask=index + 1 < n_full, other=0)
-            else:
-                tile = full_first + index
-            sums = dkdv_tile(
-                sums, tile, tile_lse_delta, tile_row_keys, given, FULL, NEED_DK, NEED_DV, LATE, CASE
-            )
-            if MOVING:
-                tile_lse_delta += BLOCK_M
-                tile_row_keys += BLOCK_M
+        sums = add_tiles(sums, tiles, lse_delta, row_keys, given, FULL, CASE)
         if CASE.DENSE:
-            partial_ptr = list_ptr + n_full
-            next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
-            for index in tl.range(0, n_partial, num_stages=CASE.STAGES):
-                tile = next_tile
-                next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
-                sums = dkdv_tile(
-                    sums, tile, lse_delta, row_keys, given, PARTIAL, NEED_DK, NEED_DV, LATE, CASE
-                )
+            sums = add_tiles(sums, tiles, lse_delta, row_keys, given, PARTIAL, CASE)
         if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
-            for index in tl.range(0, n_edge, num_stages=CASE.EDGE_STAGES):
-                if CASE.LISTS:
-                    tile = tl.load(list_ptr + n_full + n_partial + index)
-                else:
-                    tile = first + index
-                    tile = tl.where(tile < full_first, tile, tile + n_full)
-                sums = dkdv_tile(
-                    sums, tile, lse_delta, row_keys, given, EDGE, NEED_DK, NEED_DV, LATE, CASE
-                )
+            sums = add_tiles(sums, tiles, lse_delta, row_keys, given, EDGE, CASE)
 
     # -- results; keys beyond their length hold whatever their row became
     dk0, dk1, dv0, dv1 = sums
     stored = j < N
     used = (j < k_limit)[:, None]
-    if NEED_DK:
+    if CASE.NEED_DK:
         dk0 = tl.where(used, dk0 * scale, 0.0)
         if CASE.D1 > 0:
             dk1 = tl.where(used, dk1 * scale, 0.0)
@@ -460,7 +403,7 @@ def attention_bwd_dkdv_kernel(
         store_row_tiles(
             dk_ptr, stride_dk.row * UNIT, dk0, dk1, stored, BLOCK_N, CASE.D0, CASE.D1, CASE.D
         )
-    if NEED_DV:
+    if CASE.NEED_DV:
         dv0 = tl.where(used, dv0, 0.0)
         if CASE.E1 > 0:
             dv1 = tl.where(used, dv1, 0.0)

@@ -32,54 +32,15 @@ from fastattn.ops.attention.triton.tiles import (
     ]
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_delta_ptr,
-    mask_ptr,
-    kinds_ptr,
-    key_lengths_ptr,
-    query_lengths_ptr,
-    seed_ptr,
-    dmask_ptr,
-    stream,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_do,
-    stride_mask,
-    stride_rs,
-    stride_r,
-    stride_cb,
-    stride_ch,
-    base_tiles_n,
-    stride_lb,
-    stride_lm,
-    stride_ub,
-    H,
-    GROUP,
-    M,
-    N,
-    padded_m,
-    owned_h,
-    owned_m,
-    owned_n,
-    summed_b,
-    summed_h,
-    summed_m,
-    summed_n,
-    splits,
-    per_split,
-    low,
-    high,
-    scale,
-    threshold,
-    keep_factor,
-    SUM_ROWS: tl.constexpr,
-    SUM_COLUMNS: tl.constexpr,
-    CASE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
+    mask_ptr, kinds_ptr, key_lengths_ptr, query_lengths_ptr, seed_ptr, dmask_ptr, stream,
+    stride_q, stride_k, stride_v, stride_do, stride_mask, stride_split, stride_dmask,
+    stride_base_b, stride_base_h, base_tiles_n, stride_kl_b, stride_kl_m, stride_ql_b,
+    H, GROUP, M, N, padded_m,
+    owned_h, owned_m, owned_n, summed_b, summed_h, summed_m, summed_n, splits, per_split,
+    low, high, scale, threshold, keep_factor,
+    SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr, CASE: tl.constexpr,
+):  # fmt: skip
     """One tile of the mask, or a share of what is summed into it.
 
     Of batch, head, query tile and key tile, each, a program owns one of owned_* or adds up all
@@ -88,7 +49,7 @@ def attention_bwd_dmask_kernel(
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
     UNIT: tl.constexpr = CASE.UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
     pid = tl.program_id(0).to(tl.int64)
     split = pid % splits
     owner = pid // splits
@@ -108,7 +69,11 @@ def attention_bwd_dmask_kernel(
         h = own_h + item // summed_n // summed_m % summed_h
         b = own_b + item // summed_n // summed_m // summed_h
         kind = tl.load(
-            kinds_ptr + b * stride_cb + h * stride_ch + m_tile.to(tl.int64) * base_tiles_n + n_tile
+            kinds_ptr
+            + b * stride_base_b
+            + h * stride_base_h
+            + m_tile.to(tl.int64) * base_tiles_n
+            + n_tile
         ).to(tl.int32)
         if (kind & 1) != 0:
             m_start = m_tile * BLOCK_M
@@ -178,9 +143,9 @@ def attention_bwd_dmask_kernel(
     rows = own_m * ROWS + tl.arange(0, ROWS)[:, None]
     columns = own_n * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < (1 if SUM_ROWS else M)) & (columns < (1 if SUM_COLUMNS else N))
-    dmask_ptr += split * stride_rs + own_b * stride_r.b + own_h * stride_r.h
+    dmask_ptr += split * stride_split + own_b * stride_dmask.b + own_h * stride_dmask.h
     tl.store(
-        dmask_ptr + rows * stride_r.m + columns * stride_r.n,
+        dmask_ptr + rows * stride_dmask.m + columns * stride_dmask.n,
         total.to(dmask_ptr.dtype.element_ty),
         mask=inside,
     )
@@ -190,7 +155,7 @@ def attention_bwd_dmask_kernel(
 def sum_splits_kernel(
     partials_ptr,
     dmask_ptr,
-    stride_r,
+    stride_dmask,
     size_h,
     size_m,
     size_n,
@@ -208,5 +173,11 @@ def sum_splits_kernel(
     m = offs // size_n % size_m
     h = offs // size_n // size_m % size_h
     b = offs // size_n // size_m // size_h
-    ptrs = dmask_ptr + b * stride_r.b + h * stride_r.h + m * stride_r.m + n * stride_r.n
+    ptrs = (
+        dmask_ptr
+        + b * stride_dmask.b
+        + h * stride_dmask.h
+        + m * stride_dmask.m
+        + n * stride_dmask.n
+    )
     tl.store(ptrs, total.to(dmask_ptr.dtype.element_ty), mask=inside)

@@ -21,8 +21,12 @@ from fastattn.ops._triton_dropout import (
 )
 from fastattn.ops.attention.triton.bwd_parts import (
     Mask,
+    Tiles,
+    listed_tiles,
+    next_listed,
     pack_lse_delta,
     packed_lse_delta_start,
+    tile_in_range,
     weights,
 )
 from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
@@ -89,15 +93,7 @@ class Operands(NamedTuple):
 
 
 @triton.jit
-def dq_tile(
-    dq0,
-    dq1,
-    tile,
-    given,
-    KIND: tl.constexpr,
-    SUM: tl.constexpr,
-    CASE: tl.constexpr,
-):
+def dq_tile(dq0, dq1, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.constexpr):
     """Adds key tile `tile` to dq; with SUM the rows of p dp to dq0 [BLOCK_M], without a delta."""
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
@@ -181,65 +177,36 @@ def dq_tile(
     return dq0, dq1
 
 
+@triton.jit
+def add_tiles(dq0, dq1, tiles, given, KIND: tl.constexpr, CASE: tl.constexpr):
+    """Adds the tiles of one kind to dq."""
+    STAGES: tl.constexpr = CASE.EDGE_STAGES if KIND == EDGE else CASE.STAGES
+    count, begin = listed_tiles(tiles, KIND)
+    if CASE.LISTS:
+        next_tile = next_listed(tiles, begin, count, 0)
+    for index in tl.range(0, count, num_stages=STAGES):
+        if CASE.LISTS:
+            tile = next_tile
+            next_tile = next_listed(tiles, begin, count, index + 1)
+        else:
+            tile = tile_in_range(tiles, index, KIND)
+        dq0, dq1 = dq_tile(dq0, dq1, tile, given, KIND, False, CASE)
+    return dq0, dq1
+
+
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "GROUP"])
 def attention_bwd_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    dout_ptr,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    lse_ptr,
-    dlse_ptr,
-    lse_delta_ptr,
-    dq_ptr,
-    mask_ptr,
-    lists_ptr,
-    alive_ptr,
-    key_lengths_ptr,
-    query_lengths_ptr,
-    seed_ptr,
-    column_keys_ptr,
-    row_keys_ptr,
-    stream,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_o,
-    stride_do,
-    stride_dq,
-    stride_mask,
-    stride_cb,
-    stride_ch,
-    base_tiles_m,
-    stride_alive,
-    stride_tb,
-    stride_th,
-    stride_tm,
-    stride_lb,
-    stride_lm,
-    stride_ub,
-    H,
-    GROUP,
-    M,
-    N,
-    padded_m,
-    rows,
-    batch_heads,
-    swizzle_group,
-    low,
-    high,
-    scale,
-    threshold,
-    keep_factor,
-    NEED_DQ: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    EXACT_DELTA: tl.constexpr,
-    CASE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, k0_desc, k1_desc, v0_desc, v1_desc,
+    lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr,
+    mask_ptr, lists_ptr, alive_ptr, key_lengths_ptr, query_lengths_ptr,
+    seed_ptr, column_keys_ptr, row_keys_ptr, stream,
+    stride_q, stride_k, stride_v, stride_o, stride_do, stride_dq, stride_mask,
+    stride_base_b, stride_base_h, base_tiles_m, stride_alive,
+    stride_list_b, stride_list_h, stride_list_tile, stride_kl_b, stride_kl_m, stride_ql_b,
+    H, GROUP, M, N, padded_m, rows, batch_heads, swizzle_group,
+    low, high, scale, threshold, keep_factor,
+    NEED_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, EXACT_DELTA: tl.constexpr, CASE: tl.constexpr,
+):  # fmt: skip
     """EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much. rows:
     of a head, in all sequences. row_keys_ptr: for dkdv, dropout's key of each unit of rows, at the
     position of its first row in lse_delta.
@@ -260,7 +227,7 @@ def attention_bwd_dq_kernel(
     kv64 = kv_head.to(tl.int64)
     m64 = m_start.to(tl.int64)
     N = N * CASE.MASK_UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
     desc_b = b
     key0 = 0
     lse_delta_start = batch_head.to(tl.int64) * padded_m
@@ -327,10 +294,13 @@ def attention_bwd_dq_kernel(
         n_partial = 0
         n_edge = last - first - n_full
         if CASE.LISTS:
-            lists_ptr += b64 * stride_tb + h64 * stride_th + m_tile.to(tl.int64) * stride_tm
-            alive_ptr += (b64 * stride_cb + h64 * stride_ch) * CASE.BASE_N
+            lists_ptr += (
+                b64 * stride_list_b + h64 * stride_list_h + m_tile.to(tl.int64) * stride_list_tile
+            )
+            alive_ptr += (b64 * stride_base_b + h64 * stride_base_h) * CASE.BASE_N
             n_full, n_partial, n_edge = list_counts(lists_ptr)
             lists_ptr += LIST_HEADER
+        tiles = Tiles(first, full_first, n_full, n_partial, n_edge, lists_ptr)
         mm = stride_mask.m * CASE.MASK_UNIT
         if CASE.DENSE:
             mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
@@ -385,31 +355,11 @@ def attention_bwd_dq_kernel(
             q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
             score_scale, shift,
         )  # fmt: skip
-        next_tile = full_first
-        if CASE.LISTS:
-            next_tile = tl.load(lists_ptr, mask=n_full > 0, other=0)
-        for index in tl.range(0, n_full, num_stages=CASE.STAGES):
-            tile = next_tile
-            if CASE.LISTS:
-                next_tile = tl.load(lists_ptr + index + 1, mask=index + 1 < n_full, other=0)
-            else:
-                tile = full_first + index
-            dq0, dq1 = dq_tile(dq0, dq1, tile, given, FULL, False, CASE)
+        dq0, dq1 = add_tiles(dq0, dq1, tiles, given, FULL, CASE)
         if CASE.DENSE:
-            partial_ptr = lists_ptr + n_full
-            next_tile = tl.load(partial_ptr, mask=n_partial > 0, other=0)
-            for index in tl.range(0, n_partial, num_stages=CASE.STAGES):
-                tile = next_tile
-                next_tile = tl.load(partial_ptr + index + 1, mask=index + 1 < n_partial, other=0)
-                dq0, dq1 = dq_tile(dq0, dq1, tile, given, PARTIAL, False, CASE)
+            dq0, dq1 = add_tiles(dq0, dq1, tiles, given, PARTIAL, CASE)
         if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
-            for index in tl.range(0, n_edge, num_stages=CASE.EDGE_STAGES):
-                if CASE.LISTS:
-                    tile = tl.load(lists_ptr + n_full + n_partial + index)
-                else:
-                    tile = first + index
-                    tile = tl.where(tile < full_first, tile, tile + n_full)
-                dq0, dq1 = dq_tile(dq0, dq1, tile, given, EDGE, False, CASE)
+            dq0, dq1 = add_tiles(dq0, dq1, tiles, given, EDGE, CASE)
 
         # A dead row's sums may be NaN: its q and dout were read as they are.
         dq0 = tl.where(live[:, None], dq0 * scale, 0.0)

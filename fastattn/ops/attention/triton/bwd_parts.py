@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from fastattn.ops.attention.triton.tiles import LOG2E
+from fastattn.ops.attention.triton.tiles import FULL, LOG2E, PARTIAL
 
 # lse and delta of a row are packed into one 64-bit word: delta above, lse below. A dead row's lse
 # is +inf, which makes its p 0; this is its word, with delta 0.
@@ -52,6 +52,47 @@ class Mask(NamedTuple):
     ptr: Any
     stride_m: Any
     stride_n: Any
+
+
+class Tiles(NamedTuple):
+    """The tiles that a program loops over. With LISTS their numbers lie from list_ptr on: the full,
+    the partial, the edge ones. Else the full ones begin at full_first; the edge ones, from `first`
+    on, surround them.
+    """
+
+    first: Any
+    full_first: Any
+    n_full: Any
+    n_partial: Any
+    n_edge: Any
+    list_ptr: Any
+
+
+@triton.jit
+def listed_tiles(tiles, KIND: tl.constexpr):
+    """(how many there are of a kind, how many are listed before them)."""
+    if KIND == FULL:
+        return tiles.n_full, 0
+    elif KIND == PARTIAL:
+        return tiles.n_partial, tiles.n_full
+    else:
+        return tiles.n_edge, tiles.n_full + tiles.n_partial
+
+
+@triton.jit
+def next_listed(tiles, begin, count, index):
+    """The index-th tile of a kind; 0 beyond the last."""
+    return tl.load(tiles.list_ptr + begin + index, mask=index < count, other=0)
+
+
+@triton.jit
+def tile_in_range(tiles, index, KIND: tl.constexpr):
+    """The index-th without LISTS."""
+    if KIND == FULL:
+        return tiles.full_first + index
+    else:
+        tile = tiles.first + index
+        return tl.where(tile < tiles.full_first, tile, tile + tiles.n_full)
 
 
 # -- the parts of a step --------------------------------------------------------------------------

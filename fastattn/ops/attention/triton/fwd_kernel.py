@@ -66,48 +66,15 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "M"])
 def attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_desc,
-    v_desc,
-    mask_ptr,
-    lists_ptr,
-    key_lengths_ptr,
-    query_lengths_ptr,
-    seed_ptr,
-    column_keys_ptr,
-    out_ptr,
-    lse_ptr,
-    stream,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_o,
-    stride_mask,
-    stride_tb,
-    stride_th,
-    stride_tm,
-    inner,
-    stride_lb,
-    stride_lm,
-    stride_ub,
-    H,
-    GROUP,
-    M,
-    N,
-    rows,
-    batch_heads,
-    swizzle_group,
-    low,
-    high,
-    scale,
-    threshold,
-    keep_factor,
-    Q_FACTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    CASE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc,
+    mask_ptr, lists_ptr, key_lengths_ptr, query_lengths_ptr,
+    seed_ptr, column_keys_ptr, out_ptr, lse_ptr, stream,
+    stride_q, stride_k, stride_v, stride_o, stride_mask,
+    stride_list_b, stride_list_h, stride_list_tile, inner, stride_kl_b, stride_kl_m, stride_ql_b,
+    H, GROUP, M, N, rows, batch_heads, swizzle_group,
+    low, high, scale, threshold, keep_factor,
+    Q_FACTOR: tl.constexpr, OVERLAP: tl.constexpr, CASE: tl.constexpr,
+):  # fmt: skip
     """scale is positive; the sign, or a zero, is in Q_FACTOR. rows: of a head, in all sequences. Of
     packed sequences a batch entry behind the last clears the rows behind the last offset.
     """
@@ -127,7 +94,7 @@ def attention_fwd_kernel(
     m64 = m_start.to(tl.int64)
     om = stride_o.row * UNIT
     N = N * CASE.MASK_UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
     desc_b = b
     query0 = 0
     key0 = 0
@@ -178,7 +145,9 @@ def attention_fwd_kernel(
     if CASE.DENSE:
         mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
         mask_ptr += mask_at * CASE.MASK_UNIT
-        lists_ptr += b64 * stride_tb + h64 * stride_th + tile_m.to(tl.int64) * stride_tm
+        lists_ptr += (
+            b64 * stride_list_b + h64 * stride_list_h + tile_m.to(tl.int64) * stride_list_tile
+        )
         partial_ptr = list_of(lists_ptr, inner, PARTIAL)
         if CASE.ARITHMETIC:
             spans, runs = bounded_lists(lists_ptr, inner, bounds)

@@ -30,6 +30,7 @@ from fastattn.ops.attention.triton.launch import Facts
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
+    NOT_SPECIALIZED,
     ONE_ROW,
     PARTIAL,
     Lengths,
@@ -204,19 +205,10 @@ def store_counts(lists_ptr, n_full, n_partial, n_edge):
 
 @triton.jit(do_not_specialize=["heads", "M", "outers", "inner"])
 def list_mask_kernel(
-    mask_ptr,
-    lists_ptr,
-    stride_mask,
-    heads,
-    M,
-    N,
-    outers,
-    inner,
-    ROWS_SHARED: tl.constexpr,
-    COLUMNS_SHARED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    mask_ptr, lists_ptr, stride_mask, heads, M, N, outers, inner,
+    ROWS_SHARED: tl.constexpr, COLUMNS_SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """The lists of one query tile, straight from the mask."""
     pid = tl.program_id(0)
     outer = pid % outers
@@ -290,17 +282,9 @@ def store_bits(
 
 @triton.jit
 def classify_prepared(
-    bitmasks_ptr,
-    kind_ptr,
-    alive_ptr,
-    stride_bitmasks,
-    m_start,
-    n_start,
-    M,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    bitmasks_ptr, kind_ptr, alive_ptr, stride_bitmasks, m_start, n_start, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """What the tile bitmasks of a prepared mask say of a base tile that nothing else restricts."""
     row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
     column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
@@ -327,31 +311,13 @@ def classify_prepared(
     )
 
 
-@triton.jit(
-    do_not_specialize=["heads", "tiles_m", "tiles_n", "stride_lb", "stride_ub", "M", "low", "high"]
-)
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "heads", "tiles_m", "tiles_n", "M"])
 def classify_tiles_kernel(
-    mask_ptr,
-    bitmasks_ptr,
-    key_lengths_ptr,
-    query_lengths_ptr,
-    kinds_ptr,
-    alive_ptr,
-    stride_mask,
-    stride_bitmasks,
-    stride_lb,
-    stride_lm,
-    stride_ub,
-    heads,
-    tiles_m,
-    tiles_n,
-    M,
-    N,
-    low,
-    high,
-    PREPARED: tl.constexpr,
-    CASE: tl.constexpr,
-):
+    mask_ptr, bitmasks_ptr, key_lengths_ptr, query_lengths_ptr, kinds_ptr, alive_ptr,
+    stride_mask, stride_bitmasks, stride_kl_b, stride_kl_m, stride_ql_b,
+    heads, tiles_m, tiles_n, M, N, low, high,
+    PREPARED: tl.constexpr, CASE: tl.constexpr,
+):  # fmt: skip
     """One base tile a program. PREPARED: only where lengths, causality or window cut through the
     tile is the mask itself read.
     """
@@ -372,7 +338,7 @@ def classify_tiles_kernel(
     i = m_start + rows
     j = n_start + columns
 
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_lb, stride_lm, stride_ub)
+    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
     q_limit = query_limit(lengths, b, M, CASE)
     limit = key_limit(lengths, b, N, CASE)
     row_limit = row_limits(lengths, b, i, i < M, limit, N, CASE)
@@ -453,14 +419,10 @@ class Bases(NamedTuple):
 
 @triton.jit
 def kinds_of_tiles(
-    bases,
-    outer,
-    inner,
-    BITMASKS: tl.constexpr,
-    ALIVE: tl.constexpr,
-    FACTOR_OUTER: tl.constexpr,
+    bases, outer, inner,
+    BITMASKS: tl.constexpr, ALIVE: tl.constexpr, FACTOR_OUTER: tl.constexpr,
     FACTOR_INNER: tl.constexpr,
-):
+):  # fmt: skip
     """(full, partial, edge) of the tiles (outer, inner): 0 or 1, at most one of the three is 1."""
     ALL: tl.constexpr = LINES if BITMASKS else 1
     some = tl.zeros_like(inner)
@@ -505,25 +467,11 @@ def append(list_ptr, count, tiles, chosen):
 
 @triton.jit(do_not_specialize=["heads", "outers", "inners", "n_outer", "n_inner", "lines"])
 def list_tiles_kernel(
-    bases_ptr,
-    lists_ptr,
-    stride_b,
-    stride_h,
-    stride_outer,
-    stride_inner,
-    heads,
-    outers,
-    inners,
-    n_outer,
-    n_inner,
-    lines,
-    BITMASKS: tl.constexpr,
-    ALIVE: tl.constexpr,
-    FACTOR_OUTER: tl.constexpr,
-    FACTOR_INNER: tl.constexpr,
-    APART: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    bases_ptr, lists_ptr, stride_b, stride_h, stride_outer, stride_inner, heads, outers, inners,
+    n_outer, n_inner, lines,
+    BITMASKS: tl.constexpr, ALIVE: tl.constexpr, FACTOR_OUTER: tl.constexpr,
+    FACTOR_INNER: tl.constexpr, APART: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The lists of one outer tile, apart if APART."""
     pid = tl.program_id(0)
     outer = pid % outers

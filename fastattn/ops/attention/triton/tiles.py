@@ -102,9 +102,9 @@ def column_hasher(N: int) -> Callable[..., None]:
 
 # Not specialised: what changes from batch to batch and buys no wider load.
 NOT_SPECIALIZED = (
-    "stream", "base_tiles_m", "base_tiles_n", "stride_cb", "stride_ch", "alive_heads", "stride_tb",
-    "stride_th", "stride_tm", "inner", "stride_lb", "stride_ub", "rows", "batch_heads",
-    "swizzle_group", "low", "high", "threshold",
+    "stream", "base_tiles_m", "base_tiles_n", "stride_base_b", "stride_base_h", "alive_heads",
+    "stride_list_b", "stride_list_h", "stride_list_tile", "inner", "stride_kl_b", "stride_ql_b",
+    "rows", "batch_heads", "swizzle_group", "low", "high", "threshold",
 )  # fmt: skip
 
 
@@ -123,7 +123,8 @@ class Case(NamedTuple):
     descriptors. PRECISION: of fp32 products. D columns of q and k are on chip as tiles of D0 and D1
     (or 0), E of v as E0 and E1.
     Of the backward: LISTS: tiles are listed in memory, from base tiles of BASE_M by BASE_N.
-    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value.
+    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. Of dkdv: NEED_DK,
+    NEED_DV: what it computes; LATE: dp before p.
     """
 
     HAS_LOW: Any
@@ -159,6 +160,9 @@ class Case(NamedTuple):
     BASE_N: Any = 1
     BY_VALUE: Any = False
     HAS_DOUT: Any = True
+    NEED_DK: Any = True
+    NEED_DV: Any = True
+    LATE: Any = False
 
 
 class RowStrides(NamedTuple):
@@ -264,16 +268,9 @@ def packed_sequence(lengths, b, low, high, CASE: tl.constexpr):
 
 @triton.jit
 def tile_range(
-    begin,
-    end,
-    limit,
-    limit_all,
-    low,
-    high,
-    HAS_LOW: tl.constexpr,
-    HAS_HIGH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    begin, end, limit, limit_all, low, high,
+    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The key tiles that the query rows [begin, end) may touch.
 
     limit: no row reaches keys from there on; limit_all: lengths keep no row from keys below it.
@@ -359,15 +356,10 @@ def row_zeros(BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    ptr,
-    stride,
-    keep,
-    BLOCK: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr,
+    ptr, stride, keep,
+    BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """[BLOCK, WIDTH] from column START of the lines (queries or keys) at ptr; the last stride is 1.
 
     Columns from LIMIT on are 0; with MASKED also the lines where keep [BLOCK] is false.
@@ -388,17 +380,10 @@ def load_tile(
 
 @triton.jit
 def load_columns(
-    x,
-    desc,
-    start,
-    keep,
-    BLOCK: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    x, desc, start, keep,
+    BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """[BLOCK, WIDTH] from row `start` and column START of a Source, by pointer or by desc."""
     if TMA and x.b is None:
         return desc.load([x.head, x.start + start, START]).reshape([BLOCK, WIDTH])
@@ -411,16 +396,10 @@ def load_columns(
 
 @triton.jit
 def load_rows(
-    x,
-    start,
-    keep,
-    BLOCK: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    LIMIT: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    x, start, keep,
+    BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] (if it is not 0) from row `start` of a Source.
 
     With TMA by its descriptors, which read 0 beyond the tensor; else as load_tile.
@@ -443,15 +422,10 @@ def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_row_tiles(
-    ptr,
-    stride,
-    keep,
-    BLOCK: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    LIMIT: tl.constexpr,
+    ptr, stride, keep,
+    BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] of all LIMIT columns; the first twice if WIDTH1 is 0."""
     x0 = load_tile(ptr, stride, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED)
     x1 = x0
@@ -462,15 +436,9 @@ def load_row_tiles(
 
 @triton.jit
 def store_tile(
-    ptr,
-    stride,
-    value,
-    keep,
-    BLOCK: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    ptr, stride, value, keep,
+    BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """The counterpart of load_tile: lines where keep [BLOCK] is true, rounded to ptr's type."""
     offs_l = tl.arange(0, BLOCK)
     offs_c = START + tl.arange(0, WIDTH)
@@ -481,16 +449,9 @@ def store_tile(
 
 @triton.jit
 def store_row_tiles(
-    ptr,
-    stride,
-    value0,
-    value1,
-    keep,
-    BLOCK: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    ptr, stride, value0, value1, keep,
+    BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """The counterpart of load_row_tiles."""
     store_tile(ptr, stride, value0, keep, BLOCK, 0, WIDTH0, LIMIT)
     if WIDTH1 > 0:

@@ -128,7 +128,7 @@ def _what_is_left(
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
-    nothing |= packed is not None and 0 in packed[:3]
+    nothing |= packed is not None and 0 in packed
     if nothing or packed is not None:
         # Of packed rows those behind the last sequence belong to no program.
         for result, needed in zip(gradients, (need_dq, need_dk, need_dv, need_dmask), strict=True):
@@ -160,8 +160,7 @@ def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
 
 
 def _padded(call: PackedBackwardCall) -> tuple[BackwardCall, Packed]:
-    longest = call.max_seqlen_q, call.max_seqlen_k
-    packed = Packed(call.cu_seqlens_q.numel() - 1, *longest, call.causal == 2)
+    packed = Packed(call.cu_seqlens_q.numel() - 1, call.max_seqlen_q, call.max_seqlen_k)
     return BackwardCall(
         call.dout, call.dlse, call.q, call.k, call.v, None, None, call.cu_seqlens_k,
         call.cu_seqlens_q, call.out, call.lse, call.causal, call.window_left, call.window_right,

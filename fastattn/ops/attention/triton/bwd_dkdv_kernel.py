@@ -42,7 +42,6 @@ from fastattn.ops.attention.triton.tiles import (
     Lengths,
     Source,
     key_bounds,
-    key_limit,
     load_mask,
     load_partial,
     load_row_tiles,
@@ -50,10 +49,10 @@ from fastattn.ops.attention.triton.tiles import (
     packed_sequence,
     product,
     program_tile,
-    query_limit,
     row_limits,
     row_zeros,
     rows_of,
+    sequence_limits,
     store_row_tiles,
     tile_range,
 )
@@ -285,7 +284,7 @@ def attention_bwd_dkdv_kernel(
     desc_b = b
     query0 = 0
     if CASE.PACKED:  # batch strides are 0
-        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        query0, M, key0, N = packed_sequence(lengths, b)
         desc_b = None
         n64 += key0
         q_ptr += query0.to(tl.int64) * stride_q.row * UNIT
@@ -299,8 +298,7 @@ def attention_bwd_dkdv_kernel(
         score_scale = scale * LOG2E
 
     # -- which queries may attend these keys
-    q_limit = query_limit(lengths, b64, M, CASE)
-    k_limit = key_limit(lengths, b64, N, CASE)
+    q_limit, k_limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
     n_end = tl.minimum(n_start + BLOCK_N, k_limit)
     limit = tl.where(n_start < k_limit, q_limit, 0)
     first, full_first, full_last, last, live_begin, live_end = tile_range(

@@ -15,13 +15,12 @@ from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     Lengths,
     key_bounds,
-    key_limit,
     load_mask,
     load_row_tiles,
     product,
-    query_limit,
     row_limits,
     rows_of,
+    sequence_limits,
 )
 
 
@@ -93,12 +92,11 @@ def attention_bwd_dmask_kernel(
             )  # fmt: skip
             s = product(q0, q1, k0, k1, CASE.D1, CASE.PRECISION)
 
-            q_limit = query_limit(lengths, b, M, CASE)
-            limit = key_limit(lengths, b, N, CASE)
+            q_limit, limit, b_low, b_high = sequence_limits(lengths, b, M, N, low, high, CASE)
             row = i[:, None]
             row_limit = row_limits(lengths, b, row, row < M, limit, N, CASE)
             row_begin, row_end = key_bounds(
-                row, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH
+                row, row_limit, q_limit, b_low, b_high, CASE.HAS_LOW, CASE.HAS_HIGH
             )
             mask_at = b * stride_mask.b + h * stride_mask.h + m64 * stride_mask.m
             allowed, bias = load_mask(

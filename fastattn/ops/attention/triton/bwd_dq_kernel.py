@@ -43,7 +43,6 @@ from fastattn.ops.attention.triton.tiles import (
     Reach,
     Source,
     key_bounds,
-    key_limit,
     load_mask,
     load_partial,
     load_row_tiles,
@@ -51,10 +50,10 @@ from fastattn.ops.attention.triton.tiles import (
     packed_sequence,
     product,
     program_tile,
-    query_limit,
     row_limits,
     row_zeros,
     rows_of,
+    sequence_limits,
     store_row_tiles,
     tile_range,
 )
@@ -233,7 +232,7 @@ def attention_bwd_dq_kernel(
     lse_delta_start = batch_head.to(tl.int64) * padded_m
     first_row = batch_head.to(tl.int64) * M  # in lse and dlse
     if CASE.PACKED:  # batch strides are 0
-        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        query0, M, key0, N = packed_sequence(lengths, b)
         desc_b = None
         lse_delta_start = h64 * padded_m + packed_lse_delta_start(query0, b)
         first_row = h64 * rows + query0
@@ -245,7 +244,7 @@ def attention_bwd_dq_kernel(
     v_ptr = rows_of(v_ptr, stride_v, b64, kv64, 0, UNIT)
     out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
-    q_limit = query_limit(lengths, b64, M, CASE)
+    q_limit, limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
     inside = i < q_limit
 
     # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
@@ -281,7 +280,6 @@ def attention_bwd_dq_kernel(
     # -- which tiles, and what stays on chip
     if NEED_DQ or EXACT_DELTA:
         m_end = tl.minimum(m_start + BLOCK_M, q_limit)
-        limit = key_limit(lengths, b64, N, CASE)
         row_limit = row_limits(lengths, b64, i, inside, limit, N, CASE)
         limit = tl.where(m_start < q_limit, limit, 0)
         first, full_first, full_last, last, touched_begin, touched_end = tile_range(

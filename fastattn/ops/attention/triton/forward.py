@@ -219,8 +219,7 @@ def attention_varlen_fwd(
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        longest = max(1, call.max_seqlen_q), call.max_seqlen_k
-        packed = Packed(offsets_q.numel() - 1, *longest, call.causal == 2)
+        packed = Packed(offsets_q.numel() - 1, max(1, call.max_seqlen_q), call.max_seqlen_k)
         padded = ForwardCall(q, k, v, None, None, offsets_k, offsets_q, *call[7:])
         plan = _plans.remember(key, _bind(None, padded, out, packed, key[-1]))
     keys = None

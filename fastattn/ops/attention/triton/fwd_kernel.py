@@ -37,14 +37,13 @@ from fastattn.ops.attention.triton.tiles import (
     Reach,
     Source,
     key_bounds,
-    key_limit,
     load_row_tiles,
     packed_sequence,
     program_tile,
-    query_limit,
     row_limits,
     row_zeros,
     rows_of,
+    sequence_limits,
     store_row_tiles,
     tile_range,
 )
@@ -108,7 +107,7 @@ def attention_fwd_kernel(
                 (M + BLOCK_M - 1) // BLOCK_M, CASE,
             )  # fmt: skip
             return
-        query0, M, key0, N, low, high = packed_sequence(lengths, b, low, high, CASE)
+        query0, M, key0, N = packed_sequence(lengths, b)
         desc_b = None
         lse_start = h64 * rows + query0
         m64 += query0
@@ -120,9 +119,8 @@ def attention_fwd_kernel(
     out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
     # -- what its rows may attend
-    q_limit = query_limit(lengths, b64, M, CASE)
+    q_limit, limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
     m_end = tl.minimum(m_start + BLOCK_M, q_limit)
-    limit = key_limit(lengths, b64, N, CASE)
     row_limit = row_limits(lengths, b64, i, i < q_limit, limit, N, CASE)
     limit_all = limit
     if CASE.KEY_LENGTHS == 2:

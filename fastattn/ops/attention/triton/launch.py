@@ -40,21 +40,21 @@ Workspace = list[tuple[tuple[int, ...], torch.dtype, bool]]
 
 
 class Packed(NamedTuple):
-    """Sequences one behind the other: how many, the longest, whether bounds count from the end."""
+    """Sequences one behind the other: how many, and the longest."""
 
     sequences: int
     M: int
     N: int
-    from_end: bool
 
 
 class Facts(NamedTuple):
     """What follows from a call's shapes, strides and options for all kernels alike.
 
     B, M, N: of packed sequences their number and the longest, else as in the call. rows: of a head,
-    in all sequences. key_lengths: their dimensions, 0 if there are none. length_strides: of key
-    lengths from batch to batch and query to query, of query lengths. mask_strides are divided as
-    the kernels want it, N too, by mask_unit (`mask_steps`).
+    in all sequences. from_end: limits count from each sequence's own end. key_lengths: their
+    dimensions, 0 if there are none. length_strides: of key lengths from batch to batch and query to
+    query, of query lengths. mask_strides are divided as the kernels want it, N too, by mask_unit
+    (`mask_steps`).
     """
 
     arch: str
@@ -68,6 +68,7 @@ class Facts(NamedTuple):
     E: int
     rows: int
     limits: DiagonalBounds
+    from_end: bool
     key_lengths: int
     query_lengths: bool
     length_strides: tuple[int, int, int]
@@ -141,7 +142,7 @@ class Facts(NamedTuple):
             "KEY_LENGTHS": self.key_lengths,
             "QUERY_LENGTHS": self.query_lengths,
             "PACKED": self.packed is not None,
-            "FROM_END": self.packed is not None and self.packed.from_end,
+            "FROM_END": self.from_end,
             "ARITHMETIC": self.arithmetic,
             "DENSE": self.mask is not None,
             "BIAS": self.bias,
@@ -161,11 +162,11 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths."""
     q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
     (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
-    M, window = rows, (call.window_left, call.window_right)
+    M, window, from_end = rows, (call.window_left, call.window_right), False
     if packed is None:
         limits = diagonal_bounds(call.causal, *window, M, N)
     else:
-        B, M, N, _ = packed
+        (B, M, N), from_end = packed, call.causal == 2
         limits = packed_diagonal_bounds(call.causal, *window)
         keys = queries = None
     length_strides = (
@@ -176,7 +177,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     shape = None if mask is None else mask_shape(mask)
     unit, strides = (1, (0, 0, 0, 0)) if shape is None else mask_steps(shape.strides, N)
     return Facts(
-        architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits,
+        architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
         call.dropout_p,

@@ -37,10 +37,9 @@ from fastattn.ops.attention.triton.tiles import (
     MaskShape,
     MaskStrides,
     key_bounds,
-    key_limit,
     load_mask,
-    query_limit,
     row_limits,
+    sequence_limits,
 )
 
 LIST_HEADER = tl.constexpr(4)
@@ -339,8 +338,7 @@ def classify_tiles_kernel(
     j = n_start + columns
 
     lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
-    q_limit = query_limit(lengths, b, M, CASE)
-    limit = key_limit(lengths, b, N, CASE)
+    q_limit, limit, low, high = sequence_limits(lengths, b, M, N, low, high, CASE)
     row_limit = row_limits(lengths, b, i, i < M, limit, N, CASE)
     begin, end = key_bounds(i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH)
     if PREPARED:

@@ -113,7 +113,7 @@ class Case(NamedTuple):
 
     KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. PACKED: sequences lie one behind the other in
     a head's rows, the lengths are their offsets, M and N the longest; FROM_END: low and high count
-    from each one's bottom right. ARITHMETIC: lengths, causality or a window restrict rows.
+    from each sequence's bottom right. ARITHMETIC: lengths, causality or a window restrict rows.
     DENSE: there is a mask; BIAS: it is added; SHARED: which of its lines serves all (ONE_ROW,
     ONE_COLUMN or 0). Strides of tensors come divided by UNIT, N and those of the mask but the last
     by MASK_UNIT, so that the compiler sees their alignment.
@@ -225,26 +225,26 @@ def clamped_length(length, limit):
 
 
 @triton.jit
-def query_limit(lengths, b, M, CASE: tl.constexpr):
-    """No query from there on attends anything. b: 64-bit."""
-    limit = M
+def sequence_limits(lengths, b, M, N, low, high, CASE: tl.constexpr):
+    """(query limit, key limit, low, high) of sequence b: no query from the one limit on attends
+    anything, none attends a key from the other on, as far as lengths of sequences say; with
+    FROM_END low and high counted from the limits. b: 64-bit.
+    """
+    q_limit = M
     if CASE.QUERY_LENGTHS:
-        limit = clamped_length(tl.load(lengths.query_ptr + b * lengths.stride_qb), M)
-    return limit
-
-
-@triton.jit
-def key_limit(lengths, b, N, CASE: tl.constexpr):
-    """No query of the sequence attends a key from there on, as far as lengths of sequences say."""
+        q_limit = clamped_length(tl.load(lengths.query_ptr + b * lengths.stride_qb), M)
     limit = N
     if CASE.KEY_LENGTHS == 1:
         limit = clamped_length(tl.load(lengths.key_ptr + b * lengths.stride_kb), N)
-    return limit
+    if CASE.FROM_END:
+        low += limit - q_limit
+        high += limit - q_limit
+    return q_limit, limit, low, high
 
 
 @triton.jit
 def row_limits(lengths, b, i, inside, limit, N, CASE: tl.constexpr):
-    """The same of each query i, shaped like i if it has its own length, else key_limit's."""
+    """The key limit of each query i, shaped like i if it has its own length, else `limit`."""
     if CASE.KEY_LENGTHS == 2:
         ptrs = lengths.key_ptr + b * lengths.stride_kb + i.to(tl.int64) * lengths.stride_km
         limit = clamped_length(tl.load(ptrs, mask=inside, other=0), N)
@@ -252,18 +252,13 @@ def row_limits(lengths, b, i, inside, limit, N, CASE: tl.constexpr):
 
 
 @triton.jit
-def packed_sequence(lengths, b, low, high, CASE: tl.constexpr):
-    """(first query, queries, first key, keys, low, high) of sequence b, whose offsets the lengths
-    are; with FROM_END low and high counted from its end.
-    """
+def packed_sequence(lengths, b):
+    """(first query, queries, first key, keys) of sequence b, whose offsets the lengths are."""
     query0 = tl.load(lengths.query_ptr + b)
     key0 = tl.load(lengths.key_ptr + b)
     M = tl.load(lengths.query_ptr + b + 1) - query0
     N = tl.load(lengths.key_ptr + b + 1) - key0
-    if CASE.FROM_END:
-        low += N - M
-        high += N - M
-    return query0, M, key0, N, low, high
+    return query0, M, key0, N
 
 
 @triton.jit

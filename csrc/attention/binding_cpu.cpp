@@ -145,7 +145,6 @@ Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, i
 
 // Sets what padded and packed batches share and shape() does not set.
 void set_options(Problem& a, const Options& options) {
-  constexpr int64_t kBottomRight = 2;
   const int64_t unlimited = int64_t{a.queries} + a.keys;
   const auto side = [&](int64_t window) {
     return static_cast<int>(window < 0 ? unlimited : std::min(window, unlimited));

@@ -18,7 +18,6 @@ namespace fastattn::attention {
 inline constexpr int64_t kMaxRows = int64_t{1} << 28;
 inline constexpr int64_t kMaxTiles = int64_t{1} << 30;
 inline constexpr int64_t kMaxHeadDim = 256;
-inline constexpr int kBottomRight = 2;
 
 // -- the arguments -------------------------------------------------------------------------------
 // What a call is, the same for both directions. Tensors are [batch, heads, rows, columns] or, with

@@ -8,6 +8,9 @@
 
 namespace fastattn::attention {
 
+// The code of the schema's `causal` for alignment by the sizes of the tensors.
+constexpr int kBottomRight = 2;
+
 struct Bounds {
   int left, right;  // not negative; unlimited: at least queries + keys
   int diagonal;     // 0, or keys - queries for bottom-right alignment

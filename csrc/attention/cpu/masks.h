@@ -24,17 +24,14 @@ constexpr float kBf16Lowest = -0x1.FEp127f, kHalfLowest = -65504.0f;
 // -- lengths, causal masks, windows --------------------------------------------------------------
 // Rows of a sequence that are computed.
 inline int live_queries(const Problem& a, const Sequence& s) {
-  return a.query_lengths.data ? clamped(a.query_lengths.at(s.b), s.queries) : s.queries;
+  return a.query_lengths.at(s.b, s.queries);
 }
 
 // Keys that lengths, causal mask and window allow a row.
 inline Range keys_of(const Problem& a, const Sequence& s, int row) {
-  int keys = s.keys;
-  if (a.key_lengths.data) {
-    const int64_t per_query = a.key_lengths.stride;
-    keys = clamped(a.key_lengths.at(per_query ? s.b * per_query + row : s.b), s.keys);
-  }
-  return keys_of_row(row, s.bounds, keys);
+  const int64_t per_query = a.key_lengths.stride;
+  const int64_t index = per_query ? s.b * per_query + row : s.b;
+  return keys_of_row(row, s.bounds, a.key_lengths.at(index, s.keys));
 }
 
 // The ranges of keys that the rows of a tile of queries may attend.
@@ -340,7 +337,7 @@ class DeadKeys {
   DeadKeys(const Problem& a, const Sequence& s, int64_t kv_head) : a_(a), s_(s), kv_head_(kv_head) {
     const int rows = live_queries(a, s);
     if (!a.key_lengths.data || a.key_lengths.stride == 0) {
-      const int keys = a.key_lengths.data ? clamped(a.key_lengths.at(s.b), s.keys) : s.keys;
+      const int keys = a.key_lengths.at(s.b, s.keys);
       live_ = keys_of_some({0, rows}, s.bounds, keys);
       return;
     }

@@ -54,9 +54,14 @@ struct Lengths {
   bool wide = false;           // int64, otherwise int32
   int64_t stride = 0;          // queries if there is a length per query, otherwise 0
 
-  int64_t at(int64_t index) const {
-    return wide ? static_cast<const int64_t*>(data)[index]
-                : static_cast<const int32_t*>(data)[index];
+  // Clamped to [0, most], which it is without lengths.
+  FASTATTN_INLINE int at(int64_t index, int most) const {
+    if (!data) {
+      return most;
+    }
+    const int64_t length =
+        wide ? static_cast<const int64_t*>(data)[index] : static_cast<const int32_t*>(data)[index];
+    return static_cast<int>(length < 0 ? 0 : length > most ? most : length);
   }
 };
 

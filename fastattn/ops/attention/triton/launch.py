@@ -24,7 +24,7 @@ from fastattn.ops.attention.triton.tiles import (
     diagonal_bounds,
     dropout_numbers,
     mask_shape,
-    packed_diagonal_bounds,
+    own_diagonal_bounds,
     shared_lines,
 )
 
@@ -167,7 +167,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         limits = diagonal_bounds(call.causal, *window, M, N)
     else:
         (B, M, N), from_end = packed, call.causal == 2
-        limits = packed_diagonal_bounds(call.causal, *window)
+        limits = own_diagonal_bounds(call.causal, *window)
         keys = queries = None
     length_strides = (
         0 if keys is None else keys.stride(0),

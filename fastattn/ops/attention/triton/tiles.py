@@ -60,8 +60,8 @@ def diagonal_bounds(
     return DiagonalBounds(low if has_low else 0, high if has_high else 0, has_low, has_high)
 
 
-def packed_diagonal_bounds(causal: int, window_left: int, window_right: int) -> DiagonalBounds:
-    """The bounds of packed sequences, whose sizes differ: the diagonal's shift is added on the
+def own_diagonal_bounds(causal: int, window_left: int, window_right: int) -> DiagonalBounds:
+    """The bounds of sequences whose sizes or lengths differ: their diagonals' shift is added on the
     device.
     """
     right = 0 if causal else window_right

@@ -1,4 +1,4 @@
-"""For every test: one torch thread a worker, the same random numbers, the device to test on."""
+"""For every test: one torch thread per worker, the same random numbers, the device to test on."""
 
 import gc
 import os
@@ -34,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--python-derivatives"):
         _native.extension = lambda: None
-    gc.disable()  # all that collecting tests makes stays
+    gc.disable()  # objects made by collecting tests are kept
     os.environ[_env.RECORD_VARIABLE] = ""  # the same choices on every machine
-    # Code that inductor has cached calls ops by the schemas of its time.
+    # Code cached by inductor would call ops by older schemas.
     torch.compiler.config.force_disable_caches = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

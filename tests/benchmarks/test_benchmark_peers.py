@@ -115,10 +115,10 @@ BWD_3 = (
     "int window_size_right = -1, float softcap = 0.0, bool deterministic = False, "
     "int sm_margin = 0) -> "
 )
-# One release returns what it wrote, another one only its workspace.
+# One release returns the results, another one only its workspace.
 RESULTS_3 = {
     "gradients": "(Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "scratch": "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "workspace": "(Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
 
 
@@ -164,8 +164,8 @@ def _library_3(results: str) -> Iterator[None]:
             grad if options[n] is None else options[n].copy_(grad)
             for n, grad in zip(("dq", "dk", "dv"), grads, strict=True)
         ]
-        scratch = tuple(grads[0].new_zeros(grads[0].shape) for _ in range(5))
-        return (*written, *scratch) if results == "gradients" else scratch
+        workspace = tuple(grads[0].new_zeros(grads[0].shape) for _ in range(5))
+        return (*written, *workspace) if results == "gradients" else workspace
 
     library.impl("fwd", fwd, "CPU")
     library.impl("bwd", bwd, "CPU")
@@ -227,7 +227,7 @@ def test_flash_attention_4(modules: Any, case: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "refused"), [("fa2", False), ("fa3", True), ("fa4", True)])
-def test_head_dims_beside_multiples_of_8(name: str, refused: bool) -> None:
+def test_head_dims_that_are_not_multiples_of_8(name: str, refused: bool) -> None:
     """FlashAttention 2 pads them in Python, the others do not."""
     workload = padded_workload("tiny", 2, 4, 33, 20, ("cpu",))
     inputs = workload.make(CPU, torch.bfloat16, torch.Generator())

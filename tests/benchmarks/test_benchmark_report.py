@@ -150,7 +150,7 @@ def test_report_in_one_file(tmp_path: Path) -> None:
     assert set(tmp_path.iterdir()) == {path, page}
 
 
-def test_stale_figures_are_listed(
+def test_stale_rows_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "results.jsonl"
@@ -231,7 +231,7 @@ def test_the_lower_ceiling_is_the_roof() -> None:
         assert found["roof"] == pytest.approx(roof)
 
 
-def test_written_numbers_are_short(tmp_path: Path) -> None:
+def test_numbers_are_written_with_few_digits(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     figures = {"ms_median": 1 / 3, "ms_rounds": [2 / 3, float("inf"), 4], "impl": "eager"}
     rows.append(path, [figures])

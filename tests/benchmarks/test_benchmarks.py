@@ -348,7 +348,9 @@ def test_generation_gate(beams: int) -> None:
 
 
 # -- peers -----------------------------------------------------------------------------------------
-def test_absent_peers_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_absent_peers_have_rows_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without any of the packages every optional peer gets a row with its reason, none is run."""
     monkeypatch.setattr("benchmarks.implementations.importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("FASTATTN_FA3_LIBRARY", raising=False)
@@ -412,7 +414,7 @@ def test_peers_refuse_what_they_cannot_do() -> None:
 
 
 # -- worker and runner -----------------------------------------------------------------------------
-def test_the_end_of_the_time_ends_a_candidate() -> None:
+def test_a_candidate_ends_at_the_time_limit() -> None:
     runner = Runner(Settings("cpu"))
     runner.lines = queue.Queue()
     with pytest.raises(Exception, match="no event for 0 s"):
@@ -420,7 +422,7 @@ def test_the_end_of_the_time_ends_a_candidate() -> None:
 
 
 @pytest.mark.slow
-def test_bad_candidates_cost_only_their_own_rows(tmp_path: Path) -> None:
+def test_failing_candidates_do_not_affect_others(tmp_path: Path) -> None:
     """Wrong, crashing, hanging, raising, absent candidates get a row; the good ones are timed."""
     path = tmp_path / "misbehaving.py"
     path.write_text(PEERS)
@@ -503,7 +505,7 @@ def test_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_pytest_benchmark_carries_the_rows(tmp_path: Path) -> None:
+def test_pytest_benchmark_has_the_rows(tmp_path: Path) -> None:
     path = tmp_path / "misbehaving.py"
     path.write_text(PEERS)
     out = tmp_path / "benchmark.json"
@@ -553,7 +555,7 @@ def test_selection_by_name() -> None:
     assert not cases.groups("cpu", match="no such case")
 
 
-def test_gpu_part_needs_nothing_but_torch(tmp_path: Path) -> None:
+def test_the_gpu_part_needs_only_torch(tmp_path: Path) -> None:
     """`benchmarks.run` works without pytest, rich and matplotlib."""
     script = tmp_path / "without.py"
     script.write_text(

@@ -132,7 +132,7 @@ class FakeGpu:
         self.host = max(self.host, self.free)
 
 
-def test_graphs_time_kernels_that_the_host_is_too_slow_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_time_kernels_shorter_than_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
     counts = [0, 0, 0]
 
@@ -217,22 +217,22 @@ def test_clocks_and_power_from_the_command(tmp_path: Path, monkeypatch: pytest.M
     timing._command_answers.cache_clear()
 
 
-def test_a_candidate_that_raises_leaves_the_others() -> None:
+def test_a_candidate_that_raises_does_not_affect_others() -> None:
     calls = iter(range(100))
 
     def later() -> None:
         if next(calls) >= 2:
             raise ValueError("worn out")
 
-    def at_once() -> None:
+    def immediately() -> None:
         raise TypeError("broken")
 
     plan = Plan(round_ms=0.001, rounds=4, min_rounds=4)
     results = time_side_by_side(
-        {"later": [later], "fine": [lambda: None], "at_once": [at_once]}, CPU, plan
+        {"later": [later], "fine": [lambda: None], "immediately": [immediately]}, CPU, plan
     )
     assert isinstance(results["later"], ValueError)
-    assert isinstance(results["at_once"], TypeError)
+    assert isinstance(results["immediately"], TypeError)
     assert isinstance(results["fine"], Timing)
 
 

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # -- instruction sets -----------------------------------------------------------------------------
-# Tiles that are whole and that are not, each kind of restriction, both loops of the forward.
+# Full and partial tiles, each kind of restriction, both loops of the forward.
 TYPICAL = (
     "plain",
     "one_query",
@@ -62,11 +62,11 @@ def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
 @every_isa
 @pytest.mark.parametrize(
     "dtype, scale",
-    # In fp16 a larger scale takes gradients of lse beyond the numbers.
+    # With a larger scale, gradients of lse overflow in fp16.
     [(torch.float32, 100.0), (torch.bfloat16, 100.0), (torch.float16, 0.125)],
 )
 def test_huge_scores(isa: str, dtype: torch.dtype, scale: float) -> None:
-    """Rounding a score and rounding lse differ by more than any exponent: no weight exceeds 1."""
+    """The rounding errors of scores and of lse are large; recomputed weights must not exceed 1."""
     options = {"amplitude": 1e4, "key_amplitude": 1e4, "M": 65, "N": 128, "scale": scale}
     sample = Sample("huge", "", partial(make_inputs, **options), ("q", "k", "v"))
     rows = check_sample(Oracle(SPEC, sample, dtype), "cpu", torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
-    """More than a workspace holds at a time decode from the same keys: the bits of fewer heads."""
+    """More heads of one group than a workspace holds give the same bits as fewer heads."""
     q = _randn(1, 100, 1, 24, dtype=dtype, seed=1)
     k, v = (_randn(1, 1, 1100, 24, dtype=dtype, seed=s) for s in (2, 3))
     together = fastattn.attention(q, k, v, return_lse=True, backend="cpu")
@@ -136,7 +136,7 @@ def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
             assert torch.equal(one, many[:, h : h + 1]), h
 
 
-# -- what may lie where nothing is read -----------------------------------------------------------
+# -- values at dead positions ---------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -164,8 +164,8 @@ def test_dead_positions_may_hold_anything(dtype: torch.dtype, columns: int, valu
         )
         return [*outputs, *torch.autograd.grad(outputs, inputs, (dout, dlse))]
 
-    clean, poisoned = results(0.0), results(value)
-    for one, other in zip(clean, poisoned, strict=True):
+    zeros, poisoned = results(0.0), results(value)
+    for one, other in zip(zeros, poisoned, strict=True):
         assert torch.equal(one, other)
     out, lse, dq, dk, dv = poisoned
     assert (out[dead_rows] == 0).all() and (lse[dead_rows] == -torch.inf).all()
@@ -174,8 +174,8 @@ def test_dead_positions_may_hold_anything(dtype: torch.dtype, columns: int, valu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_live_values_are_not_silenced(dtype: torch.dtype) -> None:
-    """A NaN that a query may attend reaches that query. Queries far away never meet its tile."""
+def test_nan_in_live_values_propagates(dtype: torch.dtype) -> None:
+    """NaN affects the queries that may attend it, and no query whose tiles do not contain it."""
     q, k, v = (_randn(1, 1, 400, 16, dtype=dtype, seed=s) for s in range(3))
     v[..., 10, :] = float("nan")
     out = fastattn.attention(q, k, v, window=(3, 3), backend="cpu")
@@ -185,10 +185,10 @@ def test_live_values_are_not_silenced(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("M, window", [(5, None), (1, None), (1, (20, -1))])
-def test_a_query_of_nan_is_not_silenced(
+def test_nan_in_a_query_propagates(
     dtype: torch.dtype, M: int, window: tuple[int, int] | None
 ) -> None:
-    """Its lse is no dead row's, and its gradients show it: in several tiles and splits, too."""
+    """Its out, lse and gradients are NaN, also with several tiles and splits."""
     q, k, v = (_randn(1, 1, n, 16, dtype=dtype, seed=n) for n in (M, 1100, 1100))
     q[..., -1, :] = float("nan")
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -204,8 +204,8 @@ def test_a_query_of_nan_is_not_silenced(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("through", ["mask", "lengths"])
-def test_a_value_with_one_reader_is_alive(dtype: torch.dtype, through: str) -> None:
-    """What the last query of a group's last head alone may attend reaches it, NaN too."""
+def test_a_value_that_one_query_attends_is_live(dtype: torch.dtype, through: str) -> None:
+    """Here by the last query of the last head of a group only."""
     q = _randn(1, 4, 20, 16, dtype=dtype, seed=1)
     k, v = (_randn(1, 2, 30, 16, dtype=dtype, seed=s) for s in (2, 3))
     v[0, 0, 25] = float("nan")
@@ -222,8 +222,8 @@ def test_a_value_with_one_reader_is_alive(dtype: torch.dtype, through: str) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_query_reads_a_value_for_its_own_head_alone(dtype: torch.dtype) -> None:
-    """Heads of a group, which share values, do not share what a mask allows."""
+def test_a_value_attended_by_one_head_affects_only_this_head(dtype: torch.dtype) -> None:
+    """A mask may allow a value for one head of a group and block it for another."""
     q = _randn(1, 2, 1, 16, dtype=dtype, seed=1)
     k, v = (_randn(1, 1, 128, 16, dtype=dtype, seed=s) for s in (2, 3))
     v[..., 25, :] = float("nan")
@@ -233,14 +233,14 @@ def test_one_query_reads_a_value_for_its_own_head_alone(dtype: torch.dtype) -> N
     assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
 
 
-# -- how a mask lies ------------------------------------------------------------------------------
+# -- layouts of masks -----------------------------------------------------------------------------
 @every_isa
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, *DTYPES, torch.float64])
-def test_where_a_mask_lies_changes_no_bit(
+def test_the_layout_of_a_mask_changes_no_bit(
     isa: str, mask_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """Values that kernels read as they lie, rows that they widen first, numbers that block."""
+    """Masks that kernels read in place or convert row by row, and values that block."""
     M, N, D = 101, 144, 16
     q, k, v = (_randn(1, 2, n, D, dtype=dtype, seed=n) for n in (M, N, N))
     mask = _randn(1, 2, M, N, seed=5)
@@ -261,11 +261,11 @@ def test_where_a_mask_lies_changes_no_bit(
         assert torch.equal(one, other)
 
 
-# -- gradients that are asked for -----------------------------------------------------------------
+# -- requested gradients --------------------------------------------------------------------------
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "mask", "qv", "kmask"])
 @pytest.mark.parametrize("through", ["out", "lse"])
 def test_some_gradients(wanted: str, through: str) -> None:
-    """The bits of a gradient do not depend on which others are asked for."""
+    """The bits of a gradient do not depend on which others are requested."""
     inputs = {name: _randn(1, 2, 100, 16, seed=i) for i, name in enumerate("qkv")}
     inputs["mask"] = _randn(1, 2, 1, 100, seed=7)
 
@@ -287,12 +287,12 @@ def test_some_gradients(wanted: str, through: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 70), (1, 3, 40, 1), (1, 1, 40, 70), (1, 1, 1, 1)])
 def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
-    """A mask wider than the data: its own lowest value blocks, its gradient is as wide."""
+    """The lowest value of fp64 blocks, that of fp32 does not; the gradient is in fp64."""
     q, k, v = (_randn(2, 3, n, 8, seed=i).double() for i, n in enumerate((40, 70, 70)))
     mask = _randn(*shape, seed=9).double()
     if shape[-1] > 1:
         mask[..., ::5] = torch.finfo(torch.float64).min
-        mask[..., 1::5] = torch.finfo(torch.float32).min  # in fp64 a large number, no more
+        mask[..., 1::5] = torch.finfo(torch.float32).min  # does not block in fp64
     else:
         mask[..., 3::5, :] = -torch.inf  # dead rows, which have no gradient
 
@@ -442,7 +442,7 @@ def test_saved_tensors_may_come_back_in_another_layout() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_more_positions_than_kernels_count_are_left_to_others(
+def test_more_positions_than_the_kernels_support_use_another_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the library and by `unsupported` alike."""

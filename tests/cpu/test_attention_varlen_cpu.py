@@ -84,8 +84,8 @@ def test_threads_change_no_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_sequence_is_a_call_of_attention(dtype: torch.dtype) -> None:
-    """The same bits, whatever its neighbours are; those of one query take the road of decoding."""
+def test_a_sequence_equals_a_call_of_attention(dtype: torch.dtype) -> None:
+    """The same bits beside any other sequences; sequences of one query run the decoding kernel."""
     lengths, key_lengths = (130, 1, 64, 1), (130, 2100, 200, 3)
     cu_q, cu_k = _offsets(*lengths), _offsets(*key_lengths)
     q = _randn(sum(lengths), 4, 32, dtype=dtype, seed=1)
@@ -105,9 +105,9 @@ def test_a_sequence_is_a_call_of_attention(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", "qkv")
-def test_one_gradient_alone(dtype: torch.dtype, wanted: str) -> None:
-    """It takes other passes than all together, with the same bits; heads of a group follow tiles
-    that lie behind a short sequence.
+def test_a_single_gradient(dtype: torch.dtype, wanted: str) -> None:
+    """A gradient computed alone, in fewer passes, has the same bits. In groups of heads, with tiles
+    after a short sequence.
     """
     lengths, key_lengths = (20, 200, 5, 97), (130, 20, 300, 5)
     inputs = {"q": _randn(sum(lengths), 4, 16, dtype=dtype, seed=1)}
@@ -135,8 +135,8 @@ def test_one_gradient_alone(dtype: torch.dtype, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_projections_of_one_tensor_are_read_where_they_lie(dtype: torch.dtype) -> None:
-    """q, k and v as views of [T, 3, H, D]: the bits of their copies."""
+def test_strided_projections_of_one_tensor(dtype: torch.dtype) -> None:
+    """q, k and v as views of [T, 3, H, D] give the bits of their copies."""
     cu = _offsets(70, 33)
     views = _randn(103, 3, 2, 24, dtype=dtype, seed=1).unbind(1)
     assert not views[0].is_contiguous()

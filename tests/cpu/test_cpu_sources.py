@@ -41,7 +41,7 @@ def _has_thread_sanitizer() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not _has_thread_sanitizer(), reason="the compiler has no libtsan")
-def test_threads_share_nothing_they_write(tmp_path: Path) -> None:
+def test_threads_do_not_race(tmp_path: Path) -> None:
     assert CXX
     program = str(tmp_path / "attention_threads")
     _run(CXX, *FLAGS, "-O1", "-g1", "-fsanitize=thread", *KERNELS_ON_THREADS, "-o", program)

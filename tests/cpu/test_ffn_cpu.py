@@ -107,7 +107,7 @@ def test_threads_change_no_bit(activation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    """Where asked for. In 16 bits from three rows on; one or two are summed in another order."""
+    """Inside `batch_invariant`; bf16 and fp16 use another order for one and two rows."""
     inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(150,), D=40, hidden=1090)
     x = inputs.pop("x")
     one_row = ((7, 8),) if dtype is torch.float32 else ()
@@ -140,7 +140,7 @@ def _steps_program(folder: Path, *flags: str) -> str:
 
 
 @pytest.mark.skipif(not TSAN or not Path(TSAN).is_file(), reason="the compiler has no libtsan")
-def test_steps_wait_for_what_they_need(tmp_path: Path) -> None:
+def test_steps_wait_for_their_inputs(tmp_path: Path) -> None:
     assert _steps_program(tmp_path, "-fsanitize=thread").startswith("336 of 336 agreed, ")
 
 
@@ -188,7 +188,7 @@ OF_THREE_MATRICES = {
 
 @pytest.mark.parametrize("spread", range(3), ids=["x", "w1", "w2"])
 @pytest.mark.parametrize("op", OF_THREE_MATRICES)
-def test_matrices_of_which_no_dimension_is_contiguous(op: str, spread: int) -> None:
+def test_matrices_without_a_contiguous_dimension(op: str, spread: int) -> None:
     matrices = [torch.randn(shape) for shape in ((7, 24), (40, 24), (16, 40))]
     dy = torch.randn(7, 16)
 
@@ -207,7 +207,7 @@ def test_matrices_of_which_no_dimension_is_contiguous(op: str, spread: int) -> N
 # -- values ---------------------------------------------------------------------------------------
 @every_isa
 @pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a not in GATED_ACTIVATIONS])
-def test_activation_everywhere(isa: str, activation: str) -> None:
+def test_activation_over_its_range(isa: str, activation: str) -> None:
     """One input, one unit: the activation itself against fp64, from its flat to its linear part."""
     x = torch.cat([torch.linspace(-200, 200, 4001), torch.linspace(-6, 6, 4001)])[:, None]
     one = torch.ones(1, 1)
@@ -225,7 +225,7 @@ def test_activation_everywhere(isa: str, activation: str) -> None:
     assert ((actual[1] - exact[1]).abs() <= 8 * eps).all()
 
 
-def test_nan_stays_where_it_is() -> None:
+def test_nan_stays_in_its_row() -> None:
     inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(30,))
     inputs["x"][7, 3] = float("nan")
     y = fastattn.ffn(**inputs, backend="cpu")
@@ -248,7 +248,7 @@ def test_no_columns(D: int, width: int, E: int, backend: str | None) -> None:
 
 
 def test_reference_drops_a_half_residuals_gradient_in_full_precision() -> None:
-    """What is allowed is twice the reference's error, so its own rounding must be that of x."""
+    """The budget is twice the reference's error, so the reference must not round more than x."""
     generator = torch.Generator().manual_seed(0)
     inputs = make_inputs(generator, torch.float32, output_dropout_p=0.3)
     leaves = [inputs["x"].requires_grad_(), inputs["w2"].requires_grad_()]

@@ -18,7 +18,7 @@ from cpu_library import ISAS, needs_library
 ROOT = Path(__file__).resolve().parents[2]
 CXX = os.environ.get("CXX") or shutil.which("g++")
 
-# Values are judged in test_ops; the references that it takes would run here for minutes.
+# test_ops checks the values; computing the references here would take minutes.
 RUN = """
 import sys
 import torch
@@ -30,7 +30,7 @@ for spec in all_specs().values():
     for i, sample in enumerate(spec.samples if "cpu" in spec.backends else ()):
         dtypes = [d for d in (torch.float32, torch.bfloat16) if d in sample.dtypes]
         if sys.argv[1] == "portable" and len(dtypes) > 1:
-            dtypes = dtypes[i % 2 :][:1]  # in turn: it is slow
+            dtypes = dtypes[i % 2 :][:1]  # alternating: it is slow
         for dtype in dtypes:
             inputs = sample.inputs("cpu", dtype)
             wanted = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -50,7 +50,7 @@ print(ran, "ran")
 
 
 def _runtime(name: str) -> Path | None:
-    """A runtime library of the compiler, which answers with the bare name where it has none."""
+    """A runtime library of the compiler, which prints the bare name if it has none."""
     if CXX is None:
         return None
     command = [CXX, f"-print-file-name={name}"]
@@ -66,9 +66,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "fastattn", folder / "fastattn", ignore=leave_out)
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
-    wish = {"FASTATTN_NATIVE": "cpu", "FASTATTN_SANITIZE": "address,undefined"}
+    variables = {"FASTATTN_NATIVE": "cpu", "FASTATTN_SANITIZE": "address,undefined"}
     built = subprocess.run(
-        command, cwd=ROOT, env=os.environ | wish, capture_output=True, text=True, timeout=1200
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=1200
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert (folder / "fastattn" / "_C_cpu.abi3.so").is_file()
@@ -86,7 +86,7 @@ def test_samples_under_sanitizers(package: Path, isa: str) -> None:
     runtimes = [str(_runtime(name)) for name in ("libasan.so", "libstdc++.so.6")]
     environment = os.environ | {
         "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",  # of Python, that is
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "2",
         "PYTHONPATH": "",
@@ -97,4 +97,4 @@ def test_samples_under_sanitizers(package: Path, isa: str) -> None:
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     [ran] = re.findall(r"^(\d+) ran$", result.stdout, re.M)
-    assert int(ran) > (150 if isa == "portable" else 300)  # and not everything refused
+    assert int(ran) > (150 if isa == "portable" else 300)  # most calls are not refused

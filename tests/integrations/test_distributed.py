@@ -42,7 +42,7 @@ def gradients(outputs: Any, weights: Any, inputs: list[Tensor]) -> tuple[Tensor,
 
 
 # -- ring attention --------------------------------------------------------------------------------
-def ring_is_attention() -> None:
+def ring_equals_attention() -> None:
     from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
 
     for causal in (False, True):
@@ -231,7 +231,7 @@ def dtensor_rows() -> None:
             torch.testing.assert_close(g.full_tensor(), y, atol=1e-5, rtol=1e-5)  # type: ignore[attr-defined]
 
 
-def gradients_of_sums_alone() -> None:
+def gradients_of_sums_only() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -348,13 +348,13 @@ def test_two_processes() -> None:
     """All but whole models, in one test: starting the processes takes most of the time."""
     in_processes(
         layouts_are_inverse,
-        ring_is_attention,
+        ring_equals_attention,
         gradients_of_lse_only,
         ring_errors,
         ring_follows_autocast,
         dtensors_stay_sharded,
         dtensor_rows,
-        gradients_of_sums_alone,
+        gradients_of_sums_only,
         gradients_of_parameters_that_were_frozen,
         dropout_bits_do_not_depend_on_sharding,
     )
@@ -362,7 +362,7 @@ def test_two_processes() -> None:
 
 @pytest.mark.slow
 def test_ring_attention_of_three() -> None:
-    in_processes(layouts_are_inverse, ring_is_attention, ring_of_some_processes, size=3)
+    in_processes(layouts_are_inverse, ring_equals_attention, ring_of_some_processes, size=3)
 
 
 @pytest.mark.slow

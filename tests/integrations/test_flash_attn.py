@@ -78,7 +78,7 @@ def test_integers_may_be_tensors(causal, N) -> None:
     torch.testing.assert_close(out.unflatten(0, (2, 6)), expected)
 
 
-def test_any_side_below_zero_is_unlimited() -> None:
+def test_a_negative_window_side_is_unlimited() -> None:
     q, k, v = (normal(1, 5, n, D) for n in (H, K, K))
     for window in (3, (None, None), (1, 2, 3), "12"):
         with pytest.raises(TypeError, match="window_size must be two integers"):

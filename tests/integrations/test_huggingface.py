@@ -213,7 +213,7 @@ def test_patched_models(name: str) -> None:
     assert_equal(outcome(model, inputs, real), expected)
 
 
-def test_an_attention_beside_a_model_is_kept() -> None:
+def test_attention_outside_a_model_is_kept() -> None:
     class OwnAttention(nn.Module):
         pass
 
@@ -277,7 +277,7 @@ def test_attention_sinks() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
-def test_queries_that_are_parameters() -> None:
+def test_learned_queries() -> None:
     """One row of them is shared by the batch."""
     q, k = torch.randn(1, 4, 3, 8), torch.randn(2, 4, 5, 8)
     out, _ = huggingface.attention_forward(nn.Identity(), q, k, k, None, is_causal=False)
@@ -362,7 +362,7 @@ def test_patch_leaves_attention_that_would_be_refused(make: Any, why: str) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_bias_does_not_lift_what_a_mask_blocks(dtype: torch.dtype) -> None:
+def test_a_bias_does_not_unblock_masked_keys(dtype: torch.dtype) -> None:
     q = torch.randn(1, 2, 3, 8, dtype=dtype)
     mask = torch.zeros(1, 1, 3, 3).half()
     mask[..., 1, :] = torch.finfo(torch.float16).min

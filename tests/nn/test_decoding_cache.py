@@ -99,7 +99,7 @@ def test_restarted_beams_have_their_own_rows():
         torch.testing.assert_close(fast.step(x, cache), expected)
 
 
-def test_each_layer_may_read_a_memory_of_its_own():
+def test_each_layer_may_attend_its_own_memory():
     fast = decoder()
     memories = [torch.randn(B, S, E) for _ in range(2)]
     x = torch.randn(B, T, E)

@@ -1,7 +1,7 @@
 """The drop-in modules against torch's over a grid: every pair of values of every two factors.
 
-Each case compares results, gradients of inputs and of parameters, copies the parameters to and fro
-through `state_dict`, and requires the same bits without autograd.
+Each case compares results, gradients of inputs and of parameters, copies the parameters back
+and forth through `state_dict`, and requires the same bits without autograd.
 """
 
 import itertools
@@ -123,7 +123,7 @@ def sequence(case: dict[str, Any], length: int, size: int, layout: str) -> Tenso
 
 
 def prepare(reference: nn.Module, fast: nn.Module, case: dict[str, Any]) -> None:
-    """Equal parameters in the case's dtype and mode, copied to and fro through `state_dict`."""
+    """Equal parameters in the case's dtype and mode, copied back and forth through `state_dict`."""
     for module in (reference, fast):
         module.to(case["dtype"]).train(case["training"])
     for parameter in reference.parameters():

@@ -139,7 +139,7 @@ def test_lengths_on_another_default_device() -> None:
     assert stack(x, src_lengths=list(numpy.array([4, 2]))).equal(expected)
 
 
-def test_rows_are_packed_and_padding_is_never_read() -> None:
+def test_layers_receive_packed_rows_and_padding_has_no_effect() -> None:
     """Every layer receives only the real tokens; NaN in the padding has no effect."""
     model = make(fnn.TransformerEncoder, True, False)
     src = batch(7, True)
@@ -343,7 +343,7 @@ def test_wrong_lengths(lengths: Any, error: type[Exception], message: str) -> No
         model(batch(7, True), src_lengths=lengths)
 
 
-def test_contradictions() -> None:
+def test_contradictory_arguments() -> None:
     model = make(fnn.Transformer, True, False)
     src, tgt = batch(7, True), batch(5, True)
     with pytest.raises(ValueError, match="src_key_padding_mask must be None with src_lengths"):

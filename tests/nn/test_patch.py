@@ -106,7 +106,7 @@ def test_later_changes_survive_unpatch(model: Block, x: Tensor) -> None:
     assert type(model.norm) is nn.LayerNorm
 
 
-def test_twice_and_back(model: Block) -> None:
+def test_patching_twice_and_unpatching(model: Block) -> None:
     names = kinds(model)
     fastattn.patch(model, quiet=True)
     assert not fastattn.patch(model, quiet=True).replaced
@@ -145,7 +145,7 @@ def test_unpatch_keeps_modules_of_fastattn() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torch_jit_script_leaves_a_patched_model_alone(x: Tensor) -> None:
+def test_torch_jit_script_does_not_change_a_patched_model(x: Tensor) -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Sequential(nn.RMSNorm(16)))
     before, expected = kinds(model), model(x)
     fastattn.patch(model, quiet=True)
@@ -179,7 +179,7 @@ class MyAttention(nn.Module):
     pass
 
 
-def test_the_report_says_what_stays_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_lists_what_is_not_patched_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     parametrized = parametrizations.weight_norm(nn.LayerNorm(4))
     replaced = nn.LayerNorm(4)
     replaced.forward = lambda x: x  # type: ignore[method-assign, assignment]

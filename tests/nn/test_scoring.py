@@ -49,7 +49,7 @@ def test_weight_functions():
         attention_weights_of(scores, None, "hard")
 
 
-def test_additive_attention_is_bahdanaus():
+def test_additive_attention_equals_its_formula():
     attention = AdditiveAttention(4, 6, 5)
     queries, keys, values = torch.randn(B, M, 4), torch.randn(B, N, 6), torch.randn(B, N, 3)
     lengths = torch.tensor([N, 2])
@@ -155,7 +155,7 @@ def test_a_query_whose_keys_have_the_lowest_number(weight_function):
     torch.testing.assert_close(fused, output, rtol=1e-4, atol=1e-5)
 
 
-def test_dot_scoring_is_torchs_attention():
+def test_dot_scoring_equals_torchs_attention():
     fast = ScoredMultiheadAttention(E, H, scoring="dot")
     reference = nn.MultiheadAttention(E, H, batch_first=True)
     reference.load_state_dict(fast.state_dict())
@@ -168,7 +168,7 @@ def test_dot_scoring_is_torchs_attention():
         torch.testing.assert_close(actual, expected)
 
 
-def test_weights_drop_out_only_in_training():
+def test_weights_are_dropped_only_in_training():
     attention = ScoredMultiheadAttention(E, H, 0.5, scoring="additive")
     x = torch.randn(B, N, E)
     assert (attention(x, x, x)[1] == 0).any()

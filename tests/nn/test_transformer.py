@@ -149,7 +149,7 @@ def test_causal_masks_are_detected(name, dtype):
     assert not hints[-1].get("memory_is_causal", False)
 
 
-def test_other_layers_get_the_masks_of_torch():
+def test_other_layers_get_torchs_masks():
     (x,) = inputs("TransformerEncoder")
     seen = []
 
@@ -179,7 +179,7 @@ def test_other_layers_get_the_masks_of_torch():
         assert torch.equal(padding, torch.zeros(B, S))
 
 
-def test_nested_tensors_go_to_torch():
+def test_nested_tensors_use_torchs_forward():
     torch.manual_seed(0)
     reference, fast = twins("TransformerEncoder", batch_first=True)
     reference.norm, fast.norm = nn.LayerNorm(E), fnn.LayerNorm(E)
@@ -217,7 +217,7 @@ def test_dropout_repeats_under_manual_seed(name, norm_first):
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("which", ["dropout", "dropout1", "dropout2"])
-def test_dropout_rates_are_the_childrens(which, norm_first):
+def test_dropout_rates_are_those_of_the_children(which, norm_first):
     """With sublayers of constant output 1, what a layer adds to its input shows the dropout."""
     torch.manual_seed(0)
     layer = fnn.TransformerEncoderLayer(64, 1, 64, dropout=0.5, norm_first=norm_first)
@@ -235,13 +235,13 @@ def test_dropout_rates_are_the_childrens(which, norm_first):
     out = layer(torch.zeros(100, 20, 64))
     if norm_first:
         assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
-    # After a norm, too, kept ones are positive; no row of 64 is kept or dropped as a whole.
+    # Kept elements are positive, also after a norm; no row of 64 is kept or dropped as a whole.
     kept = (out > 0).double().mean().item()
     assert abs(kept - 0.75) < 5 * (0.25 * 0.75 / out.numel()) ** 0.5
 
 
 def test_dropouts_of_one_layer_are_independent():
-    """Three sublayers of constant output 1: the sum is a binomial number of kept ones."""
+    """Three sublayers of constant output 1: the sum is a binomial number of kept elements."""
     torch.manual_seed(0)
     layer = fnn.TransformerDecoderLayer(64, 1, 64, dropout=0.25, norm_first=True)
     with torch.no_grad():
@@ -295,7 +295,7 @@ def test_torch_compile_in_one_graph_for_all_sizes():
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_compiled_decoder_takes_its_mask_as_it_is_and_drops(norm_first):
+def test_compiled_decoder_uses_the_mask_and_drops(norm_first):
     torch.manual_seed(0)
     fast = build(fnn, "TransformerDecoder", batch_first=True, norm_first=norm_first, dropout=0.5)
     args = *inputs("TransformerDecoder"), causal_mask(T)

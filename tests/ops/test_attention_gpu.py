@@ -277,7 +277,7 @@ def _recorded(
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_graph_sees_new_data(place: Place, name: str) -> None:
+def test_a_graph_replays_with_new_data(place: Place, name: str) -> None:
     """New values, lengths, masks and seeds in the tensors of a captured forward and backward."""
     inputs = sample(place, name)
     replay = _recorded(place, lambda: results(place, inputs))
@@ -354,7 +354,7 @@ def _expected(place: Place, cases: Sequence[Inputs]) -> list[tuple[Tensor, ...]]
 
 
 @pytest.mark.parametrize("name", _BUSY)
-def test_two_streams_at_once(place: Place, name: str) -> None:
+def test_two_concurrent_streams(place: Place, name: str) -> None:
     cases = [sample(place, name, seed) for seed in (1, 2)]
     expected = _expected(place, cases)
     streams = [torch.cuda.Stream() if place.is_gpu else contextlib.nullcontext() for _ in cases]
@@ -369,7 +369,7 @@ def test_two_streams_at_once(place: Place, name: str) -> None:
             assert_same(place, got, right)
 
 
-def test_two_threads_at_once(place: Place) -> None:
+def test_two_concurrent_threads(place: Place) -> None:
     """Each thread has its stream, and both bind launches for the same shapes at the same time."""
     rounds = 24 if place.is_gpu else 3
     lengths = [40 + 8 * n for n in range(rounds)]
@@ -442,7 +442,7 @@ def test_another_device_than_the_current(backend: str, name: str) -> None:
 # -- synchronisation, determinism -----------------------------------------------------------------
 
 
-class _Asking(TorchDispatchMode):
+class _RaisesOnSync(TorchDispatchMode):
     """Raises for PyTorch ops that make the host wait for the device."""
 
     asks = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
@@ -456,10 +456,10 @@ class _Asking(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _without_waiting(place: Place) -> Iterator[None]:
+def _without_synchronisation(place: Place) -> Iterator[None]:
     if not place.is_gpu:
         # CPU backends may read values; the code before them may not.
-        with _Asking():
+        with _RaisesOnSync():
             yield
         return
     torch.cuda.synchronize()
@@ -471,17 +471,17 @@ def _without_waiting(place: Place) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_nothing_waits_for_the_device(place: Place, name: str) -> None:
+def test_no_synchronisation(place: Place, name: str) -> None:
     inputs = sample(place, name)
     expected = results(place, inputs)  # kernels are compiled and loaded here
-    with _without_waiting(place):
+    with _without_synchronisation(place):
         got = results(place, inputs)
     assert_same(place, got, expected)
 
 
-def test_waiting_is_detected(place: Place) -> None:
+def test_synchronisation_is_detected(place: Place) -> None:
     x = torch.ones(3, device=place.device)
-    with pytest.raises((RuntimeError, AssertionError)), _without_waiting(place):
+    with pytest.raises((RuntimeError, AssertionError)), _without_synchronisation(place):
         x.sum().item()
 
 
@@ -508,7 +508,7 @@ def test_every_run_gives_the_same_bits_on_a_full_device(place: Place) -> None:
 # -- torch's modes --------------------------------------------------------------------------------
 
 
-def test_compiles_whole_and_for_every_size(place: Place) -> None:
+def test_compiles_in_one_graph_for_every_size(place: Place) -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         out = fastattn.attention(
             q, k, v, key_lengths=lengths, causal="top_left", backend=place.backend

@@ -41,7 +41,7 @@ def test_sample(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("name", ["bshd", "gqa", "key_lengths_rows", "bias_dead", "bool_mask_rows"])
-def test_chosen_rows_and_heads(name: str) -> None:
+def test_selected_rows_and_heads(name: str) -> None:
     [sample] = [s for s in SAMPLES if s.name == name]
     inputs = sample.inputs("cpu", torch.float32)
     whole = _weights(inputs)
@@ -78,7 +78,7 @@ def test_export_keeps_sizes(rows: Tensor | slice | None, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
+def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     [sample] = [s for s in SAMPLES if s.name == "bias_row"]
     inputs = sample.inputs("cpu", dtype)
     weights = _weights(inputs)

@@ -35,7 +35,7 @@ UNREAD = {"add_layer_norm": (0, 1), "linear": (2,)}
 
 
 @pytest.fixture(autouse=True)
-def _own_products(torch_is_faster: SetFaster) -> None:
+def _same_linear_backend(torch_is_faster: SetFaster) -> None:
     """The same backend for linear on every processor."""
 
 
@@ -116,8 +116,8 @@ class _Passing(TorchDispatchMode):
 def test_saved_results_have_no_gradient() -> None:
     """Results that only the backward uses are not differentiable."""
     x = torch.randn(2, 3, requires_grad=True)
-    for watch in (contextlib.nullcontext(), _Passing()):
-        with watch:
+    for mode in (contextlib.nullcontext(), _Passing()):
+        with mode:
             results = torch.ops.fastattn.layer_norm_fwd(x, None, None, 1e-5)
         assert [y.requires_grad for y in results] == [True, False, False]
 
@@ -134,7 +134,7 @@ def test_graph_is_used_once(op: str) -> None:
 
 
 @each_op
-def test_changed_inputs_are_noticed(op: str) -> None:
+def test_changed_inputs_raise(op: str) -> None:
     """In-place changes before the backward raise if a gradient reads the tensor."""
     for i in range(len(make_inputs(op))):
         leaves = make_inputs(op)
@@ -151,7 +151,7 @@ def test_changed_inputs_are_noticed(op: str) -> None:
                 y.sum().backward()
 
 
-def test_changed_sums_are_noticed() -> None:
+def test_changed_sums_raise() -> None:
     y, z = fastattn.add_layer_norm(*make_inputs("add_layer_norm"), return_sum=True)
     z.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -162,7 +162,7 @@ def test_changed_sums_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (0, 1)])
-def test_linear_keeps_what_its_gradients_read(frozen: tuple[int, ...]) -> None:
+def test_linear_saves_what_its_gradients_need(frozen: tuple[int, ...]) -> None:
     """x for the weight's gradient, the weight for x's; others may be changed or freed."""
     leaves = make_inputs("linear")
     for i in frozen:
@@ -260,7 +260,7 @@ def test_saved_tensors_hooks(op: str) -> None:
         y = call(op, inputs)
     assert not differ(y)
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x.double(), lambda x: x.float() if op != "attention_varlen" else _narrow(x)
+        lambda x: x.double(), lambda x: x.float() if op != "attention_varlen" else _from_fp64(x)
     ):
         y = call(op, inputs)
     assert not differ(y)
@@ -282,7 +282,7 @@ def test_saved_tensors_may_come_back_in_another_layout(op: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def _narrow(x: Tensor) -> Tensor:
+def _from_fp64(x: Tensor) -> Tensor:
     """Offsets are integers, all other tensors are data."""
     return x.int() if x.dim() == 1 else x.float()
 

@@ -157,7 +157,7 @@ def test_lazily_negated_tensors(backend: str) -> None:
         assert torch.equal(actual, expected)
 
 
-def test_tensors_that_outlived_a_transform() -> None:
+def test_tensors_of_a_finished_transform() -> None:
     kept = []
 
     def loss(x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def test_overloads_give_the_same_bits(
 @needs_library
 @pytest.mark.parametrize("spec", all_specs().values(), ids=lambda spec: spec.name)
 @torch.no_grad()
-def test_overloads_hand_calls_on_as_they_are(spec: OpSpec) -> None:
+def test_overloads_forward_calls_unchanged(spec: OpSpec) -> None:
     """fp64 calls go to the next backend."""
     most = {"attention": 8000}.get(spec.name, 40_000)  # elements: more take seconds
     for sample in spec.samples:
@@ -337,7 +337,7 @@ class _Runs(TorchDispatchMode):
         return results
 
 
-def _mixtures() -> list[Any]:
+def _mixed_dtypes() -> list[Any]:
     """Public calls in one dtype, and op calls in dtypes that the public functions refuse."""
     fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
     found: list[Any] = [
@@ -367,8 +367,8 @@ def _mixtures() -> list[Any]:
 
 
 @needs_library
-@pytest.mark.parametrize("op, dtypes", _mixtures())
-def test_the_library_takes_what_cpu_does_not_refuse(
+@pytest.mark.parametrize("op, dtypes", _mixed_dtypes())
+def test_the_library_runs_what_cpu_does_not_refuse(
     op: str,
     dtypes: dict[str, torch.dtype],
     monkeypatch: pytest.MonkeyPatch,
@@ -406,7 +406,7 @@ def test_the_library_takes_what_cpu_does_not_refuse(
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_library_takes_logits_in_fp32(
+def test_the_library_runs_logits_in_fp32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _Runs(monkeypatch) as runs:

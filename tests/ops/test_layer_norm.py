@@ -52,7 +52,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
      ((FP32, FP32), 0.3, False)],
     ids=["fp32", "bf16", "mixed", "dropout"],
 )  # fmt: skip
-def test_one_gradient_for_both(
+def test_x_and_residual_share_a_gradient(
     dtypes: tuple[torch.dtype, ...], dropout_p: float, shared: bool
 ) -> None:
     x, residual = _leaves(*dtypes)
@@ -90,7 +90,7 @@ def test_some_gradients(wanted: str, dropout_p: float) -> None:
     assert torch.equal(gradients(wanted)[wanted], gradients(*inputs)[wanted])
 
 
-def test_shared_like_that_of_a_sum() -> None:
+def test_sharing_has_the_effects_of_a_sum() -> None:
     """Accumulated gradients do not share memory; those of a tensor passed twice are added."""
     x, residual = _leaves(FP32, FP32)
     weight = torch.randn(40, requires_grad=True)
@@ -106,7 +106,7 @@ def test_shared_like_that_of_a_sum() -> None:
     torch.testing.assert_close(twice, expected)
 
 
-def test_a_hook_on_one_leaves_the_other() -> None:
+def test_a_hook_on_x_does_not_change_the_residuals_gradient() -> None:
     """A hook on x's gradient does not change the residual's, as for a sum."""
 
     def gradient_of_residual(add: Any) -> Tensor:
@@ -176,7 +176,7 @@ def test_parameters_with_gaps(op: str) -> None:
 
 # -- eps -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("eps", [0.0, 0, -0.5, math.nan, math.inf])
-def test_drop_ins_take_what_torch_takes(eps: float) -> None:
+def test_drop_ins_accept_what_torch_accepts(eps: float) -> None:
     """The ops refuse an invalid eps; the drop-in modules compute with it, as PyTorch's do."""
     x, residual = _leaves(FP32, FP32, requires_grad=False)
 

@@ -156,7 +156,7 @@ def _results(given: Sequence[Tensor], **options: Any) -> list[Tensor]:
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("faster", [False, True])
-def test_the_faster_products_are_taken(
+def test_the_faster_products_are_chosen(
     faster: bool, dtype: torch.dtype, selected: list[str], torch_is_faster: SetFaster
 ) -> None:
     """Forward and backward. A requested backend runs even if another one is faster."""
@@ -228,7 +228,7 @@ def test_half_precision_units_are_flags_of_the_processor(
 
 
 @pytest.mark.parametrize("vendor, slow", [("AuthenticAMD", True), ("GenuineIntel", False)])
-def test_slow_is_intels_library_on_other_processors(
+def test_mkl_is_slow_on_other_processors_than_intels(
     vendor: str, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     file = tmp_path / "cpuinfo"
@@ -279,7 +279,7 @@ def test_second_derivatives_are_traced_for_any_number_of_rows() -> None:
 
 
 @needs_library
-def test_long_sums_keep_their_digits() -> None:
+def test_long_sums_are_accurate() -> None:
     """For positive numbers, a single chain of additions over the rows would lose three digits."""
     x, dy = torch.rand(1 << 16, 64), torch.rand(1 << 16, 64)
     weight = torch.randn(64, 64, requires_grad=True)

@@ -43,7 +43,7 @@ def test_power_norm_follows_its_algorithm():
     torch.testing.assert_close(norm(x), norm.weight * x / (psi2 + eps).sqrt() + norm.bias)
 
 
-def test_warming_up_power_norm_uses_the_batch_and_its_gradient():
+def test_power_norm_uses_the_batch_during_warmup():
     norm = PowerNorm(E, warmup=4).double()
     x = batches()[0].double().requires_grad_()
 
@@ -116,7 +116,7 @@ def test_padding_does_not_count(kind, warmup):
 
 
 @pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
-def test_statistics_of_half_precision_are_wide(kind):
+def test_statistics_of_half_precision_are_fp32(kind):
     half, single = kind(E), kind(E)
     for x in batches(2):
         y = half(x.bfloat16())
@@ -126,7 +126,7 @@ def test_statistics_of_half_precision_are_wide(kind):
 
 
 @pytest.mark.parametrize("kind", [PowerNorm, TokenBatchNorm])
-def test_norms_name_what_is_wrong(kind):
+def test_errors_name_the_argument(kind):
     norm = kind(E)
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., 6\], got \[2, 5\]"):
         norm(torch.zeros(2, 5))

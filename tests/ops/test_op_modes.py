@@ -100,7 +100,7 @@ def test_autocast_computes_in_its_dtype(
 
 
 @each_op
-def test_autocast_leaves_second_derivatives_alone(op: str) -> None:
+def test_autocast_does_not_change_second_derivatives(op: str) -> None:
     inputs = _on_device(example_inputs(op, 9))
     names = varied_inputs(inputs)
     tensors = [inputs[n] for n in names]
@@ -118,7 +118,7 @@ def test_autocast_leaves_second_derivatives_alone(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm", "rms_norm"])
 @each_choice
-def test_autocast_leaves_norms_alone(op: str, backend: str | None) -> None:
+def test_autocast_does_not_cast_norms(op: str, backend: str | None) -> None:
     """y and z have the residual's dtype: the residual stream stays in fp32 with bf16 branches."""
     inputs = _on_device(example_inputs(op, 33))
     if op == "add_layer_norm":
@@ -133,7 +133,7 @@ def test_autocast_leaves_norms_alone(op: str, backend: str | None) -> None:
 
 
 @each_op
-def test_autocast_leaves_fp64_alone(op: str) -> None:
+def test_autocast_does_not_cast_fp64(op: str) -> None:
     inputs = _on_device(example_inputs(op, 5, torch.float64))
     results = SPECS[op].function(**inputs)
     with _autocast():
@@ -340,7 +340,7 @@ def test_deterministic_algorithms(op: str) -> None:
 
 
 def test_threads() -> None:
-    """Several threads call every op at once while another one calls `explain`."""
+    """Several threads call every op at the same time while another one calls `explain`."""
     inputs = {op: _on_device(example_inputs(op, 33)) for op in SPECS}
     expected = {op: gradients_of(SPECS[op].function, inputs[op]) for op in SPECS}
     failures: list[BaseException] = []
@@ -369,7 +369,7 @@ def test_threads() -> None:
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
-def test_longest_sequence_may_be_data() -> None:
+def test_max_seqlen_may_depend_on_data() -> None:
     """max_seqlen computed from data, in a compiled graph and an exported program."""
 
     class Step(torch.nn.Module):
@@ -390,7 +390,7 @@ def test_longest_sequence_may_be_data() -> None:
         assert program(rows, other).equal(step(rows, other))
 
 
-def test_numpys_numbers_are_numbers() -> None:
+def test_numpy_scalars_are_accepted() -> None:
     np = pytest.importorskip("numpy")
     q = torch.randn(1, 2, 5, 8)
     expected = fastattn.attention(q, q, q, window=(2, 0), scale=0.5)

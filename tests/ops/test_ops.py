@@ -557,7 +557,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("op", ["attention", "attention_varlen"])
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
-def test_kernels_get_rows_whatever_the_layout(op: str, argument: str, launched: list[Any]) -> None:
+def test_kernels_get_contiguous_rows(op: str, argument: str, launched: list[Any]) -> None:
     """As some kernels require."""
     inputs = _COMPLETE[op]
     columns = torch.randn(inputs[argument].shape).mT.contiguous().mT
@@ -568,7 +568,7 @@ def test_kernels_get_rows_whatever_the_layout(op: str, argument: str, launched: 
 
 
 @pytest.mark.parametrize("op", [op for op in SPECS if op != "linear"])
-def test_backward_kernels_get_rows(op: str, launched: list[Any]) -> None:
+def test_backward_kernels_get_contiguous_rows(op: str, launched: list[Any]) -> None:
     """The gradient of a sum is an expanded tensor."""
     name = next(iter(_COMPLETE[op]))
     inputs = _COMPLETE[op] | {name: _COMPLETE[op][name].clone().requires_grad_()}

@@ -91,7 +91,7 @@ def _backends() -> list[str]:
 
 @pytest.mark.parametrize("backend", _backends())
 @pytest.mark.parametrize("sample", PREPARED, ids=lambda s: s.name)
-def test_the_bits_of_the_mask_itself(sample: Sample, backend: str) -> None:
+def test_results_have_the_bits_of_the_mask_itself(sample: Sample, backend: str) -> None:
     inputs = sample.inputs(DEVICE, torch.float32)
     with torch.no_grad(), explaining() as choices:
         SPEC.function(**inputs, backend=backend)
@@ -246,7 +246,7 @@ def test_functorch() -> None:
         assert torch.equal(each[n], one) and torch.equal(given[n], one)
 
 
-def test_copies_and_places() -> None:
+def test_copies_and_devices() -> None:
     prepared = fastattn.prepare_mask(torch.rand(3, 20) > 0.3)
     for other in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
         assert isinstance(other, PreparedMask)

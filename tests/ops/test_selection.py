@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_request")
 
 
 # -- order of preference --------------------------------------------------------------------------
-def test_first_without_objection(make_op: MakeOp) -> None:
+def test_the_first_backend_without_an_objection_is_chosen(make_op: MakeOp) -> None:
     order = [Backend("sm90"), Backend("triton"), Backend("torch"), Backend("reference")]
     op = make_op(
         order, sm90=refuses("needs a mask"), triton=writes(1), torch=writes(2), reference=REFERENCE
@@ -67,7 +67,7 @@ def test_unverified_kernels_run_only_on_request(make_op: MakeOp) -> None:
     assert (explanation.chosen, explanation.refusals) == ("sm90", {})
 
 
-def test_no_backend_can(make_op: MakeOp) -> None:
+def test_no_backend_supports_the_call(make_op: MakeOp) -> None:
     order = [Backend("triton"), Backend("torch")]
     op = make_op(order, triton=refuses("has no kernel"), torch=refuses("needs a mask"))
     with pytest.raises(NotImplementedError) as failure:
@@ -79,7 +79,7 @@ def test_no_backend_can(make_op: MakeOp) -> None:
     assert explanation.refusals == {"triton": "has no kernel", "torch": "needs a mask"}
 
 
-def test_op_missing_from_a_module(make_op: MakeOp) -> None:
+def test_a_module_without_the_op(make_op: MakeOp) -> None:
     order = [Backend("torch"), Backend("reference")]
     op = make_op(order, torch="def something_else():\n    pass\n", reference=REFERENCE)
     assert value_of(op) == 4
@@ -223,7 +223,7 @@ def test_poisoned_workspaces(make_op: MakeOp) -> None:
     assert y.tolist() == [0.0] * 3 and z.isnan().all()
 
 
-def test_poisoned_results_end(make_op: MakeOp) -> None:
+def test_poisoned_results_end_with_the_context(make_op: MakeOp) -> None:
     op = make_op([Backend("torch")], torch="def PROBE(x, factor, y, z):\n    pass\n")
     op.outputs = lambda x, factor: (torch.zeros(3), torch.zeros(3))
     with poisoned_results():
@@ -419,7 +419,7 @@ def test_explanations_are_thread_local() -> None:
     assert torch.equal(results[0], fastattn.layer_norm(x))
 
 
-def test_explain_refuses_what_a_call_refuses() -> None:
+def test_explain_raises_what_a_call_raises() -> None:
     with pytest.raises(ValueError, match=r"op must be one of attention, .*'conv'"):
         fastattn.explain("conv")
     with pytest.raises(ValueError, match=r"op must be one of attention, .*\['ffn'\]"):
@@ -504,7 +504,9 @@ def test_devices(
     assert _env.refuses_device(backend, torch.device(device)) == reason
 
 
-def test_gpus_of_one_machine_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_one_machine_may_have_different_capabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(_env, "capability", lambda index: ((8, 0), (9, 0))[index])
     for index, refused in ((0, True), (1, False)):
         assert (_env.refuses_device("sm90", torch.device("cuda", index)) is not None) is refused

@@ -61,7 +61,7 @@ def test_the_largest_logits_may_be_excluded() -> None:
     torch.testing.assert_close(logsumexp, logits.logsumexp(-1))
 
 
-def test_impossible_tokens_and_large_logits() -> None:
+def test_logits_of_minus_infinity_and_large_logits() -> None:
     logits = torch.full((3, 37), float("-inf"))
     logits[0, 5], logits[0, 36] = -3e4, -3e4 + 1
     logits[1, 3] = 3e38
@@ -93,13 +93,13 @@ def test_nan_gives_a_nan_logsumexp() -> None:
     assert logsumexp.isnan().tolist() == [True, True, True, False] and logsumexp[3] == inf
 
 
-def test_requests_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_backends_do_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
     assert topk_logsumexp(_logits(2, 9), 1, 2)[1].shape == (2, 2)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_in_one_graph(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(_env.BACKEND_VARIABLE, "triton")
     search = torch.compile(
         lambda x: topk_logsumexp(x.sin(), 2, 3),
@@ -115,6 +115,6 @@ def test_compiles_whole(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("first, count", [(0, 0), (0, 10), (8, 2), (-1, 1)])
-def test_counts_that_do_not_fit(first: int, count: int) -> None:
+def test_counts_out_of_range(first: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"got first {first} and count {count}"):
         topk_logsumexp(_logits(2, 9), first, count)

@@ -116,7 +116,7 @@ def test_jagged_attention(causal: Any) -> None:
     assert lse.transpose(1, 2).values().shape == (13, 2)
 
 
-def test_jagged_of_two_sides() -> None:
+def test_jagged_queries_and_keys_of_different_lengths() -> None:
     rows_q, q = jagged(4, 8, lengths=(3, 1))
     rows_k, k = jagged(2, 8, lengths=(5, 2))
     out = fastattn.attention(q, k, k)

@@ -144,7 +144,7 @@ def test_a_missing_package_is_named(capsys, pairs_file, tmp_path, monkeypatch):
     assert "pip install --no-build-isolation '.[demo]'" in err
 
 
-def test_offline_the_default_text_ends_with_its_own_code(capsys, tmp_path, monkeypatch):
+def test_the_default_text_without_a_network_has_its_own_exit_code(capsys, tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "ERROR: No matching distribution" >&2\nexit 1\n')
     program.chmod(0o755)
@@ -427,7 +427,7 @@ TINY_PRESET = dataclasses.replace(
 )  # fmt: skip
 
 
-def test_demo_prints_its_figures_and_its_verdict(capsys, pairs_file, tmp_path, monkeypatch):
+def test_demo_prints_its_results(capsys, pairs_file, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "CPU_PRESET", TINY_PRESET)
     base = ["demo", "--data", str(pairs_file), "--steps=2", "--device=cpu"]
     code, out, err = call(capsys, *base, "--out", str(tmp_path / "a"))

@@ -99,7 +99,7 @@ def test_files_of_a_run_are_as_readable_as_others(run_folder):
     ordinary.unlink()
 
 
-def test_a_full_disk_is_no_traceback(capsys, pairs_file, tmp_path, monkeypatch):
+def test_a_full_disk_prints_no_traceback(capsys, pairs_file, tmp_path, monkeypatch):
     import safetensors.torch
 
     def full_disk(tensors, path):
@@ -115,7 +115,7 @@ def test_a_full_disk_is_no_traceback(capsys, pairs_file, tmp_path, monkeypatch):
 
 
 # -- numbers --------------------------------------------------------------------------------------
-def test_a_last_update_that_breaks_the_weights_is_divergence(capsys, pairs_file, tmp_path):
+def test_nan_weights_after_the_last_update_are_divergence(capsys, pairs_file, tmp_path):
     run = tmp_path / "run"
     code, out, err = call(
         capsys, "train", "--data", str(pairs_file), "--out", str(run), *TINY,
@@ -136,7 +136,7 @@ def test_a_last_update_that_breaks_the_weights_is_divergence(capsys, pairs_file,
         (["--attention=a.xyz"], "must be a file .png, .svg, .pdf or .jpg, got 'a.xyz'"),
     ],
 )
-def test_options_beyond_reason(capsys, run_folder, options, message):
+def test_options_out_of_range(capsys, run_folder, options, message):
     code, out, err = call(capsys, *_translate(run_folder, "karin six", *options))
     assert (code, out) == (2, "") and message in err
 
@@ -148,13 +148,13 @@ def test_the_smallest_nucleus_is_the_likeliest_token(capsys, run_folder):
     )
 
 
-def test_an_empty_name_is_no_folder(capsys, pairs_file):
+def test_an_empty_name_is_not_a_folder(capsys, pairs_file):
     code, _, err = call(capsys, "train", "--data", str(pairs_file), "--out", "")
     assert code == 2 and "--out: must be a folder, got ''" in err
 
 
 # -- lines and streams ----------------------------------------------------------------------------
-def test_as_many_lines_come_out_as_went_in(capsys, run_folder, monkeypatch):
+def test_one_line_of_output_for_each_line_of_input(capsys, run_folder, monkeypatch):
     wild = _translate(run_folder, "--sample", "--temperature=30", "--scores")
     lines = [f"karin six {i}" for i in range(60)]
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff" + "\r\n".join(lines) + "\r\n"))
@@ -169,18 +169,18 @@ def test_as_many_lines_come_out_as_went_in(capsys, run_folder, monkeypatch):
     assert code == 2 and "TEXT must be given if there is no standard input" in err
 
 
-def test_a_missing_package_is_no_damage(capsys, run_folder, monkeypatch):
+def test_a_missing_package_is_not_reported_as_damage(capsys, run_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, err = call(capsys, *_translate(run_folder, "karin six"))
     assert code == 2 and "translate needs the package tokenizers, which is not installed" in err
 
 
-def test_bytes_that_are_no_text(capsys, run_folder):
+def test_bytes_that_are_not_text(capsys, run_folder):
     code, _, err = call(capsys, *_translate(run_folder, "karin", os.fsdecode(b"a \xff b")))
     assert code == 2 and "text 2 must be UTF-8, got 'a \\udcff b'" in err
 
 
-def test_streams_of_narrow_encodings_and_readers_that_leave(run_folder):
+def test_ascii_streams_and_closed_pipes(run_folder):
     start = "import sys; from fastattn import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", start, *_translate(run_folder, "--json")]
     narrow = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -202,7 +202,7 @@ def test_streams_of_narrow_encodings_and_readers_that_leave(run_folder):
         assert b"rror" not in process.stderr.read() and process.wait(120) == 141
 
 
-def test_tokens_with_dollars_are_drawn_as_they_are(tmp_path):
+def test_dollar_signs_of_tokens_are_drawn(tmp_path):
     import torch
 
     from fastattn.seq2seq.plots import save_alignment, save_heat_map

@@ -51,7 +51,7 @@ def test_sequence_classification(kind: str, steps: int, margin: float, tmp_path:
     assert pictures(tmp_path) == [f"sequence_classification_{kind}.png"]
 
 
-def test_linear_attention_is_its_definition() -> None:
+def test_linear_attention_equals_its_definition() -> None:
     """Position by position, equation 9 of the paper."""
     import torch
     from torch.nn import functional as F

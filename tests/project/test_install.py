@@ -77,7 +77,7 @@ def libraries(wheel: Path) -> list[str]:
     return [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
-def hasty_compiler(folder: Path) -> str:
+def compiler_without_optimisation(folder: Path) -> str:
     """The C++ compiler without optimisation, which takes a quarter of the time."""
     cxx = os.environ.get("CXX") or shutil.which("g++")
     script = folder / "hasty-g++"
@@ -88,7 +88,7 @@ def hasty_compiler(folder: Path) -> str:
 
 @pytest.mark.long
 def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
-    wishes = {"FASTATTN_NATIVE": "cpu,autograd", "CXX": hasty_compiler(tmp_path)}
+    wishes = {"FASTATTN_NATIVE": "cpu,autograd", "CXX": compiler_without_optimisation(tmp_path)}
     wheel, _ = build(source, tmp_path, **wishes)
     extension, library = sorted(libraries(wheel))
     assert extension.startswith("_C_autograd_") and library == "_C_cpu.abi3.so"
@@ -146,7 +146,7 @@ def test_source_distribution(source: Path, tmp_path: Path) -> None:
     assert use(wheel, tmp_path) == "torch"
 
 
-def test_types_reach_a_users_file(tmp_path: Path) -> None:
+def test_mypy_finds_the_types_of_the_package(tmp_path: Path) -> None:
     user = tmp_path / "user.py"
     user.write_text(
         "import torch\n"

@@ -71,7 +71,7 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path, monkeypatch):
     assert drawn == [expected, expected]
 
 
-def test_demo_can_compare_apart_from_its_demonstration(tmp_path):
+def test_the_comparison_may_have_another_configuration(tmp_path):
     data = write_pairs(tmp_path / "pairs.tsv", toy_pairs(200))
     preset = dataclasses.replace(
         TOY_PRESET,

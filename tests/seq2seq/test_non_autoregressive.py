@@ -31,7 +31,7 @@ def model_for(length: str, **changes) -> NonAutoregressiveTransformer:
     return model
 
 
-def test_the_configuration_decides_the_kind():
+def test_the_configuration_selects_the_class():
     assert type(make_model(SMALL)) is Seq2SeqTransformer
     assert model_for("predictor").length_head.out_features == 24
     assert model_for("end").length_head is None
@@ -54,7 +54,7 @@ def test_targets_are_not_read_and_padding_does_not_count(length):
 
 
 @torch.no_grad()
-def test_the_length_reaches_the_tokens_only_through_a_predictor():
+def test_lengths_affect_tokens_only_with_a_predictor():
     source = collate(random_examples(1, seed=4))
     memory = {name: model_for(name).eval() for name in LENGTHS}
     for name, model in memory.items():
@@ -110,7 +110,7 @@ def test_tokens_without_a_position_do_not_count_in_the_loss():
 
 @pytest.mark.parametrize("length", LENGTHS)
 @torch.no_grad()
-def test_decoding_takes_the_likeliest_token_everywhere(length):
+def test_decoding_chooses_the_likeliest_token_at_every_position(length):
     model = model_for(length, tied=False).eval()
     model.head.weight[END] = 2.0 * model.head.weight[5]
     examples = random_examples(8, seed=3)
@@ -171,7 +171,7 @@ def test_learning_to_capitalise(length, changes):
     assert score > copied + 30, (score, copied)
 
 
-def test_what_needs_one_token_after_the_other_is_refused():
+def test_options_that_need_autoregressive_decoding_are_refused():
     model = model_for("predictor").eval()
     source = torch.tensor([[5, END]])
     for arguments in (

@@ -71,7 +71,7 @@ def test_steps_repeat_the_same_operations_on_the_same_tensors(strategy, prefixed
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_programs_serve_other_batches_of_their_size(strategy):
+def test_programs_are_reused_for_batches_of_the_same_size(strategy):
     model = sharp_model()
     programs = Programs(keep=2)
     for seed, limit in ((1, 20), (2, 9), (3, 20), (1, 20)):

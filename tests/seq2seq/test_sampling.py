@@ -52,7 +52,7 @@ def test_samples_follow_the_models_probabilities():
         assert h.score == pytest.approx(p[token].log().item(), abs=1e-5)
 
 
-def test_narrow_sampling_is_greedy_and_seeds_decide():
+def test_restricted_sampling_is_greedy_and_seeds_determine_draws():
     model = sharp_model()
 
     def tokens(strategy) -> list[list[int]]:

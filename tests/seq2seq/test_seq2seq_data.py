@@ -205,7 +205,7 @@ def test_no_examples_give_no_batches() -> None:
         next(training_batches([], token_budget=100, seed=0))
 
 
-def test_letters_that_join_stay_and_what_ends_lines_goes():
+def test_joining_characters_are_kept_and_line_breaks_removed():
     joined = "\U0001f468\u200d\U0001f469"
     texts = ["\u0645\u06cc\u200c\u062e\u0648\u0627\u0647", "co\u00adoperate", joined]
     tokenizer = SubwordTokenizer.train(texts, vocabulary=400)

@@ -70,7 +70,7 @@ def test_neither_padding_nor_later_tokens_reach_a_logit():
     assert (later[2:] - alone[2:]).abs().max() > 1e-2
 
 
-def test_configurations_survive_json_and_name_what_is_wrong():
+def test_configurations_round_trip_through_json():
     assert ModelConfig.from_json(SMALL.to_json()) == SMALL
     config = TrainingConfig(steps=7, betas=(0.8, 0.9))
     assert TrainingConfig.from_json(config.to_json()) == config
@@ -119,6 +119,6 @@ def test_recorded_attention_equals_torchs_weights():
         (TrainingConfig, {"learning_rate": 0.0}),
     ],
 )
-def test_configurations_name_what_is_wrong(config: type, changes: dict[str, float]) -> None:
+def test_errors_of_configurations(config: type, changes: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"^{list(changes)[-1]} must"):
         config(**changes)

@@ -368,7 +368,7 @@ def test_a_checkpoint_replaces_the_one_of_its_step(tmp_path):
     assert torch.equal(loaded.embedding.weight, saved.embedding.weight)
 
 
-def test_unfinished_folders_are_no_checkpoints(tmp_path):
+def test_unfinished_folders_are_not_checkpoints(tmp_path):
     for step in (5, 30, 200):
         a_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / ".step-00000300-abc").mkdir()
@@ -452,7 +452,7 @@ def test_argument_errors(tmp_path):
             toy_training(**changes)
 
 
-def test_texts_are_several():
+def test_a_single_string_is_not_a_list_of_texts():
     translator = Translator(small_model(), SubwordTokenizer.train(["ka"], vocabulary=260))
     with pytest.raises(TypeError, match="texts must be a sequence of sentences, got one: 'ka lo'"):
         translator.translate("ka lo")

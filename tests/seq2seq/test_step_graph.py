@@ -30,10 +30,10 @@ class Counter:
         best, index = rows.topk(2, dim=-1)  # two results
         low, high = rows.split(4, dim=-1)
         mixed = torch.cat([high, low], dim=-1) * best.sum(dim=-1, keepdim=True)
-        scratch = torch.empty(3, 8)
-        torch.sub(mixed, mixed.mean(), out=scratch)
-        scratch[:, :2].fill_(0.5)
-        kept = torch.where(scratch > 0, scratch, torch.zeros_like(scratch))
+        buffer = torch.empty(3, 8)
+        torch.sub(mixed, mixed.mean(), out=buffer)
+        buffer[:, :2].fill_(0.5)
+        kept = torch.where(buffer > 0, buffer, torch.zeros_like(buffer))
         self.state.copy_(torch.nn.functional.pad(kept[:, 1:], (1, 0), value=0.25))
         self.history.index_copy_(0, self.position, index[None, :, 0])
         self.position.add_(1)
@@ -129,7 +129,7 @@ def test_a_step_whose_results_have_no_fixed_size_is_not_replayed():
     assert seen == [2, 3, 2]
 
 
-def test_elsewhere_the_step_is_called_as_it_is(monkeypatch):
+def test_on_other_devices_the_step_is_called(monkeypatch):
     def step() -> None:
         pass
 

@@ -154,7 +154,9 @@ def _compare(
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("name", ["causal_gqa_64", "blocks_128", "bias_fp32_256", "packed_causal_192"])
+@pytest.mark.parametrize(
+    "name", ["causal_gqa_64", "blocks_128", "bias_fp32_256", "packed_causal_192"]
+)
 def test_orders_of_sums(simulate: Callable[[], None], name: str, in_order: bool) -> None:
     """Of dq: in any order it is added to zeros, in order the first block of keys stores."""
     spec, sample = next((spec, s) for spec, s in CASES if s.name == name)

@@ -8,7 +8,7 @@ from fastattn.ops import _native
 
 NO_LIBRARY = _native.unavailable("cpu")
 needs_library = pytest.mark.skipif(NO_LIBRARY is not None, reason=f"fastattn {NO_LIBRARY}")
-# Those that this processor supports, the fastest last: the one that is used unless a test asks.
+# Supported by this processor; the last is the fastest, and used by default.
 ISAS = () if NO_LIBRARY else _native.usable_cpu_isas()
 every_isa = pytest.mark.parametrize("isa", ISAS, indirect=True)
 slower_isas = pytest.mark.parametrize("isa", ISAS[:-1], indirect=True)

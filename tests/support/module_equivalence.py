@@ -108,12 +108,14 @@ def assert_equivalent(reference: nn.Module, fast: nn.Module, *args: Any, **kwarg
         error, allowed = error_and_allowed(got[name], (expected[name],), truth[name])
         return error <= allowed
 
-    others = [] if all(map(close, truth)) else _a_rounding_away(reference, args, kwargs)
+    others = [] if all(map(close, truth)) else _results_of_rounded_inputs(reference, args, kwargs)
     for name in truth:
         assert_same(name, got[name], expected[name], truth[name], *(x[name] for x in others))
 
 
-def _a_rounding_away(reference: nn.Module, args: tuple, kwargs: dict) -> list[dict[str, Tensor]]:
+def _results_of_rounded_inputs(
+    reference: nn.Module, args: tuple, kwargs: dict
+) -> list[dict[str, Tensor]]:
     """PyTorch's results with every input value randomly rounded up or down.
 
     They show errors that a single run may not: of values near a ReLU's corner and, in fp64, where

@@ -180,9 +180,9 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
                         runs.append({})
                     runs[-1][row["impl"]] = row
     for runs in measured.values():
-        alike = sorted((r for r in runs if _sources(r) == _sources(runs[-1])), key=_ratio)
+        same_sources = sorted((r for r in runs if _sources(r) == _sources(runs[-1])), key=_ratio)
         of_all = {name: row for run in runs for name, row in run.items()}
-        yield from (of_all | alike[(len(alike) - 1) // 2]).values()
+        yield from (of_all | same_sources[(len(same_sources) - 1) // 2]).values()
 
 
 def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:

@@ -199,7 +199,7 @@ def _milliseconds(call: Any, budget_ms: float) -> float:
 
 
 def _gpu_worker(pipe: Connection) -> None:
-    """Answers (task, config, budget_ms) with the measured row, until it receives None."""
+    """Measures each (task, config, budget_ms) that it receives, until it receives None."""
     current: Task | None = None
     case, peer = None, None
     pipe.send({"gpu": torch.cuda.get_device_name()})
@@ -279,7 +279,7 @@ class Gpu:
         try:
             if self.pipe.poll(seconds):
                 return self.pipe.recv()
-            message = f"no answer for {seconds:.0f} s"
+            message = f"no result for {seconds:.0f} s"
         except (EOFError, OSError):
             message = "the process died"
         self.process.kill()

@@ -185,7 +185,7 @@ def backend_orders() -> str:
     rows = []
     for op in OPS.values():
         cells = [
-            f"{name}{'' if row.automatic else ' (when asked for)'}"
+            f"{name}{'' if row.automatic else ' (on request)'}"
             for name, row in op.backends.items()
         ]
         rows.append([f"`{op.name}`", " → ".join(cells)])

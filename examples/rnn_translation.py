@@ -188,17 +188,19 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
             return loss_of(model, next(batches)[0])
 
         losses[name] = common.train(model, loss, settings.steps, title=name, learning_rate=3e-3)
-        answers = translate(model, sources)
-        score = bleu([text.tokenizer.decode(ids) for ids in answers], [p.target for p in text.test])
+        predictions = translate(model, sources)
+        score = bleu(
+            [text.tokenizer.decode(ids) for ids in predictions], [p.target for p in text.test]
+        )
         results[name] = {"loss": held_out_loss(model, text.valid), "bleu": score.score}
         if name == "attention":
-            model(sources[:1], torch.tensor([[BEGIN, *answers[0]]]))
+            model(sources[:1], torch.tensor([[BEGIN, *predictions[0]]]))
             real = sources[0][sources[0] != PAD].tolist()
             weights = torch.cat(model.weights)[:, : len(real)]  # type: ignore[arg-type]
             attention = (
                 weights,
                 text.tokenizer.tokens(real),
-                text.tokenizer.tokens([*answers[0], END][: len(weights)]),
+                text.tokenizer.tokens([*predictions[0], END][: len(weights)]),
             )
     for name, figures in results.items():
         print(f"{name:20s}" + "".join(f"  {key} {value:6.2f}" for key, value in figures.items()))

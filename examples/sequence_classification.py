@@ -113,7 +113,7 @@ class Classifier(nn.Module):
         return self.output(x if self.each else x.mean(1))
 
 
-def draw(name: str, task: Task, answers: Tensor) -> Figure:
+def draw(name: str, task: Task, predictions: Tensor) -> Figure:
     """Digits with their predictions; a signal with dots; the club as a coloured graph."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     if name == "graph":
@@ -126,9 +126,9 @@ def draw(name: str, task: Task, answers: Tensor) -> Figure:
         for a, b in club.edges:
             axes.plot(*zip(positions[a], positions[b], strict=True), color="0.85", zorder=1)
         for node, position in positions.items():
-            right = answers[0, node] == task.labels[0, node]
+            right = predictions[0, node] == task.labels[0, node]
             axes.scatter(
-                *position, s=160, color=common.COLOURS[int(answers[0, node])], zorder=2,
+                *position, s=160, color=common.COLOURS[int(predictions[0, node])], zorder=2,
                 edgecolors="black" if task.train[0, node] else "none" if right else "red",
                 linewidths=2,
             )  # fmt: skip
@@ -142,9 +142,9 @@ def draw(name: str, task: Task, answers: Tensor) -> Figure:
             at = (torch.arange(SPAN // 2) + number * SPAN // 2) * FRAME
             volts = task.x[span, half].flatten() / 5.0 - 0.4
             axes.plot(torch.arange(len(volts)) + at[0], volts, color="0.5", linewidth=0.8)
-            for verdict, colour in ((True, common.COLOURS[2]), (False, "red")):
-                right = (answers[span, half] == task.labels[span, half]) == verdict
-                soon = (answers[span, half] == 1) & right
+            for correct, colour in ((True, common.COLOURS[2]), (False, "red")):
+                right = (predictions[span, half] == task.labels[span, half]) == correct
+                soon = (predictions[span, half] == 1) & right
                 axes.scatter(at[soon], torch.full((int(soon.sum()),), 0.08), s=9, color=colour)
         axes.set(xlabel="sample", ylabel="membrane potential")
         axes.set_title("dots: predicted to fire; red: it did not")
@@ -153,8 +153,8 @@ def draw(name: str, task: Task, answers: Tensor) -> Figure:
     for i, axes in zip(chosen.tolist(), figure.subplots(2, 8).flat, strict=True):
         axes.imshow(task.x[i].view(4, 4, 2, 2).permute(0, 2, 1, 3).reshape(8, 8), cmap="Greys")
         axes.set(xticks=[], yticks=[])
-        right = answers[i] == task.labels[i]
-        axes.set_title(f"{answers[i]}", color="black" if right else "red", fontsize=9)
+        right = predictions[i] == task.labels[i]
+        axes.set_title(f"{predictions[i]}", color="black" if right else "red", fontsize=9)
     return figure
 
 
@@ -178,13 +178,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     common.train(model, loss, settings.steps, title=settings.input)
     with torch.no_grad():
-        answers = model(task.x).argmax(-1)
+        predictions = model(task.x).argmax(-1)
     truth = task.labels[task.test]
-    accuracy = (answers[task.test] == truth).float().mean().item()
+    accuracy = (predictions[task.test] == truth).float().mean().item()
     baseline = common.majority(truth)
     print(f"{settings.input}: {int(task.train.sum())} training labels, {len(truth)} held out")
     print(f"held-out accuracy: {accuracy:.1%}; always the commonest label: {baseline:.1%}")
-    figure = draw(settings.input, task, answers)
+    figure = draw(settings.input, task, predictions)
     common.save(figure, settings.out, f"sequence_classification_{settings.input}.png")
     return {"accuracy": accuracy, "baseline": baseline}
 

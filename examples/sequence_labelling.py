@@ -86,7 +86,7 @@ class Tagger(nn.Module):
         return self.output(self.encoder(self.positions(x)))
 
 
-def draw(characters: Tensor, labels: Tensor, answers: Tensor) -> Figure:
+def draw(characters: Tensor, labels: Tensor, predictions: Tensor) -> Figure:
     """A window coloured by the encoder; wrong labels are underlined."""
     figure = Figure(figsize=(9, 3.2))
     axes = figure.add_axes((0.02, 0.02, 0.96, 0.96))
@@ -95,14 +95,14 @@ def draw(characters: Tensor, labels: Tensor, answers: Tensor) -> Figure:
     for i, label in enumerate(LABELS):
         axes.text(11 * i, 0.5, label, color=common.COLOURS[i], weight="bold", fontsize=9)
     row, column = 2.0, 0
-    for code, truth, answer in zip(
-        *(x.tolist() for x in (characters, labels, answers)), strict=True
+    for code, truth, prediction in zip(
+        *(x.tolist() for x in (characters, labels, predictions)), strict=True
     ):
         if chr(code) == "\n" or column > 62:
             row, column = row + 1, 0
         if chr(code) != "\n":
-            axes.text(column, row, chr(code), color=common.COLOURS[answer], family="monospace")
-            if truth != answer and chr(code) != " ":
+            axes.text(column, row, chr(code), color=common.COLOURS[prediction], family="monospace")
+            if truth != prediction and chr(code) != " ":
                 axes.plot([column, column + 0.8], [row + 0.15] * 2, color="red")
             column += 1
     return figure
@@ -124,13 +124,13 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     common.train(model, loss, settings.steps, title="training")
     test_x, test_y = characters[held_out][:400], labels[held_out][:400]
     with torch.no_grad():
-        answers = torch.cat([model(part).argmax(-1) for part in test_x.split(64)])
-    accuracy, baseline = (answers == test_y).float().mean().item(), common.majority(test_y)
+        predictions = torch.cat([model(part).argmax(-1) for part in test_x.split(64)])
+    accuracy, baseline = (predictions == test_y).float().mean().item(), common.majority(test_y)
     names = [name for i, name in enumerate(FILES) if i % 5 == 4]
     print(f"{len(train_x)} windows of {WINDOW} characters; held out: {', '.join(names)}")
     print(f"characters labelled correctly: {accuracy:.1%}; always the commonest: {baseline:.1%}")
     middle = len(test_x) // 2
-    figure = draw(test_x[middle], test_y[middle], answers[middle])
+    figure = draw(test_x[middle], test_y[middle], predictions[middle])
     common.save(figure, settings.out, "sequence_labelling.png")
     return {"accuracy": accuracy, "baseline": baseline}
 

@@ -110,15 +110,15 @@ def set_loss(
 
 def score(logits: Tensor, centres: Tensor, classes: list[Tensor], places: list[Tensor]) -> float:
     """F1 of objects found: the right class within 1.5 pixels."""
-    found = answers = objects = 0
+    found = predictions = objects = 0
     for i, (labels, wanted) in enumerate(zip(classes, places, strict=True)):
         chosen = logits[i].argmax(-1)
         queries, matched = match(logits[i], centres[i], labels, wanted)
         near = (centres[i, queries] - wanted[matched]).abs().amax(-1) <= NEAR
         found += int((near & (chosen[queries] == labels[matched])).sum())
-        answers += int((chosen != NOTHING).sum())
+        predictions += int((chosen != NOTHING).sum())
         objects += len(labels)
-    return 2 * found / max(1, answers + objects)
+    return 2 * found / max(1, predictions + objects)
 
 
 def guess(scenes: tuple[Tensor, list[Tensor], list[Tensor]]) -> float:

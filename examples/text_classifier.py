@@ -87,16 +87,16 @@ class Classifier(nn.Module):
         return self.output(self.dropout(pooled)), weights
 
 
-def draw(texts: Texts, weights: Tensor, answers: Tensor, count: int = 8) -> Figure:
+def draw(texts: Texts, weights: Tensor, predictions: Tensor, count: int = 8) -> Figure:
     """The first held-out docstrings, each word shaded by its weight."""
     figure = Figure(figsize=(11, 0.62 * count + 0.4))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     axes.set(xlim=(0, 118), ylim=(count, 0))
     axes.axis("off")
     for row in range(count):
-        truth, answer = PACKAGES[int(texts.labels[row])], PACKAGES[int(answers[row])]
-        verdict = answer if truth == answer else f"{answer} (is {truth})"
-        axes.text(0, row + 0.32, verdict, fontsize=9, weight="bold", va="center")
+        truth, prediction = PACKAGES[int(texts.labels[row])], PACKAGES[int(predictions[row])]
+        label = prediction if truth == prediction else f"{prediction} (is {truth})"
+        axes.text(0, row + 0.32, label, fontsize=9, weight="bold", va="center")
         column, line = 0.0, row + 0.72
         for word, weight in zip(texts.words[row], weights[row].tolist(), strict=False):
             shade = min(1.0, weight * 4)
@@ -126,12 +126,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     common.train(model, loss, settings.steps, title="training", learning_rate=4e-3)
     with torch.no_grad():
         logits, weights = model(texts.tokens[test], texts.lengths[test])
-    answers, truth = logits.argmax(-1), texts.labels[test]
-    accuracy = (answers == truth).float().mean().item()
+    predictions, truth = logits.argmax(-1), texts.labels[test]
+    accuracy = (predictions == truth).float().mean().item()
     baseline = common.majority(truth)
     print(f"{len(labels)} docstrings of {', '.join(PACKAGES)}; {len(truth)} held out")
     print(f"held-out accuracy: {accuracy:.1%}; always the commonest package: {baseline:.1%}")
-    common.save(draw(texts, weights, answers), settings.out, "text_classifier.png")
+    common.save(draw(texts, weights, predictions), settings.out, "text_classifier.png")
     return {"accuracy": accuracy, "baseline": baseline}
 
 

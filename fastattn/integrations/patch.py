@@ -142,7 +142,7 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
         if _is_transformers_model(module):
             _collect_configs(module.config, configs)
     if any(config.output_attentions for config in configs.values()):
-        report.kept[name] = "has config.output_attentions, which wants eager attention"
+        report.kept[name] = "has config.output_attentions, which requires eager attention"
         return
     if (why := _why_unsupported(model, configs)) is not None:
         report.kept[name] = why

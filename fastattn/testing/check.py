@@ -404,7 +404,7 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
                 groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
                     cases += [_Case(spec.name, sample.name, dtype, g, device) for g in groups]
-    if options.backend and device.type != "cpu":  # in the order asked for
+    if options.backend and device.type != "cpu":  # in the order requested
         cases.sort(key=lambda case: options.backend.index(case.backends[0]))
     if not cases:
         raise ValueError("the options must leave at least one sample to check, got none")

@@ -226,11 +226,11 @@ def time_side_by_side(
             name: min(plan.rounds, max(plan.min_rounds, int(share / max(program.taken, 1e-9))))
             for name, program in programs.items()
         }
-        turns = max(rounds.values(), default=0)
-        for turn in range(turns):
+        most = max(rounds.values(), default=0)
+        for i in range(most):
             for name, program in list(programs.items()):
-                if turn * rounds[name] // turns == (turn + 1) * rounds[name] // turns:
-                    continue  # a slow candidate runs only in some of the turns
+                if i * rounds[name] // most == (i + 1) * rounds[name] // most:
+                    continue  # a slow candidate has fewer rounds, spread over those of the others
                 announce(name)
                 try:
                     taken = program.round()

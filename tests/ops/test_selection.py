@@ -62,7 +62,7 @@ def test_unverified_kernels_run_only_on_request(make_op: MakeOp) -> None:
     assert value_of(op, "sm90") == 1
     explanation = _select.explain(op, (torch.ones(3), 4.0), None)
     assert explanation.chosen == "reference"
-    assert "only when asked for" in explanation.refusals["sm90"]
+    assert "only on request" in explanation.refusals["sm90"]
     explanation = _select.explain(op, (torch.ones(3), 4.0), "sm90")
     assert (explanation.chosen, explanation.refusals) == ("sm90", {})
 

@@ -208,12 +208,12 @@ def _packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
     return packed_refusal(call) if call.q.is_cuda else _refusal(call.q)
 
 
-def _are_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
+def _is_packed_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
     return 0 in (*call.q.shape[:2], call.k.shape[0], call.cu_seqlens_q.shape[0] - 1)
 
 
 def _packed_problem(call: PackedForwardCall | PackedBackwardCall, size: int) -> Problem:
-    """The problem with q, k and v [T, heads, size]."""
+    """The problem with q, k and v padded to head dim `size`, [T, heads, size]."""
     live, sign = packed_live(call)[0], (call.scale > 0) - (call.scale < 0)
     q, k, v = (pad(x, size) for x in (torch.where(live, call.q, 0) * sign, call.k, call.v))
     return Problem(q, k, v, None, call.causal != 0, live, abs(call.scale) or 1.0, sign)
@@ -237,7 +237,7 @@ def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
 def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
     q, k, v, _, _, _, _, *options = call
     (T, H, D), E = q.shape, v.shape[2]
-    if q.is_cuda and not _are_empty(call):
+    if q.is_cuda and not _is_packed_empty(call):
         t = _packed_problem(call, padded_head_dim(q, max(D, E)))
         out, lse = packed_fwd(t, call)
         live = t.live_rows
@@ -247,8 +247,8 @@ def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
     lse = q.new_full((H, T), -math.inf, dtype=wide(q.dtype))
     for b, (rows, keys) in enumerate(_sequences(call)):
         inputs = (_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None)
-        one, one_lse = attention_fwd(ForwardCall._make([*inputs, *options]), b)
-        out[rows], lse[:, rows] = one[0].transpose(0, 1), one_lse[0]
+        out_b, lse_b = attention_fwd(ForwardCall._make([*inputs, *options]), b)
+        out[rows], lse[:, rows] = out_b[0].transpose(0, 1), lse_b[0]
     return out, lse
 
 
@@ -258,7 +258,7 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
 
 def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
     dout, dlse, q, k, v, _, _, out, lse, _, _, *options, needs = call
-    if q.is_cuda and not _are_empty(call):
+    if q.is_cuda and not _is_packed_empty(call):
         return _packed_bwd(call)
     gradients = [x.new_zeros(x.shape) if n else None for x, n in zip((q, k, v), needs, strict=True)]
     for b, (rows, keys) in enumerate(_sequences(call)):
@@ -268,11 +268,13 @@ def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
             None if dlse is None else dlse[None, :, rows],
             *(_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None),
         ]
-        one_call = BackwardCall._make([*inputs, *results, *options, [*needs, False]])
-        found = attention_bwd(one_call, b)
-        for whole, one, where in zip(gradients, found, (rows, keys, keys), strict=False):
-            if whole is not None and one is not None:
-                whole[where] = one[0].transpose(0, 1)
+        call_b = BackwardCall._make([*inputs, *results, *options, [*needs, False]])
+        gradients_b = attention_bwd(call_b, b)
+        for gradient, gradient_b, at in zip(
+            gradients, gradients_b, (rows, keys, keys), strict=False
+        ):
+            if gradient is not None and gradient_b is not None:
+                gradient[at] = gradient_b[0].transpose(0, 1)
     return tuple(gradients)
 
 

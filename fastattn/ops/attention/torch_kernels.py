@@ -138,21 +138,26 @@ def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
     return None
 
 
-def packed_live(
-    call: PackedForwardCall | PackedBackwardCall,
-) -> tuple[Tensor, Tensor]:
+def packed_live(call: PackedForwardCall | PackedBackwardCall) -> tuple[Tensor, Tensor]:
     """Live rows [T, 1, 1] and live keys [S, 1, 1]."""
-    starts, ends = call.cu_seqlens_q, call.cu_seqlens_k
-    queries, keys = starts.diff(), ends.diff()
-    rows, where = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))
-    b = torch.bucketize(rows, starts[1:], right=True)
-    inside, b = b < len(queries), b.clamp(max=len(queries) - 1)
-    seen = keys[b]
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+    M, N = cu_q.diff(), cu_k.diff()  # [B]: the queries and keys of each sequence
+    rows, keys = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))
+    b, in_sequence = _sequence_of(rows, cu_q)
+    allowed = N[b]  # how many keys the row may attend
     if call.causal:
-        seen = seen - queries[b] + rows - starts[b] + 1
-    of_key = torch.bucketize(where, ends[1:], right=True)
-    real = (of_key < len(keys)) & (queries[of_key.clamp(max=len(keys) - 1)] > 0)
-    return (inside & (seen > 0))[:, None, None], real[:, None, None]
+        allowed = allowed - M[b] + rows - cu_q[b] + 1
+    live_rows = in_sequence & (allowed > 0)
+    b, in_sequence = _sequence_of(keys, cu_k)
+    live_keys = in_sequence & (M[b] > 0)
+    return live_rows[:, None, None], live_keys[:, None, None]
+
+
+def _sequence_of(positions: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each position, and whether the position is before the last offset."""
+    count = cu_seqlens.shape[0] - 1
+    b = torch.bucketize(positions, cu_seqlens[1:], right=True)
+    return b.clamp(max=count - 1), b < count
 
 
 def packed_fwd(t: Problem, call: PackedForwardCall) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 The kernels are registered under the dispatcher's CPU key. PyTorch multiplies fp32 matrices with
 Intel's MKL, which reaches about half the speed of an AMD Zen 5 core, so fastattn's products are
 faster on processors not by Intel. In half precision they are faster on processors without matrix
-instructions. When the library is loaded, it is told in which dtypes PyTorch is faster.
+instructions. When the library is loaded, Python sets for which dtypes PyTorch is faster.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_library import every_isa, needs_library, slower_isas
+from cpu_library import assert_threads_change_no_bit, every_isa, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
@@ -78,7 +78,9 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _everything(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> list[Tensor]:
+def _results_of_all_options(
+    B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype
+) -> list[Tensor]:
     """Outputs and gradients of a call with every restriction and dropout."""
     q = _randn(B, H, M, 40, dtype=dtype, seed=1).requires_grad_()
     k = _randn(B, K, N, 40, dtype=dtype, seed=2).requires_grad_()
@@ -112,16 +114,7 @@ def _everything(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> l
     ],
 )
 def test_threads_change_no_bit(B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = _everything(B, H, K, M, N, dtype)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
-            for one, many in zip(alone, _everything(B, H, K, M, N, dtype), strict=True):
-                assert torch.equal(one, many), threads
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(lambda: _results_of_all_options(B, H, K, M, N, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_library import needs_library, slower_isas
+from cpu_library import assert_threads_change_no_bit, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
@@ -36,7 +36,7 @@ def _randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _everything(
+def _outputs_and_gradients(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any
 ) -> list[Tensor]:
     """Outputs and gradients."""
@@ -71,16 +71,7 @@ def test_threads_change_no_bit(
         "dropout_p": 0.1,
         "dropout_seed": torch.tensor([5]),
     }
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = _everything(q, k, v, cu_q, cu_k, **options)
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            for one, many in zip(alone, _everything(q, k, v, cu_q, cu_k, **options), strict=True):
-                assert torch.equal(one, many), threads
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(lambda: _outputs_and_gradients(q, k, v, cu_q, cu_k, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -140,8 +131,8 @@ def test_strided_projections_of_one_tensor(dtype: torch.dtype) -> None:
     cu = _offsets(70, 33)
     views = _randn(103, 3, 2, 24, dtype=dtype, seed=1).unbind(1)
     assert not views[0].is_contiguous()
-    strided = _everything(*views, cu, cu, causal=True)
-    dense = _everything(*(x.contiguous() for x in views), cu, cu, causal=True)
+    strided = _outputs_and_gradients(*views, cu, cu, causal=True)
+    dense = _outputs_and_gradients(*(x.contiguous() for x in views), cu, cu, causal=True)
     for one, other in zip(strided, dense, strict=True):
         assert torch.equal(one, other)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_library import every_isa, needs_library, slower_isas
+from cpu_library import assert_threads_change_no_bit, every_isa, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
@@ -76,7 +76,7 @@ def test_sample(isa: str, sample: Sample, dtype: torch.dtype) -> None:
 
 
 # -- bits -----------------------------------------------------------------------------------------
-def _everything(activation: str, dtype: torch.dtype) -> list[Tensor]:
+def _outputs_and_gradients(activation: str, dtype: torch.dtype) -> list[Tensor]:
     """The output and all gradients of a call large enough for several threads."""
     generator = torch.Generator().manual_seed(0)
     inputs = make_inputs(
@@ -93,16 +93,7 @@ def _everything(activation: str, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_threads_change_no_bit(activation: str, dtype: torch.dtype) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = _everything(activation, dtype)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
-            for one, many in zip(alone, _everything(activation, dtype), strict=True):
-                assert torch.equal(one, many), threads
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(lambda: _outputs_and_gradients(activation, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_library import every_isa, needs_library, slower_isas
+from cpu_library import assert_threads_change_no_bit, every_isa, needs_library, slower_isas
 from torch import Tensor
 
 import fastattn
@@ -111,18 +111,7 @@ def _outputs_and_gradients(rows: int, columns: int, dtype: torch.dtype) -> list[
 @pytest.mark.parametrize("rows, columns", [(700, 515), (37, 4100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_change_no_bit(rows: int, columns: int, dtype: torch.dtype) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one_thread = _outputs_and_gradients(rows, columns, dtype)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
-            for one, many in zip(
-                one_thread, _outputs_and_gradients(rows, columns, dtype), strict=True
-            ):
-                assert torch.equal(one, many), threads
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(lambda: _outputs_and_gradients(rows, columns, dtype))
 
 
 # -- layouts and memory ---------------------------------------------------------------------------

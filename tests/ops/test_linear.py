@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_library import every_isa, needs_library
+from cpu_library import assert_threads_change_no_bit, every_isa, needs_library
 from products import DTYPES, SetFaster
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -82,7 +82,7 @@ def test_a_weights_gradient_has_the_bits_of_more_rows(
     assert torch.equal(gradient(rows), gradient(128))
 
 
-def _everything(rows: int) -> list[Tensor]:
+def _outputs_and_gradients(rows: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = make_inputs(generator, torch.float32, rows=(rows,), D=300, out=1000)
     leaves = [x.requires_grad_() for x in inputs.values()]
@@ -94,16 +94,7 @@ def _everything(rows: int) -> list[Tensor]:
 @needs_library
 @pytest.mark.parametrize("rows", [1, 20, 205])
 def test_threads_change_no_bit(rows: int) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = _everything(rows)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
-            for one, many in zip(alone, _everything(rows), strict=True):
-                assert torch.equal(one, many), threads
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(lambda: _outputs_and_gradients(rows))
 
 
 @needs_library

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from op_examples import (
     DEVICE,
     SAMPLES,
     SPECS,
-    CallRecorder,
     as_tuple,
     assert_same_bits,
     each_op,

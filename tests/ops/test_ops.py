@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops import _env
@@ -489,29 +489,16 @@ def test_gradgradcheck(small: Small) -> None:
     assert torch.autograd.gradgradcheck(*small.function())
 
 
-class _Recorder(TorchDispatchMode):
-    """Records the calls of fastattn's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "fastattn":
-            self.calls.append((op, args))
-        return op(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     "small", [s for s in SMALL if s.name in ("everything", "swiglu")], ids=lambda s: s.op
 )
 def test_raw_ops_are_differentiable(small: Small) -> None:
     """torch.ops.fastattn.*_fwd, and *_bwd with its results, called without the public function."""
     function, varied = small.function()
-    with _Recorder() as recorder:
+    with CallRecorder() as recorder:
         outputs = function(*varied)
         torch.autograd.grad(outputs, varied, [torch.ones_like(x) for x in outputs])
-    (fwd, fwd_args), (bwd, bwd_args) = recorder.calls
+    (fwd, fwd_args, _), (bwd, bwd_args, _) = recorder.calls
     for op, direction in ((fwd, "fwd"), (bwd, "bwd")):
         assert op.name() == f"fastattn::{small.op}_{direction}.backend"
     fwd_values = dict(zip([a.name for a in fwd._schema.arguments], fwd_args, strict=False))

@@ -9,10 +9,10 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from probe_op import REFERENCE, MakeOp, refuses, run_op, value_of, writes
 from small_calls import OPS, small_call
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 from fastattn.ops import _env, _select, backend_table
@@ -374,28 +374,15 @@ def test_explain(op: str) -> None:
     assert explained.chosen == "reference"
 
 
-class _Seen(TorchDispatchMode):
-    """Records fastattn's ops that reach their kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "fastattn":
-            self.ops.append(op.name())
-        return op(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_explain_runs_nothing(op: str) -> None:
     state = torch.get_rng_state()
     dropout = {} if op in ("layer_norm", "rms_norm", "linear") else {"dropout_p": 0.5}
-    with _Seen() as seen:
+    with CallRecorder() as recorder:
         assert fastattn.explain(op, **small_call(op), **dropout).chosen is not None
-        assert seen.ops == []
+        assert recorder.names == []
         getattr(fastattn, op)(**small_call(op))
-        assert seen.ops == [f"fastattn::{op}_fwd"]
+        assert recorder.names == [f"{op}_fwd"]
     assert torch.equal(torch.get_rng_state(), state), "no dropout seed is drawn either"
 
 

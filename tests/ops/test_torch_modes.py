@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,20 +20,6 @@ import fastattn
 from fastattn import nn as fnn
 
 OPS = torch.ops.fastattn
-
-
-class Counting(TorchDispatchMode):
-    """Counts the calls of fastattn's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name
-        if name.startswith("fastattn::"):
-            self.calls[name.removeprefix("fastattn::")] = 1 + self.calls.get(name[10:], 0)
-        return func(*args, **(kwargs or {}))
 
 
 # -- activation checkpointing ----------------------------------------------------------------------
@@ -75,14 +61,15 @@ def test_selective_checkpointing(saved: tuple[Any, ...], runs: int) -> None:
 
     module = layer()
     contexts = partial(create_selective_checkpoint_contexts, policy)
-    with Counting() as counted:
+    with CallRecorder() as recorder:
         got = gradients(
             lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module
         )
     for actual, whole in zip(got, gradients(module, module), strict=True):
         assert torch.equal(actual, whole)
-    assert counted.calls["attention_fwd"] == counted.calls["ffn_fwd"] == runs
-    assert counted.calls["attention_bwd"] == counted.calls["ffn_bwd"] == 1
+    count = recorder.names.count
+    assert count("attention_fwd") == count("ffn_fwd") == runs
+    assert count("attention_bwd") == count("ffn_bwd") == 1
 
 
 # -- jagged nested tensors -------------------------------------------------------------------------

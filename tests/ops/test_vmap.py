@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 
@@ -44,22 +44,6 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
 }
 
 
-class _Calls(TorchDispatchMode):
-    """Records the calls of fastattn's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.arguments: list[dict[str, Any]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "fastattn":
-            self.seen.append(op._schema.name)
-            names = [argument.name for argument in op._schema.arguments]
-            self.arguments.append(dict(zip(names, args, strict=False)))
-        return op(*args, **kwargs or {})
-
-
 def _looped(function: Callable[[Tensor], Tensor], x: Tensor, dim: int = 0) -> Tensor:
     return torch.stack([function(entry) for entry in x.unbind(dim)])
 
@@ -69,10 +53,10 @@ def _looped(function: Callable[[Tensor], Tensor], x: Tensor, dim: int = 0) -> Te
 def test_elements_share_a_call(name: str, dim: int) -> None:
     shape, function = FUNCTIONS[name]
     x = torch.randn(shape).movedim(0, dim)
-    with _Calls() as calls:
+    with CallRecorder() as recorder:
         found = torch.vmap(function, in_dims=dim)(x)
     torch.testing.assert_close(found, _looped(function, x, dim))
-    assert len(calls.seen) == 1
+    assert len(recorder.calls) == 1
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -80,10 +64,10 @@ def test_gradients_of_elements_share_a_call(name: str) -> None:
     shape, function = FUNCTIONS[name]
     x = torch.randn(shape)
     gradient = torch.func.grad(lambda x: function(x).sin().sum())
-    with _Calls() as calls:
+    with CallRecorder() as recorder:
         found = torch.vmap(gradient)(x)
     torch.testing.assert_close(found, _looped(gradient, x))
-    assert len(calls.seen) == 2
+    assert len(recorder.calls) == 2
 
 
 def test_gradients_of_weights_are_computed_in_a_loop() -> None:
@@ -115,10 +99,10 @@ def test_mapped_masks_and_dropout_are_computed_in_a_loop() -> None:
     def function(q: Tensor, mask: Tensor) -> Tensor:
         return fastattn.attention(q, q, q, mask=mask, dropout_p=0.5, dropout_seed=seed)
 
-    with _Calls() as calls:
+    with CallRecorder() as recorder:
         found = torch.vmap(function)(q, masks)
     torch.testing.assert_close(found, torch.stack(list(map(function, q, masks))))
-    assert len(calls.seen) == 3
+    assert len(recorder.calls) == 3
 
 
 def test_tiles_of_a_mask_are_repeated_with_it() -> None:
@@ -128,10 +112,12 @@ def test_tiles_of_a_mask_are_repeated_with_it() -> None:
     def loss(q: Tensor) -> Tensor:
         return fastattn.attention(q, q, q, mask=prepared).sin().sum()
 
-    with _Calls() as calls:
+    with CallRecorder() as recorder:
         torch.vmap(torch.func.grad(loss))(q)
     assert prepared.tiles is not None and prepared.tiles.shape[0] == 2
-    for given in calls.arguments:
+    for op, args, _ in recorder.calls:
+        names = (argument.name for argument in op._schema.arguments)
+        given = dict(zip(names, args, strict=False))
         assert given["mask"].shape[0] == given["mask_tiles"].shape[0] == 6
 
 

@@ -1,8 +1,10 @@
 """The native library cpu: whether this install has it, and tests under each instruction set."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch
+from torch import Tensor
 
 from fastattn.ops import _native
 
@@ -20,3 +22,17 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.use_cpu_isa(request.param)
     yield request.param
     _native.use_cpu_isa(ISAS[-1])
+
+
+def assert_threads_change_no_bit(compute: Callable[[], Sequence[Tensor]]) -> None:
+    """`compute` returns the same bits with 1, 2, 3 and 7 threads."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = compute()
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            for actual, one_thread in zip(compute(), expected, strict=True):
+                assert torch.equal(actual, one_thread), threads
+    finally:
+        torch.set_num_threads(before)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn.ops import _env
 from fastattn.testing import all_specs
@@ -85,16 +84,3 @@ def gradients_of(function: Callable[..., Any], inputs: Inputs) -> dict[str, Tens
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """The same bits and dtypes."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-class CallRecorder(TorchDispatchMode):
-    """Records the calls of fastattn's ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "fastattn":
-            self.calls.append((op, args, kwargs or {}))
-        return op(*args, **kwargs or {})

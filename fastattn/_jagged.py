@@ -12,13 +12,13 @@ def check(name: str, x: Any) -> None:
     """Raises unless x is a jagged nested tensor `[B, H, j, D]`: `[B, j, H, D]`, transposed."""
     if not isinstance(x, Tensor) or not x.is_nested or x.layout is not torch.jagged:
         got = f"{x.layout}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a jagged nested tensor beside one, got {got}")
+        raise TypeError(f"{name} must be a jagged nested tensor if q, k or v is one, got {got}")
     if x.dim() != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
         raise ValueError(
             f"{name} must be [B, H, j, D], a jagged [B, j, H, D] transposed, got {list(x.shape)}"
         )
     if x.lengths() is not None:  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must have no gaps between its sequences, as narrow leaves them")
+        raise ValueError(f"{name} must have no gaps between its sequences, which `narrow` leaves")
 
 
 def check_sequences(k: Any, v: Any) -> None:

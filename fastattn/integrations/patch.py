@@ -184,14 +184,14 @@ def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
         if isinstance(module, base):
             if parametrize.is_parametrized(module):
                 return "is parametrized"
-            return f"is {kind.__name__}, a subclass of nn.{base.__name__} with code of its own"
+            return f"is {kind.__name__}, a subclass of nn.{base.__name__}"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by torch.jit"
     if kind.__name__.endswith(("LayerNorm", "RMSNorm")):
         return f"is {kind.__name__}, not a norm of torch.nn"
     switched = any(not outer or name.startswith(f"{outer}.") for outer in report.attention)
     if kind.__name__.endswith("Attention") and not switched:
-        return f"is {kind.__name__}, an attention of its own"
+        return f"is {kind.__name__}, which fastattn has no drop-in for"
     return None
 
 

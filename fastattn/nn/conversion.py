@@ -71,7 +71,7 @@ def why_not_convertible(module: nn.Module) -> str | None:
     """Why a module cannot be converted, phrased to follow its name; None if it can."""
     if type(module) not in DROP_INS:
         return f"is {type(module).__name__}, none of the classes of torch.nn that have a drop-in"
-    return "has a forward of its own" if "forward" in module.__dict__ else None
+    return "has its own forward" if "forward" in module.__dict__ else None
 
 
 def convert_class(module: nn.Module, *, reversible: bool = True) -> None:
@@ -96,8 +96,8 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         if before is not None and type(module) is not DROP_INS[before["class"]]:
             converted = DROP_INS[before["class"]].__name__
             raise RuntimeError(
-                f"{name or 'the model'} must be a {converted} of fastattn.nn, as patch left it, "
-                f"got {type(module).__name__}: revert what changed its class after patch first"
+                f"{name or 'the model'} must be a fastattn.nn.{converted}, as it was patched, "
+                f"got {type(module).__name__}: first revert the later change of its class"
             )
     for module in modules.values():
         before = module.__dict__.pop(_BEFORE, {})

@@ -220,7 +220,7 @@ def test_attention_outside_a_model_is_kept() -> None:
     model = nn.ModuleDict({"bert": build(_bert, "sdpa"), "bert2": OwnAttention()})
     report = fastattn.patch(model, quiet=True)
     assert list(report.attention) == ["bert"]
-    assert report.kept == {"bert2": "is OwnAttention, an attention of its own"}
+    assert report.kept == {"bert2": "is OwnAttention, which fastattn has no drop-in for"}
 
 
 def test_a_patched_copy_is_restored_alone() -> None:

@@ -97,7 +97,7 @@ def test_later_changes_survive_unpatch(model: Block, x: Tensor) -> None:
     fastattn.patch(model, quiet=True)
     parametrizations.weight_norm(model.norm)
     expected = model(x)
-    with pytest.raises(RuntimeError, match=r"norm must be a LayerNorm of fastattn\.nn, .* Param"):
+    with pytest.raises(RuntimeError, match=r"norm must be a fastattn\.nn\.LayerNorm, .* Param"):
         fastattn.unpatch(model)
     assert isinstance(model.attention, fnn.MultiheadAttention)
     assert torch.equal(model(x), expected)
@@ -197,11 +197,11 @@ def test_the_report_lists_what_is_not_patched_and_why(capsys: pytest.CaptureFixt
     report = fastattn.patch(model)
     assert report.replaced == {"plain": "LayerNorm"}
     assert report.kept == {
-        "custom": "is MyNorm, a subclass of nn.LayerNorm with code of its own",
+        "custom": "is MyNorm, a subclass of nn.LayerNorm",
         "foreign": "is MyRMSNorm, not a norm of torch.nn",
-        "attention": "is MyAttention, an attention of its own",
+        "attention": "is MyAttention, which fastattn has no drop-in for",
         "parametrized": "is parametrized",
-        "replaced": "has a forward of its own",
+        "replaced": "has its own forward",
         "scripted": "is compiled by torch.jit",
     }
     printed = capsys.readouterr().out

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_library import needs_library
+from op_examples import results_of
 from products import SetFaster
 from small_calls import OPS, small_call
 from torch import Tensor
@@ -22,7 +23,6 @@ from fastattn.ops import _env, _select
 from fastattn.ops._op import Op
 from fastattn.ops._select import refusal
 from fastattn.testing import all_specs, poisoned_results
-from fastattn.testing.check import output_gradients
 from fastattn.testing.spec import OpSpec, Sample
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -214,10 +214,7 @@ def _sample_calls(
     inputs = sample.inputs("cpu", sample.dtypes[0])
     inputs = spec.widen(inputs) if wide else inputs
     with _Names() as mode:
-        outputs = spec.function(**inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
-        torch.autograd.grad(outputs, wanted, output_gradients(spec, sample, outputs))
+        results_of(spec, sample, inputs, spec.function(**inputs))
     return mode.calls
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from op_examples import results_of
 from torch import Tensor
 
 import fastattn
 from fastattn.ops import _env
 from fastattn.testing import all_specs, poisoned_results
-from fastattn.testing.check import output_gradients
 from fastattn.testing.spec import OpSpec
 
 SPECS = all_specs()
@@ -41,11 +41,7 @@ def _compiled(spec: OpSpec, name: str, compiler: str | None) -> list[Tensor]:
         return spec.function(**given)
 
     function = torch.compile(call, backend=compiler, fullgraph=True) if compiler else call
-    outputs = function(**inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [x for x in inputs.values() if isinstance(x, Tensor) and x.requires_grad]
-    gradients = torch.autograd.grad(outputs, wanted, output_gradients(spec, sample, outputs))
-    return [*outputs, *gradients]
+    return [*results_of(spec, sample, inputs, function(**inputs)).values()]
 
 
 @pytest.mark.usefixtures("deterministic")

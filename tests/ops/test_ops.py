@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from call_recorder import CallRecorder
+from op_examples import results_of
 from torch import Tensor
 
 import fastattn
@@ -18,7 +19,7 @@ from fastattn.ops._select import explaining
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
 from fastattn.testing import all_specs
-from fastattn.testing.check import Oracle, check_sample, output_gradients
+from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
 SPECS = all_specs()
@@ -85,17 +86,6 @@ def _each_sample() -> list[Any]:
     ]
 
 
-def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
-    gradients = torch.autograd.grad(
-        outputs, [inputs[n] for n in wanted], output_gradients(spec, sample, outputs)
-    )
-    named = dict(zip(spec.results, outputs, strict=True))
-    return named | {"d" + n: g for n, g in zip(wanted, gradients, strict=True)}
-
-
 @pytest.mark.parametrize("spec, sample", _each_sample())
 def test_reference_equals_torch(spec: OpSpec, sample: Sample) -> None:
     """The reference and an independent form in PyTorch's operators agree in fp64."""
@@ -103,8 +93,8 @@ def test_reference_equals_torch(spec: OpSpec, sample: Sample) -> None:
     form = spec.torch_form(inputs)
     if form is None:
         pytest.skip("torch has no such operator")
-    expected = _results(spec, sample, inputs, form)
-    actual = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    expected = results_of(spec, sample, inputs, form)
+    actual = results_of(spec, sample, inputs, spec.function(**inputs, backend="reference"))
     near = 1e-10
     if "lse" in actual:  # the error grows with the scores
         finite = actual["lse"][actual["lse"].isfinite()].abs().tolist()

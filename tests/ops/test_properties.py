@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_library import NO_LIBRARY, needs_library
+from op_examples import results_of
 from torch import Tensor
 
 import fastattn
@@ -20,9 +21,8 @@ from fastattn.ops.ffn import spec as ffn_spec
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.layer_norm import spec as norm_spec
 from fastattn.testing import Sample, all_specs
-from fastattn.testing.check import Oracle, check_sample, output_gradients
+from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.properties import fill_positions
-from fastattn.testing.spec import Inputs, OpSpec
 
 pytest.importorskip("hypothesis", reason="part of the development extra only")
 
@@ -49,25 +49,14 @@ def _sample(op: str, make: Any, options: Options) -> Sample:
     return Sample(str(options), "", partial(make, **options), SPECS[op].samples[0].gradients)
 
 
-def _results(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad]
-    gradients = torch.autograd.grad(
-        outputs, [inputs[n] for n in wanted], output_gradients(spec, sample, outputs)
-    )
-    named = dict(zip(spec.results, outputs, strict=True))
-    return named | {"d" + n: g for n, g in zip(wanted, gradients, strict=True)}
-
-
 def _assert_reference_is_torch(op: str, sample: Sample) -> None:
     spec = SPECS[op]
     inputs = sample.inputs(CPU, torch.float64)
     form = spec.torch_form(inputs)
     if form is None:
         return
-    expected = _results(spec, sample, inputs, form)
-    actual = _results(spec, sample, inputs, spec.function(**inputs, backend="reference"))
+    expected = results_of(spec, sample, inputs, form)
+    actual = results_of(spec, sample, inputs, spec.function(**inputs, backend="reference"))
     for name, value in actual.items():
         torch.testing.assert_close(
             value, expected[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"

@@ -161,7 +161,9 @@ def test_jagged_errors() -> None:
     with pytest.raises(TypeError, match="x must be dense or a contiguous jagged tensor, got"):
         fastattn.linear(q, torch.randn(5, 8))
     dense = torch.randn(4, 2, 6, 8)
-    with pytest.raises(TypeError, match="k must be a jagged nested tensor beside one, got torch"):
+    with pytest.raises(
+        TypeError, match="k must be a jagged nested tensor if q, k or v is one, got torch"
+    ):
         fastattn.attention(q, dense, dense)
     with pytest.raises(ValueError, match="mask must be None for nested q, k and v"):
         fastattn.attention(q, q, q, mask=torch.ones(6, 6, dtype=torch.bool))

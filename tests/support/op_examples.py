@@ -1,4 +1,4 @@
-"""For tests of PyTorch's modes and transforms: example inputs of every op, comparison of bits."""
+"""Example inputs of every op, the results of samples, and the comparison of bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.testing import all_specs
-from fastattn.testing.spec import Inputs
+from fastattn.testing.check import output_gradients
+from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 SPECS = all_specs()
 SAMPLES = {(spec.name, sample.name): sample for spec in SPECS.values() for sample in spec.samples}
@@ -73,6 +74,16 @@ def example_inputs(
 def weighted_loss(results: Any) -> Tensor:
     """A loss in which every element has its own weight; -inf of `lse` has weight 0."""
     return sum(torch.where(x.isinf(), 0, x).double().sin().sum() for x in as_tuple(results))
+
+
+def results_of(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
+    """A sample's outputs, and the gradients of its inputs for fixed output gradients, by name."""
+    outputs, names = as_tuple(outputs), varied_inputs(inputs)
+    gradients = torch.autograd.grad(
+        outputs, [inputs[n] for n in names], output_gradients(spec, sample, outputs)
+    )
+    named = dict(zip(spec.results, outputs, strict=True))
+    return named | {"d" + n: g for n, g in zip(names, gradients, strict=True)}
 
 
 def gradients_of(function: Callable[..., Any], inputs: Inputs) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from fastattn.testing.timing import (
 CPU = torch.device("cpu")
 TINY = Plan(round_ms=0.2, rounds=3, min_rounds=2, budget_ms=50.0)
 PEERS = '''
-"""Candidates that misbehave, each in its own way."""
+"""Candidates that fail, each in another way."""
 
 import dataclasses
 import os

@@ -102,9 +102,9 @@ def test_multihead_scores_are_their_formulas(scoring, weight_function, masked):
     query, memory = torch.randn(B, M, E), torch.randn(B, N, E)
     given = masks() if masked else {}
     output, weights = attention(query, memory, memory, average_attn_weights=False, **given)
-    fused, nothing = attention(query, memory, memory, need_weights=False, **given)
+    fused, no_weights = attention(query, memory, memory, need_weights=False, **given)
     torch.testing.assert_close(fused, output, rtol=1e-4, atol=1e-5)
-    assert nothing is None
+    assert no_weights is None
 
     allowed = torch.ones(B, M, N, dtype=torch.bool)
     if masked:

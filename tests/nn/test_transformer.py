@@ -31,9 +31,11 @@ def test_drop_ins_are_torch_modules(name):
     reference.load_state_dict(fast.state_dict())
     args = inputs(name, batch_first=False)
     expected = fast(*args)
-    for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        assert all(type(a) is type(b) for a, b in zip(twin.modules(), fast.modules(), strict=True))
-        assert torch.equal(twin(*args), expected)
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert all(
+            type(a) is type(b) for a, b in zip(copied.modules(), fast.modules(), strict=True)
+        )
+        assert torch.equal(copied(*args), expected)
     kinds = {type(module) for module in fast.modules()}
     assert not kinds & {getattr(nn, name) for name in (*CLASSES, "LayerNorm", "MultiheadAttention")}
 
@@ -57,12 +59,12 @@ def test_sequences_of_padding_alone(norm_first, padding):
     mask = torch.zeros(B, S, dtype=padding)
     mask[1] = True if padding is torch.bool else float("-inf")
     kwargs = {"src_key_padding_mask": mask, "memory_key_padding_mask": mask}
-    living = torch.tensor([0, 2])
+    others = torch.tensor([0, 2])
     for training in (True, False):
         out = fast.train(training)(src, tgt, **kwargs)
         assert torch.isfinite(out).all()
-        expected = reference.train(training)(src, tgt, **kwargs)[living]
-        assert_same("the others", out[living], expected, expected.double())
+        expected = reference.train(training)(src, tgt, **kwargs)[others]
+        assert_same("the others", out[others], expected, expected.double())
         fast.zero_grad()
         out.sum().backward()
         assert all(torch.isfinite(p.grad).all() for p in fast.parameters())
@@ -107,9 +109,9 @@ def test_malformed_calls_raise_what_torch_raises(call, norm_first):
         reference(*args, **kwargs)
     with pytest.raises(expected.type) as got:
         fast(*args, **kwargs)
-    said = {"hint without mask": "attn_mask", "hint without mask in a decoder": "attn_mask"}
+    messages = {"hint without mask": "attn_mask", "hint without mask in a decoder": "attn_mask"}
     if call != "dtype":  # the first product that raises differs
-        assert said.get(call, str(expected.value)) in str(got.value)
+        assert messages.get(call, str(expected.value)) in str(got.value)
 
 
 def test_masks_of_different_types_warn_once():

@@ -305,7 +305,7 @@ def test_time_limit_names_what_was_not_reached() -> None:
 
 def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> str:
-        return "has nothing for this"
+        return "does not support this"
 
     [sample] = [s for s in SPECS["attention"].samples if s.name == "both_lengths"]
     oracle = check.Oracle(SPECS["attention"], sample, torch.float32)
@@ -316,7 +316,7 @@ def test_forward_is_judged_where_gradients_are_refused(monkeypatch: pytest.Monke
         ("out", "value", "ok"), ("lse", "value", "ok"), ("all", "rerun", "ok"),
         ("all", "batch", "ok"), ("all", "padding", "ok"), ("gradients", "value", "refused"),
     ]  # fmt: skip
-    assert rows[-1].message == "backend reference has nothing for this"
+    assert rows[-1].message == "backend reference does not support this"
     monkeypatch.setattr(module, "attention_fwd_unsupported", refuse, raising=False)
     (row,) = check.check_sample(oracle, "reference", CPU)
     assert (row.result, row.status) == ("all", "refused")
@@ -416,11 +416,11 @@ def test_what_passes_is_recorded(
 def test_a_dtype_that_fails_does_not_affect_others(
     pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(args: Any, results: Any) -> None:
+    def change(args: Any, results: Any) -> None:
         if args[0].dtype == torch.float16:
             results[0].fill_(1.0)
 
-    _break(monkeypatch, "rms_norm_fwd", "cpu", spoil)
+    _break(monkeypatch, "rms_norm_fwd", "cpu", change)
     assert check.run(_options(*RECORDED, "--dtype=fp16", "--dtype=bf16")) == 1
     assert _verified.passed(CUDA) == {("rms_norm", "cpu", "bfloat16")}
 

@@ -44,7 +44,7 @@ def test_a_run_records_its_text(capsys, copied, tmp_path):
     assert call(capsys, *again)[0] == 0
     assert call(capsys, "evaluate", str(copied), "--device=cpu")[0] == 0
     data = json.loads((copied / "data.json").read_text())
-    (copied / "data.json").write_text(json.dumps(data | {"text": str(tmp_path / "gone.tsv")}))
+    (copied / "data.json").write_text(json.dumps(data | {"text": str(tmp_path / "absent.tsv")}))
     code, _, err = call(capsys, *again)
     assert code == 2 and "--data must be given: the run's own text does not exist, got" in err
 

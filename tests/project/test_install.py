@@ -57,19 +57,19 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def build(source: Path, folder: Path, **environment: str) -> tuple[Path, str]:
     """The wheel that pip builds from `source`, and pip's output."""
     pip = sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"
-    said = run(*pip, "-w", folder, source, cwd=folder, **environment)
+    output = run(*pip, "-w", folder, source, cwd=folder, **environment)
     (wheel,) = folder.glob("*.whl")
-    return wheel, said
+    return wheel, output
 
 
 def use(wheel: Path, folder: Path) -> str:
     """The backend of a layer norm in the package as `wheel` installs it."""
     target = folder / "installed"
     run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, cwd=folder)
-    said = run(sys.executable, "-c", USE, target, cwd=folder, PYTHONPATH=str(target))
-    chosen = said.partition("chosen: ")[2].split()[0]
+    output = run(sys.executable, "-c", USE, target, cwd=folder, PYTHONPATH=str(target))
+    chosen = output.partition("chosen: ")[2].split()[0]
     # pip may hide its output, so the log says how to get the library.
-    assert ("`pip install --no-build-isolation .` builds it" in said) == (chosen != "cpu"), said
+    assert ("`pip install --no-build-isolation .` builds it" in output) == (chosen != "cpu"), output
     return chosen
 
 
@@ -88,8 +88,8 @@ def compiler_without_optimisation(folder: Path) -> str:
 
 @pytest.mark.long
 def test_wheel_with_a_compiler(source: Path, tmp_path: Path) -> None:
-    wishes = {"FASTATTN_NATIVE": "cpu,autograd", "CXX": compiler_without_optimisation(tmp_path)}
-    wheel, _ = build(source, tmp_path, **wishes)
+    variables = {"FASTATTN_NATIVE": "cpu,autograd", "CXX": compiler_without_optimisation(tmp_path)}
+    wheel, _ = build(source, tmp_path, **variables)
     extension, library = sorted(libraries(wheel))
     assert extension.startswith("_C_autograd_") and library == "_C_cpu.abi3.so"
     assert "-cp310-abi3-" in wheel.name, "the extension is left alone where it does not fit"
@@ -107,9 +107,9 @@ def test_wheel_without_a_compiler(source: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "python3").symlink_to(sys.executable)
-    wheel, said = build(source, tmp_path, PATH=str(tools), CXX="", CUDA_HOME="")
+    wheel, output = build(source, tmp_path, PATH=str(tools), CXX="", CUDA_HOME="")
     assert libraries(wheel) == []
-    assert "fastattn: installing without the native library cpu" in said
+    assert "fastattn: installing without the native library cpu" in output
     assert use(wheel, tmp_path) == "torch"
 
 
@@ -124,10 +124,10 @@ def test_wheel_without_torch(source: Path, tmp_path: Path) -> None:
         "from setuptools import build_meta\n"
         "print(build_meta.build_wheel(sys.argv[2]))\n"
     )
-    said = run(sys.executable, "-I", "-S", "-c", code, tools, tmp_path, cwd=source)
+    output = run(sys.executable, "-I", "-S", "-c", code, tools, tmp_path, cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
     assert libraries(wheel) == []
-    assert "needs torch, which the build does not see" in said
+    assert "needs torch, which the build does not see" in output
     assert use(wheel, tmp_path) == "torch"
 
 
@@ -169,8 +169,8 @@ def test_mypy_finds_the_types_of_the_package(tmp_path: Path) -> None:
         "    print(report.replaced, fastattn.explain('ffn', torch.zeros(1)).chosen)\n"
     )
     mypy = sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"
-    said = run(*mypy, user, cwd=tmp_path, MYPYPATH=str(ROOT))
-    assert "Success" in said
+    output = run(*mypy, user, cwd=tmp_path, MYPYPATH=str(ROOT))
+    assert "Success" in output
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +196,8 @@ def test_editable_install_beside_the_clone(editable: tuple[Path, Path]) -> None:
     python, clone = editable
     script = clone.parent / "script.py"
     script.write_text("import fastattn; print(fastattn.__file__, fastattn.attention.__name__)")
-    said = run(python, script, cwd=clone.parent)
-    assert said.split() == [str(clone / "fastattn" / "__init__.py"), "attention"]
+    output = run(python, script, cwd=clone.parent)
+    assert output.split() == [str(clone / "fastattn" / "__init__.py"), "attention"]
 
 
 def test_editable_install_has_types(editable: tuple[Path, Path], tmp_path: Path) -> None:
@@ -208,5 +208,5 @@ def test_editable_install_has_types(editable: tuple[Path, Path], tmp_path: Path)
     )
     mypy = sys.executable, "-m", "mypy", "--python-executable", python, "--strict"
     for cwd in (tmp_path, clone.parent):
-        said = run(*mypy, "--cache-dir", tmp_path / "cache", user, cwd=cwd)
-        assert 'Revealed type is "torch._tensor.Tensor"' in said
+        output = run(*mypy, "--cache-dir", tmp_path / "cache", user, cwd=cwd)
+        assert 'Revealed type is "torch._tensor.Tensor"' in output

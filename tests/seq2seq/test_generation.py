@@ -211,8 +211,8 @@ def test_a_limit_of_zero_gives_nothing():
     for strategy in (Greedy(), BeamSearch(2)):
         found = generate(model, *padded(sources(2)), max_lengths=[0, 4], strategy=strategy)
         assert found[0] == [Hypothesis([], 0.0, 0.0, False)] and found[1][0].tokens
-    nothing = torch.zeros(0, 5, dtype=torch.long)
-    assert generate(model, nothing, nothing == PAD, max_lengths=[]) == []
+    empty = torch.zeros(0, 5, dtype=torch.long)
+    assert generate(model, empty, empty == PAD, max_lengths=[]) == []
 
 
 # Errors

@@ -181,12 +181,9 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not injector.unused(DMASK_HARMLESS)
 
 
-_RELEASE = """    if (leader) {
-      release_scores(own);
-    }
-"""
+_RELEASE = "    steps.after_dq();\n"
 _FINISH_DQ = """    ptx::wgmma_wait_group<1>();
-    for (DqPart& part : rDq) {
+    for (auto& part : rDq) {
       ptx::pin(part);
     }
 """

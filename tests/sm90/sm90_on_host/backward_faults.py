@@ -65,20 +65,22 @@ sizes("bounds.diagonal = keys - queries;", "")
 classes = _Source("backward/mask_classes_bwd_sm90.cuh")
 classes("block.flags & kHasWork ? 1 : 0", "1", only=DENSE)
 
-# -- the main launch: barriers, the choice of a block of keys
-main = _Source("backward/attention_bwd_sm90.cuh")
-main("shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);")
-main("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
-main("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
-main("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
-main("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
+tiles("args.order.row_tiles - 1 - place.row_tile", "place.row_tile", only=ONCE)
+tiles("packing.query_offsets ? kNoEnd : args.queries", "args.queries")
+tiles("first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0", "1", only=DENSE)
+
+# -- the main launch: barriers
+barriers = _Source("backward/storage.cuh")
+barriers(
+    "shared.q_slots[stage].empty.init(Traits::kGroups);", "shared.q_slots[stage].empty.init(1);"
+)
+barriers("slot.full.init(kWarpsPerGroup);", "slot.full.init(1);")
 
 # -- loads, and the dQ semaphores
 producer = _Source("backward/producer.cuh")
 producer("sequence.key_origin + work.first_key", "work.first_key")
 producer("sequence.query_origin + step.row_block * Traits::kRows", "step.row_block * Traits::kRows")
 producer("next.head == args.heads_per_kv", "false", only=DENSE)
-producer("now.flags", "kHasWork", only=DENSE)
 producer("shared.dropout.rows[stage.index()]", "shared.dropout.rows[0]", only=DROPOUT)
 producer(
     "args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows)",
@@ -90,65 +92,68 @@ for buffer in ("q", "dout", "lse2", "delta"):
 producer("args.lse2 + row_offset", "args.lse2")
 producer("args.delta + row_offset", "args.delta")
 producer("stage.advance();", "")
-producer("position.advance();", "")
-producer("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
-producer(
+dense_loads = _Source("backward/dense_loads.cuh")
+dense_loads("now.flags", "kHasWork", only=DENSE)
+dense_loads("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
+dq = _Source("backward/dq.cuh")
+dq("position.advance();", "")
+dq("work.first_key / Traits::kKeys - added.begin", "work.first_key / Traits::kKeys")
+dq(
     "classes_of<Traits>(args, work, step.head)[step.row_block].rank",
     "work.first_key / Traits::kKeys",
     only=DENSE,
 )
-producer("one_row ? 0 : metadata.step.row_block * Traits::kRows", "0", only=BIAS)
-producer(
+dq(
     "args.dq_semaphores + chunk",
     "args.dq_semaphores",
     "args.dq_semaphores + chunk / Traits::kGroups",
 )
-producer("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
-producer("ptx::load_acquire(semaphore) != rank", "false", "ptx::load_acquire(semaphore) + 1 < rank")
-producer("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
-producer("rank == 0", "false", "true")
-producer("rank + 1", "rank", "rank + 2")
+dq("args.dq_sum + chunk * Traits::kChunkFloats", "args.dq_sum")
+dq("ptx::load_acquire(semaphore) != rank", "false", "ptx::load_acquire(semaphore) + 1 < rank")
+dq("ptx::fence_proxy_async_global();", "ptx::fence_proxy_async();")
+dq("rank == 0", "false", "true")
+dq("rank + 1", "rank", "rank + 2")
 
 # -- consumers
 consumer = _Source("backward/consumer.cuh")
 consumer("clear(rDk);", "")
 consumer("hash_keys(own);", "", only=DROPOUT)
-consumer("clear_dead_keys(own);", "")
-consumer("clear_dead_rows(own, row_block);", "")
-consumer("mask_operands(own, rP, rDs, row_block);", "")
-consumer("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
+consumer("steps.clear_keys();", "")
+consumer("steps.open();", "")
+consumer("steps.mask(rP, rDs);", "")
 consumer(
-    "store_scores(shared.ds[slot()], rDs);\n      issue_gradient(rDv, rP, dout_columns);",
+    "store_scores(shared.ds[own.slot()], rDs);\n      issue_gradient(rDv, rP, dout_columns);",
     "store_scores(shared.ds[0], rDs); issue_gradient(rDv, rP, dout_columns);",
     only=STAGES,
 )
-consumer("sm90::descriptor_at(ds_dq, slot() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
+consumer("sm90::descriptor_at(ds_dq, own.slot() * Traits::ScoreTile::kBytes)", "ds_dq", only=STAGES)
+consumer("ptx::fence_proxy_async();\n    own.sync_consumers();",
+         "ptx::fence_proxy_async(); own.sync_group();")  # fmt: skip
+consumer("steps.before_stores();", "", only=BIAS)
+consumer("sm90::scale_rows(rDk, factors);", "")
 consumer(
-    "    release_rows();",
-    "    release_rows(); if constexpr (Traits::kDense) { last = own.metadata().last; }",
+    "own.release_rows();",
+    "const auto before = own.stage; own.release_rows();"
+    "const auto after = own.stage; own.stage = before; steps.close(); own.stage = after;",
     only=DENSE,
 )
-consumer(
-    "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
-    "shared.q_slots[slot()].empty.arrive();",
-)
-consumer("ptx::fence_proxy_async();\n    own.sync_all();",
-         "ptx::fence_proxy_async(); own.sync();")  # fmt: skip
-consumer("sync_before_stores(own);", "", only=BIAS)
-consumer("sm90::scale_rows(rDk, factors);", "")
-consumer("!view.data", "false", "!view.data")
-consumer("sequence.key_rows - key", "kKeys")
-consumer("columns - column", "kOwnColumns")
+steps = _Source("backward/steps.cuh")
+steps("row_block > plan.visited.begin ? row_block - 1 : plan.visited.end - 1", "row_block")
+steps("!contains(plan.full, row_block)", "false")
+gradients = _Source("backward/gradients.cuh")
+gradients("!view.data", "false", "!view.data")
+gradients("sequence.key_rows - key", "Traits::kKeys")
+gradients("columns - column", "BackwardPart<Traits>::kOwnColumns")
 weights = _Source("backward/weights.cuh")
-weights("own.shared.lse2[own.stage.index()]", "own.shared.lse2[0]", only=STAGES)
-weights("own.shared.delta[own.stage.index()]", "own.shared.delta[0]", only=STAGES)
-weights("own.shared.dropout.rows[own.stage.index()]", "own.shared.dropout.rows[0]", only=DROPOUT)
+weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]", only=STAGES)
+weights("own.shared.delta[own.slot()]", "own.shared.delta[0]", only=STAGES)
+weights("own.shared.dropout.rows[own.slot()]", "own.shared.dropout.rows[0]", only=DROPOUT)
 masks = _Source("backward/masks.cuh")
 masks("contains(own.shared.work.plan.clean, row_block)", "true")
-masks("!contains(work.plan.full, row_block)", "false")
-masks("metadata.flags & kHasDead", "false", only=DENSE)
-masks("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
 masks("own.args.packing.key_offsets", "nullptr")
+dense = _Source("backward/dense.cuh")
+dense("metadata.flags & kHasDead", "false", only=DENSE)
+dense("tile->clear_unmarked_rows(live, threadIdx.x % kWarpgroup, kWarpgroup);", "", only=DENSE)
 bias = _Source("backward/bias.cuh")
 bias(
     "own.shared.bias.scores_read.arrive();",
@@ -156,11 +161,18 @@ bias(
     "if (own.group == 0) { for (int i = 0; i < 2; ++i) { own.shared.bias.scores_read.arrive(); } }",
     only=ONE_BIAS,
 )
-bias("own.sync_all();", "own.sync();", "", only=BIAS[1:])
+bias("own.sync_consumers();", "own.sync_group();", "", only=BIAS[1:])
 part = _Source("backward/part.cuh")
 part("Traits::kGroups * kWarpgroup", "kWarpgroup")
+part(
+    "if (leader) {\n      shared.q_slots[slot()].empty.arrive();\n    }",
+    "shared.q_slots[slot()].empty.arrive();",
+)
 
-_SOURCES = (ends, tiles, classes, main, producer, consumer, weights, masks, bias, part)
+_SOURCES = (
+    ends, tiles, classes, barriers, producer, dense_loads, dq, consumer, steps, gradients, weights,
+    masks, dense, bias, part,
+)  # fmt: skip
 
 
 def mutations_of(instance: str) -> list[Mutation]:

@@ -14,15 +14,19 @@
 // over keys, needs dS in shared memory. Beyond, registers hold dK and dV of 64 keys in all: each
 // warpgroup owns columns of them, computes the scores of some rows and shares them with the others
 // through shared memory. dQ is summed in global memory by asynchronous adds: in any order, or, for
-// the same bits in every run, in the order of the keys. Lengths, causal masks and windows set the bounds of the loop;
-// blocks at their edges are masked in registers. Packed sequences are processed one by one: blocks
-// of rows and of keys begin where a sequence does. Dropout hashes rows in the first launch and keys
-// once per thread. A dense mask is classified beforehand (mask_classes_bwd_sm90.cuh): blocks that
-// it empties are skipped; an additive one is loaded into the shared memory that dS uses afterwards.
+// the same bits in every run, in the order of the keys. Lengths, causal masks and windows set the
+// bounds of the loop; blocks at their edges are masked in registers. Packed sequences are processed
+// one by one: blocks of rows and of keys begin where a sequence does. Dropout hashes rows in the
+// first launch and keys once per thread. A dense mask is classified beforehand
+// (mask_classes_bwd_sm90.cuh): blocks that it empties are skipped; an additive one is loaded into
+// the shared memory that dS uses afterwards.
 //
-// Read in this order: config.cuh, tiles.cuh, storage.cuh; the warp roles in producer.cuh and in
-// part.cuh, bias.cuh, weights.cuh, masks.cuh and consumer.cuh; the other two launches in ends.cuh;
-// the host's side in launch.cuh and dmask_launch.cuh.
+// Read in this order: config.cuh (shapes), tiles.cuh (arguments, which steps a thread block takes),
+// storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the loop), dq.cuh, and this
+// file (the kernel and its launch). steps.cuh has what happens in a step besides products and
+// softmax: masks.cuh by lengths and bounds, dense.cuh and bias.cuh by a dense mask, which
+// dense_loads.cuh loads. weights.cuh has the softmax and dropout, gradients.cuh what leaves a
+// warpgroup, ends.cuh the launches before and after.
 #pragma once
 
 #include <algorithm>
@@ -31,6 +35,7 @@
 
 #include "attention/sm90/backward/consumer.cuh"
 #include "attention/sm90/backward/dmask_launch.cuh"
+#include "attention/sm90/backward/dq.cuh"
 #include "attention/sm90/backward/ends.cuh"
 #include "attention/sm90/backward/launch.cuh"
 #include "attention/sm90/backward/producer.cuh"
@@ -41,62 +46,6 @@
 namespace fastattn::attention {
 
 // -- main kernel ---------------------------------------------------------------------------------
-template <class Traits>
-__device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
-  constexpr int kTwoLoads = 2;
-  shared.kv_full.init(kTwoLoads);
-  for (int stage = 0; stage < Traits::kStages; ++stage) {
-    shared.q_slots[stage].full.init(kTwoLoads);
-    shared.q_slots[stage].empty.init(Traits::kGroups);
-    shared.dout_full[stage].init(kTwoLoads);
-  }
-  for (Slot& slot : shared.dq_slots) {
-    slot.full.init(kWarpsPerGroup);
-    slot.empty.init(1);
-  }
-  if constexpr (Traits::kBias) {
-    for (Barrier& full : shared.bias.full) {
-      full.init(1);
-    }
-    if (Traits::kSplitsKeys) {
-      shared.bias.scores_read.init(Traits::kGroups);
-    }
-  }
-  shared.passed.init(1);
-  shared.passed.arrive();
-  ptx::fence_mbarrier_init();
-}
-
-// Block of keys number `number`, first keys first: under a causal mask they have the most rows.
-template <class Traits>
-__device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, int number) {
-  constexpr int kNoEnd = INT32_MAX;
-  const sm90::TilePlace place = sm90::tile_place(args.order, number);
-  const Packing& packing = args.packing;
-  const int kv_heads = args.heads / args.heads_per_kv;
-  int block = args.order.row_tiles - 1 - place.row_tile;
-  int batch = place.head / kv_heads;
-  KeyBlock work;
-  work.kv_head = place.head - batch * kv_heads;
-  if (packing.key_offsets) {
-    batch = sequence_of_block(packing.key_offsets, packing.sequences, Traits::kKeys, block);
-    block -= first_block(packing.key_offsets, batch, Traits::kKeys);
-  }
-  work.first_key = block * Traits::kKeys;
-  const Sequence sequence = sequence_of(args, batch, Traits::kRows);
-  work.sequence = sequence;
-  // The rows after a packed sequence's last one are not zero.
-  work.plan =
-      plan_rows(work.first_key, Traits::kKeys, sequence.bounds, sequence.queries, sequence.keys,
-                packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
-  const Range visited = work.plan.visited;
-  work.steps = is_empty(visited) ? 0 : args.heads_per_kv * (visited.end - visited.begin);
-  if (Traits::kDense && work.steps > 0) {
-    work.steps = first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0;
-  }
-  return work;
-}
-
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     attention_bwd_kernel(const __grid_constant__ BackwardArguments args) {

@@ -2,9 +2,8 @@
 // overwrites afterwards (backward/storage.cuh). Consumers load what TMA cannot read.
 #pragma once
 
+#include "attention/sm90/backward/dense.cuh"
 #include "attention/sm90/backward/layout.h"
-#include "attention/sm90/backward/part.cuh"
-#include "attention/sm90/masks/dense_mask.cuh"
 
 namespace fastattn::attention {
 
@@ -12,7 +11,7 @@ namespace fastattn::attention {
 template <class Traits>
 __device__ __forceinline__ char* own_bias(const BackwardPart<Traits>& own, int half) {
   const int row = has_one_row(own.args.mask) ? 0 : own.first_score_row();
-  return own.shared.bias_place(own.stage.index(), Traits::kSplitsKeys ? own.group : 0, half) +
+  return own.shared.bias_place(own.slot(), Traits::kSplitsKeys ? own.group : 0, half) +
          row * sm90::kRowBytes;
 }
 
@@ -25,7 +24,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
   const BackwardArguments& args = own.args;
   const KeyBlock& work = own.shared.work;
   const DenseMask& mask = args.mask;
-  const int head = work.kv_head * args.heads_per_kv + own.metadata().step.head;
+  const int head = work.kv_head * args.heads_per_kv + metadata_of(own).step.head;
   const int own_key = own.thread.warp * kLineKeys + own.thread.lane % kLineKeys;
   // Rows and keys past the end read the last one.
   const int key = smaller(work.first_key + own.first_own_key() + own_key, args.keys - 1);
@@ -47,19 +46,17 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
 // For a mask that TMA cannot read: each warp loads its keys before products need the registers.
 template <class Traits>
 __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
-  if constexpr (Traits::kBias) {
-    if (own.args.bias_by_tma || !own.is_changed()) {
-      return;
-    }
-    if (!is_wide(own.args.mask)) {
-      return fetch_elements<uint16_t>(own, row_block);
-    }
-    if constexpr (Traits::kSplitsKeys) {
-      const RingPosition<1> step = {own.stage.passed};
-      own.shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
-    }
-    fetch_elements<uint32_t>(own, row_block);
+  if (own.args.bias_by_tma || !is_changed(own)) {
+    return;
   }
+  if (!is_wide(own.args.mask)) {
+    return fetch_elements<uint16_t>(own, row_block);
+  }
+  if constexpr (Traits::kSplitsKeys) {
+    const RingPosition<1> step = {own.stage.passed};
+    own.shared.bias.scores_read.wait(step.phase() ^ 1);  // of the step before
+  }
+  fetch_elements<uint32_t>(own, row_block);
 }
 
 // -- adding ---------------------------------------------------------------------------------------
@@ -123,22 +120,20 @@ __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
 template <class Traits>
 __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
                                          typename BackwardPart<Traits>::Scores& s) {
-  if constexpr (Traits::kBias) {
-    if (!own.is_changed()) {
-      sm90::scale_rows(s, {own.args.scale, own.args.scale});
-      return;
-    }
-    if (own.args.bias_by_tma) {
-      own.shared.bias.full[own.stage.index()].wait(own.stage.phase());
-    }
-    switch (own.args.mask.type) {
-      case MaskType::kBFloat16:
-        return add_pairs<__nv_bfloat16>(own, s);
-      case MaskType::kFloat16:
-        return add_pairs<__half>(own, s);
-      default:
-        return add_floats(own, s);
-    }
+  if (!is_changed(own)) {
+    sm90::scale_rows(s, {own.args.scale, own.args.scale});
+    return;
+  }
+  if (own.args.bias_by_tma) {
+    own.shared.bias.full[own.slot()].wait(own.stage.phase());
+  }
+  switch (own.args.mask.type) {
+    case MaskType::kBFloat16:
+      return add_pairs<__nv_bfloat16>(own, s);
+    case MaskType::kFloat16:
+      return add_pairs<__half>(own, s);
+    default:
+      return add_floats(own, s);
   }
 }
 
@@ -147,20 +142,18 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
 // row that is broadcast: waits until all have read theirs.
 template <class Traits>
 __device__ __forceinline__ void sync_before_stores(const BackwardPart<Traits>& own) {
-  if constexpr (Traits::kBias) {
-    if (!Traits::kSplitsKeys && has_one_row(own.args.mask)) {
-      own.sync_all();
-    } else if (is_wide(own.args.mask)) {
-      own.sync();
-    }
+  if (!Traits::kSplitsKeys && has_one_row(own.args.mask)) {
+    own.sync_consumers();
+  } else if (is_wide(own.args.mask)) {
+    own.sync_group();
   }
 }
 
-// Releases the dS buffer that the next floats of an additive mask are loaded into. One thread.
+// Releases the dS buffer that the next floats of an additive mask are loaded into.
 template <class Traits>
 __device__ __forceinline__ void release_scores(const BackwardPart<Traits>& own) {
-  if constexpr (Traits::kBias && Traits::kSplitsKeys) {
-    if (is_wide(own.args.mask)) {
+  if constexpr (Traits::kSplitsKeys) {
+    if (own.leader && is_wide(own.args.mask)) {
       own.shared.bias.scores_read.arrive();
     }
   }

@@ -1,5 +1,6 @@
 // A consumer warpgroup's share of every tile of the backward's main kernel, and its position in the
-// ring. The argument of the functions in bias.cuh, masks.cuh, weights.cuh and consumer.cuh.
+// ring. The argument of the functions in masks.cuh, dense.cuh, bias.cuh, weights.cuh and
+// gradients.cuh.
 #pragma once
 
 #include "attention/sm90/backward/storage.cuh"
@@ -7,22 +8,29 @@
 
 namespace fastattn::attention {
 
-namespace ptx = sm90::ptx;
-
 using sm90::AccumulatorThread;
 
 template <class Traits>
 struct BackwardPart {
   static constexpr bool kSplitsKeys = Traits::kSplitsKeys;
-  // Scores^T: 64 keys x kScoreRows. As operands, P and dS, they take half the registers.
+  // In units of the 64 rows of a wgmma: scores^T 64 keys x kScoreRows, dK and dV 64 keys x
+  // kOwnColumns, dQ kDqParts times 64 x kDqWidth.
   static constexpr int kScoreRows = Traits::kScoreRows;
+  static constexpr int kOwnColumns = kSplitsKeys ? Traits::kHeadDim : Traits::kGroupColumns;
+  static constexpr int kDqParts = kSplitsKeys ? 1 : Traits::kGroupChunks;
+  static constexpr int kDqWidth = Traits::kTransposesDq ? Traits::kRows : Traits::kHeadDim;
   using Scores = float[kScoreRows / 2];
-  using ScoreOperand = uint32_t[kScoreRows / 4];
+  using ScoreOperand = uint32_t[kScoreRows / 4];  // of P or dS: half the registers
+  using Gradient = float[kOwnColumns / 2];
+  using Dq = float[kDqParts][kDqWidth / 2];
 
   BackwardStorage<Traits>& shared;
   const BackwardArguments& args;
   const int group;
   const AccumulatorThread thread;
+  // One thread, which releases slots: a wgmma that is complete for one warp is complete for the
+  // warpgroup.
+  const bool leader;
   RingPosition<Traits::kStages> stage;
 
   __device__ __forceinline__ BackwardPart(BackwardStorage<Traits>& storage,
@@ -31,14 +39,17 @@ struct BackwardPart {
         args(arguments),
         group(warpgroup),
         thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
-               static_cast<int>(threadIdx.x) % kWarp} {}
+               static_cast<int>(threadIdx.x) % kWarp},
+        leader(threadIdx.x % kWarpgroup == 0) {}
 
+  __device__ __forceinline__ int slot() const { return stage.index(); }
   __device__ __forceinline__ int first_own_key() const {
     return kSplitsKeys ? group * kMmaRows : 0;
   }
   __device__ __forceinline__ int first_score_row() const {
     return kSplitsKeys ? 0 : group * kScoreRows;
   }
+  __device__ __forceinline__ int first_own_chunk() const { return group * Traits::kGroupChunks; }
 
   // With an additive mask there are no registers for values derived from the lane: pinned, they are
   // recomputed where they are needed.
@@ -50,19 +61,28 @@ struct BackwardPart {
     return {thread.warp, static_cast<int>(lane[0])};
   }
 
-  // Under a dense mask: metadata of the step.
-  __device__ __forceinline__ const StepMetadata& metadata() const {
-    return shared.dense.metadata[stage.index()];
+  // -- barriers -----------------------------------------------------------------------------
+  __device__ __forceinline__ void sync_group() const {
+    ptx::bar_sync(kGroupBarrier + group, kWarpgroup);
   }
-  // Whether a dense mask changes this warpgroup's scores.
-  __device__ __forceinline__ bool is_changed() const {
-    return metadata().flags >> (kSplitsKeys ? group : 0) & 1;
+  __device__ __forceinline__ void sync_consumers() const {
+    ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);
+  }
+  // After this warpgroup has written operands into shared memory that it alone reads.
+  __device__ __forceinline__ void fence_for_wgmma() const {
+    ptx::fence_proxy_async();
+    sync_group();
   }
 
-  // Barrier of the warpgroup's four warps, and of all consumer warpgroups.
-  __device__ __forceinline__ void sync() const { ptx::bar_sync(kGroupBarrier + group, kWarpgroup); }
-  __device__ __forceinline__ void sync_all() const {
-    ptx::bar_sync(kScoresBarrier, Traits::kGroups * kWarpgroup);
+  __device__ __forceinline__ void await_rows() { shared.q_slots[slot()].full.wait(stage.phase()); }
+  __device__ __forceinline__ void await_dout() const {
+    shared.dout_full[slot()].wait(stage.phase());
+  }
+  __device__ __forceinline__ void release_rows() {
+    if (leader) {
+      shared.q_slots[slot()].empty.arrive();
+    }
+    stage.advance();
   }
 };
 

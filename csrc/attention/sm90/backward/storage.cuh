@@ -1,4 +1,29 @@
 // Shared memory and barriers of the backward's main kernel.
+//
+// mbarriers. Count: arrivals that complete a phase, one thread each, besides the bytes of copies.
+// Parity: that of a waiter's first wait; 0 waits for the first completion, 1 passes at once. g: a
+// consumer warpgroup. A wait for `passed` never blocks.
+//
+//   name              who arrives                                  count parity  who waits
+//   kv_full           load warp, with the bytes of K, and of V         2      0  consumers
+//   q_slots[s].full   load warp, with the bytes of Q (and of           2      0  consumers
+//                     dropout's row keys), and of lse
+//   q_slots[s].empty  every consumer, after the step's products  kGroups      1  load warp
+//   dout_full[s]      load warp, with the bytes of dO, of delta        2      0  consumers
+//   dq_slots[g].full  warps of consumer g, after their stores          4      0  dQ warp g
+//   dq_slots[g].empty dQ warp g, when the addition has read            1      1  consumer g
+//   bias.full[s]      load warp, with the bytes of the mask            1      0  consumers that add
+//   bias.scores_read  every consumer, after its dQ products      kGroups      1  mask loader
+//   passed            thread 0, before any thread waits                1      0  weigh
+//
+// The products with Q are the last ones of a step: releasing Q releases dO and everything else that
+// the step has loaded, which therefore has no barrier `empty`.
+//
+// Named barriers (bar.sync); 0 is __syncthreads.
+//
+//   number             who arrives and waits                      threads
+//   kScoresBarrier     all consumers: dS has been written   kGroups x 128
+//   kGroupBarrier + g  the four warps of consumer g                   128
 #pragma once
 
 #include "attention/sm90/backward/config.cuh"
@@ -8,10 +33,15 @@
 
 namespace fastattn::attention {
 
+namespace ptx = sm90::ptx;
+
 using sm90::Barrier;
 using sm90::BulkBuffer;
 using sm90::RingPosition;
 using sm90::Slot;
+
+constexpr int kScoresBarrier = 1;
+constexpr int kGroupBarrier = 2;
 
 template <class Traits, bool kSharesWeights = !Traits::kSplitsKeys>
 struct WeightStage {
@@ -48,9 +78,7 @@ struct StepMetadataRing<Traits, false> {};
 
 // An additive mask is loaded into the buffer that dS overwrites afterwards: for 64 keys, a block of
 // rows takes as many bytes. In 32 bits these are 32 keys, and the other 32 are loaded into a second
-// buffer: that of the previous step's dS, or else that of P. Full when TMA has written the groups
-// of keys that the step's metadata names; `scores_read` completes when the dQ products of every
-// warpgroup have read dS.
+// buffer: that of the previous step's dS, or else that of P.
 template <class Traits, bool kBias = Traits::kBias>
 struct BiasBarriers {
   Barrier full[Traits::kStages];
@@ -68,15 +96,10 @@ struct BackwardStorage {
   BulkBuffer<float, Traits::kChunkFloats> dq[Traits::kGroups];
   BulkBuffer<float, Traits::kRows> lse2[Traits::kStages], delta[Traits::kStages];
 
-  // Full when TMA has written both tiles, or a tile and its rows' lse or delta; empty when one
-  // thread of each consumer warpgroup has waited for the products that read it. The products with Q
-  // are the last ones of a step: releasing Q releases dO and everything else of the step.
   Barrier kv_full;
   Slot q_slots[Traits::kStages];
   Barrier dout_full[Traits::kStages];
-  // Full when the four warps have written, empty when the bulk addition has read.
   Slot dq_slots[Traits::kGroups];
-  // Complete from the start: a wait that always passes, see weigh.
   Barrier passed;
   KeyBlock work;
   DropoutRows<Traits> dropout;
@@ -95,8 +118,30 @@ struct BackwardStorage {
   }
 };
 
-// Named barriers; 0 is __syncthreads.
-constexpr int kScoresBarrier = 1;  // all warpgroups have written dS
-constexpr int kGroupBarrier = 2;   // + warpgroup: syncs its four warps
+template <class Traits>
+__device__ __forceinline__ void init_barriers(BackwardStorage<Traits>& shared) {
+  constexpr int kTwoLoads = 2;
+  shared.kv_full.init(kTwoLoads);
+  for (int stage = 0; stage < Traits::kStages; ++stage) {
+    shared.q_slots[stage].full.init(kTwoLoads);
+    shared.q_slots[stage].empty.init(Traits::kGroups);
+    shared.dout_full[stage].init(kTwoLoads);
+  }
+  for (Slot& slot : shared.dq_slots) {
+    slot.full.init(kWarpsPerGroup);
+    slot.empty.init(1);
+  }
+  if constexpr (Traits::kBias) {
+    for (Barrier& full : shared.bias.full) {
+      full.init(1);
+    }
+    if (Traits::kSplitsKeys) {
+      shared.bias.scores_read.init(Traits::kGroups);
+    }
+  }
+  shared.passed.init(1);
+  shared.passed.arrive();
+  ptx::fence_mbarrier_init();
+}
 
 }  // namespace fastattn::attention

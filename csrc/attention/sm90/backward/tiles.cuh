@@ -140,4 +140,35 @@ __device__ __forceinline__ Step next_step(const BackwardArguments& args, const K
   return with_work<Traits>(args, work, next_step(step, work.plan.visited));
 }
 
+// -- tile scheduler -------------------------------------------------------------------------------
+// Block of keys number `number`, first keys first: under a causal mask they have the most rows.
+template <class Traits>
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardArguments& args, int number) {
+  constexpr int kNoEnd = INT32_MAX;
+  const sm90::TilePlace place = sm90::tile_place(args.order, number);
+  const Packing& packing = args.packing;
+  const int kv_heads = args.heads / args.heads_per_kv;
+  int block = args.order.row_tiles - 1 - place.row_tile;
+  int batch = place.head / kv_heads;
+  KeyBlock work;
+  work.kv_head = place.head - batch * kv_heads;
+  if (packing.key_offsets) {
+    batch = sequence_of_block(packing.key_offsets, packing.sequences, Traits::kKeys, block);
+    block -= first_block(packing.key_offsets, batch, Traits::kKeys);
+  }
+  work.first_key = block * Traits::kKeys;
+  const Sequence sequence = sequence_of(args, batch, Traits::kRows);
+  work.sequence = sequence;
+  // The rows after a packed sequence's last one are not zero.
+  work.plan =
+      plan_rows(work.first_key, Traits::kKeys, sequence.bounds, sequence.queries, sequence.keys,
+                packing.query_offsets ? kNoEnd : args.queries, Traits::kRows);
+  const Range visited = work.plan.visited;
+  work.steps = is_empty(visited) ? 0 : args.heads_per_kv * (visited.end - visited.begin);
+  if (Traits::kDense && work.steps > 0) {
+    work.steps = first_step<Traits>(args, work).head < args.heads_per_kv ? 1 : 0;
+  }
+  return work;
+}
+
 }  // namespace fastattn::attention

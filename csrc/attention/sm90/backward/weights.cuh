@@ -35,7 +35,7 @@ __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptB
     const uint32_t least = ~(static_cast<uint32_t>(own.args.dropout.threshold % 256) * kEveryByte);
     const uint32_t column_key =
         own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())];
-    const uint32_t* row_keys = own.shared.dropout.rows[own.stage.index()].data +
+    const uint32_t* row_keys = own.shared.dropout.rows[own.slot()].data +
                                dropout::units(own.first_score_row()) + own.thread.first_column();
 #pragma unroll
     for (uint32_t& word : kept) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
                                       typename BackwardPart<Traits>::Scores& s,
                                       const KeptBits<Traits>& kept) {
   const float* lse2 =
-      own.shared.lse2[own.stage.index()].data + own.first_score_row() + own.thread.first_column();
+      own.shared.lse2[own.slot()].data + own.first_score_row() + own.thread.first_column();
   constexpr int kStep = Traits::kDense || Traits::kDropout ? 1 : 8;
   float sum = 0.0f;
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
                                               const typename BackwardPart<Traits>::Scores& dp) {
   using Element = typename Traits::Element;
   const float* delta =
-      own.shared.delta[own.stage.index()].data + own.first_score_row() + own.thread.first_column();
+      own.shared.delta[own.slot()].data + own.first_score_row() + own.thread.first_column();
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
     const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);

@@ -1,4 +1,31 @@
 // Shared memory and barriers of the forward.
+//
+// mbarriers. Count: arrivals that complete a phase, one thread each, besides the bytes of copies.
+// Parity: that of a waiter's first wait; 0 waits for the first completion, 1 passes at once. g: a
+// consumer warpgroup. A wait for `passed` never blocks.
+//
+//   name                   who arrives                                count parity  who waits
+//   q_slots[b][g].full     load warp, with the bytes of Q                 1      0  consumer g
+//   q_slots[b][g].empty    consumer g, after the tile's last Q K^T        1      1  load warp
+//   k_slots[s].full        load warp, with the bytes of K                 1      0  consumers
+//                          (and of dropout's column keys)
+//   k_slots[s].empty       every consumer, after Q K^T              kGroups      1  load warp
+//   v_slots[s].full        load warp, with the bytes of V                 1      0  consumers
+//   v_slots[s].empty       every consumer, after P V                kGroups      1  load warp
+//   out_slots[g].full      warps of consumer g, after their stores        4      0  store warp g
+//   out_slots[g].empty     store warp g, when TMA has read                1      1  consumer g
+//   bias.slots[g][i].full  bias warp g, with the bytes of the mask        1      0  consumer g
+//   bias.slots[g][i].empty warps of consumer g, after their reads         4      1  bias warp g
+//   queue.slots[i].full    load warp, when it has written the tile        1      0  all others
+//   queue.slots[i].empty   warps of consumers                      4 kGroups      1  load warp
+//                          (and store or bias warps)               + kGroups
+//   passed                 thread 0, before any thread waits              1      0  await_weights
+//
+// Named barriers (bar.sync, bar.arrive); 0 is __syncthreads.
+//
+//   number                who                                                 threads
+//   kPingPongBarrier + g  consumer g waits until the one before has arrived   2 x 128
+//   kGroupBarrier + g     the four warps of consumer g                            128
 #pragma once
 
 #include "attention/attention.h"
@@ -15,6 +42,10 @@ using sm90::BulkBuffer;
 using sm90::kWarp;
 using sm90::Slot;
 using sm90::TileQueue;
+
+constexpr int kPingPongBarrier = 1;
+constexpr int kGroupBarrier = 4;
+constexpr int kWarpsPerGroup = kWarpgroup / kWarp;
 
 template <class Traits, bool kStagesOutput = Traits::kStagesOutput>
 struct OutputStage {
@@ -63,23 +94,14 @@ struct SharedStorage {
   BiasRings<Traits> bias;
   OutputStage<Traits> out;  // after the aligned members: an empty one takes a byte
 
-  // Q, K, V: full when TMA has written the bytes, empty when one thread of every warpgroup that
-  // reads them has waited for its products. Out: full when the four warps have written, empty when
-  // the TMA store has read.
   Slot q_slots[Traits::kQueryBuffers][Traits::kGroups];
   Slot k_slots[Traits::kStages], v_slots[Traits::kStages];
   Slot out_slots[Traits::kGroups];
   TileQueue queue;
-  // Complete from the start: a wait that always passes, see await_weights.
   Barrier passed;
   DropoutKeys<Traits> dropout;
   BlockMetadataRing<Traits> dense;
 };
-
-// Named barriers; 0 is __syncthreads.
-constexpr int kPingPongBarrier = 1;  // + warpgroup: it may issue
-constexpr int kGroupBarrier = 4;     // + warpgroup: syncs its four warps
-constexpr int kWarpsPerGroup = kWarpgroup / kWarp;
 
 template <class Traits>
 __device__ __forceinline__ void init_barriers(SharedStorage<Traits>& shared) {

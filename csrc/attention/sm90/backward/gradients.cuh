@@ -1,0 +1,55 @@
+// What leaves a consumer warpgroup of the backward: its part of dQ in every step, dK and dV at the
+// end.
+#pragma once
+
+#include "attention/sm90/backward/part.cuh"
+
+namespace fastattn::attention {
+
+// Into shared memory, from where a dQ warp adds it to the sum. Each thread stores four floats at a
+// time, side by side: no bank conflicts.
+template <class Traits>
+__device__ __forceinline__ void stage_dq(const BackwardPart<Traits>& own,
+                                         const typename BackwardPart<Traits>::Dq& parts) {
+  constexpr int kFours = BackwardPart<Traits>::kDqWidth / 8;
+  Slot& slot = own.shared.dq_slots[own.group];
+  // Each step fills one stage and one buffer of dQ, so both count steps.
+  const RingPosition<1> position = {own.stage.passed};
+  slot.empty.wait(position.phase() ^ 1);
+  float4* to = reinterpret_cast<float4*>(own.shared.dq[own.group].data) + threadIdx.x % kWarpgroup;
+#pragma unroll
+  for (const auto& acc : parts) {
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      to[i * kWarpgroup] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+    }
+    to += kFours * kWarpgroup;
+  }
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (own.thread.lane == 0) {
+    slot.full.arrive();
+  }
+}
+
+// dK or dV, if it is needed.
+template <class Traits>
+__device__ __forceinline__ void write_gradient(const BackwardPart<Traits>& own,
+                                               const TensorView& view, int columns,
+                                               const typename BackwardPart<Traits>::Gradient& acc) {
+  using Element = typename Traits::Element;
+  if (!view.data) {
+    return;
+  }
+  const KeyBlock& work = own.shared.work;
+  const Sequence& sequence = work.sequence;
+  const int key = work.first_key + own.first_own_key() + own.thread.upper_row();
+  const int column = Traits::kSplitsKeys ? 0 : own.group * BackwardPart<Traits>::kOwnColumns;
+  Element* to = static_cast<Element*>(view.data) + sequence.entry * view.batch_stride +
+                work.kv_head * view.head_stride + (sequence.key_origin + key) * view.row_stride +
+                column;
+  sm90::store_global(to, view.row_stride, sequence.key_rows - key, columns - column, acc,
+                     own.thread);
+}
+
+}  // namespace fastattn::attention

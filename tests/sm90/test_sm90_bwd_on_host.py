@@ -164,6 +164,14 @@ def test_orders_of_sums(simulate: Callable[[], None], name: str, in_order: bool)
         _compare(simulate, spec, sample, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["bias_fp32_128", "packed_dropout_64"])
+def test_adjacent_sections(simulate: Callable[[], None], name: str) -> None:
+    """With the library's own layout of the workspace; other tests have guards between sections."""
+    spec, sample = next((spec, s) for spec, s in CASES if s.name == name)
+    with bindings.own_layout(), deterministic_algorithms():
+        _compare(simulate, spec, sample, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", ["bias_transposed", "bias_fp32_odd_64", "bias_fp32_odd_192"])
 def test_masks_that_are_fetched(
     simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch, name: str

@@ -259,6 +259,15 @@ def test_a_short_section_is_detected(
             bindings.library().on_host_short_section(-1)
 
 
+@pytest.mark.parametrize("name", ["64 mask", "128 packed splits"])
+def test_adjacent_sections(
+    machine: Callable[[Instance], Machine], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With the library's own layout of the workspace; other tests have guards between sections."""
+    with bindings.own_layout():
+        test_forward(machine, monkeypatch, name)
+
+
 def check_forward(c: Case) -> None:
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E

@@ -1,8 +1,8 @@
 """What the bindings of the Hopper kernels plan before they launch (split-KV, tile counters, copies
-of masks, splits of a mask's gradient, the order of sums), and that launches stay inside the
-workspace.
+of masks, splits of a mask's gradient, the order of sums), and how they divide the workspace.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -200,6 +200,72 @@ def test_splits_of_a_mask_gradient(
         dmask = torch.empty_like(mask) if needed else mask.new_empty(0)
         sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
     assert splits == [1, count]
+
+
+# -- layout ---------------------------------------------------------------------------------------
+def _forward(B: int, M: int, N: int, **options: object) -> None:
+    _plan([None], *_decoding(B, 3, 3, M, N), **options)
+
+
+def _packed_forward(rows: int, sequences: int) -> None:
+    q = torch.empty(rows * sequences, 8, 64, dtype=torch.bfloat16)
+    offsets = torch.empty(sequences + 1, dtype=torch.int32)
+    options = (offsets, offsets, rows, rows, 0, -1, -1, 0.1, 0.0, None, 0)
+    call = PackedForwardCall(q, q, q, *options)
+    sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
+
+
+def _backward(mask: Tensor | None = None, dropout_p: float = 0.0, in_order: bool = False) -> None:
+    q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    options = (0, -1, -1, 1.0, dropout_p, seed, 0, (True,) * 4)
+    call = BackwardCall(
+        None, None, q, k, v, mask, None, None, None, q, torch.empty(2, 3, 65), *options
+    )
+    dmask = torch.empty(0) if mask is None else torch.empty_like(mask)
+    with deterministic_algorithms(in_order):
+        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        # out and max_sum of the splits
+        (partial(_forward, 1, 1, 9001), 2),
+        # the counter, dropout's column keys
+        (partial(_forward, 2, 70, 130, dropout_p=0.1), 2),
+        # the counter; bits, plain and classes of a mask; its copy
+        (partial(_forward, 2, 30, 43, mask=torch.zeros(2, 1, 30, 43)), 5),
+        # the counter, the order of sequences
+        (partial(_packed_forward, 2049, 3), 2),
+        # lse2, delta, dq_sum, the counter
+        (_backward, 4),
+        # semaphores, dropout's row keys
+        (partial(_backward, dropout_p=0.1, in_order=True), 6),
+        # bits, plain and classes of a mask; the splits of its gradient
+        (partial(_backward, torch.zeros(1, 1, 1, 270)), 8),
+    ],
+)
+def test_sections_of_the_workspace(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], None], count: int
+) -> None:
+    """In the library's own layout they begin at multiples of 128 bytes, do not overlap, and are
+    together as large as the workspace that the binding asks for.
+    """
+    if reason := missing():
+        pytest.skip(reason)
+    launched: list[str] = []
+    bindings.use(monkeypatch, lambda op, problem, _: launched.append(op))
+    with bindings.own_layout():
+        call()
+        found, size = bindings.sections()
+    assert len(launched) == 1 and len(found) == count
+    end = 0
+    for offset, length in found:
+        assert length > 0
+        assert offset == -(-end // 128) * 128
+        end = offset + length
+    assert size == -(-end // 128) * 128
 
 
 def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:

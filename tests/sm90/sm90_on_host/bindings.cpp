@@ -52,6 +52,17 @@ ENTRY void on_host_guard(int on) {
     mprotect(guard, fastattn::kPage, on ? PROT_NONE : PROT_READ | PROT_WRITE);
   }
 }
+// Whether workspaces from then on have guards, or the library's own layout.
+ENTRY void on_host_guards_sections(int on) {
+  fastattn::guards_sections = on != 0;
+}
+// The offset and the size of each section of the last workspace without guards; returns how many.
+ENTRY int on_host_sections(int64_t* result, int most) {
+  const auto& sections = fastattn::sections;
+  const size_t count = std::min(sections.size(), static_cast<size_t>(2 * most));
+  std::copy(sections.begin(), sections.begin() + count, result);
+  return static_cast<int>(sections.size() / 2);
+}
 ENTRY void on_host_short_section(int section) {
   fastattn::short_section = section;
 }

@@ -1,12 +1,13 @@
 """The bindings of the Hopper kernels for CPU tensors: what they launch runs on a simulator.
 
 Schemas, the conversion of arguments, the plan and the workspace are those of the library; sections
-of the workspace end before inaccessible pages.
+of the workspace end before inaccessible pages, except within `own_layout`.
 """
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +104,27 @@ def poison_workspace() -> None:
     library().on_host_guard(0)
     _workspaces[0].fill_(0xFF)
     library().on_host_guard(1)
+
+
+@contextlib.contextmanager
+def own_layout() -> Iterator[None]:
+    """Inside, workspaces have the library's own layout, without guards between sections."""
+    library().on_host_guards_sections(0)
+    try:
+        yield
+    finally:
+        library().on_host_guards_sections(1)
+
+
+def sections() -> tuple[list[tuple[int, int]], int]:
+    """Offset and size of each section of the last workspace in the library's own layout, and the
+    size that was asked for.
+    """
+    most = 32
+    numbers = (ctypes.c_int64 * (2 * most))()
+    count = library().on_host_sections(numbers, most)
+    assert count <= most
+    return [(numbers[2 * i], numbers[2 * i + 1]) for i in range(count)], _workspaces[0].numel()
 
 
 def plan(splits: int, counted: bool, ordered: bool) -> None:

@@ -115,7 +115,10 @@ def test_nothing_to_compute(plans: list[Plan], shape: tuple[int, ...]) -> None:
         ((1, 17, 17, 1024, 1024), {"causal": 1}, True),
         ((1, 17, 17, 1024, 1024), {}, False),  # equal tiles
         ((1, 17, 17, 1024, 1024), {"key_lengths": torch.ones(1, dtype=torch.int32)}, True),
-        ((1, 23, 23, 1024, 1024, 64), {}, True),
+        ((4, 23, 23, 1024, 1024, 64), {}, True),
+        ((1, 23, 23, 1024, 1024, 64), {}, False),  # 8 blocks of keys for an SM
+        ((64, 16, 16, 1, 512, 64), {}, False),
+        ((64, 16, 16, 1, 1024, 64), {}, True),
         ((1, 1, 1, 128, 128), {"dropout_p": 0.1}, True),
     ],
 )

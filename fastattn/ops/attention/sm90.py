@@ -3,9 +3,9 @@
 Lengths, packed sequences, causal masks and windows are loop bounds of the same kernels. Tensors are
 read and written through their strides, which the copy engine (TMA) wants to be multiples of 16
 bytes. The library plans the workspace (csrc/attention/sm90/*/workspace.h): where tiles differ in
-length or are short, thread blocks draw them from a counter; dropout hashes columns once; a dense
-mask becomes bits and classes of tiles; where tiles are few, as in decoding, their keys are split
-and another kernel combines the results.
+length or, at head dim 64, are many, thread blocks draw them from a counter; dropout hashes columns
+once; a dense mask becomes bits and classes of tiles; where tiles are few, as in decoding, their
+keys are split and another kernel combines the results.
 """
 
 from operator import attrgetter

@@ -48,9 +48,13 @@ inline int num_splits(int64_t tiles, int rows, int blocks, int block, int num_sm
 
 // After cut_keys_of_one_query and merge_groups.
 inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int num_sms) {
-  // Up to this head dim a counter is used for equal tiles too: with another kernel on an H200 it
-  // was 5 % faster than fixed strides at head dim 64.
-  constexpr int kCountedHeadDim = 64;
+  // Up to this head dim a counter is used for equal tiles too, where an SM computes many blocks of
+  // keys: with another kernel on an H200 it was 5 % faster than fixed strides at head dim 64.
+  // Zeroing the counter costs a launch, two or three microseconds, and a block one or two
+  // (estimates). No kernel can leave it at zero for the next call: workspace is allocated per call,
+  // and launches on two streams, or a replayed graph beside others, would share a counter per
+  // device.
+  constexpr int kCountedHeadDim = 64, kCountedBlocks = 32;
   // Sequences are sorted where the last tiles may be long ones that the others wait for: a block of
   // keys takes a microsecond or two, the sorting launch two or three (estimates).
   constexpr int kOrderKeys = 1024;
@@ -81,7 +85,9 @@ inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int nu
     return {splits, true, waits && unequal && packing.sequences > 1};
   }
   const bool unequal = bounds_restrict(p) || p.has_lengths();
-  return {splits, waits && (splits > 1 || unequal || dim <= kCountedHeadDim), false};
+  const int64_t sm_blocks = tiles * ceil_div(keys, block) / num_sms;
+  const bool many = dim <= kCountedHeadDim && sm_blocks >= kCountedBlocks;
+  return {splits, waits && (splits > 1 || unequal || many), false};
 }
 
 inline void lay_out(ForwardProblem& p, Variant variant, const ForwardPlan& plan,

@@ -188,6 +188,7 @@ _LAYERS = (
             "fastattn.ops.*.op",
         ),
     ),
+    ("fastattn._openmp", ()),
     ("fastattn.nn", ("fastattn.functional", "fastattn.nn", "fastattn.ops")),
     ("fastattn.integrations", ("fastattn.functional", "fastattn.nn", "fastattn.integrations")),
     (
@@ -219,7 +220,7 @@ def layers_import_upwards(package: Path) -> list[str]:
             continue
         op = _op_of(name) or "<op>"
         if name == "fastattn":
-            allowed = ("fastattn.functional", "fastattn.integrations")
+            allowed = ("fastattn._openmp", "fastattn.functional", "fastattn.integrations")
         else:
             layers = [(p.replace("<op>", op), allowed) for p, allowed in _LAYERS]
             plain = re.sub(r"\.spec_\w+$", ".spec", name)  # an op's folder may hold several specs
@@ -279,7 +280,7 @@ _REGISTRARS = ("fastattn.ops._op", "fastattn.ops._autograd", "fastattn.integrati
 
 def environment_queries_outside_env(package: Path) -> list[str]:
     """6. Only _op.py and _autograd.py call torch.library, only _env.py asks for versions and
-    devices.
+    devices; _openmp.py sets a variable before torch is loaded.
     """
     found = []
     for name, path in _modules(package).items():
@@ -289,7 +290,7 @@ def environment_queries_outside_env(package: Path) -> list[str]:
         for chain in _attributes(path):
             if re.match(r"torch\.library\b", chain) and name not in _REGISTRARS:
                 found.append(f"{name} uses torch.library")
-            if name == "fastattn.ops._env":
+            if name in ("fastattn.ops._env", "fastattn._openmp"):
                 continue
             if question := _QUESTIONS.match(chain):
                 found.append(f"{name} asks {question.group()}")

@@ -41,7 +41,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if not covers(self, query, key, value, key_padding_mask, attn_mask):
+        if not is_supported(self, query, key, value, key_padding_mask, attn_mask):
             return super().forward(
                 query,
                 key,
@@ -80,7 +80,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return linear(context, self.out_proj.weight, self.out_proj.bias), weights
 
 
-def covers(
+def is_supported(
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
@@ -215,41 +215,42 @@ def project(
             for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
     if query is key and key is value:
-        return project_packed(module, query, 0, 3)
+        return project_heads(module, query, 0, 3)
     if key is value:
-        return project_packed(module, query, 0, 1) + project_packed(module, key, 1, 2)
+        return project_heads(module, query, 0, 1) + project_heads(module, key, 1, 2)
     if query is key:
-        return project_packed(module, query, 0, 2) + project_packed(module, value, 2, 1)
+        return project_heads(module, query, 0, 2) + project_heads(module, value, 2, 1)
     return (
-        project_packed(module, query, 0, 1)
-        + project_packed(module, key, 1, 1)
-        + project_packed(module, value, 2, 1)
+        project_heads(module, query, 0, 1)
+        + project_heads(module, key, 1, 1)
+        + project_heads(module, value, 2, 1)
     )
 
 
-def project_packed(
+def project_heads(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
-    """x times blocks `first` to `first + count` of the packed weight, as heads `[B, H, S, D]`."""
-    return tuple(_heads(module, part) for part in project_parts(module, x, first, count))
+    """`project_in` as heads: `count` tensors `[B, H, S, D]`."""
+    return tuple(_heads(module, part) for part in project_each(module, x, first, count))
 
 
-def project_parts(
+def project_each(
     module: nn.MultiheadAttention, x: Tensor, first: int, count: int
 ) -> tuple[Tensor, ...]:
-    """x `[..., E]` times blocks of the packed weight (0 query, 1 key, 2 value): `[..., H, D]`."""
-    return project_stacked(module, x, first, count).unbind(-3)
+    """`project_in` as `count` tensors `[..., H, D]`."""
+    return project_in(module, x, first, count).unbind(-3)
 
 
-def project_stacked(module: nn.MultiheadAttention, x: Tensor, first: int, count: int) -> Tensor:
-    """Like `project_parts`, as one tensor `[..., count, H, D]`."""
+def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int) -> Tensor:
+    """x `[..., E]` times `count` blocks of `in_proj_weight` (0 query, 1 key, 2 value), beginning
+    with block `first`: `[..., count, H, D]`.
+    """
     weight: Tensor = module.in_proj_weight
     bias: Tensor | None = module.in_proj_bias
     if count < 3:
         rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
         weight, bias = weight[rows], None if bias is None else bias[rows]
-    packed = linear(x, weight, bias)  # [..., count * E]
-    return packed.unflatten(-1, (count, module.num_heads, module.head_dim))
+    return linear(x, weight, bias).unflatten(-1, (count, module.num_heads, module.head_dim))
 
 
 def extended_keys(

@@ -17,10 +17,10 @@ from fastattn.nn.attention import (
     MultiheadAttention,
     attend,
     attention_context,
-    covers,
+    is_supported,
     merge_heads,
-    project_packed,
-    project_stacked,
+    project_heads,
+    project_in,
 )
 from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.nn.feed_forward import fused_activation
@@ -32,7 +32,7 @@ from fastattn.nn.fusion import (
     linear,
     weight_and_bias,
 )
-from fastattn.nn.norm import fused_add_norm, fused_add_norm_and_sum, fuses
+from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
 from fastattn.nn.packing import Packing, packed_context
 
 # Input of a block -> the attention's context before its output projection, None if not supported.
@@ -42,7 +42,7 @@ Block = Callable[[Tensor], Tensor]
 Layer: TypeAlias = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
-def context_of(
+def fused_context(
     attention: nn.Module,
     query: Tensor,
     memory: Tensor,
@@ -54,7 +54,7 @@ def context_of(
     """The attention's context before its output projection; None if the module must be called."""
     if not is_unmodified(attention, nn.MultiheadAttention, MultiheadAttention):
         return None
-    if not covers(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
+    if not is_supported(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
         return None
     return attention_context(
         attention,  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def _attention_block(
     Post-norm: both are one tensor, and `norm` is this block's. Pre-norm: y is normalised, and
     `norm` is that of the next block.
     """
-    heads = context(y) if fuses(dropout, norm) else None
+    heads = context(y) if can_fuse(dropout, norm) else None
     if heads is None:
         x = x + block(y)
         y = norm(x)
@@ -115,7 +115,7 @@ def _feed_forward_block(
     )
     activation = None
     if inherits(layer, base, "_ff_block") and (
-        is_unmodified(dropout, nn.Dropout) if norm is None else fuses(dropout, norm)
+        is_unmodified(dropout, nn.Dropout) if norm is None else can_fuse(dropout, norm)
     ):
         activation = fused_activation(linear1, layer.activation, inner, linear2)
     if activation is None:
@@ -157,13 +157,13 @@ def encoder_layer(
 
 
 def packed_encoder_layer(
-    layer: nn.TransformerEncoderLayer, x: Tensor, real: Packing, causal: bool
+    layer: nn.TransformerEncoderLayer, x: Tensor, packing: Packing, causal: bool
 ) -> Tensor:
     """`layer` on packed rows `[T, E]`."""
     streams, attention = DropoutStreams(x.device), layer.self_attn
 
     def attend_self(y: Tensor) -> Tensor:
-        return packed_context(attention, y, y, real, real, causal, streams)
+        return packed_context(attention, y, y, packing, packing, causal, streams)
 
     def self_block(y: Tensor) -> Tensor:
         return layer.dropout1(_output(attention, attend_self(y)))
@@ -175,7 +175,7 @@ def packed_decoder_layer(
     layer: nn.TransformerDecoderLayer,
     x: Tensor,
     memory: Tensor,
-    real: Packing,
+    target: Packing,
     source: Packing,
     causal: bool,
 ) -> Tensor:
@@ -184,10 +184,10 @@ def packed_decoder_layer(
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
 
     def attend_self(y: Tensor) -> Tensor:
-        return packed_context(self_attn, y, y, real, real, causal, streams)
+        return packed_context(self_attn, y, y, target, target, causal, streams)
 
     def attend_memory(y: Tensor) -> Tensor:
-        return packed_context(cross_attn, y, memory, real, source, False, streams)
+        return packed_context(cross_attn, y, memory, target, source, False, streams)
 
     return decoder_layer(
         layer,
@@ -231,16 +231,16 @@ def decoder_layer_step(
     rows, key_lengths = slots
 
     def attend_self(y: Tensor) -> Tensor:
-        packed = project_stacked(self_attn, y, 0, 3)
-        packed = packed if self_attn.batch_first else packed.transpose(0, 1)  # [B, S, 3, H, D]
-        past.target.index_copy_(1, rows, packed[:, :, 1:].to(past.target.dtype))  # autocast's dtype
-        q = packed[:, :, 0].transpose(1, 2)
+        qkv = project_in(self_attn, y, 0, 3)
+        qkv = qkv if self_attn.batch_first else qkv.transpose(0, 1)  # [B, S, 3, H, D]
+        past.target.index_copy_(1, rows, qkv[:, :, 1:].to(past.target.dtype))  # autocast's dtype
+        q = qkv[:, :, 0].transpose(1, 2)
         k, v = past.target_heads()
         heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)
         return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:
-        (q,) = project_packed(cross_attn, y, 0, 1)
+        (q,) = project_heads(cross_attn, y, 0, 1)
         k, v = past.memory_heads()
         mask, lengths = cache.memory_mask, cache.memory_lengths
         heads = attend(cross_attn, q, k, v, streams, mask=mask, key_lengths=lengths)
@@ -257,8 +257,8 @@ def decoder_layer_step(
 
 def project_memory(layer: nn.TransformerDecoderLayer, memory: Tensor) -> Tensor:
     """The keys and values of the cross-attention, `[B, N, 2, H, D]`."""
-    packed = project_stacked(layer.multihead_attn, memory, 1, 2)
-    return packed if layer.multihead_attn.batch_first else packed.transpose(0, 1)
+    kv = project_in(layer.multihead_attn, memory, 1, 2)
+    return kv if layer.multihead_attn.batch_first else kv.transpose(0, 1)
 
 
 def _output(attention: nn.MultiheadAttention, context: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.nn.attention import floating_mask, matching_masks
-from fastattn.nn.blocks import context_of, decoder_layer, encoder_layer
+from fastattn.nn.blocks import decoder_layer, encoder_layer, fused_context
 from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import DropoutStreams, inherits
 
@@ -41,7 +41,7 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerEncoderLayer, "_sa_block"):
                 return None
-            return context_of(self.self_attn, y, y, mask, padding, is_causal, streams)
+            return fused_context(self.self_attn, y, y, mask, padding, is_causal, streams)
 
         def self_block(y: Tensor) -> Tensor:
             masks = floating_mask(mask, src.dtype), floating_mask(padding, src.dtype)
@@ -89,12 +89,12 @@ class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
         def attend_self(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_sa_block"):
                 return None
-            return context_of(self.self_attn, y, y, *self_masks, streams)
+            return fused_context(self.self_attn, y, y, *self_masks, streams)
 
         def attend_memory(y: Tensor) -> Tensor | None:
             if not inherits(self, nn.TransformerDecoderLayer, "_mha_block"):
                 return None
-            return context_of(self.multihead_attn, y, memory, *memory_masks, streams)
+            return fused_context(self.multihead_attn, y, memory, *memory_masks, streams)
 
         return decoder_layer(
             self,

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm` in place of torch's, and `AddNorm`: norm(x + dropout(sublayer output)).
 
 The drop-ins differ from `torch.nn`'s only in `forward`. `fused_add_norm` is the end of a block of
-a Transformer layer as one op, for modules that `fuses` accepts.
+a Transformer layer as one op, for modules that `can_fuse` accepts.
 """
 
 import math
@@ -23,12 +23,12 @@ from fastattn.nn.fusion import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _takes_eps(eps: Any) -> bool:
+def _is_valid_eps(eps: Any) -> bool:
     """Whether the ops accept this eps: torch's norms compute a result for any number."""
     return isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps < math.inf
 
 
-def _covered(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
+def _is_supported(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
     """Whether the ops accept x; everything else, errors included, is handled by torch's forward."""
     rank = len(normalized_shape)
     return (
@@ -37,7 +37,7 @@ def _covered(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> bool:
         and x.layout is torch.strided
         and x.dim() >= rank > 0
         and x.shape[x.dim() - rank :] == normalized_shape
-        and _takes_eps(eps)
+        and _is_valid_eps(eps)
     )
 
 
@@ -64,7 +64,7 @@ class LayerNorm(DropIn, nn.LayerNorm):
     """`torch.nn.LayerNorm` on the `layer_norm` op."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _covered(input, self.normalized_shape, self.eps):
+        if not _is_supported(input, self.normalized_shape, self.eps):
             return super().forward(input)
         x = _autocast_input(input)
         if len(self.normalized_shape) == 1:
@@ -79,7 +79,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
     """`torch.nn.RMSNorm` on the `rms_norm` op. As in torch, the default eps is fp32's or fp64's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _covered(x, self.normalized_shape, 0.0 if self.eps is None else self.eps):
+        if not _is_supported(x, self.normalized_shape, 0.0 if self.eps is None else self.eps):
             return super().forward(x)
         x = _autocast_input(x)
         eps = self.eps
@@ -119,18 +119,18 @@ class AddNorm(nn.Module):
         if x.shape != y.shape:
             raise ValueError(f"y must have the shape of x, {list(x.shape)}, got {list(y.shape)}")
         norm = self.norm
-        if fuses(self.dropout, norm) and _covered(x, norm.normalized_shape, norm.eps):
+        if can_fuse(self.dropout, norm) and _is_supported(x, norm.normalized_shape, norm.eps):
             return fused_add_norm(y, None, x, self.dropout, self.norm, DropoutStreams(x.device))
         return self.norm(x + self.dropout(y))
 
 
-def fuses(dropout: nn.Module, norm: nn.Module) -> bool:
+def can_fuse(dropout: nn.Module, norm: nn.Module) -> bool:
     """Whether `fused_add_norm` can replace both: unmodified modules, a norm over one dimension."""
     return (
         is_unmodified(dropout, nn.Dropout)
         and is_unmodified(norm, nn.LayerNorm, LayerNorm)
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
-        and _takes_eps(norm.eps)
+        and _is_valid_eps(norm.eps)
     )
 
 

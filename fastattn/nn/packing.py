@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.functional import Lengths
-from fastattn.nn.attention import MultiheadAttention, project_parts
+from fastattn.nn.attention import MultiheadAttention, project_each
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 
@@ -101,12 +101,12 @@ def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
             raise ValueError(f"{name} must be None with {lengths}, which replaces it")
 
 
-def packs_norm(norm: nn.Module | None) -> bool:
+def can_pack_norm(norm: nn.Module | None) -> bool:
     """Whether a stack's norm, if there is one, computes the same on packed rows."""
     return norm is None or is_unmodified(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
-def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
+def can_pack(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
     """Whether `layer` computes the same on packed rows: unmodified modules of torch or fastattn.
 
     The linear layers may have other weights (parametrizations) but must be linear layers: another
@@ -126,7 +126,7 @@ def packs(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
             if attention.bias_k is not None:
                 return False
         elif name.startswith("norm"):
-            if not packs_norm(child):
+            if not can_pack_norm(child):
                 return False
         elif name.startswith("dropout"):
             if not is_unmodified(child, nn.Dropout):
@@ -150,10 +150,10 @@ def packed_context(
 ) -> Tensor:
     """The context of `attention`, before its output projection: y `[T, E]`, memory `[S, E]`."""
     if y is memory:
-        q, k, v = project_parts(attention, y, 0, 3)  # [T, H, D]
+        q, k, v = project_each(attention, y, 0, 3)  # [T, H, D]
     else:
-        (q,) = project_parts(attention, y, 0, 1)
-        k, v = project_parts(attention, memory, 1, 2)
+        (q,) = project_each(attention, y, 0, 1)
+        k, v = project_each(attention, memory, 1, 2)
     p = float(attention.dropout) if attention.training else 0.0
     heads = functional.attention_varlen(
         q,

@@ -26,7 +26,7 @@ from fastattn.nn.layers import (
     TransformerEncoderLayer,
     are_masks,
 )
-from fastattn.nn.packing import Packing, packs, packs_norm, refuse_padding_masks
+from fastattn.nn.packing import Packing, can_pack, can_pack_norm, refuse_padding_masks
 
 
 class TransformerEncoder(DropIn, nn.TransformerEncoder):
@@ -86,25 +86,25 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
     ) -> Tensor:
         refuse_padding_masks("src_lengths", src_key_padding_mask=src_key_padding_mask)
         batch_first = self.layers[0].self_attn.batch_first
-        real = Packing.of(src, src_lengths, batch_first, "src", "src_lengths")
+        packing = Packing.of(src, src_lengths, batch_first, "src", "src_lengths")
         causal = detect_causal(mask, is_causal, src, batch_first)
-        if self._packs(mask, causal):
-            return real.unpack(self._forward_packed(real.pack(src), real, causal))
-        padding = _padding_mask_like(mask, real, src)
-        return real.zero_padding(self.forward(src, mask, padding, is_causal))
+        if self._can_pack(mask, causal):
+            return packing.unpack(self._forward_packed(packing.pack(src), packing, causal))
+        padding = _padding_mask_like(mask, packing, src)
+        return packing.zero_padding(self.forward(src, mask, padding, is_causal))
 
-    def _packs(self, mask: Tensor | None, causal: bool) -> bool:
+    def _can_pack(self, mask: Tensor | None, causal: bool) -> bool:
         check_causal_hint(causal, mask)
         classes = nn.TransformerEncoderLayer, TransformerEncoderLayer
         return (
             (mask is None or causal)
-            and packs_norm(self.norm)
-            and all(packs(layer, classes) for layer in self.layers)
+            and can_pack_norm(self.norm)
+            and all(can_pack(layer, classes) for layer in self.layers)
         )
 
-    def _forward_packed(self, rows: Tensor, real: Packing, causal: bool) -> Tensor:
+    def _forward_packed(self, rows: Tensor, packing: Packing, causal: bool) -> Tensor:
         for layer in self.layers:
-            rows = packed_encoder_layer(layer, rows, real, causal)
+            rows = packed_encoder_layer(layer, rows, packing, causal)
         return rows if self.norm is None else self.norm(rows)
 
 
@@ -142,29 +142,29 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
                 memory_key_padding_mask=memory_key_padding_mask,
             )
             batch_first = self.layers[0].self_attn.batch_first
-            real = Packing.of(tgt, tgt_lengths, batch_first, "tgt", "tgt_lengths")
+            target = Packing.of(tgt, tgt_lengths, batch_first, "tgt", "tgt_lengths")
             source = Packing.of(memory, src_lengths, batch_first, "memory", "src_lengths")
-            if source.batch != real.batch:
+            if source.batch != target.batch:
                 raise ValueError(
-                    f"memory must have the {real.batch} sequences of tgt, got {source.batch}"
+                    f"memory must have the {target.batch} sequences of tgt, got {source.batch}"
                 )
             causal = detect_causal(tgt_mask, tgt_is_causal, tgt, batch_first)
-            if self._packs(tgt_mask, causal, memory_mask, memory_is_causal):
+            if self._can_pack(tgt_mask, causal, memory_mask, memory_is_causal):
                 memory = source.pack(memory)
-                return real.unpack(
-                    self._forward_packed(real.pack(tgt), memory, real, source, causal)
+                return target.unpack(
+                    self._forward_packed(target.pack(tgt), memory, target, source, causal)
                 )
             output = self.forward(
                 tgt,
                 memory,
                 tgt_mask,
                 memory_mask,
-                _padding_mask_like(tgt_mask, real, tgt),
+                _padding_mask_like(tgt_mask, target, tgt),
                 _padding_mask_like(memory_mask, source, tgt),
                 tgt_is_causal,
                 memory_is_causal,
             )
-            return real.zero_padding(output)
+            return target.zero_padding(output)
         output = tgt
         tgt_is_causal = detect_causal(
             tgt_mask, tgt_is_causal, tgt, self.layers[0].self_attn.batch_first
@@ -182,7 +182,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
             )
         return output if self.norm is None else self.norm(output)
 
-    def _packs(
+    def _can_pack(
         self, mask: Tensor | None, causal: bool, memory_mask: Tensor | None, memory_causal: bool
     ) -> bool:
         check_causal_hint(causal, mask)
@@ -191,15 +191,15 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
         return (
             (mask is None or causal)
             and memory_mask is None
-            and packs_norm(self.norm)
-            and all(packs(layer, classes) for layer in self.layers)
+            and can_pack_norm(self.norm)
+            and all(can_pack(layer, classes) for layer in self.layers)
         )
 
     def _forward_packed(
-        self, rows: Tensor, memory: Tensor, real: Packing, source: Packing, causal: bool
+        self, rows: Tensor, memory: Tensor, target: Packing, source: Packing, causal: bool
     ) -> Tensor:
         for layer in self.layers:
-            rows = packed_decoder_layer(layer, rows, memory, real, source, causal)
+            rows = packed_decoder_layer(layer, rows, memory, target, source, causal)
         return rows if self.norm is None else self.norm(rows)
 
 
@@ -265,15 +265,15 @@ class Transformer(DropIn, nn.Transformer):
                     f"got {type(stack).__name__}"
                 )
         source = Packing.of(src, src_lengths, self.batch_first, "src", "src_lengths")
-        real = Packing.of(tgt, tgt_lengths, self.batch_first, "tgt", "tgt_lengths")
+        target = Packing.of(tgt, tgt_lengths, self.batch_first, "tgt", "tgt_lengths")
         src_causal = detect_causal(src_mask, src_is_causal, src, self.batch_first)
         tgt_causal = detect_causal(tgt_mask, tgt_is_causal, tgt, self.batch_first)
-        if encoder._packs(src_mask, src_causal) and decoder._packs(
+        if encoder._can_pack(src_mask, src_causal) and decoder._can_pack(
             tgt_mask, tgt_causal, memory_mask, memory_is_causal
         ):
             memory = encoder._forward_packed(source.pack(src), source, src_causal)
-            rows = decoder._forward_packed(real.pack(tgt), memory, real, source, tgt_causal)
-            return real.unpack(rows)
+            rows = decoder._forward_packed(target.pack(tgt), memory, target, source, tgt_causal)
+            return target.unpack(rows)
         output = super().forward(
             src,
             tgt,
@@ -281,13 +281,13 @@ class Transformer(DropIn, nn.Transformer):
             tgt_mask,
             memory_mask,
             _padding_mask_like(src_mask, source, src),
-            _padding_mask_like(tgt_mask, real, tgt),
+            _padding_mask_like(tgt_mask, target, tgt),
             _padding_mask_like(memory_mask, source, tgt),
             src_is_causal,
             tgt_is_causal,
             memory_is_causal,
         )
-        return real.zero_padding(output)
+        return target.zero_padding(output)
 
 
 def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first: bool) -> bool:
@@ -305,9 +305,9 @@ def detect_causal(mask: Tensor | None, hint: bool | None, x: Tensor, batch_first
     return bool(torch.eq(mask, causal).all())
 
 
-def _padding_mask_like(mask: Tensor | None, real: Packing, x: Tensor) -> Tensor:
+def _padding_mask_like(mask: Tensor | None, packing: Packing, x: Tensor) -> Tensor:
     """The key padding mask of a packing, boolean or floating like `mask`."""
-    padding = real.padding()
+    padding = packing.padding()
     if mask is None or mask.dtype is torch.bool:
         return padding
     return floating_mask(padding, x.dtype)  # type: ignore[return-value]

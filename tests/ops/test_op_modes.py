@@ -17,6 +17,7 @@ from op_examples import (
     SPECS,
     as_tuple,
     assert_same_bits,
+    each_backend,
     each_op,
     example_inputs,
     gradients_of,
@@ -28,23 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn.ops import _env
 from fastattn.ops._select import explaining
 from fastattn.testing import check
 from fastattn.testing.poison import poisoned_results
 from fastattn.testing.spec import Inputs, OpSpec, Sample
-
-
-def _each_backend() -> list[Any]:
-    return [
-        pytest.param(spec, backend, id=f"{spec.name}-{backend}")
-        for spec in SPECS.values()
-        for backend in spec.backends
-        if _env.refuses_device(backend, DEVICE) is None
-    ]
-
-
-each_backend = pytest.mark.parametrize("spec, backend", _each_backend())
 
 
 @pytest.fixture(autouse=True)

@@ -9,34 +9,19 @@ import numpy as np
 import pytest
 import torch
 from call_recorder import CallRecorder
-from op_examples import results_of
+from op_examples import BACKENDS, DEVICE, SPECS, each_backend, results_of
 from torch import Tensor
 
 import fastattn
-from fastattn.ops import _env
 from fastattn.ops._op import Op
 from fastattn.ops._select import explaining
 from fastattn.ops.attention import spec as spec_of_attention
 from fastattn.ops.ffn.op import ACTIVATIONS, GATED_ACTIVATIONS
-from fastattn.testing import all_specs
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample
 
-SPECS = all_specs()
-DEVICE = _env.default_device()
-
 
 # -- values ---------------------------------------------------------------------------------------
-def _backends() -> list[Any]:
-    """The backends that support the device under test."""
-    return [
-        pytest.param(spec, backend, id=f"{spec.name}-{backend}")
-        for spec in SPECS.values()
-        for backend in spec.backends
-        if _env.refuses_device(backend, DEVICE) is None
-    ]
-
-
 def _samples() -> list[Any]:
     """The backend `torch` runs the same code for fp16 as for bf16: slow, to save time."""
     return [
@@ -45,7 +30,7 @@ def _samples() -> list[Any]:
             id=f"{row.id}-{sample.name}-{short}",
             marks=[pytest.mark.slow] * (backend == "torch" and dtype == torch.float16),
         )
-        for row in _backends()
+        for row in BACKENDS
         for spec, backend in [row.values]
         for sample in spec.samples
         for dtype in sample.dtypes
@@ -62,7 +47,7 @@ def test_sample(spec: OpSpec, backend: str, sample: Sample, dtype: torch.dtype) 
         pytest.skip(rows[0].message)
 
 
-@pytest.mark.parametrize("spec, backend", _backends())
+@each_backend
 def test_backend_runs_most_samples(spec: OpSpec, backend: str) -> None:
     """The test above skips refused samples; a backend must not refuse most of them."""
     refusals = []

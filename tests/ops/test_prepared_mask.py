@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from op_examples import DEVICE, SPECS, backends_of
 from torch import Tensor
 
 import fastattn
 from fastattn.functional import PreparedMask
-from fastattn.ops import _env
 from fastattn.ops._select import OPS, explaining
 from fastattn.ops.attention.prepared import KEYS, QUERIES, TILE, WHOLE
-from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs, Sample
 
-SPEC = all_specs()["attention"]
-DEVICE = _env.default_device()
+SPEC = SPECS["attention"]
 PREPARED = [s for s in SPEC.samples if s.name.startswith("prepared")]
 
 
@@ -85,11 +83,7 @@ def _run(inputs: Inputs, backend: str) -> dict[str, Tensor]:
     return dict(zip((*SPEC.results, *wanted), (*outputs, *gradients), strict=True))
 
 
-def _backends() -> list[str]:
-    return [b for b in SPEC.backends if _env.refuses_device(b, DEVICE) is None]
-
-
-@pytest.mark.parametrize("backend", _backends())
+@pytest.mark.parametrize("backend", backends_of("attention"))
 @pytest.mark.parametrize("sample", PREPARED, ids=lambda s: s.name)
 def test_results_have_the_bits_of_the_mask_itself(sample: Sample, backend: str) -> None:
     inputs = sample.inputs(DEVICE, torch.float32)

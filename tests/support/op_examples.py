@@ -19,6 +19,19 @@ DEVICE = _env.default_device()
 each_op = pytest.mark.parametrize("op", list(SPECS))
 
 
+def backends_of(op: str) -> list[str]:
+    """The op's backends for the device under test."""
+    return [b for b in SPECS[op].backends if _env.refuses_device(b, DEVICE) is None]
+
+
+BACKENDS = [
+    pytest.param(spec, backend, id=f"{op}-{backend}")
+    for op, spec in SPECS.items()
+    for backend in backends_of(op)
+]
+each_backend = pytest.mark.parametrize("spec, backend", BACKENDS)
+
+
 def as_tuple(results: Any) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 

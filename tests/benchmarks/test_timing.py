@@ -1,7 +1,6 @@
 """The timing core: candidates alternate, rounds are long enough, a lost GPU is reported."""
 
 import contextlib
-import time
 import weakref
 from functools import partial
 from itertools import pairwise
@@ -45,20 +44,37 @@ def test_candidates_alternate() -> None:
     assert set(rounds[: a.launches]) == {"a0", "a1"} and set(rounds[a.launches :]) == {"b0"}
 
 
-def test_rounds_are_long_enough_and_slow_candidates_get_fewer() -> None:
+class FakeClock:
+    """`time` as the timing reads it, advanced by the calls that are timed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def call(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_rounds_are_long_enough_and_slow_candidates_get_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(timing, "time", clock)
     plan = Plan(round_ms=2.0, rounds=20, min_rounds=3, budget_ms=500.0)
     announced: list[str] = []
     results = time_side_by_side(
-        {"fast": [lambda: sum(range(1000))], "slow": [lambda: time.sleep(0.1)]},
+        {"fast": [partial(clock.call, 15e-6)], "slow": [partial(clock.call, 0.1)]},
         CPU,
         plan,
         announce=announced.append,
     )
     fast, slow = results["fast"], results["slow"]
     assert isinstance(fast, Timing) and isinstance(slow, Timing)
-    assert fast.launches > 10  # some 10 us each
-    assert slow.launches == 1 and len(slow.seconds) == 3 < len(fast.seconds)
-    assert min(slow.seconds) >= 0.1
+    assert fast.launches == 134 and len(fast.seconds) == 20
+    assert fast.seconds == pytest.approx([15e-6] * 20)
+    assert slow.launches == 1 and slow.seconds == pytest.approx([0.1] * 3)
     # The slow one's rounds are spread over the others', with one at the end.
     rounds = [i for i, name in enumerate(announced[2:]) if name == "slow"]
     assert rounds[0] > 2 and rounds[-1] == len(announced) - 3

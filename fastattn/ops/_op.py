@@ -209,13 +209,15 @@ class Op:
             return args
         return self.call_type._make(args)  # type: ignore[attr-defined, no-any-return]
 
-    def given(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments with which `outputs` and the functions of backends are called."""
+    def backend_args(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with which `outputs` and the functions of backends are called: one tuple,
+        if the op has a NamedTuple, else `args`.
+        """
         return args if self.call_type is None else (self.as_call(args),)
 
     def allocate(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """Uninitialised results (`testing.poisoned_results` fills them with NaN)."""
-        return self.outputs(*self.given(args))
+        return self.outputs(*self.backend_args(args))
 
     def allocate_workspace(
         self, buffers: Sequence[tuple[Sequence[int], torch.dtype, bool]], device: torch.device
@@ -290,7 +292,7 @@ class Op:
             is_reference = backend == "reference"
 
             def compute(call: Sequence[Any]) -> tuple[Tensor, ...]:
-                values = function(*(call if is_reference else self.given(call)))
+                values = function(*(call if is_reference else self.backend_args(call)))
                 device = call[self.first_tensor].device
                 layouts = self._layouts(call)
                 return tuple(
@@ -300,13 +302,15 @@ class Op:
 
             return compute
 
-        describe, first = getattr(module, f"{self.name}_workspace", None), self.first_tensor
+        describe_workspace = getattr(module, f"{self.name}_workspace", None)
 
         def launch(call: Sequence[Any]) -> tuple[Tensor, ...]:
-            results, given = self.allocate(call), self.given(call)
-            buffers = describe(*given) if describe else ()
-            workspace = self.allocate_workspace(buffers, call[first].device) if buffers else ()
-            function(*given, *results, *workspace)
+            results, args = self.allocate(call), self.backend_args(call)
+            buffers = describe_workspace(*args) if describe_workspace else ()
+            workspace = (
+                self.allocate_workspace(buffers, call[self.first_tensor].device) if buffers else ()
+            )
+            function(*args, *results, *workspace)
             return results
 
         return launch

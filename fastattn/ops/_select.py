@@ -86,7 +86,7 @@ def refusal(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     module = op.module(backend)
     unsupported = getattr(module, f"{op.name}_unsupported", None)
     if unsupported is not None:
-        return unsupported(*op.given(args))
+        return unsupported(*op.backend_args(args))
     if backend == CPU_BACKEND or hasattr(module, op.name):
         return None
     return f"does not implement {op.name}"
@@ -97,7 +97,7 @@ def objection(op: "Op", backend: str, args: Sequence[Any]) -> str | None:
     if why := refusal(op, backend, args):
         return why
     slower = getattr(op.module(backend), f"{op.name}_slower", None)
-    return slower(*op.given(args)) if slower else None
+    return slower(*op.backend_args(args)) if slower else None
 
 
 def select(op: "Op", args: Sequence[Any], backend: str | None) -> str:

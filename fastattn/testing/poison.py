@@ -19,7 +19,7 @@ def poisoned_results() -> Iterator[None]:
     """Inside, the results and workspaces of every op are filled with NaN before the op runs."""
 
     def allocate(self: Op, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        results = self.outputs(*self.given(args))
+        results = self.outputs(*self.backend_args(args))
         for result in results:
             if result.is_floating_point():
                 result.fill_(float("nan"))

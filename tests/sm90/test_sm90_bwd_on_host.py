@@ -126,7 +126,7 @@ def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
-    (call,) = op.given(args)
+    (call,) = op.backend_args(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
     getattr(sm90, op.name)(call, *results)
 

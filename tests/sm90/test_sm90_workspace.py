@@ -285,7 +285,7 @@ def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch(args: tuple[object, ...]) -> list[Tensor]:
         results = list(backward.allocate(args))
-        (call,) = backward.given(args)
+        (call,) = backward.backend_args(args)
         sm90.attention_bwd(call, *results)
         return results
 

@@ -50,8 +50,8 @@ def is_unmodified(module: nn.Module, *classes: type[nn.Module]) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`fastattn.linear` for plain CPU tensors in eager code, else `F.linear`, which compilers fuse,
-    subclasses (quantised or sharded weights) override, and whose cast weights autocast caches.
+    """`fastattn.linear` for plain CPU tensors in eager code, else `F.linear`: compilers fuse it,
+    tensor subclasses (quantised or sharded weights) override it, autocast caches the cast weight.
     """
     if (
         torch.compiler.is_compiling()

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """q [B, H, M, D], k and v [B, H, N, D], allowed broadcast to [B, H, M, N] -> [B, H, M, D]."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # [B, H, M, N]
-    # Next to an allowed score the lowest number has weight 0; the product zeroes rows without one.
+    # exp(finfo.min - max) is 0 beside an allowed score; `* allowed` is for rows without one.
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1) * allowed
     return dropout(weights) @ v

@@ -149,7 +149,7 @@ _ADD_SAMPLES = (
     _sample(
         "add_layer_norm",
         "dropout",
-        "the written bits",
+        "the specified bits",
         shape=(31, 130),
         x_bias=True,
         dropout_p=0.3,
@@ -158,7 +158,7 @@ _ADD_SAMPLES = (
     _sample(
         "add_layer_norm",
         "dropout_wide",
-        "the written bits beyond a kernel's block of columns",
+        "the specified bits beyond a kernel's block of columns",
         shape=(6, 2100),
         x_bias=True,
         dropout_p=0.3,

@@ -59,9 +59,9 @@ SAMPLES = (
     _s("four_dimensions", "leading dimensions are rows", rows=(2, 3, 3)),
     _s("odd_sizes", "no tile divides them", rows=(63,), D=257, out=65),
     _s("blocks", "more rows and columns than a kernel's block", rows=(97,), D=9, out=513),
-    _s("deep", "more depth than a kernel sums at once", rows=(7,), D=1100, out=19),
+    _s("deep", "more depth than one chunk of a kernel", rows=(7,), D=1100, out=19),
     _s("row_stride", "rows of a larger tensor", rows=(9,), layout="rows"),
-    _s("weight_transposed", "a weight stored the other way", layout="weight"),
+    _s("weight_transposed", "a weight stored transposed", layout="weight"),
     _s(
         "both_transposed",
         "neither's last dimension is contiguous",

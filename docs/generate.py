@@ -185,8 +185,7 @@ def backend_orders() -> str:
     rows = []
     for op in OPS.values():
         cells = [
-            f"{name}{'' if row.automatic else ' (on request)'}"
-            for name, row in op.backends.items()
+            f"{name}{'' if row.automatic else ' (on request)'}" for name, row in op.backends.items()
         ]
         rows.append([f"`{op.name}`", " → ".join(cells)])
     return table(["op", "tried in this order"], rows)

@@ -44,6 +44,14 @@ MASKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "top_left": ('causal="top_left"', {"causal": "top_left"}),
     "bottom_right": ('causal="bottom_right"', {"causal": "bottom_right"}),
+    "bottom_right_lengths": (
+        'causal="bottom_right_lengths", key_lengths=[9], query_lengths=[5]',
+        {
+            "causal": "bottom_right_lengths",
+            "key_lengths": torch.tensor([9]),
+            "query_lengths": torch.tensor([5]),
+        },
+    ),
     "window": ("window=(2, 1)", {"window": (2, 1)}),
     "causal_window": (
         'causal="bottom_right", window=(3, -1)',

@@ -17,7 +17,7 @@ from fastattn.ops._dropout import SECOND_STREAM, draw_seed
 from fastattn.ops.attention.op import CAUSAL, MASK_TILE, PreparedMask
 from fastattn.ops.ffn.op import GATED_ACTIVATIONS
 
-Causal = Literal["top_left", "bottom_right"] | bool
+Causal = Literal["top_left", "bottom_right", "bottom_right_lengths"] | bool
 Lengths: TypeAlias = Tensor | Sequence[int]
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTEGERS = (torch.int32, torch.int64)
@@ -371,7 +371,13 @@ def check_scale(scale: float | None, D: int) -> float:
     return scale
 
 
-def causal_code(causal: Causal, M: int, N: int) -> int:
+def causal_code(
+    causal: Causal,
+    M: int,
+    N: int,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+) -> int:
     if causal is True:
         if M != N:
             raise ValueError(
@@ -383,8 +389,17 @@ def causal_code(causal: Causal, M: int, N: int) -> int:
         return CAUSAL[False]
     if not isinstance(causal, str) or causal not in CAUSAL:
         raise ValueError(
-            f'causal must be False, True, "top_left" or "bottom_right", got {causal!r}'
+            'causal must be False, True, "top_left", "bottom_right" or "bottom_right_lengths", '
+            f"got {causal!r}"
         )
+    if causal == "bottom_right_lengths":
+        if key_lengths is None and query_lengths is None:
+            return CAUSAL["bottom_right"]
+        if key_lengths is not None and key_lengths.dim() > 1:
+            raise ValueError(
+                'key_lengths must be [B] with causal="bottom_right_lengths", which aligns the last '
+                f"query with the last key of a sequence, got {sizes(key_lengths)}"
+            )
     return CAUSAL[causal]
 
 

@@ -161,7 +161,11 @@ def attention(
         query_lengths: int32 or int64 [B], or a list of B integers, clamped to [0, M]. Queries from
             this position on are treated as queries without an allowed key, and are not computed.
         causal: False, "top_left" (query i attends to keys j <= i), "bottom_right" (j <= i + N - M),
-            or True, which requires M == N.
+            "bottom_right_lengths" (j <= i + n - m, with the key length n and the query length m of
+            each sequence, N and M without lengths; key_lengths must be [B]), or True, which
+            requires M == N. Warning: "bottom_right" goes by the sizes of the tensors, also if
+            there are key_lengths. For new queries over a padded cache, where the last query is at
+            the last key of its sequence, use "bottom_right_lengths".
         window: (left, right), the number of allowed keys on each side of the causal diagonal (of
             the top-left one if causal is False); -1 is unlimited.
         scale: any finite number; default D ** -0.5.
@@ -210,7 +214,8 @@ def attention(
             mask, key_lengths, query_lengths, B, H, M, N, q.device
         )
     left, right = check_window(window)
-    code, scale = causal_code(causal, M, N), check_scale(scale, D)
+    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    scale = check_scale(scale, D)
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
         q, k, v, mask, mask_tiles, key_lengths, query_lengths, code, left, right, scale,
@@ -304,7 +309,8 @@ def attention_varlen(
             rows cu_seqlens[b] to cu_seqlens[b + 1]. The values are not checked: that would make the
             host wait for the device.
         max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
-        causal, window: as in `attention`, with each sequence's own lengths; True means "top_left".
+        causal, window: as in `attention`, with each sequence's own lengths; True means "top_left",
+            "bottom_right_lengths" the same as "bottom_right".
         scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`. The
             dropout bits are those of a batch of padded sequences.
 
@@ -362,7 +368,8 @@ def attention_weights(
         mask, key_lengths, query_lengths, B, H, M, N, q.device
     )
     return _attention_weights(
-        q, k, mask, key_lengths, query_lengths, causal_code(causal, M, N), *check_window(window),
+        q, k, mask, key_lengths, query_lengths,
+        causal_code(causal, M, N, key_lengths, query_lengths), *check_window(window),
         check_scale(scale, D),
         check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
     )  # fmt: skip

@@ -151,7 +151,9 @@ void set_options(Problem& a, const Options& options) {
   };
   a.window_left = side(options.window_left);
   a.window_right = options.causal ? 0 : side(options.window_right);
-  a.bottom_right = options.causal == kBottomRight;
+  a.causal = options.causal;
+  STD_TORCH_CHECK(a.causal != kBottomRightLengths || a.key_lengths.stride == 0,
+                  "key_lengths must be [batch] to align by them");
   a.scale = static_cast<float>(options.scale);
   a.dropout.threshold = dropout::threshold(options.dropout_p);
   if (a.dropout.threshold > 0) {

@@ -127,7 +127,7 @@ inline Packing packing_of(const Call& call) {
 inline Bounds bounds_of(const Call& call, int64_t queries, int64_t keys) {
   const int64_t all = queries + keys;
   const int64_t left = call.window_left, right = call.causal ? 0 : call.window_right;
-  const bool bottom_right = call.causal == kBottomRight && !call.packed();
+  const bool bottom_right = call.causal >= kBottomRight && !call.packed();
   return {static_cast<int>(left < 0 ? all : std::min(left, all)),
           static_cast<int>(right < 0 ? all : std::min(right, all)),
           static_cast<int>(bottom_right ? keys - queries : 0)};
@@ -235,7 +235,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.query_lengths = lengths_of(call.query_lengths, "query_lengths", q);
   p.packing = packing_of(call);
   p.bounds = bounds_of(call, queries, keys);
-  p.own_diagonals = call.packed() && call.causal == kBottomRight;
+  p.own_diagonals = call.causal == (call.packed() ? kBottomRight : kBottomRightLengths);
   p.dropout = dropout_of(call);
   p.mask = mask_of(call, p);
   p.scale = static_cast<float>(call.scale);

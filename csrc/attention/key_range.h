@@ -8,8 +8,9 @@
 
 namespace fastattn::attention {
 
-// The code of the schema's `causal` for alignment by the sizes of the tensors.
-constexpr int kBottomRight = 2;
+// Codes of the schema's `causal` that are not 0 or 1: alignment by the sizes of the tensors, or by
+// the lengths of each sequence.
+constexpr int kBottomRight = 2, kBottomRightLengths = 3;
 
 struct Bounds {
   int left, right;  // not negative; unlimited: at least queries + keys

@@ -253,13 +253,12 @@ def flash_attn_with_kvcache(
     else:
         keys, values = k_cache, v_cache
     restrictions: dict[str, Any] = {"key_lengths": lengths}
-    if alibi_slopes is not None or cache_leftpad is not None or window_size != (-1, -1):
+    if alibi_slopes is None and cache_leftpad is None and (causal or not bounded):
+        if causal:
+            restrictions |= {"causal": "bottom_right_lengths", "window": (window_size[0], -1)}
+    else:
         restrictions["mask"] = _dense(
             M, keys.shape[1], lengths - M, cache_leftpad, causal, window_size, alibi_slopes, H
-        )
-    elif causal:  # query i may attend all keys but those of the queries after it
-        restrictions["key_lengths"] = lengths[:, None] - torch.arange(
-            M - 1, -1, -1, device=q.device
         )
     heads = _heads_first(q, keys, values)
     result = _attend(heads, restrictions, 0.0, softmax_scale, return_softmax_lse)

@@ -152,12 +152,17 @@ def dtensors_stay_sharded() -> None:
     weights = torch.randn(4, 4, 6, 8)
     plain = [x.clone().requires_grad_() for x in (q, k, v, bias)]
 
-    def attend(q: Any, k: Any, v: Any, mask: Any, keys: Any, queries: Any) -> Any:
-        return fastattn.attention(q, k, v, mask=mask, key_lengths=keys, query_lengths=queries)
+    for causal, dim in ((False, 0), (False, 1), ("bottom_right_lengths", 0)):
 
-    expected = attend(*plain, *lengths)
-    expected_gradients = gradients([expected], [weights], plain)
-    for dim in (0, 1):
+        def attend(
+            q: Any, k: Any, v: Any, mask: Any, keys: Any, queries: Any, causal: Any = causal
+        ) -> Any:
+            return fastattn.attention(
+                q, k, v, mask=mask, key_lengths=keys, query_lengths=queries, causal=causal
+            )
+
+        expected = attend(*plain, *lengths)
+        expected_gradients = gradients([expected], [weights], plain)
         place = [Shard(dim)]
         sharded = [distribute_tensor(x, mesh, place).requires_grad_() for x in (q, k, v)]
         sharded.append(

@@ -36,6 +36,12 @@ FUNCTIONS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "ffn": ((3, 4, 8), lambda x: fastattn.ffn(x, BIG, None, BIG.t(), None, "gelu")),
     "linear": ((3, 4, 8), lambda x: fastattn.linear(x, BIG)),
     "attention": ((3, 2, 4, 5, 8), _attention),
+    "attention with diagonals of lengths": (
+        (3, 2, 4, 5, 8),
+        lambda x: fastattn.attention(
+            x, x, x, key_lengths=LENGTHS, query_lengths=QUERIES, causal="bottom_right_lengths"
+        ),
+    ),
     "attention with one mask": (
         (3, 2, 4, 5, 8),
         lambda x: fastattn.attention(x, x, x, mask=MASK[:1]),

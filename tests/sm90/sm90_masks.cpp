@@ -143,6 +143,7 @@ void attend(MaskedScores& p, int batch_count, float scale, float* scores, uint8_
 }  // namespace
 
 // sizes: batch, heads, queries, keys, head_dim, type, then the mask's sizes and strides.
+// bounds: left, right, diagonal, whether sequences have their own diagonals.
 // tile_strides: of its tiles. scores: the input, then space for as many results, initially -inf.
 extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const int64_t* tiles,
                                   const int64_t* tile_strides, const int* bounds,
@@ -154,6 +155,7 @@ extern "C" void classify_and_mask(const int64_t* sizes, const void* data, const 
   p.queries = static_cast<int>(sizes[2]);
   p.keys = static_cast<int>(sizes[3]);
   p.bounds = {bounds[0], bounds[1], bounds[2]};
+  p.own_diagonals = bounds[3];
   p.query_lengths = {query_lengths, false};
   p.key_lengths = {key_lengths, false};
   p.mask.data = data;

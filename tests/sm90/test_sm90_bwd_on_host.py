@@ -81,7 +81,9 @@ CHOSEN = (
     "bias_column", "bias_matrix", "bias_transposed", "bias_dead", "bias_dead_keys",
     "bias_dead_window", "bias_min", "bias_min_rows", "bias_min_causal",
     "bias_near_min", "bias_low", "bias_inf", "prepared_bias",
-    "prepared_bias_column", "gqa_bias",
+    "prepared_bias_column", "gqa_bias", "own_diagonals_both", "own_diagonals_gqa_window",
+    "own_diagonals_queries_window", "own_diagonals_mask", "own_diagonals_bias",
+    "own_diagonals_dropout", "own_diagonals_one_query_window",
 )  # fmt: skip
 PACKED = all_specs()["attention_varlen"]
 _SEQUENCES = {"queries": [65, 0, 130, 1, 64], "keys": [40, 30, 200, 0, 129], "slack": 70}

@@ -85,6 +85,9 @@ CASES = {
     "head dim 256": Case((1, 2, 150, 203), N=203, head_dim=256, key_lengths=[0, 203]),
     "keys inside rows": Case((1, 1, 150, 200), transposed=True, causal=1),
     "nothing allowed": Case((1, 1, 150, 200), holes=2.0),
+    "own diagonals": Case(
+        (1, 2, 150, 200), causal=3, window=(90, -1), query_lengths=[70, 150], key_lengths=[200, 90]
+    ),
     "nothing blocked": Case((1, 1, 1, 1), causal=1, query_lengths=[3, 150]),
     "prepared": Case(WHOLE, prepared=True, key_lengths=[130, 200]),
     "prepared, key padding": Case((2, 1, 1, 200), prepared=True),
@@ -128,7 +131,9 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
     s = torch.randn(B, H, M, N, generator=torch.Generator().manual_seed(2))
 
     left, right = (UNLIMITED if n < 0 else n for n in c.window)
-    bounds = _numbers(ctypes.c_int, [left, 0 if c.causal else right, N - M if c.causal == 2 else 0])
+    bounds = _numbers(
+        ctypes.c_int, [left, 0 if c.causal else right, N - M if c.causal == 2 else 0, c.causal == 3]
+    )
     sizes = [B, H, M, N, c.head_dim, TYPES[c.dtype], *mask.shape, *_strides(mask)]
     tiles = prepared.classify(mask) if c.prepared else None
     tile_strides = [0] * 4 if tiles is None else _strides(tiles)

@@ -75,6 +75,9 @@ CASES = {
     "64 packed": Case(64, "kFull", packed=_SEQUENCES, slack=70),
     "64 packed bottom right": Case(64, "kBounded", packed=_SEQUENCES, causal=2, window=(50, -1)),
     "64 packed, short ones": Case(64, "kBounded", packed=_SEQUENCES, slack=70),
+    "64 own diagonals": Case(
+        64, "kBounded", B=3, K=1, causal=3, query_lengths=[130, 200, 0], key_lengths=[300, 77, 129]
+    ),
     "64 dropout": Case(64, "kDropout", B=2, dropout_p=0.3, causal=1),
     "64 mask": Case(64, "kMask", B=2, mask=torch.bool, key_lengths=[300, 100]),
     "64 bias": Case(64, "kBias", mask=torch.float32, mask_dims=(1, 2, 3), causal=2, K=1),
@@ -84,6 +87,23 @@ CASES = {
     "128 window": Case(128, "kBounded", window=(40, 20), B=2, key_lengths=[300, 0], K=1),
     "128 packed window": Case(128, "kBounded", packed=_SEQUENCES, slack=3, window=(30, 10)),
     "128 packed dropout": Case(128, "kDropout", packed=_SEQUENCES, dropout_p=0.5, ordered=True),
+    "128 own diagonals, window": Case(
+        128,
+        "kBounded",
+        B=2,
+        M=140,
+        N=400,
+        causal=3,
+        splits=2,
+        window=(90, 9),
+        key_lengths=[400, 50],
+    ),
+    "128 own diagonals, one query": Case(
+        128, "kFull", H=8, K=2, B=2, M=1, N=700, splits=7, causal=3, key_lengths=[700, 100]
+    ),
+    "128 own diagonals, mask": Case(
+        128, "kMask", B=2, mask=torch.bool, causal=3, query_lengths=[77, 200]
+    ),
     "128 dropout, everything": Case(128, "kDropout", M=70, dropout_p=1.0),
     "128 mask": Case(128, "kMask", mask=torch.bool, causal=1, M=300, scale=-0.1),
     "128 key padding": Case(128, "kMask", B=2, mask=torch.bool, mask_dims=(0, 3)),

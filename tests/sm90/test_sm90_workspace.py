@@ -75,6 +75,7 @@ def test_splits_fill_the_multiprocessors(
         ((1, 32, 8, 1, 16384), {"causal": 2}, True),
         ((1, 32, 8, 1, 16384), {"causal": 1}, False),  # one key
         ((1, 32, 8, 1, 16384), {"causal": 2, "window": (500, 0)}, False),
+        ((1, 32, 8, 1, 16384), {"causal": 3, "key_lengths": torch.zeros(1).long()}, True),
         ((64, 32, 8, 1, 8192), {}, False),  # tiles enough
         ((4, 32, 8, 1, 8192), {}, True),
         ((4, 32, 8, 1, 512), {}, False),  # too short

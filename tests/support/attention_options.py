@@ -20,6 +20,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a fifth is dropped": {"dropout_p": 0.2},
     "everything is dropped": {"dropout_p": 1.0},
     "key lengths": {"key_lengths": [33, 20]},
+    "diagonals of lengths": {"key_lengths": [33, 20], "causal": "bottom_right_lengths"},
+    "diagonals of query lengths": {"query_lengths": [20, 7], "causal": "bottom_right_lengths"},
     "key lengths of queries": {"key_lengths": "per query"},
     "query lengths": {"query_lengths": [20, 7]},
     "mask": {"mask": "bool BHMN"},

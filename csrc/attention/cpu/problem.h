@@ -90,7 +90,7 @@ struct Problem {
   MaskView mask;
   Lengths key_lengths, query_lengths;
   int window_left, window_right;  // not negative; unlimited: at least queries + keys
-  bool bottom_right;              // aligns the last query and key, otherwise the first ones
+  int64_t causal;                 // as in the schema
   float scale;
   Dropout dropout;
 
@@ -102,7 +102,11 @@ struct Problem {
       s.queries = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
       s.keys = cu_seqlens_k[b + 1] - cu_seqlens_k[b];
     }
-    s.bounds.diagonal = bottom_right ? s.keys - s.queries : 0;
+    if (causal == kBottomRight) {
+      s.bounds.diagonal = s.keys - s.queries;
+    } else if (causal == kBottomRightLengths) {
+      s.bounds.diagonal = key_lengths.at(b, s.keys) - query_lengths.at(b, s.queries);
+    }
     return s;
   }
 

@@ -22,7 +22,12 @@ from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
 from fastattn.ops.attention.prepared import classify as classify_mask  # noqa: F401
 
 # Codes of the schema's `causal`.
-CAUSAL = {False: 0, "top_left": reference.TOP_LEFT, "bottom_right": reference.BOTTOM_RIGHT}
+CAUSAL = {
+    False: 0,
+    "top_left": reference.TOP_LEFT,
+    "bottom_right": reference.BOTTOM_RIGHT,
+    "bottom_right_lengths": reference.BOTTOM_RIGHT_LENGTHS,
+}
 _PACKAGE = "fastattn.ops.attention"
 # Not an op: PyTorch operators on every device.
 attention_weights = reference.attention_weights

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn.ops._dropout import attention_keep, keep_scale
 
-TOP_LEFT, BOTTOM_RIGHT = 1, 2
+TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
 
 
 def allowed_pairs(
@@ -37,7 +37,13 @@ def allowed_pairs(
     rows = torch.arange(M, device=q.device) if rows is None else rows
     i = rows[:, None]
     j = torch.arange(N, device=q.device)
-    diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
+    n: int | Tensor = N
+    m: int | Tensor = M
+    if causal == BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
+        n = key_lengths.clamp(0, N).reshape(-1, 1, 1, 1)
+    if causal == BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
+        m = query_lengths.clamp(0, M).reshape(-1, 1, 1, 1)
+    diagonal = i + (n - m if causal >= BOTTOM_RIGHT else 0)  # [R, 1] or [B, 1, R, 1]
     allowed = torch.ones(1, 1, rows.shape[0], N, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed & (j <= diagonal)

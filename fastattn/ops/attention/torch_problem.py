@@ -3,14 +3,14 @@ causal flag, and inputs in which dead positions cannot affect results.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 
-TOP_LEFT, BOTTOM_RIGHT = 1, 2
+TOP_LEFT, BOTTOM_RIGHT, BOTTOM_RIGHT_LENGTHS = 1, 2, 3
 # If the norm of a tensor is smaller, products with its dead values stay finite.
 _SAFE_NORM = 1e6
 
@@ -41,7 +41,7 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     causal, windowed = call.causal, call.window_left >= 0 or call.window_right >= 0
     if causal == BOTTOM_RIGHT and M == N:
         causal = TOP_LEFT
-    elif causal == BOTTOM_RIGHT and M == 1 and not windowed:
+    elif causal >= BOTTOM_RIGHT and M == 1 and not windowed:
         causal = 0
     i = torch.arange(M, device=call.q.device)[:, None]
     j = torch.arange(N, device=call.q.device)
@@ -52,9 +52,12 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
         allowed.append(mask if is_bool else ~(mask <= torch.finfo(mask.dtype).min))
     if call.key_lengths is not None:  # [B] or [B, M]
         allowed.append(j < call.key_lengths.view(B, 1, -1, 1))
-    by_rows = windowed or causal == BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
+    by_rows = windowed or causal >= BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
     if by_rows or (causal and not fused):  # all restrictions are in the bias
-        diagonal = i + (N - M if causal == BOTTOM_RIGHT else 0)
+        shift = 0 if causal < BOTTOM_RIGHT else N - M
+        if causal == BOTTOM_RIGHT_LENGTHS:
+            shift = _clamped(call.key_lengths, N) - _clamped(reach, M)
+        diagonal = i + shift
         if causal:
             allowed.append(j <= diagonal)
         if call.window_left >= 0:
@@ -92,6 +95,11 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     sign = (call.scale > 0) - (call.scale < 0)
     q = q if sign > 0 else q * sign
     return Problem(q, k, v, bias, bool(causal), live_rows, abs(call.scale) or 1.0, sign)
+
+
+def _clamped(lengths: Tensor | None, most: int) -> Any:
+    """[B, 1, 1, 1], or the number without lengths."""
+    return most if lengths is None else lengths.view(-1, 1, 1, 1).clamp(0, most)
 
 
 def _unexpanded(x: Tensor) -> Tensor:

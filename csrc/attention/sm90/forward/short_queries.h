@@ -13,7 +13,7 @@ constexpr int kShortQueries = 128;
 
 inline bool bounds_restrict(const ForwardProblem& p) {
   const Range keys = keys_of_all({0, p.queries}, p.bounds, p.keys);
-  return keys.begin > 0 || keys.end < p.keys;
+  return p.own_diagonals || keys.begin > 0 || keys.end < p.keys;
 }
 
 // Whether to use the bounded instance: the bounds exclude pairs, or all rows (of packed sequences,
@@ -31,7 +31,8 @@ inline Bounds no_bounds(int queries, int keys) {
   return {queries + keys, queries + keys, 0};
 }
 
-// Under a causal mask or a window, a single query attends a contiguous range of keys.
+// Under a causal mask or a window, a single query attends a contiguous range of keys. A diagonal of
+// the lengths allows it every key that the lengths do.
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
   const Range keys = keys_of_row(0, p.bounds, p.keys);
@@ -44,6 +45,7 @@ inline void cut_keys_of_one_query(ForwardProblem& p) {
   }
   p.keys = keys.end - keys.begin;
   p.bounds = no_bounds(p.queries, p.keys);
+  p.own_diagonals = false;
 }
 
 // Query heads that share keys and values become rows of one head, if their rows have one stride in

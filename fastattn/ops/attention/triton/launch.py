@@ -107,14 +107,14 @@ class Facts(NamedTuple):
     def dead_rows(self) -> bool:
         """Rows without a key lie beyond their length, or where the bounds hold none."""
         limits, (keys_end, queries_end) = self.limits, self.ends
-        dead = self.listed or queries_end or (limits.has_high and limits.high < 0)
+        dead = self.listed or self.from_end or queries_end or (limits.has_high and limits.high < 0)
         return dead or (limits.has_low and (keys_end or limits.low > self.N - self.M))
 
     @property
     def dead_keys(self) -> bool:
         """Keys without a row lie beyond their length, or where the bounds hold none."""
         limits, (keys_end, queries_end) = self.limits, self.ends
-        dead = self.listed or keys_end or (limits.has_low and limits.low > 0)
+        dead = self.listed or self.from_end or keys_end or (limits.has_low and limits.low > 0)
         return dead or (limits.has_high and (queries_end or limits.high < self.N - self.M))
 
     @property
@@ -162,13 +162,17 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths."""
     q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
     (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
-    M, window, from_end = rows, (call.window_left, call.window_right), False
-    if packed is None:
-        limits = diagonal_bounds(call.causal, *window, M, N)
-    else:
-        (B, M, N), from_end = packed, call.causal == 2
-        limits = own_diagonal_bounds(call.causal, *window)
+    M, causal, window = rows, call.causal, (call.window_left, call.window_right)
+    if causal == 3 and M == 1 and call.window_left < 0:
+        causal = 2  # which then restricts nothing, and takes no edge tile
+    from_end = causal == (3 if packed is None else 2)
+    if packed is not None:
+        B, M, N = packed
         keys = queries = None
+    if packed is not None or from_end:
+        limits = own_diagonal_bounds(causal, *window)
+    else:
+        limits = diagonal_bounds(causal, *window, M, N)
     length_strides = (
         0 if keys is None else keys.stride(0),
         keys.stride(1) if keys is not None and keys.dim() == 2 else 0,

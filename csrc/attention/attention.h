@@ -30,7 +30,7 @@ struct Packing {
 };
 
 // Which pairs of queries and keys may attend, apart from a dense mask.
-struct Restrictions {
+struct LengthsAndBounds {
   Lengths query_lengths, key_lengths;
   Packing packing;
   Bounds bounds;
@@ -92,7 +92,7 @@ inline bool readable_by_tma(const DenseMask& mask, int keys) {
 }
 
 // Fills the workspace. Returns nullptr or an error message.
-const char* classify_mask(const DenseMask& mask, const Restrictions& restrictions, int queries,
+const char* classify_mask(const DenseMask& mask, const LengthsAndBounds& limits, int queries,
                           int keys, cuda::Stream stream);
 
 // Split-KV, where there are fewer tiles than SMs: the keys of every tile are divided into splits.
@@ -144,7 +144,7 @@ FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) 
 
 // What both directions are given. Pointers to workspace are set by their lay_out
 // (sm90/forward/workspace.h, sm90/backward/workspace.h).
-struct Problem : Restrictions {
+struct Problem : LengthsAndBounds {
   DType dtype;
   TensorView q, k, v;
   int batch, heads, kv_heads;
@@ -180,7 +180,7 @@ FASTATTN_PURE int backward_keys(int head_dim) {
 }
 
 // Fills a mask's workspace for the backward. Returns nullptr or an error message.
-const char* classify_mask_for_backward(const DenseMask& mask, const Restrictions& restrictions,
+const char* classify_mask_for_backward(const DenseMask& mask, const LengthsAndBounds& limits,
                                        int queries, int keys, cuda::Stream stream);
 
 // The gradient of an additive mask; sizes are those of the mask, 1 where the gradient is summed.

@@ -44,12 +44,12 @@ const char* hash_columns(const Dropout& dropout, int units, cuda::Stream) {
   return nullptr;
 }
 
-const char* classify_mask(const DenseMask& mask, const Restrictions& restrictions, int queries,
+const char* classify_mask(const DenseMask& mask, const LengthsAndBounds& limits, int queries,
                           int keys, cuda::Stream) {
   on_host::launch(plain_count(mask.layout), kPackThreads,
                   [&] { pack_mask_kernel(mask, queries, keys); });
   on_host::launch(class_count(mask.layout), mask.layout.tile_rows,
-                  [&] { classify_mask_kernel(mask, restrictions, queries, keys); });
+                  [&] { classify_mask_kernel(mask, limits, queries, keys); });
   return nullptr;
 }
 

@@ -13,13 +13,13 @@ extern "C" const char* cudaGetErrorString(cudaError_t) {
 
 namespace fastattn::attention {
 
-const char* classify_mask_for_backward(const DenseMask& mask, const Restrictions& restrictions,
+const char* classify_mask_for_backward(const DenseMask& mask, const LengthsAndBounds& limits,
                                        int queries, int keys, cuda::Stream) {
   const MaskLayout& layout = mask.layout;
   on_host::launch(plain_count(layout), kPackThreads,
                   [&] { pack_mask_kernel(transposed(mask), keys, queries); });
   on_host::launch(class_count(layout), layout.tile_rows, [&] {
-    classify_mask_kernel(transposed(mask), transposed(restrictions), keys, queries);
+    classify_mask_kernel(transposed(mask), transposed(limits), keys, queries);
   });
   const int64_t blocks = int64_t{layout.class_batches} * layout.class_heads * layout.blocks;
   on_host::launch(ceil_div(static_cast<int>(blocks), kRankThreads), kRankThreads,

@@ -27,7 +27,7 @@ Place place(sm90::AccumulatorThread thread, int i) {
           i / 4 * 8 + thread.first_column() + i % 2};
 }
 
-struct MaskedScores : Restrictions {
+struct MaskedScores : LengthsAndBounds {
   int heads, queries, keys, tile_rows;
   DenseMask mask;
   std::vector<int> bits, plain;

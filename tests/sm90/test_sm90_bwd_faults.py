@@ -208,7 +208,7 @@ def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> None:
     bindings.use(patch, lambda op, problem, _: injector.call(op, ctypes.c_void_p(problem)))
     if "fetched" in sample.name:  # not copied to where TMA can read it
-        patch.setattr(sm90, "placed", lambda mask: mask)
+        patch.setattr(sm90, "as_readable", lambda mask: mask)
     for name in ("attention_bwd", "attention_varlen_bwd"):
         patch.setitem(OPS[name]._launchers, "reference", partial(injector.launch, OPS[name]))
     spec: OpSpec = SPECS["attention_varlen" if sample.name == "packed" else "attention"]

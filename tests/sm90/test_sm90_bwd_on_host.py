@@ -179,5 +179,5 @@ def test_masks_that_are_fetched(
     simulate: Callable[[], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """An additive mask that TMA cannot read and that has not been copied."""
-    monkeypatch.setattr(sm90, "placed", lambda mask: mask)
+    monkeypatch.setattr(sm90, "as_readable", lambda mask: mask)
     test_gradients(simulate, SPEC, next(s for s in (*SPEC.samples, *OWN) if s.name == name))

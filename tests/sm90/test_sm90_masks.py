@@ -14,7 +14,7 @@ from sm90_on_host.build import build, missing
 from torch import Tensor
 
 from fastattn.ops.attention import prepared, reference
-from fastattn.ops.attention.sm90_bias import is_readable, placed
+from fastattn.ops.attention.sm90_bias import as_readable, is_readable
 from fastattn.testing import dropout_mask
 
 TESTS = Path(__file__).resolve().parent
@@ -160,15 +160,15 @@ def test_masked_scores(native: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_placed_masks(dtype: torch.dtype, step: int) -> None:
+def test_readable_masks(dtype: torch.dtype, step: int) -> None:
     """The backward's copy has the same values in rows that TMA reads, each line once."""
     mask = torch.randn(1, 2, 30, 86).to(dtype)[..., ::step].expand(3, 2, 30, 86 // step)
     assert not is_readable(mask)
-    copy = placed(mask)
+    copy = as_readable(mask)
     assert is_readable(copy)
     assert copy.stride(0) == 0
     assert torch.equal(copy, mask)
-    assert placed(copy) is copy
+    assert as_readable(copy) is copy
 
 
 @pytest.mark.parametrize(("p", "threshold"), [(0.1, 26), (0.5, 128), (0.999, 255)])

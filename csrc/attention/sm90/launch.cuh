@@ -40,19 +40,18 @@ __device__ __forceinline__ int clamped_length(const Lengths& lengths, int batch,
 
 // The queries and keys of a batch entry that are computed, of those in the tensors. (Two functions:
 // one that returned both made the forward 120 instructions longer.)
-__device__ __forceinline__ int computed_queries(const Restrictions& restrictions, int batch,
+__device__ __forceinline__ int computed_queries(const LengthsAndBounds& limits, int batch,
                                                 int all) {
-  return clamped_length(restrictions.query_lengths, batch, all);
+  return clamped_length(limits.query_lengths, batch, all);
 }
-__device__ __forceinline__ int computed_keys(const Restrictions& restrictions, int batch, int all) {
-  return clamped_length(restrictions.key_lengths, batch, all);
+__device__ __forceinline__ int computed_keys(const LengthsAndBounds& limits, int batch, int all) {
+  return clamped_length(limits.key_lengths, batch, all);
 }
 
 // The bounds of a batch entry or packed sequence of which so many queries and keys are computed.
-__device__ __forceinline__ Bounds bounds_of(const Restrictions& restrictions, int queries,
-                                            int keys) {
-  Bounds bounds = restrictions.bounds;
-  if (restrictions.own_diagonals) {
+__device__ __forceinline__ Bounds bounds_of(const LengthsAndBounds& limits, int queries, int keys) {
+  Bounds bounds = limits.bounds;
+  if (limits.own_diagonals) {
     bounds.diagonal = keys - queries;
   }
   return bounds;

@@ -24,9 +24,9 @@ from fastattn.ops.attention.calls import (
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
     MASK_DTYPES,
+    as_readable,
     gradient_of_constant,
     is_constant,
-    placed,
     rows_of_constant,
 )
 
@@ -41,7 +41,7 @@ def unavailable() -> str | None:
 
 
 # -- what it refuses ------------------------------------------------------------------------------
-def _misplaced(name: str, x: Tensor) -> str | None:
+def _unreadable(name: str, x: Tensor) -> str | None:
     """Why TMA cannot read x in place."""
     if x.stride(-1) != 1:
         return f"needs {name} with a contiguous last dimension, got strides {x.stride()}"
@@ -70,7 +70,7 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, queries: int, keys: int) -> st
     if max(queries, keys) > _MAX_ROWS:
         return f"takes at most {_MAX_ROWS} queries and keys, got {queries} and {keys}"
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.numel() and (why := _misplaced(name, x)):
+        if x.numel() and (why := _unreadable(name, x)):
             return why
     return None
 
@@ -162,7 +162,7 @@ def attention_bwd(call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask:
         gradient_of_constant(dmask, call.dlse, lse)
         (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
         lse = torch.where(lse.isneginf(), lse, lse - values)
-    mask = None if mask is None else placed(mask)
+    mask = None if mask is None else as_readable(mask)
     _launch(
         _library.attention_bwd.default, *_padded(call, mask, mask_tiles), *_results(call, lse),
         dq, dk, dv, dmask,
@@ -186,10 +186,10 @@ def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any,
     graph keeps that of its capture.
     """
     out, dout, dlse = call.out, call.dout, call.dlse
-    dout = torch.zeros_like(out) if dout is None else _placed("dout", dout)
+    dout = torch.zeros_like(out) if dout is None else _as_readable("dout", dout)
     dlse = None if dlse is None else dlse.contiguous()
     in_order = torch.are_deterministic_algorithms_enabled()
-    return _placed("out", out), lse.contiguous(), dout, dlse, in_order
+    return _as_readable("out", out), lse.contiguous(), dout, dlse, in_order
 
 
 def _no_pair_at_all(*gradients: Tensor) -> None:
@@ -197,6 +197,6 @@ def _no_pair_at_all(*gradients: Tensor) -> None:
         gradient.zero_()
 
 
-def _placed(name: str, x: Tensor) -> Tensor:
+def _as_readable(name: str, x: Tensor) -> Tensor:
     """x where TMA can read it."""
-    return x.clone(memory_format=torch.contiguous_format) if _misplaced(name, x) else x
+    return x.clone(memory_format=torch.contiguous_format) if _unreadable(name, x) else x

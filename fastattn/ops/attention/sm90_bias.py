@@ -44,7 +44,7 @@ def is_readable(mask: Tensor) -> bool:
     return in_rows and mask.data_ptr() % ALIGNMENT == 0
 
 
-def placed(mask: Tensor) -> Tensor:
+def as_readable(mask: Tensor) -> Tensor:
     """A mask where the copy engine can read it. One that is expanded over keys stays as it is: the
     backward fetches its elements.
     """

@@ -131,7 +131,7 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.head_dim = p.head_dim;
   args.value_dim = p.value_dim;
   args.row_blocks = blocks_of(p.packing, p.queries, Traits::kRows);
-  static_cast<Restrictions&>(args) = p;
+  static_cast<LengthsAndBounds&>(args) = p;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.scale = p.scale;

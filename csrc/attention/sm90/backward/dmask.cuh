@@ -83,7 +83,7 @@ struct DmaskStorage {
   Slot bias_slot;
 };
 
-struct DmaskArguments : Restrictions {
+struct DmaskArguments : LengthsAndBounds {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;  // as 16-bit columns, two per float
   bool bias_by_tma;      // otherwise consumers load it

@@ -56,7 +56,7 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   d.heads_per_kv = args.heads_per_kv;
   d.queries = p.queries;
   d.keys = p.keys;
-  static_cast<Restrictions&>(d) = p;
+  static_cast<LengthsAndBounds&>(d) = p;
   d.dropout = p.dropout;
   d.mask = p.mask;
   d.dmask = p.dmask;

@@ -3,10 +3,10 @@
 
 namespace fastattn::attention {
 
-const char* classify_mask_for_backward(const DenseMask& mask, const Restrictions& restrictions,
+const char* classify_mask_for_backward(const DenseMask& mask, const LengthsAndBounds& limits,
                                        int queries, int keys, cuda::Stream stream) {
   if (const char* failure =
-          classify_mask(transposed(mask), transposed(restrictions), keys, queries, stream)) {
+          classify_mask(transposed(mask), transposed(limits), keys, queries, stream)) {
     return failure;
   }
   const MaskLayout& layout = mask.layout;

@@ -34,7 +34,7 @@ inline DenseMask transposed(DenseMask mask) {
   return mask;
 }
 // Key j is to the right of row i's diagonal where i is to the left of j's.
-inline Restrictions transposed(Restrictions x) {
+inline LengthsAndBounds transposed(LengthsAndBounds x) {
   std::swap(x.query_lengths, x.key_lengths);
   x.bounds = {x.bounds.right, x.bounds.left, -x.bounds.diagonal};
   return x;

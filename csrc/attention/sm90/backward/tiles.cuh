@@ -11,7 +11,7 @@
 
 namespace fastattn::attention {
 
-struct BackwardArguments : Restrictions {
+struct BackwardArguments : LengthsAndBounds {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;              // an additive mask as 16-bit columns, two per float
   TensorView out, dout, dq, dk, dv;  // a gradient that is not needed has null data

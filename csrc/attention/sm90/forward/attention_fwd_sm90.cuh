@@ -187,7 +187,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.queries = p.queries;
   args.keys = p.keys;
   args.value_dim = p.value_dim;
-  static_cast<Restrictions&>(args) = p;
+  static_cast<LengthsAndBounds&>(args) = p;
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.splits = p.splits;

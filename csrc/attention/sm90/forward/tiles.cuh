@@ -15,7 +15,7 @@ namespace fastattn::attention {
 
 using sm90::TileInfo;
 
-struct ForwardArguments : Restrictions {
+struct ForwardArguments : LengthsAndBounds {
   CUtensorMap q, k, v, out_map;
   CUtensorMap bias;  // an additive mask as 16-bit columns, two per float
   TensorView out;

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kPackThreads)
 }
 
 // A thread block: a tile of rows x one block of keys. A thread: a row.
-static __global__ void classify_mask_kernel(const DenseMask mask, const Restrictions restrictions,
+static __global__ void classify_mask_kernel(const DenseMask mask, const LengthsAndBounds limits,
                                             int all_queries, int all_keys) {
   const MaskLayout& layout = mask.layout;
   const int n = blockIdx.x % layout.blocks;
@@ -183,9 +183,9 @@ static __global__ void classify_mask_kernel(const DenseMask mask, const Restrict
   const int64_t class_head = rest / layout.row_tiles;
   const int batch = static_cast<int>(class_head / layout.class_heads);
   const int head = static_cast<int>(class_head % layout.class_heads);
-  const int queries = computed_queries(restrictions, batch, all_queries);
-  const int keys = computed_keys(restrictions, batch, all_keys);
-  const Bounds bounds = bounds_of(restrictions, queries, keys);
+  const int queries = computed_queries(limits, batch, all_queries);
+  const int keys = computed_keys(limits, batch, all_keys);
+  const Bounds bounds = bounds_of(limits, queries, keys);
   const int64_t mask_number = mask_head(layout, batch, head);
 
   __shared__ uint32_t live[kMaxBlockWords], masked;

@@ -228,9 +228,8 @@ def harmless_of(instance: str) -> tuple[Harmless, ...]:
 
 # -- an additive mask's gradient -------------------------------------------------------------------
 _DROPS = ("192 kBiasDropout",)
-_dmask = _Source("backward/dmask.cuh")
-for right, *wrong in (
-    # which blocks
+_dmask_tiles = _Source("backward/dmask_tiles.cuh")
+for right, wrong in (
     ("sizes[0] == 1 ? args.batch : 1", "1"),
     ("sizes[1] == 1 ? args.heads : 1", "1"),
     ("sizes[2] == 1 ? row_tiles : 1", "1"),
@@ -241,20 +240,26 @@ for right, *wrong in (
     ("loop.head + number % loop.heads", "loop.head"),
     ("static_cast<int>(all * split / args.dmask.splits)", "0"),
     ("static_cast<int>(all * (split + 1) / args.dmask.splits)", "static_cast<int>(all)"),
-    # loads
+    ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
+    ("shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);",
+     "shared.bias_slot.empty.init(1);"),
+):  # fmt: skip
+    _dmask_tiles(right, wrong, only=DMASK)
+_dmask_producer = _Source("backward/dmask_producer.cuh")
+for right, wrong in (
     ("one_row ? 0 : item.row", "0"),
     ("layout.heads > 1 ? item.head : 0", "0"),
     ("layout.batches > 1 ? item.batch : 0", "0"),
     ("item.key * halves + half * sm90::kChunkColumns", "item.key * halves"),
     ("item.head / args.heads_per_kv", "0"),
+):
+    _dmask_producer(right, wrong, only=DMASK)
+_dmask_consumer = _Source("backward/dmask_consumer.cuh")
+for right, wrong in (
     ("smaller(item.row + line, args.queries - 1)", "item.row + line"),
     ("smaller(item.key + key, args.keys - 1)", "item.key + key"),
     ("args.bias_by_tma && has_one_row(args.mask)", "false"),
     ("threadIdx.x % kWarpgroup == 0", "true"),
-    ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
-    ("shared.bias_slot.empty.init(Traits::kGroups * kWarpsPerGroup);",
-     "shared.bias_slot.empty.init(1);"),
-    # sums
     ("group * kMmaRows * sm90::kRowBytes", "0"),
     ("row < queries ? keys_of_row(row, bounds, keys) : Range{0, 0}",
      "keys_of_row(row, bounds, keys)"),
@@ -263,16 +268,8 @@ for right, *wrong in (
     ("args.delta[head + existing]", "0.0f"),
     ("first[half] ^ place % sm90::kRowBytes", "first[half]"),
     ("is_allowed ? p * (kept - delta[half]) : 0.0f", "p * (kept - delta[half])"),
-    # stores
-    ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
-    ("sums_keys ? kKeys : key + 1", "key + 1"),
-    ("smaller(dmask.sizes[2] - loop.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),
-    ("smaller(dmask.sizes[3] - loop.key_tile * kKeys, kKeys)", "kKeys"),
-    ("sum -= args.dlse[head * args.queries + at.row];", ""),
-    ("int64_t{split} * sizes[0] + at.batch", "at.batch"),
-    ("dmask.partial[split * count + number]", "dmask.partial[number]"),
 ):  # fmt: skip
-    _dmask(right, *wrong, only=DMASK)
+    _dmask_consumer(right, wrong, only=DMASK)
 for right, wrong in (
     (
         "head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)",
@@ -282,7 +279,18 @@ for right, wrong in (
     ("word << (24 - 8 * byte)", "word << 24"),
     ("words[octet / 2 * 2 + j]", "words[j]"),
 ):
-    _dmask(right, wrong, only=_DROPS)
+    _dmask_consumer(right, wrong, only=_DROPS)
+_dmask_sum = _Source("backward/dmask_sum.cuh")
+for right, wrong in (
+    ("sums_rows ? Traits::kRows : row + 1", "row + 1"),
+    ("sums_keys ? kKeys : key + 1", "key + 1"),
+    ("smaller(dmask.sizes[2] - loop.row_tile * Traits::kRows, Traits::kRows)", "Traits::kRows"),
+    ("smaller(dmask.sizes[3] - loop.key_tile * kKeys, kKeys)", "kKeys"),
+    ("sum -= args.dlse[head * args.queries + at.row];", ""),
+    ("int64_t{split} * sizes[0] + at.batch", "at.batch"),
+    ("dmask.partial[split * count + number]", "dmask.partial[number]"),
+):
+    _dmask_sum(right, wrong, only=DMASK)
 _dmask_launch = _Source("backward/dmask_launch.cuh")
 _dmask_launch("exact.delta = nullptr;", "", only=DMASK)
 _dmask_launch("exact.dlse = p.dlse;", "", only=DMASK)
@@ -297,5 +305,5 @@ DMASK_HARMLESS = (
 
 
 def dmask_mutations_of(instance: str) -> list[Mutation]:
-    found = (*_dmask.found, *_dmask_launch.found)
-    return [m for m, only in found if instance in only]
+    sources = (_dmask_tiles, _dmask_producer, _dmask_consumer, _dmask_sum, _dmask_launch)
+    return [m for source in sources for m, only in source.found if instance in only]

@@ -1,7 +1,9 @@
-"""The record of kernels that passed the equivalence suite and may be chosen automatically.
+"""The records of kernels that passed the equivalence suite and may be chosen automatically.
 
-`fastattn check --device cuda --record` writes it. An entry applies to the GPU architecture on which
-it was made, the same kernels (a digest of their sources and libraries), PyTorch, CUDA and Triton.
+`fastattn check --device cuda --record` writes the record of this user. Records of measured GPUs
+ship in the folder `verified` beside this file. An entry applies to the GPU architecture on which it
+was made, the same kernels (a digest of their sources and library), PyTorch, CUDA and Triton. What
+failed for this user is not chosen, whatever a shipped record says.
 """
 
 import functools
@@ -16,14 +18,20 @@ import torch
 from fastattn.ops import _env
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_SHIPPED = Path(__file__).resolve().parent / "verified"
 _log = logging.getLogger("fastattn")
+# (op, backend, dtype)
+Kernel = tuple[str, str, str]
 
 
 @functools.cache
-def kernels() -> dict[str, str]:
-    """What an entry applies to: a digest of the kernels and the versions of what runs them."""
+def kernels(backend: str) -> dict[str, str]:
+    """What an entry of a backend applies to: a digest of its kernels and the versions of what runs
+    them. A library counts as it was built: another compiler may make other kernels.
+    """
     digest = hashlib.sha256()
-    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *sorted(_PACKAGE.glob("_C_*"))):
+    libraries = _PACKAGE.glob(f"_C_{backend}.abi3.so")
+    for file in (*sorted(_PACKAGE.glob("ops/**/*.py")), *libraries):
         digest.update(f"{file.relative_to(_PACKAGE).as_posix()}\0".encode())
         digest.update(file.read_bytes())
     versions = _env.versions()
@@ -31,13 +39,23 @@ def kernels() -> dict[str, str]:
     return {"digest": digest.hexdigest()[:16], **wanted}
 
 
-def entries(file: Path) -> list[dict[str, Any]]:
-    """All entries of a record, current or not; raises ValueError if it cannot be read."""
+def applies_to(device: torch.device, backend: str) -> dict[str, str]:
+    """The fields by which an entry says to which kernels on which GPUs it applies."""
+    return {"architecture": _env.architecture(device.type, device.index or 0), **kernels(backend)}
+
+
+def entries(file: Path, what: str = "passed") -> list[dict[str, Any]]:
+    """All entries of a record, current or not, of kernels that "passed" or "failed"; raises
+    ValueError if it cannot be read.
+    """
     try:
-        return [dict(entry) for entry in json.loads(file.read_text())["passed"]]
+        record = json.loads(file.read_text())
+        # Records of the first versions have no list of failures.
+        found = record["passed"] if what == "passed" else record.get(what, [])
+        return [dict(entry) for entry in found]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} must be a record of `fastattn check --record`: {error}") from None
 
 
@@ -47,19 +65,25 @@ def name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def passed(device: torch.device) -> frozenset[tuple[str, str, str]]:
-    """(op, backend, dtype) of the current kernels that passed on this device's architecture."""
+def passed(device: torch.device) -> frozenset[Kernel]:
+    """The current kernels that passed on this device's architecture."""
     file = _env.record_path()
+    if file is None or device.type != "cuda":
+        return frozenset()
     try:
-        found = entries(file) if file is not None and device.type == "cuda" else []
+        good, bad = (_current(entries(file, what), device) for what in ("passed", "failed"))
+        for shipped in sorted(_SHIPPED.glob("*.json")):
+            good |= _current(entries(shipped), device)
     except ValueError as error:
         _log.warning("no kernel is taken as verified: %s", error)
         return frozenset()
-    if not found:
-        return frozenset()
-    wanted = {"architecture": _env.architecture("cuda", device.index or 0), **kernels()}
+    return good - bad
+
+
+def _current(found: list[dict[str, Any]], device: torch.device) -> frozenset[Kernel]:
+    """Those of the entries that apply to the kernels and this device."""
     return frozenset(
         (str(entry.get("op")), str(entry.get("backend")), str(entry.get("dtype")))
         for entry in found
-        if wanted.items() <= entry.items()
+        if applies_to(device, str(entry.get("backend"))).items() <= entry.items()
     )

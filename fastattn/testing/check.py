@@ -11,12 +11,16 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 import os
+import sys
 import tempfile
+import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _env, _verified
+from fastattn.testing import lines
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.poison import poisoned_results
@@ -44,7 +49,8 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 @dataclass(frozen=True)
 class Row:
     """One check of one sample. kind: value (the error of one output or gradient) or a property.
-    result: an output or gradient, or "all". status: ok, FAIL, or refused with a reason.
+    result: an output or gradient, or "all". status: ok, FAIL, refused with a reason, or skipped
+    because there was no time. applies_to: a digest of the kernels, versions and architecture.
     """
 
     op: str
@@ -59,6 +65,7 @@ class Row:
     torch_error: float | None = None
     message: str = ""
     kind: str = "value"
+    applies_to: str = ""
 
 
 def output_gradients(
@@ -280,6 +287,12 @@ def add_arguments(
         "--seconds", type=count, default=None, help="start no sample after this time"
     )
     parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="with --json FILE.jsonl: leave out samples that the file has results of, for the same "
+        "kernels, versions and device",
+    )
+    parser.add_argument(
         "--record",
         action="store_true",
         help="on a GPU: record the kernels that pass every sample, to be chosen automatically",
@@ -294,36 +307,86 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _env.default_device()
     if options.json and Path(options.json).is_dir():
         raise ValueError(f"--json must be a file to write, got the folder {options.json}")
+    if options.resume and not _in_lines(options.json):
+        raise ValueError(f"--resume must go with --json FILE.jsonl, got --json {options.json}")
     if options.record:
         _check_recordable(options, device)
     cases = _cases(options, device)
-    jobs = min(options.jobs or os.cpu_count() or 1, len(cases))
-    found: dict[int, list[Row]] = {}
-    results = _check_cases(cases, jobs, options.seconds)
-    for index, case_rows in _progress(results, f"checking on {device}", len(cases)):
-        found[index] = case_rows
+    backends = {backend for case in cases for backend in case.backends}
+    digests = {backend: applies_to(device, backend) for backend in backends}
+    found = _finished(Path(options.json), cases, digests) if options.resume else {}
+    waiting = [index for index in range(len(cases)) if index not in found]
+    if found:
+        print(f"{len(found)} of {len(cases)} samples were checked before: {options.json}")
+    jobs = min(options.jobs or os.cpu_count() or 1, max(1, len(waiting)))
+    results = _check_cases([cases[index] for index in waiting], jobs, options.seconds)
+    for number, case_rows in _progress(results, f"checking on {device}", len(waiting)):
+        index = waiting[number]
+        found[index] = [
+            dataclasses.replace(row, applies_to=digests.get(row.backend, "")) for row in case_rows
+        ]
         if _in_lines(options.json):
-            append_lines(Path(options.json), case_rows)
+            lines.append(Path(options.json), map(dataclasses.asdict, found[index]))
     rows = [row for index in sorted(found) for row in found[index]]
     _report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
     if options.record:
         print(_record(rows, device))
-    return 1 if any(row.status == "FAIL" for row in rows) or all(map(_refused, rows)) else 0
+    nothing = all(row.status in ("refused", "skipped") for row in rows)
+    return 1 if any(row.status == "FAIL" for row in rows) or nothing else 0
+
+
+def applies_to(device: torch.device, backend: str) -> str:
+    """A digest of what rows of a backend apply to, for runs that continue earlier ones."""
+    fields = json.dumps(_verified.applies_to(device, backend), sort_keys=True)
+    return hashlib.sha256(fields.encode()).hexdigest()[:16]
+
+
+def _finished(
+    file: Path, cases: Sequence["_Case"], digests: Mapping[str, str]
+) -> dict[int, list[Row]]:
+    """The rows of a file that its cases need not repeat, by the index of the case."""
+    known: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
+    for fields in lines.read(file):
+        row = Row(**fields)
+        if row.status != "skipped" and row.applies_to == digests.get(row.backend):
+            of_sample = known.setdefault((row.op, row.sample, row.dtype, row.backend), {})
+            of_sample[row.result, row.kind] = row
+    found = {}
+    for index, case in enumerate(cases):
+        keys = [(case.op, case.sample, _NAMES[case.dtype], backend) for backend in case.backends]
+        if all(key in known for key in keys):
+            found[index] = [row for key in keys for row in known[key].values()]
+    return found
 
 
 def _progress(
     results: Iterator[tuple[int, list[Row]]], label: str, total: int
 ) -> Iterable[tuple[int, list[Row]]]:
-    """The results, with a progress bar if rich is installed and stderr is a terminal."""
+    """The results, with a progress bar on standard error; a line for each tenth of them if that is
+    not a terminal or rich is not installed.
+    """
     try:
         from rich.console import Console
         from rich.progress import track
     except ImportError:
-        return results
+        return _progress_lines(results, label, total)
     console = Console(stderr=True)
-    return track(results, label, total, console=console, disable=not console.is_terminal)
+    if not console.is_terminal:
+        return _progress_lines(results, label, total)
+    return track(results, label, total, console=console)
+
+
+def _progress_lines(
+    results: Iterator[tuple[int, list[Row]]], label: str, total: int
+) -> Iterator[tuple[int, list[Row]]]:
+    started = time.monotonic()
+    for done, result in enumerate(results, 1):
+        yield result
+        if done * 10 // total > (done - 1) * 10 // total:
+            seconds = time.monotonic() - started
+            print(f"{label}: {done} of {total}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -350,27 +413,40 @@ def _check_case(case: _Case) -> list[Row]:
 
 # A longer case counts as hanging. Compiling the kernels is the slowest part of a case.
 _CASE_SECONDS = 90.0
+# After so many cases of an op by a backend in a dtype hung or crashed, the others are left out.
+_MAX_LOST = 3
 
 
 def _check_cases(
     cases: Sequence[_Case], jobs: int, seconds: float | None
 ) -> Iterator[tuple[int, list[Row]]]:
     """Yields (index of the case, its rows) as cases finish, from processes with one thread each. A
-    case whose process dies or hangs gives a row, and so does a case not started within `seconds`.
+    case whose process dies or hangs gives a row, and so does a case not started within `seconds`,
+    or left out because its kernels hung or crashed too often.
     """
     if jobs <= 1 and seconds is None and all(case.device.type == "cpu" for case in cases):
         yield from enumerate(map(_check_case, cases))
         return
-    results = run_isolated(_check_case, cases, jobs=jobs, seconds=seconds, limit_s=_CASE_SECONDS)
+    lost: Counter[Any] = Counter()
+
+    def left_out(case: _Case) -> str | None:
+        count = lost[case.op, case.backends, case.dtype]
+        return f"{count} samples of it crashed or hung" if count >= _MAX_LOST else None
+
+    results = run_isolated(
+        _check_case, cases, jobs=jobs, seconds=seconds, limit_s=_CASE_SECONDS, left_out=left_out
+    )
     for index, rows in results:
         if isinstance(rows, Lost):
-            status = "FAIL" if rows.reached else "refused"
-            rows = [_row_of_case(cases[index], status, rows.why)]
+            case = cases[index]
+            lost[case.op, case.backends, case.dtype] += rows.reached
+            status = "FAIL" if rows.reached else "refused" if rows.left_out else "skipped"
+            rows = [_row_of_case(case, backend, status, rows.why) for backend in case.backends]
         yield index, rows
 
 
-def _row_of_case(case: _Case, status: str, message: str) -> Row:
-    backend, dtype = "+".join(case.backends), _NAMES[case.dtype]
+def _row_of_case(case: _Case, backend: str, status: str, message: str) -> Row:
+    dtype = _NAMES[case.dtype]
     return Row(
         case.op, backend, case.device.type, dtype, case.sample, "all", status, message=message
     )
@@ -392,8 +468,9 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
         if options.op and spec.name not in options.op:
             continue
         backends = tuple(b for b in spec.backends if not options.backend or b in options.backend)
-        if not options.backend:  # leave out backends for other devices
+        if not options.backend:  # leave out backends for other devices, and what is not recorded
             backends = tuple(b for b in backends if _env.refuses_device(b, device) is None)
+            backends = tuple(b for b in backends if not options.record or b != "reference")
         for sample in spec.samples:
             if options.quick and "interpreter" not in sample.tags:
                 continue
@@ -404,8 +481,12 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[_Case]:
                 groups = [backends] if device.type == "cpu" else [(b,) for b in backends]
                 if dtype in sample.dtypes and backends:
                     cases += [_Case(spec.name, sample.name, dtype, g, device) for g in groups]
-    if options.backend and device.type != "cpu":  # in the order requested
-        cases.sort(key=lambda case: options.backend.index(case.backends[0]))
+    if device.type != "cpu":
+        # In the order requested. Otherwise the backend that compiles its kernels is first: its
+        # samples take longest, and short ones fill the processes that are idle at the end.
+        order = options.backend or ["triton"]
+        last = len(order)
+        cases.sort(key=lambda c: order.index(c.backends[0]) if c.backends[0] in order else last)
     if not cases:
         raise ValueError("the options must leave at least one sample to check, got none")
     return cases
@@ -431,7 +512,11 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
         print("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)))
     print()
     for op, backend, reason in sorted({(r.op, r.backend, r.message) for r in rows if _refused(r)}):
-        print(f"refused: {op}: {reason or backend}")
+        named = reason.startswith("backend ")
+        print(f"refused: {op}: {reason if named else ' '.join(('backend', backend, reason))}")
+    skipped = Counter((r.op, r.backend) for r in rows if r.status == "skipped")
+    for (op, backend), count in skipped.items():
+        print(f"skipped: {op}: {count} samples of backend {backend} were not reached")
     for row in rows:
         if verbose or row.status == "FAIL":
             size = f"error {row.error:.3g}, allowed {row.allowed:.3g} "
@@ -439,8 +524,11 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
                 f"{row.status:8}{row.op} {row.backend} {row.dtype} {row.sample} {row.result} "
                 f"{row.kind}: {size if row.kind == 'value' else ''}{row.message}".rstrip(" :")
             )
-    failed, refused = (sum(r.status == s for r in rows) for s in ("FAIL", "refused"))
-    print(f"{len(rows) - failed - refused} passed, {refused} refused, {failed} failed")
+    passed, refused, failed, skips = (
+        sum(r.status == s for r in rows) for s in ("ok", "refused", "FAIL", "skipped")
+    )
+    end = f", {skips} skipped" if skips else ""
+    print(f"{passed} passed, {refused} refused, {failed} failed{end}")
 
 
 def _refused(row: Row) -> bool:
@@ -449,7 +537,7 @@ def _refused(row: Row) -> bool:
 
 def _counts(rows: list[Row]) -> tuple[str, ...]:
     """The cells of the table's row for one op, backend and dtype, from "results" on."""
-    values = [row for row in rows if row.kind == "value" and not _refused(row)]
+    values = [row for row in rows if row.kind == "value" and row.status in ("ok", "FAIL")]
     worst = max((r.error / r.allowed for r in values if r.allowed), default=0.0)
     peers = [r.torch_error / r.allowed for r in values if r.allowed and r.torch_error is not None]
     return (
@@ -466,7 +554,7 @@ def _counts(rows: list[Row]) -> tuple[str, ...]:
 def _check_recordable(options: argparse.Namespace, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f"--record must go with a cuda device, got {device}")
-    for option in ("sample", "quick", "seconds"):
+    for option in ("sample", "quick"):
         if getattr(options, option):
             raise ValueError(f"--record must go with every sample, got --{option}")
     file = _env.record_path()
@@ -476,48 +564,61 @@ def _check_recordable(options: argparse.Namespace, device: torch.device) -> None
 
 
 def _record(rows: Sequence[Row], device: torch.device) -> str:
-    """Records the kernels that passed, replacing older entries; returns a message."""
+    """Records the kernels that passed and those that failed, replacing older entries; returns a
+    message. Of what was not reached, nothing is known.
+    """
     architecture = _env.architecture(device.type, device.index or 0)
-    statuses: dict[tuple[str, str, str], list[str]] = {}
+    statuses: dict[_verified.Kernel, Counter[str]] = {}
     for row in rows:
         if row.backend != "reference":
             key = row.op, row.backend, _verified.name(_DTYPES[row.dtype])
-            statuses.setdefault(key, []).append(row.status)
-    passed = [key for key, found in statuses.items() if "ok" in found and found.count("FAIL") == 0]
+            statuses.setdefault(key, Counter())[row.status] += 1
+    failed = [key for key, count in statuses.items() if count["FAIL"]]
+    unknown = [key for key, count in statuses.items() if count["skipped"] and not count["FAIL"]]
+    passed = [key for key, c in statuses.items() if c["ok"] and not c["FAIL"] and not c["skipped"]]
     file = _env.record_path()
     assert file is not None  # _check_recordable
-    kept = [
-        entry
-        for entry in _verified.entries(file)
-        if "dtype" in entry  # entries of the first version have none
-        and (
-            entry.get("architecture") != architecture
-            or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in statuses
-        )
-    ]
-    about = {"architecture": architecture, **_verified.kernels()}
-    about |= {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
-    new = [
-        dict(zip(("op", "backend", "dtype"), key, strict=True))
-        | about
-        | {"results": statuses[key].count("ok")}
-        for key in passed
-    ]
-    write_json(file, {"passed": kept + new})
-    names = ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in passed) or "nothing"
-    return f"chosen automatically on {architecture} from now on: {names} ({file})"
+    about = {"date": datetime.date.today().isoformat(), "device": _env.device_name(device)}
+
+    def entries(what: str, keys: Sequence[_verified.Kernel]) -> list[dict[str, Any]]:
+        assert file is not None
+        kept = [
+            entry
+            for entry in _verified.entries(file, what)
+            if "dtype" in entry  # entries of the first version have none
+            and (
+                entry.get("architecture") != architecture
+                or (entry.get("op"), entry.get("backend"), entry["dtype"]) not in statuses
+                or (entry.get("op"), entry.get("backend"), entry["dtype"]) in unknown
+            )
+        ]
+        new = [
+            dict(zip(("op", "backend", "dtype"), key, strict=True))
+            | _verified.applies_to(device, key[1])
+            | about
+            | {"results": statuses[key]["ok" if what == "passed" else "FAIL"]}
+            for key in keys
+        ]
+        return kept + new
+
+    write_json(file, {"passed": entries("passed", passed), "failed": entries("failed", failed)})
+    _verified.passed.cache_clear()
+
+    def named(keys: Sequence[_verified.Kernel]) -> str:
+        return ", ".join(f"{op} by {backend} in {dtype}" for op, backend, dtype in keys)
+
+    message = f"chosen automatically on {architecture} from now on: "
+    message += f"{named(passed) or 'nothing'} ({file})"
+    if failed:
+        message += f"\nnot chosen, because samples failed: {named(failed)}"
+    if unknown:
+        message += f"\nnot decided, because samples were not reached: {named(unknown)}"
+        message += "\n`--json FILE.jsonl --resume` continues where the time ended"
+    return message
 
 
 def _in_lines(file: str | None) -> bool:
     return file is not None and file.endswith(".jsonl")
-
-
-def append_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Appends rows to a JSON lines file, so that they are kept if the run ends early."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,10 +24,13 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class Lost:
-    """A case without a result. reached: whether it was started."""
+    """A case without a result. reached: whether it was started. left_out: whether it was not to be
+    started; otherwise there was no time for it.
+    """
 
     reached: bool
     why: str
+    left_out: bool = False
 
 
 @dataclass
@@ -47,12 +50,13 @@ def run_isolated(
     jobs: int,
     seconds: float | None = None,
     limit_s: float,
+    left_out: Callable[[C], str | None] = lambda case: None,
 ) -> Iterator[tuple[int, R | Lost]]:
     """Yields (index, result) of each case as it finishes.
 
     function: importable by name; cases and results must be picklable. seconds: no case starts after
     this time. limit_s: a case that takes longer, without the start of its process, counts as
-    hanging.
+    hanging. left_out: called before a case starts; if it returns a reason, the case does not.
     """
     context = multiprocessing.get_context("spawn")
     end = None if seconds is None else time.monotonic() + seconds
@@ -78,6 +82,9 @@ def run_isolated(
                     yield index, Lost(False, f"was not reached in {seconds:g} s")
                 waiting.clear()
             while waiting and len(busy) < jobs:
+                if (why := left_out(cases[waiting[-1]])) is not None:
+                    yield waiting.pop(), Lost(False, why, left_out=True)
+                    continue
                 worker, limit = (idle.pop(), limit_s) if idle else (start(), limit_s + _START_S)
                 worker.index, worker.until = waiting.pop(), until(limit)
                 busy[worker.pipe] = worker

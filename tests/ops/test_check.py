@@ -245,7 +245,7 @@ def test_time_limit_leaves_rows_of_what_was_not_reached(tmp_path: Path) -> None:
     arguments = ["check", "--op=ffn", "--backend=reference", "--jobs=1", "--seconds=1"]
     code = cli.main([*arguments, f"--json={file}"])
     rows = json.loads(file.read_text())
-    missed = [row for row in rows if row["status"] == "refused"]
+    missed = [row for row in rows if row["status"] == "skipped"]
     assert missed and all(row["message"] == "was not reached in 1 s" for row in missed)
     assert code == (1 if len(missed) == len(rows) else 0)
 
@@ -260,6 +260,21 @@ def test_dying_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _exit(case: Any) -> None:
     os._exit(3)
+
+
+def test_kernels_that_crash_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one dtype after three samples, as each may take the time of a hang."""
+    names = [sample.name for sample in SPECS["ffn"].samples][:5]
+    cases = [
+        check._Case("ffn", name, dtype, ("reference",), CPU)
+        for dtype in (torch.float32, torch.float16)
+        for name in names
+    ]
+    monkeypatch.setattr(check, "_check_case", _exit)
+    found = {index: rows for index, rows in check._check_cases(cases, jobs=1, seconds=99.0)}
+    statuses = [found[index][0].status for index in range(10)]
+    assert statuses == (["FAIL"] * 3 + ["refused"] * 2) * 2
+    assert found[9][0].message == "3 samples of it crashed or hung"
 
 
 def test_on_a_gpu_backends_have_processes_of_their_own() -> None:
@@ -296,6 +311,23 @@ def test_crashed_cases_do_not_affect_others() -> None:
     assert [r[0] for r in results] == ["first", "second", "breaks the GPU", "third", "fourth"]
     first, second, broken, third, fourth = (r[2] for r in results)
     assert first != second == broken != third == fourth  # the process continues after an exception
+
+
+def test_cases_can_be_left_out_while_others_run() -> None:
+    """As after crashes: what is decided between the cases applies to those that follow."""
+    cases, found = ["dies", "first", "dies", "second"], {}
+    crashes: list[int] = []
+
+    def left_out(case: str) -> str | None:
+        return "one crash is enough" if case == "dies" and crashes else None
+
+    results = isolation.run_isolated(_misbehave, cases, jobs=1, limit_s=20.0, left_out=left_out)
+    for index, result in results:
+        found[index] = result
+        crashes += [index] if isinstance(result, isolation.Lost) else []
+    assert found[0] == isolation.Lost(True, "its process died: SIGKILL")
+    assert found[2] == isolation.Lost(False, "one crash is enough", left_out=True)
+    assert [str(found[i]).split()[0] for i in (1, 3)] == ["first", "second"]
 
 
 def test_time_limit_names_what_was_not_reached() -> None:
@@ -344,6 +376,46 @@ def test_rows_are_written_as_they_come(
         check.run(options)
     again = file.read_text().splitlines()[len(rows) :]
     assert {json.loads(line)["dtype"] for line in again} == {"fp32", "bf16"}
+
+
+def test_a_run_continues_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file has rows of is not repeated, if they are of the same kernels, and reported."""
+    file = tmp_path / "rows.jsonl"
+    options = _options("--op=rms_norm", "--sample=odd_width", "--backend=reference",
+                       f"--json={file}", "--resume")  # fmt: skip
+    ran: list[torch.dtype] = []
+
+    def ends(case: Any) -> list[check.Row]:
+        ran.append(case.dtype)
+        if case.dtype == torch.float16:
+            raise KeyboardInterrupt
+        return checked(case)
+
+    checked = check._check_case
+    monkeypatch.setattr(check, "_check_case", ends)
+    with pytest.raises(KeyboardInterrupt):
+        check.run(options)
+    with file.open("a") as torn:
+        torn.write('{"op": "rms_norm", "back')  # as a kill leaves it
+    monkeypatch.setattr(check, "_check_case", lambda case: ran.append(case.dtype) or checked(case))
+    assert check.run(options) == 0
+    assert ran == [torch.float32, torch.bfloat16, torch.float16, torch.float16]
+    printed = capsys.readouterr().out
+    assert "2 of 3 samples were checked before" in printed
+    assert all(f" {dtype} " in printed for dtype in ("fp32", "bf16", "fp16"))
+    assert check.run(options) == 0 and len(ran) == 4
+    monkeypatch.setattr(_verified, "kernels", lambda backend: {"digest": "other"})
+    assert check.run(options) == 0 and len(ran) == 7
+    with pytest.raises(ValueError, match=r"--resume must go with --json FILE\.jsonl"):
+        check.run(_options("--resume", "--op=rms_norm"))
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(check._progress(iter([(i, []) for i in range(25)]), "checking", 25))) == 25
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and lines[-1].startswith("checking: 25 of 25, ")
 
 
 @pytest.mark.parametrize(
@@ -425,7 +497,40 @@ def test_a_dtype_that_fails_does_not_affect_others(
     assert _verified.passed(CUDA) == {("rms_norm", "cpu", "bfloat16")}
 
 
-@pytest.mark.parametrize("option", ["--quick", "--sample=odd", "--seconds=9", "--device=cpu"])
+def test_failures_are_recorded(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that they outweigh a record that ships with the package."""
+    _break(monkeypatch, "rms_norm_fwd", "cpu", lambda args, results: results[0].fill_(1.0))
+    assert check.run(_options(*RECORDED, "--dtype=fp16")) == 1
+    failed = json.loads(pretended_gpu.read_text())["failed"]
+    assert [(e["op"], e["backend"], e["dtype"]) for e in failed] == [("rms_norm", "cpu", "float16")]
+    message = "not chosen, because samples failed: rms_norm by cpu in float16"
+    assert message in capsys.readouterr().out
+
+
+def test_what_was_not_reached_is_not_decided(
+    pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record made in a limited time holds the dtypes of which every sample was reached."""
+    checked, over = check._check_cases, []
+
+    def hurried(cases: Any, *rest: Any) -> Iterator[tuple[int, list[check.Row]]]:
+        for index, rows in checked(cases, *rest):
+            if cases[index].dtype == torch.float16 and index % 2:
+                over.append(index)
+                rows = [check._row_of_case(cases[index], "cpu", "skipped", "was not reached")]
+            yield index, rows
+
+    monkeypatch.setattr(check, "_check_cases", hurried)
+    assert check.run(_options(*RECORDED, "--seconds=99")) == 0 and over
+    assert _verified.passed(CUDA) == {("rms_norm", "cpu", d) for d in ("float32", "bfloat16")}
+    printed = capsys.readouterr().out
+    assert "not decided, because samples were not reached: rms_norm by cpu in float16" in printed
+    assert f"skipped: rms_norm: {len(over)} samples of backend cpu were not reached" in printed
+
+
+@pytest.mark.parametrize("option", ["--quick", "--sample=odd", "--device=cpu"])
 def test_only_the_whole_suite_is_recorded(pretended_gpu: Path, option: str) -> None:
     with pytest.raises(ValueError, match="--record must go with"):
         check.run(_options(*RECORDED, option))

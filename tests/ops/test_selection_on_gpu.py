@@ -40,7 +40,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     entries = []
 
     def write(op: str, backend: str, **other: str) -> None:
-        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels()}
+        about = {"dtype": "bfloat16", "architecture": "sm_90", **_verified.kernels(backend)}
         entries.append({"op": op, "backend": backend} | about | other)
         file.write_text(json.dumps({"passed": entries}))
         _verified.passed.cache_clear()
@@ -161,15 +161,57 @@ def test_an_entry_applies_to_gpus_of_its_architecture(
 def test_the_digest_depends_on_sources_and_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those of the backend: building another one's library changes nothing."""
     monkeypatch.setattr(_verified, "_PACKAGE", tmp_path)
-    digests = [_verified.kernels.__wrapped__()["digest"]]
-    for name in ("ops/_op.py", "ops/ffn/triton.py", "_C_sm90.abi3.so", "_C_cpu.abi3.so"):
+    compute = _verified.kernels.__wrapped__
+    digests = [compute("sm90")["digest"]]
+    for name in ("ops/_op.py", "ops/ffn/triton.py", "_C_sm90.abi3.so"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         for content in ("first", "other"):
             file.write_text(content)
-            digests.append(_verified.kernels.__wrapped__()["digest"])
+            digests.append(compute("sm90")["digest"])
     assert len(set(digests)) == len(digests)
+    (tmp_path / "_C_cpu.abi3.so").write_text("first")
+    assert compute("sm90")["digest"] == digests[-1]
+
+
+def test_records_ship_with_the_package(
+    make_op: MakeOp,
+    record: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each is read; the user's own failures and an unreadable record outweigh them."""
+    (op, other) = _verifiable(make_op), _verifiable(make_op)
+    (shipped := tmp_path / "shipped").mkdir()
+    monkeypatch.setattr(_verified, "_SHIPPED", shipped)
+    own = tmp_path / "verified.json"
+
+    def chosen() -> list[str]:
+        _verified.passed.cache_clear()
+        for each in (op, other):
+            each.orders.clear()
+        return [_select.select(each, _on_cuda(), None) for each in (op, other)]
+
+    assert chosen() == ["reference", "reference"]
+    for each, file in ((op, "h100.json"), (other, "h200.json")):
+        record(each.name, "triton")
+        entries = json.loads(own.read_text())["passed"]
+        (shipped / file).write_text(json.dumps({"passed": entries[-1:]}))
+    own.unlink()
+    assert chosen() == ["triton", "triton"]
+    own.write_text(json.dumps({"passed": [], "failed": entries[-1:]}))
+    assert chosen() == ["triton", "reference"]
+    changed = entries[-1] | {"digest": "of other kernels"}
+    own.write_text(json.dumps({"passed": [], "failed": [changed]}))
+    assert chosen() == ["triton", "triton"]
+    own.write_text("[]")
+    assert chosen() == ["reference", "reference"]
+    assert "no kernel is taken as verified" in caplog.text
+    monkeypatch.setenv(_env.RECORD_VARIABLE, "")
+    assert chosen() == ["reference", "reference"]
 
 
 def test_the_reference_says_how_to_verify(

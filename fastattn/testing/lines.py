@@ -1,0 +1,33 @@
+"""JSON lines files of results: rows are appended while a run goes on, and a run that is killed
+leaves a file that can be read and continued.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends the rows in one write, behind a new line if a killed run left an incomplete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) and file.read(1) != b"\n":
+            text = "\n" + text
+        file.write(text.encode())
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, none if there is no file. Incomplete lines are left out."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row

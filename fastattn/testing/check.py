@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import hashlib
 import json
 import os
 import sys
@@ -305,29 +304,7 @@ def run(options: argparse.Namespace) -> int:
     ValueError for invalid options.
     """
     device = options.device or _env.default_device()
-    if options.json and Path(options.json).is_dir():
-        raise ValueError(f"--json must be a file to write, got the folder {options.json}")
-    if options.resume and not _in_lines(options.json):
-        raise ValueError(f"--resume must go with --json FILE.jsonl, got --json {options.json}")
-    if options.record:
-        _check_recordable(options, device)
-    cases = _cases(options, device)
-    backends = {backend for case in cases for backend in case.backends}
-    digests = {backend: applies_to(device, backend) for backend in backends}
-    found = _finished(Path(options.json), cases, digests) if options.resume else {}
-    waiting = [index for index in range(len(cases)) if index not in found]
-    if found:
-        print(f"{len(found)} of {len(cases)} samples were checked before: {options.json}")
-    jobs = min(options.jobs or os.cpu_count() or 1, max(1, len(waiting)))
-    results = _check_cases([cases[index] for index in waiting], jobs, options.seconds)
-    for number, case_rows in _progress(results, f"checking on {device}", len(waiting)):
-        index = waiting[number]
-        found[index] = [
-            dataclasses.replace(row, applies_to=digests.get(row.backend, "")) for row in case_rows
-        ]
-        if _in_lines(options.json):
-            lines.append(Path(options.json), map(dataclasses.asdict, found[index]))
-    rows = [row for index in sorted(found) for row in found[index]]
+    rows = check_samples(options, device)
     _report(rows, device, options.verbose)
     if options.json and not _in_lines(options.json):
         write_json(Path(options.json), [dataclasses.asdict(row) for row in rows])
@@ -337,10 +314,31 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(row.status == "FAIL" for row in rows) or nothing else 0
 
 
-def applies_to(device: torch.device, backend: str) -> str:
-    """A digest of what rows of a backend apply to, for runs that continue earlier ones."""
-    fields = json.dumps(_verified.applies_to(device, backend), sort_keys=True)
-    return hashlib.sha256(fields.encode()).hexdigest()[:16]
+def check_samples(options: argparse.Namespace, device: torch.device) -> list[Row]:
+    """The rows of the samples that the options select, also those of a file that is continued."""
+    if options.json and Path(options.json).is_dir():
+        raise ValueError(f"--json must be a file to write, got the folder {options.json}")
+    if options.resume and not _in_lines(options.json):
+        raise ValueError(f"--resume must go with --json FILE.jsonl, got --json {options.json}")
+    if options.record:
+        _check_recordable(options, device)
+    cases = _cases(options, device)
+    backends = {backend for case in cases for backend in case.backends}
+    digests = {backend: lines.applies_to(device, backend) for backend in backends}
+    found = _finished(Path(options.json), cases, digests) if options.resume else {}
+    waiting = [index for index in range(len(cases)) if index not in found]
+    if found:
+        print(f"{len(found)} of {len(cases)} samples were checked before: {options.json}")
+    jobs = min(options.jobs or os.cpu_count() or 1, max(1, len(waiting)))
+    results = _check_cases([cases[index] for index in waiting], jobs, options.seconds)
+    for number, case_rows in _progress(results, f"checking on {device}", len(waiting)):
+        index = waiting[number]
+        found[index] = [
+            dataclasses.replace(row, applies_to=digests[row.backend]) for row in case_rows
+        ]
+        if _in_lines(options.json):
+            lines.append(Path(options.json), map(dataclasses.asdict, found[index]))
+    return [row for index in sorted(found) for row in found[index]]
 
 
 def _finished(

@@ -24,8 +24,8 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class Lost:
-    """A case without a result. reached: whether it was started. left_out: whether it was not to be
-    started; otherwise there was no time for it.
+    """A case without a result. reached: whether it crashed or hung. left_out: whether it was not to
+    be started; otherwise there was no time for it.
     """
 
     reached: bool
@@ -79,7 +79,7 @@ def run_isolated(
         while waiting or busy:
             if end is not None and time.monotonic() >= end:
                 for index in waiting[::-1]:
-                    yield index, Lost(False, f"was not reached in {seconds:g} s")
+                    yield index, Lost(False, f"was not reached in {seconds:.3g} s")
                 waiting.clear()
             while waiting and len(busy) < jobs:
                 if (why := left_out(cases[waiting[-1]])) is not None:
@@ -119,9 +119,10 @@ def run_isolated(
                 if time.monotonic() >= worker.until:
                     del busy[pipe]
                     _stop(worker)
-                    out_of_time = end is not None and time.monotonic() >= end
-                    shown = f"{seconds:g}" if out_of_time else f"{limit_s:g}"
-                    yield worker.index, Lost(True, f"was still running after {shown} s")
+                    if end is not None and worker.until >= end + GRACE_S:
+                        yield worker.index, Lost(False, f"was not finished in {seconds:.3g} s")
+                    else:
+                        yield worker.index, Lost(True, f"was still running after {limit_s:g} s")
     finally:
         for worker in [*busy.values(), *idle]:
             _stop(worker)

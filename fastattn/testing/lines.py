@@ -2,11 +2,24 @@
 leaves a file that can be read and continued.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from fastattn.ops import _verified
+
+
+def applies_to(device: torch.device, backend: str) -> str:
+    """A digest of the kernels, versions and architecture that rows of a backend apply to. A run
+    continues a file's rows of the same digest.
+    """
+    fields = json.dumps(_verified.applies_to(device, backend), sort_keys=True)
+    return hashlib.sha256(fields.encode()).hexdigest()[:16]
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

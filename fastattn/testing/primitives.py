@@ -1,15 +1,14 @@
 """Runs every hardware primitive of the Hopper kernels alone, on small inputs with known results.
 
-    python -m fastattn.testing.primitives [--json FILE]
+    python -m fastattn.testing.primitives [--json FILE.jsonl [--resume]]
 
 The first thing to run on a new GPU: where a kernel fails or hangs, this names the instruction. Each
 primitive is a kernel of csrc/sm90/primitives; it runs in a process with a time limit, so that one
-that hangs does not stop the others. Exit code 1 if any fails.
+that hangs does not stop the others. Exit code 1 if any fails, 2 if none can run here.
 """
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn.ops import _env, _native
+from fastattn.testing import lines
 from fastattn.testing.isolation import Lost, run_isolated
 
 # Seconds after which a primitive counts as hanging. Each takes microseconds, the first one also the
@@ -180,11 +180,14 @@ def difference(primitive: Primitive, out: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """status: ok or FAIL with a message."""
+    """status: ok, FAIL with a message, skipped because there was no time, or refused with the
+    reason why none can run here. applies_to: a digest of the library, versions and architecture.
+    """
 
     primitive: str
     status: str
     message: str = ""
+    applies_to: str = ""
 
 
 def run(name: str) -> Row:
@@ -216,22 +219,39 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m fastattn.testing.primitives", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--json", metavar="FILE", help="write a JSON row a line, as they come")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what FILE has rows of, of the same library"
+    )
+    parser.add_argument("--seconds", type=float, help="start none after this time")
     options = parser.parse_args(arguments)
+    file = Path(options.json) if options.json else None
     if reason := unavailable():
         print(f"primitives were not run: {reason}", file=sys.stderr)
+        if file:
+            row = Row("all", "refused", reason, lines.applies_to(_env.default_device(), "sm90"))
+            lines.append(file, [dataclasses.asdict(row)])
         return 2
-    print(_env.device_name(torch.device("cuda")))
-    names = list(PRIMITIVES)
-    failed = 0
-    for index, found in run_isolated(run, names, jobs=1, limit_s=_LIMIT_S):
-        row = Row(names[index], "FAIL", found.why) if isinstance(found, Lost) else found
-        failed += row.status != "ok"
-        print(f"{row.status:4} {row.primitive}{': ' if row.message else ''}{row.message}")
-        if options.json:
-            with Path(options.json).open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-    print(f"{len(names) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    device = torch.device("cuda")
+    print(_env.device_name(device))
+    here = lines.applies_to(device, "sm90")
+    before = [Row(**fields) for fields in lines.read(file)] if file and options.resume else []
+    done = [row for row in before if row.applies_to == here and row.status in ("ok", "FAIL")]
+    found = {row.primitive: row for row in done}
+    names = [name for name in PRIMITIVES if name not in found]
+    results = run_isolated(run, names, jobs=1, seconds=options.seconds, limit_s=_LIMIT_S)
+    for index, result in results:
+        if isinstance(result, Lost):
+            result = Row(names[index], "FAIL" if result.reached else "skipped", result.why)
+        row = found[names[index]] = dataclasses.replace(result, applies_to=here)
+        if row.status != "skipped":
+            print(f"{row.status:4} {row.primitive}{': ' if row.message else ''}{row.message}")
+        if file:
+            lines.append(file, [dataclasses.asdict(row)])
+    passed, failed, missed = (
+        sum(row.status == status for row in found.values()) for status in ("ok", "FAIL", "skipped")
+    )
+    print(f"{passed} passed, {failed} failed" + (f", {missed} were not reached" if missed else ""))
+    return 1 if failed or missed else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""The smallest case of every kernel instance: names, faults, hangs and crashes, runs in parts."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from native_build import build_script
+
+from fastattn.ops import _env, _native
+from fastattn.ops._op import OPS
+from fastattn.testing import instances, isolation, lines
+from fastattn.testing.instances import Instance, Row
+
+NAMES = {case.name: case for case in instances.instances()}
+_BOTH = ("fwd", "bwd")
+needs_library = pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs _C_cpu")
+
+
+def test_every_hopper_instance_has_a_case() -> None:
+    """The table of the build, in the names of its objects; no name twice."""
+    wanted = {name for rows in build_script().INSTANCES.values() for name in rows}
+    hopper = [case.name for case in instances._hopper()]
+    extra = {name for name in hopper if name.endswith(("splits", "packed", "sorted"))}
+    assert len(wanted) == 104 and set(hopper) - extra == wanted and len(extra) == 8
+    assert len(NAMES) == len(instances.instances())
+    # More rows than one warpgroup has, else the bounded instance serves calls of the full one.
+    assert instances._SIZES["M"] > 64 and instances._SIZES["N"] % 8 == 0
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str) -> None:
+    launch = OPS[op]._launcher(backend)
+
+    def broken(args: Any) -> Any:
+        results = launch(args)
+        next(x for x in results if x.numel()).view(-1)[0] += 1.0
+        return results
+
+    monkeypatch.setitem(OPS[op]._launchers, backend, broken)
+
+
+@needs_library
+@pytest.mark.parametrize("op", ["attention", "attention_varlen", "add_layer_norm", "ffn", "linear"])
+def test_wrong_results_are_those_of_their_direction(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward does not depend on the backend's forward, which may be wrong or hang."""
+    here = [case for case in instances._cpu() if case.op == op and case.dtype == "fp32"]
+    # The last ones are of the instruction set that this process uses.
+    cases = {direction: [c for c in here if c.direction == direction][-1] for direction in _BOTH}
+    assert [instances.run((case, "cpu")).status for case in cases.values()] == ["ok", "ok"]
+    for broken, other in (("fwd", "bwd"), ("bwd", "fwd")):
+        with monkeypatch.context() as patch:
+            _break(patch, f"{op}_{broken}", "cpu")
+            row = instances.run((cases[broken], "cpu"))
+            assert row.status == "FAIL" and "value: slice" in row.message
+            assert row.error > row.allowed > 0
+            assert instances.run((cases[other], "cpu")).status == "ok"
+
+
+def _misbehave(case: tuple[Instance, str]) -> Row:
+    instance, device = case
+    kind = instance.options["kind"]
+    if kind == "hangs":
+        time.sleep(1000)
+    if kind == "crashes":
+        os.kill(os.getpid(), 11)
+    if kind == "raises":
+        raise RuntimeError("no kernel image")
+    status, message = ("ok", "") if kind == "passes" else ("FAIL", "out value: slice [0]: error 1")
+    return Row(instance.name, instance.backend, device, status, message)
+
+
+def test_hangs_and_crashes_are_reported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other instances run; another run repeats none of them."""
+    kinds = ("hangs", "passes", "crashes", "wrong", "raises", "passes_too")
+    cases = [
+        Instance(f"{kind}_instance", "ffn", "fwd", "cpu", "fp32", {"kind": kind.partition("_")[0]})
+        for kind in kinds
+    ]
+    hopper = Instance("hopper_instance", "ffn", "fwd", "sm90", "bf16", {})
+    monkeypatch.setattr(instances, "instances", lambda: [hopper, *cases])
+    monkeypatch.setattr(instances, "run", _misbehave)
+    monkeypatch.setattr(instances, "_COMPILING_LIMIT_S", 3.0)
+    monkeypatch.setattr(_native, "unavailable", lambda library: None)
+    file = tmp_path / "rows.jsonl"
+    arguments = ["--device=cpu", "--jobs=1", "--resume", f"--json={file}"]
+    with monkeypatch.context() as patch:  # the first one is running when the time is over
+        patch.setattr(isolation, "GRACE_S", 0.5)
+        assert instances.main([*arguments, "--seconds=0.01"]) == 1
+    assert "cpu: 0 passed, 0 failed, 0 refused, 6 were not reached" in capsys.readouterr().out
+    assert instances.main(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "refused: 1 instances: backend sm90 runs on cuda tensors, got cpu" in printed
+    assert "cpu: 2 passed, 4 failed, 0 refused" in printed
+    messages = {
+        row["instance"]: row["message"] for row in lines.read(file) if row["status"] == "FAIL"
+    }
+    assert messages == {
+        "hangs_instance": "was still running after 3 s",
+        "crashes_instance": "its process died: SIGSEGV",
+        "wrong_instance": "out value: slice [0]: error 1",
+        "raises_instance": "RuntimeError: no kernel image",
+    }
+    finished = [row["instance"] for row in lines.read(file) if row["status"] in ("ok", "FAIL")]
+    assert len(finished) == 6
+    assert instances.main(arguments) == 1
+    assert "6 of them ran before" in capsys.readouterr().out
+    again = [row["instance"] for row in lines.read(file) if row["status"] in ("ok", "FAIL")]
+    assert again == finished
+
+
+def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env, "interpreting", lambda: True)
+    monkeypatch.setattr(_env, "has_triton", lambda: True)
+    cpu = torch.device("cpu")
+    half, single = (NAMES[f"attention_fwd_triton_{d}_d64_full"] for d in ("bf16", "fp32"))
+    assert instances.unavailable(single, cpu) is None
+    assert instances.unavailable(half, cpu) == "in Triton's interpreter computes bf16 as integers"
+    assert "cuda" in str(instances.unavailable(NAMES["attention_bwd_sm90_bf16_d64_mask"], cpu))
+
+
+def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in ((["--match=nonsense"], "--match must match"),
+                             (["--device=cuda"], "--device cuda needs a GPU")):  # fmt: skip
+        if "cuda" in arguments[0] and torch.cuda.is_available():
+            continue
+        with pytest.raises(SystemExit):
+            instances.main(arguments)
+        assert named in capsys.readouterr().err
+    assert instances.main(["--list", "--match=_sm90_.*d128_full"]) == 0
+    assert capsys.readouterr().out.split() == [
+        "attention_fwd_sm90_bf16_d128_full", "attention_fwd_sm90_fp16_d128_full"
+    ]  # fmt: skip

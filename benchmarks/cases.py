@@ -8,8 +8,8 @@ from `benchmarks.model` and `benchmarks.generation`.
 import functools
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -150,6 +150,23 @@ def _is_default(candidate: Implementation, workload: Workload, quick: bool) -> b
     if quick and candidate.compiles:
         return False
     return re.search(candidate.workloads, workload.name) is not None
+
+
+def unfinished(items: Sequence[Group], finished: Collection[str]) -> list[Group]:
+    """The groups without the directions of which every case is among the finished ones. Those that
+    are timed together are repeated together, for the ratios of their times.
+    """
+    found = []
+    for group in items:
+        open_directions = {
+            direction
+            for (_, direction), name in zip(group.wanted, group.cases, strict=True)
+            if name not in finished
+        }
+        wanted = tuple(pair for pair in group.wanted if pair[1] in open_directions)
+        if wanted:
+            found.append(replace(group, wanted=wanted))
+    return found
 
 
 def spread(items: Sequence[Group]) -> list[Group]:

@@ -1,5 +1,6 @@
 """Result rows: one JSON object per line, all with the same fields, null where not applicable."""
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -150,9 +151,9 @@ def source_digest(op: str) -> str:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
+    lines = [json.dumps({k: _rounded(v) for k, v in row.items()}) + "\n" for row in rows]
     with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({k: _rounded(v) for k, v in row.items()}) + "\n")
+        file.write("".join(lines))
 
 
 def _rounded(value: Any) -> Any:
@@ -164,25 +165,39 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+def read_all(path: Path) -> Iterator[Row]:
+    """Every row of a file, without incomplete lines, as a run that is killed may leave."""
+    with path.open() as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
 def read(paths: Iterable[Path]) -> Iterator[Row]:
     """The rows of some files. Of a workload measured several times on one machine and the same
     sources, the run with the median ratio to the best peer; of other sources, the last run.
     """
     measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
-        with path.open() as file:
-            for line in file:
-                if line.strip():
-                    row = json.loads(line)
-                    keys = ("gpu", "cpu", "op", "direction", "workload", "dtype")
-                    runs = measured.setdefault(tuple(row.get(k) for k in keys), [{}])
-                    if row["impl"] in runs[-1]:
-                        runs.append({})
-                    runs[-1][row["impl"]] = row
+        for row in read_all(path):
+            keys = ("gpu", "cpu", "op", "direction", "workload", "dtype")
+            runs = measured.setdefault(tuple(row.get(k) for k in keys), [{}])
+            if row["impl"] in runs[-1]:
+                runs.append({})
+            runs[-1][row["impl"]] = row
     for runs in measured.values():
         same_sources = sorted((r for r in runs if _sources(r) == _sources(runs[-1])), key=_ratio)
         of_all = {name: row for run in runs for name, row in run.items()}
         yield from (of_all | same_sources[(len(same_sources) - 1) // 2]).values()
+
+
+def is_current(row: Row, environment: Mapping[str, Any]) -> bool:
+    """Whether a row is finished and of this machine, these versions and these sources."""
+    if row["status"] in ("skipped", "absent"):
+        return False
+    if any(row.get(key) != environment[key] for key in ("gpu", "cpu", "torch", "triton", "cuda")):
+        return False
+    return not is_fastattn(row) or row["source_digest"] == source_digest(row["op"])
 
 
 def _sources(run: Mapping[str, Row]) -> dict[str, tuple[Any, Any]]:

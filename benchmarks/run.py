@@ -9,11 +9,13 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from benchmarks import cases, rows
+from benchmarks.cases import Group
 from benchmarks.grids import UNITS, metric_of
 from benchmarks.rows import Row, is_fastattn
 from benchmarks.runner import STAGE_SECONDS, Runner, Settings
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--match", default="", metavar="REGEX", help="only cases whose name matches")
     add("--dtype", action="append", choices=sorted(cases.DTYPES), help="default: what models use")
     add("--seconds", type=float, metavar="BUDGET", help="start no group after this time")
+    add("--resume", action="store_true", help="leave out what the folder has rows of, same sources")
     add("--all", action="store_true", help="every implementation on every workload, also slow ones")
     add("--warm", action="store_true", help="one copy of the inputs, so that caches stay warm")
     add("--peer", action="append", type=Path, metavar="FILE", help="another file of peers")
@@ -83,15 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "results.jsonl"
     collected: list[Row] = []
+    known: set[str] = set()  # absent peers that the file names
     reached = 0
     with Runner(settings_of(options), options.out / "worker.log") as runner:
         runner.start()
         print("  ".join(f"{k} {v}" for k, v in runner.environment.items() if v is not None))
+        if options.resume and results.exists():
+            collected, groups = _continued(results, groups, runner.environment)
+            known = {row["impl"] for row in rows.read_all(results) if row["status"] == "absent"}
         missing = cases.absent_peers(options.device, options.op or (), options.peer or ())
         for name, (served, why) in missing.items():
             print(f"absent: {name} ({', '.join(served)}) {why}")
-            lost = [rows.absent(op, name, f"{name} {why}") for op in served]
-            rows.append(results, rows.complete(lost, runner.environment, None))
+            if name not in known:
+                lost = [rows.absent(op, name, f"{name} {why}") for op in served]
+                rows.append(results, rows.complete(lost, runner.environment, None))
         for dtype in dict.fromkeys(group.dtype for group in groups):
             if (ceiling := runner.ceiling(dtype)) is not None:
                 flops, moved = ceiling["flops_per_s"] / 1e12, ceiling["bytes_per_s"] / 1e9
@@ -118,6 +126,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(collected)} rows in {results}, {time.monotonic() - started:.0f} s")
     measured = any(r["status"] == "ok" for r in collected)
     return 1 if not measured or any(is_fastattn(r) for r in failures) else 0
+
+
+def _continued(
+    results: Path, groups: Sequence[Group], environment: Mapping[str, Any]
+) -> tuple[list[Row], list[Group]]:
+    """The current rows of a file, and what remains of the groups."""
+    before = [row for row in rows.read_all(results) if rows.is_current(row, environment)]
+    left = cases.unfinished(groups, {case_of(row) for row in before})
+    repeated = {name for group in left for name in group.cases}
+    before = [row for row in before if case_of(row) not in repeated]
+    print(f"{len(before)} rows were measured before, {len(left)} of {len(groups)} groups remain")
+    return before, left
 
 
 def _end(number: int, frame: FrameType | None) -> None:

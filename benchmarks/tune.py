@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ import torch
 from benchmarks.tune_attention import FEATURES, AttentionTask
 from benchmarks.tune_rows import NORMS, FfnTask, NormTask
 from benchmarks.tune_task import DTYPES, Case, Task
+from fastattn.testing import lines
 
 _HANG_SECONDS = 90.0
 _NORM_SHAPES = ((32768, 512), (32768, 1024), (32768, 4096), (8192, 16384))
@@ -322,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="compiling processes")
     add("--out", type=Path, default=Path("build/tune"), help="folder of tune.jsonl")
     add("--list", action="store_true", help="print the candidates and exit")
+    add("--resume", action="store_true", help="leave out what the folder has rows of, same kernels")
     add("--arch", default=None, help="architecture whose shipped row is listed; default: the GPU's")
     options = parser.parse_args(arguments)
 
@@ -340,9 +343,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         return 0
 
-    options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "tune.jsonl"
+    if not torch.cuda.is_available():
+        why = "there is no CUDA GPU"
+        print(f"nothing was tuned: {why}", file=sys.stderr)
+        lines.append(log, [{"status": "refused", "message": why}])
+        return 2
     rows: list[tuple[Task, Any, dict[str, Any]]] = []
+    kernels = lines.applies_to(torch.device("cuda"), "triton")
+    if options.resume:
+        rows = _measured(log, kernels, jobs)
+        print(f"{len(rows)} of {len(jobs)} candidates were measured before")
+        finished = {_key(task, config) for task, config, _ in rows}
+        jobs = [job for job in jobs if _key(job[1], job[2]) not in finished]
+    total = len(rows) + len(jobs)
     compiler, gpu = Compiler(jobs, options.jobs), Gpu()
     try:
         # Task by task, to allocate a task's tensors once, but in the order of compilation.
@@ -361,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row = gpu.measure(task, config, options.budget_ms)
             else:
                 row = {"status": "failed", "message": error}
-            row |= {"compile_s": round(seconds, 2)}
+            row |= {"compile_s": round(seconds, 2), "applies_to": kernels}
             rows.append((task, config, row))
             _record(log, task, config, row, gpu.name)
             elapsed = time.monotonic() - started
@@ -370,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compiler.stop()
         gpu.stop()
     print("\n" + _summary(tasks, rows))
-    print(f"{len(rows)} of {len(jobs)} candidates, {time.monotonic() - started:.0f} s, {log}")
+    print(f"{len(rows)} of {total} candidates, {time.monotonic() - started:.0f} s, {log}")
     return 0 if any(row["status"] == "ok" for _, _, row in rows) else 1
 
 
@@ -395,6 +409,26 @@ def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task]:
             yield NormTask(direction, op, rows, N, dtype)
 
 
+def _key(task: Task, config: Any) -> str:
+    return json.dumps([asdict(task), asdict(config)])  # type: ignore[call-overload]
+
+
+def _measured(
+    log: Path, kernels: str, jobs: Sequence[Job]
+) -> list[tuple[Task, Any, dict[str, Any]]]:
+    """The candidates of which a log has rows of the same kernels."""
+    known = {
+        json.dumps([row["task"], row["config"]]): row
+        for row in lines.read(log)
+        if row.get("applies_to") == kernels
+    }
+    return [
+        (task, config, known[_key(task, config)])
+        for _, task, config in jobs
+        if _key(task, config) in known
+    ]
+
+
 def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -> None:
     what: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -402,8 +436,7 @@ def _record(log: Path, task: Task, config: Any, row: dict[str, Any], gpu: str) -
         "torch": torch.__version__,
     }
     what |= {"task": asdict(task), "config": asdict(config)}
-    with open(log, "a") as file:
-        file.write(json.dumps(what | row) + "\n")
+    lines.append(log, [what | row])
 
 
 def _line(task: Task, config: Any, row: dict[str, Any]) -> str:

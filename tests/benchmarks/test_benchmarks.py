@@ -555,6 +555,36 @@ def test_selection_by_name() -> None:
     assert not cases.groups("cpu", match="no such case")
 
 
+def test_a_run_continues_another(tmp_path: Path) -> None:
+    """Directions without a current row of every case remain, with all of their cases."""
+    names = (("eager", "fwd"), ("fastattn-cpu", "fwd"), ("eager", "bwd"), ("fastattn-cpu", "bwd"))
+    groups = [Group("layer_norm", w, "fp32", "cpu", names) for w in ("64x128", "64x256", "64x512")]
+    machine = {"gpu": None, "cpu": "a CPU", "torch": "2", "triton": "3", "cuda": "absent"}
+    file = tmp_path / "results.jsonl"
+
+    def write(workload: str, name: str, direction: str, **other: Any) -> None:
+        row = {"op": "layer_norm", "workload": workload, "impl": name, "direction": direction}
+        row |= {"dtype": "fp32", "status": "ok"}
+        (whole,) = rows.complete([row | {"status": "skipped"}], machine, None)
+        rows.append(file, [whole | row | other])
+
+    for implementation, direction in names:
+        write("64x128", implementation, direction)
+    write("64x256", "eager", "fwd")
+    write("64x256", "fastattn-cpu", "fwd", source_digest="of other sources")
+    write("64x256", "eager", "bwd", status="FAIL")
+    write("64x256", "fastattn-cpu", "bwd", status="refused")
+    write("64x512", "eager", "fwd", status="skipped")
+    write("64x512", "eager", "bwd", cpu="another CPU")
+    before, left = run._continued(file, groups, machine)
+    assert [(group.workload, group.wanted) for group in left] == [
+        ("64x256", names[:2]), ("64x512", names)
+    ]  # fmt: skip
+    assert [(row["workload"], row["status"]) for row in before] == [
+        *[("64x128", "ok")] * 4, ("64x256", "FAIL"), ("64x256", "refused")
+    ]  # fmt: skip
+
+
 def test_the_gpu_part_needs_only_torch(tmp_path: Path) -> None:
     """`benchmarks.run` works without pytest, rich and matplotlib."""
     script = tmp_path / "without.py"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks import tune
 from benchmarks.rows import ROOT
 from benchmarks.tune_attention import AttentionTask
 from benchmarks.tune_task import DTYPES
+from fastattn.ops import _env, _verified
 from fastattn.ops.attention.triton.bwd_config import bwd_config
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.tiles import split_width
@@ -100,19 +102,63 @@ def test_tuning_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == len(set(lines)) > 100
 
 
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], mock.Mock]:
+    """Arguments that tune two candidates on a pretended GPU, which measures each as told."""
+    gpu = mock.Mock()
+    gpu.name = "Example GPU"
+    monkeypatch.setattr(tune, "Compiler", lambda jobs, workers: mock.Mock(
+        done={number: (None, 0.0) for number, _, _ in jobs}, pending={}
+    ))  # fmt: skip
+    monkeypatch.setattr(tune, "Gpu", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
+    arguments = ["--op", "layer_norm", "--shape", "4x8", "--most", "2", "--arch", "sm_90"]
+    return [*arguments, "--out", str(tmp_path)], gpu
+
+
 @pytest.mark.parametrize("status", ["ok", "wrong"])
 def test_tuning_without_a_correct_candidate_fails(
-    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: str, tmp_path: Path, tuned: tuple[list[str], mock.Mock]
 ) -> None:
-    row = {"status": status, "message": "", "ms": 1.0, "rate": 1.0, "unit": "GB/s"}
-    compiler = mock.Mock(done={0: (None, 0.0)}, pending={})
-    gpu = mock.Mock(**{"measure.return_value": row})
-    gpu.name = "Example GPU"
-    monkeypatch.setattr(tune, "Compiler", lambda *_: compiler)
-    monkeypatch.setattr(tune, "Gpu", lambda: gpu)
-    arguments = ["--op", "layer_norm", "--shape", "4x8", "--most", "1", "--arch", "sm_90"]
-    assert tune.main([*arguments, "--out", str(tmp_path)]) == (0 if status == "ok" else 1)
-    assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == status
+    arguments, gpu = tuned
+    gpu.measure.side_effect = lambda *job: _measured(status)
+    assert tune.main(arguments) == (0 if status == "ok" else 1)
+    rows = (tmp_path / "tune.jsonl").read_text().splitlines()
+    assert [json.loads(row)["status"] for row in rows] == [status] * 2
+
+
+def _measured(status: str) -> dict[str, Any]:
+    return {"status": status, "message": "", "ms": 1.0, "rate": 1.0, "unit": "GB/s"}
+
+
+def test_tuning_continues_where_it_was_interrupted(
+    tmp_path: Path, tuned: tuple[list[str], mock.Mock], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    arguments, gpu = tuned
+    gpu.measure.side_effect = [_measured("ok"), KeyboardInterrupt]
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(arguments)
+    gpu.measure.side_effect = lambda *job: _measured("ok")
+    assert tune.main([*arguments, "--resume"]) == 0
+    assert gpu.measure.call_count == 3
+    assert "1 of 2 candidates were measured before" in capsys.readouterr().out
+    rows = [json.loads(row) for row in (tmp_path / "tune.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and rows[0]["config"] != rows[1]["config"]
+    assert tune.main([*arguments, "--resume"]) == 0 and gpu.measure.call_count == 3
+    assert "2 timed, 0 failed" in capsys.readouterr().out
+    monkeypatch.setattr(_verified, "kernels", lambda backend: {"digest": "other"})
+    assert tune.main([*arguments, "--resume"]) == 0 and gpu.measure.call_count == 5
+
+
+def test_nothing_is_tuned_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main(["--op", "layer_norm", "--out", str(tmp_path)]) == 2
+    assert "nothing was tuned: there is no CUDA GPU" in capsys.readouterr().err
+    assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == "refused"
 
 
 def test_configs_are_frozen() -> None:

@@ -10,9 +10,7 @@ GPU_DEVICE ?= cuda
 BENCH_OUT ?= build/benchmarks
 BENCH_SECONDS ?= $(if $(QUICK),40,270)
 QUICK ?=
-GPU_SECONDS ?= $(if $(QUICK),75,480)
-# Further options of `make gpu`'s two parts, such as CHECK_FLAGS="--op attention" GPU_FLAGS="--op attention --match s8192".
-CHECK_FLAGS ?= --backend triton --backend sm90
+# Further options of `make gpu`, such as GPU_FLAGS="--stage check --budget check=300".
 GPU_FLAGS ?=
 DEMO_STEPS ?= 5
 
@@ -78,19 +76,9 @@ bench: $(VENV)/installed  ## the benchmarks on this machine, five minutes; resul
 	$(BIN)/python -m benchmarks.run --out $(BENCH_OUT) --seconds $(BENCH_SECONDS) $(QUICK_FLAG)
 	$(BIN)/python -m benchmarks.report $(BENCH_OUT)/results.jsonl
 
-# First the hardware primitives of the Hopper kernels, seconds. Then the check takes at most two fifths of the time, the
-# benchmarks get the rest; each runs whatever the others say. Rows are written as they come: what an end of the machine leaves is whole.
-gpu:  ## on a GPU machine whose python3 has torch, no .venv: check, benchmark, report into GPU_OUT; QUICK=1 is short
-	@mkdir -p $(GPU_OUT); export PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} PYTHONUNBUFFERED=1; status=0; \
-	$(PYTHON) -m fastattn.testing.primitives --json $(GPU_OUT)/primitives.jsonl || [ $$? = 2 ] || status=1; \
-	started=$$(date +%s); checking=$$(($(GPU_SECONDS) * 2 / 5)); \
-	timeout -k 10 $$((checking + 60)) $(PYTHON) -m fastattn check --device $(GPU_DEVICE) \
-		--json $(GPU_OUT)/check.jsonl --seconds $$checking $(QUICK_FLAG) $(CHECK_FLAGS) || status=$$?; \
-	left=$$(($(GPU_SECONDS) - $$(date +%s) + started)); [ $$left -ge 30 ] || left=30; \
-	timeout -k 10 $$((left + 90)) $(PYTHON) -m benchmarks.run --device $(GPU_DEVICE) --out $(GPU_OUT) \
-		--seconds $$left $(QUICK_FLAG) $(GPU_FLAGS) || status=$$?; \
-	$(PYTHON) -m benchmarks.report $(GPU_OUT)/results.jsonl --html $(GPU_OUT)/report.html || status=$$?; \
-	exit $$status
+# Each stage has its own limit; the same command continues an interrupted run (docs/pages/bring-up.md).
+gpu:  ## on a GPU machine whose python3 has torch, no .venv: everything a new GPU is tried with, into GPU_OUT
+	$(PYTHON) -m benchmarks.bring_up --device $(GPU_DEVICE) --out $(GPU_OUT) $(QUICK_FLAG) $(GPU_FLAGS)
 
 docs: $(VENV)/installed  ## the documentation, into site; a warning is an error
 	cd docs && NO_MKDOCS_2_WARNING=1 ../$(BIN)/python -m mkdocs build

@@ -22,7 +22,12 @@ from fastattn.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from fastattn.seq2seq.demo import DemoReport
+
+# Of the check on a GPU, which compiles kernels.
+_CHECK_SECONDS = 60
 
 
 def add(commands: Any) -> None:
@@ -56,6 +61,8 @@ def add(commands: Any) -> None:
 
 def _run_demo(options: argparse.Namespace) -> int:
     device = chosen_device(options)
+    if device.type == "cuda" and not _check_kernels(device):
+        return FAILED
     from fastattn.seq2seq.demo import run_demo
 
     out = getattr(options, "out", None) or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -72,6 +79,62 @@ def _run_demo(options: argparse.Namespace) -> int:
     else:
         _print_demo(report)
     return DONE if report.passed else FAILED
+
+
+def _check_kernels(device: torch.device) -> bool:
+    """Runs the quick form of `fastattn check` for the ops of the model and says which kernels will
+    train it. Returns False if these failed.
+    """
+    import fastattn
+    from fastattn.testing import check
+
+    calls = _calls(device)
+    others = {row.backend for row in fastattn.ops.backend_table(device) if row.available}
+    arguments = [f"--op={name}" for name in calls] + ["--dtype=fp32", "--dtype=bf16", "--quick"]
+    arguments += [f"--backend={name}" for name in sorted(others - {"reference"})]
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    log(f"checking the kernels, at most {_CHECK_SECONDS} s")
+    options = parser.parse_args([*arguments, f"--seconds={_CHECK_SECONDS}", f"--device={device}"])
+    rows = check.check_samples(options, device)
+    works = True
+    for name, arguments_of_call in calls.items():
+        chosen = fastattn.explain(name, *arguments_of_call).chosen
+        status: dict[str, set[str]] = {}
+        for row in rows:
+            if row.op == name:
+                status.setdefault(row.backend, set()).add(row.status)
+        failed = sorted(backend for backend, found in status.items() if "FAIL" in found)
+        passed = {backend for backend, found in status.items() if "ok" in found} - set(failed)
+        unused = sorted(passed - {chosen, "torch", "cpu"})
+        log(f"{name}: trained by backend {chosen}" + (", which FAILED" if chosen in failed else ""))
+        if failed:
+            log(f"  wrong here: {', '.join(failed)} (`fastattn check --op {name}` names samples)")
+        if unused:
+            log(
+                f"  right in these samples: {', '.join(unused)}; `fastattn check --device cuda "
+                "--record` checks all of them and lets what passes train"
+            )
+        works = works and chosen not in failed
+    if not works:
+        log("FASTATTN_BACKEND=torch trains with PyTorch's operators")
+    return works
+
+
+def _calls(device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """A call of every op of the model in training."""
+    import torch
+
+    def data(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    q, x, weight = data(1, 8, 64, 64), data(64, 512), data(512)
+    w1, b1, w2 = data(2048, 512), data(2048), data(512, 2048)
+    return {
+        "attention": (q, q, q),
+        "add_layer_norm": (x, x, weight, weight),
+        "ffn": (x, w1, b1, w2, weight, "relu"),
+    }
 
 
 def _print_demo(report: DemoReport) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -469,3 +470,42 @@ def test_every_option_of_train_is_a_field_or_has_another_name():
     }
     translated = {"layers", "post_norm", "untied", "held_out"}
     assert set(choices) - fields == translated
+
+
+# -- the demo on a GPU -----------------------------------------------------------------------------
+@pytest.mark.parametrize("broken", [None, "torch", "triton"])
+def test_the_demo_says_which_kernels_train(broken, monkeypatch, capsys, tmp_path):
+    """After the quick form of the check; it trains no model by kernels that fail."""
+    from fastattn.cli import demo as command
+    from fastattn.testing import check
+
+    def check_samples(options, device):
+        assert options.quick and options.seconds and not options.record
+        assert options.dtype == ["fp32", "bf16"] and "reference" not in options.backend
+        statuses = {name: "FAIL" if name == broken else "ok" for name in ("torch", "triton")}
+        return [
+            check.Row(op, name, "cuda", "bf16", "plain", "out", status)
+            for op in options.op
+            for name, status in statuses.items()
+        ]
+
+    cpu, ran = torch.device("cpu"), []
+    monkeypatch.setattr(check, "check_samples", check_samples)
+    monkeypatch.setattr(command, "chosen_device", lambda options: torch.device("cuda"))
+    monkeypatch.setattr(command, "_calls", lambda device, calls=command._calls: calls(cpu))
+    monkeypatch.setattr(
+        "fastattn.explain", lambda op, *call: SimpleNamespace(chosen="torch" if call else None)
+    )
+    monkeypatch.setattr("fastattn.ops.backend_table", lambda device: backend_table(cpu))
+    monkeypatch.setattr(
+        "fastattn.seq2seq.demo.run_demo", lambda *_, **__: ran.append(1) or SimpleNamespace(
+            summary=dict, passed=True
+        )
+    )  # fmt: skip
+    code, out, err = call(capsys, "demo", "--json", "--out", str(tmp_path / "run"))
+    assert out in ("", "{}\n")
+    assert (code, len(ran)) == ((1, 0) if broken == "torch" else (0, 1))
+    assert ("ffn: trained by backend torch, which FAILED" in err) == (broken == "torch")
+    assert ("FASTATTN_BACKEND=torch trains" in err) == (broken == "torch")
+    assert ("wrong here: triton" in err) == (broken == "triton")
+    assert ("right in these samples: triton" in err) == (broken != "triton")

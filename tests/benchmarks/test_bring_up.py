@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ def _stage(name: str, behaviour: str, seconds: float = 60.0) -> Stage:
     def command(settings: Settings, seconds: float) -> list[str]:
         return ["-c", SCRIPTS[behaviour].replace("{out}", str(settings.out))]
 
-    return Stage(name, f"A stage that {behaviour}", seconds, seconds, command)
+    needs_gpu = name in ("primitives", "check")
+    return Stage(name, f"A stage that {behaviour}", seconds, seconds, command, needs_gpu)
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
@@ -61,6 +63,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 def test_a_stage_that_fails_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    here = Settings("cpu", tmp_path, False)
     behaviours = ("crashes", "fails", "refuses", "hangs", "passes")
     stages = [
         _stage(name, behaviour, 0.5 if behaviour == "hangs" else 60.0)
@@ -69,7 +72,9 @@ def test_a_stage_that_fails_does_not_stop_the_others(
     monkeypatch.setattr(bring_up, "STAGES", stages)
     monkeypatch.setattr(bring_up, "_GRACE_S", 0.5)
     assert bring_up.main(["--device=cpu", "--out", str(tmp_path)]) == 1
-    found = _rows(tmp_path)
+    assert bring_up.run_stage(_stage("tune", "refuses"), here, 9.0)["status"] == "FAIL"
+    *found, refused = _rows(tmp_path)
+    assert refused["message"] == "ended with exit code 2"
     assert [(row["stage"], row["status"]) for row in found] == [
         ("primitives", "FAIL"), ("instances", "FAIL"), ("check", "refused"),
         ("tune", "unfinished"), ("benchmarks", "ok"),
@@ -82,7 +87,7 @@ def test_a_stage_that_fails_does_not_stop_the_others(
 
     only = ["--stage", "check", "--stage", "benchmarks"]
     assert bring_up.main(["--device=cpu", "--out", str(tmp_path), *only]) == 0
-    assert len(_rows(tmp_path)) == 7
+    assert len(_rows(tmp_path)) == 8
 
 
 def test_the_total_time_leaves_out_stages_but_the_report(
@@ -97,6 +102,22 @@ def test_the_total_time_leaves_out_stages_but_the_report(
     assert bring_up.main(arguments) == 0
     limits = {row["stage"]: row["limit_s"] for row in _rows(tmp_path)[3:]}
     assert limits["check"] == 30.0 and limits["report"] == 60.0 and limits["primitives"] <= 50.0
+
+
+def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
+    """Until a run reaches them; whatever its exit code. Benchmarks never reach all of them."""
+    here, file = Settings("cpu", tmp_path, False), tmp_path / FILES["instances"]
+    stage = replace(_stage("instances", "passes"), reaches_all=True)
+    row = {"instance": "a", "backend": "cpu", "status": "skipped", "message": ""}
+    lines.append(file, [row | {"instance": "b", "status": "ok"}, row])
+    found = bring_up.run_stage(stage, here, 9.0)
+    assert (found["status"], found["message"]) == ("unfinished", "1 ok, 1 skipped")
+    lines.append(file, [row | {"status": "ok"}])
+    found = bring_up.run_stage(stage, here, 9.0)
+    assert (found["status"], found["message"]) == ("ok", "2 ok")
+    skipped = {"op": "ffn", "impl": "eager", "status": "skipped"}
+    lines.append(tmp_path / FILES["benchmarks"], [skipped])
+    assert bring_up.run_stage(_stage("benchmarks", "passes"), here, 9.0)["status"] == "ok"
 
 
 INTERRUPTED = """

@@ -91,7 +91,9 @@ def refuses_device(backend: str, device: torch.device) -> str | None:
     if backend == "triton":
         if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
             return f"runs on cuda tensors, got {device.type}"
-        return None if has_triton() else "needs the triton package, which is not installed"
+        if not has_triton():
+            return "needs the triton package, which is not installed"
+        return _lacks_shared_memory(device.index or 0) if device.type == "cuda" else None
     if backend == "sm90":
         if device.type != "cuda":
             return f"runs on cuda tensors, got {device.type}"
@@ -115,6 +117,39 @@ def architecture(device_type: str, index: int) -> str:
         return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
     major, minor = capability(index)
     return f"sm_{major}{minor}"
+
+
+# Of each thread block CUDA reserves as much of a multiprocessor's shared memory.
+RESERVED_SHARED_MEMORY = 1 << 10
+
+
+@functools.cache
+def shared_memory(arch: str) -> int:
+    """The bytes of shared memory that Triton configs for an architecture may give to a program:
+    what every GPU of the architecture has for a thread block ("Technical Specifications per Compute
+    Capability" of the CUDA C++ Programming Guide), and the least of AMD's.
+    """
+    if not arch.startswith("sm_"):
+        return 64 << 10
+    if arch in ("sm_80", "sm_87"):
+        return 163 << 10
+    return (227 if int(arch[3:]) // 10 in (9, 10, 11) else 99) << 10
+
+
+@functools.cache
+def device_shared_memory(index: int) -> int:
+    """The bytes of shared memory that a GPU has for a thread block."""
+    properties = torch.cuda.get_device_properties(index)
+    # On AMD GPUs there is only the second.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+def _lacks_shared_memory(index: int) -> str | None:
+    """Why Triton configs do not fit on a GPU, or None."""
+    arch, found = architecture("cuda", index), device_shared_memory(index)
+    if found >= (wanted := shared_memory(arch)):
+        return None
+    return f"needs {wanted >> 10} KB of shared memory a program on {arch}, got {found >> 10} KB"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Most tests define their own op (probe_op). test_selection_on_gpu.py has the test
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import pytest
@@ -488,7 +489,41 @@ def test_devices(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(_env, "has_triton", lambda: True)
     monkeypatch.setattr(_env, "capability", lambda index: (8, 0))
+    monkeypatch.setattr(_env, "architecture", lambda *device: "sm_80")
+    monkeypatch.setattr(_env, "device_shared_memory", lambda index: 163 << 10)
     assert _env.refuses_device(backend, torch.device(device)) == reason
+
+
+# (architecture, bytes of shared memory that its GPUs have for a thread block)
+_GPUS = [
+    *(("sm_80", 166912), ("sm_86", 101376), ("sm_89", 101376), ("sm_90", 232448)),
+    *(("sm_100", 232448), ("sm_120", 101376), ("gfx942", 65536)),
+]
+
+
+@pytest.mark.parametrize("arch, has", _GPUS)
+def test_triton_refuses_gpus_with_less_shared_memory_than_its_configs_take(
+    arch: str, has: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(_env, "has_triton", lambda: True)
+    monkeypatch.setattr(_env, "architecture", lambda *device: arch)
+    monkeypatch.setattr(_env, "device_shared_memory", lambda index: (has, has - 1)[index])
+    assert _env.refuses_device("triton", torch.device("cuda", 0)) is None
+    assert _env.refuses_device("triton", torch.device("cuda", 1)) == (
+        f"needs {has >> 10} KB of shared memory a program on {arch}, got {(has - 1) >> 10} KB"
+    )
+
+
+def test_shared_memory_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NVIDIA GPU has more for a kernel that asks for it; the properties of an AMD GPU have one
+    entry.
+    """
+    nvidia = SimpleNamespace(shared_memory_per_block=49152, shared_memory_per_block_optin=101376)
+    amd = SimpleNamespace(shared_memory_per_block=65536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (nvidia, amd)[index])
+    found = [_env.device_shared_memory.__wrapped__(index) for index in (0, 1)]
+    assert found == [101376, 65536]
 
 
 def test_gpus_of_one_machine_may_have_different_capabilities(

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import triton
 import triton.backends.nvidia
+from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from fastattn.ops import _env
@@ -23,18 +25,29 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
 }
-# One GPU of each family: sm_86 differs from sm_80 only in its shared memory.
+# One GPU of each family: sm_86 and sm_89 have sm_80's instructions and less shared memory.
 GENERATIONS = ("sm_80", "sm_90", "sm_100", "gfx942")
+GPUS = {
+    "sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "RTX 4090, L4", "sm_90": "H100",
+    "sm_100": "B200", "sm_120": "RTX 5090", "gfx942": "MI300",
+}  # fmt: skip
 # The maximum bytes of shared memory of a program.
 SHARED_MEMORY = {
-    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
-    "gfx942": 64 << 10,
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
+    "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10,
 }  # fmt: skip
+# 32-bit registers of a multiprocessor, and of a thread at most.
+REGISTERS, REGISTERS_OF_A_THREAD = 64 << 10, 255
+# AMD's: those of each of the four SIMDs of a compute unit, for a lane of its waves.
+REGISTERS_OF_A_LANE = 512
+TENSOR_MEMORY_COLUMNS = 512
 # Tensor-core instructions.
 TENSOR = {
-    "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA",
-    "gfx942": r"\bv_mfma",
+    "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_89": r"\bHMMA", "sm_90": r"\bHGMMA",
+    "sm_100": r"\bUTC\w*MMA", "sm_120": r"\bHMMA", "gfx942": r"\bv_mfma",
 }  # fmt: skip
 
 
@@ -66,6 +79,26 @@ def cross_section(
         pytest.param(arch, size, feature, marks=marks, id=f"{arch}-{size}-{feature}")
         for pairs, marks in ((quick, ()), (slow, pytest.mark.slow))
         for size, feature in pairs
+    ]
+
+
+def on_each_gpu(
+    sizes: Sequence[Any],
+    features: Mapping[str, Iterable[str]],
+    quick: Sequence[tuple[str, Any, str]],
+) -> list[Any]:
+    """Parameters (arch, size, feature) by the features of an architecture; `quick` are those of the
+    quick run.
+    """
+    return [
+        pytest.param(
+            *(case := (arch, size, feature)),
+            marks=() if case in quick else pytest.mark.slow,
+            id=f"{arch}-{size}-{feature}",
+        )
+        for arch in features
+        for size in sizes
+        for feature in features[arch]
     ]
 
 
@@ -107,6 +140,53 @@ def compiled_for(arch: str) -> Iterator[list[Any]]:
         finally:
             for function in used:
                 function.device_caches.clear()
+
+
+@contextlib.contextmanager
+def allocated_for(arch: str) -> Iterator[list[Any]]:
+    """As `compiled_for`, without machine code, which takes most of the time: what the kernels'
+    metadata say of shared and tensor memory is final.
+    """
+
+    def name_alone(llir: str, metadata: dict[str, Any]) -> str:
+        [metadata["name"]] = re.findall(r"^define \w+_kernel void @(\w+)", llir, re.MULTILINE)
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CUDABackend, "make_ptx", lambda self, llir, data, *_: name_alone(llir, data))
+        patch.setattr(CUDABackend, "make_cubin", lambda *_: b"")
+        amdgcn = staticmethod(lambda llir, data, *_: name_alone(llir, data))
+        patch.setattr(HIPBackend, "make_amdgcn", amdgcn)
+        patch.setattr(HIPBackend, "make_hsaco", staticmethod(lambda *_: b""))
+        patch.setattr(triton.knobs.cache, "dir", f"{triton.knobs.cache.dir}/allocated")
+        with compiled_for(arch) as found:
+            yield found
+
+
+def check_memory(kernels: Iterable[Any], arch: str) -> None:
+    """Each kernel fits in the shared and tensor memory of the GPU."""
+    for kernel in kernels:
+        name, gpu = kernel.metadata.name, f"{GPUS[arch]} ({arch})"
+        took, limit = kernel.metadata.shared, SHARED_MEMORY[arch]
+        assert took <= limit, f"{name} takes {took} bytes of shared memory, {gpu} has {limit}"
+        columns = getattr(kernel.metadata, "tmem_size", None) or 0
+        assert columns <= TENSOR_MEMORY_COLUMNS, f"{name} takes {columns} columns on {gpu}"
+
+
+def check_registers(kernel: Any, arch: str, most_spilled: int) -> None:
+    """The kernel spills as little as stated, and one program fits in the registers of the GPU.
+    most_spilled: bytes (AMD: registers) of a thread.
+    """
+    name, gpu = kernel.metadata.name, f"{GPUS[arch]} ({arch})"
+    spills, registers = spills_and_registers(kernel)
+    assert spills <= most_spilled, f"{name} spills {spills} on {gpu}, at most {most_spilled} stated"
+    if arch == "gfx942":
+        waves = max(1, kernel.metadata.num_warps // 4)
+        assert registers * waves <= REGISTERS_OF_A_LANE, f"{name}: {registers} registers on {gpu}"
+        return
+    threads = kernel.metadata.num_warps * 32
+    fits = registers <= REGISTERS_OF_A_THREAD and registers * threads <= REGISTERS
+    assert fits, f"{name} takes {registers} registers of {threads} threads on {gpu}"
 
 
 def by_name(kernels: Sequence[Any]) -> dict[str, Any]:

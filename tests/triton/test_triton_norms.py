@@ -26,7 +26,11 @@ if _env.interpreting():
 
 from compiled_kernels import (
     GENERATIONS,
+    GPUS,
     SHARED_MEMORY,
+    allocated_for,
+    check_memory,
+    check_registers,
     compiled_for,
     compiles,
     in_turns,
@@ -354,11 +358,10 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal == "needs compute capability 8.0 or newer, got sm_75"
 
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 LENGTHS = (1, 3, 64, 100, 512, 1000, 1024, 2048, 4096, 5000, 8192, 16384, 20000, 1 << 20)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", GPUS)
 def test_every_row_length_has_a_config(arch: str) -> None:
     for N in LENGTHS:
         aligned = N % 16 == 0
@@ -366,7 +369,7 @@ def test_every_row_length_has_a_config(arch: str) -> None:
             c = config.forward_config(arch, N, add, aligned)
             assert c.BLOCK >= N or (c.ROWS == 1 and N > 4096)
             assert c.ROWS * c.BLOCK <= 32 * 32 * c.warps * (2 if arch == "gfx942" else 1)
-        for itemsize, tensors, sums in ((2, 2, 2), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
+        for itemsize, tensors, sums in ((2, 2, 2), (2, 3, 2), (2, 3, 3), (4, 2, 2), (4, 3, 1)):
             b = config.backward_config(arch, N, itemsize, tensors, sums, aligned)
             whole = N <= b.ROW_BLOCKS * b.BLOCK
             assert whole if b.ROW_BLOCKS else N > (8192 if aligned else 2048)
@@ -375,7 +378,16 @@ def test_every_row_length_has_a_config(arch: str) -> None:
                 assert b.programs * b.warps * 32 * registers <= 1 << 16
             read = tensors + 2 * (b.ROW_BLOCKS == 2)
             staged = (b.stages - 1) * b.ROWS * b.BLOCK * itemsize * read
-            assert b.programs * staged <= config._SHARED[config.family(arch)]
+            assert _all_resident(b, staged + 512, arch)  # 512: the most that sums take
+
+
+def _all_resident(c: config.BackwardConfig, shared: int, arch: str) -> bool:
+    """Whether all programs of a multiprocessor fit in its shared memory, which on NVIDIA is 1 KB
+    more than a program may have, and of which CUDA reserves 1 KB for each.
+    """
+    if arch == "gfx942":
+        return shared <= SHARED_MEMORY[arch]
+    return c.programs * (shared + 1024) <= SHARED_MEMORY[arch] + 1024
 
 
 def test_searches_start_from_the_default_config() -> None:
@@ -464,7 +476,7 @@ def _compile_cases() -> list[Any]:
     }
     lengths = {"sm_90": (33, 64, 512, 1024, 4096, 4095, 8192, 16384, 65536)}
     cases = []
-    for arch in GENERATIONS:
+    for arch in (*GENERATIONS, "sm_120"):
         sizes = lengths.get(arch, (33, 512, 4096, 16384, 65536))
         pairs = in_turns(arch, sizes, CALLS, whole=(512, 16384) if arch == "sm_90" else ())
         for N in sizes:
@@ -491,13 +503,28 @@ def test_compiles(arch: str, N: int, call: str) -> None:
     else:
         whole = config.forward_config(arch, N, "add" in call, N % 16 == 0).BLOCK >= N
         assert names == ["norm_fwd_kernel" if whole else "norm_fwd_long_kernel"]
+    check_memory(found, arch)
     for kernel in found:
-        spilled, registers = spills_and_registers(kernel)
-        assert spilled <= (16 if N == 16384 and "add" in call else 0), kernel.metadata.name
+        check_registers(kernel, arch, 16 if N == 16384 and "add" in call else 0)
         if kernel.metadata.name == "norm_bwd_kernel" and arch != "gfx942":
-            assert c.programs * c.warps * 32 * registers <= 1 << 16
-            assert c.programs * kernel.metadata.shared <= SHARED_MEMORY[arch]
-        assert kernel.metadata.shared <= SHARED_MEMORY[arch]
+            assert c.programs * c.warps * 32 * spills_and_registers(kernel)[1] <= 1 << 16
+            assert _all_resident(c, kernel.metadata.shared, arch)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+def test_fits_in_shared_memory(arch: str) -> None:
+    """Where rows are longest, and where programs share a multiprocessor."""
+    for N in (512, 8192, 16384):
+        for call in ("bwd", "bwd_fp32", "add_bwd"):
+            with allocated_for(arch) as found:
+                CALLS[call](N)
+            check_memory(found, arch)
+            itemsize, *counts = (2, 3, 3) if call == "add_bwd" else (4 if "32" in call else 2, 2, 2)
+            c = config.backward_config(arch, N, itemsize, *counts)
+            [kernel] = [k for k in found if k.metadata.name == "norm_bwd_kernel"]
+            assert _all_resident(c, kernel.metadata.shared, arch)
 
 
 @compiles

@@ -12,6 +12,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fastattn.ops import _env
+
 # When weight and bias are loaded: once, for all tiles of a program; after the loads of each tile,
 # which then do not wait for them; or when they are needed, which keeps registers free.
 BEFORE, WITH_ROWS, AFTER_STATISTICS = range(3)
@@ -79,8 +81,8 @@ _MULTIPROCESSORS = {
     **{"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160},
     **{"sm_120": 188, "gfx90a": 110, "gfx942": 304, "gfx950": 256, "interpreter": 2},
 }
-# Bytes of shared memory of a multiprocessor; "nvidia": of consumer GPUs.
-_SHARED = {"hopper": 227 << 10, "blackwell": 227 << 10, "nvidia": 99 << 10, "amd": 64 << 10}
+# Bytes of shared memory that the sums of a backward program take beside its rows, at most.
+_SHARED_SUMS = 512
 # Rows are read in vectors if their length and strides are multiples of this number of elements.
 ALIGNED = 4
 # Elements that are loaded one by one need an address each: tiles have this factor fewer rows.
@@ -133,6 +135,14 @@ def family(arch: str) -> str:
 
 def multiprocessors(arch: str) -> int:
     return _MULTIPROCESSORS.get(arch, 132)
+
+
+def shared_for_rows(arch: str, programs: int) -> int:
+    """The bytes of shared memory for the rows of a backward program, such that all programs of a
+    multiprocessor are resident at once (NVIDIA).
+    """
+    reserved = _env.RESERVED_SHARED_MEMORY
+    return (_env.shared_memory(arch) + reserved) // programs - reserved - _SHARED_SUMS
 
 
 def width_of(N: int) -> int:
@@ -191,7 +201,7 @@ def backward_config(
         longest = 8192 if crowded and itemsize > 2 else 16384
     else:
         longest = 2048 if crowded else 8192
-    if width > longest or (width == 16384 and 2 * width * itemsize > _SHARED[kind]):
+    if width > longest or (width == 16384 and 2 * width * itemsize > _env.shared_memory(arch)):
         c = BackwardConfig(*_insert_block(_BACKWARD[1024], 1024), stages=3, ROW_BLOCKS=0)
     elif width == 16384:
         # With three tensors, one prefetched tile is 80 KB; two would spill 24 bytes instead of 16.
@@ -208,9 +218,9 @@ def backward_config(
         return replace(c, warps=max(1, c.warps // 2), stages=1)  # no asynchronous copies
     # One buffer fewer than stages: the tile in use is in registers.
     read = tensors + 2 * (c.ROW_BLOCKS == 2)
-    buffers = _SHARED[kind] // (c.programs * c.ROWS * c.BLOCK * itemsize * read)
     if crowded and c.programs == 4:
         c = replace(c, programs=3)
+    buffers = shared_for_rows(arch, c.programs) // (c.ROWS * c.BLOCK * itemsize * read)
     return _resident(replace(c, stages=max(1, min(c.stages, buffers + 1))))
 
 
@@ -282,8 +292,10 @@ def backward_candidates(
     def add(c: BackwardConfig) -> None:
         read = tensors + 2 * (c.ROW_BLOCKS == 2)
         staged = (c.stages - 1) * c.ROWS * c.BLOCK * itemsize * read
-        if c.programs * staged <= _SHARED[kind]:
-            found.append(c if kind == "amd" else _resident(c))
+        if kind == "amd":
+            found.append(c)
+        elif staged <= shared_for_rows(arch, c.programs):
+            found.append(_resident(c))
 
     stages = (1,) if kind == "amd" else (1, 2, 3, 4)
     if width <= 8192:

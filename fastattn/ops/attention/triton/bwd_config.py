@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastattn.ops import _env
 from fastattn.ops.attention.triton.tiles import split_width
 
 
@@ -113,7 +114,8 @@ _SM100: _Rows = (
     (256, _C(_T(64, 64, 8, 1), _T(64, 64, 8, 1))),  # dq 226, dkdv 255
 )
 
-# Ampere: mma.sync, 163 KiB of shared memory.
+# A100: mma.sync, 163 KB of shared memory.
+_SM80_SHARED_MEMORY = 163 << 10
 _SM80: _Rows = (
     (64, _C(_T(128, 64, 8, 2), _T(32, 128, 8, 2))),  # dq 186 registers, dkdv 218
     # 255 both; 128 keys spill.
@@ -124,7 +126,7 @@ _SM80: _Rows = (
 # With 32 queries dkdv spills where the mask is read.
 _SM80_DENSE_128 = _C(_T(64, 64, 4, 2), _T(16, 64, 4, 2))
 
-# Ada, and the Blackwells without tensor memory: 99 KiB of shared memory.
+# Other Ampere, Ada, and the Blackwells without tensor memory: 99 KB of shared memory.
 _SMALL: _Rows = (
     _SM80[0],
     (128, _C(_T(64, 32, 4, 2), _T(32, 64, 4, 2))),
@@ -182,7 +184,7 @@ def bwd_config(
         return _sm90(D, E, edges, dense)
     if arch in ("sm_100", "sm_103"):
         return _row(_SM100, width)
-    if arch == "sm_80":
+    if _env.shared_memory(arch) >= _SM80_SHARED_MEMORY:
         if dense and 64 < width <= 128:
             return _SM80_DENSE_128
         # The edge loop under a dense mask keeps two more tiles in shared memory.

@@ -450,7 +450,7 @@ def test_groups_of_rows_cover_all_and_stay_few() -> None:
 # -- compilers ------------------------------------------------------------------------------------
 
 
-# sm_80's configs are used on later GPUs too, of which sm_86 has the least shared memory.
+# sm_80's configs are used on sm_86, sm_89 and sm_120 too, which have less shared memory.
 SHARED_MEMORY = compiled_kernels.SHARED_MEMORY | {"sm_80": compiled_kernels.SHARED_MEMORY["sm_86"]}
 
 
@@ -607,6 +607,27 @@ def test_triton_products_compile(
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == tile.tma
         # WGMMA overlaps with the next loads, except with three TF32 products.
         assert dtype == torch.float32 or "pendings = 1" in kernel.asm["ttgir"]
+
+
+@compiles
+@slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fits_on_consumer_blackwell(dtype: torch.dtype) -> None:
+    """sm_120 gets sm_80's configs, but other passes of the compiler."""
+    arch = "sm_120"
+
+    def tile(product: str) -> Product:
+        return Product(tiles(arch, dtype, product, "swiglu")[0], "tested")
+
+    forward = ForwardConfig(tile("up"), tile("down"))
+    backward = BackwardConfig(*map(tile, ("dhidden", "dx", "dw1", "dw2")))
+    with compiled_kernels.allocated_for(arch) as found:
+        _launch_forward(forward, "swiglu", dtype, 0.1)
+        _launch_backward(backward, "swiglu", dtype, 0.1)
+        _launch_forward(TORCH_FORWARD, "swiglu", dtype, 0.1)
+        _launch_backward(TORCH_BACKWARD, "swiglu", dtype, 0.1)
+    assert set(by_name(found)) >= {*PRODUCT_KERNELS, "activate_kernel", "differentiate_kernel"}
+    compiled_kernels.check_memory(found, arch)
 
 
 @compiles

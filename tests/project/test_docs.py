@@ -12,6 +12,7 @@ import pytest
 
 import fastattn
 from fastattn import cli
+from fastattn.ops import _env
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
@@ -124,3 +125,12 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     assert "--max-length" in (tmp_path / "cli.html").read_text()
     support = (tmp_path / "equivalence.html").read_text()
     assert "sm90</code> takes key_lengths per sequence" in support
+
+
+def test_shared_memory_of_each_gpu_is_what_configs_are_chosen_for() -> None:
+    text = (ROOT / "docs" / "pages" / "backends.md").read_text()
+    rows = re.findall(r"^\|[^|]+\| (sm_\d+|gfx\d+) \| (\d+) KB \|", text, re.MULTILINE)
+    assert len(rows) == 7
+    assert {arch: int(kb) << 10 for arch, kb in rows} == {
+        arch: _env.shared_memory(arch) for arch, _ in rows
+    }

@@ -20,6 +20,7 @@ from fastattn.cli.arguments import (
     NO_TEXT,
     PIPE_CLOSED,
     WRONG_INPUT,
+    Parser,
     UsageError,
 )
 
@@ -28,7 +29,7 @@ DEMO_PACKAGES = ("matplotlib", "rich", "sacrebleu", "safetensors", "tokenizers")
 EPILOG = """\
 exit codes: 0 success, 1 a check failed, nothing could be checked or training diverged, 2 wrong
 input or a missing package, 3 the default text could not be downloaded, 130 interrupted, 141 the
-output pipe was closed
+output pipe was closed, 143 terminated
 """
 
 
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; it has the options of `check` only if that is the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fastattn",
         description="Attention kernels behind a drop-in Transformer: try it, train it, check it.",
         epilog=EPILOG,

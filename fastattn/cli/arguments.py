@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +23,13 @@ PROBLEMS_SHOWN = 5
 
 class UsageError(Exception):
     """Wrong input; the message names it, what was expected and what was given."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are two lines, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_INPUT, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
 
 
 @contextmanager
@@ -113,13 +122,39 @@ def image_file(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in (".png", ".svg", ".pdf", ".jpg", ".jpeg") or path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file .png, .svg, .pdf or .jpg, got {text!r}")
+    if why := cannot_write(path.parent, create=False):
+        raise argparse.ArgumentTypeError(
+            f"must be a file that can be written, got {text!r} ({why})"
+        )
     return path
 
 
 def run_folder(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("must be a folder, got ''")
+    if why := cannot_write(Path(text)):
+        wanted = "must be a folder that can be written"
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r} ({why})")
     return Path(text)
+
+
+def json_file(text: str) -> str:
+    if why := cannot_write(Path(text).parent):
+        raise argparse.ArgumentTypeError(
+            f"must be a file that can be written, got {text!r} ({why})"
+        )
+    return text
+
+
+def cannot_write(folder: Path, *, create: bool = True) -> str | None:
+    """Why files cannot be created in a folder, which itself can be created with its parents."""
+    while create and not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
 
 
 def existing_file(text: str) -> Path:
@@ -134,11 +169,16 @@ def device(text: str) -> torch.device:
 
     try:
         device = torch.device(text)
+    except RuntimeError as error:  # it lists every device type that torch knows
+        raise argparse.ArgumentTypeError(
+            f"must be cpu, cuda or cuda:NUMBER, got {text!r}"
+        ) from error
+    try:
         torch.empty(0, device=device).sum().item()  # fails on the meta device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise argparse.ArgumentTypeError(
-            f"must be a device that torch can use here, e.g. cpu or cuda, got {text!r} ({reason})"
+            f"must be a device that torch can use here, such as cpu, got {text!r} ({reason})"
         ) from error
     return device
 
@@ -174,6 +214,7 @@ def chosen_text(options: argparse.Namespace, default: Path | None) -> Path | Non
 
 def load_pairs(path: Path | None) -> list[Pair]:
     from fastattn.seq2seq import catalogues, data
+    from fastattn.seq2seq.progress import counted
 
     if path is None:
         for source in catalogues.SOURCES:
@@ -183,11 +224,12 @@ def load_pairs(path: Path | None) -> list[Pair]:
     for problem in file.problems[:PROBLEMS_SHOWN]:
         log(f"skipped: {problem}")
     if len(file.problems) > PROBLEMS_SHOWN:
-        log(f"skipped: {len(file.problems) - PROBLEMS_SHOWN} more malformed lines")
+        left = counted(len(file.problems) - PROBLEMS_SHOWN, "more malformed line")
+        log(f"skipped: {left}")
     if not file.pairs:
+        lines = counted(len(file.problems), "line")
         raise UsageError(
-            f"--data must hold lines of source<TAB>target, got {len(file.problems)} lines without "
-            f"them in {path}"
+            f"--data must hold lines of source<TAB>target, got {lines} without them in {path}"
         )
     return file.pairs
 

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any
 from fastattn.cli.arguments import (
     DONE,
     FAILED,
+    UsageError,
     add_command,
     add_device,
+    cannot_write,
     chosen_device,
     existing_file,
     input_errors,
     log,
     positive_int,
+    run_folder,
 )
+from fastattn.cli.signals import StopRequest, tell_how_to_resume
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +52,7 @@ def add(commands: Any) -> None:
         help="updates of each model (default: 550 on a CPU, 1500 on a GPU)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=Path, default=argparse.SUPPRESS,
+        "--out", type=run_folder, default=argparse.SUPPRESS,
         help="run folder to create (default: runs/demo-DATE-TIME)",
     )  # fmt: skip
     parser.add_argument(
@@ -64,16 +68,26 @@ def _run_demo(options: argparse.Namespace) -> int:
     if device.type == "cuda" and not _check_kernels(device):
         return FAILED
     from fastattn.seq2seq.demo import run_demo
+    from fastattn.seq2seq.training import TrainingInterrupted
 
     out = getattr(options, "out", None) or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    with input_errors():
-        report = run_demo(
-            out,
-            data=getattr(options, "data", None),
-            steps=getattr(options, "steps", None),
-            device=device,
-            notify=log,
-        )
+    if why := cannot_write(out):
+        raise UsageError(f"--out must be a folder that can be written, got {out} ({why})")
+    stop = StopRequest()
+    try:
+        with input_errors():
+            report = run_demo(
+                out,
+                data=getattr(options, "data", None),
+                steps=getattr(options, "steps", None),
+                device=device,
+                notify=log,
+                stop_request=stop,
+            )
+    except TrainingInterrupted as interrupted:
+        log(f"interrupted: {interrupted}")
+        tell_how_to_resume(out, options)
+        return stop.exit_code
     if options.json:
         print(json.dumps(report.summary(), indent=2))
     else:

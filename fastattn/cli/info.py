@@ -14,6 +14,7 @@ from fastattn.cli.arguments import (
     chosen_device,
     device,
     input_errors,
+    json_file,
     positive_int,
 )
 
@@ -74,7 +75,7 @@ def add_check(commands: Any, *, with_options: bool) -> None:
     if with_options:
         from fastattn.testing import check as equivalence
 
-        equivalence.add_arguments(parser, device=device, count=positive_int)
+        equivalence.add_arguments(parser, device=device, count=positive_int, file=json_file)
 
 
 def _run_check(options: argparse.Namespace) -> int:

@@ -29,13 +29,14 @@ from fastattn.cli.arguments import (
     run_folder,
     share,
 )
+from fastattn.cli.signals import StopRequest, tell_how_to_resume
 
 if TYPE_CHECKING:
     import torch
 
     from fastattn.seq2seq.data import Pair
     from fastattn.seq2seq.generation import Translator
-    from fastattn.seq2seq.model import ModelConfig
+    from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
     from fastattn.seq2seq.runs import PreparedText, RunFiles
     from fastattn.seq2seq.training import TrainingConfig
 
@@ -51,7 +52,8 @@ def add(commands: Any) -> None:
         description=(
             "Train a translator into a run folder, from tab-separated sentence pairs (source, "
             "target; further columns are ignored, as in Tatoeba's fra.txt). With --resume, "
-            "continue an interrupted run with its own options."
+            "continue an interrupted run with its own options, or with a larger --steps. Ctrl-C "
+            "and SIGTERM save a checkpoint first and print the command that continues."
         ),
     )
     parser.add_argument(
@@ -121,7 +123,10 @@ def add(commands: Any) -> None:
     )  # fmt: skip
 
     training = fixed_options("training")
-    training("--steps", type=positive_int, default=10_000, help="total updates")
+    training(
+        "--steps", type=positive_int, default=10_000, metavar="N",
+        help="total updates; with --resume it may be raised",
+    )  # fmt: skip
     training(
         "--batch-tokens", type=positive_int, default=8192, help="source and target tokens per batch"
     )
@@ -180,9 +185,8 @@ def _run_train(options: argparse.Namespace) -> int:
 
     device = chosen_device(options)
     from fastattn.seq2seq import make_model
-    from fastattn.seq2seq.plots import Curve, save_curves
-    from fastattn.seq2seq.runs import load_translator, start_run, validation_bleu
-    from fastattn.seq2seq.training import read_metrics, require_trainable, train
+    from fastattn.seq2seq.runs import start_run
+    from fastattn.seq2seq.training import require_trainable
 
     run: Path = options.out
     with input_errors():
@@ -192,17 +196,43 @@ def _run_train(options: argparse.Namespace) -> int:
         require_trainable(model, files.training)
     if not options.resume:
         start_run(run, files)
+    try:
+        return _train(options, model, prepared, files, device)
+    except KeyboardInterrupt:
+        tell_how_to_resume(run, options)
+        raise
+
+
+def _train(
+    options: argparse.Namespace,
+    model: Seq2SeqTransformer,
+    prepared: PreparedText,
+    files: RunFiles,
+    device: torch.device,
+) -> int:
+    from fastattn.seq2seq.plots import Curve, save_curves
+    from fastattn.seq2seq.progress import counted
+    from fastattn.seq2seq.runs import load_translator, validation_bleu
+    from fastattn.seq2seq.training import read_metrics, train
+
+    run: Path = options.out
     parameters = sum(p.numel() for p in model.parameters())
     log(
-        f"{len(prepared.train):,} training pairs ({prepared.left_out} too long and skipped), "
-        f"{len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
+        f"{counted(len(prepared.train), 'training pair')} ({prepared.left_out:,} too long and "
+        f"skipped), {len(prepared.valid)} for validation, {len(prepared.test)} for the test; "
         f"{parameters / 1e6:.1f} M parameters on {device}, {files.training.precision}"
     )
     score = validation_bleu(prepared, options.bleu_sentences) if options.bleu_sentences else None
-    result = train(
-        model, prepared.train, prepared.valid, files.training,
-        device=device, run=run, resume=options.resume, score=score,
-    )  # fmt: skip
+    with StopRequest() as stop:
+        result = train(
+            model, prepared.train, prepared.valid, files.training,
+            device=device, run=run, resume=options.resume, score=score, should_stop=stop,
+        )  # fmt: skip
+    updates = result.first_step + len(result.losses) - 1
+    if result.interrupted:
+        log(f"interrupted after update {updates:,} of {files.training.steps:,}, saved in {run}")
+        tell_how_to_resume(run, options)
+        return stop.exit_code
     rows = read_metrics(run / "metrics.jsonl")
     points = {
         name: [(row["step"], row[name]) for row in rows if name in row]
@@ -213,7 +243,7 @@ def _run_train(options: argparse.Namespace) -> int:
     save_curves(run / "curves.png", {run.name: curve})
     outcome = {
         "run": str(run),
-        "updates": result.first_step + len(result.losses) - 1,
+        "updates": updates,
         "stopped_early": result.stopped_early,
         "tokens_per_second": round(result.tokens_per_second),
         **_score(load_translator(run, device=device), prepared.test),
@@ -275,11 +305,11 @@ def _config(kind: type[T], options: argparse.Namespace, **translated: Any) -> T:
 
 
 def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
-    from fastattn.seq2seq.runs import open_run, prepare_text
+    from fastattn.seq2seq.runs import extend_run, open_run, prepare_text
 
     files = open_run(options.out)
     for name, (flag, _) in options.fixed_options.items():
-        if hasattr(options, name):
+        if hasattr(options, name) and name != "steps":
             raise UsageError(
                 f"{flag} cannot be given with --resume, which continues with the run's own "
                 f"options, got {getattr(options, name)}"
@@ -295,6 +325,8 @@ def _continue_run(options: argparse.Namespace) -> tuple[PreparedText, RunFiles]:
         raise UsageError(
             f"--data must be the text that {options.out} was started with, got another text"
         )
+    if hasattr(options, "steps"):
+        files = extend_run(options.out, files, options.steps)
     return prepared, files
 
 

@@ -148,6 +148,10 @@ def load_checkpoint(
         torch.set_rng_state(tensors["rng.cpu"])
         if device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    return read_state(folder)
+
+
+def read_state(folder: Path) -> TrainingState:
     with reading(folder / "state.json") as path:
         values = json.loads(path.read_text())
         return TrainingState(

@@ -15,6 +15,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from .data import BEGIN, END, Pair, read_pairs
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
 from .plots import Curve, relative_differences, save_alignment, save_curves, save_heat_map
-from .progress import Progress
+from .progress import Progress, counted
 from .runs import (
     PreparedText,
     RunFiles,
@@ -41,7 +42,7 @@ from .runs import (
     require_no_run,
     start_run,
 )
-from .training import TrainingConfig, TrainingResult, train
+from .training import TrainingConfig, TrainingInterrupted, TrainingResult, train
 
 FIRST_UPDATES = 20
 FIRST_UPDATES_LIMIT = 1e-4  # relative difference of the loss of each
@@ -171,12 +172,15 @@ def run_demo(
     device: torch.device | None = None,
     preset: Preset | None = None,
     notify: Callable[[str], None] = lambda _: None,
+    stop_request: AbstractContextManager[Callable[[], bool]] | None = None,
     show: bool = True,
 ) -> DemoReport:
     """Run the demo into the folder `out`, which must not hold a run yet, and return its report.
 
     `data` replaces the default text by a pair file. `steps` shortens or lengthens training; with
     fewer than the preset's, BLEU is reported but not checked. `notify` receives one line per stage.
+    `stop_request` is entered while models train: once what it returns is True, TrainingInterrupted
+    is raised after a checkpoint.
     """
     started = time.perf_counter()
     device = device or default_device()
@@ -204,7 +208,7 @@ def run_demo(
         "train_tokens": sum(len(e.source) + len(e.target) for e in prepared.train),
     }
     notify(
-        f"{text['train']:,} training pairs, {text['test']} held out for the test, "
+        f"{counted(text['train'], 'training pair')}, {text['test']} held out for the test, "
         f"{model_config.vocabulary:,} subwords"
     )
     digest = prepared.digest
@@ -213,21 +217,23 @@ def run_demo(
     seconds = {"text": time.perf_counter() - started}
 
     compared: dict[str, TrainingResult] = {}
-    if preset.compared_updates is not None:
+    with stop_request or nullcontext(lambda: False) as should_stop:
+        if preset.compared_updates is not None:
+            stage = time.perf_counter()
+            notify(f"comparing both Transformers in fp32, {preset.compared_updates} updates each")
+            compared = _train_both(
+                replace(model_config, dropout=0.0),
+                replace(preset.training, precision="fp32"),
+                prepared, device,
+                stop_after=preset.compared_updates, description="fp32", should_stop=should_stop,
+                show=show,
+            )  # fmt: skip
+            seconds["comparison"] = time.perf_counter() - stage
         stage = time.perf_counter()
-        notify(f"comparing both Transformers in fp32, {preset.compared_updates} updates each")
-        compared = _train_both(
-            replace(model_config, dropout=0.0),
-            replace(preset.training, precision="fp32"),
-            prepared, device,
-            stop_after=preset.compared_updates, description="fp32", show=show,
+        runs = _train_both(
+            model_config, preset.training, prepared, device,
+            run=out, description=preset.training.precision, should_stop=should_stop, show=show,
         )  # fmt: skip
-        seconds["comparison"] = time.perf_counter() - stage
-    stage = time.perf_counter()
-    runs = _train_both(
-        model_config, preset.training, prepared, device,
-        run=out, description=preset.training.precision, show=show,
-    )  # fmt: skip
     compared = compared or runs
     seconds["training"] = time.perf_counter() - stage
 
@@ -303,14 +309,16 @@ def _load_pairs(
         catalogue = load_catalogue_pairs(show=show)
         pairs, left_out = catalogue.pairs, catalogue.skipped
         origin = [f"{source.requirement} ({source.licence})" for source in SOURCES]
-        notify(f"text: English-French messages of {' and '.join(origin)}; {len(pairs):,} pairs")
+        count = counted(len(pairs), "pair")
+        notify(f"text: English-French messages of {' and '.join(origin)}; {count}")
     else:
         file = read_pairs(data)
         pairs, left_out = file.pairs, {"malformed lines": len(file.problems)}
         origin = [str(data)]
         for problem in file.problems[:PROBLEMS_SHOWN]:
             notify(f"skipped: {problem}")
-        notify(f"text: {data}; {len(pairs):,} pairs, {len(file.problems)} malformed lines")
+        malformed = counted(len(file.problems), "malformed line")
+        notify(f"text: {data}; {counted(len(pairs), 'pair')}, {malformed}")
     return pairs, {"origin": origin, "pairs": len(pairs), "left_out": left_out}
 
 
@@ -323,6 +331,7 @@ def _train_both(
     run: Path | None = None,
     stop_after: int | None = None,
     description: str,
+    should_stop: Callable[[], bool],
     show: bool,
 ) -> dict[str, TrainingResult]:
     results = {}
@@ -343,9 +352,12 @@ def _train_both(
             run=run if name == "fastattn.nn" else None,
             stop_after=stop_after,
             description=f"{name} {description}",
+            should_stop=should_stop,
             show=show,
         )
         del model
+        if results[name].interrupted:
+            raise TrainingInterrupted(f"{name} after update {len(results[name].losses):,}")
     return results
 
 

@@ -11,6 +11,11 @@ from types import TracebackType
 SECONDS_BETWEEN_LINES = 10.0
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 sentence pair", "2,000 sentence pairs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 class Progress:
     """Counts to `total` within a `with` block; `show=False` prints nothing."""
 

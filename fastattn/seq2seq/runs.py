@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from .checkpoint import (
     checkpoint_steps,
     load_parameters,
     read_best,
+    read_state,
     reading,
     write_atomically,
 )
@@ -31,8 +32,8 @@ from .data import (
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer
 from .non_autoregressive import make_model
-from .progress import waiting
-from .training import TrainingConfig
+from .progress import counted, waiting
+from .training import TrainingConfig, out_of_patience
 
 FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
 
@@ -75,7 +76,7 @@ def prepare_text(
 
     `vocabulary` is the number of subwords to learn, or the tokenizer of a run to continue.
     """
-    with waiting(f"preparing {len(pairs):,} sentence pairs", show=show):
+    with waiting(f"preparing {counted(len(pairs), 'sentence pair')}", show=show):
         splits = split_pairs(pairs, held_out=held_out, seed=seed)
         tokenizer = vocabulary
         if isinstance(tokenizer, int):
@@ -175,6 +176,30 @@ def open_run(run: Path) -> RunFiles:
         return RunFiles(
             model, training, tokenizer, data["digest"], data["held_out"], text and Path(text)
         )
+
+
+def extend_run(run: Path, files: RunFiles, steps: int) -> RunFiles:
+    """Raise the number of updates of a run, finished or not, and return its new files.
+
+    Updates already done keep the schedule that they were planned with.
+    """
+    training = files.training
+    if steps < training.steps:
+        raise ValueError(f"steps must be at least the run's {training.steps:,}, got {steps:,}")
+    if steps == training.steps:
+        return files
+    done = 0
+    if saved := checkpoint_steps(run):
+        state = read_state(checkpoint_folder(run, saved[-1]))
+        done = state.step
+        if out_of_patience(state, training):
+            raise ValueError(
+                f"steps cannot be raised for a run that stopped at update {done:,} after "
+                f"{training.patience} validations without a lower loss, got {steps:,}"
+            )
+    training = training.extended(done, steps)
+    write_atomically(run / "training.json", training.to_json())
+    return replace(files, training=training)
 
 
 def load_translator(run: Path, *, device: torch.device | str = "cpu") -> Translator:

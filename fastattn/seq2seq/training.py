@@ -4,7 +4,8 @@
 update minimises `batch_loss`: cross-entropy under teacher forcing, replaced or extended by the
 options. With a run folder it writes `metrics.jsonl` and checkpoints and can resume: the data order
 is a function of seed and epoch, and a checkpoint holds the generators' state, so on a CPU a run, or
-a resumed run, is reproducible bit for bit.
+a resumed run, is reproducible bit for bit. That includes a run that was extended: the configuration
+records each extension.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class TrainingDiverged(ArithmeticError):
     """The loss is not finite."""
 
 
+class TrainingInterrupted(Exception):
+    """`should_stop` has ended a training that others were to follow."""
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """How to train.
@@ -66,6 +71,9 @@ class TrainingConfig:
         sequence_steps: number of last updates that reward sampled translations by their BLEU.
         sequence_weight: weight of that loss in these updates; the rest is cross-entropy.
         packed: run layers and head only on real tokens: the same losses, faster.
+        extensions: for each time that `steps` was raised, the updates done until then and the
+            `steps` that they were planned for. All schedules of these updates go by the latter,
+            of later ones by `steps`.
     """
 
     steps: int = 10_000
@@ -93,6 +101,7 @@ class TrainingConfig:
     sequence_steps: int = 0
     sequence_weight: float = 0.9
     packed: bool = False
+    extensions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         at_least_one = "steps", "batch_tokens", "log_every", "valid_every", "checkpoint_every"
@@ -128,6 +137,23 @@ class TrainingConfig:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
         if not 0.0 <= self.smoothing < 1.0:
             raise ValueError(f"smoothing must lie in [0, 1), got {self.smoothing}")
+        last = (0, 0)
+        for done, planned in self.extensions:
+            if not (last[0] < done <= planned and last[1] < planned < self.steps):
+                raise ValueError(
+                    "extensions must be ascending pairs of updates done and steps planned, below "
+                    f"steps {self.steps}, got {self.extensions}"
+                )
+            last = (done, planned)
+
+    def extended(self, done: int, steps: int) -> TrainingConfig:
+        """Return the configuration for `steps` updates of a run that has done `done`."""
+        extensions = (*self.extensions, (done, self.steps)) if done else self.extensions
+        return replace(self, steps=steps, extensions=extensions)
+
+    def planned_steps(self, step: int) -> int:
+        """Return the total number of updates that the schedules of update `step` go by."""
+        return next((planned for done, planned in self.extensions if step <= done), self.steps)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -140,7 +166,9 @@ class TrainingConfig:
             raise ValueError(
                 f"training configuration keys must be in {sorted(known)}, got {unknown}"
             )
-        return cls(**{**values, "betas": tuple(values["betas"])})
+        values["betas"] = tuple(values["betas"])
+        values["extensions"] = tuple(map(tuple, values.get("extensions", ())))
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -155,6 +183,8 @@ class TrainingResult:
     tokens_per_second: float  # without the first `log_every` updates, which may compile kernels
     stopped_early: bool = False  # due to `patience`
     bleus: tuple[tuple[int, float], ...] = ()  # (step, what `score` returned)
+    learning_rates: tuple[float, ...] = ()  # of the same updates as `losses`
+    interrupted: bool = False  # due to `should_stop`
 
 
 def train(
@@ -168,6 +198,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     score: Callable[[Seq2SeqTransformer], float] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     description: str = "training",
     show: bool = True,
 ) -> TrainingResult:
@@ -176,7 +207,8 @@ def train(
     With `run`, write metrics and checkpoints there; `resume` continues from the newest one, if
     any. `stop_after` ends the call after that many updates in total, with an unchanged schedule;
     the run can be resumed. `score` is called at every validation, for example for a BLEU curve,
-    and must draw no random numbers.
+    and must draw no random numbers. `should_stop` is called after every update; once it returns
+    True, the call saves a checkpoint and ends, with `interrupted` in its result.
     """
     require_trainable(model, config)
     if stop_after is not None and stop_after < 0:
@@ -200,17 +232,18 @@ def train(
         train_examples, token_budget=config.batch_tokens, seed=config.seed, start=state.position
     )
     curve = _Curve(first_step=state.step + 1, metrics=metrics)
+    interrupted = False
     with Progress(description, last_step, show=show, unit="steps") as progress:
         progress.update(state.step)
         for step in range(state.step + 1, last_step + 1):
-            if _out_of_patience(state, config):
+            if out_of_patience(state, config):
                 break
             batches = [next(stream) for _ in range(config.accumulate)]
             position = batches[-1][1]
             learning_rate = config.learning_rate * warmup_cosine(
                 step - 1,
                 warmup_steps=config.warmup_steps,
-                total_steps=config.steps,
+                total_steps=config.planned_steps(step),
                 cycles=config.cycles,
             )
             moved = [batch.to(device) for batch, _ in batches]
@@ -219,10 +252,12 @@ def train(
             state = replace(state, step=step, position=position, tokens=state.tokens + tokens)
             curve.add(step, loss, norm, learning_rate, tokens)
             validate = bool(valid_examples) and (
-                step % config.valid_every == 0 or step == config.steps
+                step % config.valid_every == 0 or step == config.planned_steps(step)
             )
             save = run is not None and (step % config.checkpoint_every == 0 or step == last_step)
-            if not (validate or save or step % config.log_every == 0 or step == last_step):
+            read = step % config.log_every == 0 or step == last_step
+            interrupted = should_stop()
+            if not (validate or save or read or interrupted):
                 continue
 
             curve.read()
@@ -234,19 +269,23 @@ def train(
                     state = replace(state, best=Best(step, valid_loss), stale=0)
                 else:
                     state = replace(state, stale=state.stale + 1)
-                if state.stale == 0 or _out_of_patience(state, config):
+                if state.stale == 0 or out_of_patience(state, config):
                     save = run is not None
+                interrupted = interrupted or should_stop()
             progress.update(step, curve.note())
-            if save and run is not None:
+            if run is not None and (save or interrupted):
                 save_checkpoint(run, state, model, optimizer, device)
                 if state.best is not None:
                     write_best(run, state.best)
                 prune_checkpoints(run, keep=config.keep)
             curve.restart_clock()
-    return replace(curve.result(), stopped_early=_out_of_patience(state, config))
+            if interrupted:
+                break
+    early = out_of_patience(state, config)
+    return replace(curve.result(), stopped_early=early, interrupted=interrupted)
 
 
-def _out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
+def out_of_patience(state: TrainingState, config: TrainingConfig) -> bool:
     return 0 < config.patience <= state.stale
 
 
@@ -289,6 +328,7 @@ class _Curve:
         self._metrics = metrics
         self._pending: list[dict[str, Any]] = []
         self._losses: list[float] = []
+        self._learning_rates: list[float] = []
         self._validations: list[tuple[int, float]] = []
         self._bleus: list[tuple[int, float]] = []
         self._tokens = 0
@@ -308,6 +348,7 @@ class _Curve:
         for row in self._pending:
             row["loss"], row["gradient_norm"] = float(row["loss"]), float(row["gradient_norm"])
             self._losses.append(row["loss"])
+            self._learning_rates.append(row["lr"])
         self._seconds += time.perf_counter() - self._clock
         if self._start_up is None:
             self._start_up = (self._tokens, self._seconds)
@@ -349,6 +390,7 @@ class _Curve:
             seconds=self._seconds,
             tokens_per_second=self.rate(),
             bleus=tuple(self._bleus),
+            learning_rates=tuple(self._learning_rates),
         )
 
 
@@ -402,7 +444,8 @@ def batch_loss(
     model: Seq2SeqTransformer, batch: Batch, config: TrainingConfig, step: int
 ) -> Tensor:
     """Return the loss of update `step`, counted from 1."""
-    weight = config.sequence_weight if step > config.steps - config.sequence_steps else 0.0
+    rewarded_from = config.planned_steps(step) - config.sequence_steps
+    weight = config.sequence_weight if step > rewarded_from else 0.0
     inputs = decoder_inputs(model, batch, config, step)
     loss = cross_entropy(model, replace(batch, target_in=inputs), config)
     if weight == 0.0:
@@ -421,7 +464,10 @@ def decoder_inputs(
     if config.scheduled_sampling == "none":
         return batch.target_in
     share = truth_share(
-        step - 1, total_steps=config.steps, decay=config.sampling_decay, floor=config.truth_floor
+        step - 1,
+        total_steps=config.planned_steps(step),
+        decay=config.sampling_decay,
+        floor=config.truth_floor,
     )
     mix = sequential_inputs if config.scheduled_sampling == "sequential" else parallel_inputs
     device_type = batch.source.device.type

@@ -259,8 +259,9 @@ def add_arguments(
     *,
     device: Callable[[str], torch.device] = torch.device,
     count: Callable[[str], int] = int,
+    file: Callable[[str], str] = str,
 ) -> None:
-    """device, count: parse a device and a positive number."""
+    """device, count, file: parse a device, a positive number and a file to write."""
     parser.add_argument("--op", action="append", help="only this op (may be repeated)")
     parser.add_argument("--backend", action="append", help="only this backend (may be repeated)")
     parser.add_argument("--dtype", action="append", choices=sorted(_DTYPES), help="only this dtype")
@@ -270,6 +271,7 @@ def add_arguments(
     )
     parser.add_argument(
         "--json",
+        type=file,
         metavar="FILE",
         help="write all rows as a JSON array, or to FILE.jsonl as lines while the checks run",
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_runs import TINY, call
+from cli_runs import TINY, TINY_PRESET, call
 
 import fastattn
 from fastattn import cli
@@ -80,7 +80,9 @@ def test_help_imports_nothing_that_only_commands_need():
         (["train"], "the following arguments are required: --out"),
         (["translate", "ka"], "the following arguments are required: --run"),
         (["demo", "--steps=many"], "--steps: must be a positive integer, got 'many'"),
-        (["info", "--device=abacus"], "--device: must be a device that torch can use here"),
+        (["info", "--device=abacus"], "--device: must be cpu, cuda or cuda:NUMBER, got 'abacus'"),
+        (["check", "--device=gpu"], "--device: must be cpu, cuda or cuda:NUMBER, got 'gpu'"),
+        (["info", "--device=meta"], "--device: must be a device that torch can use here, such as"),
         (["train", "--out=x", "--precision=fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["train", "--out=x", "--norm=group"], "argument --norm: invalid choice: 'group'"),
         (["train", "--out=x", "--accumulate=0"], "--accumulate: must be a positive integer"),
@@ -98,6 +100,48 @@ def test_wrong_arguments_are_named(capsys, arguments, message):
     code, out, err = call(capsys, *arguments)
     assert code == 2 and out == ""
     assert message in err
+    # One line, and one that names --help where argparse has found the error.
+    assert len(err.splitlines()) <= 2 and max(map(len, err.splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--out=FILE/run"],
+        ["train", "--resume", "--out=FILE"],
+        ["train", "--out=/proc/run"],
+        ["demo", "--out=FILE/run"],
+        ["translate", "--run=x", "--attention=FILE/map.png", "ka"],
+        ["translate", "--run=x", "--alignment=nowhere/lines.svg", "ka"],
+        ["check", "--json=FILE/rows.json"],
+    ],
+)
+def test_what_cannot_be_written_fails_first(capsys, tmp_path, arguments):
+    (tmp_path / "file").touch()
+    given = [word.replace("FILE", str(tmp_path / "file")) for word in arguments]
+    code, out, err = call(capsys, *given)
+    assert code == 2 and out == "" and len(err.splitlines()) == 2
+    assert re.search(
+        r"argument --\w+: must be a (folder|file) that can be written, got '.+' \(", err
+    )
+
+
+def test_a_default_folder_that_cannot_be_written_fails_first(capsys, tmp_path, monkeypatch):
+    (tmp_path / "runs").touch()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "demo", "--device=cpu")
+    assert code == 2 and "--out must be a folder that can be written, got runs/demo-" in err
+
+
+def test_one_of_something_has_no_plural(capsys, tmp_path):
+    data = tmp_path / "pairs.tsv"
+    data.write_text("ka\tKA\nlo\tLO\nmi\tMI\n")
+    arguments = ["--data", str(data), "--out", str(tmp_path / "run"), "--steps=1", *TINY]
+    code, _, err = call(capsys, "train", *arguments, "--held-out=1")
+    assert code == 0 and "\n1 training pair (0 too long and skipped), 1 for validation" in err
+    data.write_text("ka")
+    code, _, err = call(capsys, "train", *arguments[:2], "--out", str(tmp_path / "none"))
+    assert code == 2 and "got 1 line without them" in err
 
 
 def test_wrong_choices_are_named_before_anything_is_written(capsys, pairs_file, tmp_path):
@@ -185,8 +229,10 @@ def test_a_run_is_not_overwritten_and_continues_with_its_own_text(
     code, _, err = call(capsys, *base, "--data", str(pairs_file))
     assert code == 2 and "--out: the run folder must be new or empty, got" in err
     assert "continue it with --resume" in err
-    code, _, err = call(capsys, *base, "--resume", "--data", str(pairs_file), "--steps=9")
-    assert code == 2 and "--steps cannot be given with --resume" in err and "got 9" in err
+    code, _, err = call(capsys, *base, "--resume", "--data", str(pairs_file), "--width=9")
+    assert code == 2 and "--width cannot be given with --resume" in err and "got 9" in err
+    code, _, err = call(capsys, *base, "--resume", "--data", str(pairs_file), "--steps=5")
+    assert code == 2 and "steps must be at least the run's 6, got 5" in err
     other = tmp_path / "other.tsv"
     other.write_text(pairs_file.read_text().replace("karin", "karun"))
     code, _, err = call(capsys, *base, "--resume", "--data", str(other))
@@ -416,16 +462,6 @@ def test_check_passes_its_options_and_returns_its_exit_code(capsys, monkeypatch)
 
 
 # demo
-
-
-TINY_PRESET = dataclasses.replace(
-    demo.CPU_PRESET,
-    model=dataclasses.replace(
-        demo.CPU_PRESET.model, vocabulary=300, width=16, heads=2, ffn_width=32, encoder_layers=1,
-        decoder_layers=1,
-    ),
-    training=dataclasses.replace(demo.CPU_PRESET.training, steps=50, batch_tokens=300),
-)  # fmt: skip
 
 
 def test_demo_prints_its_results(capsys, pairs_file, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_runs_are_compared_on_the_same_sentences(capsys, pairs_file, run_folder,
 
 def test_an_option_with_resume_is_refused_even_if_it_is_the_default(capsys, run_folder):
     again = ["train", "--resume", "--out", str(run_folder), "--device=cpu"]
-    for flag in ("--dropout=0.1", "--steps=10000", "--post-norm", "--held-out=5"):
+    for flag in ("--dropout=0.1", "--clip=1", "--post-norm", "--held-out=5"):
         code, _, err = call(capsys, *again, flag)
         assert code == 2 and f"{flag.partition('=')[0]} cannot be given with --resume" in err
 

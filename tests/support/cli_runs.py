@@ -1,15 +1,25 @@
 """A text of an invented language, a run trained on it, and calls of the command line."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from fastattn import cli
+from fastattn.seq2seq import demo
 
 TINY = [
     "--vocabulary=300", "--width=16", "--heads=2", "--layers=1", "--ffn-width=32",
     "--max-length=24", "--batch-tokens=300", "--held-out=5", "--device=cpu",
 ]  # fmt: skip
+TINY_PRESET = dataclasses.replace(
+    demo.CPU_PRESET,
+    model=dataclasses.replace(
+        demo.CPU_PRESET.model, vocabulary=300, width=16, heads=2, ffn_width=32, encoder_layers=1,
+        decoder_layers=1,
+    ),
+    training=dataclasses.replace(demo.CPU_PRESET.training, steps=50, batch_tokens=300),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -198,13 +198,26 @@ def _print_demo(report: DemoReport) -> None:
         f"{'' if report.bleu_is_judged else ' (not judged in a shortened run)'}\n"
     )
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
-    for heading in ("source", "reference", "translation"):
-        table.add_column(heading, ratio=1, overflow="fold")
-    for sample in report.samples:
-        table.add_row(Text(sample.source), Text(sample.reference), Text(sample.translation, "cyan"))
-    console.print(table)
-    write(f"{report.seconds['all']:.0f} s in total. Curves, samples, heat maps: {report.out}")
-    example = shlex.join(["--run", str(report.out), report.samples[0].source])
+    for which, samples in (
+        ("closest to their references", report.best_samples),
+        ("drawn at random", report.samples),
+    ):
+        if not samples:
+            continue
+        write(f"Held-out sentences, {which} (chrF: similarity to the reference, 0 to 100):")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=False)
+        for heading in ("source", "reference", "translation"):
+            table.add_column(heading, ratio=1, overflow="fold")
+        table.add_column("chrF", justify="right")
+        for sample in samples:
+            translation = Text(sample.translation, "cyan")
+            score = f"{sample.chrf:.0f}"
+            table.add_row(Text(sample.source), Text(sample.reference), translation, score)
+        console.print(table)
+    write(
+        f"{report.seconds['all']:.0f} s in total. In {report.out}: curves.png, samples.tsv, "
+        "attention-*.png"
+    )
+    example = shlex.join(["--run", str(report.out), report.best_samples[0].source])
     write(f"Try it: fastattn translate {example}")
     write("The text keeps its licence; the trained model is for demonstration.")

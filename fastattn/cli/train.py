@@ -236,10 +236,10 @@ def _train(
     rows = read_metrics(run / "metrics.jsonl")
     points = {
         name: [(row["step"], row[name]) for row in rows if name in row]
-        for name in ("loss", "valid_loss", "valid_bleu")
+        for name in ("loss", "lr", "valid_loss", "valid_bleu")
     }
-    losses = [loss for _, loss in points["loss"]]
-    curve = Curve(losses, points["valid_loss"], points["valid_bleu"])
+    losses, rates = ([value for _, value in points[name]] for name in ("loss", "lr"))
+    curve = Curve(losses, points["valid_loss"], points["valid_bleu"], rates)
     save_curves(run / "curves.png", {run.name: curve})
     outcome = {
         "run": str(run),

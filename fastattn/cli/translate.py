@@ -45,7 +45,12 @@ def add_translate(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--attention", type=image_file, metavar="PNG", default=argparse.SUPPRESS,
-        help="draw the cross-attention of the first sentence",
+        help="draw the attention of the first sentence: every layer and head",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attention-of", choices=("cross", "encoder", "decoder"), default=argparse.SUPPRESS,
+        help="--attention: from the translation to the source, or the self-attention of a stack "
+        "(default: cross)",
     )  # fmt: skip
     parser.add_argument(
         "--alignment", type=image_file, metavar="PNG", default=argparse.SUPPRESS,
@@ -71,6 +76,8 @@ def _run_translate(options: argparse.Namespace) -> int:
     from fastattn.seq2seq.progress import Progress
     from fastattn.seq2seq.runs import load_translator
 
+    if hasattr(options, "attention_of") and not hasattr(options, "attention"):
+        raise UsageError(f"--attention-of needs --attention, got {options.attention_of} without it")
     strategy = chosen_strategy(options)
     translator = load_translator(options.run_folder, device=device)
     if isinstance(translator.model, NonAutoregressiveTransformer):
@@ -95,7 +102,8 @@ def _run_translate(options: argparse.Namespace) -> int:
     if hasattr(options, "attention") and texts:
         from fastattn.seq2seq.demo import draw_attention
 
-        draw_attention(options.attention, translator, texts[0], translations[0])
+        kind = getattr(options, "attention_of", "cross")
+        draw_attention(options.attention, translator, texts[0], translations[0], kind)
     if hasattr(options, "alignment") and texts:
         from fastattn.seq2seq.demo import draw_alignment
 

@@ -29,9 +29,16 @@ from fastattn.ops import default_device, device_name, versions
 from .catalogues import SOURCES, load_catalogue_pairs
 from .checkpoint import read_best, write_atomically
 from .data import BEGIN, END, Pair, read_pairs
-from .generation import Translator, bleu
+from .generation import Translator, bleu, chrf
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
-from .plots import Curve, relative_differences, save_alignment, save_curves, save_heat_map
+from .plots import (
+    Curve,
+    Limit,
+    relative_differences,
+    save_alignment,
+    save_curves,
+    save_heat_maps,
+)
 from .progress import Progress, counted
 from .runs import (
     PreparedText,
@@ -48,9 +55,23 @@ FIRST_UPDATES = 20
 FIRST_UPDATES_LIMIT = 1e-4  # relative difference of the loss of each
 FINAL_LIMIT = 0.02  # relative difference of the last validation loss
 FINAL_UPDATES = 20  # the final training loss is the mean over these
-HEAT_MAPS = 3
-SAMPLES_SHOWN = 8
+SAMPLES_SHOWN = 5  # the best ones, and as many at random
 PROBLEMS_SHOWN = 5
+# The kinds of attention: the title of a picture, and the stack and name of the modules.
+ATTENTION = {
+    "cross": (
+        "Cross-attention of the decoder: row = token written, column = source token",
+        ("decoder", "multihead_attn"),
+    ),
+    "encoder": (
+        "Self-attention of the encoder: row = token computed, column = token read",
+        ("encoder", "self_attn"),
+    ),
+    "decoder": (
+        "Self-attention of the decoder: row = token written, column = token read",
+        ("decoder", "self_attn"),
+    ),
+}
 TRANSFORMERS: dict[str, type[nn.Transformer]] = {
     "fastattn.nn": fastattn.nn.Transformer,
     "torch.nn": nn.Transformer,
@@ -107,9 +128,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Sample:
+    """chrf: the similarity of the translation to the reference by character n-grams, 0 to 100."""
+
     source: str
     reference: str
     translation: str
+    chrf: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +154,8 @@ class DemoReport:
     bleu_details: str
     bleu_signature: str
     checks: list[Check]
-    samples: list[Sample]
+    best_samples: list[Sample]
+    samples: list[Sample]  # drawn at random
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -159,6 +184,7 @@ class DemoReport:
             "compared": None
             if self.compared is self.runs
             else {name: _figures(result) for name, result in self.compared.items()},
+            "best_samples": [asdict(sample) for sample in self.best_samples],
             "samples": [asdict(sample) for sample in self.samples],
             "seconds": {name: round(value, 1) for name, value in self.seconds.items()},
         }
@@ -257,10 +283,13 @@ def run_demo(
             )
         )
     best = read_best(out)
-    samples = [Sample(*row) for row in zip(sources, references, translations, strict=True)]
-    shown = _choose_samples(samples)
+    samples = [
+        Sample(*texts, chrf(texts[2], texts[1]))
+        for texts in zip(sources, references, translations, strict=True)
+    ]
+    best_samples, random_samples = _choose_samples(samples)
     stage = time.perf_counter()
-    _draw(out, compared, translator, shown)
+    _draw(out, compared, translator, best_samples[0])
     seconds["plots"] = time.perf_counter() - stage
     seconds["all"] = time.perf_counter() - started
     report = DemoReport(
@@ -278,10 +307,12 @@ def run_demo(
         bleu_details=score.details,
         bleu_signature=score.signature,
         checks=checks,
-        samples=shown,
+        best_samples=best_samples,
+        samples=random_samples,
         seconds=seconds,
     )
-    lines = ["source\treference\ttranslation", *("\t".join(asdict(s).values()) for s in samples)]
+    lines = ["source\treference\ttranslation\tchrF"]
+    lines += [f"{s.source}\t{s.reference}\t{s.translation}\t{s.chrf:.1f}" for s in samples]
     write_atomically(out / "samples.tsv", "\n".join(lines) + "\n")
     write_atomically(out / "summary.json", json.dumps(report.summary(), indent=2) + "\n")
     return report
@@ -401,44 +432,65 @@ def _final_loss(result: TrainingResult) -> float:
     return sum(last) / len(last)
 
 
-def _choose_samples(samples: Sequence[Sample]) -> list[Sample]:
-    """Choose a few sentences of four to ten words by a fixed draw, whatever their translations."""
+def _choose_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return sentences of four to ten words: those closest to their references, the longer first of
+    equally close ones, and a fixed draw of the others, whatever their translations.
+    """
     fitting = [s for s in samples if 4 <= len(s.source.split()) <= 10] or list(samples)
-    return random.Random(0).sample(fitting, min(SAMPLES_SHOWN, len(fitting)))
+    ranked = sorted(fitting, key=lambda s: (-s.chrf, -len(s.source)))
+    count = min(SAMPLES_SHOWN, (len(ranked) + 1) // 2)
+    best, others = ranked[:count], ranked[count:]
+    return best, random.Random(0).sample(others, min(SAMPLES_SHOWN, len(others)))
 
 
 def _draw(
-    out: Path,
-    compared: dict[str, TrainingResult],
-    translator: Translator,
-    samples: Sequence[Sample],
+    out: Path, compared: dict[str, TrainingResult], translator: Translator, sample: Sample
 ) -> None:
+    updates = min(len(result.losses) for result in compared.values())
+    first, final = min(FIRST_UPDATES, updates), max(1, updates - FINAL_UPDATES + 1)
     save_curves(
         out / "curves.png",
-        {name: Curve(r.losses, r.validations) for name, r in compared.items()},
-        difference_limit=FIRST_UPDATES_LIMIT,
+        {
+            name: Curve(r.losses, r.validations, learning_rates=r.learning_rates)
+            for name, r in compared.items()
+        },
+        limits=[
+            Limit(1, first, FIRST_UPDATES_LIMIT, f"limit, updates 1 to {first}"),
+            Limit(final, updates, FINAL_LIMIT, f"limit, mean of updates {final} to {updates}"),
+        ],
     )
-    for number, sample in enumerate(samples[:HEAT_MAPS], start=1):
-        path = out / f"attention-{number}.png"
-        draw_attention(path, translator, sample.source, sample.translation)
+    for kind in ATTENTION:
+        path = out / f"attention-{kind}.png"
+        draw_attention(path, translator, sample.source, sample.translation, kind)
 
 
-def draw_attention(path: Path, translator: Translator, source: str, target: str) -> None:
-    """Save the cross-attention of every layer for `target` as the output."""
-    save_heat_map(path, *_cross_attention(translator, source, target))
+def draw_attention(
+    path: Path, translator: Translator, source: str, target: str, kind: str = "cross"
+) -> None:
+    """Save the attention of each layer and head for `target` as the output: the cross-attention,
+    or the self-attention of the encoder or decoder.
+    """
+    sources, targets, weights = _attention(translator, source, target)
+    title, (stack, module) = ATTENTION[kind]
+    queries = sources if stack == "encoder" else targets
+    # The decoder reads what it has written before.
+    keys = [*translator.tokenizer.tokens([BEGIN]), *targets[:-1]] if kind == "decoder" else sources
+    layers = [w for name, w in weights.items() if name.startswith(stack) and name.endswith(module)]
+    save_heat_maps(path, layers, queries, keys, title)
 
 
 def draw_alignment(path: Path, translator: Translator, source: str, target: str) -> None:
     """Save lines between the tokens of both sentences, from the mean of all layers and heads."""
-    layers, source_tokens, target_tokens = _cross_attention(translator, source, target)
+    source_tokens, target_tokens, weights = _attention(translator, source, target)
+    layers = [w for name, w in weights.items() if name.endswith("multihead_attn")]
     mean = torch.stack(layers).mean(dim=(0, 1))  # [M, N]
     save_alignment(path, mean, source_tokens, target_tokens)
 
 
-def _cross_attention(
+def _attention(
     translator: Translator, source: str, target: str
-) -> tuple[list[torch.Tensor], list[str], list[str]]:
-    """The weights [H, M, N] of each decoder layer, and the tokens of both sentences."""
+) -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
+    """The tokens of both sentences, and the weights [H, M, N] of each attention module by name."""
     model, tokenizer = translator.model, translator.tokenizer
     device = model.embedding.weight.device
     source_ids = [*tokenizer.encode(source), END]
@@ -447,11 +499,8 @@ def _cross_attention(
     shifted = torch.tensor([[BEGIN, *target_ids[:-1]]], device=device)
     with torch.no_grad(), record_attention(model) as weights:
         model(tokens, shifted, torch.zeros_like(tokens, dtype=torch.bool))
-    layers = [
-        weights[f"decoder.layers.{index}.multihead_attn"][0, :, : len(target_ids)].float()
-        for index in range(model.config.decoder_layers)
-    ]
-    return layers, tokenizer.tokens(source_ids), tokenizer.tokens(target_ids)
+    by_name = {name: w[0].float() for name, w in weights.items()}
+    return tokenizer.tokens(source_ids), tokenizer.tokens(target_ids), by_name
 
 
 def _figures(result: TrainingResult) -> dict[str, Any]:

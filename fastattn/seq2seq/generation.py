@@ -385,3 +385,10 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
     metric = BLEU()
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return Bleu(score.score, str(score), str(metric.get_signature()))
+
+
+def chrf(hypothesis: str, reference: str) -> float:
+    """Return sacrebleu's chrF of one sentence, 0 to 100."""
+    from sacrebleu.metrics.chrf import CHRF
+
+    return float(CHRF().sentence_score(hypothesis, [reference]).score)

@@ -91,6 +91,7 @@ def test_help_imports_nothing_that_only_commands_need():
         (["translate", "--run=x", "--top-k=0"], "--top-k: must be a positive integer, got '0'"),
         (["translate", "--run=x", "--top-k=3"], "--top-k needs --sample, got 3"),
         (["translate", "--run=x", "--length-penalty=1"], "--length-penalty needs --beams"),
+        (["translate", "--run=x", "--attention-of=cross"], "--attention-of needs --attention"),
         (["evaluate", "x", "--beams=2", "--sample"], "--sample must be given without --beams"),
         (["translate", "--run=x", "--sample", "--top-p=0"], "top_p must lie in (0, 1], got 0.0"),
         (["paint"], "invalid choice: 'paint'"),
@@ -299,6 +300,11 @@ def test_translating_arguments_and_standard_input(capsys, run_folder, monkeypatc
     picture = tmp_path / "attention.png"
     code, _, _ = call(capsys, *base, "--attention", str(picture), "karin six")
     assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    cross = picture.read_bytes()
+    code, _, _ = call(
+        capsys, *base, "--attention", str(picture), "--attention-of=encoder", "karin six"
+    )
+    assert code == 0 and picture.read_bytes() != cross
     lines = tmp_path / "alignment.png"
     code, _, _ = call(capsys, *base, "--alignment", str(lines), "karin six")
     assert code == 0 and lines.read_bytes().startswith(b"\x89PNG")
@@ -474,7 +480,10 @@ def test_demo_prints_its_results(capsys, pairs_file, tmp_path, monkeypatch):
     assert f"BLEU of the untranslated source: {summary['bleu_of_source']:.1f} (not judged" in out
     for name, run in summary["runs"].items():
         assert re.search(rf"{re.escape(name)} .* {run['tokens_per_second']:,}", out)
-    assert summary["samples"][0]["source"] in out
+    for sample in (summary["best_samples"][0], summary["samples"][0]):
+        assert sample["source"] in out
+    assert "Held-out sentences, closest to their references" in out and "drawn at random" in out
+    assert f"Try it: fastattn translate --run {tmp_path / 'a'}" in out
     assert "54 training pairs" in err
 
     monkeypatch.setattr(demo, "FIRST_UPDATES_LIMIT", -1.0)

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from seq2seq_samples import CPU, toy_pairs
+import torch
+from seq2seq_samples import CPU, SMALL, toy_pairs
 
-from fastattn.seq2seq import demo, plots, runs, training
-from fastattn.seq2seq.data import END, Pair
+from fastattn.seq2seq import demo, generation, plots, runs, training
+from fastattn.seq2seq.data import END, Pair, SubwordTokenizer
 from fastattn.seq2seq.generation import bleu
-from fastattn.seq2seq.model import ModelConfig
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.seq2seq.progress import Progress, waiting
 from fastattn.seq2seq.training import TrainingConfig
 
@@ -32,7 +33,7 @@ def write_pairs(path: Path, pairs: list[Pair]) -> Path:
     return path
 
 
-def test_demo_compares_translates_and_writes_its_folder(tmp_path, monkeypatch):
+def test_demo_compares_translates_and_writes_its_folder(tmp_path):
     data = write_pairs(tmp_path / "pairs.tsv", toy_pairs(400))
     out, notes = tmp_path / "run", []
     report = demo.run_demo(
@@ -47,28 +48,78 @@ def test_demo_compares_translates_and_writes_its_folder(tmp_path, monkeypatch):
     assert f"text: {data}; 400 pairs, 0 malformed lines" in notes
 
     header, *rows = (out / "samples.tsv").read_text().splitlines()
-    assert header == "source\treference\ttranslation"
+    assert header == "source\treference\ttranslation\tchrF"
     columns = list(zip(*(row.split("\t") for row in rows), strict=True))
     assert len(columns[0]) == 20
     assert summary["bleu"] == pytest.approx(bleu(columns[2], columns[1]).score)
     assert summary["bleu_of_source"] == pytest.approx(bleu(columns[0], columns[1]).score)
     assert report.passed == (report.bleu > report.bleu_of_source)
     # The folder is a run: its translator gives the translations that the report shows.
-    sample = report.samples[0]
+    sample = report.best_samples[0]
     translator = runs.load_translator(out)
     assert translator.translate([sample.source]) == [sample.translation]
-    for name in ("curves.png", "attention-1.png", "attention-2.png", "attention-3.png"):
-        assert (out / name).read_bytes().startswith(b"\x89PNG")
-    drawn = []
-    for name in ("save_heat_map", "save_alignment"):
-        monkeypatch.setattr(demo, name, lambda path, weights, *tokens: drawn.append(tokens))
-    for draw in (demo.draw_attention, demo.draw_alignment):
-        draw(tmp_path / "map.png", translator, "the sheep", "on")
-    tokenizer = translator.tokenizer
-    expected = tuple(
+    for name in ("curves", "attention-cross", "attention-encoder", "attention-decoder"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_samples_are_the_best_ones_and_a_draw_of_the_others():
+    texts = [f"one two three {number}" for number in range(20)]
+    samples = [
+        demo.Sample(text, text, text, float(chrf)) for chrf, text in enumerate([*texts, "short"])
+    ]
+    best, drawn = demo._choose_samples(samples)
+    assert [sample.chrf for sample in best] == [19.0, 18.0, 17.0, 16.0, 15.0]
+    assert len(drawn) == 5 and not set(drawn) & {*best, samples[20]}
+    equal = [demo.Sample(text, text, text, 100.0) for text in ("a b c d", "aa bb cc dd")]
+    assert demo._choose_samples(equal) == ([equal[1]], [equal[0]])
+    assert generation.chrf("ka lo", "ka lo") == pytest.approx(100.0)
+    assert generation.chrf("ka lo", "mi mi") == 0.0
+
+
+def test_attention_of_each_kind_is_drawn_with_its_tokens(monkeypatch, tmp_path):
+    tokenizer = SubwordTokenizer.train(["the sheep on"], vocabulary=270)
+    model = Seq2SeqTransformer(dataclasses.replace(SMALL, vocabulary=270, decoder_layers=3)).eval()
+    translator = generation.Translator(model, tokenizer)
+    source, target = (
         tokenizer.tokens([*tokenizer.encode(text), END]) for text in ("the sheep", "on")
     )
-    assert drawn == [expected, expected]
+    maps, lines = [], []
+    monkeypatch.setattr(demo, "save_heat_maps", lambda *drawn: maps.append(drawn[1:]))
+    monkeypatch.setattr(demo, "save_alignment", lambda *drawn: lines.append(drawn[1:]))
+    for kind, tokens, layers in (
+        ("cross", (target, source), 3), ("encoder", (source, source), 2),
+        ("decoder", (target, ["<begin>", *target[:-1]]), 3),
+    ):  # fmt: skip
+        demo.draw_attention(tmp_path / "map.png", translator, "the sheep", "on", kind)
+        weights, *drawn, _ = maps[-1]
+        assert tuple(drawn) == tokens and len(weights) == layers
+        assert [w.shape for w in weights] == [(2, len(tokens[0]), len(tokens[1]))] * layers
+        for layer in weights:
+            torch.testing.assert_close(layer.sum(-1), torch.ones_like(layer[..., 0]))
+            assert kind != "decoder" or layer.triu(1).abs().max() == 0
+    demo.draw_alignment(tmp_path / "lines.png", translator, "the sheep", "on")
+    cross = maps[0][0]
+    torch.testing.assert_close(lines[0][0], torch.stack(cross).mean(dim=(0, 1)))
+    assert tuple(lines[0][1:]) == (source, target)
+
+
+def test_curves_label_their_limits_and_the_learning_rate(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    curves = {
+        name: plots.Curve([2.0, 1.0 + 0.1 * index], [(2, 1.5)], learning_rates=[0.0, 0.5])
+        for index, name in enumerate(("one", "other"))
+    }
+    plots.save_curves(tmp_path / "a.png", curves, limits=[plots.Limit(1, 2, 0.01, "limit of two")])
+    loss, difference, rate = figures[0].axes
+    assert loss.get_title() == "loss" and len(loss.get_legend().get_texts()) == 4
+    labels = [text.get_text() for text in difference.get_legend().get_texts()]
+    assert labels == ["one update", "limit of two: 0.01"]
+    ((left, right),) = (path.vertices for path in difference.collections[0].get_paths())
+    assert (list(left), list(right)) == ([0.5, 0.01], [2.5, 0.01])
+    assert rate.get_title() == "learning rate" and list(rate.lines[0].get_ydata()) == [0.0, 0.5]
 
 
 def test_the_comparison_may_have_another_configuration(tmp_path):

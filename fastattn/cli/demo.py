@@ -43,8 +43,8 @@ def add(commands: Any) -> None:
         description=(
             "Train a small translator twice from one seed, with fastattn.nn.Transformer and with "
             "torch.nn.Transformer, check that their losses agree, and translate held-out "
-            "sentences. Takes three to six minutes on two CPU cores, depending on their speed; on "
-            "a GPU the model is larger."
+            "sentences. Takes two to four minutes on two idle CPU cores, depending on their speed; "
+            "on a GPU the model is larger."
         ),
     )
     parser.add_argument(

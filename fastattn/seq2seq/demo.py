@@ -91,7 +91,7 @@ class Preset:
     compared_updates: int | None = None
 
 
-# Two otherwise idle cores reach about 19,000 tokens/s: the demo takes about three minutes.
+# Two otherwise idle cores reach 19,000 tokens/s or more: the demo takes at most three minutes.
 CPU_PRESET = Preset(
     ModelConfig(
         vocabulary=4000, width=128, heads=4, encoder_layers=2, decoder_layers=2, ffn_width=512,

@@ -1,8 +1,8 @@
 """`patch(model)` makes an existing model use fastattn, in place; `unpatch(model)` reverts it.
 
-Modules of exactly torch's classes are converted (nn/conversion.py). Models of Hugging Face
-`transformers` get fastattn as their `attn_implementation`. The report lists what was not replaced,
-with the reason.
+Modules of exactly torch's classes are converted (nn/conversion.py), and modules of other packages
+whose code is known (foreign_modules.py). Models of Hugging Face `transformers` get fastattn as
+their `attn_implementation`. The report lists what was not replaced, with the reason.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn.integrations import huggingface
-from fastattn.nn.conversion import DROP_INS, convert_class, restore, why_not_convertible
+from fastattn.integrations import foreign_modules, huggingface
+from fastattn.nn.conversion import DROP_INS, convert_class, restore
 
 # In the __dict__ of a `transformers` model: [(config, its previous attention implementation)].
 _ATTENTION_BEFORE = "_fastattn_attention_before"
@@ -72,9 +72,10 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
     """Replaces the modules of `model` for which fastattn has drop-ins, in place.
 
     These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
-    `nn.LayerNorm` and `nn.RMSNorm`, and the attention of `transformers` models. Results and
-    gradients stay the same up to rounding, except that a query whose keys are all masked gets a
-    zero context.
+    `nn.LayerNorm` and `nn.RMSNorm`; the norms of `timm` and `transformers` models, and every module
+    with the same code; modules whose `forward` calls `scaled_dot_product_attention`, such as timm's
+    attention; and the attention of `transformers` models. Results and gradients stay the same up to
+    rounding, except that a query whose keys are all masked gets a zero context.
 
     Returns a report of what was and was not replaced, and prints it unless `quiet`.
     `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
@@ -87,11 +88,18 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             name.startswith(f"{outer}.") or not outer for outer in report.attention
         ):
             _switch_attention(name, module, report)
-        if type(module) not in DROP_INS:
+        kind: Any = type(module)
+        drop_in = DROP_INS.get(kind) or foreign_modules.drop_in(kind)
+        why: str | None = None
+        if drop_in is None:
             why = _why_kept(name, module, report)
-        elif (why := why_not_convertible(module)) is None:
-            report.replaced[name] = type(module).__name__
-            convert_class(module)
+        elif parametrize.is_parametrized(module):
+            why = "is parametrized"
+        elif "forward" in module.__dict__:
+            why = "has its own forward"
+        else:
+            report.replaced[name] = kind.__name__
+            convert_class(module, drop_in)
         if why is not None:
             report.kept[name] = why
     if not quiet:
@@ -178,7 +186,7 @@ def _collect_configs(config: Any, configs: dict[int, Any]) -> None:
 def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
     """Why a module that resembles a supported one was not replaced; None for any other."""
     kind = type(module)
-    if kind in DROP_INS.values():
+    if "replaces" in kind.__dict__:
         return None
     for base in DROP_INS:
         if isinstance(module, base):

@@ -4,14 +4,21 @@
 `torch.nn.attention.activate_flash_attention_impl("fastattn")` replaces SDPA's flash backend by it,
 for CUDA tensors, and `restore_flash_attention_impl()` undoes that. SDPA still decides when its
 flash backend may run: without a mask, in half precision.
+
+Within an `AttentionMode`, `attention` answers the calls of scaled_dot_product_attention itself, on
+every device, masks included.
 """
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fastattn import functional
+from fastattn.nn.fusion import is_plain_tensor
 
 NAME = "fastattn"
 _TOP_LEFT = 1  # the op's code; SDPA's is_causal means this
@@ -104,3 +111,72 @@ def _backward(
         [True, True, True, False],
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class AttentionMode(TorchFunctionMode):
+    """Within it, `attention` runs the calls of scaled_dot_product_attention that it covers: those
+    with queries, keys and values in four dimensions and of one dtype. Results are PyTorch's up to
+    rounding, but a query whose keys are all masked gets a zero context.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            out = _attention_of_sdpa(*args, **kwargs)
+            if out is not None:
+                return out
+        return func(*args, **kwargs)
+
+
+def _attention_of_sdpa(
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    is_causal: Any = False,
+    *,
+    scale: Any = None,
+    enable_gqa: Any = False,
+) -> Any:
+    """None for a call that `attention` does not cover, which may also be an invalid one."""
+    inputs = (query, key, value)
+    if not all(_is_supported(x) and x.dim() == 4 and x.dtype in _DTYPES for x in inputs):
+        return None
+    B, H, M, D = query.shape
+    K, N = key.shape[1:3]
+    if (
+        not (query.dtype is key.dtype is value.dtype)
+        or not (query.device == key.device == value.device)
+        or key.shape != (B, K, N, D)
+        or value.shape[:3] != (B, K, N)
+        or (H != K and not (enable_gqa and K > 0 and H % K == 0))
+        or not (isinstance(dropout_p, (int, float)) and 0.0 <= dropout_p <= 1.0)
+        or not (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
+    ):
+        return None
+    if attn_mask is not None and (
+        is_causal
+        or not _is_supported(attn_mask)
+        or attn_mask.dtype not in (torch.bool, query.dtype)
+        or attn_mask.device != query.device
+        or attn_mask.dim() > 4
+        or not all(
+            size in (1, wanted)
+            for size, wanted in zip(reversed(attn_mask.shape), (N, M, H, B), strict=False)
+        )
+    ):
+        return None
+    causal: Any = "top_left" if is_causal else False
+    return functional.attention(
+        query, key, value, mask=attn_mask, causal=causal, scale=scale, dropout_p=dropout_p
+    )
+
+
+def _is_supported(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_plain_tensor(x) and x.layout is torch.strided

@@ -8,7 +8,7 @@ pickles keep. Drop-in classes register themselves through their base, `DropIn`.
 import inspect
 from collections.abc import Mapping
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -21,11 +21,10 @@ _BEFORE = "_fastattn_before"  # in a converted module's __dict__: what `restore`
 class DropIn:
     """Base of a class that replaces its own last base, a class of torch.nn.
 
-    `torch.jit.script`, which cannot compile the ops of fastattn, compiles `forward` of PyTorch's
-    class. It reads the source of a method by `inspect`, which follows `__wrapped__`, and looks up
-    its names in the method's globals. `__prepare_scriptable__` is not used, because the module that
-    it returns permanently replaces this one in its parent.
+    `replaces`, in its own `__dict__`, is that class.
     """
+
+    replaces: ClassVar[type[nn.Module]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -33,12 +32,24 @@ class DropIn:
             return
         original: Any = cls.__bases__[-1]
         DROP_INS[original] = cls  # type: ignore[assignment]
+        cls.replaces = original
         forward: Any = cls.__dict__["forward"]
         forward.__signature__ = inspect.signature(forward)  # else it would be that of __wrapped__
-        forward.__wrapped__ = original.forward
-        known = original.forward.__globals__
-        for name in _names(original.forward.__code__) & known.keys():
-            forward.__globals__.setdefault(name, known[name])
+        script_original(forward, original.forward)
+
+
+def script_original(forward: Any, original: Any) -> None:
+    """Makes `torch.jit.script`, which cannot compile the ops of fastattn, compile the `original`
+    method in place of `forward`.
+
+    It reads the source of a method by `inspect`, which follows `__wrapped__`, and looks up its
+    names in the method's globals. `__prepare_scriptable__` is not used, because the module that it
+    returns permanently replaces this one in its parent.
+    """
+    forward.__wrapped__ = original
+    known = original.__globals__
+    for name in _names(original.__code__) & known.keys():
+        forward.__globals__.setdefault(name, known[name])
 
 
 def _names(code: CodeType) -> set[str]:
@@ -74,14 +85,16 @@ def why_not_convertible(module: nn.Module) -> str | None:
     return "has its own forward" if "forward" in module.__dict__ else None
 
 
-def convert_class(module: nn.Module, *, reversible: bool = True) -> None:
-    """Converts this module alone, whose class must be a key of DROP_INS."""
+def convert_class(
+    module: nn.Module, drop_in: type[nn.Module] | None = None, *, reversible: bool = True
+) -> None:
+    """Converts this module alone, to `drop_in`, or else to that of DROP_INS for its class."""
     kind = type(module)
     before: dict[str, object] = {"class": kind}
     if isinstance(module, nn.TransformerEncoder):
         before["use_nested_tensor"] = module.use_nested_tensor
         module.use_nested_tensor = False
-    module.__class__ = DROP_INS[kind]  # type: ignore[assignment]
+    module.__class__ = drop_in or DROP_INS[kind]  # type: ignore[assignment]
     if reversible:
         module.__dict__[_BEFORE] = before
 
@@ -93,10 +106,12 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
     """
     for name, module in modules.items():
         before = module.__dict__.get(_BEFORE)
-        if before is not None and type(module) is not DROP_INS[before["class"]]:
-            converted = DROP_INS[before["class"]].__name__
+        if before is None or type(module) is before["class"]:
+            continue
+        if type(module).__dict__.get("replaces") is not before["class"]:
+            converted = before["class"].__name__
             raise RuntimeError(
-                f"{name or 'the model'} must be a fastattn.nn.{converted}, as it was patched, "
+                f"{name or 'the model'} must be fastattn's {converted}, as it was patched, "
                 f"got {type(module).__name__}: first revert the later change of its class"
             )
     for module in modules.values():

@@ -23,7 +23,7 @@ from fastattn.nn.fusion import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def _is_valid_eps(eps: Any) -> bool:
+def is_valid_eps(eps: Any) -> bool:
     """Whether the ops accept this eps: torch's norms compute a result for any number."""
     return isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps < math.inf
 
@@ -37,7 +37,7 @@ def _is_supported(x: Tensor, normalized_shape: tuple[int, ...], eps: Any) -> boo
         and x.layout is torch.strided
         and x.dim() >= rank > 0
         and x.shape[x.dim() - rank :] == normalized_shape
-        and _is_valid_eps(eps)
+        and is_valid_eps(eps)
     )
 
 
@@ -60,38 +60,50 @@ def _in_memory_format_of(x: Tensor, y: Tensor) -> Tensor:
     return y.clone(memory_format=memory_format)
 
 
+def layer_norm(module: Any, input: Tensor) -> Tensor | None:
+    """What an `nn.LayerNorm` returns, on the `layer_norm` op; None where torch's code must run."""
+    if not _is_supported(input, module.normalized_shape, module.eps):
+        return None
+    x = _autocast_input(input)
+    if len(module.normalized_shape) == 1:
+        return functional.layer_norm(x, module.weight, module.bias, module.eps)
+    weight = None if module.weight is None else module.weight.flatten()
+    bias = None if module.bias is None else module.bias.flatten()
+    rows = x.flatten(-len(module.normalized_shape))
+    return functional.layer_norm(rows, weight, bias, module.eps).view(x.shape)
+
+
+def rms_norm(module: Any, x: Tensor) -> Tensor | None:
+    """What an `nn.RMSNorm` returns, on the `rms_norm` op; None where torch's code must run."""
+    if not _is_supported(x, module.normalized_shape, 0.0 if module.eps is None else module.eps):
+        return None
+    x = _autocast_input(x)
+    eps = module.eps
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    if len(module.normalized_shape) == 1:
+        y = functional.rms_norm(x, module.weight, eps)
+    else:
+        weight = None if module.weight is None else module.weight.flatten()
+        rows = x.flatten(-len(module.normalized_shape))
+        y = functional.rms_norm(rows, weight, eps).view(x.shape)
+    return _in_memory_format_of(x, y)
+
+
 class LayerNorm(DropIn, nn.LayerNorm):
     """`torch.nn.LayerNorm` on the `layer_norm` op."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_supported(input, self.normalized_shape, self.eps):
-            return super().forward(input)
-        x = _autocast_input(input)
-        if len(self.normalized_shape) == 1:
-            return functional.layer_norm(x, self.weight, self.bias, self.eps)
-        weight = None if self.weight is None else self.weight.flatten()
-        bias = None if self.bias is None else self.bias.flatten()
-        rows = x.flatten(-len(self.normalized_shape))
-        return functional.layer_norm(rows, weight, bias, self.eps).view(x.shape)
+        y = layer_norm(self, input)
+        return super().forward(input) if y is None else y
 
 
 class RMSNorm(DropIn, nn.RMSNorm):
     """`torch.nn.RMSNorm` on the `rms_norm` op. As in torch, the default eps is fp32's or fp64's."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _is_supported(x, self.normalized_shape, 0.0 if self.eps is None else self.eps):
-            return super().forward(x)
-        x = _autocast_input(x)
-        eps = self.eps
-        if eps is None:
-            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-        if len(self.normalized_shape) == 1:
-            y = functional.rms_norm(x, self.weight, eps)
-        else:
-            weight = None if self.weight is None else self.weight.flatten()
-            rows = x.flatten(-len(self.normalized_shape))
-            y = functional.rms_norm(rows, weight, eps).view(x.shape)
-        return _in_memory_format_of(x, y)
+        y = rms_norm(self, x)
+        return super().forward(x) if y is None else y
 
 
 class AddNorm(nn.Module):
@@ -130,7 +142,7 @@ def can_fuse(dropout: nn.Module, norm: nn.Module) -> bool:
         is_unmodified(dropout, nn.Dropout)
         and is_unmodified(norm, nn.LayerNorm, LayerNorm)
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
-        and _is_valid_eps(norm.eps)
+        and is_valid_eps(norm.eps)
     )
 
 

@@ -1,0 +1,361 @@
+"""Drop-ins for classes of other packages, such as timm and transformers, that `patch` converts to.
+
+A class is recognized by its code, not by its name: the Python code of `forward`, and of methods
+that `forward` calls, must be that of a form published below, on the same functions of torch. So
+the many copies of Llama's norm are converted whatever they are called, and a class that differs in
+one operation is not. A module whose `forward` calls `scaled_dot_product_attention` keeps its code,
+in which that call is answered by `attention`.
+
+The drop-in is a subclass of the class, made at the first use. What it does not cover (see each
+form) runs the class's own `forward`.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.integrations.sdpa import AttentionMode
+from fastattn.nn import norm
+from fastattn.nn.conversion import script_original
+from fastattn.nn.fusion import is_plain_tensor
+
+Forward = Callable[..., Tensor]
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # published code computes in fp32
+# What the names of globals in the published code mean.
+_MEANING = {
+    "torch": torch,
+    "nn": nn,
+    "F": torch.nn.functional,
+    "rms_norm": torch.nn.functional.rms_norm,
+}
+_FORMS: list[tuple[str, Callable[[Any], Forward]]] = []
+
+
+def _form(published: str) -> Callable[[Callable[[Any], Forward]], Callable[[Any], Forward]]:
+    """Decorates a function that makes the drop-in's `forward`, given the class with the published
+    code.
+    """
+
+    def add(make: Callable[[Any], Forward]) -> Callable[[Any], Forward]:
+        _FORMS.append((published, make))
+        return make
+
+    return add
+
+
+# -- transformers ---------------------------------------------------------------------------------
+def _rms(x: Tensor, weight: Tensor | None, eps: Any) -> Tensor | None:
+    """`rms_norm` in x's dtype; None where the published code must run."""
+    covered = (
+        is_plain_tensor(x)
+        and x.dtype in _DTYPES
+        and x.layout is torch.strided
+        and x.dim() > 0
+        and norm.is_valid_eps(eps)
+    )
+    if not covered:
+        return None
+    if weight is not None and not (
+        is_plain_tensor(weight)
+        and weight.shape == x.shape[-1:]
+        and weight.device == x.device
+        and weight.dtype in (x.dtype, torch.float32)
+    ):
+        return None
+    return functional.rms_norm(x, weight, eps)
+
+
+@_form("""
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+""")
+def _llama(kind: Any) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x, weight = hidden_states, self.weight
+        if weight.dtype is x.dtype:
+            y = _rms(x, weight, self.variance_epsilon)
+        else:  # the product has the wider dtype
+            y = _rms(x, None, self.variance_epsilon)
+            y = None if y is None else weight * y
+        return kind.forward(self, x) if y is None else y
+
+    return forward
+
+
+@_form("""
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * hidden_states).to(input_dtype)
+""")
+@_form("""
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight.to(torch.float32) * hidden_states).to(input_dtype)
+""")
+def _olmo(kind: Any) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        y = _rms(hidden_states, self.weight, self.variance_epsilon)
+        return kind.forward(self, hidden_states) if y is None else y
+
+    return forward
+
+
+@_form("""
+def forward(self, hidden_states):
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        hidden_states = hidden_states.to(self.weight.dtype)
+    return self.weight * hidden_states
+""")
+def _t5(kind: Any) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        y = None
+        if self.weight.dtype is hidden_states.dtype:
+            y = _rms(hidden_states, self.weight, self.variance_epsilon)
+        return kind.forward(self, hidden_states) if y is None else y
+
+    return forward
+
+
+@_form("""
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+def forward(self, x):
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+""")
+def _gemma(kind: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = _rms(x, 1.0 + self.weight.float(), self.eps)
+        return kind.forward(self, x) if y is None else y
+
+    return forward
+
+
+@_form("""
+def _norm(self, hidden_states):
+    mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
+    return hidden_states * torch.pow(mean_squared, -0.5)
+
+def forward(self, hidden_states):
+    normed_output = self._norm(hidden_states.float())
+    if self.with_scale:
+        normed_output = normed_output * self.weight.float()
+    return normed_output.type_as(hidden_states)
+""")
+def _gemma4(kind: Any) -> Forward:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight.float() if self.with_scale else None
+        y = _rms(hidden_states, weight, self.eps)
+        return kind.forward(self, hidden_states) if y is None else y
+
+    return forward
+
+
+@_form("""
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+def forward(self, x):
+    output = self._norm(x.float()).type_as(x)
+    return output * self.weight
+""")
+def _llama4(kind: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.weight.dtype is x.dtype:
+            y = _rms(x, self.weight, self.eps)
+        else:
+            y = _rms(x, None, self.eps)
+            y = None if y is None else y * self.weight
+        return kind.forward(self, x) if y is None else y
+
+    return forward
+
+
+@_form("""
+def forward(self, features):
+    if self.data_format == "channels_first":
+        features = features.permute(0, 2, 3, 1)
+        features = super().forward(features)
+        features = features.permute(0, 3, 1, 2)
+    else:
+        features = super().forward(features)
+    return features
+""")
+def _convnext(kind: Any) -> Forward:
+    def forward(self: Any, features: Tensor) -> Tensor:
+        first = self.data_format == "channels_first"
+        y = norm.layer_norm(self, features.permute(0, 2, 3, 1) if first else features)
+        if y is None:
+            return kind.forward(self, features)
+        return y.permute(0, 3, 1, 2) if first else y
+
+    return forward
+
+
+# -- timm -----------------------------------------------------------------------------------------
+@_form("""
+def forward(self, x):
+    if self._fast_norm:
+        x = fast_layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    else:
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    return x
+""")
+def _timm_layer_norm(kind: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = None if self._fast_norm else norm.layer_norm(self, x)
+        return kind.forward(self, x) if y is None else y
+
+    return forward
+
+
+@_form("""
+def forward(self, x):
+    x = x.permute(0, 2, 3, 1)
+    if self._fast_norm:
+        x = fast_layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    else:
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    x = x.permute(0, 3, 1, 2)
+    return x
+""")
+def _timm_layer_norm_2d(kind: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = None if self._fast_norm else norm.layer_norm(self, x.permute(0, 2, 3, 1))
+        return kind.forward(self, x) if y is None else y.permute(0, 3, 1, 2)
+
+    return forward
+
+
+@_form("""
+def forward(self, x):
+    if self._fast_norm:
+        x = fast_rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    else:
+        x = rms_norm(x, self.normalized_shape, self.weight, self.eps)
+    return x
+""")
+def _timm_rms_norm(kind: Any) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = None if self._fast_norm else norm.rms_norm(self, x)
+        return kind.forward(self, x) if y is None else y
+
+    return forward
+
+
+# -- attention ------------------------------------------------------------------------------------
+def _with_attention(kind: Any) -> Forward:
+    # The mode adds about 25 us to a call (AMD EPYC, one thread), nothing to compiled code.
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with AttentionMode():
+            return kind.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _calls_sdpa(forward: types.FunctionType) -> bool:
+    names = forward.__code__.co_names
+    chosen = {"sdpa_kernel", "sdp_kernel"} & set(names)  # a backend that the class itself chose
+    return "scaled_dot_product_attention" in names and not chosen
+
+
+# -- recognizing ----------------------------------------------------------------------------------
+@functools.cache
+def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The drop-in for a class of another package; None if its code is none of the forms."""
+    original: Any = getattr(kind, "forward", None)
+    of_torch = kind.__module__.startswith("torch.")
+    if not isinstance(original, types.FunctionType) or of_torch or "replaces" in kind.__dict__:
+        return None
+    for published, make in _FORMS:
+        if _has_code(kind, published):
+            forward = make(kind)
+            break
+    else:
+        if not _calls_sdpa(original):
+            return None
+        forward = _with_attention(kind)
+    script_original(functools.wraps(original)(forward), original)
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = super(made, self).__reduce_ex__(protocol)
+        return _rebuild, (kind,), *state
+
+    made: type[nn.Module] = type(
+        kind.__name__,
+        (kind,),
+        {
+            "__doc__": kind.__doc__,
+            "__module__": kind.__module__,
+            "__reduce_ex__": reduce,
+            "forward": forward,
+            "replaces": kind,
+        },
+    )
+    return made
+
+
+def _rebuild(kind: Any) -> Any:
+    made = drop_in(kind) or kind  # where it is unpickled, the class may be that of another version
+    return made.__new__(made)
+
+
+def _has_code(kind: type[nn.Module], published: str) -> bool:
+    for wanted in ast.parse(published).body:
+        name = wanted.name  # type: ignore[attr-defined]
+        definer = next((base for base in kind.__mro__ if name in base.__dict__), None)
+        given = definer.__dict__[name] if definer is not None else None
+        if not isinstance(given, types.FunctionType) or _syntax(given) != _plain_syntax(wanted):
+            return False
+        used = {node.id for node in ast.walk(wanted) if isinstance(node, ast.Name)}
+        if any(given.__globals__.get(n) is not _MEANING[n] for n in used & _MEANING.keys()):
+            return False
+        if given.__closure__ is not None:  # super().forward
+            after = kind.__mro__[kind.__mro__.index(definer) + 1]  # type: ignore[arg-type]
+            if after is not nn.LayerNorm or given.__closure__[0].cell_contents is not definer:
+                return False
+    return True
+
+
+@functools.cache
+def _syntax(function: types.FunctionType) -> str | None:
+    """The syntax tree of the code that runs, which a decorator may have replaced."""
+    try:
+        lines = inspect.getsource(function.__code__)
+        (tree,) = ast.parse(textwrap.dedent(lines)).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # code without its source
+        return None
+    return _plain_syntax(tree)
+
+
+def _plain_syntax(function: ast.AST) -> str | None:
+    """Without annotations, decorators and the docstring, which do not change what is computed."""
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return ast.dump(function.args) + "".join(map(ast.dump, body))

@@ -1,5 +1,9 @@
 """fastattn: attention, feed-forward and norm kernels as PyTorch ops, and a drop-in Transformer that
 uses them.
+
+A process that loads a program saved by `torch.export.save` or compiled by AOTInductor must import
+fastattn first, which registers the ops. Without it `aoti_load_package` raises "Could not find
+schema for fastattn::attention_fwd", and `torch.export.load` fails to deserialize the file.
 """
 
 import importlib

@@ -1,6 +1,9 @@
 """Ops under checkpointing, with jagged tensors, deterministic algorithms, AOTInductor."""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,3 +235,37 @@ def test_aot_inductor_in_a_python_process(tmp_path: Path) -> None:
         for S in (7, 12):
             x = torch.randn(3, S, 16)
             torch.testing.assert_close(loaded(x, lengths), model(x, lengths))
+    torch.export.save(exported, tmp_path / "exported.pt2")
+    with_ops, without = (_loads(tmp_path, first) for first in ("import fastattn", "pass"))
+    assert with_ops == ["True", "True"]
+    assert without[0].startswith("We ran into an error when deserializing the saved file")
+    assert "Could not find schema for fastattn::attention_fwd" in without[1]
+
+
+_LOAD = """
+{first}
+import torch
+arguments = torch.ones(3, 7, 16), torch.tensor([7, 2, 0])
+for load in (
+    lambda: torch.export.load("exported.pt2").module(),
+    lambda: torch._inductor.aoti_load_package("model.pt2"),
+):
+    try:
+        with torch.no_grad():
+            print(bool(load()(*arguments).isfinite().all()))
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def _loads(folder: Path, first: str) -> list[str]:
+    """What a process prints that loads and runs both files after the statement `first`."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD.format(first=first)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(fastattn.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()

@@ -49,6 +49,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.1, "causal": 2},
     "fp32": {"dtype": torch.float32, "causal": 2},
     "ragged": {"M": 1001},
+    "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
 

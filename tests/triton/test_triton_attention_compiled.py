@@ -49,6 +49,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prepared": {"mask": (torch.bool, (1, 1, 1024, 1024)), "words": True},
     "dropout": {"dropout_p": 0.1, "causal": 2},
     "short": {"M": 1, "causal": 0},
+    "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
 

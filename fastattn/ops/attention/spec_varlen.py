@@ -90,6 +90,8 @@ SAMPLES = (
        causal=True),
     _s("bottom_right", "by each sequence's own lengths", "interpreter", queries=[20, 70],
        keys=[66, 33], causal="bottom_right"),
+    _s("bottom_right_lengths", "the same, as attention calls it", queries=[20, 70], keys=[66, 33],
+       causal="bottom_right_lengths", window=(30, -1)),
     _s("window", "relative to the sequence", "interpreter", queries=[70, 130], window=(20, 3)),
     _s("gqa", "grouped queries", queries=[33, 65], H=6, K=2),
     _s("gqa_ragged", "short sequences between long ones", queries=[20, 130, 5, 97], H=4, K=2, D=16,

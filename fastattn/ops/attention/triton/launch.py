@@ -28,6 +28,8 @@ from fastattn.ops.attention.triton.tiles import (
     shared_lines,
 )
 
+# Codes of a call's `causal`.
+_BOTTOM_RIGHT, _BOTTOM_RIGHT_LENGTHS = 2, 3
 # Offsets inside a tile are 32-bit: 256 rows of this stride stay below 2^31.
 _LARGEST_ROW_STRIDE = 1 << 22
 # What the heads that run at the same time read again and again should stay in the L2 cache.
@@ -163,9 +165,9 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
     (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
     M, causal, window = rows, call.causal, (call.window_left, call.window_right)
-    if causal == 3 and M == 1 and call.window_left < 0:
-        causal = 2  # which then restricts nothing, and takes no edge tile
-    from_end = causal == (3 if packed is None else 2)
+    if causal == _BOTTOM_RIGHT_LENGTHS and M == 1 and call.window_left < 0:
+        causal = _BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
+    from_end = causal == (_BOTTOM_RIGHT_LENGTHS if packed is None else _BOTTOM_RIGHT)
     if packed is not None:
         B, M, N = packed
         keys = queries = None

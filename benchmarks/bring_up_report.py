@@ -3,6 +3,7 @@ in one file, FOLDER/report.html.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import report, rows
-from benchmarks.bring_up_rows import BRING_UP, FILES, count_rows, stage_rows
+from benchmarks.bring_up_rows import BRING_UP, FILES, RECORD, count_rows, stage_rows
 from benchmarks.report import Block, Heading, Table, Text
 from fastattn.ops import _env, _verified
 from fastattn.testing import lines
@@ -67,10 +68,14 @@ def _name(stage: str, row: dict[str, Any]) -> str:
     return " ".join(str(row[field]) for field in fields)
 
 
-def verified(device: torch.device) -> list[Block]:
-    """The kernels that are chosen automatically since they passed here."""
+def verified(device: torch.device, out: Path) -> list[Block]:
+    """The kernels that are chosen automatically since they passed here. The record is copied to
+    `out`, from where it can ship with the package.
+    """
     if device.type != "cuda":
         return [Text("Nothing is recorded on a CPU: its kernels are chosen without a record.")]
+    if (file := _env.record_path()) is not None and file.exists():
+        shutil.copyfile(file, out / RECORD)
     passed = sorted(_verified.passed(device))
     text = "\n".join(f"- {op} by {backend} in {dtype}" for op, backend, dtype in passed)
     return [Heading(2, "Chosen automatically from now on"), Text(text or "No kernel.")]
@@ -102,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blocks = [Heading(1, f"Bringing up {_env.device_name(device)}"), Text(versions), *overview(out)]
     for stage in _STAGES:
         blocks += failures(out, stage)
-    blocks += [*verified(device), *tuning(out)]
+    blocks += [*verified(device, out), *tuning(out)]
     file = out / FILES["benchmarks"]
     results = list(rows.read([file])) if file.exists() else []
     target = out / FILES["report"]

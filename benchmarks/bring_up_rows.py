@@ -9,6 +9,8 @@ from fastattn.testing import lines
 
 # One row per run of a stage.
 BRING_UP = "bring_up.jsonl"
+# The record of verified kernels, copied at the end.
+RECORD = "verified.json"
 FILES = {
     "primitives": "primitives.jsonl",
     "instances": "instances.jsonl",

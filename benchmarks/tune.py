@@ -331,6 +331,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fastattn.ops import _env
 
     started = time.monotonic()
+    log = options.out / "tune.jsonl"
+    if not options.list and not torch.cuda.is_available():
+        why = "there is no CUDA GPU"
+        print(f"nothing was tuned: {why}", file=sys.stderr)
+        lines.append(log, [{"status": "refused", "message": why}])
+        return 2
     arch = options.arch or _env.architecture("cuda" if torch.cuda.is_available() else "cpu", 0)
     tasks = [task for op in options.op for task in _tasks(op, options)]
     jobs: list[Job] = []
@@ -343,12 +349,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         return 0
 
-    log = options.out / "tune.jsonl"
-    if not torch.cuda.is_available():
-        why = "there is no CUDA GPU"
-        print(f"nothing was tuned: {why}", file=sys.stderr)
-        lines.append(log, [{"status": "refused", "message": why}])
-        return 2
     rows: list[tuple[Task, Any, dict[str, Any]]] = []
     kernels = lines.applies_to(torch.device("cuda"), "triton")
     if options.resume:

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from subprocesses import environment
 
-from benchmarks import bring_up, bring_up_report, rows
+from benchmarks import bring_up, bring_up_report, rows, run, tune
 from benchmarks.bring_up import Settings, Stage
 from benchmarks.bring_up_rows import BRING_UP, FILES, count_rows, stage_rows
-from fastattn.testing import lines
+from benchmarks.report import Heading, Text
+from fastattn import cli
+from fastattn.ops import _env, _verified
+from fastattn.testing import instances, lines
 
 # Stages that behave as named.
 SCRIPTS = {
@@ -161,9 +165,17 @@ def test_the_stages_are_commands_that_exist(tmp_path: Path) -> None:
         for quick in (False, True)
     }
     assert tuple(stage.name for stage in bring_up.STAGES) == tuple(FILES)
-    for (name, _, _), command in commands.items():
+    for (name, device, _), command in commands.items():
         assert str(tmp_path) in " ".join(command)
         assert name == "report" or {"--resume", "--seconds=77"} <= set(command)
+        arguments = command[2:]
+        if device == "cuda":  # each command knows the options
+            if name == "check":
+                cli.make_parser(arguments).parse_args(["check", "--device=cpu", *arguments[3:]])
+            elif name in ("instances", "tune", "benchmarks"):
+                main = {"instances": instances, "tune": tune, "benchmarks": run}[name].main
+                of_gpu = ["--arch=sm_90"] if name == "tune" else []
+                assert main([*arguments, *of_gpu, "--list"]) == 0
     recorded = [key for key, command in commands.items() if "--record" in command]
     assert recorded == [("check", "cuda", False)]
 
@@ -215,6 +227,21 @@ def test_the_report_names_failures(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "<td>instances</td><td>FAIL</td><td>0</td><td>1</td><td>0</td><td>0</td><td>12" in page
     assert "<td>layer_norm 8 64, GB/s</td><td>4</td><td>8</td><td></td><td>fastest</td>" in page
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_report_tells_what_is_chosen_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "cache.json"
+    record.write_text('{"passed": []}')
+    (out := tmp_path / "out").mkdir()
+    monkeypatch.setenv(_env.RECORD_VARIABLE, str(record))
+    kernels = {("ffn", "triton", "bfloat16"), ("attention", "sm90", "float16")}
+    monkeypatch.setattr(_verified, "passed", lambda device: frozenset(kernels))
+    heading, text = bring_up_report.verified(torch.device("cuda"), out)
+    assert heading == Heading(2, "Chosen automatically from now on")
+    assert text == Text("- attention by sm90 in float16\n- ffn by triton in bfloat16")
+    assert (out / "verified.json").read_text() == record.read_text()
 
 
 @pytest.mark.slow

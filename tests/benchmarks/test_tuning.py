@@ -156,7 +156,8 @@ def test_nothing_is_tuned_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main(["--op", "layer_norm", "--out", str(tmp_path)]) == 2
+    arguments = ["--op", "layer_norm", "--direction", "fwd", "bwd", "--out", str(tmp_path)]
+    assert tune.main(arguments) == 2
     assert "nothing was tuned: there is no CUDA GPU" in capsys.readouterr().err
     assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == "refused"
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,40 @@ def test_hangs_and_crashes_are_reported_by_name(
     assert "6 of them ran before" in capsys.readouterr().out
     again = [row["instance"] for row in lines.read(file) if row["status"] in ("ok", "FAIL")]
     assert again == finished
+
+
+def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a pretended GPU: one process, half of the time and short limits for the library."""
+    runs: list[tuple[str, int, int, float, float]] = []
+
+    def isolated(
+        function: Any, cases: Any, *, jobs: int, seconds: float, limit_s: float
+    ) -> Iterator[tuple[int, Row]]:
+        (backend,) = {case.backend for case, _ in cases}
+        runs.append((backend, len(cases), jobs, seconds, limit_s))
+        for index, (case, device) in enumerate(cases):
+            yield index, Row(case.name, case.backend, device, "ok")
+
+    monkeypatch.setattr(instances, "run_isolated", isolated)
+    monkeypatch.setattr(_env, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(_env, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
+    monkeypatch.setattr(
+        _env, "refuses_device", lambda name, device: "is not for it" if name == "cpu" else None
+    )
+    monkeypatch.setattr(_native, "unavailable", lambda library: None)
+    file = tmp_path / "rows.jsonl"
+    assert instances.main(["--jobs=16", "--seconds=100", f"--json={file}"]) == 0
+    (hopper, many, alone, half, short), (triton, some, together, rest, long) = runs
+    assert (hopper, alone, short) == ("sm90", 1, 20.0)
+    assert (triton, together, long) == ("triton", 16, 120.0)
+    assert half <= 50.0 < rest <= 100.0 and many == 112 and some > 90
+    printed = capsys.readouterr().out
+    assert "sm90: 112 passed, 0 failed, 0 refused" in printed
+    assert f"triton: {some} passed, 0 failed" in printed
+    assert {row["device"] for row in lines.read(file)} == {"cuda"}
 
 
 def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

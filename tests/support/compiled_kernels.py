@@ -144,8 +144,8 @@ def compiled_for(arch: str) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def allocated_for(arch: str) -> Iterator[list[Any]]:
-    """As `compiled_for`, without machine code, which takes most of the time: what the kernels'
-    metadata say of shared and tensor memory is final.
+    """As `compiled_for`, without machine code: what the kernels' metadata say of shared and tensor
+    memory is final.
     """
 
     def name_alone(llir: str, metadata: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ GPU_OUT ?= gpu-results
 # What `make gpu` measures; another device runs through the same steps.
 GPU_DEVICE ?= cuda
 BENCH_OUT ?= build/benchmarks
-BENCH_SECONDS ?= $(if $(QUICK),40,270)
+BENCH_SECONDS ?= $(if $(QUICK),150,270)
 QUICK ?=
 # Further options of `make gpu`, such as GPU_FLAGS="--stage check --budget check=300".
 GPU_FLAGS ?=

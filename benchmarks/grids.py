@@ -65,7 +65,7 @@ class Grid:
 
     def ceiling(self) -> float | None:
         key = _CEILINGS.get(self.metric)
-        return next((r[key] for r in self.rows if key and r.get(key)), None)
+        return max((r[key] for r in self.rows if key and r.get(key)), default=None)
 
 
 def metric_of(row: Row) -> str:

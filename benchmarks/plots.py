@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grids import DIRECTIONS, UNITS, Grid, is_stale, peer_ratios
-from benchmarks.rows import Row, is_fastattn
+from benchmarks.rows import Row, exceeds_bytes, is_fastattn
 
 _PEER_COLOURS = {
     "sdpa-cudnn": "#3b6fb6",
@@ -46,6 +46,8 @@ _FASTATTN_COLOURS = {
 _SPARE_COLOURS = ("#6b4e16", "#14808a", "#a3458f", "#5f6b1f")
 _MARKERS = {"fwd": "o", "bwd": "v", "step": "s", "decode": "D"}
 _MAX_WORKLOADS = 40  # of one plot
+# Inches of a title's letter, and of a legend's key and letter, on average.
+_TITLE_LETTER, _LEGEND_KEY, _LEGEND_LETTER = 0.09, 0.65, 0.065
 
 
 def colour(name: str, spare: dict[str, str]) -> str:
@@ -314,7 +316,7 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     """FLOP per byte against TFLOP/s under the measured ceilings: fastattn and the best peer of each
     workload.
     """
-    ceiling = next((r for g in group for r in g.rows if r.get("ceiling_tflops")), None)
+    under = [r for g in group for r in g.rows if r.get("ceiling_tflops")]
     points: list[tuple[str, str, float, float]] = []
     for grid in group:
         for r in grid.rows:
@@ -322,9 +324,10 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
                 continue
             if is_fastattn(r) or r["impl"] == r["best_peer"]:
                 points.append((r["impl"], grid.direction, r["flops"] / r["bytes"], r["tflops"]))
-    if ceiling is None or len(points) < 2:
+    if not under or len(points) < 2:
         return []
-    top, slope = ceiling["ceiling_tflops"], ceiling["ceiling_gbps"] / 1e3
+    top = max(r["ceiling_tflops"] for r in under)
+    slope = max(r["ceiling_gbps"] for r in under) / 1e3
     figure, axes = _figure(1, 1, width=7.5, height=5.0)
     axis = axes[0][0]
     spare: dict[str, str] = {}
@@ -352,7 +355,7 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
         color="#444444",
         linestyle="--",
         linewidth=1.2,
-        label=f"measured: {top:.4g} TFLOP/s, {1e3 * slope:.4g} GB/s",
+        label=f"measured: {top:.4g} TFLOP/s, {1e3 * slope:.4g} GB/s from memory",
     )
     axis.set_xscale("log")
     axis.set_yscale("log")
@@ -362,6 +365,8 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     axis.spines[["top", "right"]].set_visible(False)
     grid = group[0]
     title = f"roofline\n{grid.machine}, {grid.dtype}"
+    if any(exceeds_bytes(r) for g in group for r in g.rows if r["status"] == "ok"):
+        title += "\nabove the slope: part of the data is in the cache"
     return _save(figure, axes, title, folder / f"{grid.dtype}_roofline", columns=3)
 
 
@@ -376,7 +381,12 @@ def _figure(rows_: int, columns: int, *, width: float, height: float) -> tuple[A
 def _finish(axis: Any, title: str, unit: str, ceiling: float | None) -> None:
     if ceiling is not None:
         axis.axhline(
-            ceiling, color="#444444", linestyle="--", linewidth=1, label="ceiling", zorder=1
+            ceiling,
+            color="#444444",
+            linestyle="--",
+            linewidth=1,
+            zorder=1,
+            label="measured copy from memory" if unit == UNITS["gbps"] else "measured product",
         )
     axis.set_title(title, fontsize=10)
     axis.set_ylabel(unit)
@@ -389,11 +399,15 @@ def _save(
 ) -> list[Path]:
     import matplotlib
 
+    title_width = _TITLE_LETTER * max(map(len, title.split("\n")))
+    figure.set_figwidth(max(figure.get_figwidth(), title_width))
     if legend:
         labels: dict[str, Any] = {}
         for axis in axes.flat:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
+        entry = _LEGEND_KEY + _LEGEND_LETTER * max(map(len, labels))
+        columns = max(1, min(columns, int(figure.get_figwidth() / entry)))
         figure.legend(
             labels.values(),
             labels.keys(),
@@ -413,7 +427,7 @@ def _save(
 
 def _subtitle(grid: Grid) -> str:
     stale = any(is_stale(r) for r in grid.rows)
-    note = ", some of fastattn measured on other sources" if stale else ""
+    note = "\nsome of fastattn measured on other sources" if stale else ""
     return f"{DIRECTIONS[grid.direction]}, {grid.dtype}\n{grid.machine}{note}"
 
 

@@ -34,6 +34,7 @@ from benchmarks.grids import (
 from benchmarks.rows import Row, is_fastattn
 
 _MODELS = ("transformer", "generation")
+_RATES = ("tflops", "gbps")
 
 
 # -- blocks of a report ----------------------------------------------------------------------------
@@ -191,13 +192,18 @@ def header(results: Sequence[Row]) -> list[Block]:
         if power:
             facts.append(f"power {min(power):.0f} to {max(power):.0f} W")
         lines.append("- " + "; ".join(facts))
+        busy = max((r.get("busy") or 0.0 for r in of_machine), default=0.0)
+        if busy > rows.BUSY:
+            lines.append(f"- **{rows.busy_warning(busy)}**")
         for dtype in _distinct(of_machine, "dtype"):
-            row = next((r for r in of_machine if r["dtype"] == dtype and r["ceiling_tflops"]), None)
-            if row is not None:
+            under = [r for r in of_machine if r["dtype"] == dtype and r["ceiling_tflops"]]
+            if under:
+                flops, moved = (max(r[f"ceiling_{unit}"] for r in under) for unit in _RATES)
                 lines.append(
                     f"- ceilings measured in the same run, {dtype}: matrix product "
-                    f"{row['ceiling_tflops']:.4g} TFLOP/s, copy {row['ceiling_gbps']:.4g} GB/s"
+                    f"{flops:.4g} TFLOP/s, copy {moved:.4g} GB/s"
                 )
+                lines += _above_ceilings(under)
         absent = absent_peers(r for r in results if machine_of(r) == machine)
         lines += [f"- absent: {why}" for why in absent.values()]
     if not any(r["gpu"] for r in measured):
@@ -211,6 +217,27 @@ def header(results: Sequence[Row]) -> list[Block]:
         case = " ".join(r[k] for k in ("op", "direction", "workload", "dtype", "impl"))
         lines.append(f"- FAIL {case}: {r['message']}")
     return [Heading(1, "Throughput"), Text("\n".join(lines))]
+
+
+def _above_ceilings(under: Sequence[Row]) -> list[str]:
+    """What the figures above the measured ceilings mean."""
+    measured = [r for r in under if r["status"] == "ok"]
+    fast = [r for r in measured if rows.exceeds_flops(r)]
+    cached = [r for r in measured if rows.exceeds_bytes(r)]
+    lines = []
+    if fast:
+        most = max(r["tflops"] / r["ceiling_tflops"] for r in fast)
+        lines.append(
+            f"- {len(fast)} of {len(measured)} figures are above this matrix product, by up to "
+            f"{100 * (most - 1):.0f} %, also after it was measured again: PyTorch's product, which "
+            "measures it, was slower than these kernels, or slowed down by other processes"
+        )
+    if cached:
+        lines.append(
+            f"- {len(cached)} of {len(measured)} figures are above this copy: part of their data "
+            "was in the cache"
+        )
+    return lines
 
 
 def _distinct(results: Iterable[Row], key: str) -> list[str]:

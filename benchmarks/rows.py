@@ -14,9 +14,9 @@ from typing import Any
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
-    # where and when
+    # where and when; busy: the share of the CPUs' time that other processes took before the run
     "schema", "date", "commit", "source_digest", "gpu", "cpu", "threads", "clocks_mhz", "power_w",
-    "torch", "triton", "cuda",
+    "torch", "triton", "cuda", "busy",
     # what
     "op", "direction", "workload", "shape", "dtype", "features", "impl", "impl_version",
     "backend_used",
@@ -118,6 +118,31 @@ def _rate(row: Row, ceiling: Mapping[str, float] | None) -> None:
             (row["bytes"] or 0.0) / ceiling["bytes_per_s"],
         )
         row["roof"] = minimum / seconds
+
+
+# Of the CPUs' time: from there on other processes make times and ratios vary.
+BUSY = 0.1
+
+
+def busy_warning(busy: float) -> str:
+    return (
+        f"other processes took {100 * busy:.0f} % of the CPUs' time before the run: its times are "
+        "longer than on an idle machine, and its ratios vary from run to run"
+    )
+
+
+# A ceiling is exceeded by more than the variation of a measurement.
+_ABOVE = 1.05
+
+
+def exceeds_flops(row: Mapping[str, Any]) -> bool:
+    """Whether a row has more FLOP/s than the measured matrix product."""
+    return bool(row["ceiling_tflops"] and (row["tflops"] or 0) > _ABOVE * row["ceiling_tflops"])
+
+
+def exceeds_bytes(row: Mapping[str, Any]) -> bool:
+    """Whether a row has more bytes/s than the measured copy, because its data are in the cache."""
+    return bool(row["ceiling_gbps"] and (row["gbps"] or 0) > _ABOVE * row["ceiling_gbps"])
 
 
 @functools.cache

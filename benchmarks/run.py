@@ -88,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     collected: list[Row] = []
     known: set[str] = set()  # absent peers that the file names
     reached = 0
-    with Runner(settings_of(options), options.out / "worker.log") as runner:
+    busy = busy_share()
+    if busy is not None and busy > rows.BUSY:
+        print(f"warning: {rows.busy_warning(busy)}", file=sys.stderr, flush=True)
+    with Runner(settings_of(options), options.out / "worker.log", busy=busy) as runner:
         runner.start()
         print("  ".join(f"{k} {v}" for k, v in runner.environment.items() if v is not None))
         if options.resume and results.exists():
@@ -122,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"FAIL {case_of(row)}: {row['message']}")
     if reached < len(groups):
         missed = f"{len(groups) - reached} of {len(groups)} groups"
-        print(f"{missed} were not reached in {options.seconds:.0f} s")
+        names = ", ".join(group.name for group in groups[reached:])
+        print(f"{missed} were not reached in {options.seconds:.0f} s (--seconds): {names}")
     print(f"{len(collected)} rows in {results}, {time.monotonic() - started:.0f} s")
     measured = any(r["status"] == "ok" for r in collected)
     return 1 if not measured or any(is_fastattn(r) for r in failures) else 0
@@ -138,6 +142,24 @@ def _continued(
     before = [row for row in before if case_of(row) not in repeated]
     print(f"{len(before)} rows were measured before, {len(left)} of {len(groups)} groups remain")
     return before, left
+
+
+def busy_share(seconds: float = 1.0) -> float | None:
+    """The share of the CPUs' time that other processes take; None where the kernel does not say."""
+    try:
+        before = _cpu_times()
+        time.sleep(seconds)
+        spent, idle = (now - then for now, then in zip(_cpu_times(), before, strict=True))
+    except (OSError, ValueError, IndexError):
+        return None
+    return round(1.0 - idle / spent, 2) if spent else None
+
+
+def _cpu_times() -> tuple[int, int]:
+    """The time of all CPUs since they were started, and how much of it they were idle."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    times = [int(field) for field in fields]  # user nice system idle iowait irq softirq steal
+    return sum(times), times[3] + times[4]
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -157,9 +179,10 @@ def line(row: Row) -> str:
     if row[metric]:
         parts.append(f"{row[metric]:9.4g} {UNITS[metric]}")
     if row["roof"]:
-        parts.append(
-            f"{100 * row['roof']:5.1f} % of roof" + (" (in cache)" if _cached(row) else "")
-        )
+        note = " (in cache)" if rows.exceeds_bytes(row) else ""
+        if rows.exceeds_flops(row):
+            note = " (above the measured matrix product)"
+        parts.append(f"{100 * row['roof']:5.1f} % of roof{note}")
     if row["peak_bytes"]:
         parts.append(f"{row['peak_bytes'] / 2**20:.4g} MiB")
     if row["ratio_best"] and row["impl"] != row["best_peer"]:
@@ -171,11 +194,6 @@ def line(row: Row) -> str:
     if row["message"]:
         parts.append(f"({row['message']})")
     return f"{head} {'  '.join(parts)}"
-
-
-def _cached(row: Row) -> bool:
-    """Whether bytes arrive faster than from memory, because they fit into the cache."""
-    return bool(row["gbps"] and row["gbps"] > 1.05 * row["ceiling_gbps"])
 
 
 def summary(collected: Sequence[Row]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Group
-from benchmarks.rows import ROOT, Row, complete
+from benchmarks.rows import ROOT, Row, complete, exceeds_flops
 from fastattn.testing.timing import Plan
 
 # Time limits of a stage, beyond which it counts as hung. Compiling a whole model takes longest;
@@ -29,6 +29,8 @@ _SHORT_STAGE_SECONDS = 75.0
 # A candidate that lost this many workers to crashes and hangs is skipped for the rest of its op.
 _MAX_LOST_WORKERS = 2
 _START_SECONDS = 240.0
+# How often the ceilings of a dtype are measured again because a figure exceeds them.
+_MOST_REPEATS = 3
 _END_SECONDS = 30.0
 
 
@@ -55,10 +57,11 @@ class _Ended(Exception):
 class Runner:
     """A worker and the state of its measurements. Use as a context manager."""
 
-    def __init__(self, settings: Settings, log: Path | None = None):
-        self.settings, self.log = settings, log
+    def __init__(self, settings: Settings, log: Path | None = None, busy: float | None = None):
+        self.settings, self.log, self.busy = settings, log, busy
         self.environment: dict[str, Any] = {}
         self.ceilings: dict[str, dict[str, float]] = {}
+        self.repeats: dict[str, int] = {}
         self.process: subprocess.Popen[str] | None = None
         self.starts = 0
         self.lost_workers: dict[tuple[str, str], int] = {}
@@ -89,6 +92,7 @@ class Runner:
         self.starts += 1
         self._request("start", device=self.settings.device_type, threads=self.settings.threads)
         self.environment = self._next_event(None, "start", None)["environment"]
+        self.environment["busy"] = self.busy
 
     def ceiling(self, dtype: str) -> dict[str, float] | None:
         """Measured once per dtype, before anything else in it; None if that failed."""
@@ -104,8 +108,25 @@ class Runner:
                 print(f"benchmarks: no ceilings for {dtype}: {ended}", file=sys.stderr)
         return self.ceilings[dtype] or None
 
+    def raised_ceiling(self, dtype: str) -> dict[str, float] | None:
+        """The larger rates of the ceilings so far and of another measurement: another process may
+        have taken the time of the first one.
+        """
+        before = self.ceiling(dtype)
+        if before is None or self.repeats.get(dtype, 0) >= _MOST_REPEATS:
+            return before
+        self.repeats[dtype] = self.repeats.get(dtype, 0) + 1
+        del self.ceilings[dtype]
+        again = self.ceiling(dtype) or before
+        self.ceilings[dtype] = {name: max(rate, again[name]) for name, rate in before.items()}
+        return self.ceilings[dtype]
+
     def run(self, group: Group, until: float | None = None) -> Iterator[list[Row]]:
-        """Batches of finished rows. until: skip the rest at this time.monotonic()."""
+        """Batches of finished rows. until: skip the rest at this time.monotonic().
+
+        Rows above a ceiling come last, after it has been measured again.
+        """
+        above: list[list[Row]] = []
         ceiling = self.ceiling(group.dtype)
         out = [c for c in group.wanted if self._lost_workers(group, c[0]) >= _MAX_LOST_WORKERS]
         if out:
@@ -119,7 +140,11 @@ class Runner:
                 for batch in self._measure(group, open_cases, until):
                     for row in batch:
                         open_cases.remove((row["impl"], row["direction"]))
-                    yield complete(batch, self.environment, ceiling)
+                    finished = complete(batch, self.environment, ceiling)
+                    if any(map(exceeds_flops, finished)):
+                        above.append(batch)
+                    else:
+                        yield finished
                 if open_cases:
                     raise RuntimeError(f"the worker returned no rows for {open_cases}")
             except _Ended as ended:
@@ -137,6 +162,10 @@ class Runner:
                 rows = [_lost(group, *case, status, why) for case in failed]
                 if rows:
                     yield complete(rows, self.environment, ceiling)
+        if above and (until is None or time.monotonic() < until):
+            ceiling = self.raised_ceiling(group.dtype)
+        for batch in above:
+            yield complete(batch, self.environment, ceiling)
 
     def _lost_workers(self, group: Group, implementation: str) -> int:
         return self.lost_workers.get((implementation, group.op), 0)

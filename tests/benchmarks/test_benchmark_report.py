@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import grids, report, rows
+from benchmarks import grids, plots, report, rows, run
 from benchmarks.rows import ROOT, Row
 
 
@@ -178,7 +178,7 @@ def test_committed_rows_are_complete_and_in_the_readme() -> None:
         found = list(rows.read([path]))
         assert found
         for row in found:
-            assert set(row) == set(rows.FIELDS), path
+            assert set(row) | {"busy"} == set(rows.FIELDS), path  # not in the first rows
             assert row["gpu"] or row["cpu"], path
             # A peer may exceed the budget, as torch's bf16 gradients of parameters do.
             assert row["status"] != "FAIL" or not row["impl"].startswith("fastattn"), path
@@ -229,6 +229,48 @@ def test_the_lower_ceiling_is_the_roof() -> None:
         row = _synthetic("ffn", "fwd", "w", "eager", 1.0, {}, [], flops, bytes_)
         (found,) = rows.complete([row], {}, ceiling)
         assert found["roof"] == pytest.approx(roof)
+
+
+def test_figures_above_a_ceiling_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = [
+        _synthetic("ffn", "fwd", "w", name, 1.0, {}, [], flops, 1e8)
+        | {"positions": None, "peak_bytes": None}
+        for name, flops in (("fastattn-cpu", 1.5e12), ("eager", 1e12))
+    ]
+    ceiling = {"flops_per_s": 1e15, "bytes_per_s": 4e12}
+    found = rows.complete(batch, {"cpu": "Example", "threads": 2, "busy": 0.56}, ceiling)
+    assert [rows.exceeds_flops(row) for row in found] == [True, False]
+    assert "150.0 % of roof (above the measured matrix product)" in run.line(found[0])
+    assert "100.0 % of roof  " in run.line(found[1])
+    (_, text) = report.header(found)
+    assert isinstance(text, report.Text)
+    assert "1 of 2 figures are above this matrix product, by up to 50 %" in text.text
+    assert "other processes took 56 % of the CPUs' time before the run" in text.text
+    quiet = rows.complete(batch[1:], {"cpu": "Example", "threads": 2, "busy": 0.02}, ceiling)
+    (_, text) = report.header(quiet)
+    assert isinstance(text, report.Text)
+    assert "above this" not in text.text and "other processes" not in text.text
+
+
+@pytest.mark.parametrize("names", [1, 4, 9])
+def test_titles_and_legends_fit_their_plots(
+    names: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures: list[Any] = []
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    implementations = ["fastattn-reference", *(f"transformer-engine-{n}" for n in range(names))]
+    batch = [_synthetic("ffn", "fwd", "w", name, 1.0, {}, [], 1e9) for name in implementations]
+    about = {"cpu": "A processor with a long name and 64 cores", "threads": 64}
+    (grid,) = grids.grids(rows.complete(batch, about, {"flops_per_s": 1e12, "bytes_per_s": 1e12}))
+    plots.plot_bars(grid, tmp_path)
+    figure = figures[0]
+    figure.draw_without_rendering()
+    for part in (figure.legends[0], figure._suptitle):
+        box = part.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, part
 
 
 def test_numbers_are_written_with_few_digits(tmp_path: Path) -> None:

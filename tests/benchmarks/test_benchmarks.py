@@ -469,6 +469,64 @@ def test_failing_candidates_do_not_affect_others(tmp_path: Path) -> None:
     assert reference["threads"] == 1 and reference["gpu"] is None and reference["clock"] == "wall"
 
 
+def test_ceilings_are_measured_again_when_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows above them come last, with the larger rates; a few repetitions are enough."""
+    speeds = iter([1e12, 2e12, 1e12, 3e12])
+    measured: list[str] = []
+
+    def next_event(self: Runner, *_: Any) -> dict[str, Any]:
+        measured.append("ceilings")
+        return {"flops_per_s": next(speeds), "bytes_per_s": 1e12}
+
+    def measure(self: Runner, group: Group, *_: Any) -> Any:
+        for name, flops in zip(("fast", "slow"), flops_of_run, strict=True):
+            yield [
+                {"impl": name, "direction": "fwd", "op": "ffn", "status": "ok", "ms_median": 1e3,
+                 "flops": flops, "bytes": 1.0, "workload": "w", "dtype": "fp32"}
+            ]  # fmt: skip
+
+    for name, stub in (
+        ("start", lambda self: None), ("_request", lambda self, do, **_: None),
+        ("_next_event", next_event), ("_measure", measure),
+    ):  # fmt: skip
+        monkeypatch.setattr(Runner, name, stub)
+    group = Group("ffn", "w", "fp32", "cpu", (("fast", "fwd"), ("slow", "fwd")))
+
+    def measured_roofs() -> dict[str, float]:
+        return {row["impl"]: row["roof"] for batch in runner.run(group) for row in batch}
+
+    with Runner(Settings("cpu")) as runner:
+        flops_of_run = (1.5e12, 0.5e12)
+        assert measured_roofs() == {"slow": 0.5, "fast": 0.75} and len(measured) == 2
+        flops_of_run = (1.9e12, 1e12)
+        assert measured_roofs() == {"fast": 0.95, "slow": 0.5} and len(measured) == 2
+        flops_of_run = (9e12, 1e12)
+        assert measured_roofs() == {"slow": 0.5, "fast": 4.5} and len(measured) == 3
+        assert measured_roofs() == {"slow": 0.5, "fast": 3.0} and len(measured) == 4
+        # Enough: the figure is above the ceiling, and run.py says so.
+        assert measured_roofs() == {"slow": pytest.approx(1 / 3), "fast": 3.0}
+        assert len(measured) == 4
+
+
+def test_a_busy_machine_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([(1000, 900), (1200, 950)])
+    monkeypatch.setattr(run, "_cpu_times", lambda: next(times))
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: None)
+    assert run.busy_share() == 0.75
+    monkeypatch.undo()
+    assert 0.0 <= (run.busy_share(0.01) or 0.0) <= 1.0
+    monkeypatch.setattr(run, "busy_share", lambda: 0.75)
+    run.main(
+        ["--device", "cpu", "--out", str(tmp_path), "--quick", "--op", "layer_norm", "--threads",
+         "1", "--dtype", "fp32", "--match", "fwd-2048x512.*-fastattn-reference$"]
+    )  # fmt: skip
+    assert "warning: other processes took 75 % of the CPUs' time" in capsys.readouterr().err
+    found = list(rows.read([tmp_path / "results.jsonl"]))
+    assert {row["busy"] for row in found if row["status"] == "ok"} == {0.75}
+
+
 @pytest.mark.slow
 def test_candidates_that_keep_ending_workers_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "misbehaving.py"

@@ -249,7 +249,7 @@ def unavailable(case: Instance, device: torch.device) -> str | None:
     if case.backend != "triton":
         return _native.unavailable(case.backend)
     if case.dtype == "bf16" and device.type == "cpu":
-        return "in Triton's interpreter computes bf16 as integers"
+        return "computes bf16 as integers in Triton's interpreter"
     return None
 
 

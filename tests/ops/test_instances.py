@@ -155,7 +155,7 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     cpu = torch.device("cpu")
     half, single = (NAMES[f"attention_fwd_triton_{d}_d64_full"] for d in ("bf16", "fp32"))
     assert instances.unavailable(single, cpu) is None
-    assert instances.unavailable(half, cpu) == "in Triton's interpreter computes bf16 as integers"
+    assert instances.unavailable(half, cpu) == "computes bf16 as integers in Triton's interpreter"
     assert "cuda" in str(instances.unavailable(NAMES["attention_bwd_sm90_bf16_d64_mask"], cpu))
 
 

@@ -263,18 +263,18 @@ def _exit(case: Any) -> None:
 
 
 def test_kernels_that_crash_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one dtype after three samples, as each may take the time of a hang."""
-    names = [sample.name for sample in SPECS["ffn"].samples][:5]
+    """In one dtype, after some samples, as each may take the time of a hang."""
     cases = [
         check._Case("ffn", name, dtype, ("reference",), CPU)
         for dtype in (torch.float32, torch.float16)
-        for name in names
+        for name in ("relu", "gelu", "silu")
     ]
     monkeypatch.setattr(check, "_check_case", _exit)
-    found = {index: rows for index, rows in check._check_cases(cases, jobs=1, seconds=99.0)}
-    statuses = [found[index][0].status for index in range(10)]
-    assert statuses == (["FAIL"] * 3 + ["refused"] * 2) * 2
-    assert found[9][0].message == "3 samples of it crashed or hung"
+    monkeypatch.setattr(check, "_MAX_LOST", 1)
+    found = dict(check._check_cases(cases, jobs=1, seconds=99.0))
+    statuses = [found[index][0].status for index in range(6)]
+    assert statuses == ["FAIL", "refused", "refused"] * 2
+    assert found[5][0].message == "1 samples of it crashed or hung"
 
 
 def test_on_a_gpu_backends_have_processes_of_their_own() -> None:

@@ -497,8 +497,9 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
     print(", ".join(f"{name} {version}" for name, version in _env.versions().items()))
     print(
         "\nResults, and their largest error against fp64 relative to the allowed error, beside that"
-        "\nof PyTorch's operators. Then the numbers of samples whose results do not change in a"
-        "\nsecond run, with a smaller batch, and with other values in padding.\n"
+        "\nof PyTorch's operators, which is explained below the table if it is above 1. Then the"
+        "\nnumbers of samples whose results do not change in a second run, with a smaller batch,"
+        "\nand with other values in padding.\n"
     )
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -511,6 +512,8 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
         cells = zip(line, widths, strict=True)
         print("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(cells)))
     print()
+    for text in _torch_errors(rows):
+        print(text)
     for op, backend, reason in sorted({(r.op, r.backend, r.message) for r in rows if _refused(r)}):
         named = reason.startswith("backend ")
         print(f"refused: {op}: {reason if named else ' '.join(('backend', backend, reason))}")
@@ -529,6 +532,25 @@ def _report(rows: list[Row], device: torch.device, verbose: bool) -> None:
     )
     end = f", {skips} skipped" if skips else ""
     print(f"{passed} passed, {refused} refused, {failed} failed{end}")
+
+
+def _torch_errors(rows: Sequence[Row]) -> list[str]:
+    """Why PyTorch's operators exceed the allowed error: a sample for each op and dtype."""
+    worst: dict[tuple[str, str], tuple[float, Row]] = {}
+    for row in rows:
+        ratio = row.torch_error / row.allowed if row.torch_error is not None and row.allowed else 0
+        if ratio > max(1.0, worst.get((row.op, row.dtype), (0.0, row))[0]):
+            worst[row.op, row.dtype] = (ratio, row)
+    if not worst:
+        return []
+    lines = [
+        "PyTorch's operators round what they compute to the dtype, also the logsumexp of scores,",
+        "which fastattn keeps in fp32. inf: a result is not finite where it should be. Largest:",
+    ]
+    for (op, dtype), (ratio, row) in worst.items():
+        reason = next((s.reason for s in all_specs()[op].samples if s.name == row.sample), "")
+        lines.append(f"  {op} {dtype}: {ratio:.3g}, {row.result} of {row.sample} ({reason})")
+    return [*lines, ""]
 
 
 def _refused(row: Row) -> bool:

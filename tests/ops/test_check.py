@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -225,6 +226,18 @@ def test_report(
         "FAIL    attention reference fp32 both_lengths out padding: "
         "finite at dead positions changes it\n" in out
     )
+
+
+def test_errors_of_pytorch_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--op=attention", "--sample=both_lengths", "--backend=reference")
+    assert check.run(_options(*options, "--dtype=bf16")) == 0
+    out = capsys.readouterr().out
+    [cells] = [line.split() for line in out.splitlines() if line.startswith("attention ")]
+    assert float(cells[5]) > 100
+    assert "logsumexp of scores" in out
+    assert re.search(rf"^  attention bf16: {re.escape(cells[5])}, lse of both_lengths", out, re.M)
+    assert check.run(_options(*options, "--dtype=fp32")) == 0
+    assert "logsumexp of scores" not in capsys.readouterr().out
 
 
 def test_works_without_rich() -> None:

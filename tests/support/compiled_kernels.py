@@ -44,6 +44,8 @@ REGISTERS, REGISTERS_OF_A_THREAD = 64 << 10, 255
 # AMD's: those of each of the four SIMDs of a compute unit, for a lane of its waves.
 REGISTERS_OF_A_LANE = 512
 TENSOR_MEMORY_COLUMNS = 512
+# For configs of sm_80 that sm_86, sm_89 and sm_120 use too, which have less shared memory.
+LEAST_SHARED_MEMORY = SHARED_MEMORY | {"sm_80": SHARED_MEMORY["sm_86"]}
 # Tensor-core instructions.
 TENSOR = {
     "sm_80": r"\bHMMA", "sm_86": r"\bHMMA", "sm_89": r"\bHMMA", "sm_90": r"\bHGMMA",

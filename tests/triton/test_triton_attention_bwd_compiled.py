@@ -1,4 +1,4 @@
-"""What the compilers make of attention's backward in Triton, for GPUs that are not there: no spills
+"""The backward of attention in Triton, compiled for GPUs that are not present: no spills
 in the loops that matter, tensor cores in use, shared memory within the limit.
 """
 
@@ -111,7 +111,7 @@ MAIN = ("attention_bwd_dq_kernel", "attention_bwd_dkdv_kernel")
 
 
 def _examine(kernel: Any, arch: str) -> None:
-    """Fits on the GPU, uses its tensor cores, and does not spill where the time goes."""
+    """Checks memory, tensor-core instructions, and spills in the loops that take most time."""
     name = kernel.metadata.name
     check_memory([kernel], arch)
     if arch == "gfx942":
@@ -258,8 +258,8 @@ def test_packed_compiles(arch: str, dropout_p: float) -> None:
 @compiles
 @pytest.mark.parametrize("left", [-1, pytest.param(200, id="window")])
 @pytest.mark.parametrize("heads", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int, left: int) -> None:
-    """A copy for every row takes registers that dk and dv of 128 columns leave nobody."""
+def test_packed_full_tiles_load_lse_and_delta_in_vectors(heads: int, left: int) -> None:
+    """With 128 columns dk and dv leave no registers for the addresses of single rows."""
     with compiled_for("sm_90") as found:
         _launch_packed(128, heads=heads, left=left)
     dkdv = next(kernel for kernel in found if kernel.metadata.name == MAIN[1])
@@ -271,7 +271,7 @@ def test_full_tiles_of_packed_sequences_load_statistics_in_vectors(heads: int, l
 @compiles
 @pytest.mark.parametrize("dropout_p", [0.0, pytest.param(0.1, id="dropout")])
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_programs_of_dq_share_a_core(packed: bool, dropout_p: float) -> None:
+def test_two_programs_of_dq_share_an_sm(packed: bool, dropout_p: float) -> None:
     with compiled_for("sm_90") as found:
         if packed:
             _launch_packed(64, heads=8, dropout_p=dropout_p)
@@ -279,24 +279,24 @@ def test_two_programs_of_dq_share_a_core(packed: bool, dropout_p: float) -> None
             _launch(64, key_lengths=1, query_lengths=True, causal=2, dropout_p=dropout_p)
     dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
     _examine(dq, "sm_90")
-    _two_share_a_core(dq)
+    _two_share_an_sm(dq)
 
 
-def _two_share_a_core(kernel: Any) -> None:
+def _two_share_an_sm(kernel: Any) -> None:
     registers, threads = spills_and_registers(kernel)[1], kernel.metadata.num_warps * 32
     assert 2 * registers * threads <= 1 << 16
     assert 2 * kernel.metadata.shared <= SHARED_MEMORY["sm_90"]
 
 
 @compiles
-def test_no_loop_of_dq_spills_where_delta_is_summed_once_more() -> None:
-    """One loop more, and head dims of two tiles, below the cap on registers."""
+def test_dq_with_exact_delta_does_not_spill() -> None:
+    """With one loop more and a head dim of two tiles, below the register cap."""
     with compiled_for("sm_90") as found:
         _launch(40, causal=2, left=8, dropout_p=0.1, dq_alone=True)
     dq = next(kernel for kernel in found if kernel.metadata.name == MAIN[0])
     bodies = [body for body in loops(dq) if _count(TENSOR["sm_90"], body)]
     assert len(bodies) == 3 and not any(_count(r"\b(STL|LDL)", body) for body in bodies)
-    _two_share_a_core(dq)
+    _two_share_an_sm(dq)
 
 
 @compiles
@@ -309,8 +309,8 @@ def test_fp32_pads_small_head_dims_to_one_tile() -> None:
 
 
 @compiles
-def test_odd_strides_spill_nothing() -> None:
-    """The addresses of single elements get all registers there are."""
+def test_odd_strides_do_not_spill() -> None:
+    """Addresses of single elements need registers beyond the cap, which is lifted."""
     with compiled_for("sm_90") as found:
         _launch(57, M=1001, N=999, causal=2)
     for kernel in found:
@@ -338,15 +338,15 @@ def test_wide_masks_fit(dtype: torch.dtype) -> None:
         pytest.param({"M": 1, "N": 1, "K": 1, "dropout_p": 0.1}, id="sizes of 1 are constants"),
     ],
 )
-def test_compiles_at_the_ends(options: dict[str, Any]) -> None:
-    """Where the interpreter sees no difference."""
+def test_rare_options_compile(options: dict[str, Any]) -> None:
+    """Options that change nothing in the interpreter."""
     with compiled_for("sm_90") as found:
         _launch(64, **options)
     assert {kernel.metadata.name for kernel in found} >= set(MAIN)
 
 
 @compiles
-def test_spills_are_seen() -> None:
+def test_examination_finds_spills() -> None:
     """A tiling with more accumulators than registers fails the examination above."""
     config = BwdConfig(BwdTile(64, 32, 4, 2), BwdTile(64, 128, 4, 1))
     with compiled_for("sm_90") as found:
@@ -357,7 +357,7 @@ def test_spills_are_seen() -> None:
 
 
 @compiles
-def test_too_much_shared_memory_is_seen() -> None:
+def test_check_finds_too_much_shared_memory() -> None:
     config = BwdConfig(BwdTile(128, 128, 8, 2), BwdTile(128, 128, 8, 2))
     with allocated_for("sm_86") as found:
         _launch(128, config=config)
@@ -366,8 +366,8 @@ def test_too_much_shared_memory_is_seen() -> None:
 
 
 @compiles
-def test_dropout_computes_a_word_once_for_its_four_weights() -> None:
-    """And no key of a row or column between them."""
+def test_dropout_hashes_once_for_four_weights() -> None:
+    """No key of a row or column is hashed between them."""
     with compiled_for("sm_90") as found:
         _launch(64, dropout_p=0.1)
     for kernel in found:

@@ -1,4 +1,4 @@
-"""What the compilers make of attention's forward in Triton, for GPUs that are not there: no spills,
+"""The forward of attention in Triton, compiled for GPUs that are not present: no spills,
 tensor cores in use, shared memory within the limit.
 """
 
@@ -99,7 +99,7 @@ _OUTSIDE_LOOPS = 8  # bytes, of sm_120
 
 
 def _tolerated_spills(arch: str, D: int, feature: str) -> int:
-    """Bytes a thread: none in the loops that run all the time, little in those over edge tiles and
+    """Limits in bytes a thread: none in loops over full tiles, few in those over edge tiles and
     under dense masks, whose rows are chosen for the head dims up to 128.
     """
     if feature in ("plain", "causal") and D <= 128:
@@ -197,8 +197,8 @@ def test_fp32_compiles(arch: str, D: int) -> None:
 
 @compiles
 @pytest.mark.parametrize("D, E", [(256, 24), (200, 72)])
-def test_ptxas_finds_registers_for_narrow_values(D: int, E: int) -> None:
-    """It gives up where one tile of many is narrow: a program then spills 3,000 times a tile."""
+def test_narrow_values_compile_without_spills(D: int, E: int) -> None:
+    """ptxas fails where one of many tiles is narrow: 3,000 spills a tile."""
     with compiled_for("sm_90") as found:
         _launch(D, E=E, dtype=torch.float32, causal=2)
     assert spilled(found[-1]) < 1000
@@ -212,7 +212,7 @@ def test_ptxas_finds_registers_for_narrow_values(D: int, E: int) -> None:
         pytest.param({"M": 1}, id="one query"),
     ],
 )
-def test_no_smaller_head_dim_takes_more_products(options: dict[str, Any]) -> None:
+def test_smaller_head_dims_take_no_more_products(options: dict[str, Any]) -> None:
     with compiled_for("sm_80") as found:
         _launch(80, **options)
         _launch(128, **options)
@@ -221,7 +221,7 @@ def test_no_smaller_head_dim_takes_more_products(options: dict[str, Any]) -> Non
 
 
 @compiles
-def test_few_queries_pad_a_narrow_second_tile_alone() -> None:
+def test_few_queries_pad_only_narrow_second_tiles() -> None:
     def whole(D: int, E: int) -> bool:
         return forward_config("sm_90", torch.bfloat16, D, E, 1, Features()).whole
 
@@ -230,8 +230,8 @@ def test_few_queries_pad_a_narrow_second_tile_alone() -> None:
 
 
 @compiles
-def test_the_cap_on_registers_goes_by_keys_and_values() -> None:
-    """Addresses of single elements of these would not fit below it; those of q are gone before."""
+def test_register_cap_depends_on_strides_of_keys_and_values() -> None:
+    """Addresses of their single elements do not fit below it; those of q are dead by then."""
     config = forward_config("sm_90", torch.bfloat16, 64, 64, 256, Features(dense=True))
 
     def cap(D: int, q_row: int, k_row: int, k_head: int | None = None, aligned: bool = True) -> Any:
@@ -274,7 +274,7 @@ def test_packed_compiles(arch: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.bool, marks=pytest.mark.slow)]
 )
-def test_masks_in_steps_of_eight_are_read_in_vectors(dtype: torch.dtype) -> None:
+def test_masks_with_strides_of_eight_are_read_in_vectors(dtype: torch.dtype) -> None:
     """An address for every element would spill."""
     with compiled_for("sm_90") as found:
         _launch(64, M=1000, N=1016, mask=(dtype, (1, 4, 1000, 1016)))
@@ -282,8 +282,8 @@ def test_masks_in_steps_of_eight_are_read_in_vectors(dtype: torch.dtype) -> None
 
 
 @compiles
-def test_odd_strides_under_a_mask_spill_nothing() -> None:
-    """The addresses of single elements get all registers there are."""
+def test_odd_strides_with_a_mask_do_not_spill() -> None:
+    """Addresses of single elements need registers beyond the cap, which is lifted."""
     with compiled_for("sm_90") as found:
         _launch(57, mask=(torch.bool, (1, 1, 1024, 1024)))
     assert spilled(found[-1]) == 0
@@ -298,7 +298,7 @@ def test_wide_masks_fit(D: int) -> None:
 
 
 @compiles
-def test_tma_is_used_on_hopper_alone_where_strides_allow() -> None:
+def test_tma_is_used_on_hopper_where_strides_allow() -> None:
     with compiled_for("sm_90") as found:
         _launch(64)
         _launch(80)  # two tiles a row: pointers
@@ -307,7 +307,7 @@ def test_tma_is_used_on_hopper_alone_where_strides_allow() -> None:
 
 
 @compiles
-def test_a_full_tile_costs_no_mask_arithmetic() -> None:
+def test_full_tiles_have_no_mask_instructions() -> None:
     """Without restrictions and with whole tiles there is one loop; restrictions add loops."""
     with compiled_for("sm_90") as found:
         _launch(64)

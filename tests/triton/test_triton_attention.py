@@ -108,7 +108,7 @@ NATIVE = DEVICE.type == "cuda"
 
 
 def _chosen(samples: Sequence[Sample]) -> list[tuple[Sample, Any]]:
-    """Those that run, and their marks: of the interpreter's every other one in the quick run."""
+    """The samples that run, with their marks: without a GPU every other one is slow."""
     chosen = [s for s in samples if NATIVE or "interpreter" in s.tags]
     return [(s, () if NATIVE or i % 2 == 0 else pytest.mark.slow) for i, s in enumerate(chosen)]
 
@@ -175,15 +175,15 @@ def test_packed_sample(sample: Sample) -> None:
 
 @runs
 @pytest.mark.parametrize("change", CHANGES)
-def test_calls_that_differ_in_one_option(change: str) -> None:
-    """Nothing that is remembered of a call is used for the other."""
+def test_cache_tells_calls_apart_by_options(change: str) -> None:
+    """Cached launches of one call are not used for the other."""
     for options in (BASE, BASE | CHANGES[change]):
         _check(_arguments(Sample("calls", "", partial(make_inputs, **options), ()), FP16))
 
 
 @runs
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_lengths", "query_lengths"])
-def test_calls_that_differ_in_strides(name: str) -> None:
+def test_cache_tells_calls_apart_by_strides(name: str) -> None:
     options = {"M": 20, "N": 40, "D": 16, "mask": "min BHMN", "key_lengths": "per query"}
     options["query_lengths"] = [20, 7]
     args = _arguments(Sample("strides", "", partial(make_inputs, **options), ()), FP16)
@@ -196,14 +196,14 @@ def test_calls_that_differ_in_strides(name: str) -> None:
 
 @runs
 @pytest.mark.parametrize("change", PACKED_CHANGES)
-def test_packed_calls_that_differ_in_one_option(change: str) -> None:
+def test_cache_tells_packed_calls_apart_by_options(change: str) -> None:
     for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
         _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
 
 
 @runs
 @pytest.mark.parametrize("name", ["prepared_mask_restricted", "prepared_bias_column"])
-def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
+def test_prepared_mask_is_bitwise_equal_to_its_mask(name: str) -> None:
     call = ForwardCall(*(_move(x) for x in _arguments(_sample(name), torch.float16)))
     results = []
     for prepared_tiles in (call.mask_tiles, None):
@@ -218,8 +218,8 @@ def test_a_prepared_mask_gives_the_bits_of_the_mask(name: str) -> None:
 
 
 @runs
-def test_prepared_masks_that_differ_in_their_tiles() -> None:
-    """One head's tiles may serve all heads, where their masks are equal."""
+def test_prepared_masks_with_and_without_broadcast_tiles() -> None:
+    """The tiles of one head are broadcast where all heads have equal masks."""
     q, k, v = _arguments(Sample("tiles", "", partial(make_inputs, B=1, **BASE), ()), FP16)[:3]
     options = (None, None, 0, -1, -1, 0.25, 0.0, None, 0)
     mask = torch.ones(1, 2, 20, 40, dtype=torch.bool)
@@ -231,7 +231,7 @@ def test_prepared_masks_that_differ_in_their_tiles() -> None:
 
 @runs
 @pytest.mark.parametrize("tma", [False, True])
-def test_a_head_dim_in_one_padded_tile(tma: bool) -> None:
+def test_head_dim_padded_to_one_tile(tma: bool) -> None:
     config = ForwardConfig(32, 32, 4, 1, tma=tma, whole=True)
     assert config.widths(80) == (128, 0)
     _check(_arguments(_sample("d80"), torch.float16), config)
@@ -254,15 +254,15 @@ def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
 
 
 @runs
-def test_a_last_tile_of_keys_in_steps_of_queries() -> None:
-    """Of more keys than queries: not a whole one, though the keys are a multiple of BLOCK_M."""
+def test_partial_last_key_tile() -> None:
+    """The number of keys is a multiple of BLOCK_M, but not of BLOCK_N."""
     make = partial(make_inputs, B=1, H=1, M=5, N=48, D=16)
     _check(_arguments(Sample("last tile", "", make, ()), FP16), ForwardConfig(16, 32, 4, 1))
 
 
 @runs
 @pytest.mark.parametrize("mask", ["blocks MN", "min HMN", "float N"])
-def test_masks_in_steps_of_eight(mask: str) -> None:
+def test_masks_with_strides_of_eight(mask: str) -> None:
     options = {"M": 70, "N": 104, "mask": mask, "D": 16, "causal": "bottom_right"}
     sample = Sample("steps", "", partial(make_inputs, **options), ())
     _check(_arguments(sample, torch.float16))
@@ -271,7 +271,7 @@ def test_masks_in_steps_of_eight(mask: str) -> None:
 @runs
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("mask", ["bool BM", "min HM"])
-def test_masks_of_one_column(mask: str, restricted: bool) -> None:
+def test_masks_with_one_column(mask: str, restricted: bool) -> None:
     lengths = {"causal": "bottom_right", "key_lengths": [50, 33]} if restricted else {}
     options = {"B": 2, "M": 70, "N": 50, "mask": mask, "D": 16, **lengths}
     sample = Sample("column", "", partial(make_inputs, **options), ())
@@ -279,8 +279,8 @@ def test_masks_of_one_column(mask: str, restricted: bool) -> None:
 
 
 @runs
-def test_the_first_column_of_a_wider_mask() -> None:
-    """Its rows are in steps of eight: partial tiles are read without tests."""
+def test_mask_that_is_a_column_of_a_wider_one() -> None:
+    """Rows have strides of eight, so partial tiles are loaded without bounds checks."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, 2, 70, 16, generator=generator).half()
     k, v = (torch.randn(1, 2, 104, 16, generator=generator).half() for _ in range(2))
@@ -289,8 +289,8 @@ def test_the_first_column_of_a_wider_mask() -> None:
 
 
 @runs
-def test_a_row_for_all_queries_is_read_up_to_its_end() -> None:
-    """Partial tiles read it without tests, and NaN lies behind it."""
+def test_broadcast_mask_row_is_not_read_beyond_its_end() -> None:
+    """Partial tiles load it without bounds checks; NaN follows it in memory."""
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, 1, 40, 16, generator=generator).half()
     k, v = (torch.randn(1, 1, 72, 16, generator=generator).half() for _ in range(2))
@@ -301,7 +301,7 @@ def test_a_row_for_all_queries_is_read_up_to_its_end() -> None:
 
 @runs
 @pytest.mark.parametrize("value", [-3.0e38, -1e30, -60000.0])
-def test_very_negative_bias_is_no_block(value: float) -> None:
+def test_only_the_lowest_bias_blocks(value: float) -> None:
     """Only finfo.min blocks: a row of equal large negative values is a mean."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, 40, 16, generator=generator) for _ in range(3))
@@ -312,7 +312,7 @@ def test_very_negative_bias_is_no_block(value: float) -> None:
 
 
 @runs
-def test_head_dims_of_every_kind() -> None:
+def test_head_dims_of_one_two_and_padded_tiles() -> None:
     """One tile, two tiles, padded tiles, not a multiple of 8."""
     generator = torch.Generator().manual_seed(1)
     for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
@@ -323,10 +323,10 @@ def test_head_dims_of_every_kind() -> None:
 
 @pytest.mark.skipif(not _env.interpreting(), reason="counts what the interpreter computes")
 @pytest.mark.parametrize("packed", [False, True])
-def test_rows_beyond_their_length_cost_no_products(
+def test_rows_beyond_query_lengths_are_not_computed(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 256 rows 32 are real, and they may attend the keys of one tile."""
+    """32 of 256 rows are within their length; their keys are in one tile."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     products: list[Any] = []
@@ -354,7 +354,7 @@ def test_rows_beyond_their_length_cost_no_products(
 
 @triton.jit
 def _kept_kernel(out_ptr, x_ptr, seed_ptr, stream, least, b, h, start, KIND: tl.constexpr):
-    """Of a tile [32, 64] of ones: what is kept, by each of the ways to say so."""
+    """Drops elements of a tile [32, 64] of ones with one of the functions for it."""
     rows = tl.arange(0, 32)[:, None]
     columns = tl.arange(0, 64)[None, :]
     row_base, column_base = bits.dropout_bases(seed_ptr, stream, b, h)
@@ -398,8 +398,8 @@ def test_dropout_bits_are_those_of_the_definition(kind: str, dtype: torch.dtype)
         assert torch.equal(out.cpu() == 1.0, keep) and torch.equal(out.cpu() == 0.0, ~keep)
 
 
-def test_dead_keys_are_what_the_pairs_say() -> None:
-    """Of values that no query attends, which may be NaN."""
+def test_dead_keys_match_allowed_pairs() -> None:
+    """Values that no query attends may be NaN."""
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
@@ -410,20 +410,20 @@ def test_dead_keys_are_what_the_pairs_say() -> None:
             assert launch.facts_of(call).dead_keys == dead, (M, N, causal, left, right)
 
 
-def test_descriptors_cover_what_lies_in_steps_of_16_bytes() -> None:
+def test_descriptors_need_strides_of_16_bytes() -> None:
     x = torch.empty(2, 3, 5, 16, dtype=FP16)
     one_head = torch.empty_strided((1, 1, 5, 16), (3, 5, 16, 1), dtype=FP16)
     parts = x[:, :1, :, :8], x[:1, 1:2], torch.empty(1, 1, 5, 8), one_head
     for described in (x, x.transpose(1, 2), *parts):
-        assert launch.describable(described)
+        assert launch.fits_descriptor(described)
         [template, _] = launch.descriptor_templates(described, 16, (16, 0))
         assert template is not None and template.descriptor.base is None
     for other in (x[:, :0], x[:, :, :1].expand(2, 3, 5, 16), torch.empty(2, 3, 5, 12, dtype=FP16)):
-        assert not launch.describable(other)
+        assert not launch.fits_descriptor(other)
 
 
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])
-def test_workspaces_have_a_key_for_every_two_columns_of_dropout(M: int, N: int) -> None:
+def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
     q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
     call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.5, None, 0)
     offsets = torch.tensor([0])
@@ -438,7 +438,7 @@ def test_workspaces_have_a_key_for_every_two_columns_of_dropout(M: int, N: int) 
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_refuses_what_it_cannot_run() -> None:
+def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
     rest = (None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
     wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
@@ -464,7 +464,7 @@ def test_refuses_what_it_cannot_run() -> None:
 
 @runs
 @pytest.mark.parametrize("feature", ["causal", "both_lengths", "mask", "dropout"])
-def test_tuning_times_only_what_is_right(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_rejects_wrong_results(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = AttentionTask("fwd", feature, 16, 64, 128, 32, "fp16")
     case = task.make(DEVICE.type)
     timed: list[Any] = []

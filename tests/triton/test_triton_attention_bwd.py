@@ -1,4 +1,4 @@
-"""The Triton backward of attention: values and lists of tiles.
+"""The backward of attention in Triton: values and tilings.
 
 On a GPU every sample runs natively. Without one, this file runs itself once more in Triton's
 interpreter, on samples that are small enough.
@@ -34,8 +34,6 @@ from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import (
     BackwardCall,
-    ForwardCall,
-    Gradients,
     PackedBackwardCall,
 )
 from fastattn.ops.attention.spec_inputs import (
@@ -46,11 +44,8 @@ from fastattn.ops.attention.spec_inputs import (
     scale_of,
 )
 from fastattn.ops.attention.triton import backward as launchers
-from fastattn.ops.attention.triton import bwd_bind, bwd_config, mask_lists
+from fastattn.ops.attention.triton import bwd_config
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
-from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
-from fastattn.ops.attention.triton.launch import facts_of
-from fastattn.ops.attention.triton.tiles import Case
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
 
@@ -78,7 +73,7 @@ def _move(x: Any) -> Any:
 
 
 class Call:
-    """One call of the backward on a sample's data: its arguments, and what should come of it.
+    """One call of the backward on a sample's data: its arguments and expected results.
 
     dout and dlse hold NaN where a row has no key, which must not be seen; either may be absent.
     """
@@ -107,7 +102,7 @@ class Call:
     def run(
         self, config: BwdConfig | None = None, needs: Sequence[bool] | None = None
     ) -> dict[str, Tensor]:
-        """What the launcher writes, by name; unwanted results have no elements."""
+        """The launcher's results by name; those not needed have no elements."""
         needs = self.needs if needs is None else list(needs)
         moved = [_move(x) for x in self.tensors]
         results = [
@@ -239,15 +234,15 @@ def test_results_do_not_depend_on_tiles(name: str, tiling: str) -> None:
 
 @runs
 @pytest.mark.parametrize("dout, dlse", [(True, False), (False, True), (False, False)])
-def test_an_output_without_gradient(dout: bool, dlse: bool) -> None:
+def test_missing_output_gradients(dout: bool, dlse: bool) -> None:
     sample = _small("one output", B=1, M=40, N=50, causal="bottom_right", mask="float HMN")
     call = Call(sample, torch.float32, dout, dlse)
     call.check(call.run())
 
 
 @runs
-def test_only_what_is_wanted_is_written() -> None:
-    """And what is written does not depend on it."""
+def test_only_needed_gradients_are_written() -> None:
+    """Their values do not depend on which are needed."""
     call = Call(_small("wanted", B=1, H=1, M=40, mask="float MN", dropout_p=0.1), torch.float32)
     everything = call.run()
     for wanted in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 1, 1, 0)):
@@ -271,15 +266,15 @@ _FEW: dict[str, dict[str, Any]] = {
 
 @runs
 @pytest.mark.parametrize("name", _FEW)
-def test_rows_of_few_keys(name: str) -> None:
-    """Their gradients nearly vanish, and out's rounding does not."""
+def test_rows_with_few_keys(name: str) -> None:
+    """Their gradients nearly vanish, unlike the rounding error of out."""
     call = Call(_small(name, **_FEW[name]), torch.bfloat16)
     call.check(call.run())
 
 
 @runs
 @pytest.mark.parametrize("N", [60, 80])
-def test_gradients_of_what_is_hardly_kept(N: int) -> None:
+def test_gradients_at_high_dropout(N: int) -> None:
     """fp16 holds dS at its own size, but not divided by 256, dropout's factor: of peaked softmax
     that is too small.
     """
@@ -289,7 +284,7 @@ def test_gradients_of_what_is_hardly_kept(N: int) -> None:
 
 
 @runs
-def test_scores_far_below_zero() -> None:
+def test_very_negative_scores() -> None:
     """Rows whose lse is below log of the smallest float, in tiles that are not whole."""
     sample = _small("low scores", B=1, H=1, M=192, D=16, mask="bool MN", amplitude=0.01)
     call = Call(sample, torch.float32)
@@ -316,7 +311,7 @@ def test_nan_in_a_query_reaches_the_gradients(mask: str | None, dtype: torch.dty
 @runs
 @pytest.mark.parametrize("letters", ["1", "H", "N", "BM", "HMN"])
 def test_gradient_of_a_broadcast_bias(letters: str) -> None:
-    """Summed over what it is broadcast over, in shares that are always the same."""
+    """Summed over broadcast dimensions, in splits that are the same in every run."""
     sample = _small(f"bias {letters}", B=2, M=40, N=33, D=16, mask=f"fp32 {letters}")
     call = Call(sample, torch.float16)
     first, again = call.run(needs=[False, False, False, True]), call.run()
@@ -326,8 +321,8 @@ def test_gradient_of_a_broadcast_bias(letters: str) -> None:
 
 @runs
 @pytest.mark.parametrize("letters", ["N", "M"])
-def test_a_line_that_serves_all_is_read_up_to_its_end(letters: str) -> None:
-    """Partial tiles read it without tests, and NaN lies behind it."""
+def test_broadcast_mask_line_is_not_read_beyond_its_end(letters: str) -> None:
+    """Partial tiles load it without bounds checks; NaN follows it in memory."""
     options = {"B": 1, "H": 1, "M": 40, "N": 40, "D": 16, "mask": f"float {letters}"}
     call = Call(_small(f"line {letters}", **options), torch.float16)
     mask = call.tensors[3]
@@ -340,8 +335,8 @@ def test_a_line_that_serves_all_is_read_up_to_its_end(letters: str) -> None:
 
 
 @runs
-def test_strides_of_every_kind() -> None:
-    """Rows inside heads or heads inside rows, steps that are no multiple of 8, expanded dout."""
+def test_strides() -> None:
+    """Heads inside rows or rows inside heads, strides that are no multiple of 8, expanded dout."""
     call = Call(_small("strides", B=2, M=33, N=40, D=24, layout="bshd"), torch.float32)
     q, k, v, *rest = call.tensors
     padded = torch.randn(*k.shape[:3], 27)
@@ -397,7 +392,7 @@ def test_packed_sample(sample: Sample) -> None:
     _check_packed(sample)
 
 
-# -- what is remembered ---------------------------------------------------------------------------
+# -- the cache of launches ------------------------------------------------------------------------
 
 
 @functools.cache
@@ -407,9 +402,9 @@ def _check_base(**options: Any) -> Call:
     return call
 
 
-# With a mask, those that decide for whom it is looked at.
+# Repeated with a mask: these change which tiles it is classified in.
 _WITH_MASK = ("bottom right", "key lengths", "query lengths", "bias")
-# Whose like the others are.
+# Similar to others.
 _LATER = ("heads inside rows", "wider values", "fewer keys", "top left", "keys ahead", "mask")
 
 
@@ -423,8 +418,8 @@ def _changes() -> list[Any]:
 
 @runs
 @pytest.mark.parametrize("change, mask", _changes())
-def test_calls_that_differ_in_one_option(change: str, mask: str | None) -> None:
-    """Nothing that is remembered of a call is used for the other."""
+def test_cache_tells_calls_apart_by_options(change: str, mask: str | None) -> None:
+    """Cached launches of one call are not used for the other."""
     _check_base(mask=mask)
     call = Call(_small("calls", **BASE | {"mask": mask} | CHANGES[change]), torch.float16)
     call.check(call.run())
@@ -432,7 +427,7 @@ def test_calls_that_differ_in_one_option(change: str, mask: str | None) -> None:
 
 @runs
 @pytest.mark.parametrize("change", PACKED_CHANGES)
-def test_packed_calls_that_differ_in_one_option(change: str) -> None:
+def test_cache_tells_packed_calls_apart_by_options(change: str) -> None:
     for options in (PACKED_BASE, PACKED_BASE | PACKED_CHANGES[change]):
         _check_packed(Sample("calls", "", partial(spec_varlen.make_inputs, **options), ()))
 
@@ -446,7 +441,7 @@ def test_packed_calls_that_differ_in_one_option(change: str) -> None:
         ("key_lengths", {"key_lengths": "per query"}),
     ],
 )
-def test_calls_that_differ_in_strides(name: str, options: dict[str, str]) -> None:
+def test_cache_tells_calls_apart_by_strides(name: str, options: dict[str, str]) -> None:
     call = copy.copy(_check_base(**options))
     names = ("q", "k", "v", "mask", "mask_tiles", "key_lengths", "query_lengths")
     tensors = dict(zip(names, call.tensors, strict=True))
@@ -457,128 +452,6 @@ def test_calls_that_differ_in_strides(name: str, options: dict[str, str]) -> Non
     call.tensors = tuple(tensors[n] for n in names)
     call.out, call.dout, call.dlse = (tensors[n] for n in ("out", "dout", "dlse"))
     call.check(call.run())
-
-
-# -- lists of tiles -------------------------------------------------------------------------------
-
-
-@runs
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("looked_at", [False, True])
-@pytest.mark.parametrize("letters", ["BHMN", "MN", "HN", "none"])
-def test_listed_tiles_are_what_the_pairs_say(letters: str, looked_at: bool, by_key: bool) -> None:
-    """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
-    tiles have lines without a pair. looked_at: the mask was prepared.
-    """
-    (B, H, M, N), (block_m, block_n) = (2, 2, 70, 50), (32, 16)
-    generator = torch.Generator().manual_seed(len(letters))
-    shape = [size if d in letters else 1 for size, d in zip((B, H, M, N), "BHMN", strict=True)]
-    mask = torch.rand(shape, generator=generator) > 0.1
-    mask[..., :40, :33] = True
-    mask[..., 40:] = mask[..., 40:] & (shape[3] == 1)
-    mask = None if letters == "none" else mask
-    lengths = torch.randint(20, N + 1, (B, M), generator=generator, dtype=torch.int32)
-    lengths[:, :35] = 50
-    queries = torch.tensor([70, 33], dtype=torch.int32)
-    q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
-    allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
-
-    mask, lengths, queries = _move(mask), _move(lengths), _move(queries)
-    words = prepared.classify(mask) if looked_at and mask is not None else None
-    inputs = _move(q), _move(k), _move(k), mask, words, lengths, queries
-    facts = facts_of(ForwardCall(*inputs, 2, -1, -1, 1.0, 0.0, None, 0))
-    base = mask_lists.base_tiles(facts, 16, 16)
-    lists = base.lists(block_m, block_n, by_key)
-    kinds = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
-    alive = torch.full((*base.shape, 16), 1 << 6, dtype=torch.uint8, device=DEVICE)
-    listed = torch.full(lists.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
-    mask_lists.classifier(base, facts, words)(mask, words, lengths, queries, kinds, alive)
-    mask_lists.tile_lister(base, lists, by_key)(kinds, listed)
-
-    outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
-    for b in range(B):
-        for h in range(H):
-            pairs = allowed[b, h].T if by_key else allowed[b, h]
-            for o, lines in enumerate(pairs.split(outer)):
-                row = listed[b, min(h, lists.heads - 1), o].tolist()
-                entries = row[4 : 4 + sum(row[:3])]
-                full, rest = entries[: row[0]], entries[row[0] :]
-                partial_, edge = rest[: row[1]], rest[row[1] :]
-                some = [t for t, tile in enumerate(lines.split(inner, 1)) if tile.any()]
-                assert sorted(entries) == some
-                for t in full + partial_:
-                    tile = lines.split(inner, 1)[t]
-                    assert tile.any(0).all() and tile.shape[1] == inner
-                    assert t in partial_ or tile.all()
-                assert all(x == sorted(x) for x in (full, partial_, edge))
-    if not by_key:
-        for m in range(base.tiles_m):
-            rows = allowed[:, : base.heads, m * 16 : m * 16 + 16].any(2)
-            assert torch.equal(alive.cpu()[:, :, m].flatten(2)[..., :N] > 0, rows)
-
-
-@pytest.mark.parametrize("length", [1, 3, 4, 9])
-def test_statistics_of_packed_sequences_fit(length: int) -> None:
-    """Each sequence's begin at a multiple of a step, behind the last one's."""
-    sequences, step = 40, LSE_DELTA_ALIGNMENT.value
-    offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
-    q = torch.empty(sequences * length, 1, 8)
-    inputs = (q, None, q, q, q, offsets, offsets, q, q[..., 0].T, length, length)
-    call = PackedBackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True] * 3)
-    [((_, rows), _, _)] = launchers.attention_varlen_bwd_workspace(call)
-    end = 0
-    for b, query0 in enumerate(offsets[:-1].tolist()):
-        begin = (query0 + b * (step - 1)) // step * step
-        assert begin >= end and begin % step == 0
-        end = begin + length
-    assert end <= rows
-
-
-def test_dead_rows_and_keys_are_what_the_pairs_say() -> None:
-    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
-        q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
-        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            restrictions = (None, None, None, causal, left, right)
-            inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], *restrictions[3:])
-            call = BackwardCall(*inputs, 1.0, 0.0, None, 0, [True, True, True, False])
-            facts = facts_of(call)
-            pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
-            assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
-            assert facts.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
-
-
-def _constants(
-    tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
-) -> tuple[Case, Case]:
-    """Of the kernels for dq and for dk and dv. expanded: the tensor that serves both batches."""
-    sizes = {"q": M, "k": N, "v": N, "dout": M, "out": M}
-    x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
-    if expanded:
-        x[expanded] = x[expanded][:1].expand(2, -1, -1, -1)
-    inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
-    call = BackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False])
-    gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), torch.empty(0))
-    layout = bwd_bind.layout_of(tiling, call)
-    binder = bwd_bind._Binder(layout, facts_of(call), call, gradients, True)
-    [(dkdv, _, _)] = binder.dkdv()
-    return binder.dq().func.constants["CASE"], dkdv.func.constants["CASE"]
-
-
-@pytest.mark.parametrize("expanded", ["", "q", "k", "v", "dout"])
-def test_descriptors_go_by_what_the_kernel_reads(expanded: str) -> None:
-    tile = BwdTile(32, 32, 4, 1, tma=True)
-    dq, dkdv = _constants(BwdConfig(tile, tile), expanded=expanded)
-    assert dq.TMA.value == (expanded not in ("k", "v"))
-    assert dkdv.TMA.value == (expanded not in ("q", "dout"))
-
-
-def test_edges_go_by_the_tiles_of_the_loop() -> None:
-    tiling = BwdConfig(BwdTile(32, 64, 4, 1), BwdTile(64, 32, 4, 1))
-    for size in (32, 64, 96, 128):
-        dq, dkdv = _constants(tiling, M=size, N=160 - size)
-        assert not dq.ARITHMETIC.value and not dkdv.ARITHMETIC.value
-        assert dq.RAGGED.value == ((160 - size) % 64 != 0)
-        assert dkdv.RAGGED.value == (size % 64 != 0)
 
 
 # -- tilings --------------------------------------------------------------------------------------
@@ -605,13 +478,13 @@ def test_every_head_dim_has_a_tiling(arch: str) -> None:
         assert {len([w for w in c.widths(D) if w]) for c in found} == {1, 2}
 
 
-def test_gpus_of_a_generation_share_tilings() -> None:
+def test_generations_share_tilings() -> None:
     for dtype, D in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
         for archs in (("sm_100", "sm_103"), ("sm_86", "sm_89", "sm_120"), ("gfx90a", "gfx942")):
             assert len({bwd_config.bwd_config(arch, dtype, D, D) for arch in archs}) == 1
 
 
-def test_refuses_what_it_cannot_run() -> None:
+def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
     rest = (0, -1, -1, 1.0, 0.0, None, 0, [True] * 4)
 

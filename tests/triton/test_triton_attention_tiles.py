@@ -1,4 +1,5 @@
-"""Which tiles attention's kernels in Triton visit, and how head dims are cut in two.
+"""Which tiles attention's kernels in Triton visit, and what else follows from a call's sizes:
+bounds, dead rows and keys, column tiles of head dims, workspaces.
 
 On a GPU everything runs natively. Without one, this file runs itself once more in Triton's
 interpreter.
@@ -26,8 +27,13 @@ import triton.language as tl
 from compiled_kernels import compiles
 
 from fastattn.ops.attention import prepared, reference
-from fastattn.ops.attention.triton import mask_lists
+from fastattn.ops.attention.calls import BackwardCall, ForwardCall, Gradients, PackedBackwardCall
+from fastattn.ops.attention.triton import backward, base_tiles, bwd_bind, mask_lists
 from fastattn.ops.attention.triton import tiles as device_tiles
+from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
+from fastattn.ops.attention.triton.bwd_parts import LSE_DELTA_ALIGNMENT
+from fastattn.ops.attention.triton.launch import facts_of
+from fastattn.ops.attention.triton.tiles import Case
 
 DEVICE = _env.default_device()
 NATIVE = DEVICE.type == "cuda"
@@ -35,6 +41,9 @@ runs = pytest.mark.skipif(
     not NATIVE and not _env.interpreting(),
     reason="runs on a GPU, or in the interpreter's own process",
 )
+
+
+# -- tiles to visit -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -61,7 +70,7 @@ def _tile_range_kernel(
 def _allowed_by_tiles(
     M: int, N: int, causal: int, left: int, right: int, rows: tuple[int, int], block: int
 ) -> tuple[int, int, int, int]:
-    """What tile_range should say, by looking at every pair: first, full_first, full_last, last."""
+    """The expected results of tile_range, from all pairs: first, full_first, full_last, last."""
     q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
     allowed = reference.allowed_pairs(q, k, None, None, None, causal, left, right)[0, 0]
     tiles = allowed[rows[0] : rows[1]].split(block, dim=1)
@@ -81,7 +90,7 @@ def _allowed_by_tiles(
         *((0, 5, 3), (1, 20, -1), (2, 40, -1), (0, 0, 0), (0, -1, 9)),
     ],
 )
-def test_tile_range_is_what_the_pairs_say(causal: int, left: int, right: int) -> None:
+def test_tile_range_matches_allowed_pairs(causal: int, left: int, right: int) -> None:
     large, small = ((70, 70), (40, 100), (100, 40)), ((2, 2), (2, 9), (9, 2))
     for (M, N), block in (*((sizes, 16) for sizes in large), *((sizes, 1) for sizes in small)):
         bounds = device_tiles.diagonal_bounds(causal, left, right, M, N)
@@ -129,7 +138,7 @@ def _lists_of(mask: Tensor, M: int, N: int, block_m: int, block_n: int) -> list[
 @runs
 @pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("letters", ["BHMN", "MN", "BN", "HM", "HMN", ""])
-def test_mask_tiles_are_what_the_mask_says(letters: str, words: bool) -> None:
+def test_forward_lists_match_the_mask(letters: str, words: bool) -> None:
     """words: listed from a prepared mask."""
     generator = torch.Generator().manual_seed(len(letters))
     sizes = {"B": 2, "H": 3, "M": 70, "N": 75}
@@ -159,7 +168,66 @@ def test_mask_tiles_are_what_the_mask_says(letters: str, words: bool) -> None:
                 assert row[begin : begin + row[kind]] == tiles, (n, kind)
 
 
-def test_band_is_what_the_pairs_say() -> None:
+@runs
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("letters", ["BHMN", "MN", "HN", "none"])
+def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_key: bool) -> None:
+    """Every tile with an allowed pair is listed once. Full tiles have nothing else, and only edge
+    tiles have lines without a pair. is_prepared: the mask was prepared.
+    """
+    (B, H, M, N), (block_m, block_n) = (2, 2, 70, 50), (32, 16)
+    generator = torch.Generator().manual_seed(len(letters))
+    shape = [size if d in letters else 1 for size, d in zip((B, H, M, N), "BHMN", strict=True)]
+    mask = torch.rand(shape, generator=generator) > 0.1
+    mask[..., :40, :33] = True
+    mask[..., 40:] = mask[..., 40:] & (shape[3] == 1)
+    mask = None if letters == "none" else mask
+    lengths = torch.randint(20, N + 1, (B, M), generator=generator, dtype=torch.int32)
+    lengths[:, :35] = 50
+    queries = torch.tensor([70, 33], dtype=torch.int32)
+    q, k = torch.empty(B, H, M, 1), torch.empty(B, H, N, 1)
+    allowed = reference.allowed_pairs(q, k, mask, lengths, queries, 2, -1, -1).expand(B, H, M, N)
+
+    mask = None if mask is None else mask.to(DEVICE)
+    lengths, queries = lengths.to(DEVICE), queries.to(DEVICE)
+    words = prepared.classify(mask) if is_prepared and mask is not None else None
+    inputs = q.to(DEVICE), k.to(DEVICE), k.to(DEVICE), mask, words, lengths, queries
+    facts = facts_of(ForwardCall(*inputs, 2, -1, -1, 1.0, 0.0, None, 0))
+    base = base_tiles.base_tiles(facts, 16, 16)
+    lists = mask_lists.base_tile_lists(base, block_m, block_n, by_key)
+    bits = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
+    alive = torch.full((*base.shape, 16), 1 << 6, dtype=torch.uint8, device=DEVICE)
+    listed = torch.full(lists.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
+    base_tiles.classifier(base, facts, words)(mask, words, lengths, queries, bits, alive)
+    mask_lists.tile_lister(base, lists, by_key)(bits, listed)
+
+    outer, inner = (block_n, block_m) if by_key else (block_m, block_n)
+    for b in range(B):
+        for h in range(H):
+            pairs = allowed[b, h].T if by_key else allowed[b, h]
+            for o, lines in enumerate(pairs.split(outer)):
+                row = listed[b, min(h, lists.heads - 1), o].tolist()
+                entries = row[4 : 4 + sum(row[:3])]
+                full, rest = entries[: row[0]], entries[row[0] :]
+                partial_, edge = rest[: row[1]], rest[row[1] :]
+                some = [t for t, tile in enumerate(lines.split(inner, 1)) if tile.any()]
+                assert sorted(entries) == some
+                for t in full + partial_:
+                    tile = lines.split(inner, 1)[t]
+                    assert tile.any(0).all() and tile.shape[1] == inner
+                    assert t in partial_ or tile.all()
+                assert all(x == sorted(x) for x in (full, partial_, edge))
+    if not by_key:
+        for m in range(base.tiles_m):
+            rows = allowed[:, : base.heads, m * 16 : m * 16 + 16].any(2)
+            assert torch.equal(alive.cpu()[:, :, m].flatten(2)[..., :N] > 0, rows)
+
+
+# -- what follows from sizes ----------------------------------------------------------------------
+
+
+def test_diagonal_bounds_match_allowed_pairs() -> None:
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 1), torch.empty(1, 1, N, 1)
         ahead = torch.arange(N) - torch.arange(M)[:, None]
@@ -174,7 +242,7 @@ def test_band_is_what_the_pairs_say() -> None:
             assert bounds.has_high == (not below_high.all()), case
 
 
-def test_band_drops_what_restricts_nothing() -> None:
+def test_diagonal_bounds_drop_unrestricting_sides() -> None:
     assert device_tiles.diagonal_bounds(0, -1, -1, 5, 9) == (0, 0, False, False)
     assert device_tiles.diagonal_bounds(2, -1, -1, 1, 9) == (0, 0, False, False)  # decoding
     assert device_tiles.diagonal_bounds(1, -1, 3, 5, 9) == (0, 0, False, True)
@@ -182,11 +250,78 @@ def test_band_drops_what_restricts_nothing() -> None:
     assert device_tiles.diagonal_bounds(2, 3, -1, 5, 9) == (1, 4, True, True)
 
 
-def test_head_dims_are_split_where_that_pads_less() -> None:
+def test_head_dims_are_split_to_pad_less() -> None:
     widths = {8: (16, 0), 24: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 96: (64, 32)}
     widths |= {120: (128, 0), 160: (128, 32), 192: (128, 64), 256: (256, 0)}
     for width, tiles in widths.items():
         assert device_tiles.split_width(width) == tiles, width
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_lse_and_delta_of_packed_sequences_fit(length: int) -> None:
+    """Those of each sequence begin at a multiple of a step, behind those of the last."""
+    sequences, step = 40, LSE_DELTA_ALIGNMENT.value
+    offsets = length * torch.arange(sequences + 1, dtype=torch.int32)
+    q = torch.empty(sequences * length, 1, 8)
+    inputs = (q, None, q, q, q, offsets, offsets, q, q[..., 0].T, length, length)
+    call = PackedBackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True] * 3)
+    [((_, rows), _, _)] = backward.attention_varlen_bwd_workspace(call)
+    end = 0
+    for b, query0 in enumerate(offsets[:-1].tolist()):
+        begin = (query0 + b * (step - 1)) // step * step
+        assert begin >= end and begin % step == 0
+        end = begin + length
+    assert end <= rows
+
+
+def test_dead_rows_and_keys_match_allowed_pairs() -> None:
+    for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
+        q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
+        for left, right in itertools.product(range(-1, 4), range(-1, 4)):
+            restrictions = (None, None, None, causal, left, right)
+            inputs = (q, None, q, k, k, None, *restrictions[:3], q, q[..., 0], *restrictions[3:])
+            call = BackwardCall(*inputs, 1.0, 0.0, None, 0, [True, True, True, False])
+            facts = facts_of(call)
+            pairs = reference.allowed_pairs(q, k, *restrictions).expand(1, 1, M, N)
+            assert facts.dead_rows != pairs.any(3).all(), (M, N, causal, left, right)
+            assert facts.dead_keys != pairs.any(2).all(), (M, N, causal, left, right)
+
+
+def _constants(
+    tiling: BwdConfig, M: int = 64, N: int = 64, expanded: str = ""
+) -> tuple[Case, Case]:
+    """Of the kernels for dq and for dk and dv. expanded: the tensor that serves both batches."""
+    sizes = {"q": M, "k": N, "v": N, "dout": M, "out": M}
+    x = {name: torch.empty(2, 2, n, 16, dtype=torch.float16) for name, n in sizes.items()}
+    if expanded:
+        x[expanded] = x[expanded][:1].expand(2, -1, -1, -1)
+    inputs = (x["dout"], None, x["q"], x["k"], x["v"], *[None] * 4, x["out"], x["out"][..., 0])
+    call = BackwardCall(*inputs, 0, -1, -1, 1.0, 0.0, None, 0, [True, True, True, False])
+    gradients = Gradients(*(torch.empty_like(x[name]) for name in "qkv"), torch.empty(0))
+    layout = bwd_bind.layout_of(tiling, call)
+    binder = bwd_bind._Binder(layout, facts_of(call), call, gradients, True)
+    [(dkdv, _, _)] = binder.dkdv()
+    return binder.dq().func.constants["CASE"], dkdv.func.constants["CASE"]
+
+
+@pytest.mark.parametrize("expanded", ["", "q", "k", "v", "dout"])
+def test_descriptors_depend_on_the_tensors_that_the_loop_reads(expanded: str) -> None:
+    tile = BwdTile(32, 32, 4, 1, tma=True)
+    dq, dkdv = _constants(BwdConfig(tile, tile), expanded=expanded)
+    assert dq.TMA.value == (expanded not in ("k", "v"))
+    assert dkdv.TMA.value == (expanded not in ("q", "dout"))
+
+
+def test_ragged_depends_on_the_tiles_of_the_loop() -> None:
+    tiling = BwdConfig(BwdTile(32, 64, 4, 1), BwdTile(64, 32, 4, 1))
+    for size in (32, 64, 96, 128):
+        dq, dkdv = _constants(tiling, M=size, N=160 - size)
+        assert not dq.ARITHMETIC.value and not dkdv.ARITHMETIC.value
+        assert dq.RAGGED.value == ((160 - size) % 64 != 0)
+        assert dkdv.RAGGED.value == (size % 64 != 0)
+
+
+# -- the interpreter's own process ----------------------------------------------------------------
 
 
 @pytest.mark.long

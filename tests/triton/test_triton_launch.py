@@ -30,6 +30,7 @@ from fastattn.ops import _triton_launch  # noqa: E402
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall  # noqa: E402
 from fastattn.ops.attention.triton import (  # noqa: E402
     backward,
+    base_tiles,
     bwd_bind,
     forward,
     launch,
@@ -125,7 +126,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     monkeypatch.setattr(_env, "architecture", lambda *device: "sm_90")
     kernels = [
         value
-        for module in (forward, bwd_bind, tiles, mask_lists, steps, norms)
+        for module in (forward, bwd_bind, tiles, mask_lists, base_tiles, steps, norms)
         for value in vars(module).values()
         if isinstance(value, triton.runtime.jit.JITFunction)
     ]

@@ -1,10 +1,10 @@
-"""The backward of attention in Triton: what is launched for which call. forward.py is the forward.
+"""The launchers of attention's backward in Triton.
 
 A call launches dq (with lse and delta of every row, which the others need), then dk and dv, then
 the gradient of an additive mask, each only if it is needed. Formulas are in bwd_parts.py, a kernel
-each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in mask_lists.py, tilings in
-bwd_config.py. What follows from sizes and strides is in bwd_bind.py, worked out once per
-combination and remembered.
+each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in base_tiles.py and mask_lists.py,
+tilings in bwd_config.py. bwd_bind.py binds the kernels' arguments, once per combination of shapes,
+strides and options.
 """
 
 from collections.abc import Sequence
@@ -59,14 +59,13 @@ def _run(
     packed: Packed | None = None,
 ) -> None:
     """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets."""
-    needed = _what_is_left(call, gradients, packed)
-    if needed is None:
+    reduced = _without_zeros(call, gradients, packed)
+    if reduced is None:
         return
-    call = needed
     (
         dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out, lse, *options,
         dropout_p, dropout_seed, dropout_stream, needs,
-    ) = call  # fmt: skip
+    ) = reduced  # fmt: skip
     dq, dk, dv, dmask = gradients
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     addresses |= 0 if dout is None else dout.data_ptr()
@@ -79,14 +78,13 @@ def _run(
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)
     if plan is None:
-        plan = bind(tiling, call, gradients, key[-1], packed)
-        _plans.remember(key, plan)
+        plan = _plans.remember(key, bind(tiling, reduced, gradients, key[-1], packed))
 
     lse_delta, *rest = workspace
-    kinds = alive = lists_dq = lists_dkdv = None
+    base_bits = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
-        kinds, alive, lists_dq, lists_dkdv, *rest = rest
-        plan.classify(mask, mask_tiles, key_lengths, query_lengths, kinds, alive)
+        base_bits, alive, lists_dq, lists_dkdv, *rest = rest
+        plan.classify(mask, mask_tiles, key_lengths, query_lengths, base_bits, alive)
     seed = dropout_seed if dropout_p > 0.0 else None
     row_keys = None if seed is None else workspace[-2]
     column_keys = None
@@ -94,14 +92,14 @@ def _run(
         column_keys = workspace[-1]
         plan.hash_columns(seed, column_keys, dropout_stream)
     if plan.list_dq is not None:
-        plan.list_dq(kinds, lists_dq)
+        plan.list_dq(base_bits, lists_dq)
     plan.dq(
         q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, mask,
         lists_dq, alive, key_lengths, query_lengths, seed, column_keys, row_keys,
         dropout_stream,
     )  # fmt: skip
     if plan.list_dkdv is not None:
-        plan.list_dkdv(kinds, lists_dkdv)
+        plan.list_dkdv(base_bits, lists_dkdv)
     for launch, writes_dk, writes_dv in plan.dkdv:
         launch(
             q, k, v, dout, q, q, dout, dout, lse_delta, dk if writes_dk else None,
@@ -111,17 +109,17 @@ def _run(
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
-            q, k, v, dout, lse_delta, mask, kinds, key_lengths, query_lengths, seed, target,
+            q, k, v, dout, lse_delta, mask, base_bits, key_lengths, query_lengths, seed, target,
             dropout_stream,
         )  # fmt: skip
         if plan.sum_splits is not None:
             plan.sum_splits(target, dmask)
 
 
-def _what_is_left(
+def _without_zeros(
     call: BackwardCall, gradients: Gradients, packed: Packed | None
 ) -> BackwardCall | None:
-    """The call without what needs no kernel, whose results are zeros; None if nothing is left."""
+    """The call without gradients that are zero, which are written here; None if all are."""
     dout, dlse, dropout_p = call.dout, call.dlse, call.dropout_p
     need_dq, need_dk, need_dv, need_dmask = call.needs
     need_dmask = need_dmask and call.mask is not None
@@ -162,9 +160,9 @@ def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
 def _padded(call: PackedBackwardCall) -> tuple[BackwardCall, Packed]:
     packed = Packed(call.cu_seqlens_q.numel() - 1, call.max_seqlen_q, call.max_seqlen_k)
     return BackwardCall(
-        call.dout, call.dlse, call.q, call.k, call.v, None, None, call.cu_seqlens_k,
-        call.cu_seqlens_q, call.out, call.lse, call.causal, call.window_left, call.window_right,
-        call.scale, call.dropout_p, call.dropout_seed, call.dropout_stream, (*call.needs, False),
+        *call[:5], None, None, call.cu_seqlens_k, call.cu_seqlens_q, call.out, call.lse,
+        call.causal, call.window_left, call.window_right, call.scale, call.dropout_p,
+        call.dropout_seed, call.dropout_stream, (*call.needs, False),
     ), packed  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchCache, signature
 from fastattn.ops.attention.calls import BackwardCall, Gradients
+from fastattn.ops.attention.triton.base_tiles import BaseTiles, base_tiles, classifier
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile, bwd_config
 from fastattn.ops.attention.triton.bwd_dkdv_kernel import attention_bwd_dkdv_kernel
 from fastattn.ops.attention.triton.bwd_dmask_kernel import (
@@ -29,23 +30,18 @@ from fastattn.ops.attention.triton.launch import (
     Packed,
     Workspace,
     architecture,
-    describable,
     descriptor_templates,
     facts_of,
+    fits_descriptor,
     heads_first,
     row_strides_in_units,
     swizzle_group_size,
 )
-from fastattn.ops.attention.triton.mask_lists import (
-    BaseTiles,
-    Lists,
-    base_tiles,
-    classifier,
-    tile_lister,
-)
+from fastattn.ops.attention.triton.mask_lists import Lists, base_tile_lists, tile_lister
 from fastattn.ops.attention.triton.tiles import (
     Case,
     MaskStrides,
+    RowStrides,
     column_hasher,
     column_keys_workspace,
 )
@@ -64,8 +60,11 @@ _Launch = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Sums:
-    """How dmask is computed: its sizes, what a program owns, what it adds up, in which shares."""
+class DmaskTiling:
+    """Of batches, heads, query tiles and key tiles: how many dmask has (`owned`), and how many are
+    summed into each of these (`summed`), by `splits` programs of per_split tiles. sizes: the
+    mask's, 1 where broadcast.
+    """
 
     sizes: tuple[int, ...]
     owned: tuple[int, ...]
@@ -74,27 +73,26 @@ class Sums:
     per_split: int
 
 
-class Listed(NamedTuple):
+class TileLists(NamedTuple):
     """Where arithmetic alone cannot say which tiles to visit."""
 
     base: BaseTiles
     dq: Lists
     dkdv: Lists
-    sums: Sums | None
+    dmask: DmaskTiling | None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tiling of a call and its scratch memory.
-
-    That is: lse and delta; with lists the kinds, the living keys and the lists of dq and dkdv; with
-    shares of dmask those; with dropout the keys of rows and of columns.
+    """The tiling of a call and its workspace: lse and delta; with lists the bits and live keys of
+    base tiles and the lists of dq and dkdv; with splits of dmask their sums; with dropout the keys
+    of rows and of columns.
     """
 
     config: BwdConfig
     padded_m: int
     workspace: Workspace
-    listed: Listed | None
+    lists: TileLists | None
 
 
 _layouts = LaunchCache()
@@ -125,40 +123,42 @@ def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool) -> Layout:
     if config is None:
         edges = facts.arithmetic or M % _LSE_DELTA_ROWS != 0 or N % _LSE_DELTA_ROWS != 0
         wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize >= 4
-        config = bwd_config(facts.arch, facts.dtype, facts.D, facts.E, edges, facts.listed, wide)
+        config = bwd_config(
+            facts.arch, facts.dtype, facts.D, facts.E, edges, facts.needs_lists, wide
+        )
     heads, rows = facts.B * facts.H, facts.rows
     if facts.packed is not None:
         heads, rows = facts.H, rows + (LSE_DELTA_ALIGNMENT.value - 1) * facts.packed.sequences
     padded_m = triton.cdiv(rows, _LSE_DELTA_ROWS) * _LSE_DELTA_ROWS
     workspace: Workspace = [((heads, padded_m), torch.int64, False)]
-    listed = None
-    if facts.listed:
+    lists = None
+    if facts.needs_lists:
         base_m = min(config.dq.block_m, config.dkdv.block_m)
         base_n = min(config.dq.block_n, config.dkdv.block_n)
         base = base_tiles(facts, base_m, base_n)
-        dq = base.lists(config.dq.block_m, config.dq.block_n, by_key=False)
-        dkdv = base.lists(config.dkdv.block_m, config.dkdv.block_n, by_key=True)
+        dq = base_tile_lists(base, config.dq.block_m, config.dq.block_n, by_key=False)
+        dkdv = base_tile_lists(base, config.dkdv.block_m, config.dkdv.block_n, by_key=True)
         workspace += [(base.shape, torch.uint8, False), ((*base.shape, base_n), torch.uint8, False)]
-        workspace += [(lists.shape, torch.int32, False) for lists in (dq, dkdv)]
-        sums = None
+        workspace += [(each.shape, torch.int32, False) for each in (dq, dkdv)]
+        dmask = None
         if need_dmask and mask is not None:
-            sums = _dmask_sums(mask.sizes, facts, base)
-            if sums.splits > 1:
-                workspace.append(((sums.splits, prod(sums.sizes)), torch.float32, False))
-        listed = Listed(base, dq, dkdv, sums)
+            dmask = _dmask_tiling(mask.sizes, facts, base)
+            if dmask.splits > 1:
+                workspace.append(((dmask.splits, prod(dmask.sizes)), torch.float32, False))
+        lists = TileLists(base, dq, dkdv, dmask)
     if facts.dropout_p > 0.0:  # at most one key per row, and those of the columns
         workspace += [((heads * padded_m,), torch.int32, False), column_keys_workspace(N)]
-    return Layout(config, padded_m, workspace, listed)
+    return Layout(config, padded_m, workspace, lists)
 
 
-def _dmask_sums(sizes: tuple[int, ...], facts: Facts, base: BaseTiles) -> Sums:
+def _dmask_tiling(sizes: tuple[int, ...], facts: Facts, base: BaseTiles) -> DmaskTiling:
     whole = (facts.B, facts.H, base.tiles_m, base.tiles_n)
     owned = tuple(1 if n == 1 else all_of_it for n, all_of_it in zip(sizes, whole, strict=True))
     summed = tuple(all_of_it // own for own, all_of_it in zip(owned, whole, strict=True))
     items = prod(summed)
     splits = max(1, min(items, _DMASK_PROGRAMS // max(1, prod(owned))))
     per_split = triton.cdiv(items, splits)
-    return Sums(sizes, owned, summed, triton.cdiv(items, per_split), per_split)
+    return DmaskTiling(sizes, owned, summed, triton.cdiv(items, per_split), per_split)
 
 
 # -- what follows from strides, too ---------------------------------------------------------------
@@ -193,8 +193,8 @@ def bind(
     need_dq, _, _, need_dmask = call.needs
     dkdv = binder.dkdv()
     classify = list_dq = list_dkdv = dmask = sum_splits = None
-    if layout.listed is not None:
-        base, for_dq, for_dkdv, _ = layout.listed
+    if layout.lists is not None:
+        base, for_dq, for_dkdv, _ = layout.lists
         classify = classifier(base, binder.facts, call.mask_tiles)
         if need_dq or binder.exact_delta:
             list_dq = tile_lister(base, for_dq, False)
@@ -222,6 +222,17 @@ def _exact_delta(facts: Facts, call: BackwardCall, dmask: Tensor) -> bool:
     return call.needs[3] and (finer or dmask.shape[3] == 1)
 
 
+class _Strides(NamedTuple):
+    q: RowStrides
+    k: RowStrides
+    v: RowStrides
+    out: RowStrides
+    dout: RowStrides
+    dq: RowStrides
+    dk: RowStrides
+    dv: RowStrides
+
+
 class _Binder:
     """What the kernels' arguments have in common, and each kernel's own."""
 
@@ -234,14 +245,14 @@ class _Binder:
         aligned: bool,
     ):
         self.layout, self.facts, self.call, self.aligned = layout, facts, call, aligned
-        self.dmask_strides, dmask = gradients.dmask.stride(), gradients.dmask
-        self.exact_delta = _exact_delta(facts, call, dmask)
+        self.dmask_strides = gradients.dmask.stride()
+        self.exact_delta = _exact_delta(facts, call, gradients.dmask)
         self.d, self.e = layout.config.widths(facts.D), layout.config.widths(facts.E)
-        results = [x if need else None for x, need in zip(gradients, call.needs, strict=True)]
+        dq, dk, dv, _ = (x if need else None for x, need in zip(gradients, call.needs, strict=True))
         self.unit, strides = row_strides_in_units(
-            call.q, call.k, call.v, call.out, call.dout, *results[:3]
+            call.q, call.k, call.v, call.out, call.dout, dq, dk, dv
         )
-        self.q, self.k, self.v, self.o, self.do, self.dq_, self.dk, self.dv = strides
+        self.strides = _Strides(*strides)
 
     def swizzle_group(self, x: Tensor, y: Tensor, group: int, heads: int) -> int:
         """x and y are what a head reads again and again."""
@@ -250,30 +261,28 @@ class _Binder:
 
     def list_numbers(self, by_key: bool) -> tuple[int, ...]:
         """Of base tiles and of lists: strides of batch, head and tile, and how many are summed."""
-        listed = self.layout.listed
-        if listed is None:
+        found = self.layout.lists
+        if found is None:
             return (0, 0, 0, 0, 1, 0, 0, 0) if by_key else (0, 0, 0, 0, 0, 0, 0)
-        base = listed.base
+        base, lists = found.base, found.dkdv if by_key else found.dq
         heads = (self.facts.group if base.heads > 1 else 1,) if by_key else ()
-        lists = listed.dkdv if by_key else listed.dq
         return (*base.shared_strides, base.tiles_m, base.keys, *heads, *lists.strides)
 
     def case(self, block_m: int, block_n: int, **others: Any) -> Case:
-        facts, listed = self.facts, self.layout.listed
-        if listed is not None:
-            others |= {"LISTS": True, "BASE_M": listed.base.block_m, "BASE_N": listed.base.block_n}
+        facts, lists = self.facts, self.layout.lists
+        if lists is not None:
+            others |= {"LISTS": True, "BASE_M": lists.base.block_m, "BASE_N": lists.base.block_n}
         return facts.case(
             block_m, block_n, self.d, self.e, UNIT=self.unit,
             PRECISION=self.layout.config.precision, HAS_DOUT=self.call.dout is not None,
             # The lowest value of these makes exp of any score 0, without a comparison.
-            BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32),
-            **others,
+            BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32), **others,
         )  # fmt: skip
 
-    def tile_case(self, tile: BwdTile, tma: bool, dead: bool, ragged: bool, **others: Any) -> Case:
+    def tile_case(self, tile: BwdTile, tma: bool, **others: Any) -> Case:
         return self.case(
             tile.block_m, tile.block_n, STAGES=tile.stages, EDGE_STAGES=tile.edge_stages, TMA=tma,
-            DEAD=dead, RAGGED=ragged, **others,
+            **others,
         )  # fmt: skip
 
     def descriptors(
@@ -292,24 +301,26 @@ class _Binder:
         return tile.tma and self.aligned and self.call.dout is not None
 
     def dq(self) -> _Launch:
-        facts, call, tile = self.facts, self.call, self.layout.config.dq
+        facts, call, tile, stride = self.facts, self.call, self.layout.config.dq, self.strides
         heads = facts.B * facts.H
         read_v = None if call.dout is None else call.v
         tma = self._by_tma(tile) and call.needs[0]
-        tma = tma and describable(call.k) and describable(read_v)
+        tma = tma and fits_descriptor(call.k) and fits_descriptor(read_v)
+        ragged = facts.N % tile.block_n != 0
+        case = self.tile_case(tile, tma, DEAD=facts.dead_keys, RAGGED=ragged)
         launch = BoundLaunch(
             attention_bwd_dq_kernel,
             (
-                self.q, self.k, self.v, self.o, self.do, self.dq_, facts.mask_strides,
-                *self.list_numbers(False), *facts.length_strides, facts.H, facts.group, facts.M,
-                facts.N // facts.mask_unit, self.layout.padded_m, facts.rows, heads,
-                self.swizzle_group(call.k, call.v, facts.group, heads), *facts.numbers,
+                stride.q, stride.k, stride.v, stride.out, stride.dout, stride.dq,
+                facts.mask_strides, *self.list_numbers(False), *facts.length_strides, facts.H,
+                facts.group, facts.M, facts.N // facts.mask_unit, self.layout.padded_m, facts.rows,
+                heads, self.swizzle_group(call.k, call.v, facts.group, heads), *facts.numbers,
             ),
             {
                 "NEED_DQ": call.needs[0],
                 "HAS_DLSE": call.dlse is not None,
                 "EXACT_DELTA": self.exact_delta,
-                "CASE": self.tile_case(tile, tma, facts.dead_keys, facts.N % tile.block_n != 0),
+                "CASE": case,
             },
             self.descriptors(5, call.k, read_v, tile.block_n, tma),
             **tile.options(tma),
@@ -324,51 +335,50 @@ class _Binder:
         return tuple((self._dkdv(*each), *each) for each in passes if any(each))
 
     def _dkdv(self, need_dk: bool, need_dv: bool) -> _Launch:
-        facts, call, tile = self.facts, self.call, self.layout.config.dkdv
+        facts, call, tile, stride = self.facts, self.call, self.layout.config.dkdv, self.strides
         heads = facts.B * facts.K
-        tma = self._by_tma(tile) and describable(call.q) and describable(call.dout)
+        tma = self._by_tma(tile) and fits_descriptor(call.q) and fits_descriptor(call.dout)
+        case = self.tile_case(
+            tile, tma, DEAD=facts.dead_rows, RAGGED=facts.M % tile.block_m != 0, NEED_DK=need_dk,
+            NEED_DV=need_dv, LATE=tile.late,
+        )  # fmt: skip
         launch = BoundLaunch(
             attention_bwd_dkdv_kernel,
             (
-                self.q, self.k, self.v, self.do, self.dk, self.dv, facts.mask_strides,
-                *self.list_numbers(True), *facts.length_strides, facts.H, facts.K, facts.group,
-                facts.M, facts.N // facts.mask_unit, self.layout.padded_m, heads,
-                self.swizzle_group(call.q, call.v, 1, heads), *facts.numbers,
+                stride.q, stride.k, stride.v, stride.dout, stride.dk, stride.dv,
+                facts.mask_strides, *self.list_numbers(True), *facts.length_strides, facts.H,
+                facts.K, facts.group, facts.M, facts.N // facts.mask_unit, self.layout.padded_m,
+                heads, self.swizzle_group(call.q, call.v, 1, heads), *facts.numbers,
             ),
-            {
-                "CASE": self.tile_case(
-                    tile, tma, facts.dead_rows, facts.M % tile.block_m != 0, NEED_DK=need_dk,
-                    NEED_DV=need_dv, LATE=tile.late,
-                ),
-            },
+            {"CASE": case},
             self.descriptors(4, call.q, call.dout, tile.block_m, tma),
             **tile.options(tma),
         )  # fmt: skip
         return launch.over(triton.cdiv(facts.N, tile.block_n) * heads)
 
     def dmask(self) -> tuple[_Launch, _Launch | None]:
-        """And the sum of its shares, where there are several."""
-        facts, listed = self.facts, self.layout.listed
-        assert listed is not None and listed.sums is not None and facts.mask is not None
-        base, sums = listed.base, listed.sums
-        result_strides = MaskStrides(*self.dmask_strides)
-        _, sh, sm, sn = sums.sizes
-        share, target, sum_splits = 0, result_strides, None
-        if sums.splits > 1:
-            share, target = prod(sums.sizes), MaskStrides(sh * sm * sn, sm * sn, sn, 1)
+        """And the sum of its splits, where there are several."""
+        facts, lists, stride = self.facts, self.layout.lists, self.strides
+        assert lists is not None and lists.dmask is not None and facts.mask is not None
+        base, tiling = lists.base, lists.dmask
+        _, sh, sm, sn = tiling.sizes
+        target = result_strides = MaskStrides(*self.dmask_strides)
+        numel, sum_splits = 0, None
+        if tiling.splits > 1:
+            numel, target = prod(tiling.sizes), MaskStrides(sh * sm * sn, sm * sn, sn, 1)
             add = BoundLaunch(
                 sum_splits_kernel,
-                (result_strides, sh, sm, sn, share, sums.splits),
+                (result_strides, sh, sm, sn, numel, tiling.splits),
                 {"BLOCK": 1024},
             )
-            sum_splits = add.over(triton.cdiv(share, 1024))
+            sum_splits = add.over(triton.cdiv(numel, 1024))
         launch = BoundLaunch(
             attention_bwd_dmask_kernel,
             (
-                self.q, self.k, self.v, self.do, MaskStrides(*facts.mask.strides), share, target,
-                *base.shared_strides, base.tiles_n, *facts.length_strides, facts.H, facts.group,
-                facts.M, facts.N, self.layout.padded_m, *sums.owned[1:], *sums.summed, sums.splits,
-                sums.per_split, *facts.numbers,
+                stride.q, stride.k, stride.v, stride.dout, MaskStrides(*facts.mask.strides),
+                numel, target, *base.shared_strides, base.tiles_n, *facts.length_strides, facts.H,
+                facts.group, facts.M, facts.N, self.layout.padded_m, *tiling.owned[1:],
+                *tiling.summed, tiling.splits, tiling.per_split, *facts.numbers,
             ),
             {
                 "SUM_ROWS": sm == 1,
@@ -378,4 +388,4 @@ class _Binder:
             num_warps=self.layout.config.dmask_warps,
             num_stages=1,
         )  # fmt: skip
-        return launch.over(prod(sums.owned) * sums.splits), sum_splits
+        return launch.over(prod(tiling.owned) * tiling.splits), sum_splits

@@ -41,6 +41,7 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     Lengths,
     Source,
+    add_product,
     key_bounds,
     load_mask,
     load_partial,
@@ -52,6 +53,7 @@ from fastattn.ops.attention.triton.tiles import (
     row_limits,
     row_zeros,
     rows_of,
+    scaled_rows,
     sequence_limits,
     store_row_tiles,
     tile_range,
@@ -71,12 +73,10 @@ class Rows(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads in one head. k1 and v1 are used where there is D1 and E1."""
+    """What a program reads in one head. k and v are pairs of column tiles."""
 
-    k0: Any
-    k1: Any
-    v0: Any
-    v1: Any
+    k: Any
+    v: Any
     q: Source
     dout: Source
     mask: Mask
@@ -92,25 +92,15 @@ class Operands(NamedTuple):
     shift: Any
 
 
-class Sums(NamedTuple):
-    """Of every key: dk and dv; dk1 and dv1 are used where there is D1 and E1."""
-
-    dk0: Any
-    dk1: Any
-    dv0: Any
-    dv1: Any
-
-
 @triton.jit
 def dkdv_tile(
-    sums, tile, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
+    dk, dv, tile, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
 ):
-    """Adds query tile `tile` to dk and dv. lse_delta_ptr and row_keys_ptr: of the tile if it is
-    FULL and not listed, else of the head.
+    """Adds query tile `tile` to the pairs dk and dv. lse_delta_ptr and row_keys_ptr: of the tile if
+    it is FULL and not listed, else of the head.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
-    dk0, dk1, dv0, dv1 = sums
     m_start = tile * BLOCK_M
     local_i = tl.arange(0, BLOCK_M)
     i = m_start + local_i
@@ -130,14 +120,14 @@ def dkdv_tile(
     MASKED: tl.constexpr = KIND == EDGE
     BY_TMA: tl.constexpr = CASE.TMA and not (MASKED and CASE.DEAD)
 
-    q0, q1 = load_rows(given.q, m_start, live, BLOCK_M, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
-    s = product(given.k0, given.k1, q0, q1, CASE.D1, CASE.PRECISION)  # [BLOCK_N, BLOCK_M]
+    q = load_rows(given.q, m_start, live, BLOCK_M, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
+    s = product(given.k, q, CASE.D1, CASE.PRECISION)  # [BLOCK_N, BLOCK_M]
     if CASE.HAS_DOUT:
-        do0, do1 = load_rows(
+        dout = load_rows(
             given.dout, m_start, live, BLOCK_M, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
         )
         if CASE.LATE and CASE.NEED_DK:
-            dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
+            dp = product(given.v, dout, CASE.E1, CASE.PRECISION)
 
     bias = 0.0
     rows = local_i[None, :]
@@ -194,16 +184,14 @@ def dkdv_tile(
         if CASE.NEED_DV:
             kept = p
             if CASE.DROPOUT == 2:
-                kept = zero_dropped(p.to(do0.dtype), bits, rows, columns)
+                kept = zero_dropped(p.to(dout[0].dtype), bits, rows, columns)
             elif CASE.DROPOUT == 1:
                 kept = tl.maximum(p, 0.0)
             if not CASE.LATE:
-                dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
-                if CASE.E1 > 0:
-                    dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
+                dv = add_product(dv, kept.to(dout[0].dtype), dout, CASE.E1, CASE.PRECISION)
         if CASE.NEED_DK:
             if not CASE.LATE:
-                dp = product(given.v0, given.v1, do0, do1, CASE.E1, CASE.PRECISION)
+                dp = product(given.v, dout, CASE.E1, CASE.PRECISION)
             if CASE.DROPOUT == 2:
                 dp = zero_dropped(dp, bits, rows, columns)
             elif CASE.DROPOUT == 1:
@@ -211,44 +199,42 @@ def dkdv_tile(
                 p = tl.abs(p)
             ds = p * (dp - delta[None, :])
         if CASE.NEED_DV and CASE.LATE:
-            dv0 = tl.dot(kept.to(do0.dtype), do0, dv0, input_precision=CASE.PRECISION)
-            if CASE.E1 > 0:
-                dv1 = tl.dot(kept.to(do0.dtype), do1, dv1, input_precision=CASE.PRECISION)
+            dv = add_product(dv, kept.to(dout[0].dtype), dout, CASE.E1, CASE.PRECISION)
     elif CASE.NEED_DK:
         ds = -p * delta[None, :]
     if CASE.NEED_DK:
-        ds = ds.to(q0.dtype)
-        dk0 = tl.dot(ds, q0, dk0, input_precision=CASE.PRECISION)
-        if CASE.D1 > 0:
-            dk1 = tl.dot(ds, q1, dk1, input_precision=CASE.PRECISION)
-    return Sums(dk0, dk1, dv0, dv1)
+        dk = add_product(dk, ds.to(q[0].dtype), q, CASE.D1, CASE.PRECISION)
+    return dk, dv
 
 
 @triton.jit
 def add_tiles(
-    sums, tiles, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
+    dk, dv, tiles, lse_delta_ptr, row_keys_ptr, given, KIND: tl.constexpr, CASE: tl.constexpr
 ):
     """Adds the tiles of one kind. lse_delta_ptr and row_keys_ptr: of the head."""
     STAGES: tl.constexpr = CASE.EDGE_STAGES if KIND == EDGE else CASE.STAGES
     # Pointers that the loop moves take fewer registers than an offset for every tile.
     MOVING: tl.constexpr = KIND == FULL and not CASE.LISTS
+    PREFETCHED: tl.constexpr = CASE.LISTS and KIND != EDGE
     count, begin = listed_tiles(tiles, KIND)
-    if CASE.LISTS:
+    if PREFETCHED:
         next_tile = next_listed(tiles, begin, count, 0)
     if MOVING:
         lse_delta_ptr += tiles.full_first * CASE.BLOCK_M
         row_keys_ptr += tiles.full_first * CASE.BLOCK_M
     for index in tl.range(0, count, num_stages=STAGES):
-        if CASE.LISTS:
+        if PREFETCHED:
             tile = next_tile
             next_tile = next_listed(tiles, begin, count, index + 1)
+        elif CASE.LISTS:
+            tile = tl.load(tiles.list_ptr + begin + index)
         else:
             tile = tile_in_range(tiles, index, KIND)
-        sums = dkdv_tile(sums, tile, lse_delta_ptr, row_keys_ptr, given, KIND, CASE)
+        dk, dv = dkdv_tile(dk, dv, tile, lse_delta_ptr, row_keys_ptr, given, KIND, CASE)
         if MOVING:
             lse_delta_ptr += CASE.BLOCK_M
             row_keys_ptr += CASE.BLOCK_M
-    return sums
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "K"])
@@ -326,18 +312,12 @@ def attention_bwd_dkdv_kernel(
             alive = alive & (j < q_limit + high)
         if CASE.HAS_LOW:
             alive = alive & (j >= low)
-    k0, k1 = load_row_tiles(
-        k_ptr, stride_k.row * UNIT, alive, BLOCK_N, CASE.D0, CASE.D1, CASE.D, True
-    )
-    v0 = k0
-    v1 = k0
+    k = load_row_tiles(k_ptr, stride_k.row * UNIT, alive, BLOCK_N, CASE.D0, CASE.D1, CASE.D)
+    v = k
     if CASE.HAS_DOUT and CASE.NEED_DK:
-        v0, v1 = load_row_tiles(
-            v_ptr, stride_v.row * UNIT, alive, BLOCK_N, CASE.E0, CASE.E1, CASE.E, True
-        )
-    dk0, dk1 = row_zeros(BLOCK_N, CASE.D0, CASE.D1)
-    dv0, dv1 = row_zeros(BLOCK_N, CASE.E0, CASE.E1)
-    sums = Sums(dk0, dk1, dv0, dv1)
+        v = load_row_tiles(v_ptr, stride_v.row * UNIT, alive, BLOCK_N, CASE.E0, CASE.E1, CASE.E)
+    dk = row_zeros(BLOCK_N, CASE.D0, CASE.D1)
+    dv = row_zeros(BLOCK_N, CASE.E0, CASE.E1)
 
     # -- every query head of the group in turn
     for g in tl.range(0, GROUP, num_stages=1):
@@ -374,7 +354,7 @@ def attention_bwd_dkdv_kernel(
             column_keys = unit_keys(column_base, n_start, BLOCK_N // 2)
 
         given = Operands(
-            k0, k1, v0, v1,
+            k, v,
             Source(q_head, stride_q.row * UNIT, q0_desc, q1_desc, desc_b, h, query0),
             Source(dout_head, stride_do.row * UNIT, do0_desc, do1_desc, desc_b, h, query0),
             Mask(mask_head, stride_mask.m * CASE.MASK_UNIT, stride_mask.n),
@@ -383,29 +363,20 @@ def attention_bwd_dkdv_kernel(
             Dropout(row_keys, column_keys, threshold),
             b64, j, N - n_start, M, N, score_scale, shift,
         )  # fmt: skip
-        sums = add_tiles(sums, tiles, lse_delta, row_keys, given, FULL, CASE)
+        dk, dv = add_tiles(dk, dv, tiles, lse_delta, row_keys, given, FULL, CASE)
         if CASE.DENSE:
-            sums = add_tiles(sums, tiles, lse_delta, row_keys, given, PARTIAL, CASE)
+            dk, dv = add_tiles(dk, dv, tiles, lse_delta, row_keys, given, PARTIAL, CASE)
         if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
-            sums = add_tiles(sums, tiles, lse_delta, row_keys, given, EDGE, CASE)
+            dk, dv = add_tiles(dk, dv, tiles, lse_delta, row_keys, given, EDGE, CASE)
 
     # -- results; keys beyond their length hold whatever their row became
-    dk0, dk1, dv0, dv1 = sums
     stored = j < N
     used = (j < k_limit)[:, None]
     if CASE.NEED_DK:
-        dk0 = tl.where(used, dk0 * scale, 0.0)
-        if CASE.D1 > 0:
-            dk1 = tl.where(used, dk1 * scale, 0.0)
+        dk = scaled_rows(dk, scale, used, CASE.D1)
         dk_ptr = rows_of(dk_ptr, stride_dk, b64, kv64, n64, UNIT)
-        store_row_tiles(
-            dk_ptr, stride_dk.row * UNIT, dk0, dk1, stored, BLOCK_N, CASE.D0, CASE.D1, CASE.D
-        )
+        store_row_tiles(dk_ptr, stride_dk.row * UNIT, dk, stored, BLOCK_N, CASE.D0, CASE.D1, CASE.D)
     if CASE.NEED_DV:
-        dv0 = tl.where(used, dv0, 0.0)
-        if CASE.E1 > 0:
-            dv1 = tl.where(used, dv1, 0.0)
+        dv = scaled_rows(dv, 1.0, used, CASE.E1)
         dv_ptr = rows_of(dv_ptr, stride_dv, b64, kv64, n64, UNIT)
-        store_row_tiles(
-            dv_ptr, stride_dv.row * UNIT, dv0, dv1, stored, BLOCK_N, CASE.E0, CASE.E1, CASE.E
-        )
+        store_row_tiles(dv_ptr, stride_dv.row * UNIT, dv, stored, BLOCK_N, CASE.E0, CASE.E1, CASE.E)

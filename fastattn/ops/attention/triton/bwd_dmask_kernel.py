@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
+from fastattn.ops.attention.triton.base_tiles import SOME
 from fastattn.ops.attention.triton.bwd_parts import unpack_lse_delta, weights
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
@@ -32,7 +33,7 @@ from fastattn.ops.attention.triton.tiles import (
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    mask_ptr, kinds_ptr, key_lengths_ptr, query_lengths_ptr, seed_ptr, dmask_ptr, stream,
+    mask_ptr, base_bits_ptr, key_lengths_ptr, query_lengths_ptr, seed_ptr, dmask_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_mask, stride_split, stride_dmask,
     stride_base_b, stride_base_h, base_tiles_n, stride_kl_b, stride_kl_m, stride_ql_b,
     H, GROUP, M, N, padded_m,
@@ -43,7 +44,7 @@ def attention_bwd_dmask_kernel(
     """One tile of the mask, or a share of what is summed into it.
 
     Of batch, head, query tile and key tile, each, a program owns one of owned_* or adds up all
-    summed_*; one of the two numbers is 1. Blocks are the base tiles that kinds_ptr describes.
+    summed_*; one of the two numbers is 1. Blocks are base tiles.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
@@ -67,14 +68,9 @@ def attention_bwd_dmask_kernel(
         m_tile = (own_m + item // summed_n % summed_m).to(tl.int32)
         h = own_h + item // summed_n // summed_m % summed_h
         b = own_b + item // summed_n // summed_m // summed_h
-        kind = tl.load(
-            kinds_ptr
-            + b * stride_base_b
-            + h * stride_base_h
-            + m_tile.to(tl.int64) * base_tiles_n
-            + n_tile
-        ).to(tl.int32)
-        if (kind & 1) != 0:
+        base_tile = m_tile.to(tl.int64) * base_tiles_n + n_tile
+        bits_ptr = base_bits_ptr + b * stride_base_b + h * stride_base_h + base_tile
+        if (tl.load(bits_ptr).to(tl.int32) >> SOME & 1) != 0:
             m_start = m_tile * BLOCK_M
             n_start = n_tile * BLOCK_N
             i = m_start + local_i
@@ -82,15 +78,15 @@ def attention_bwd_dmask_kernel(
             kv_head = h // GROUP
             m64 = m_start.to(tl.int64)
             n64 = n_start.to(tl.int64)
-            q0, q1 = load_row_tiles(
+            q = load_row_tiles(
                 rows_of(q_ptr, stride_q, b, h, m64, UNIT), stride_q.row * UNIT, i < M, BLOCK_M,
-                CASE.D0, CASE.D1, CASE.D, True,
+                CASE.D0, CASE.D1, CASE.D,
             )  # fmt: skip
-            k0, k1 = load_row_tiles(
+            k = load_row_tiles(
                 rows_of(k_ptr, stride_k, b, kv_head, n64, UNIT), stride_k.row * UNIT, j < N,
-                BLOCK_N, CASE.D0, CASE.D1, CASE.D, True,
+                BLOCK_N, CASE.D0, CASE.D1, CASE.D,
             )  # fmt: skip
-            s = product(q0, q1, k0, k1, CASE.D1, CASE.PRECISION)
+            s = product(q, k, CASE.D1, CASE.PRECISION)
 
             q_limit, limit, b_low, b_high = sequence_limits(lengths, b, M, N, low, high, CASE)
             row = i[:, None]
@@ -109,15 +105,15 @@ def attention_bwd_dmask_kernel(
             lse, delta = unpack_lse_delta(word)
             p = weights(s, lse[:, None], bias, scale, shift, True, True, CASE.DROPOUT > 0)
             if CASE.HAS_DOUT:
-                do0, do1 = load_row_tiles(
+                dout = load_row_tiles(
                     rows_of(dout_ptr, stride_do, b, h, m64, UNIT), stride_do.row * UNIT, i < M,
-                    BLOCK_M, CASE.E0, CASE.E1, CASE.E, True,
+                    BLOCK_M, CASE.E0, CASE.E1, CASE.E,
                 )  # fmt: skip
-                v0, v1 = load_row_tiles(
+                v = load_row_tiles(
                     rows_of(v_ptr, stride_v, b, kv_head, n64, UNIT), stride_v.row * UNIT, j < N,
-                    BLOCK_N, CASE.E0, CASE.E1, CASE.E, True,
+                    BLOCK_N, CASE.E0, CASE.E1, CASE.E,
                 )  # fmt: skip
-                dp = product(do0, do1, v0, v1, CASE.E1, CASE.PRECISION)
+                dp = product(dout, v, CASE.E1, CASE.PRECISION)
                 if CASE.DROPOUT:
                     row_base, column_base = dropout_bases(seed_ptr, stream, b, h)
                     row_keys = unit_keys(row_base, m_start, BLOCK_M // 2)

@@ -39,9 +39,10 @@ from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     PARTIAL,
     Dropout,
+    KeyBounds,
     Lengths,
-    Reach,
     Source,
+    add_product,
     key_bounds,
     load_mask,
     load_partial,
@@ -53,6 +54,7 @@ from fastattn.ops.attention.triton.tiles import (
     row_limits,
     row_zeros,
     rows_of,
+    scaled_rows,
     sequence_limits,
     store_row_tiles,
     tile_range,
@@ -70,19 +72,17 @@ class Alive(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a program reads. q1 and do1 are used where there is D1 and E1."""
+    """What a program reads. q and dout are pairs of column tiles."""
 
-    q0: Any
-    q1: Any
-    do0: Any
-    do1: Any
+    q: Any
+    dout: Any
     lse: Any
     delta: Any
     k: Source
     v: Source
     mask: Mask
     alive: Alive
-    reach: Reach
+    keys: KeyBounds
     dropout: Dropout
     m_start: Any
     M: Any
@@ -92,15 +92,17 @@ class Operands(NamedTuple):
 
 
 @triton.jit
-def dq_tile(dq0, dq1, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.constexpr):
-    """Adds key tile `tile` to dq; with SUM the rows of p dp to dq0 [BLOCK_M], without a delta."""
+def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.constexpr):
+    """Adds key tile `tile` to the pair dq; with SUM the rows of p dp, without a delta, to dq
+    [BLOCK_M].
+    """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
     n_start = tile * BLOCK_N
     local_i = tl.arange(0, BLOCK_M)
     local_j = tl.arange(0, BLOCK_N)
     j = n_start + local_j
-    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would reach every row.
+    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would keys every row.
     if KIND == EDGE and CASE.LISTS:
         alive = given.alive
         seen = tl.zeros([BLOCK_N], tl.int32)
@@ -111,17 +113,15 @@ def dq_tile(dq0, dq1, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: 
             seen = seen | flags.to(tl.int32)
         touched = seen > 0
     else:
-        touched = (j >= given.reach.begin) & (j < given.reach.end)
+        touched = (j >= given.keys.begin) & (j < given.keys.end)
     MASKED: tl.constexpr = KIND == EDGE
     BY_TMA: tl.constexpr = CASE.TMA and not (MASKED and CASE.DEAD)
 
-    k0, k1 = load_rows(given.k, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
-    s = product(given.q0, given.q1, k0, k1, CASE.D1, CASE.PRECISION)  # [BLOCK_M, BLOCK_N]
+    k = load_rows(given.k, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
+    s = product(given.q, k, CASE.D1, CASE.PRECISION)  # [BLOCK_M, BLOCK_N]
     if CASE.HAS_DOUT:
-        v0, v1 = load_rows(
-            given.v, n_start, touched, BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
-        )
-        dp = product(given.do0, given.do1, v0, v1, CASE.E1, CASE.PRECISION)
+        v = load_rows(given.v, n_start, touched, BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA)
+        dp = product(given.dout, v, CASE.E1, CASE.PRECISION)
 
     bias = 0.0
     rows = local_i[:, None]
@@ -132,9 +132,9 @@ def dq_tile(dq0, dq1, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: 
     if CASE.DENSE:  # of (b, h) and these rows
         mask_ptr += n_start.to(tl.int64) * stride_n
     if KIND == EDGE:
-        allowed = j[None, :] < given.reach.row_end[:, None]
+        allowed = j[None, :] < given.keys.row_end[:, None]
         if CASE.HAS_LOW:
-            allowed = allowed & (j[None, :] >= given.reach.row_begin[:, None])
+            allowed = allowed & (j[None, :] >= given.keys.row_begin[:, None])
         if CASE.DENSE:
             rows_left = given.M - given.m_start
             dense, bias = load_mask(
@@ -163,34 +163,33 @@ def dq_tile(dq0, dq1, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: 
             keep = dropout_kept(row_keys, column_keys, rows, columns, threshold, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp, 0.0)
     if SUM:
-        dq0 += tl.sum(p * dp, 1)
+        return dq + tl.sum(p * dp, 1)
     else:
         if CASE.HAS_DOUT:
             ds = p * (dp - given.delta[:, None])
         else:
             ds = -p * given.delta[:, None]
-        ds = ds.to(k0.dtype)
-        dq0 = tl.dot(ds, k0, dq0, input_precision=CASE.PRECISION)
-        if CASE.D1 > 0:
-            dq1 = tl.dot(ds, k1, dq1, input_precision=CASE.PRECISION)
-    return dq0, dq1
+        return add_product(dq, ds.to(k[0].dtype), k, CASE.D1, CASE.PRECISION)
 
 
 @triton.jit
-def add_tiles(dq0, dq1, tiles, given, KIND: tl.constexpr, CASE: tl.constexpr):
+def add_tiles(dq, tiles, given, KIND: tl.constexpr, CASE: tl.constexpr):
     """Adds the tiles of one kind to dq."""
     STAGES: tl.constexpr = CASE.EDGE_STAGES if KIND == EDGE else CASE.STAGES
+    PREFETCHED: tl.constexpr = CASE.LISTS and KIND != EDGE
     count, begin = listed_tiles(tiles, KIND)
-    if CASE.LISTS:
+    if PREFETCHED:
         next_tile = next_listed(tiles, begin, count, 0)
     for index in tl.range(0, count, num_stages=STAGES):
-        if CASE.LISTS:
+        if PREFETCHED:
             tile = next_tile
             next_tile = next_listed(tiles, begin, count, index + 1)
+        elif CASE.LISTS:
+            tile = tl.load(tiles.list_ptr + begin + index)
         else:
             tile = tile_in_range(tiles, index, KIND)
-        dq0, dq1 = dq_tile(dq0, dq1, tile, given, KIND, False, CASE)
-    return dq0, dq1
+        dq = dq_tile(dq, tile, given, KIND, False, CASE)
+    return dq
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "GROUP"])
@@ -256,12 +255,11 @@ def attention_bwd_dq_kernel(
         score_scale = scale * LOG2E
     lse = tl.where(live, lse, float("inf"))
     delta = tl.zeros([BLOCK_M], tl.float32)
-    do0 = delta
-    do1 = delta
+    dout = delta, delta
     if CASE.HAS_DOUT:
         dout_ptr = rows_of(dout_ptr, stride_do, b64, h64, m64, UNIT)
-        do0, do1 = load_row_tiles(
-            dout_ptr, stride_do.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E, True
+        dout = load_row_tiles(
+            dout_ptr, stride_do.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E
         )
 
     row_keys = i
@@ -303,35 +301,33 @@ def attention_bwd_dq_kernel(
         if CASE.DENSE:
             mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
             mask_ptr += mask_at * CASE.MASK_UNIT
-        q0, q1 = load_row_tiles(
-            q_ptr, stride_q.row * UNIT, inside, BLOCK_M, CASE.D0, CASE.D1, CASE.D, True
-        )
+        q = load_row_tiles(q_ptr, stride_q.row * UNIT, inside, BLOCK_M, CASE.D0, CASE.D1, CASE.D)
         k = Source(k_ptr, stride_k.row * UNIT, k0_desc, k1_desc, desc_b, kv_head, key0)
         v = Source(v_ptr, stride_v.row * UNIT, v0_desc, v1_desc, desc_b, kv_head, key0)
         mask = Mask(mask_ptr, mm, stride_mask.n)
         alive = Alive(alive_ptr, stride_alive, base_tiles_m)
-        reach = Reach(row_begin, row_end, touched_begin, touched_end)
+        keys = KeyBounds(row_begin, row_end, touched_begin, touched_end)
         dropout = Dropout(row_keys, column_keys_ptr, threshold)
 
     # -- lse and delta
     shift = tl.log2(keep_factor)
     if EXACT_DELTA:
         given = Operands(
-            q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
+            q, dout, lse, delta, k, v, mask, alive, keys, dropout, m_start, M, N,
             score_scale, shift,
         )  # fmt: skip
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
             tile = first + index
             if CASE.LISTS:
                 tile = tl.load(lists_ptr + index)
-            delta, _ = dq_tile(delta, delta, tile, given, EDGE, True, CASE)
+            delta = dq_tile(delta, tile, given, EDGE, True, CASE)
     elif CASE.HAS_DOUT:
-        out0, out1 = load_row_tiles(
-            out_ptr, stride_o.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E, True
+        out = load_row_tiles(
+            out_ptr, stride_o.row * UNIT, inside, BLOCK_M, CASE.E0, CASE.E1, CASE.E
         )
-        delta = tl.sum(out0.to(tl.float32) * do0.to(tl.float32), 1)
+        delta = tl.sum(out[0].to(tl.float32) * dout[0].to(tl.float32), 1)
         if CASE.E1 > 0:
-            delta += tl.sum(out1.to(tl.float32) * do1.to(tl.float32), 1)
+            delta += tl.sum(out[1].to(tl.float32) * dout[1].to(tl.float32), 1)
         delta = delta / keep_factor
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
@@ -348,22 +344,18 @@ def attention_bwd_dq_kernel(
 
     # -- dq
     if NEED_DQ:
-        dq0, dq1 = row_zeros(BLOCK_M, CASE.D0, CASE.D1)
+        dq = row_zeros(BLOCK_M, CASE.D0, CASE.D1)
         given = Operands(
-            q0, q1, do0, do1, lse, delta, k, v, mask, alive, reach, dropout, m_start, M, N,
+            q, dout, lse, delta, k, v, mask, alive, keys, dropout, m_start, M, N,
             score_scale, shift,
         )  # fmt: skip
-        dq0, dq1 = add_tiles(dq0, dq1, tiles, given, FULL, CASE)
+        dq = add_tiles(dq, tiles, given, FULL, CASE)
         if CASE.DENSE:
-            dq0, dq1 = add_tiles(dq0, dq1, tiles, given, PARTIAL, CASE)
+            dq = add_tiles(dq, tiles, given, PARTIAL, CASE)
         if CASE.ARITHMETIC or CASE.RAGGED or CASE.LISTS:
-            dq0, dq1 = add_tiles(dq0, dq1, tiles, given, EDGE, CASE)
+            dq = add_tiles(dq, tiles, given, EDGE, CASE)
 
         # A dead row's sums may be NaN: its q and dout were read as they are.
-        dq0 = tl.where(live[:, None], dq0 * scale, 0.0)
-        if CASE.D1 > 0:
-            dq1 = tl.where(live[:, None], dq1 * scale, 0.0)
+        dq = scaled_rows(dq, scale, live[:, None], CASE.D1)
         dq_ptr = rows_of(dq_ptr, stride_dq, b64, h64, m64, UNIT)
-        store_row_tiles(
-            dq_ptr, stride_dq.row * UNIT, dq0, dq1, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D
-        )
+        store_row_tiles(dq_ptr, stride_dq.row * UNIT, dq, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D)

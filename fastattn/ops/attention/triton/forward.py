@@ -1,7 +1,6 @@
-"""The Triton attention forward: its launchers. The kernel is in fwd_kernel.py.
+"""The launchers of attention's forward in Triton. The kernel is in fwd_kernel.py.
 
-What follows from shapes, strides and options is worked out once per combination and remembered as a
-bound launch; a call then only passes pointers.
+Its arguments but the pointers are bound once per combination of shapes, strides and options.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from fastattn.ops.attention.triton.launch import (
     Packed,
     Workspace,
     architecture,
-    describable,
     descriptor_templates,
     facts_of,
+    fits_descriptor,
     heads_first,
     row_strides_in_units,
     swizzle_group_size,
@@ -38,13 +37,11 @@ from fastattn.ops.attention.triton.tiles import column_hasher, column_keys_works
 
 
 class _Plan(NamedTuple):
-    """All that follows from shapes, strides and options. list_tiles: for dense masks. hash_columns:
-    for dropout.
-    """
+    """The launches of one combination of shapes, strides and options."""
 
     attend: Callable[..., None]
-    list_tiles: Callable[..., None] | None
-    hash_columns: Callable[..., None] | None
+    list_tiles: Callable[..., None] | None  # of dense masks
+    hash_columns: Callable[..., None] | None  # for dropout
 
 
 _plans, _list_shapes = LaunchCache(), LaunchCache()
@@ -142,7 +139,9 @@ def _bind(
     packed: Packed | None,
     aligned: bool,
 ) -> _Plan:
-    """packed: tensors are [tokens, heads, dim]. aligned: k and v, as descriptors want it."""
+    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets. aligned:
+    whether k and v are, for descriptors.
+    """
     q, k, v = call.q, call.k, call.v
     if packed is not None:
         q, k, v, out = map(heads_first, (q, k, v, out))
@@ -160,7 +159,7 @@ def _bind(
     heads = (facts.B if packed is None else facts.B + 1) * facts.H
     unit, strides = row_strides_in_units(q, k, v, out)
     d, e = c.widths(facts.D), c.widths(facts.E)
-    tma = c.tma and aligned and d[1] == e[1] == 0 and describable(k) and describable(v)
+    tma = c.tma and aligned and d[1] == e[1] == 0 and fits_descriptor(k) and fits_descriptor(v)
     read_k, read_v = (k, v) if packed is None else (k[0], v[0])
     head_bytes = facts.N * (facts.D + facts.E) * k.element_size()
     scale = facts.scale
@@ -208,7 +207,7 @@ def attention_varlen_fwd_workspace(call: PackedForwardCall) -> Workspace:
 def attention_varlen_fwd(
     call: PackedForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor
 ) -> None:
-    """lse [H, T]; the offsets are contiguous."""
+    """lse [H, T]; the offsets are contiguous. As `_run`, without a second tuple of arguments."""
     if lse.numel() == 0:
         return
     q, k, v, offsets_q, offsets_k, *options, dropout_p, dropout_seed, dropout_stream = call

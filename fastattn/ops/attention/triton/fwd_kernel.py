@@ -5,9 +5,7 @@ loops over the edge, the partial and the full ones (fwd_loops.py), with one step
 softmax for each (fwd_parts.py).
 """
 
-# Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: E741
+# ruff: noqa: E741  (l is the row sum everywhere in this project)
 
 import triton
 import triton.language as tl
@@ -33,8 +31,8 @@ from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     PARTIAL,
     Dropout,
+    KeyBounds,
     Lengths,
-    Reach,
     Source,
     key_bounds,
     load_row_tiles,
@@ -56,9 +54,9 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
     for start in range(begin, end, step * BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         tl.store(lse_ptr + row, tl.full([BLOCK_M], NEG_INF, tl.float32), mask=row < end)
-        zeros0, zeros1 = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
+        zeros = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
         store_row_tiles(
-            out_ptr + start * stride_om, stride_om, zeros0, zeros1, row < end, BLOCK_M, CASE.E0,
+            out_ptr + start * stride_om, stride_om, zeros, row < end, BLOCK_M, CASE.E0,
             CASE.E1, CASE.E,
         )  # fmt: skip
 
@@ -155,15 +153,13 @@ def attention_fwd_kernel(
     tiles = Tiles(bounds, spans, runs, lists_ptr, partial_ptr, inner)
 
     # -- what stays on chip
-    q0, q1 = load_row_tiles(
-        q_ptr, stride_q.row * UNIT, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D, True
-    )
+    q = load_row_tiles(q_ptr, stride_q.row * UNIT, i < M, BLOCK_M, CASE.D0, CASE.D1, CASE.D)
     if Q_FACTOR != 1:
-        q0 = (q0.to(tl.float32) * Q_FACTOR).to(q0.dtype)
-        q1 = (q1.to(tl.float32) * Q_FACTOR).to(q1.dtype)
+        dtype = q[0].dtype
+        q = (q[0].to(tl.float32) * Q_FACTOR).to(dtype), (q[1].to(tl.float32) * Q_FACTOR).to(dtype)
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc0, acc1 = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
+    acc = row_zeros(BLOCK_M, CASE.E0, CASE.E1)
     row_keys = i
     if CASE.DROPOUT:
         row_base = dropout_row_base(seed_ptr, stream, b, h)
@@ -177,15 +173,15 @@ def attention_fwd_kernel(
         )
     mm = stride_mask.m * CASE.MASK_UNIT
     given = Operands(
-        q0, q1,
+        q,
         Source(k_ptr, stride_k.row * UNIT, k_desc, None, desc_b, kv_head, key0),
         Source(v_ptr, stride_v.row * UNIT, v_desc, None, desc_b, kv_head, key0),
         Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
-        Reach(row_begin, row_end, touched_begin, touched_end),
+        KeyBounds(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),
         scale if CASE.NATURAL else scale * LOG2E,
     )  # fmt: skip
-    sums = Sums(m, l, acc0, acc1)
+    sums = Sums(m, l, acc)
     if CASE.ARITHMETIC or CASE.DENSE or CASE.RAGGED:
         sums = attend_edge_tiles(sums, tiles, given, CASE)
     if CASE.DENSE:
@@ -206,8 +202,8 @@ def attention_fwd_kernel(
     factor = tl.where(empty, 0.0, 1.0 / sums.l)
     if CASE.DROPOUT:
         factor = factor * keep_factor
-    out0 = tl.where(empty[:, None], 0.0, sums.acc0 * factor[:, None])
-    out1 = out0
+    out0, out1 = sums.acc
+    out0 = tl.where(empty[:, None], 0.0, out0 * factor[:, None])
     if CASE.E1 > 0:
-        out1 = tl.where(empty[:, None], 0.0, sums.acc1 * factor[:, None])
-    store_row_tiles(out_ptr, om, out0, out1, i < M, BLOCK_M, CASE.E0, CASE.E1, CASE.E)
+        out1 = tl.where(empty[:, None], 0.0, out1 * factor[:, None])
+    store_row_tiles(out_ptr, om, (out0, out1), i < M, BLOCK_M, CASE.E0, CASE.E1, CASE.E)

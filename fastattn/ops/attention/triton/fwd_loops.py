@@ -9,9 +9,7 @@ Every loop is in an if: where a loop of no trips joins accumulators with product
 gives up overlapping any products (C7515).
 """
 
-# Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: E741
+# ruff: noqa: E741  (l is the row sum everywhere in this project)
 
 from typing import Any, NamedTuple
 
@@ -191,7 +189,7 @@ def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE
     exponentials: SCORES_FIRST starts it before them, else they have the last product with values.
     """
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
-    m, l, acc0, acc1 = sums
+    m, l, acc = sums
     begin, end = tiles.spans.full_begin, tiles.spans.full_end
     if begin < end:
         s = tile_scores(given, full_tile(tiles, begin, 0, CASE) * BLOCK_N, None, False, CASE)
@@ -204,12 +202,12 @@ def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE
                 if SCORES_FIRST:
                     s_next = tile_scores(given, n_next, None, False, CASE)
                 p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
-                p = p.to(given.q0.dtype)
+                p = p.to(given.q[0].dtype)
                 if not SCORES_FIRST:
                     s_next = tile_scores(given, n_next, None, False, CASE)
-                acc0, acc1 = add_values(acc0, acc1, p, alpha, given, n_start, None, False, CASE)
+                acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
                 s = s_next
         n_start = full_tile(tiles, end - 1, 0, CASE) * BLOCK_N
         p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
-        acc0, acc1 = add_values(acc0, acc1, p, alpha, given, n_start, None, False, CASE)
-    return Sums(m, l, acc0, acc1)
+        acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
+    return Sums(m, l, acc)

@@ -7,9 +7,7 @@ maximum are in natural units: an additive mask may come close to the largest fin
 keeps its last bits.
 """
 
-# Kernels are in Triton's language: no Python types. l is the row sum everywhere in this project.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: E741
+# ruff: noqa: E741  (l is the row sum everywhere in this project)
 
 from typing import Any, NamedTuple
 
@@ -25,12 +23,13 @@ from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     PARTIAL,
     Dropout,
-    Reach,
+    KeyBounds,
     Source,
-    load_columns,
+    add_product,
     load_mask,
     load_partial,
     load_rows,
+    product,
 )
 
 # -- what a program has in hand -------------------------------------------------------------------
@@ -48,27 +47,25 @@ class Mask(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """scale is positive, and times log2(e) unless NATURAL. q1 is used where there is D1."""
+    """scale is positive, and times log2(e) unless NATURAL. q is a pair of column tiles."""
 
-    q0: Any
-    q1: Any
+    q: Any
     k: Source
     v: Source
     mask: Mask
-    reach: Reach
+    keys: KeyBounds
     dropout: Dropout
     scale: Any
 
 
 class Sums(NamedTuple):
-    """Of every row: the maximum m of its scores, l = Σ p and acc = Σ p v of the weights against m;
-    acc1 is used where there is E1.
+    """Of every row: the maximum m of its scores, l = Σ p and acc = Σ p v (a pair of column tiles),
+    where p are the weights against m.
     """
 
     m: Any
     l: Any
-    acc0: Any
-    acc1: Any
+    acc: Any
 
 
 # -- the parts of a step --------------------------------------------------------------------------
@@ -77,16 +74,10 @@ class Sums(NamedTuple):
 @triton.jit
 def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
     """q kᵀ of the keys from n_start on, unscaled: [BLOCK_M, BLOCK_N]."""
-    k = given.k
-    BLOCK_N: tl.constexpr = CASE.BLOCK_N
-    k0 = load_columns(k, k.desc0, n_start, touched, BLOCK_N, 0, CASE.D0, CASE.D, MASKED, CASE.TMA)
-    s = tl.dot(given.q0, tl.trans(k0), input_precision=CASE.PRECISION)
-    if CASE.D1 > 0:
-        k1 = load_columns(
-            k, k.desc1, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA
-        )
-        s = tl.dot(given.q1, tl.trans(k1), s, input_precision=CASE.PRECISION)
-    return s
+    k = load_rows(
+        given.k, n_start, touched, CASE.BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA
+    )
+    return product(given.q, k, CASE.D1, CASE.PRECISION)
 
 
 @triton.jit
@@ -116,8 +107,8 @@ def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constex
             s = s * given.scale + bias
     if KIND == EDGE:
         if CASE.ARITHMETIC:
-            after = j[None, :] >= given.reach.row_begin[:, None]
-            allowed = allowed & after & (j[None, :] < given.reach.row_end[:, None])
+            after = j[None, :] >= given.keys.row_begin[:, None]
+            allowed = allowed & after & (j[None, :] < given.keys.row_end[:, None])
         elif not CASE.DENSE:
             allowed = allowed & touched[None, :]
     return tl.where(allowed, s, NEG_INF), allowed
@@ -139,7 +130,7 @@ def online_softmax(s, m, l, given, n_start, SCALED: tl.constexpr, CASE: tl.const
     else:
         if SCALED:
             p = tl.exp2((s - m_finite[:, None]) * LOG2E)
-        elif given.q0.dtype == tl.float32:
+        elif given.q[0].dtype == tl.float32:
             # Large logits would lose their last bits to a rounded m * log2(e).
             p = tl.exp2((s * scale - m_finite[:, None]) * LOG2E)
         else:
@@ -162,7 +153,7 @@ def drop(p, given, n_start, CASE: tl.constexpr):
     j = tl.arange(0, BLOCK_N)[None, :]
     if CASE.DROPOUT == 2:
         bits = kept_bits(row_keys, column_keys, threshold, BLOCK_M, BLOCK_N)
-        return zero_dropped(p.to(given.q0.dtype), bits, i, j)
+        return zero_dropped(p.to(given.q[0].dtype), bits, i, j)
     else:
         keep = dropout_kept(row_keys, column_keys, i, j, threshold, BLOCK_M, BLOCK_N)
         # A zero the compiler cannot see keeps it from selecting on packed 16-bit halves.
@@ -170,25 +161,20 @@ def drop(p, given, n_start, CASE: tl.constexpr):
 
 
 @triton.jit
-def add_values(
-    acc0, acc1, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr
-):
+def add_values(acc, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
     """alpha acc + p v of the keys from n_start on; MASKED: keys not touched count as zeros."""
-    v0, v1 = load_rows(
+    v = load_rows(
         given.v, n_start, touched, CASE.BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, CASE.TMA
     )
     if CASE.TMA and MASKED and CASE.DEAD:
-        v0 = tl.where(touched[:, None], v0, 0.0)
-    p = p.to(v0.dtype)
+        v = tl.where(touched[:, None], v[0], 0.0), v[1]
+    p = p.to(v[0].dtype)
+    acc0, acc1 = acc
     acc0 = acc0 * alpha[:, None]
     if CASE.E1 > 0:
         # Both accumulators are ready before either product: else ptxas serialises them (C7515).
         acc1 = acc1 * alpha[:, None]
-        acc0 = tl.dot(p, v0, acc0, input_precision=CASE.PRECISION)
-        acc1 = tl.dot(p, v1, acc1, input_precision=CASE.PRECISION)
-    else:
-        acc0 = tl.dot(p, v0, acc0, input_precision=CASE.PRECISION)
-    return acc0, acc1
+    return add_product((acc0, acc1), p, v, CASE.E1, CASE.PRECISION)
 
 
 # -- the step -------------------------------------------------------------------------------------
@@ -199,10 +185,10 @@ def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     """The sums with those over key tile `tile`; edge tiles are read where they are touched."""
     MASKED: tl.constexpr = KIND == EDGE
     SCALED: tl.constexpr = CASE.BIAS and KIND != FULL
-    m, l, acc0, acc1 = sums
+    m, l, acc = sums
     n_start = tile * CASE.BLOCK_N
     j = n_start + tl.arange(0, CASE.BLOCK_N)
-    touched = (j >= given.reach.begin) & (j < given.reach.end)
+    touched = (j >= given.keys.begin) & (j < given.keys.end)
     s = tile_scores(given, n_start, touched, MASKED, CASE)
     if KIND != FULL:
         s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
@@ -212,5 +198,5 @@ def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     BOUNDED: tl.constexpr = CASE.HAS_LOW or CASE.HAS_HIGH
     if MASKED and (CASE.DENSE or (CASE.KEY_LENGTHS == 2 and BOUNDED)):
         touched = tl.max(allowed.to(tl.int32), 0) > 0
-    acc0, acc1 = add_values(acc0, acc1, p, alpha, given, n_start, touched, MASKED, CASE)
-    return Sums(m, l, acc0, acc1)
+    acc = add_values(acc, p, alpha, given, n_start, touched, MASKED, CASE)
+    return Sums(m, l, acc)

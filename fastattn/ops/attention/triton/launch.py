@@ -50,34 +50,27 @@ class Packed(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What follows from a call's shapes, strides and options for all kernels alike.
-
-    B, M, N: of packed sequences their number and the longest, else as in the call. rows: of a head,
-    in all sequences. from_end: limits count from each sequence's own end. key_lengths: their
-    dimensions, 0 if there are none. length_strides: of key lengths from batch to batch and query to
-    query, of query lengths. mask_strides are divided as the kernels want it, N too, by mask_unit
-    (`mask_steps`).
-    """
+    """What follows from a call's shapes, strides and options for all kernels alike."""
 
     arch: str
     dtype: torch.dtype
-    B: int
+    B: int  # of packed sequences: how many
     H: int
     K: int
-    M: int
+    M: int  # of packed sequences: the longest
     N: int
     D: int
     E: int
-    rows: int
+    rows: int  # of a head, in all sequences
     limits: DiagonalBounds
-    from_end: bool
-    key_lengths: int
+    from_end: bool  # limits count from each sequence's own end
+    key_lengths: int  # their dimensions, 0 without
     query_lengths: bool
-    length_strides: tuple[int, int, int]
+    length_strides: tuple[int, int, int]  # of key lengths by batch and query, of query lengths
     packed: Packed | None
     mask: MaskShape | None
     mask_dtype: torch.dtype | None
-    mask_unit: int
+    mask_unit: int  # what kernels get mask_strides and N divided by (mask_strides_in_units)
     mask_strides: MaskStrides
     scale: float
     dropout_p: float
@@ -87,19 +80,23 @@ class Facts(NamedTuple):
         return self.H // self.K
 
     @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether keys and queries of a sequence may end before the longest do."""
-        packed = self.packed is not None
-        return self.key_lengths > 0 or packed, self.query_lengths or packed
+    def shorter_keys(self) -> bool:
+        """Whether the keys of a sequence may end before N."""
+        return self.key_lengths > 0 or self.packed is not None
 
     @property
-    def listed(self) -> bool:
+    def shorter_queries(self) -> bool:
+        return self.query_lengths or self.packed is not None
+
+    @property
+    def needs_lists(self) -> bool:
         """Whether arithmetic alone cannot say which tiles the backward visits."""
         return self.mask is not None or self.key_lengths == 2
 
     @property
     def arithmetic(self) -> bool:
-        return any(self.ends) or self.limits.has_low or self.limits.has_high
+        shorter = self.shorter_keys or self.shorter_queries
+        return shorter or self.limits.has_low or self.limits.has_high
 
     @property
     def bias(self) -> bool:
@@ -108,16 +105,20 @@ class Facts(NamedTuple):
     @property
     def dead_rows(self) -> bool:
         """Rows without a key lie beyond their length, or where the bounds hold none."""
-        limits, (keys_end, queries_end) = self.limits, self.ends
-        dead = self.listed or self.from_end or queries_end or (limits.has_high and limits.high < 0)
-        return dead or (limits.has_low and (keys_end or limits.low > self.N - self.M))
+        limits = self.limits
+        if self.needs_lists or self.from_end or self.shorter_queries:
+            return True
+        dead = limits.has_high and limits.high < 0
+        return dead or (limits.has_low and (self.shorter_keys or limits.low > self.N - self.M))
 
     @property
     def dead_keys(self) -> bool:
         """Keys without a row lie beyond their length, or where the bounds hold none."""
-        limits, (keys_end, queries_end) = self.limits, self.ends
-        dead = self.listed or self.from_end or keys_end or (limits.has_low and limits.low > 0)
-        return dead or (limits.has_high and (queries_end or limits.high < self.N - self.M))
+        limits = self.limits
+        if self.needs_lists or self.from_end or self.shorter_keys:
+            return True
+        dead = limits.has_low and limits.low > 0
+        return dead or (limits.has_high and (self.shorter_queries or limits.high < self.N - self.M))
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -181,7 +182,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         0 if queries is None else queries.stride(0),
     )
     shape = None if mask is None else mask_shape(mask)
-    unit, strides = (1, (0, 0, 0, 0)) if shape is None else mask_steps(shape.strides, N)
+    unit, strides = (1, (0, 0, 0, 0)) if shape is None else mask_strides_in_units(shape.strides, N)
     return Facts(
         architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
@@ -222,7 +223,7 @@ def stride_unit(strides: Sequence[int]) -> int:
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
-def mask_steps(strides: Sequence[int], N: int) -> tuple[int, tuple[int, ...]]:
+def mask_strides_in_units(strides: Sequence[int], N: int) -> tuple[int, tuple[int, ...]]:
     """(unit, strides as the kernels get them) of a mask over N keys: what all of its strides but
     the last, and N, are divided by for the kernels. Where one of them is odd, tiles of the mask are
     read element by element, in every loop alike (else ptxas serialises products: C7515).
@@ -231,7 +232,7 @@ def mask_steps(strides: Sequence[int], N: int) -> tuple[int, tuple[int, ...]]:
     return unit, (*(stride // unit for stride in strides[:3]), strides[3])
 
 
-def describable(x: Tensor | None) -> bool:
+def fits_descriptor(x: Tensor | None) -> bool:
     """Whether tensor descriptors can cover an aligned x: nothing expanded, steps of 16 bytes."""
     if x is None:
         return True

@@ -10,11 +10,10 @@ the lists of its inner tiles that are FULL, PARTIAL or EDGE; those that are empt
              beyond the tensor or has no pair in the tile: it may hold NaN, so a product over it
              must see zeros
 
-The forward lists the tiles of the mask alone and bounds the lists by arithmetic: `mask_lister`
-reads the mask, once. The backward's kernels cut the pairs in two ways and ask for more, so
-`classifier` looks at base tiles with all restrictions intersected and stores five bits of each, and
-which of its keys are alive. `tile_lister` makes the lists from these bits, or from the bitmasks of
-a prepared mask. All run on the device without synchronisation.
+The forward lists the tiles of the mask alone, and bounds the lists by arithmetic: `mask_lister`
+reads the mask once, `prepared_lister` the tile bitmasks of a prepared mask. The backward's kernels
+cut the pairs in two ways, with all restrictions intersected: `tile_lister` reads the base bits that
+base_tiles.py stores. All run on the device without synchronisation.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,44 +24,32 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch
-from fastattn.ops.attention import prepared
-from fastattn.ops.attention.triton.launch import Facts
+from fastattn.ops.attention.triton.base_tiles import (
+    BITMASK_KEYS,
+    BITMASK_OUTSIDE,
+    BITMASK_WHOLE,
+    KEYS_ALIVE,
+    OUTSIDE,
+    QUERIES_ALIVE,
+    SOME,
+    TILE,
+    UNBOUND,
+    WHOLE,
+    BaseTiles,
+    bitmask_strides,
+)
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
-    NOT_SPECIALIZED,
-    ONE_ROW,
     PARTIAL,
-    Lengths,
     MaskShape,
     MaskStrides,
-    key_bounds,
     load_mask,
-    row_limits,
-    sequence_limits,
 )
 
 LIST_HEADER = tl.constexpr(4)
-
-# Tile bitmasks of a prepared mask (prepared.py). A tile outside it has no lines and misses none.
-TILE = tl.constexpr(prepared.TILE)
-BITMASK_KEYS = tl.constexpr(prepared.KEYS)
-BITMASK_QUERIES = tl.constexpr(prepared.QUERIES)
-BITMASK_WHOLE = tl.constexpr(prepared.WHOLE)
-BITMASK_OUTSIDE = tl.constexpr(1 << prepared.WHOLE)
-LINES = tl.constexpr((1 << prepared.TILE) - 1)
-
-# Bits of a base tile: some pair is allowed; every pair inside the tensor is (and its bias 0);
-# lengths, causality and window restrict none of them; every key has a query in the tile; every
-# query has a key in it. Keys and queries beyond the tensor have none.
-SOME = tl.constexpr(0)
-WHOLE = tl.constexpr(1)
-UNBOUND = tl.constexpr(2)
-KEYS_ALIVE = tl.constexpr(3)
-QUERIES_ALIVE = tl.constexpr(4)
-# What a base tile outside the tensor counts as: nothing in it is allowed, nothing in it is missing.
-OUTSIDE = tl.constexpr(6)
-
+# A line of a base tile has a bit in a bitmask.
+ALL_LINES = tl.constexpr((1 << TILE.value) - 1)
 
 # -- layout ---------------------------------------------------------------------------------------
 
@@ -71,9 +58,10 @@ class Lists(NamedTuple):
     """int32 [batches, heads, outer, LIST_HEADER + places]: how many FULL, PARTIAL and EDGE, a spare
     entry, then for each of these kinds a list of tiles, ascending.
 
-    factor_outer, factor_inner: base tiles along a side of an outer and of an inner tile. apart:
-    each list has `inner` places, for what reads the mask learns the counts last; else one begins
-    where the other ends, which saves up to 15 instructions in the loops of dkdv (sm_90, D = 128).
+    factor_outer, factor_inner: base tiles along a side of an outer and of an inner tile. apart, in
+    the forward: each list has `inner` places, because `mask_lister` learns the counts last. Else
+    a list begins where the one before it ends: exact delta loops over all three at once, and the
+    loops of dkdv are up to 15 instructions shorter (sm_90, D = 128).
     """
 
     batches: int
@@ -113,57 +101,12 @@ def mask_lists(mask: MaskShape, M: int, N: int, block_m: int, block_n: int) -> L
     return Lists(batches, heads, outer, triton.cdiv(N, block_n), *factors, True)
 
 
-class BaseTiles(NamedTuple):
-    """Base tiles of [M, N], once per batch and head that differ.
-
-    They fill kinds [batches, heads, tiles_m, tiles_n] and alive [.., tiles_n * block_n], which keys
-    some query of the base tile may attend, both uint8.
-    """
-
-    batches: int
-    heads: int
-    tiles_m: int
-    tiles_n: int
-    block_m: int
-    block_n: int
-
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """From one base tile to the next along each dimension of kinds."""
-        head = self.tiles_m * self.tiles_n
-        return self.heads * head, head, self.tiles_n, 1
-
-    @property
-    def shared_strides(self) -> tuple[int, int]:
-        """Those of batch and head, 0 if all batches or heads share them."""
-        stride_b, stride_h, _, _ = self.strides
-        return stride_b if self.batches > 1 else 0, stride_h if self.heads > 1 else 0
-
-    @property
-    def keys(self) -> int:
-        """Keys of whole base tiles."""
-        return self.tiles_n * self.block_n
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.batches, self.heads, self.tiles_m, self.tiles_n
-
-    def lists(self, block_m: int, block_n: int, by_key: bool) -> Lists:
-        """by_key: outer tiles are key tiles (dk, dv), else query tiles (dq)."""
-        m, n = block_m // self.block_m, block_n // self.block_n
-        tiles_m, tiles_n = triton.cdiv(self.tiles_m, m), triton.cdiv(self.tiles_n, n)
-        if by_key:
-            return Lists(self.batches, self.heads, tiles_n, tiles_m, n, m, False)
-        return Lists(self.batches, self.heads, tiles_m, tiles_n, m, n, False)
-
-
-def base_tiles(facts: Facts, block_m: int, block_n: int) -> BaseTiles:
-    """Lengths make every batch differ, whatever the mask's own batch dimension is."""
-    mask = facts.mask
-    by_batch = any(facts.ends) or (mask is not None and mask.sizes[0] > 1)
-    heads = 1 if mask is None else mask.sizes[1]
-    tiles = triton.cdiv(facts.M, block_m), triton.cdiv(facts.N, block_n)
-    return BaseTiles(facts.B if by_batch else 1, heads, *tiles, block_m, block_n)
+def base_tile_lists(base: BaseTiles, block_m: int, block_n: int, by_key: bool) -> Lists:
+    """by_key: outer tiles are key tiles (dk, dv), else query tiles (dq)."""
+    m, n = block_m // base.block_m, block_n // base.block_n
+    tiles_m, tiles_n = triton.cdiv(base.tiles_m, m), triton.cdiv(base.tiles_n, n)
+    sizes = (tiles_n, tiles_m, n, m) if by_key else (tiles_m, tiles_n, m, n)
+    return Lists(base.batches, base.heads, *sizes, False)
 
 
 # -- reading lists --------------------------------------------------------------------------------
@@ -265,147 +208,11 @@ def mask_lister(
     return launch.over(lists.programs)
 
 
-# -- what base tiles are, all restrictions intersected --------------------------------------------
-
-
-@triton.jit
-def store_bits(
-    kind_ptr, alive_ptr, some, whole, unbound, keys_alive, queries_alive, local_j, keys
-):  # fmt: skip
-    """keys: which of the keys local_j of the tile are alive."""
-    kind = (some << SOME) | (whole << WHOLE) | (unbound << UNBOUND)
-    kind = kind | (keys_alive << KEYS_ALIVE) | (queries_alive << QUERIES_ALIVE)
-    tl.store(kind_ptr, kind.to(tl.uint8))
-    tl.store(alive_ptr + local_j, keys.to(tl.uint8))
-
-
-@triton.jit
-def classify_prepared(
-    bitmasks_ptr, kind_ptr, alive_ptr, stride_bitmasks, m_start, n_start, M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What the tile bitmasks of a prepared mask say of a base tile that nothing else restricts."""
-    row = (m_start // TILE + tl.arange(0, BLOCK_M // TILE))[:, None]
-    column = (n_start // TILE + tl.arange(0, BLOCK_N // TILE))[None, :]
-    bitmasks = tl.load(
-        bitmasks_ptr + row.to(tl.int64) * stride_bitmasks.m + column * stride_bitmasks.n,
-        mask=(row * TILE < M) & (column * TILE < N),
-        other=BITMASK_OUTSIDE,
-    )
-    # A bitmask's bits go on beyond the tensor where one line of the mask serves all.
-    line = tl.arange(0, TILE)
-    keys = (tl.reduce_or(bitmasks, 0) >> BITMASK_KEYS)[:, None] >> line[None, :] & 1
-    j = n_start + tl.arange(0, BLOCK_N // TILE)[:, None] * TILE + line[None, :]
-    keys = tl.where(j < N, keys, 0)
-    queries = (tl.reduce_or(bitmasks, 1) >> BITMASK_QUERIES)[:, None] >> line[None, :] & 1
-    i = m_start + tl.arange(0, BLOCK_M // TILE)[:, None] * TILE + line[None, :]
-    queries = tl.where(i < M, queries, 0)
-    some = tl.max(tl.max(keys, 1), 0)
-    whole = tl.min(tl.min(bitmasks >> BITMASK_WHOLE, 1), 0)
-    keys_alive = tl.min(tl.min(keys, 1), 0)
-    queries_alive = tl.min(tl.min(queries, 1), 0)
-    unbound = tl.full([], 1, tl.int64)
-    store_bits(
-        kind_ptr, alive_ptr, some, whole, unbound, keys_alive, queries_alive, j - n_start, keys
-    )
-
-
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "heads", "tiles_m", "tiles_n", "M"])
-def classify_tiles_kernel(
-    mask_ptr, bitmasks_ptr, key_lengths_ptr, query_lengths_ptr, kinds_ptr, alive_ptr,
-    stride_mask, stride_bitmasks, stride_kl_b, stride_kl_m, stride_ql_b,
-    heads, tiles_m, tiles_n, M, N, low, high,
-    PREPARED: tl.constexpr, CASE: tl.constexpr,
-):  # fmt: skip
-    """One base tile a program. PREPARED: only where lengths, causality or window cut through the
-    tile is the mask itself read.
-    """
-    BLOCK_M: tl.constexpr = CASE.BLOCK_M
-    BLOCK_N: tl.constexpr = CASE.BLOCK_N
-    tile = tl.program_id(0).to(tl.int64)
-    kinds_ptr += tile
-    alive_ptr += tile * BLOCK_N
-    n_tile = (tile % tiles_n).to(tl.int32)
-    m_tile = (tile // tiles_n % tiles_m).to(tl.int32)
-    batch_head = tile // tiles_n // tiles_m
-    b = batch_head // heads
-    h = batch_head % heads
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    columns = tl.arange(0, BLOCK_N)[None, :]
-    m_start = m_tile * BLOCK_M
-    n_start = n_tile * BLOCK_N
-    i = m_start + rows
-    j = n_start + columns
-
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
-    q_limit, limit, low, high = sequence_limits(lengths, b, M, N, low, high, CASE)
-    row_limit = row_limits(lengths, b, i, i < M, limit, N, CASE)
-    begin, end = key_bounds(i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH)
-    if PREPARED:
-        cut = (i < M) & ((begin > n_start) | (end < tl.minimum(n_start + BLOCK_N, N)))
-        if tl.max(tl.max(cut.to(tl.int32), 1), 0) == 0:
-            bitmasks_ptr += b * stride_bitmasks.b + h * stride_bitmasks.h
-            classify_prepared(
-                bitmasks_ptr, kinds_ptr, alive_ptr, stride_bitmasks, m_start, n_start, M, N,
-                BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-            return
-    bounded = (j >= begin) & (j < end)
-    allowed = bounded
-    plain = allowed
-    if CASE.DENSE:
-        mask_ptr += b * stride_mask.b + h * stride_mask.h
-        mask_ptr += m_start.to(tl.int64) * stride_mask.m + n_start.to(tl.int64) * stride_mask.n
-        dense, bias = load_mask(
-            mask_ptr, rows, columns, stride_mask.m, stride_mask.n, M - m_start, N - n_start,
-            ONE_ROW if CASE.SHARED == ONE_ROW else 0,
-        )  # fmt: skip
-        allowed = allowed & dense
-        plain = allowed
-        if CASE.BIAS:
-            plain = allowed & (bias == 0.0)
-
-    outside = (i >= M) | (j >= N)
-    unbound = tl.min(tl.min((bounded | outside).to(tl.int32), 1), 0)
-    keys = tl.max(allowed.to(tl.int32), 0)
-    some = tl.max(keys, 0)
-    whole = tl.min(tl.min((plain | outside).to(tl.int32), 1), 0)
-    keys_alive = tl.min(keys, 0)
-    queries_alive = tl.min(tl.max(allowed.to(tl.int32), 1), 0)
-    store_bits(
-        kinds_ptr, alive_ptr, some, whole, unbound, keys_alive, queries_alive,
-        tl.arange(0, BLOCK_N), keys,
-    )  # fmt: skip
-
-
-def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Callable[..., None]:
-    """The launch (mask, mask_tiles, key_lengths, query_lengths, kinds, alive) that looks at every
-    base tile.
-    """
-    launch = BoundLaunch(
-        classify_tiles_kernel,
-        (
-            MaskStrides(*(facts.mask.strides if facts.mask is not None else (0, 0, 0, 0))),
-            MaskStrides(*(bitmask_strides(mask_tiles) if mask_tiles is not None else (0, 0, 0, 0))),
-            *facts.length_strides, base.heads, base.tiles_m, base.tiles_n, facts.M, facts.N,
-            facts.limits.low, facts.limits.high,
-        ),
-        {
-            "PREPARED": mask_tiles is not None,
-            "CASE": facts.case(
-                base.block_m, base.block_n, MASK_UNIT=1, DROPOUT=0, D=0, E=0
-            ),
-        },
-        num_warps=4,
-    )  # fmt: skip
-    return launch.over(base.batches * base.heads * base.tiles_m * base.tiles_n)
-
-
 # -- lists from base tiles ------------------------------------------------------------------------
 
 
 class Bases(NamedTuple):
-    """Kinds or bitmasks of the base tiles of one head, n_outer by n_inner; lines of the latter."""
+    """Bits or bitmasks of the base tiles of one head, n_outer by n_inner; lines of the latter."""
 
     ptr: Any
     stride_outer: Any
@@ -422,10 +229,11 @@ def kinds_of_tiles(
     FACTOR_INNER: tl.constexpr,
 ):  # fmt: skip
     """(full, partial, edge) of the tiles (outer, inner): 0 or 1, at most one of the three is 1."""
-    ALL: tl.constexpr = LINES if BITMASKS else 1
+    ALL: tl.constexpr = ALL_LINES if BITMASKS else 1
     some = tl.zeros_like(inner)
     whole = tl.zeros_like(inner) + 1
-    easy = tl.zeros_like(inner) + ALL
+    no_edge = tl.zeros_like(inner) + ALL
+    # no_edge: of each line, or of all lines together, whether it needs no edge loop.
     for n in tl.static_range(FACTOR_INNER):
         alive = tl.zeros_like(inner)
         for m in tl.static_range(FACTOR_OUTER):
@@ -443,17 +251,17 @@ def kinds_of_tiles(
                 base = base.to(tl.int32)
                 whole = whole & (base >> WHOLE)
                 some = some | (base >> SOME) & 1
-                easy = easy & (base >> UNBOUND)
+                no_edge = no_edge & (base >> UNBOUND)
             # Lines of the inner tile are alive if one of the base tiles along them keeps all alive;
             # bitmasks say it of each.
             alive = alive | (base >> ALIVE).to(tl.int32)
-        easy = easy & alive
+        no_edge = no_edge & alive
     some = (some > 0).to(tl.int32)
-    easy = ((easy & ALL) == ALL).to(tl.int32)
+    no_edge = ((no_edge & ALL) == ALL).to(tl.int32)
     if BITMASKS:  # where one line of the mask serves all, their bits go on beyond the tensor
-        easy = easy & ((inner + 1) * (FACTOR_INNER * TILE) <= bases.lines).to(tl.int32)
-    full = some & whole & easy
-    return full, some & easy & (1 - full), some & (1 - easy)
+        no_edge = no_edge & ((inner + 1) * (FACTOR_INNER * TILE) <= bases.lines).to(tl.int32)
+    full = some & whole & no_edge
+    return full, some & no_edge & (1 - full), some & (1 - no_edge)
 
 
 @triton.jit
@@ -514,7 +322,7 @@ def prepared_lister(lists: Lists, bitmasks: Tensor, M: int, N: int) -> Callable[
 
 
 def tile_lister(base: BaseTiles, lists: Lists, by_key: bool) -> Callable[..., None]:
-    """The launch (kinds, lists) that sorts the inner tiles of every outer tile into lists."""
+    """The launch (base_bits, lists) that sorts the inner tiles of every outer tile into lists."""
     stride_b, stride_h, *strides = base.strides
     bases = [base.tiles_m, base.tiles_n]
     if by_key:
@@ -548,10 +356,3 @@ def _lister(
         num_warps=4 if chunk > 64 else 1,
     )
     return launch.over(lists.programs)
-
-
-def bitmask_strides(bitmasks: Tensor) -> tuple[int, ...]:
-    """Of a prepared mask's tiles; 0 where one serves all."""
-    return tuple(
-        0 if n == 1 else stride for n, stride in zip(bitmasks.shape, bitmasks.stride(), strict=True)
-    )

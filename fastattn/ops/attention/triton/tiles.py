@@ -109,60 +109,47 @@ NOT_SPECIALIZED = (
 
 
 class Case(NamedTuple):
-    """What is known to the compiler, of the forward and the backward alike.
+    """What is known to the compiler, of the forward and the backward alike."""
 
-    KEY_LENGTHS: 0 none, 1 per sequence, 2 per query. PACKED: sequences lie one behind the other in
-    a head's rows, the lengths are their offsets, M and N the longest; FROM_END: low and high count
-    from each sequence's bottom right. ARITHMETIC: lengths, causality or a window restrict rows.
-    DENSE: there is a mask; BIAS: it is added; SHARED: which of its lines serves all (ONE_ROW,
-    ONE_COLUMN or 0). Strides of tensors come divided by UNIT, N and those of the mask but the last
-    by MASK_UNIT, so that the compiler sees their alignment.
-    DROPOUT: 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's. NATURAL: scores are in natural
-    units, else times log2(e). RAGGED: the last tile of the
-    loop is not whole. DEAD: rows of what the loop reads may attend no pair. TMA: it reads through
-    descriptors. PRECISION: of fp32 products. D columns of q and k are on chip as tiles of D0 and D1
-    (or 0), E of v as E0 and E1.
-    Of the backward: LISTS: tiles are listed in memory, from base tiles of BASE_M by BASE_N.
-    BY_VALUE: blocked pairs of a partial tile get weight 0 by the mask's value. Of dkdv: NEED_DK,
-    NEED_DV: what it computes; LATE: dp before p.
-    """
-
-    HAS_LOW: Any
-    HAS_HIGH: Any
-    KEY_LENGTHS: Any
+    HAS_LOW: Any  # row i attends no key before i + low
+    HAS_HIGH: Any  # row i attends no key behind i + high
+    KEY_LENGTHS: Any  # 0 none, 1 per sequence, 2 per query
     QUERY_LENGTHS: Any
-    PACKED: Any
-    FROM_END: Any
-    ARITHMETIC: Any
-    DENSE: Any
-    BIAS: Any
-    SHARED: Any
-    MASK_UNIT: Any
-    DROPOUT: Any
-    NATURAL: Any
-    D: Any
+    PACKED: (
+        Any  # a head's rows are those of all sequences, lengths their offsets; M, N: the longest
+    )
+    FROM_END: Any  # low and high count from the bottom right of each sequence
+    ARITHMETIC: Any  # lengths, causality or a window restrict rows
+    DENSE: Any  # there is a mask
+    BIAS: Any  # the mask is added
+    SHARED: Any  # which line of the mask serves all: ONE_ROW, ONE_COLUMN or 0
+    MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: alignment is seen so
+    DROPOUT: Any  # 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's
+    NATURAL: Any  # scores are in natural units, else times log2(e)
+    D: Any  # columns of q and k, on chip as tiles of D0 and D1 (or 0)
     D0: Any
     D1: Any
-    E: Any
+    E: Any  # columns of v, on chip as tiles of E0 and E1 (or 0)
     E0: Any
     E1: Any
     BLOCK_M: Any
     BLOCK_N: Any
-    UNIT: Any = 1
-    PRECISION: Any = "ieee"
+    UNIT: Any = 1  # divisor of the tensors' strides: alignment is seen so
+    PRECISION: Any = "ieee"  # of fp32 products
     STAGES: Any = 1
     EDGE_STAGES: Any = 1
-    RAGGED: Any = True
-    DEAD: Any = True
-    TMA: Any = False
-    LISTS: Any = False
+    RAGGED: Any = True  # the last tile of the loop is not whole
+    DEAD: Any = True  # rows of what the loop reads may attend no pair
+    TMA: Any = False  # the loop reads through descriptors
+    # Of the backward.
+    LISTS: Any = False  # tiles are listed in memory, from base tiles of BASE_M by BASE_N
     BASE_M: Any = 1
     BASE_N: Any = 1
-    BY_VALUE: Any = False
+    BY_VALUE: Any = False  # blocked pairs of a partial tile get weight 0 by the mask's value
     HAS_DOUT: Any = True
     NEED_DK: Any = True
     NEED_DV: Any = True
-    LATE: Any = False
+    LATE: Any = False  # dkdv computes dp before p
 
 
 class RowStrides(NamedTuple):
@@ -307,6 +294,8 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
 
 
 # -- tiles of q, k, v -----------------------------------------------------------------------------
+# A pair is the two column tiles of rows: D0 and D1 columns of q and k, or E0 and E1 of v. If the
+# second has no columns, it is a placeholder.
 
 
 class Source(NamedTuple):
@@ -323,7 +312,7 @@ class Source(NamedTuple):
     start: Any
 
 
-class Reach(NamedTuple):
+class KeyBounds(NamedTuple):
     """Keys by arithmetic: [row_begin, row_end) [BLOCK_M] of each row, none outside [begin, end)."""
 
     row_begin: Any
@@ -342,7 +331,7 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def row_zeros(BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr):
-    """Accumulators of WIDTH0 and WIDTH1 columns; without columns if WIDTH1 is 0."""
+    """A pair of accumulators."""
     x1 = tl.zeros([BLOCK], tl.float32)
     if WIDTH1 > 0:
         x1 = tl.zeros([BLOCK, WIDTH1], tl.float32)
@@ -395,9 +384,8 @@ def load_rows(
     BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] (if it is not 0) from row `start` of a Source.
-
-    With TMA by its descriptors, which read 0 beyond the tensor; else as load_tile.
+    """The pair from row `start` of a Source: with TMA by its descriptors, which read 0 beyond the
+    tensor; else as load_tile.
     """
     x0 = load_columns(x, x.desc0, start, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED, TMA)
     x1 = x0
@@ -407,25 +395,44 @@ def load_rows(
 
 
 @triton.jit
-def product(a0, a1, b0, b1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
-    """a bᵀ, the shared dimension in one or two tiles."""
-    c = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
+def product(a, b, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ of two pairs, over the columns of both tiles; SECOND: the columns of the second."""
+    c = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if SECOND > 0:
-        c = tl.dot(a1, tl.trans(b1), c, input_precision=PRECISION)
+        c = tl.dot(a[1], tl.trans(b[1]), c, input_precision=PRECISION)
     return c
+
+
+@triton.jit
+def add_product(acc, a, b, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b, where acc and b are pairs."""
+    acc0, acc1 = acc
+    acc0 = tl.dot(a, b[0], acc0, input_precision=PRECISION)
+    if SECOND > 0:
+        acc1 = tl.dot(a, b[1], acc1, input_precision=PRECISION)
+    return acc0, acc1
+
+
+@triton.jit
+def scaled_rows(x, factor, keep, SECOND: tl.constexpr):
+    """A pair times factor; 0 in the rows where keep [BLOCK, 1] is false."""
+    x0, x1 = x
+    x0 = tl.where(keep, x0 * factor, 0.0)
+    if SECOND > 0:
+        x1 = tl.where(keep, x1 * factor, 0.0)
+    return x0, x1
 
 
 @triton.jit
 def load_row_tiles(
     ptr, stride, keep,
     BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
-    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, WIDTH0] and [BLOCK, WIDTH1] of all LIMIT columns; the first twice if WIDTH1 is 0."""
-    x0 = load_tile(ptr, stride, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED)
+    """The pair at ptr, as load_tile with MASKED."""
+    x0 = load_tile(ptr, stride, keep, BLOCK, 0, WIDTH0, LIMIT, True)
     x1 = x0
     if WIDTH1 > 0:
-        x1 = load_tile(ptr, stride, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED)
+        x1 = load_tile(ptr, stride, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, True)
     return x0, x1
 
 
@@ -444,13 +451,13 @@ def store_tile(
 
 @triton.jit
 def store_row_tiles(
-    ptr, stride, value0, value1, keep,
+    ptr, stride, value, keep,
     BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The counterpart of load_row_tiles."""
-    store_tile(ptr, stride, value0, keep, BLOCK, 0, WIDTH0, LIMIT)
+    store_tile(ptr, stride, value[0], keep, BLOCK, 0, WIDTH0, LIMIT)
     if WIDTH1 > 0:
-        store_tile(ptr, stride, value1, keep, BLOCK, WIDTH0, WIDTH1, LIMIT)
+        store_tile(ptr, stride, value[1], keep, BLOCK, WIDTH0, WIDTH1, LIMIT)
 
 
 # -- dense masks ----------------------------------------------------------------------------------
@@ -470,6 +477,20 @@ def blocked_value(DTYPE: tl.constexpr):
 
 
 @triton.jit
+def allowed_and_bias(value, DTYPE: tl.constexpr):
+    """(allowed, bias) of loaded values of a mask; bias is 0.0 for a boolean one."""
+    if DTYPE == tl.int1:
+        return value != 0, 0.0
+    elif DTYPE == tl.float64:
+        # What fp64 tells from blocked, fp32 must too.
+        bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
+        return ~(value <= blocked_value(tl.float64)), bias
+    else:
+        bias = value.to(tl.float32)
+        return ~(bias <= blocked_value(DTYPE)), bias
+
+
+@triton.jit
 def mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED: tl.constexpr):
     """Of the pairs i, j, one of a line that SHARED says serves all."""
     if SHARED == ONE_ROW:
@@ -484,29 +505,21 @@ def mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED: tl.constexpr):
 def load_mask(tile_ptr, i, j, stride_mm, stride_mn, rows, columns, SHARED: tl.constexpr):
     """(allowed, bias) of the pairs i, j counted from the tile's corner, where tile_ptr points.
 
-    bias is 0.0 for a boolean mask. Pairs outside [rows, columns], which is what the mask has left
-    from the corner on, are not allowed. Where one row serves all queries i and rows do not matter,
-    and the results have one row; where one column serves all keys, the bias has one column.
+    Pairs outside [rows, columns], which is what the mask has left from the corner on, are not
+    allowed. Where one row serves all queries, i and rows do not matter and the results have one
+    row; where one column serves all keys, the bias has one column.
     """
-    ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
+    DTYPE: tl.constexpr = tile_ptr.dtype.element_ty
     if SHARED == ONE_ROW:
         inside = j < columns
     elif SHARED == ONE_COLUMN:
         inside = i < rows
     else:
         inside = (i < rows) & (j < columns)
-    if tile_ptr.dtype.element_ty == tl.int1:
-        allowed = tl.load(ptrs, mask=inside, other=0) != 0
-        bias = 0.0
-    else:
-        value = tl.load(ptrs, mask=inside, other=0.0)
-        if tile_ptr.dtype.element_ty == tl.float64:
-            allowed = inside & ~(value <= blocked_value(tl.float64))
-            # What fp64 tells from blocked, fp32 must too.
-            bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
-        else:
-            bias = value.to(tl.float32)
-            allowed = inside & ~(bias <= blocked_value(tile_ptr.dtype.element_ty))
+    ptrs = mask_pointers(tile_ptr, i, j, stride_mm, stride_mn, SHARED)
+    allowed, bias = allowed_and_bias(tl.load(ptrs, mask=inside, other=0), DTYPE)
+    if DTYPE != tl.int1:
+        allowed = inside & allowed
     if SHARED == ONE_COLUMN:
         allowed = allowed & (j < columns)
     return allowed, bias
@@ -523,14 +536,7 @@ def load_partial(tile_ptr, i, j, inside, stride_mm, stride_mn, SHARED: tl.conste
         value = tl.load(ptrs)
     else:
         value = tl.load(ptrs, mask=inside, other=0)
-    if tile_ptr.dtype.element_ty == tl.int1:
-        return value != 0, 0.0
-    elif tile_ptr.dtype.element_ty == tl.float64:
-        bias = tl.maximum(value, blocked_value(tl.float32)).to(tl.float32)
-        return ~(value <= blocked_value(tl.float64)), bias
-    else:
-        bias = value.to(tl.float32)
-        return ~(bias <= blocked_value(tile_ptr.dtype.element_ty)), bias
+    return allowed_and_bias(value, tile_ptr.dtype.element_ty)
 
 
 class MaskShape(NamedTuple):

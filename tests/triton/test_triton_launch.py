@@ -1,5 +1,6 @@
-"""How Triton kernels are launched: what the GPU's driver is given, by which way, how often kernels
-are compiled, what is kept alive. The driver is replaced by one that writes down; nothing runs.
+"""Launches of Triton kernels: what the GPU's driver gets, direct launches and those by Triton's
+launcher, how often kernels are compiled, what caches keep alive. A stand-in for the driver records
+the launches; nothing runs.
 """
 
 import contextvars
@@ -58,7 +59,7 @@ pytestmark = [
         not hasattr(nvidia, "_BASE_ARGS_FORMAT"), reason="stands in for launchers of Triton 3.6"
     ),
 ]
-# Positions in a launcher's arguments of what is for profilers.
+# Positions of the profilers' arguments among a launcher's.
 _METADATA, _HOOKS = 10, (11, 12)
 
 
@@ -99,7 +100,7 @@ class _Utils:
 
 
 class _Driver:
-    """Of a Hopper GPU that is not there."""
+    """For a Hopper GPU that is not present."""
 
     utils, launcher_cls = _Utils, _Launcher
 
@@ -118,7 +119,7 @@ class _Driver:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What launchers were called with."""
+    """The arguments of each launch."""
     noted: list[tuple[Any, ...]] = []
     monkeypatch.setattr(_Launcher, "launches", noted, raising=False)
     monkeypatch.setattr(nvidia, "CudaLauncher", _Launcher)
@@ -147,7 +148,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
 
 class _Call:
-    """A forward and a backward on tensors of their own. shift: of addresses, in elements."""
+    """A forward and a backward on their own tensors. shift: of addresses, in elements."""
 
     def __init__(self, S: int = 256, D: int = 64, shift: int = 0, **options: Any):
         def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -209,7 +210,7 @@ class _Norms:
 
 
 class _Products:
-    """Of the feed-forward network, with descriptors of as many rows as a call has."""
+    """Products of the FFN, whose descriptors have as many rows as the call."""
 
     def __init__(self) -> None:
         tile = GemmTile(64, 64, 32, 4, 2, tma=True)
@@ -229,7 +230,7 @@ class _Products:
 
 
 def _maker(name: str) -> Callable[[int], Callable[[], None]]:
-    """n -> a call on tensors of its own, the same kernels for every n."""
+    """n -> a call on its own tensors, with the same kernels for every n."""
     if name == "norms":
         return lambda n: _Norms(16 * n)
     if name == "products":
@@ -238,14 +239,16 @@ def _maker(name: str) -> Callable[[int], Callable[[], None]]:
 
 
 @pytest.mark.parametrize("name", [*_FEATURES, "norms", "products"])
-def test_launches_again_what_triton_launched(name: str, launches: list[tuple[Any, ...]]) -> None:
-    """The short way ends in the same call as Triton's own, on other tensors than the first."""
+def test_direct_launches_pass_what_triton_passes(
+    name: str, launches: list[tuple[Any, ...]]
+) -> None:
+    """The C function gets the same arguments, also for other tensors than the first."""
     make = _maker(name)
-    make(3)()  # the first launch of a kernel goes Triton's way
+    make(3)()  # Triton launches a kernel first
     count = len(launches)
     call = make(5)
     call()
-    # A profiler wants to know, so here it goes Triton's way.
+    # With a profiler's hook Triton launches.
     seen: list[Any] = []
     hook = knobs.runtime.launch_enter_hook
     hook.add(seen.append)
@@ -253,22 +256,20 @@ def test_launches_again_what_triton_launched(name: str, launches: list[tuple[Any
         call()
     finally:
         hook.remove(seen.append)
-    short, long = launches[count : 2 * count], launches[2 * count :]
-    assert len(short) == len(long) == len(seen) == count >= 2
-    for a, b in zip(short, long, strict=True):
+    direct, by_triton = launches[count : 2 * count], launches[2 * count :]
+    assert len(direct) == len(by_triton) == len(seen) == count >= 2
+    for a, b in zip(direct, by_triton, strict=True):
         assert all(a[at] is None for at in (_METADATA, *_HOOKS))
         assert a[3] == 43  # the stream of the device
         x, y = ([v.data_ptr() if isinstance(v, Tensor) else v for v in launch] for launch in (a, b))
         for at in (_METADATA, *_HOOKS):
             y[at] = None
         assert x == y
-    assert name == "norms" or any("descriptor" in str(launch) for launch in short)
+    assert name == "norms" or any("descriptor" in str(launch) for launch in direct)
 
 
-def _goes_past_triton(call: Callable[[], None], launches: list[tuple[Any, ...]]) -> bool:
-    """Whether launches pass addresses on; Triton passes tensors and descriptors, for others to
-    ask.
-    """
+def _launches_directly(call: Callable[[], None], launches: list[tuple[Any, ...]]) -> bool:
+    """Whether the C function gets addresses: Triton's launcher passes tensors and descriptors."""
     start = len(launches)
     call()
     assert len(launches) > start
@@ -277,7 +278,7 @@ def _goes_past_triton(call: Callable[[], None], launches: list[tuple[Any, ...]])
     return not kinds & {Tensor, TensorDescriptor}
 
 
-def test_who_watches_the_first_launch_does_not_decide_for_later_ones(
+def test_hooks_at_the_first_launch_do_not_affect_later_ones(
     launches: list[tuple[Any, ...]],
 ) -> None:
     """A profiler may have kernels compiled in its own way."""
@@ -286,22 +287,22 @@ def test_who_watches_the_first_launch_does_not_decide_for_later_ones(
     hook.add(seen.append)
     try:
         call()
-        assert not _goes_past_triton(call, launches)
+        assert not _launches_directly(call, launches)
     finally:
         hook.remove(seen.append)
     assert len(seen) == len(launches)
-    assert not _goes_past_triton(call, launches)  # bound here
-    assert _goes_past_triton(call, launches)
+    assert not _launches_directly(call, launches)  # bound here
+    assert _launches_directly(call, launches)
     hook.add(seen.append)
     try:
-        assert not _goes_past_triton(call, launches)
+        assert not _launches_directly(call, launches)
     finally:
         hook.remove(seen.append)
-    assert _goes_past_triton(call, launches)
+    assert _launches_directly(call, launches)
 
 
 class _OtherLauncher(_Launcher):
-    """Passes a kernel's arguments on as one."""
+    """Passes a kernel's arguments as one tuple."""
 
     def __init__(self, source: Any, metadata: Any):
         super().__init__(source, metadata)
@@ -315,13 +316,13 @@ class _OtherLauncher(_Launcher):
 
 
 @pytest.mark.parametrize("change", ["arguments", "names"])
-def test_another_triton_launches_by_itself(
+def test_unexpected_launchers_launch_by_themselves(
     change: str,
     launches: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And one line says so, however many kernels there are."""
+    """One warning is logged, however many kernels there are."""
     if change == "arguments":
         monkeypatch.setattr(_Driver, "launcher_cls", _OtherLauncher)
     else:
@@ -329,13 +330,13 @@ def test_another_triton_launches_by_itself(
     calls = _Call(), _Norms(48)
     with caplog.at_level(logging.WARNING, "fastattn"):
         for call in (*calls, *calls):
-            assert not _goes_past_triton(call, launches)
+            assert not _launches_directly(call, launches)
     [line] = caplog.messages
     assert line.startswith("this version of Triton has an unexpected launcher")
 
 
 class _ScratchLauncher(_Launcher):
-    """Of kernels that want memory of their own."""
+    """For kernels with scratch memory."""
 
     def __init__(self, source: Any, metadata: Any):
         super().__init__(source, metadata)
@@ -347,7 +348,7 @@ def test_triton_launches_kernels_with_scratch_memory(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which is nothing to remark on."""
+    """Without a warning."""
     monkeypatch.setattr(_Driver, "launcher_cls", _ScratchLauncher)
     scratch, call = torch.empty(64), _Norms(48)
 
@@ -355,7 +356,7 @@ def test_triton_launches_kernels_with_scratch_memory(
         triton.set_allocator(lambda *args: scratch)
         with caplog.at_level(logging.WARNING, "fastattn"):
             for _ in range(2):
-                assert not _goes_past_triton(call, launches)
+                assert not _launches_directly(call, launches)
 
     contextvars.copy_context().run(launch)
     assert all(any(x is scratch for x in launch) for launch in launches)
@@ -393,7 +394,7 @@ class _Libcuda:
 def test_kernels_load_while_a_graph_is_captured(
     launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading is what capture forbids; launches are captured under the mode that was there."""
+    """Kernels load in the relaxed mode; launches are captured in the mode before."""
     cuda, modes = _Libcuda(), []
     monkeypatch.setattr(_cuda_driver, "_library", lambda: cuda)
     for question in ("is_initialized", "is_current_stream_capturing"):
@@ -412,7 +413,7 @@ def test_kernels_load_while_a_graph_is_captured(
 def test_descriptors_are_made_in_a_context(
     launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of every thread: the first and one that torch has not had to give one."""
+    """In the first thread, and in one that has no context yet."""
     cuda, contexts = _Libcuda(), []
     monkeypatch.setattr(_cuda_driver, "_library", lambda: cuda)
     answers = {"is_initialized": True, "is_current_stream_capturing": False, "current_device": 3}
@@ -435,12 +436,12 @@ def test_descriptors_are_made_in_a_context(
     assert contexts and set(contexts) == {103}
 
 
-def test_numbers_may_change_from_call_to_call(launches: list[tuple[Any, ...]]) -> None:
-    """Of rows and dropout: no kernel is compiled or bound again."""
+def test_rows_and_dropout_change_without_compilation(launches: list[tuple[Any, ...]]) -> None:
+    """No kernel is compiled or bound again."""
     _Norms(48)()
     plans = list(norms._forward_plans.values())
     call = _Norms(64)
-    assert _goes_past_triton(call, launches)
+    assert _launches_directly(call, launches)
     assert list(norms._forward_plans.values()) == plans
     add, *results = call.add
     norms.add_layer_norm_fwd(add._replace(dropout_p=0.5), *results)
@@ -450,7 +451,7 @@ def test_numbers_may_change_from_call_to_call(launches: list[tuple[Any, ...]]) -
     ] == add.x.data_ptr()
 
 
-def test_addresses_of_another_alignment_are_looked_up(launches: list[tuple[Any, ...]]) -> None:
+def test_unaligned_addresses_are_launched_by_triton(launches: list[tuple[Any, ...]]) -> None:
     _Call()()
     count = len(launches)
     _Call(shift=1)()
@@ -466,7 +467,7 @@ def _nothing(*args: Any) -> None:
 def _bound(
     monkeypatch: pytest.MonkeyPatch, module: Any, bind: str, plan: Any, plans: str = "_plans"
 ) -> list[tuple[Any, ...]]:
-    """Filled with what `module.bind` is called with, in whose place comes a given plan."""
+    """The arguments of each call of `module.bind`, which is replaced by one that returns `plan`."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, bind, lambda *args: (seen.append(args), plan)[1])
     monkeypatch.setattr(module, plans, _triton_launch.LaunchCache())
@@ -485,10 +486,10 @@ _BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None)
         *(("ffn_bwd", name) for name in ("dy", "x", "w1", "w2", "hidden")),
     ],
 )
-def test_descriptors_want_every_tensor_aligned(
+def test_descriptors_need_every_tensor_aligned(
     op: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that has them is not for calls of which one tensor is not."""
+    """A call with one unaligned tensor has a plan of its own."""
     call: Any
     if op.startswith("attention"):
         attention, way = _Call(16, 16), int(op == "attention_bwd")
@@ -513,7 +514,7 @@ def test_descriptors_want_every_tensor_aligned(
     assert flags == [True, False]
 
 
-def test_backwards_are_bound_for_the_gradients_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_bound_for_each_set_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     call = _Call(16, 16)
     bound = _bound(monkeypatch, backward, "bind", _BACKWARD_PLAN)
     dout, dlse = call.bwd.dout, torch.empty_like(call.bwd.lse)
@@ -564,10 +565,9 @@ def test_norms_are_bound_for_the_dtype_of_every_tensor(
 
 
 @pytest.mark.parametrize("way", ["fwd", "bwd"])
-def test_norms_are_bound_for_how_wide_the_number_of_rows_is(
+def test_norms_are_bound_for_32_and_64_bit_numbers_of_rows(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels take it in 32 bits, or in 64."""
     bound = _norms_bound(way, monkeypatch)
     run, args = _norm(way)
     for rows, count in ((7, 1), ((1 << 31) - 1, 1), (1 << 31, 2), (9, 2)):
@@ -580,20 +580,20 @@ def test_norms_are_bound_for_how_wide_the_number_of_rows_is(
         assert len(bound) == count
 
 
-def test_addresses_of_another_alignment_have_their_own_kernel(
+def test_unaligned_addresses_have_their_own_kernel(
     launches: list[tuple[Any, ...]],
 ) -> None:
-    """Where plans are remembered without it."""
+    """The cache of plans does not distinguish alignments."""
     storage, row = torch.empty(48 * 512 + 16, dtype=torch.bfloat16), torch.empty(48)
     rows = [storage[shift : shift + 48 * 512].view(48, 512) for shift in (0, 1)]
     calls = [
         functools.partial(norms.rms_norm_fwd, RmsNormCall(x, None, 1e-5), x, row) for x in rows
     ]
     calls[0]()
-    assert [_goes_past_triton(calls[n], launches) for n in (0, 1, 0)] == [True, False, True]
+    assert [_launches_directly(calls[n], launches) for n in (0, 1, 0)] == [True, False, True]
 
 
-def test_products_of_such_addresses_have_no_descriptors(launches: list[tuple[Any, ...]]) -> None:
+def test_products_of_unaligned_tensors_have_no_descriptors(launches: list[tuple[Any, ...]]) -> None:
     up = Product(GemmTile(64, 64, 32, 4, 2, tma=True), "tested")
     config = ForwardConfig(up, Product(None, "PyTorch's"))
     x = torch.empty(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
@@ -604,7 +604,7 @@ def test_products_of_such_addresses_have_no_descriptors(launches: list[tuple[Any
 
 
 def test_parameters_may_be_absent(launches: list[tuple[Any, ...]]) -> None:
-    """From one call to the next; what is launched again is what was compiled for such a call."""
+    """Each combination of parameters launches the kernel that was compiled for it."""
     x, w, row = torch.empty(48, 512), torch.empty(512), torch.empty(48)
     first = _HOOKS[1] + 4  # behind x, residual and x_bias
     for parameters in 2 * ((w, w), (w, None), (None, w)):
@@ -615,7 +615,7 @@ def test_parameters_may_be_absent(launches: list[tuple[Any, ...]]) -> None:
 
 
 def test_descriptors_have_the_rows_of_their_call(launches: list[tuple[Any, ...]]) -> None:
-    """In the same memory as before, too."""
+    """Also in the same memory as the call before."""
     tile, n = GemmTile(64, 64, 32, 4, 2, tma=True), 64
     x, out = (torch.empty(n, n, dtype=torch.bfloat16) for _ in range(2))
     product = steps.PlainProduct(tile, x, x, over_rows=False)
@@ -626,7 +626,7 @@ def test_descriptors_have_the_rows_of_their_call(launches: list[tuple[Any, ...]]
     assert made
 
 
-def test_remembered_launches_are_not_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton_launch, "_MAX_CACHED", 3)
     cache = _triton_launch.LaunchCache()
     for n in range(10):
@@ -634,7 +634,7 @@ def test_remembered_launches_are_not_without_number(monkeypatch: pytest.MonkeyPa
         assert len(cache) <= 3
 
 
-def test_kernels_are_for_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_for_their_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_env, "architecture", lambda kind, index: f"{kind} {index}")
     for n, device in enumerate((torch.device("cuda"), torch.device("cuda", 1))):
         x = types.SimpleNamespace(device=device, is_cuda=True, get_device=lambda n=n: n)
@@ -643,7 +643,7 @@ def test_kernels_are_for_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatc
 
 
 def test_lengths_share_kernels(launches: list[tuple[Any, ...]]) -> None:
-    """Lengths are told apart by whole tiles, 16 and 2, but no further."""
+    """Kernels are specialised for multiples of a tile, 16 and 2 only."""
     for S in (1000, 1001, 1003, 1017, 1008, 1200, 1280, 1536, 130, 67):
         _Call(S, causal=1)()
     kernels = (forward.attention_fwd_kernel, bwd_bind.attention_bwd_dq_kernel)
@@ -652,7 +652,7 @@ def test_lengths_share_kernels(launches: list[tuple[Any, ...]]) -> None:
         assert 1 <= len(cache[0]) <= 4, kernel
 
 
-def test_remembered_launches_keep_no_memory_alive(launches: list[tuple[Any, ...]]) -> None:
+def test_launch_cache_keeps_no_memory_alive(launches: list[tuple[Any, ...]]) -> None:
     call = _Call()
     call()
     call()

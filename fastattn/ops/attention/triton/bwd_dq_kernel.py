@@ -102,7 +102,7 @@ def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.con
     local_i = tl.arange(0, BLOCK_M)
     local_j = tl.arange(0, BLOCK_N)
     j = n_start + local_j
-    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would keys every row.
+    # Edge tiles read keys that no row here may attend as 0: 0 · NaN would reach every row.
     if KIND == EDGE and CASE.LISTS:
         alive = given.alive
         seen = tl.zeros([BLOCK_N], tl.int32)

@@ -43,7 +43,7 @@ def unpack_lse_delta(word):
     return lse, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-# -- what a program has in hand -------------------------------------------------------------------
+# -- operands -------------------------------------------------------------------------------------
 
 
 class Mask(NamedTuple):
@@ -55,9 +55,9 @@ class Mask(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles that a program loops over. With LISTS their numbers lie from list_ptr on: the full,
-    the partial, the edge ones. Else the full ones begin at full_first; the edge ones, from `first`
-    on, surround them.
+    """The tiles that a program loops over. With LISTS, full, partial and edge tiles are listed from
+    list_ptr on, in this order. Else the full ones begin at full_first, in the middle of the edge
+    ones, which begin at `first`.
     """
 
     first: Any
@@ -70,7 +70,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def listed_tiles(tiles, KIND: tl.constexpr):
-    """(how many there are of a kind, how many are listed before them)."""
+    """(number of tiles of a kind, number of those that are listed before them)."""
     if KIND == FULL:
         return tiles.n_full, 0
     elif KIND == PARTIAL:
@@ -87,7 +87,7 @@ def next_listed(tiles, begin, count, index):
 
 @triton.jit
 def tile_in_range(tiles, index, KIND: tl.constexpr):
-    """The index-th without LISTS."""
+    """The index-th tile of a kind without LISTS."""
     if KIND == FULL:
         return tiles.full_first + index
     else:
@@ -104,8 +104,8 @@ def weights(
 ):
     """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
     for a bias, which may be of any size. SHIFTED: times 2 ** shift, which lse, unless NATURAL, has
-    in it. The rounding error of a huge score may exceed every exponent: no p is larger than 1, and
-    NaN stays NaN.
+    in it. The rounding error of a huge score may exceed every exponent, so p is bounded: by 1, or
+    by 2 ** 8 where SHIFTED and not NATURAL. NaN stays NaN.
     """
     if NATURAL:
         s = s * scale
@@ -117,7 +117,8 @@ def weights(
         else:
             return tl.exp2(s * LOG2E)
     else:
-        largest = shift if SHIFTED else 0.0
+        # A constant: keep_factor is at most 256, and shift in a register spills at D = 40.
+        largest = 8.0 if SHIFTED else 0.0
         return tl.exp2(tl.minimum(s * scale - lse, largest, propagate_nan=tl.PropagateNan.ALL))
 
 

@@ -32,7 +32,7 @@ from fastattn.ops.attention.triton.tiles import (
     product,
 )
 
-# -- what a program has in hand -------------------------------------------------------------------
+# -- operands -------------------------------------------------------------------------------------
 
 
 class Mask(NamedTuple):

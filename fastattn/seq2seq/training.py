@@ -147,8 +147,12 @@ class TrainingConfig:
             last = (done, planned)
 
     def extended(self, done: int, steps: int) -> TrainingConfig:
-        """Return the configuration for `steps` updates of a run that has done `done`."""
-        extensions = (*self.extensions, (done, self.steps)) if done else self.extensions
+        """Return the configuration for `steps` updates of a run that has done `done`. An earlier
+        extension counts up to there: the run may have been interrupted before its next checkpoint.
+        """
+        extensions = tuple(earlier for earlier in self.extensions if earlier[0] < done)
+        if done:
+            extensions += ((done, self.planned_steps(done)),)
         return replace(self, steps=steps, extensions=extensions)
 
     def planned_steps(self, step: int) -> int:

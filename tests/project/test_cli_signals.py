@@ -166,6 +166,18 @@ def test_a_finished_run_is_extended_as_if_it_had_been_planned_so(capsys, pairs_f
     assert runs.open_run(run).training == files.training
 
 
+def test_a_run_is_extended_again_before_its_next_checkpoint():
+    once = training.TrainingConfig(steps=100).extended(100, 200)
+    assert once.extensions == ((100, 100),)
+    again = once.extended(100, 300)
+    assert again.steps == 300 and again.extensions == ((100, 100),)
+    assert [again.planned_steps(step) for step in (1, 100, 101)] == [100, 100, 300]
+    assert once.extended(150, 300).extensions == ((100, 100), (150, 200))
+    # Later checkpoints were deleted.
+    assert once.extended(80, 300).extensions == ((80, 100),)
+    assert once.extended(0, 300).extensions == ()
+
+
 def runs_pairs(path: Path):
     from fastattn.seq2seq.data import read_pairs
 

@@ -7,8 +7,10 @@ kept in the repository.
 
 import argparse
 import io
+import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import fastattn
 from fastattn import cli
 from fastattn.ops import _env
 from fastattn.ops._select import OPS, backend_table, explaining
+from fastattn.seq2seq.plots import Curve, save_curves
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,6 +162,18 @@ def draw_dropout() -> str:
     return _svg(figure)
 
 
+def draw_curves() -> str:
+    """The curves of a recorded run of the demo."""
+    record = json.loads((RESULTS / "demo.json").read_text())
+    curves = {
+        name: Curve(run["losses"], run["validations"]) for name, run in record["runs"].items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "curves.svg")
+        save_curves(path, curves)
+        return path.read_text()
+
+
 def _grid(axes: Axes, size: int, x: str, y: str) -> None:
     axes.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xlabel=x, ylabel=y)
     axes.set_xticks([])
@@ -179,6 +194,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "hopper": draw_hopper,
     "tiles": draw_tiles,
     "dropout": draw_dropout,
+    "demo-curves": draw_curves,
 }
 
 

@@ -4,6 +4,7 @@ fastattn is drawn thick in warm colours, peers thin in cool ones; the measured c
 line. Needs matplotlib; draws nothing if there are too few rows.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -331,7 +332,7 @@ def plot_roofline(group: Sequence[Grid], folder: Path) -> list[Path]:
     figure, axes = _figure(1, 1, width=7.5, height=5.0)
     axis = axes[0][0]
     spare: dict[str, str] = {}
-    for name in sorted({p[0] for p in points}, key=lambda n: n.startswith("fastattn")):
+    for name in sorted({p[0] for p in points}, key=lambda n: (n.startswith("fastattn"), n)):
         is_fastattn_point = name.startswith("fastattn")
         for direction in dict.fromkeys(p[1] for p in points if p[0] == name):
             chosen = [p for p in points if p[:2] == (name, direction)]
@@ -406,8 +407,7 @@ def _save(
         for axis in axes.flat:
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
                 labels.setdefault(label, handle)
-        entry = _LEGEND_KEY + _LEGEND_LETTER * max(map(len, labels))
-        columns = max(1, min(columns, int(figure.get_figwidth() / entry)))
+        columns = _legend_columns(list(labels), columns, figure.get_figwidth())
         figure.legend(
             labels.values(),
             labels.keys(),
@@ -423,6 +423,17 @@ def _save(
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
     figure.savefig(png, dpi=130)
     return [svg, png]
+
+
+def _legend_columns(labels: Sequence[str], most: int, width: float) -> int:
+    """The number of columns, at most `most`, whose widths add up to at most `width` inches."""
+    for columns in range(min(most, len(labels)), 1, -1):
+        each, longer = divmod(len(labels), columns)  # the first ones hold one label more
+        ends = [i * each + min(i, longer) for i in range(columns + 1)]
+        letters = sum(max(map(len, labels[a:b])) for a, b in itertools.pairwise(ends))
+        if columns * _LEGEND_KEY + letters * _LEGEND_LETTER <= width:
+            return columns
+    return 1
 
 
 def _subtitle(grid: Grid) -> str:

@@ -69,9 +69,9 @@ class BoundLaunch:
     """A kernel and all its arguments but the leading ones, on one device.
 
     The kernel's parameters are, in order: the leading ones, which each call passes (tensors, None,
-    and numbers that are not specialised); `scalars`; the names in `constants`. Which leading
-    arguments are None must not change. The tensors at the positions in `descriptors` are passed as
-    descriptors made from these templates, or as None if the template is None.
+    tuples of these, and numbers that are not specialised); `scalars`; the names in `constants`.
+    Which leading arguments are None must not change. The tensors at the positions in `descriptors`
+    are passed as descriptors made from these templates, or as None if the template is None.
     """
 
     def __init__(
@@ -125,11 +125,13 @@ def _arguments(
 
 
 def aligned(*arguments: Any) -> bool:
-    """Whether the address of every tensor is a multiple of 16 bytes."""
+    """Whether the address of every tensor, also in tuples, is a multiple of 16 bytes."""
     addresses = 0
     for x in arguments:
         if isinstance(x, Tensor):
             addresses |= x.data_ptr()
+        elif isinstance(x, tuple):
+            addresses |= 0 if aligned(*x) else 1
     return addresses & 15 == 0
 
 
@@ -197,6 +199,8 @@ class _Recorder:
     def _comparable(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.data_ptr()
+        if isinstance(x, tuple):
+            return tuple(map(_Recorder._comparable, x))
         return type(x) if type(x).__name__ == "PyCUtensorMap" else x
 
 
@@ -242,6 +246,12 @@ def _direct_caller(
 ) -> Callable[[Callable[..., None], Grid, tuple[Any, ...]], bool]:
     """A function (C function, grid, leading) that calls the C function without Triton's Python."""
     pointers = [n for n, x in enumerate(leading) if isinstance(x, Tensor) and n not in descriptors]
+    # (position, places of tensors); the other elements are None or numbers.
+    tuples = [
+        (n, [i for i, element in enumerate(x) if isinstance(element, Tensor)])
+        for n, x in enumerate(leading)
+        if isinstance(x, tuple)
+    ]
     absent = [n for n, template in descriptors.items() if template is None]
     # A descriptor becomes several arguments; the last is replaced first, so that positions hold.
     templates = [(n, template) for n, template in descriptors.items() if template is not None]
@@ -266,6 +276,12 @@ def _direct_caller(
         for n in pointers:
             args[n] = address = leading[n].data_ptr()
             addresses |= address
+        for n, places in tuples:
+            elements = list(leading[n])
+            for i in places:
+                elements[i] = address = elements[i].data_ptr()
+                addresses |= address
+            args[n] = tuple(elements)
         if addresses & 15:
             return False
         for n in absent:

@@ -199,7 +199,9 @@ def test_backward_lists_match_allowed_pairs(letters: str, is_prepared: bool, by_
     bits = torch.full(base.shape, 1 << 6, dtype=torch.uint8, device=DEVICE)
     alive = torch.full((*base.shape, 16), 1 << 6, dtype=torch.uint8, device=DEVICE)
     listed = torch.full(lists.shape, 1 << 30, dtype=torch.int32, device=DEVICE)
-    base_tiles.classifier(base, facts, words)(mask, words, lengths, queries, bits, alive)
+    base_tiles.classifier(base, facts, words)(
+        mask, words, device_tiles.LengthTensors(lengths, queries), bits, alive
+    )
     mask_lists.tile_lister(base, lists, by_key)(bits, listed)
 
     outer, inner = (block_n, block_m) if by_key else (block_m, block_n)

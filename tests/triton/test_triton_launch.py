@@ -159,7 +159,11 @@ class _Call:
         lse = tensor(2, 2, S, dtype=torch.float32)
         p = options.get("dropout_p", 0.0)
         seed = torch.tensor([1]) if p else None
-        rest = (None, None, None, options.get("causal", 0), -1, -1, 0.125, p, seed, 5)
+        keys, queries = (
+            tensor(2, dtype=torch.int32) if name in options.get("lengths", ()) else None
+            for name in ("keys", "queries")
+        )
+        rest = (None, keys, queries, options.get("causal", 0), -1, -1, 0.125, p, seed, 5)
         self.fwd = ForwardCall(q, k, v, options.get("mask"), *rest)
         needs = [True, True, True, False]
         gradients = [torch.empty_like(x) for x in (q, k, v)]
@@ -188,6 +192,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "mask": {"mask": torch.ones(1, 1, 256, 256, dtype=torch.bool)},
     "dropout": {"dropout_p": 0.5},
     "padded": {"D": 80},
+    "lengths": {"lengths": ("keys", "queries"), "causal": 3},
+    "key lengths": {"lengths": ("keys",)},
 }
 
 
@@ -238,6 +244,13 @@ def _maker(name: str) -> Callable[[int], Callable[[], None]]:
     return lambda n: _Call(**_FEATURES[name])
 
 
+def _address(x: Any) -> Any:
+    """Of a tensor, also in a tuple."""
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return tuple(map(_address, x)) if isinstance(x, tuple) else x
+
+
 @pytest.mark.parametrize("name", [*_FEATURES, "norms", "products"])
 def test_direct_launches_pass_what_triton_passes(
     name: str, launches: list[tuple[Any, ...]]
@@ -261,7 +274,7 @@ def test_direct_launches_pass_what_triton_passes(
     for a, b in zip(direct, by_triton, strict=True):
         assert all(a[at] is None for at in (_METADATA, *_HOOKS))
         assert a[3] == 43  # the stream of the device
-        x, y = ([v.data_ptr() if isinstance(v, Tensor) else v for v in launch] for launch in (a, b))
+        x, y = (list(map(_address, launch)) for launch in (a, b))
         for at in (_METADATA, *_HOOKS):
             y[at] = None
         assert x == y
@@ -452,12 +465,14 @@ def test_rows_and_dropout_change_without_compilation(launches: list[tuple[Any, .
 
 
 def test_unaligned_addresses_are_launched_by_triton(launches: list[tuple[Any, ...]]) -> None:
-    _Call()()
-    count = len(launches)
-    _Call(shift=1)()
-    shifted = launches[count:]
-    assert len(shifted) == count
-    assert not any("descriptor" in str(launch) for launch in shifted)  # none covers these
+    for options in ({}, _FEATURES["lengths"]):
+        before = len(launches)
+        _Call(**options)()
+        count = len(launches) - before
+        _Call(shift=1, **options)()
+        shifted = launches[before + count :]
+        assert len(shifted) == count
+        assert not any("descriptor" in str(launch) for launch in shifted)  # none covers these
 
 
 def _nothing(*args: Any) -> None:

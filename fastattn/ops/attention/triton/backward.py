@@ -8,6 +8,7 @@ strides and options.
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,10 +22,14 @@ from fastattn.ops.attention.triton.launch import (
     Workspace,
     architecture,
     heads_first,
+    length_tensors,
     unsupported,
 )
 from fastattn.ops.attention.triton.tiles import dropout_numbers
 
+# From the first of the options to dropout_p.
+_FIELDS = BackwardCall._fields
+_options = attrgetter(*_FIELDS[_FIELDS.index("causal") : _FIELDS.index("dropout_seed")])
 _plans = LaunchCache()
 
 
@@ -58,22 +63,21 @@ def _run(
     workspace: Sequence[Tensor],
     packed: Packed | None = None,
 ) -> None:
-    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets."""
+    """packed: tensors are [tokens, heads, dim], lengths are offsets."""
     reduced = _without_zeros(call, gradients, packed)
     if reduced is None:
         return
-    (
-        dout, dlse, q, k, v, mask, mask_tiles, key_lengths, query_lengths, out, lse, *options,
-        dropout_p, dropout_seed, dropout_stream, needs,
-    ) = reduced  # fmt: skip
+    dout, dlse, q, k, v, mask, mask_tiles = reduced[:7]
+    out, lse, needs, lengths = reduced.out, reduced.lse, reduced.needs, length_tensors(reduced)
+    dropout_stream = reduced.dropout_stream
     dq, dk, dv, dmask = gradients
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     addresses |= 0 if dout is None else dout.data_ptr()
     key = (
         tiling or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), None if dout is None else dout.stride(), dlse is None,
-        signature(mask), signature(mask_tiles), signature(key_lengths), signature(query_lengths),
-        *options, dropout_p, *needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), packed,
+        signature(mask), signature(mask_tiles), *map(signature, lengths),
+        *_options(reduced), *needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), packed,
         addresses & 15 == 0,
     )  # fmt: skip
     plan: Plan | None = _plans.get(key)
@@ -84,8 +88,8 @@ def _run(
     base_bits = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
         base_bits, alive, lists_dq, lists_dkdv, *rest = rest
-        plan.classify(mask, mask_tiles, key_lengths, query_lengths, base_bits, alive)
-    seed = dropout_seed if dropout_p > 0.0 else None
+        plan.classify(mask, mask_tiles, lengths, base_bits, alive)
+    seed = reduced.dropout_seed if reduced.dropout_p > 0.0 else None
     row_keys = None if seed is None else workspace[-2]
     column_keys = None
     if plan.hash_columns is not None:
@@ -95,7 +99,7 @@ def _run(
         plan.list_dq(base_bits, lists_dq)
     plan.dq(
         q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, mask,
-        lists_dq, alive, key_lengths, query_lengths, seed, column_keys, row_keys,
+        lists_dq, alive, lengths, seed, column_keys, row_keys,
         dropout_stream,
     )  # fmt: skip
     if plan.list_dkdv is not None:
@@ -103,13 +107,13 @@ def _run(
     for launch, writes_dk, writes_dv in plan.dkdv:
         launch(
             q, k, v, dout, q, q, dout, dout, lse_delta, dk if writes_dk else None,
-            dv if writes_dv else None, mask, lists_dkdv, alive, key_lengths, query_lengths, seed,
+            dv if writes_dv else None, mask, lists_dkdv, alive, lengths, seed,
             row_keys, dropout_stream,
         )  # fmt: skip
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
-            q, k, v, dout, lse_delta, mask, base_bits, key_lengths, query_lengths, seed, target,
+            q, k, v, dout, lse_delta, mask, base_bits, lengths, seed, target,
             dropout_stream,
         )  # fmt: skip
         if plan.sum_splits is not None:

@@ -142,8 +142,8 @@ def classify_prepared(
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "heads", "tiles_m", "tiles_n", "M"])
 def classify_tiles_kernel(
-    mask_ptr, bitmasks_ptr, key_lengths_ptr, query_lengths_ptr, base_bits_ptr, alive_ptr,
-    stride_mask, stride_bitmasks, stride_kl_b, stride_kl_m, stride_ql_b,
+    mask_ptr, bitmasks_ptr, lengths, base_bits_ptr, alive_ptr,
+    stride_mask, stride_bitmasks, stride_lengths,
     heads, tiles_m, tiles_n, M, N, low, high,
     PREPARED: tl.constexpr, CASE: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def classify_tiles_kernel(
     i = m_start + rows
     j = n_start + columns
 
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
+    lengths = Lengths(lengths, stride_lengths)
     q_limit, limit, low, high = sequence_limits(lengths, b, M, N, low, high, CASE)
     row_limit = row_limits(lengths, b, i, i < M, limit, N, CASE)
     begin, end = key_bounds(i, row_limit, q_limit, low, high, CASE.HAS_LOW, CASE.HAS_HIGH)
@@ -209,7 +209,7 @@ def classify_tiles_kernel(
 
 
 def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Callable[..., None]:
-    """The launch (mask, mask_tiles, key_lengths, query_lengths, base_bits, alive) that looks at
+    """The launch (mask, mask_tiles, lengths, base_bits, alive) that looks at
     every base tile.
     """
     launch = BoundLaunch(
@@ -217,7 +217,7 @@ def classifier(base: BaseTiles, facts: Facts, mask_tiles: Tensor | None) -> Call
         (
             MaskStrides(*(facts.mask.strides if facts.mask is not None else (0, 0, 0, 0))),
             MaskStrides(*(bitmask_strides(mask_tiles) if mask_tiles is not None else (0, 0, 0, 0))),
-            *facts.length_strides, base.heads, base.tiles_m, base.tiles_n, facts.M, facts.N,
+            facts.length_strides, base.heads, base.tiles_m, base.tiles_n, facts.M, facts.N,
             facts.limits.low, facts.limits.high,
         ),
         {

@@ -34,6 +34,7 @@ from fastattn.ops.attention.triton.launch import (
     facts_of,
     fits_descriptor,
     heads_first,
+    length_tensors,
     row_strides_in_units,
     swizzle_group_size,
 )
@@ -99,11 +100,11 @@ _layouts = LaunchCache()
 
 
 def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | None = None) -> Layout:
-    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets."""
-    q, k, key_lengths = call.q, call.k, call.key_lengths
+    """packed: tensors are [tokens, heads, dim], lengths are offsets."""
+    q, k = call.q, call.k
     key = (
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
-        None if key_lengths is None else key_lengths.dim(), call.query_lengths is None, call.causal,
+        *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
         call.window_left, call.window_right, call.dropout_p > 0.0, call.needs[3], packed,
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)
@@ -312,7 +313,7 @@ class _Binder:
             attention_bwd_dq_kernel,
             (
                 stride.q, stride.k, stride.v, stride.out, stride.dout, stride.dq,
-                facts.mask_strides, *self.list_numbers(False), *facts.length_strides, facts.H,
+                facts.mask_strides, *self.list_numbers(False), facts.length_strides, facts.H,
                 facts.group, facts.M, facts.N // facts.mask_unit, self.layout.padded_m, facts.rows,
                 heads, self.swizzle_group(call.k, call.v, facts.group, heads), *facts.numbers,
             ),
@@ -346,7 +347,7 @@ class _Binder:
             attention_bwd_dkdv_kernel,
             (
                 stride.q, stride.k, stride.v, stride.dout, stride.dk, stride.dv,
-                facts.mask_strides, *self.list_numbers(True), *facts.length_strides, facts.H,
+                facts.mask_strides, *self.list_numbers(True), facts.length_strides, facts.H,
                 facts.K, facts.group, facts.M, facts.N // facts.mask_unit, self.layout.padded_m,
                 heads, self.swizzle_group(call.q, call.v, 1, heads), *facts.numbers,
             ),
@@ -376,7 +377,7 @@ class _Binder:
             attention_bwd_dmask_kernel,
             (
                 stride.q, stride.k, stride.v, stride.dout, MaskStrides(*facts.mask.strides),
-                numel, target, *base.shared_strides, base.tiles_n, *facts.length_strides, facts.H,
+                numel, target, *base.shared_strides, base.tiles_n, facts.length_strides, facts.H,
                 facts.group, facts.M, facts.N, self.layout.padded_m, *tiling.owned[1:],
                 *tiling.summed, tiling.splits, tiling.per_split, *facts.numbers,
             ),

@@ -241,11 +241,11 @@ def add_tiles(
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q0_desc, q1_desc, do0_desc, do1_desc,
     lse_delta_ptr, dk_ptr, dv_ptr,
-    mask_ptr, lists_ptr, alive_ptr, key_lengths_ptr, query_lengths_ptr,
+    mask_ptr, lists_ptr, alive_ptr, lengths,
     seed_ptr, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive, alive_heads,
-    stride_list_b, stride_list_h, stride_list_tile, stride_kl_b, stride_kl_m, stride_ql_b,
+    stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
     H, K, GROUP, M, N, padded_m, batch_heads, swizzle_group,
     low, high, scale, threshold, keep_factor,
     CASE: tl.constexpr,
@@ -266,7 +266,7 @@ def attention_bwd_dkdv_kernel(
     b64 = b.to(tl.int64)
     kv64 = kv_head.to(tl.int64)
     n64 = n_start.to(tl.int64)
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
+    lengths = Lengths(lengths, stride_lengths)
     desc_b = b
     query0 = 0
     if CASE.PACKED:  # batch strides are 0

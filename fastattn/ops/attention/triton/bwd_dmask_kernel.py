@@ -33,9 +33,9 @@ from fastattn.ops.attention.triton.tiles import (
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    mask_ptr, base_bits_ptr, key_lengths_ptr, query_lengths_ptr, seed_ptr, dmask_ptr, stream,
+    mask_ptr, base_bits_ptr, lengths, seed_ptr, dmask_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_mask, stride_split, stride_dmask,
-    stride_base_b, stride_base_h, base_tiles_n, stride_kl_b, stride_kl_m, stride_ql_b,
+    stride_base_b, stride_base_h, base_tiles_n, stride_lengths,
     H, GROUP, M, N, padded_m,
     owned_h, owned_m, owned_n, summed_b, summed_h, summed_m, summed_n, splits, per_split,
     low, high, scale, threshold, keep_factor,
@@ -49,7 +49,7 @@ def attention_bwd_dmask_kernel(
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
     UNIT: tl.constexpr = CASE.UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
+    lengths = Lengths(lengths, stride_lengths)
     pid = tl.program_id(0).to(tl.int64)
     split = pid % splits
     owner = pid // splits

@@ -196,11 +196,11 @@ def add_tiles(dq, tiles, given, KIND: tl.constexpr, CASE: tl.constexpr):
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, k0_desc, k1_desc, v0_desc, v1_desc,
     lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr,
-    mask_ptr, lists_ptr, alive_ptr, key_lengths_ptr, query_lengths_ptr,
+    mask_ptr, lists_ptr, alive_ptr, lengths,
     seed_ptr, column_keys_ptr, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_do, stride_dq, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive,
-    stride_list_b, stride_list_h, stride_list_tile, stride_kl_b, stride_kl_m, stride_ql_b,
+    stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
     H, GROUP, M, N, padded_m, rows, batch_heads, swizzle_group,
     low, high, scale, threshold, keep_factor,
     NEED_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, EXACT_DELTA: tl.constexpr, CASE: tl.constexpr,
@@ -225,7 +225,7 @@ def attention_bwd_dq_kernel(
     kv64 = kv_head.to(tl.int64)
     m64 = m_start.to(tl.int64)
     N = N * CASE.MASK_UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
+    lengths = Lengths(lengths, stride_lengths)
     desc_b = b
     key0 = 0
     lse_delta_start = batch_head.to(tl.int64) * padded_m

@@ -4,6 +4,7 @@ Its arguments but the pointers are bound once per combination of shapes, strides
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from fastattn.ops.attention.triton.launch import (
     facts_of,
     fits_descriptor,
     heads_first,
+    length_tensors,
     row_strides_in_units,
     swizzle_group_size,
     unsupported,
@@ -33,7 +35,7 @@ from fastattn.ops.attention.triton.mask_lists import (
     mask_lists,
     prepared_lister,
 )
-from fastattn.ops.attention.triton.tiles import column_hasher, column_keys_workspace
+from fastattn.ops.attention.triton.tiles import LengthTensors, column_hasher, column_keys_workspace
 
 
 class _Plan(NamedTuple):
@@ -44,6 +46,9 @@ class _Plan(NamedTuple):
     hash_columns: Callable[..., None] | None  # for dropout
 
 
+# From the first of the options to dropout_p.
+_FIELDS = ForwardCall._fields
+_options = attrgetter(*_FIELDS[_FIELDS.index("causal") : _FIELDS.index("dropout_seed")])
 _plans, _list_shapes = LaunchCache(), LaunchCache()
 
 
@@ -106,14 +111,12 @@ def _run(
 ) -> None:
     if lse.numel() == 0:
         return
-    (
-        q, k, v, mask, mask_tiles, key_lengths, query_lengths, *options, dropout_p, dropout_seed,
-        dropout_stream,
-    ) = call  # fmt: skip
+    q, k, v, mask, mask_tiles = call[:5]
+    lengths, dropout_seed, stream = length_tensors(call), call.dropout_seed, call.dropout_stream
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        signature(key_lengths), signature(query_lengths), *options, dropout_p,
+        *map(signature, lengths), *_options(call),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
@@ -125,10 +128,10 @@ def _run(
         plan.list_tiles(mask if mask_tiles is None else mask_tiles, lists)
     if plan.hash_columns is not None:
         keys = workspace[-1]
-        plan.hash_columns(dropout_seed, keys, dropout_stream)
+        plan.hash_columns(dropout_seed, keys, stream)
     plan.attend(
-        q, k, v, k, v, mask, lists, key_lengths, query_lengths,
-        None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
+        q, k, v, k, v, mask, lists, lengths,
+        None if keys is None else dropout_seed, keys, out, lse, stream,
     )  # fmt: skip
 
 
@@ -139,7 +142,7 @@ def _bind(
     packed: Packed | None,
     aligned: bool,
 ) -> _Plan:
-    """packed: tensors are [tokens, heads, dim], key_lengths and query_lengths offsets. aligned:
+    """packed: tensors are [tokens, heads, dim], lengths are offsets. aligned:
     whether k and v are, for descriptors.
     """
     q, k, v = call.q, call.k, call.v
@@ -166,7 +169,7 @@ def _bind(
     attend = BoundLaunch(
         attention_fwd_kernel,
         (
-            *strides, facts.mask_strides, *list_numbers, *facts.length_strides, facts.H,
+            *strides, facts.mask_strides, *list_numbers, facts.length_strides, facts.H,
             facts.group, facts.M, facts.N // facts.mask_unit, facts.rows, heads,
             swizzle_group_size(facts.limits, head_bytes, facts.group, heads),
             *facts._replace(scale=abs(scale) or 1.0).numbers,
@@ -226,6 +229,6 @@ def attention_varlen_fwd(
         keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
-        q, k, v, k, v, None, None, offsets_k, offsets_q, None if keys is None else dropout_seed,
-        keys, out, lse, dropout_stream,
+        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q),
+        None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
     )  # fmt: skip

@@ -64,10 +64,10 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "M"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc,
-    mask_ptr, lists_ptr, key_lengths_ptr, query_lengths_ptr,
+    mask_ptr, lists_ptr, lengths,
     seed_ptr, column_keys_ptr, out_ptr, lse_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_mask,
-    stride_list_b, stride_list_h, stride_list_tile, inner, stride_kl_b, stride_kl_m, stride_ql_b,
+    stride_list_b, stride_list_h, stride_list_tile, inner, stride_lengths,
     H, GROUP, M, N, rows, batch_heads, swizzle_group,
     low, high, scale, threshold, keep_factor,
     Q_FACTOR: tl.constexpr, OVERLAP: tl.constexpr, CASE: tl.constexpr,
@@ -91,14 +91,14 @@ def attention_fwd_kernel(
     m64 = m_start.to(tl.int64)
     om = stride_o.row * UNIT
     N = N * CASE.MASK_UNIT
-    lengths = Lengths(key_lengths_ptr, query_lengths_ptr, stride_kl_b, stride_kl_m, stride_ql_b)
+    lengths = Lengths(lengths, stride_lengths)
     desc_b = b
     query0 = 0
     key0 = 0
     lse_start = batch_head.to(tl.int64) * M
     if CASE.PACKED:
         if b == batch_heads // H - 1:
-            end = tl.load(query_lengths_ptr + b).to(tl.int64)
+            end = tl.load(lengths.ptr.query + b).to(tl.int64)
             head_ptr = rows_of(out_ptr, stride_o, 0, h64, 0, UNIT)
             clear_rows(
                 head_ptr, om, lse_ptr + h64 * rows, end + m64, rows.to(tl.int64),

@@ -18,6 +18,8 @@ from fastattn.ops.attention.calls import BackwardCall, ForwardCall
 from fastattn.ops.attention.triton.tiles import (
     Case,
     DiagonalBounds,
+    LengthStrides,
+    LengthTensors,
     MaskShape,
     MaskStrides,
     RowStrides,
@@ -66,7 +68,7 @@ class Facts(NamedTuple):
     from_end: bool  # limits count from each sequence's own end
     key_lengths: int  # their dimensions, 0 without
     query_lengths: bool
-    length_strides: tuple[int, int, int]  # of key lengths by batch and query, of query lengths
+    length_strides: LengthStrides
     packed: Packed | None
     mask: MaskShape | None
     mask_dtype: torch.dtype | None
@@ -176,7 +178,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         limits = own_diagonal_bounds(causal, *window)
     else:
         limits = diagonal_bounds(causal, *window, M, N)
-    length_strides = (
+    length_strides = LengthStrides(
         0 if keys is None else keys.stride(0),
         keys.stride(1) if keys is not None and keys.dim() == 2 else 0,
         0 if queries is None else queries.stride(0),
@@ -189,6 +191,10 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
         call.dropout_p,
     )  # fmt: skip
+
+
+def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
+    return LengthTensors(call.key_lengths, call.query_lengths)
 
 
 def heads_first(x: Any) -> Any:

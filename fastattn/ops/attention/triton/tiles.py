@@ -103,7 +103,7 @@ def column_hasher(N: int) -> Callable[..., None]:
 # Not specialised: what changes from batch to batch and buys no wider load.
 NOT_SPECIALIZED = (
     "stream", "base_tiles_m", "base_tiles_n", "stride_base_b", "stride_base_h", "alive_heads",
-    "stride_list_b", "stride_list_h", "stride_list_tile", "inner", "stride_kl_b", "stride_ql_b",
+    "stride_list_b", "stride_list_h", "stride_list_tile", "inner",
     "rows", "batch_heads", "swizzle_group", "low", "high", "threshold",
 )  # fmt: skip
 
@@ -167,14 +167,26 @@ class MaskStrides(NamedTuple):
     n: Any
 
 
-class Lengths(NamedTuple):
-    """Of keys and of queries, where they are given."""
+class LengthTensors(NamedTuple):
+    """Lengths of keys [B] or [B, M] and of queries [B], None without; offsets of packed sequences.
+    Tensors on the host, pointers in kernels.
+    """
 
-    key_ptr: Any
-    query_ptr: Any
-    stride_kb: Any
-    stride_km: Any
-    stride_qb: Any
+    key: Any
+    query: Any
+
+
+class LengthStrides(NamedTuple):
+    """Of key lengths by batch and query, of query lengths by batch."""
+
+    key_b: Any
+    key_m: Any
+    query_b: Any
+
+
+class Lengths(NamedTuple):
+    ptr: LengthTensors
+    stride: LengthStrides
 
 
 @triton.jit
@@ -219,10 +231,10 @@ def sequence_limits(lengths, b, M, N, low, high, CASE: tl.constexpr):
     """
     q_limit = M
     if CASE.QUERY_LENGTHS:
-        q_limit = clamped_length(tl.load(lengths.query_ptr + b * lengths.stride_qb), M)
+        q_limit = clamped_length(tl.load(lengths.ptr.query + b * lengths.stride.query_b), M)
     limit = N
     if CASE.KEY_LENGTHS == 1:
-        limit = clamped_length(tl.load(lengths.key_ptr + b * lengths.stride_kb), N)
+        limit = clamped_length(tl.load(lengths.ptr.key + b * lengths.stride.key_b), N)
     if CASE.FROM_END:
         low += limit - q_limit
         high += limit - q_limit
@@ -233,7 +245,7 @@ def sequence_limits(lengths, b, M, N, low, high, CASE: tl.constexpr):
 def row_limits(lengths, b, i, inside, limit, N, CASE: tl.constexpr):
     """The key limit of each query i, shaped like i if it has its own length, else `limit`."""
     if CASE.KEY_LENGTHS == 2:
-        ptrs = lengths.key_ptr + b * lengths.stride_kb + i.to(tl.int64) * lengths.stride_km
+        ptrs = lengths.ptr.key + b * lengths.stride.key_b + i.to(tl.int64) * lengths.stride.key_m
         limit = clamped_length(tl.load(ptrs, mask=inside, other=0), N)
     return limit
 
@@ -241,10 +253,10 @@ def row_limits(lengths, b, i, inside, limit, N, CASE: tl.constexpr):
 @triton.jit
 def packed_sequence(lengths, b):
     """(first query, queries, first key, keys) of sequence b, whose offsets the lengths are."""
-    query0 = tl.load(lengths.query_ptr + b)
-    key0 = tl.load(lengths.key_ptr + b)
-    M = tl.load(lengths.query_ptr + b + 1) - query0
-    N = tl.load(lengths.key_ptr + b + 1) - key0
+    query0 = tl.load(lengths.ptr.query + b)
+    key0 = tl.load(lengths.ptr.key + b)
+    M = tl.load(lengths.ptr.query + b + 1) - query0
+    N = tl.load(lengths.ptr.key + b + 1) - key0
     return query0, M, key0, N
 
 

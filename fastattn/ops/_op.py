@@ -20,6 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 
 from fastattn.ops import _env, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, OPS, Backend
@@ -76,6 +77,7 @@ class Op:
     contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
     is_backward: whether it is a backward op. requestable: whether users can choose its backend.
     requested_in_pairs: FASTATTN_BACKEND applies only if it names the op, as in linear=cpu.
+    decomposition: the module of the package with the op in PyTorch's operators, for export.
     """
 
     def __init__(
@@ -97,12 +99,13 @@ class Op:
         is_backward: bool = False,
         requestable: bool = True,
         requested_in_pairs: bool = False,
+        decomposition: str = "reference",
     ):
         self.name, self.outputs, self.package = name, outputs, package
         self.call_type = None if isinstance(arguments, str) else arguments
         self.public_name = public_name or name
         self.is_backward, self.requestable = is_backward, requestable
-        self.requested_in_pairs = requested_in_pairs
+        self.requested_in_pairs, self._decomposition = requested_in_pairs, decomposition
         self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
         self.broadcast, self.dropout = broadcast, dropout
         self.backends = {backend.name: backend for backend in backends}
@@ -153,7 +156,23 @@ class Op:
             lambda *args, **results: self.as_declared(tuple(results.values())),
             lib=LIBRARY,
         )
+        if not is_backward:
+            self._register_decomposition()
         OPS[name] = self
+
+    def _register_decomposition(self) -> None:
+        """Registers `decompose`, which torch.onnx.export finds in torch's table.
+
+        Fake tensors of symbolic shapes prefer that table to the fake kernel, which has the strides
+        of the results, unless the op also is in the table of meta functions.
+        """
+        for overload, count in ((self.default, None), (self.named, -1)):
+            register_decomposition(overload)(
+                lambda *args, count=count: self.as_declared(self.decompose(args[:count]))
+            )
+            register_decomposition(overload, type="meta")(
+                lambda *args, count=count: self.as_declared(self.allocate(args[:count]))
+            )
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
         """Calls the op, as the public functions do; returns what the schema declares."""
@@ -171,6 +190,17 @@ class Op:
     def as_declared(self, results: tuple[Any, ...]) -> Any:
         """The results as PyTorch returns them: a single one not in a tuple."""
         return results[0] if len(self.results) == 1 else results
+
+    def decompose(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The results in PyTorch's operators, for programs that run without fastattn's."""
+        for name, value in zip(self.arguments, args, strict=True):
+            if name.endswith("dropout_p") and value > 0:
+                raise NotImplementedError(
+                    f"fastattn::{self.name} has no decomposition with dropout, got {name}={value}: "
+                    "call model.eval() before exporting"
+                )
+        function = getattr(self.module(self._decomposition), self.name)
+        return function(*args)  # type: ignore[no-any-return]
 
     # -- execution ---------------------------------------------------------------------------------
     def run(self, args: Sequence[Any], backend: str | None) -> tuple[Tensor, ...]:

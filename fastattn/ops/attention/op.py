@@ -85,6 +85,7 @@ attention = differentiable(
         batch_is_one_dimension=True,
         broadcast=("mask", "mask_tiles"),
         dropout=("dropout_p",),
+        decomposition="decomposition",
     ),
     Op(
         "attention_bwd",

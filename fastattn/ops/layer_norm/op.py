@@ -103,6 +103,7 @@ def _op(name: str, call_type: Any, results: str, outputs: Any) -> Op:
         data="x_dtype" if "x_dtype" in arguments else "x", is_backward=backward,
         contiguous=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
         batched=_ROWS, dropout=("dropout_p",) if "dropout_p" in arguments else (),
+        decomposition="reference" if name.startswith("rms") else "decomposition",
     )  # fmt: skip
 
 

@@ -62,8 +62,8 @@ class DecoderCache:
         like = self.layers[0].target
         B, K, device = like.shape[0], self.beams, like.device
         # One tensor, so that one addition advances all three counters.
-        start = [0, *range(K), *[K] * B]
-        self._start = torch.tensor(start, dtype=torch.int64, device=device)
+        columns = torch.arange(K, device=device)
+        self._start = torch.cat([columns[:1], columns, columns.new_full((B,), K)])
         self._increment = torch.full_like(self._start, K)
         self._increment[0] = 1
         self._counters = self._start.clone()
@@ -90,6 +90,13 @@ class DecoderCache:
         """Advances the counters past the positions just written."""
         self._counters.add_(self._increment, alpha=positions)
         self.length += positions
+
+    def seek(self, position: Tensor) -> None:
+        """Continues at `position`, an int64 tensor of one element on the device; `length` stays.
+
+        For exported steps, whose cache and position are inputs.
+        """
+        self._counters.copy_(self._start + self._increment * position)
 
     def follow(self, parents: Tensor) -> None:
         """Beam j of sequence b continues from beam `parents[b, j]`; int64 `[B, K]`."""

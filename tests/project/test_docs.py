@@ -32,6 +32,9 @@ def test_python_blocks_run(
     """The Python blocks of a page, one after the other, as a reader pastes them."""
     if page.stem == "modules":
         pytest.importorskip("transformers")
+    if page.stem == "compile":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
     if page.stem == "distributed":  # what torchrun sets for a single process
         for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), ("localhost", "0"), strict=True):
             monkeypatch.setenv(name, value)

@@ -1,0 +1,302 @@
+"""Models exported by torch.onnx.export, run by onnxruntime on the CPU.
+
+An export takes seconds whatever the model's size, so several calls are exported as one model.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from module_equivalence import pairwise, random_mask
+from torch import Tensor, nn
+from torch.export import Dim
+from transformer_twins import CLASSES, B, E, H, S, T, build
+
+import fastattn.nn as fnn
+from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.testing import all_specs
+from fastattn.testing.check import Oracle
+from fastattn.testing.spec import OpSpec, Sample
+
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*axis name:UserWarning"),
+]
+
+
+class Together(nn.Module):
+    """Calls, each with its own tensors; returns the results of all in one tuple."""
+
+    def __init__(self, calls: Sequence[Callable[..., Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+        functions = [call.func for call in calls if isinstance(call, functools.partial)]
+        self.modules_called = nn.ModuleList(f for f in functions if isinstance(f, nn.Module))
+        self.eval()
+
+    def forward(self, inputs: Sequence[dict[str, Tensor]]) -> tuple[Tensor, ...]:
+        results: list[Tensor] = []
+        for call, tensors in zip(self.calls, inputs, strict=True):
+            found = call(**tensors)
+            found = found if isinstance(found, tuple) else (found,)
+            results += [x for x in found if x is not None]
+        return tuple(results)
+
+
+def export(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """The ONNX program; a call of it runs onnxruntime."""
+    return torch.onnx.export(module, args, dynamo=True, verbose=False, **options)
+
+
+def operators(program: Any) -> set[str]:
+    return {node.op_type for node in program.model.graph}
+
+
+def assert_agrees(program: Any, module: nn.Module, *args: Any) -> None:
+    with torch.no_grad():
+        expected = module(*args)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    torch.testing.assert_close(tuple(program(*args)), expected, rtol=1e-5, atol=1e-5)
+
+
+# -- ops -------------------------------------------------------------------------------------------
+def check_samples(samples: Sequence[tuple[OpSpec, Sample]], opset: int) -> set[str]:
+    """Compares the results of samples, exported as one model, by their error budget."""
+    calls, inputs = [], []
+    for spec, sample in samples:
+        made = sample.inputs("cpu", torch.float32)
+        tensors = {name: x.detach() for name, x in made.items() if isinstance(x, Tensor)}
+        others = {name: x for name, x in made.items() if name not in tensors}
+        calls.append(functools.partial(spec.function, **others))
+        inputs.append(tensors)
+    program = export(Together(calls), inputs, opset_version=opset)
+    results = iter(program(inputs))
+    for spec, sample in samples:
+        oracle = Oracle(spec, sample, torch.float32)
+        for name in spec.results:
+            comparison = oracle.judge(name, next(results))
+            assert comparison.ok, (spec.name, sample.name, name, comparison)
+    assert next(results, None) is None
+    return operators(program)
+
+
+QUICK = (
+    *("attention-gqa_lengths", "attention-bias_dead_window", "attention-top_left_tall"),
+    *("attention_varlen-empty_sequences", "layer_norm-far_from_zero", "add_layer_norm-x_bias"),
+    *("rms_norm-odd_width", "ffn-swiglu_plain", "linear-plain"),
+)
+
+
+def exported_samples() -> list[tuple[OpSpec, Sample]]:
+    """fp32, neither dropout nor empty tensors: of some, onnxruntime does not know the rank."""
+    found = []
+    for spec in all_specs().values():
+        for sample in spec.samples:
+            if torch.float32 not in sample.dtypes:
+                continue
+            inputs = sample.inputs("cpu", torch.float32)
+            dropout = inputs.get("dropout_p") or inputs.get("output_dropout_p")
+            if not dropout and all(x.numel() for x in inputs.values() if isinstance(x, Tensor)):
+                found.append((spec, sample))
+    return found
+
+
+def test_ops() -> None:
+    samples = [x for x in exported_samples() if f"{x[0].name}-{x[1].name}" in QUICK]
+    assert len(samples) == len(QUICK)
+    assert "LayerNormalization" in check_samples(samples, opset=18)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset, first", [(18, 0), (23, 2)])
+def test_many_samples(opset: int, first: int) -> None:
+    """Every fourth sample; opset 23 has operators for attention and the RMS norm."""
+    found = check_samples(exported_samples()[first::4], opset)
+    assert ({"Attention", "RMSNormalization"} <= found) == (opset == 23)
+
+
+def test_topk_logsumexp() -> None:
+    call = functools.partial(torch.ops.fastattn.topk_logsumexp, first=3, count=4)
+    inputs = [{"logits": torch.randn(5, 50)}]
+    assert_agrees(export(Together([call]), inputs), Together([call]), inputs)
+
+
+def test_dropout_is_refused() -> None:
+    layer = build(fnn, "TransformerEncoderLayer", dropout=0.1)
+    with pytest.raises(Exception, match=r"dropout_p=0\.1: call model\.eval\(\)"):
+        export(layer, torch.randn(5, 2, E))
+
+
+# -- modules ---------------------------------------------------------------------------------------
+def padding_of(batch: int, length: int) -> Tensor:
+    """True = padding; the first sequence has nothing else."""
+    return torch.arange(length) >= torch.arange(batch)[:, None]
+
+
+def test_dynamic_sizes() -> None:
+    torch.manual_seed(0)
+    model = build(fnn, "Transformer", layers=1, batch_first=True).eval()
+
+    def inputs(batch: int, source: int, target: int) -> tuple[Any, ...]:
+        mask = nn.Transformer.generate_square_subsequent_mask(target)
+        padding = padding_of(batch, source)
+        masks = (None, mask, None, padding, None, padding)
+        return torch.randn(batch, source, E), torch.randn(batch, target, E), *masks
+
+    batch, source, target = Dim("batch"), Dim("source"), Dim("target")
+    of_padding = {0: batch, 1: source}
+    shapes = (
+        {0: batch, 1: source},
+        {0: batch, 1: target},
+        *(None, {0: target, 1: target}, None, of_padding, None, of_padding),
+    )
+    program = export(model, *inputs(3, 7, 5), dynamic_shapes=shapes)
+    for sizes in ((3, 7, 5), (2, 12, 3), (5, 4, 9)):
+        assert_agrees(program, model, *inputs(*sizes))
+
+
+MODULES = {
+    "name": ("MultiheadAttention", *CLASSES),
+    "batch_first": (True, False),
+    "norm_first": (True, False),
+    "activation": ("relu", "gelu", torch.tanh),
+    "bias": (True, False),
+    "mask": ("none", "bool", "float", "causal hint"),
+    "padding": ("none", "bool", "float"),
+    "weights": ("none", "average", "heads"),
+}
+
+
+def module_call(case: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """A call of the case's module, and its tensors."""
+    name, first = case["name"], case["batch_first"]
+    options = {"batch_first": first, "bias": case["bias"]}
+    if name != "MultiheadAttention":
+        options |= {"norm_first": case["norm_first"], "activation": case["activation"]}
+    module = build(fnn, name, **options, **({} if name in _SINGLE else {"layers": 1})).eval()
+
+    def sequence(length: int) -> Tensor:
+        return torch.randn(B, length, E) if first else torch.randn(length, B, E)
+
+    static: dict[str, Any] = {}
+    if name == "MultiheadAttention":
+        key = sequence(S)
+        tensors = {"query": sequence(T), "key": key, "value": key}
+        mask, padding, hint, shape = "attn_mask", "key_padding_mask", "is_causal", (T, S)
+        static["need_weights"] = case["weights"] != "none"
+        static["average_attn_weights"] = case["weights"] == "average"
+    elif "Encoder" in name:
+        tensors = {"src": sequence(S)}
+        mask = "src_mask" if name.endswith("Layer") else "mask"
+        padding, hint, shape = "src_key_padding_mask", "is_causal", (S, S)
+    else:
+        tensors = {"src" if name == "Transformer" else "memory": sequence(S), "tgt": sequence(T)}
+        mask, padding, hint = "tgt_mask", "memory_key_padding_mask", "tgt_is_causal"
+        shape = (T, T)
+    if case["mask"] == "causal hint":
+        tensors[mask] = torch.ones(shape, dtype=torch.bool).triu(1)
+        static[hint] = True
+    elif case["mask"] != "none":
+        tensors[mask] = random_mask(*shape, dtype=_DTYPES[case["mask"]])
+    if case["padding"] != "none":
+        tensors[padding] = padding_of(B, S)
+        if case["padding"] == "float":
+            tensors[padding] = torch.zeros(B, S).masked_fill(tensors[padding], -torch.inf)
+    return functools.partial(module, **static), tensors
+
+
+_SINGLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
+_DTYPES = {"bool": torch.bool, "float": torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*mask:UserWarning")
+def test_modules() -> None:
+    """Every pair of values of any two factors."""
+    torch.manual_seed(0)
+    calls = [module_call(case) for case in pairwise(**MODULES)]
+    assert len(calls) >= 24
+    together = Together([call for call, _ in calls])
+    inputs = [tensors for _, tensors in calls]
+    assert_agrees(export(together, inputs), together, inputs)
+
+
+# -- decoding --------------------------------------------------------------------------------------
+class Start(nn.Module):
+    """The projected memory of each decoder layer."""
+
+    def __init__(self, decoder: fnn.TransformerDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.eval()
+
+    def forward(self, memory: Tensor) -> tuple[Tensor, ...]:
+        cache = self.decoder.init_cache(memory, max_length=1)
+        return tuple(layer.memory for layer in cache.layers)
+
+
+class Step(nn.Module):
+    """The next position: the keys and values of earlier ones go in and come out."""
+
+    def __init__(self, decoder: fnn.TransformerDecoder, max_length: int) -> None:
+        super().__init__()
+        self.decoder, self.max_length = decoder, max_length
+        self.eval()
+
+    def forward(
+        self,
+        x: Tensor,
+        position: Tensor,
+        targets: list[Tensor],
+        memories: list[Tensor],
+        memory_lengths: Tensor,
+    ) -> tuple[Tensor, ...]:
+        pairs = zip(targets, memories, strict=True)
+        layers = [LayerCache(target.clone(), memory) for target, memory in pairs]
+        cache = DecoderCache(layers, self.max_length, memory_lengths=memory_lengths)
+        cache.seek(position)
+        y = self.decoder.step(x, cache)
+        return y, *[layer.target for layer in layers]
+
+
+def test_cached_steps() -> None:
+    """Position by position, with another batch and memory than exported, as over whole rows."""
+    torch.manual_seed(0)
+    max_length, decoder = 6, build(fnn, "TransformerDecoder", layers=2, batch_first=True).eval()
+
+    def inputs(B: int, N: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        targets = [torch.zeros(B, max_length, 2, H, E // H) for _ in decoder.layers]
+        return torch.randn(B, N, E), torch.randint(1, N + 1, (B,)), targets
+
+    batch, length = Dim("batch"), Dim("memory")
+    memory, memory_lengths, targets = inputs(3, 5)
+    of_memory = {0: batch, 1: length}
+    start = export(Start(decoder), memory, dynamic_shapes=(of_memory,))
+    step = export(
+        Step(decoder, max_length),
+        *(torch.randn(3, 1, E), torch.tensor([0]), targets, [*start(memory)], memory_lengths),
+        dynamic_shapes=({0: batch}, None, [{0: batch}] * 2, [of_memory] * 2, {0: batch}),
+    )
+    for sizes in ((3, 5), (4, 8)):
+        memory, memory_lengths, targets = inputs(*sizes)
+        x = torch.randn(sizes[0], max_length, E)
+        with torch.no_grad():
+            expected = decoder(
+                x,
+                memory,
+                nn.Transformer.generate_square_subsequent_mask(max_length),
+                memory_key_padding_mask=torch.arange(sizes[1]) >= memory_lengths[:, None],
+            )
+        memories, found = [*start(memory)], []
+        for t in range(max_length):
+            y, *targets = step(
+                x[:, t : t + 1], torch.tensor([t]), targets, memories, memory_lengths
+            )
+            found.append(y)
+        torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-5)

@@ -44,9 +44,9 @@ class Settings:
 @dataclass(frozen=True)
 class Stage:
     """command: (settings, seconds) -> arguments of Python; its exit code is 0, or 1 if something
-    failed. seconds, quick_seconds: the limit. needs_gpu: exit code 2 says that nothing can run
-    here. reaches_all: it is unfinished while a case was not reached. environment: variables on a
-    CPU.
+    failed. seconds, quick_seconds: the limit. needs_gpu: exit code CANNOT_RUN says that nothing can
+    run here. reaches_all: it is unfinished while a case was not reached. environment: variables on
+    a CPU.
     """
 
     name: str
@@ -158,7 +158,7 @@ def run_stage(stage: Stage, settings: Settings, seconds: float) -> dict[str, Any
     process = subprocess.Popen(command, cwd=rows.ROOT, env=environment, start_new_session=True)
     try:
         code = process.wait(seconds + _GRACE_S)
-        refused = stage.needs_gpu and code == 2
+        refused = stage.needs_gpu and code == lines.CANNOT_RUN
         row |= {
             "exit_code": code,
             "status": "ok" if code == 0 else "refused" if refused else "FAIL",

@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = "there is no CUDA GPU"
         print(f"nothing was tuned: {why}", file=sys.stderr)
         lines.append(log, [{"status": "refused", "message": why}])
-        return 2
+        return lines.CANNOT_RUN
     arch = options.arch or _env.architecture("cuda" if torch.cuda.is_available() else "cpu", 0)
     tasks = [task for op in options.op for task in _tasks(op, options)]
     jobs: list[Job] = []

@@ -348,8 +348,7 @@ def _finished(
 ) -> dict[int, list[Row]]:
     """The rows of a file that its cases need not repeat, by the index of the case."""
     known: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
-    for fields in lines.read(file):
-        row = Row(**fields)
+    for row in lines.read_as(Row, file):
         if row.status != "skipped" and row.applies_to == digests.get(row.backend):
             of_sample = known.setdefault((row.op, row.sample, row.dtype, row.backend), {})
             of_sample[row.result, row.kind] = row

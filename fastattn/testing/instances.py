@@ -305,13 +305,16 @@ def main(arguments: list[str] | None = None) -> int:
     }
     found: dict[str, Row] = {}
     if file and options.resume:
-        for fields in lines.read(file):
-            row = Row(**fields)
+        try:
+            before = list(lines.read_as(Row, file))
+        except ValueError as error:
+            parser.error(f"--resume: {error}")
+        for row in before:
             if row.applies_to == digests.get(row.backend) and row.status in ("ok", "FAIL"):
                 found[row.instance] = row
     print(f"{_env.device_name(device)}: {len(cases)} instances")
-    if before := sum(case.name in found for case in cases):
-        print(f"{before} of them ran before: {file}")
+    if count := sum(case.name in found for case in cases):
+        print(f"{count} of them ran before: {file}")
     for (backend, why), count in Counter(
         (case.backend, refusals[case.name]) for case in cases if case.name in refusals
     ).items():

@@ -5,13 +5,18 @@ leaves a file that can be read and continued.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fastattn.ops import _verified
+
+# Exit code of a command that can run nothing here and has written a row with the reason. Wrong
+# options end with 2.
+CANNOT_RUN = 3
+T = TypeVar("T")
 
 
 def applies_to(device: torch.device, backend: str) -> str:
@@ -44,3 +49,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict):
                 yield row
+
+
+def read_as(kind: Callable[..., T], path: Path) -> Iterator[T]:
+    """The rows of a file as objects of a dataclass; raises ValueError if they have other fields."""
+    for fields in read(path):
+        try:
+            row = kind(**fields)
+        except TypeError:
+            raise ValueError(
+                f"{path} must have rows of the same command to be continued, got a row with "
+                f"{', '.join(fields)}"
+            ) from None
+        yield row

@@ -4,7 +4,7 @@
 
 The first thing to run on a new GPU: where a kernel fails or hangs, this names the instruction. Each
 primitive is a kernel of csrc/sm90/primitives; it runs in a process with a time limit, so that one
-that hangs does not stop the others. Exit code 1 if any fails, 2 if none can run here.
+that hangs does not stop the others. Exit code 1 if any fails or none passes, 3 if none can run.
 """
 
 import argparse
@@ -230,11 +230,14 @@ def main(arguments: list[str] | None = None) -> int:
         if file:
             row = Row("all", "refused", reason, lines.applies_to(_env.default_device(), "sm90"))
             lines.append(file, [dataclasses.asdict(row)])
-        return 2
+        return lines.CANNOT_RUN
     device = torch.device("cuda")
     print(_env.device_name(device))
     here = lines.applies_to(device, "sm90")
-    before = [Row(**fields) for fields in lines.read(file)] if file and options.resume else []
+    try:
+        before = list(lines.read_as(Row, file)) if file and options.resume else []
+    except ValueError as error:
+        parser.error(f"--resume: {error}")
     done = [row for row in before if row.applies_to == here and row.status in ("ok", "FAIL")]
     found = {row.primitive: row for row in done}
     names = [name for name in PRIMITIVES if name not in found]
@@ -251,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         sum(row.status == status for row in found.values()) for status in ("ok", "FAIL", "skipped")
     )
     print(f"{passed} passed, {failed} failed" + (f", {missed} were not reached" if missed else ""))
-    return 1 if failed or missed else 0
+    return 1 if failed or not passed else 0
 
 
 if __name__ == "__main__":

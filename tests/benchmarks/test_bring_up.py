@@ -27,7 +27,8 @@ from fastattn.testing import instances, lines
 SCRIPTS = {
     "passes": "",
     "fails": "raise SystemExit(1)",
-    "refuses": "raise SystemExit(2)",
+    "refuses": "raise SystemExit(3)",
+    "has_wrong_options": "raise SystemExit(2)",
     "crashes": "import os; os.kill(os.getpid(), 11)",
     # With a process that would go on alone.
     "hangs": (
@@ -77,8 +78,10 @@ def test_a_stage_that_fails_does_not_stop_the_others(
     monkeypatch.setattr(bring_up, "_GRACE_S", 0.5)
     assert bring_up.main(["--device=cpu", "--out", str(tmp_path)]) == 1
     assert bring_up.run_stage(_stage("tune", "refuses"), here, 9.0)["status"] == "FAIL"
-    *found, refused = _rows(tmp_path)
-    assert refused["message"] == "ended with exit code 2"
+    wrong = bring_up.run_stage(_stage("check", "has_wrong_options"), here, 9.0)
+    assert (wrong["status"], wrong["message"]) == ("FAIL", "ended with exit code 2")
+    *found, refused, _ = _rows(tmp_path)
+    assert refused["message"] == "ended with exit code 3"
     assert [(row["stage"], row["status"]) for row in found] == [
         ("primitives", "FAIL"), ("instances", "FAIL"), ("check", "refused"),
         ("tune", "unfinished"), ("benchmarks", "ok"),
@@ -91,7 +94,7 @@ def test_a_stage_that_fails_does_not_stop_the_others(
 
     only = ["--stage", "check", "--stage", "benchmarks"]
     assert bring_up.main(["--device=cpu", "--out", str(tmp_path), *only]) == 0
-    assert len(_rows(tmp_path)) == 8
+    assert len(_rows(tmp_path)) == 9
 
 
 def test_the_total_time_leaves_out_stages_but_the_report(

@@ -157,7 +157,7 @@ def test_nothing_is_tuned_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ["--op", "layer_norm", "--direction", "fwd", "bwd", "--out", str(tmp_path)]
-    assert tune.main(arguments) == 2
+    assert tune.main(arguments) == 3
     assert "nothing was tuned: there is no CUDA GPU" in capsys.readouterr().err
     assert json.loads((tmp_path / "tune.jsonl").read_text())["status"] == "refused"
 

@@ -423,6 +423,9 @@ def test_a_run_continues_another(
     assert check.run(options) == 0 and len(ran) == 7
     with pytest.raises(ValueError, match=r"--resume must go with --json FILE\.jsonl"):
         check.run(_options("--resume", "--op=rms_norm"))
+    file.write_text('{"instance": "a", "status": "ok"}\n')
+    with pytest.raises(ValueError, match="must have rows of the same command to be continued"):
+        check.run(options)
 
 
 def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

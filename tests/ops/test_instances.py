@@ -113,6 +113,10 @@ def test_hangs_and_crashes_are_reported_by_name(
     assert "6 of them ran before" in capsys.readouterr().out
     again = [row["instance"] for row in lines.read(file) if row["status"] in ("ok", "FAIL")]
     assert again == finished
+    lines.append(file, [{"primitive": "a", "status": "ok"}])
+    with pytest.raises(SystemExit) as ended:
+        instances.main(arguments)
+    assert ended.value.code == 2 and "must have rows of" in capsys.readouterr().err
 
 
 def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(

@@ -64,7 +64,7 @@ def test_difference_says_where() -> None:
 def test_command_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert primitives.main([]) == 2
+    assert primitives.main([]) == 3
     assert "primitives were not run: there is no CUDA GPU" in capsys.readouterr().err
 
 
@@ -105,3 +105,26 @@ def test_command_reports_failures_and_hangs(
         "TMA load": "was still running after 20 s",
         "stmatrix": "",
     }
+
+
+def test_what_was_not_reached_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = next(iter(PRIMITIVES))
+
+    def isolated(function: object, names: list[str], **options: object) -> object:
+        for index, name in enumerate(names):
+            late = isolation.Lost(False, "was not reached in 9 s")
+            yield index, Row(name, "ok") if name == first else late
+
+    monkeypatch.setattr(primitives, "unavailable", lambda: None)
+    monkeypatch.setattr(primitives._env, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(primitives._env, "architecture", lambda *device: "sm_90")
+    monkeypatch.setattr(primitives, "run_isolated", isolated)
+    assert primitives.main(["--seconds", "9"]) == 0
+    assert f"1 passed, 0 failed, {len(PRIMITIVES) - 1} were not" in capsys.readouterr().out
+    (file := tmp_path / "other.jsonl").write_text('{"instance": "a", "status": "ok"}\n')
+    with pytest.raises(SystemExit) as ended:
+        primitives.main(["--resume", "--json", str(file)])
+    assert ended.value.code == 2
+    assert "must have rows of the same command" in capsys.readouterr().err

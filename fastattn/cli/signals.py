@@ -8,6 +8,7 @@ import argparse
 import os
 import shlex
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -34,10 +35,13 @@ class StopRequest:
         return 128 + (self._number or signal.SIGINT)
 
     def __enter__(self) -> StopRequest:
-        self._usual = {number: signal.getsignal(number) for number in SIGNALS}
-        for number, usual in self._usual.items():
-            if usual is not signal.SIG_IGN:  # as in a background job of a script
-                signal.signal(number, self._record)
+        self._usual = {}
+        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+            for number in SIGNALS:
+                # Ignored as in a background job of a script, or not set by Python.
+                if (usual := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+                    self._usual[number] = usual
+                    signal.signal(number, self._record)
         return self
 
     def __exit__(self, *exception: object) -> None:

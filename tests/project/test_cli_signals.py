@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,17 @@ def test_an_ignored_signal_stays_ignored():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_training_in_another_thread_leaves_signals_alone():
+    def enter() -> bool:
+        with StopRequest() as stop:
+            return stop()
+
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(enter).result() is False
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_interrupted_demo_is_a_run_to_resume(capsys, pairs_file, tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def architecture(device_type: str, index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-# Of each thread block CUDA reserves as much of a multiprocessor's shared memory.
+# CUDA reserves this many bytes of a multiprocessor's shared memory for each resident thread block.
 RESERVED_SHARED_MEMORY = 1 << 10
 
 
@@ -149,7 +149,7 @@ def _lacks_shared_memory(index: int) -> str | None:
     arch, found = architecture("cuda", index), device_shared_memory(index)
     if found >= (wanted := shared_memory(arch)):
         return None
-    return f"needs {wanted >> 10} KB of shared memory a program on {arch}, got {found >> 10} KB"
+    return f"needs {wanted >> 10} KB of shared memory per program on {arch}, got {found >> 10} KB"
 
 
 @functools.cache

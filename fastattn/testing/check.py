@@ -3,8 +3,9 @@
 A sample's results (outputs, and gradients for fixed random output gradients) are compared with the
 fp64 reference. The error budget (compare.py) depends on the error of the reference in the data's
 dtype. The error of PyTorch's operators is shown for comparison. Correct results are then checked
-for the properties of properties.py: rerun, batch, padding; those of a backend with the same bits in
-every run only on request, from a second run under deterministic algorithms, which is also compared.
+for the properties of properties.py: rerun, batch, padding. A backend that gives the same bits in
+every run only under deterministic algorithms runs again under them; these results are compared and
+have the properties.
 """
 
 import argparse

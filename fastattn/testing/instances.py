@@ -37,8 +37,8 @@ from fastattn.testing import check, lines
 from fastattn.testing.isolation import Lost, run_isolated
 from fastattn.testing.spec import Inputs, Sample, all_specs
 
-# Seconds after which a case counts as hanging: of a compiled library, whose kernels take
-# microseconds and the first one also the start of CUDA, and of a backend that compiles.
+# Seconds after which a case counts as hanging. The first is for compiled libraries: kernels take
+# microseconds, the rest is the start of CUDA. The second is for other backends, which may compile.
 _LIMIT_S, _COMPILING_LIMIT_S = 20.0, 120.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
@@ -256,8 +256,8 @@ def unavailable(case: Instance, device: torch.device) -> str | None:
 def _results(
     cases: Sequence[Instance], device: torch.device, jobs: int, seconds: float | None
 ) -> Iterator[tuple[Instance, Row | Lost]]:
-    """One process at a time runs kernels of the Hopper library: on a GPU where one hangs, the
-    others would be late. It gets half of the time at most.
+    """One process at a time runs kernels of the Hopper library: if one hung, others on the same GPU
+    would exceed their limit. They get at most half of the time.
     """
     end = None if seconds is None else time.monotonic() + seconds
     alone = [case for case in cases if case.backend == "sm90"]

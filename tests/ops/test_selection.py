@@ -511,7 +511,7 @@ def test_triton_refuses_gpus_with_less_shared_memory_than_its_configs_take(
     monkeypatch.setattr(_env, "device_shared_memory", lambda index: (has, has - 1)[index])
     assert _env.refuses_device("triton", torch.device("cuda", 0)) is None
     assert _env.refuses_device("triton", torch.device("cuda", 1)) == (
-        f"needs {has >> 10} KB of shared memory a program on {arch}, got {(has - 1) >> 10} KB"
+        f"needs {has >> 10} KB of shared memory per program on {arch}, got {(has - 1) >> 10} KB"
     )
 
 

@@ -179,11 +179,11 @@ def attention_varlen_bwd(call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: T
 
 
 def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:
-    """The forward's, their gradients, and whether thread blocks add to dq in the order of their
-    keys: the same bits in every run. In any order no block waits for another.
+    """The forward's results, their gradients, and whether thread blocks add to dq in the order of
+    their keys, which gives the same bits in every run. Otherwise no block waits for another.
 
-    The setting is read when the op runs, in compiled code too, as PyTorch's own ops do; a CUDA
-    graph keeps that of its capture.
+    PyTorch's setting is read when the op runs, as by PyTorch's own ops, in compiled code too; a
+    CUDA graph keeps that of its capture.
     """
     out, dout, dlse = call.out, call.dout, call.dlse
     dout = torch.zeros_like(out) if dout is None else _as_readable("dout", dout)

@@ -1,6 +1,7 @@
 // Attention backward for Hopper, in three launches.
 //
-//   prepare   delta = rowsum(out dout) - dlse and lse in base 2, padded to whole blocks of rows
+//   prepare   delta = rowsum(out dout) - dlse and lse in base 2, padded to whole blocks of rows;
+//             zeroes the dQ sums, or with additions in order their semaphores, and the counter
 //   main      a thread block owns 64 or 128 keys of one key/value head and loops over the rows that
 //             may attend them, in all query heads that share the head:
 //               P^T = exp(K Q^T - lse),  dP^T = V dO^T,  dS^T = P^T (dP^T - delta)

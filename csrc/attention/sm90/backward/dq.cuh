@@ -21,9 +21,9 @@ __device__ __forceinline__ int rank_among_visitors(const BackwardArguments& args
   return work.first_key / Traits::kKeys - added.begin;
 }
 
-// In any order, or with semaphores in the order of the keys, where the first block stores. Thread
-// blocks draw blocks of keys in the same order, so that the block that is waited for is already
-// running.
+// Without semaphores in any order, to sums that the prepare kernel has zeroed; with semaphores in
+// the order of the keys, where the first block of keys stores instead of adding. Thread blocks draw
+// blocks of keys in this order, so that the one that is waited for is already running.
 template <class Traits>
 __device__ __forceinline__ void add_dq(BackwardStorage<Traits>& shared,
                                        const BackwardArguments& args, int group) {

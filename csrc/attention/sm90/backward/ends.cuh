@@ -1,5 +1,5 @@
 // The launches before and after the main kernel of the Hopper attention backward: lse and delta of
-// the rows, and the conversion of the dQ sums. See attention_bwd_sm90.cuh.
+// the rows and zeroed dQ sums, then the conversion of these sums. See attention_bwd_sm90.cuh.
 #pragma once
 
 #include "attention/sm90/backward/config.cuh"

@@ -13,7 +13,9 @@
 //   dq_slots[g].full  warps of consumer g, after their stores          4      0  dQ warp g
 //   dq_slots[g].empty dQ warp g, when the addition has read            1      1  consumer g
 //   bias.full[s]      load warp, with the bytes of the mask            1      0  consumers that add
-//   bias.scores_read  every consumer, after its dQ products      kGroups      1  mask loader
+//   bias.scores_read  every consumer, after its dQ products      kGroups      1  load warp or,
+//                     with 32-bit masks and kSplitsKeys                          without TMA,
+//                                                                                consumers
 //   passed            thread 0, before any thread waits                1      0  weigh
 //
 // The products with Q are the last ones of a step: releasing Q releases dO and everything else that

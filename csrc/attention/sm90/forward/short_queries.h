@@ -31,8 +31,9 @@ inline Bounds no_bounds(int queries, int keys) {
   return {queries + keys, queries + keys, 0};
 }
 
-// Under a causal mask or a window, a single query attends a contiguous range of keys. A diagonal of
-// the lengths allows it every key that the lengths do.
+// Under a causal mask or a window, a single query attends a contiguous range of keys, which becomes
+// all keys. With own_diagonals, causality excludes none of them: the diagonal is at the sequence's
+// last key.
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
   const Range keys = keys_of_row(0, p.bounds, p.keys);

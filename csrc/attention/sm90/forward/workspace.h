@@ -50,9 +50,9 @@ inline int num_splits(int64_t tiles, int rows, int blocks, int block, int num_sm
 inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int num_sms) {
   // Up to this head dim a counter is used for equal tiles too, where an SM computes many blocks of
   // keys: with another kernel on an H200 it was 5 % faster than fixed strides at head dim 64.
-  // Zeroing the counter costs a launch, two or three microseconds, and a block one or two
-  // (estimates). No kernel can leave it at zero for the next call: workspace is allocated per call,
-  // and launches on two streams, or a replayed graph beside others, would share a counter per
+  // Zeroing the counter takes a launch of two or three microseconds, a block of keys takes one or
+  // two (estimates). No kernel can leave it at zero for the next call: workspace is allocated per
+  // call, and launches on two streams, or a replayed graph beside others, would share a counter per
   // device.
   constexpr int kCountedHeadDim = 64, kCountedBlocks = 32;
   // Sequences are sorted where the last tiles may be long ones that the others wait for: a block of

@@ -167,7 +167,8 @@ MODULES = {
     "norm_first": (True, False),
     "activation": ("relu", "gelu", torch.tanh),
     "bias": (True, False),
-    "mask": ("none", "bool", "float", "causal hint"),
+    "mask": ("none", "bool", "bool 3-D", "float", "causal hint"),
+    "extra": ("none", "bias_kv", "zero_attn"),  # of MultiheadAttention, like "weights"
     "padding": ("none", "bool", "float"),
     "weights": ("none", "average", "heads"),
 }
@@ -177,7 +178,10 @@ def module_call(case: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Ten
     """A call of the case's module, and its tensors."""
     name, first = case["name"], case["batch_first"]
     options = {"batch_first": first, "bias": case["bias"]}
-    if name != "MultiheadAttention":
+    if name == "MultiheadAttention":
+        options |= {"add_bias_kv": case["extra"] == "bias_kv"}
+        options |= {"add_zero_attn": case["extra"] == "zero_attn"}
+    else:
         options |= {"norm_first": case["norm_first"], "activation": case["activation"]}
     module = build(fnn, name, **options, **({} if name in _SINGLE else {"layers": 1})).eval()
 
@@ -203,7 +207,9 @@ def module_call(case: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Ten
         tensors[mask] = torch.ones(shape, dtype=torch.bool).triu(1)
         static[hint] = True
     elif case["mask"] != "none":
-        tensors[mask] = random_mask(*shape, dtype=_DTYPES[case["mask"]])
+        heads = (B * H,) if "3-D" in case["mask"] else ()
+        dtype = torch.float32 if case["mask"] == "float" else torch.bool
+        tensors[mask] = random_mask(*heads, *shape, dtype=dtype)
     if case["padding"] != "none":
         tensors[padding] = padding_of(B, S)
         if case["padding"] == "float":
@@ -212,7 +218,6 @@ def module_call(case: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Ten
 
 
 _SINGLE = ("MultiheadAttention", "TransformerEncoderLayer", "TransformerDecoderLayer")
-_DTYPES = {"bool": torch.bool, "float": torch.float32}
 
 
 @pytest.mark.slow
@@ -221,7 +226,7 @@ def test_modules() -> None:
     """Every pair of values of any two factors."""
     torch.manual_seed(0)
     calls = [module_call(case) for case in pairwise(**MODULES)]
-    assert len(calls) >= 24
+    assert len(calls) >= 30
     together = Together([call for call, _ in calls])
     inputs = [tensors for _, tensors in calls]
     assert_agrees(export(together, inputs), together, inputs)

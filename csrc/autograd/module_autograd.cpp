@@ -16,13 +16,17 @@ namespace {
 // Runs the op below the Autograd keys and adds a node to the graph if a gradient is needed.
 class Differentiable final : public c10::OperatorKernel {
  public:
-  explicit Differentiable(const Derivative& derivative) : derivative_(derivative) {}
+  Differentiable(const Derivative& derivative, pybind11::handle in_python)
+      : derivative_(derivative), in_python_(in_python.inc_ref()) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     const size_t first = stack->size() - derivative_.arguments;
+    if (has_tangents(*stack, first)) {
+      run_in_python(op, stack, first);
+      return;
+    }
     const bool graph = at::GradMode::is_enabled() && requires_grad(*stack, first);
-    check_no_tangents(op, *stack, first);
     std::vector<c10::IValue> values;
     torch::autograd::edge_list edges;
     if (graph) {
@@ -65,21 +69,38 @@ class Differentiable final : public c10::OperatorKernel {
     return edges;
   }
 
-  // A derivative in forward mode would be lost.
-  void check_no_tangents(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
-                         size_t first) const {
+  bool has_tangents(const torch::jit::Stack& stack, size_t first) const {
     if (!torch::autograd::ForwardADLevel::try_get_by_idx(0)) {
+      return false;
+    }
+    return std::any_of(derivative_.tensors.begin(), derivative_.tensors.end(), [&](int i) {
+      const c10::IValue& value = stack[first + i];
+      return value.isTensor() && torch::autograd::isFwGradDefined(value.toTensor());
+    });
+  }
+
+  // Forward mode: the derivative in Python computes the tangents and records the graph.
+  void run_in_python(const c10::OperatorHandle& op, torch::jit::Stack* stack, size_t first) const {
+    const pybind11::gil_scoped_acquire gil;
+    pybind11::tuple args(derivative_.arguments);
+    for (int i = 0; i < derivative_.arguments; ++i) {
+      args[i] = torch::jit::toPyObject((*stack)[first + i]);
+    }
+    const pybind11::object found = in_python_(*args);
+    torch::jit::drop(*stack, derivative_.arguments);
+    const auto& returns = op.schema().returns();
+    if (returns.size() == 1) {
+      stack->push_back(torch::jit::toIValue(found, returns[0].type()));
       return;
     }
-    for (int i : derivative_.tensors) {
-      const c10::IValue& value = stack[first + i];
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          !value.isTensor() || !torch::autograd::isFwGradDefined(value.toTensor()),
-          op.schema().name(), " has no derivative in forward mode");
+    const auto results = found.cast<pybind11::tuple>();
+    for (size_t r = 0; r < returns.size(); ++r) {
+      stack->push_back(torch::jit::toIValue(results[r], returns[r].type()));
     }
   }
 
   const Derivative& derivative_;
+  const pybind11::handle in_python_;  // lives as long as the process
 };
 
 PyTypeObject node_type = {};
@@ -87,13 +108,15 @@ PyTypeObject node_type = {};
 using Indices = std::vector<int>;
 
 // Registers the derivative of an overload of `forward` for CPU and CUDA. The positions are those of
-// fastattn/ops/_autograd.py, which reads them from the schemas.
+// fastattn/ops/_autograd.py, which reads them from the schemas; `in_python` is the derivative
+// there.
 void differentiate(const std::string& name, const std::string& forward, const std::string& overload,
                    const std::string& backward, const Indices& tensors, int differentiable,
                    const std::vector<std::pair<int, Indices>>& saved, const Indices& constants,
                    const Indices& dtypes, const std::vector<std::pair<int, int>>& sources,
                    const Indices& gradients, const std::vector<std::pair<int, int>>& passed,
-                   const std::vector<std::array<int, 5>>& equal) {
+                   const std::vector<std::array<int, 5>>& equal,
+                   const pybind11::function& in_python) {
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   const auto op = [&](const std::string& op_name) {
     return dispatcher.findSchemaOrThrow(("fastattn::" + op_name).c_str(), overload.c_str());
@@ -126,8 +149,9 @@ void differentiate(const std::string& name, const std::string& forward, const st
   for (const auto key : {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA}) {
     static auto* libraries = new std::vector<torch::Library>;  // registered as long as they live
     libraries->emplace_back(torch::Library::IMPL, "fastattn", key, __FILE__, __LINE__);
-    libraries->back().impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunctor(
-                                                  std::make_unique<Differentiable>(*derivative)));
+    libraries->back().impl(full_name.c_str(),
+                           torch::CppFunction::makeFromBoxedFunctor(
+                               std::make_unique<Differentiable>(*derivative, in_python)));
   }
 }
 

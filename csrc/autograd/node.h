@@ -123,7 +123,7 @@ class OpNode final : public torch::autograd::Node {
         }
       }
       torch::jit::Stack stack = arguments_of_backward(gradients, computed);
-      // The backward op's Autograd kernel refuses a gradient with a forward-mode derivative.
+      // In forward mode the backward op's arguments may have tangents.
       if (at::GradMode::is_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0)) {
         derivative_.backward.callBoxed(stack);
       } else {  // nothing to record

@@ -3,11 +3,12 @@
 `differentiable` registers the derivative under the dispatcher's Autograd key. The backward calls
 the backward op, which has a derivative of its own. The forward's derivative exists twice: as a C++
 node for CPU and CUDA tensors, used if the extension `_C_autograd` was built for the running torch,
-and in Python for everything else.
+and in Python for everything else, forward mode included.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from fastattn.ops._op import LIBRARY, Op
+
+Jvp = Callable[[Sequence[Any], Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor]]
 
 _DERIVATIVES: list["Derivative"] = []
 # Where an argument of the backward comes from: an enum of csrc/autograd/derivative.h.
@@ -38,18 +41,25 @@ class Derivative:
     dtype, their gradients are equal: only y's is computed, and both get the same tensor.
     read_by: a forward tensor -> the only arguments whose gradients read it. It is saved only if one
     of them requires a gradient.
+    Forward mode has one of:
+    forward_maths: the forward op in differentiable PyTorch operators: its arguments -> its results.
+    jvp: (arguments, their tangents, results) -> the tangents of the differentiable results, in
+    differentiable PyTorch operators. An argument without a tangent has None.
     """
 
     forward: Op
     backward: Op
     gradients: Mapping[str, str]
     result_gradients: Mapping[str, str]
+    forward_maths: Callable[..., Sequence[Tensor]] | None = None
+    jvp: Jvp | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     passes_through: Mapping[str, str] = field(default_factory=dict)
     equal_gradients: Mapping[tuple[str, str], str] = field(default_factory=dict)
     read_by: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        assert (self.forward_maths is None) != (self.jvp is None)
         assert [*self.gradients] == self.backward.results
         assert [*self.result_gradients] == self.forward.results[: len(self.result_gradients)]
 
@@ -113,21 +123,19 @@ def differentiable(
     forward: Op,
     backward: Op,
     backward_maths: Callable[..., tuple[Tensor | None, ...]],
-    *,
-    gradients: Mapping[str, str],
-    result_gradients: Mapping[str, str],
-    **options: Mapping[Any, Any],
+    **options: Any,
 ) -> Op:
-    """Makes `backward` the derivative of `forward` and returns `forward`; see `Derivative`.
+    """Makes `backward` the derivative of `forward` and returns `forward`. options: the other fields
+    of `Derivative`.
 
-    backward_maths: the backward op in differentiable PyTorch operators, for double backward:
-    its arguments -> its results, None for those not needed.
+    backward_maths: the backward op in differentiable PyTorch operators, for double backward and
+    forward mode: its arguments -> its results, None for those not needed.
     """
-    derivative = Derivative(forward, backward, gradients, result_gradients, **options)
+    derivative = Derivative(forward, backward, **options)
     _DERIVATIVES.append(derivative)
     second = _second_derivative(backward, backward_maths)
     for overload in ("", ".backend"):
-        LIBRARY.impl(forward.name + overload, _first_derivative(derivative, overload), "Autograd")
+        LIBRARY.impl(forward.name + overload, _first_kernel(derivative, overload), "Autograd")
         LIBRARY.impl(
             backward.name + overload, _under_autograd(second, backward, overload), "Autograd"
         )
@@ -168,19 +176,24 @@ def _register_nodes() -> bool:
             for d in _DERIVATIVES:
                 for overload in ("", "backend"):
                     names = (d.name, d.forward.name, overload, d.backward.name)
-                    extension.differentiate(*names, *d.positions(overload))
+                    in_python = _first_derivative(d, overload)
+                    extension.differentiate(*names, *d.positions(overload), in_python)
         _registered = True
         return extension is not None
 
 
 # -- the derivative in Python ---------------------------------------------------------------------
 def _function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any]
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
 ) -> type[_SingleLevelFunction]:
     """An autograd function for a single functorch level, as a kernel at the Autograd key needs."""
     methods = {
         "forward": staticmethod(forward),
         "backward": staticmethod(backward),
+        "jvp": staticmethod(jvp),
         # Compiled autograd needs it; only torch.autograd.Function defines it.
         "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
     }
@@ -190,14 +203,16 @@ def _function(
 def _under_autograd(
     function: type[_SingleLevelFunction], op: Op, overload: str
 ) -> Callable[..., Any]:
-    """The kernel at the Autograd key: applies `function` if an input requires a gradient."""
+    """The kernel at the Autograd key: applies `function` if an input requires a gradient or has a
+    tangent.
+    """
     call = op.named if overload else op.default
 
     def kernel(*args: Any) -> Any:
-        _check_no_tangents(op, args)
-        if torch.is_grad_enabled() and any(
+        recorded = torch.is_grad_enabled() and any(
             args[i] is not None and args[i].requires_grad for i in op.tensors
-        ):
+        )
+        if recorded or _has_tangents(op, args):
             with enable_single_level_autograd_function():
                 results = function.apply(call, *args)  # type: ignore[attr-defined]
             return op.as_declared(results)
@@ -220,13 +235,51 @@ def _below(op: Op, call: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def _check_no_tangents(op: Op, args: Sequence[Any]) -> None:
-    """Raises for inputs with forward-mode tangents, which would be ignored."""
-    if forward_ad._current_level < 0:
-        return
-    for i in op.tensors:
-        if args[i] is not None and forward_ad.unpack_dual(args[i]).tangent is not None:
-            raise NotImplementedError(f"fastattn::{op.name} has no derivative in forward mode")
+def _in_forward_mode() -> bool:
+    """Whether tensors may have tangents. Compiled graphs enter torch.func.jvp's level without
+    `forward_ad`, but not without functorch.
+    """
+    return (
+        forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _dual(x: Any) -> tuple[Any, Tensor | None]:
+    """(the argument without its tangent, the tangent or None)."""
+    return forward_ad.unpack_dual(x, level=0) if isinstance(x, Tensor) else (x, None)
+
+
+def _has_tangents(op: Op, args: Sequence[Any]) -> bool:
+    return _in_forward_mode() and any(_dual(args[i])[1] is not None for i in op.tensors)
+
+
+def _keep_for_jvp(ctx: Any, op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    """Keeps what `jvp` needs until autograd calls it, right after the forward."""
+    if _in_forward_mode():
+        with forward_ad._set_fwd_grad_enabled(True):
+            if _has_tangents(op, args):
+                ctx.dual = (args, results)
+
+
+@contextlib.contextmanager
+def _forward_mode(ctx: Any) -> Iterator[tuple[Sequence[Any], Sequence[Tensor]]]:
+    """(the arguments, with tangents; the results). Inside, tangents are propagated, which autograd
+    turns off around a `jvp`.
+    """
+    dual = ctx.dual
+    del ctx.dual
+    with forward_ad._set_fwd_grad_enabled(True), torch._C._DisableAutocast():
+        yield dual
+
+
+def _tangents_of(found: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tangents of `found`, which was computed from arguments with tangents; zeros like a result
+    that has none, as autograd takes no None.
+    """
+    tangents = (_dual(x)[1] for x in found)
+    return tuple(
+        torch.zeros_like(x) if t is None else t for t, x in zip(tangents, results, strict=True)
+    )
 
 
 def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., Any]:
@@ -251,7 +304,19 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
         ]
         ctx.mark_non_differentiable(*results[at.differentiable :])
         ctx.set_materialize_grads(False)
+        _keep_for_jvp(ctx, forward, args, results)
         return results
+
+    def run_jvp(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        with _forward_mode(ctx) as (args, results):
+            if d.forward_maths is not None:
+                found = _tangents_of(d.forward_maths(*args[: len(forward.arguments)]), results)
+            else:
+                assert d.jvp is not None
+                primals, tangents = zip(*map(_dual, args), strict=True)
+                found = tuple(d.jvp(primals, tangents, results))
+        constant = len(results) - at.differentiable
+        return (*found[: at.differentiable], *(None,) * constant)
 
     def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]  # without `call`
@@ -264,8 +329,8 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
                     needs[skipped] = False
             kinds = (ctx.saved_tensors, ctx.constants, ctx.dtypes, [needs], gradients)
             args = [kinds[kind][i] for kind, i in at.sources]
-            # In forward mode the Autograd key must see the call: it raises for tangents.
-            recorded = torch.is_grad_enabled() or forward_ad._current_level >= 0
+            # In forward mode the Autograd key must see the call: arguments may have tangents.
+            recorded = torch.is_grad_enabled() or _in_forward_mode()
             if recorded or torch.compiler.is_compiling():
                 results = backward_call(*args)
             else:
@@ -282,8 +347,14 @@ def _first_derivative(derivative: Derivative, overload: str) -> Callable[..., An
                 found[i] = gradients[j]
         return (None, *found)
 
-    function = _function(d.name.removesuffix("Backward"), run_forward, run_backward)
-    python = _under_autograd(function, forward, overload)
+    function = _function(d.name.removesuffix("Backward"), run_forward, run_backward, run_jvp)
+    return _under_autograd(function, forward, overload)
+
+
+def _first_kernel(derivative: Derivative, overload: str) -> Callable[..., Any]:
+    """The kernel at the forward's Autograd key; its first call registers the nodes in C++."""
+    python = _first_derivative(derivative, overload)
+    forward = derivative.forward
     forward_call = forward.named if overload else forward.default
 
     def kernel(*args: Any) -> Any:
@@ -302,7 +373,13 @@ def _second_derivative(
         ctx.save_for_backward(*(args[i] for i in op.tensors))
         ctx.constants = [None if i in op.tensors else a for i, a in enumerate(args)]
         ctx.set_materialize_grads(False)
-        return _below(op, call, args)
+        results = _below(op, call, args)
+        _keep_for_jvp(ctx, op, args, results)
+        return results
+
+    def run_jvp(ctx: Any, *_: Any) -> tuple[Tensor, ...]:
+        with _forward_mode(ctx) as (args, results):
+            return _tangents_of(maths(*args[: len(op.arguments)]), results)
 
     def run_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         args = list(ctx.constants)
@@ -330,4 +407,4 @@ def _second_derivative(
             found = dict(zip(inputs, vjp(tuple(gradients[i] for i in given)), strict=True))
         return (None, *(found.get(i) for i in range(len(args))))
 
-    return _function(op.name, run_forward, run_backward)
+    return _function(op.name, run_forward, run_backward, run_jvp)

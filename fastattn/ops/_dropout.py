@@ -107,13 +107,25 @@ def _finalised_words(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def attention_dropped(
-    seed: Tensor, stream: int, p: float, B: int, H: int, M: int, N: int, first: int = 0
+    seed: Tensor,
+    stream: int,
+    p: float,
+    B: int,
+    H: int,
+    M: int,
+    N: int,
+    first: int = 0,
+    first_head: int = 0,
+    first_row: int = 0,
 ) -> Tensor:
-    """Which attention weights are dropped: bool [B, H, M, N]. first: the first batch index."""
+    """Which attention weights are dropped: bool [B, H, M, N]. first, first_head, first_row: the
+    first indices of the batch, of the heads and of the rows, the last one a multiple of 16.
+    """
     b = torch.arange(first, first + B, device=seed.device).view(B, 1, 1)
-    h = torch.arange(H, device=seed.device).view(1, H, 1)
+    h = torch.arange(first_head, first_head + H, device=seed.device).view(1, H, 1)
     R, C = (M + 15) // 16, (N + 15) // 16
-    rows = row_key(seed, stream, b, h, torch.arange(8 * R, device=seed.device))
+    units = torch.arange(first_row // 2, first_row // 2 + 8 * R, device=seed.device)
+    rows = row_key(seed, stream, b, h, units)
     columns = column_key(seed, stream, torch.arange(8 * C, device=seed.device))
     bytes_ = _finalised_words(rows, columns).view(torch.uint8).view(B, H, R, 8, C, 8, 2, 2)
     dropped = bytes_.permute(0, 1, 2, 6, 3, 4, 7, 5) <= threshold(p) - 1

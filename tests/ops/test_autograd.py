@@ -571,8 +571,9 @@ def test_first_calls_of_several_threads_register_one_node() -> None:
 
 # Tests of other files about derivatives under transforms, compilers and modes.
 CHOSEN = (
-    "(test_autograd or forward_mode or modes_see or traces or opcheck_of_named or func_grad "
-    "or vmap or batched or test_compile or one_output or selective or derivatives_of_modules) "
+    "(test_autograd or finite_differences or test_transforms or modes_see or traces "
+    "or opcheck_of_named or func_grad or vmap or batched or test_compile or one_output "
+    "or selective or derivatives_of_modules) "
     "and not without_gradients and not its_seeds and not evaluation and not numbers"
 )
 
@@ -581,6 +582,6 @@ def test_derivatives_in_python() -> None:
     """This file, and tests of transforms and compilers, without the nodes in C++."""
     if _native.extension() is None:
         pytest.skip("every test here uses them")
-    names = ("autograd", "dispatch", "op_modes", "torch_modes", "torch_behaviours", "vmap")
+    names = "autograd dispatch forward_mode op_modes torch_modes torch_behaviours vmap".split()
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     assert passed_with("--python-derivatives", "-m", "not slow", "-k", CHOSEN, *files) > 250

@@ -12,7 +12,6 @@ from products import SetFaster
 from small_calls import OPS, small_call
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,40 +169,6 @@ def test_tensors_of_a_finished_transform() -> None:
     weight = torch.ones(3, requires_grad=True)
     fastattn.layer_norm(kept[0], weight).sum().backward()
     assert weight.grad is not None
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_forward_mode_derivatives_are_refused(op: str, backend: str | None) -> None:
-    """Not ignored. Tensors without tangents are allowed."""
-    calls = small_call(op) | {"backend": backend}
-    name, x = next(iter(calls.items()))
-    function, message = getattr(fastattn, op), f"{op}_fwd has no derivative in forward mode"
-    with forward_ad.dual_level():
-        y = function(**calls)
-        dual = calls | {name: forward_ad.make_dual(x, torch.ones_like(x))}
-        for mode in (torch.enable_grad, torch.no_grad):
-            with pytest.raises(NotImplementedError, match=message), mode():
-                function(**dual)
-    with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(lambda x: function(**calls | {name: x}), (x,), (torch.ones_like(x),))
-    assert torch.equal(y, function(**calls))
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_forward_mode_derivatives_of_gradients_are_refused(op: str, create_graph: bool) -> None:
-    calls = small_call(op)
-    name, x = next(iter(calls.items()))
-    x = x.detach().requires_grad_()
-    y = getattr(fastattn, op)(**calls | {name: x})
-    options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
-    with forward_ad.dual_level():
-        [expected] = torch.autograd.grad(y, x, torch.ones_like(y), **options)
-        dual = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
-        with pytest.raises(NotImplementedError, match=f"{op}_bwd has no derivative in forward"):
-            torch.autograd.grad(y, x, dual, **options)
-    assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], expected)
 
 
 # -- overloads ------------------------------------------------------------------------------------

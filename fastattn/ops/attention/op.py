@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn.ops._autograd import differentiable, gradient_like
 from fastattn.ops._op import Backend, Op
-from fastattn.ops.attention import reference
+from fastattn.ops.attention import jvp, reference
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
@@ -104,6 +104,7 @@ attention = differentiable(
         is_backward=True,
     ),
     reference.attention_bwd,
+    jvp=jvp.attention_jvp,
     gradients={"dq": "q", "dk": "k", "dv": "v", "dmask": "mask"},
     result_gradients={"out": "dout", "lse": "dlse"},
 )
@@ -145,6 +146,7 @@ attention_varlen = differentiable(
         is_backward=True,
     ),
     reference.attention_varlen_bwd,
+    jvp=jvp.attention_varlen_jvp,
     gradients={"dq": "q", "dk": "k", "dv": "v"},
     result_gradients={"out": "dout", "lse": "dlse"},
 )

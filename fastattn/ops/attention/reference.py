@@ -252,7 +252,7 @@ def attention_weights(
 
 # -- packed sequences -----------------------------------------------------------------------------
 @dataclass
-class _Padded:
+class Padded:
     """How packed sequences correspond to a padded batch."""
 
     rows: Tensor  # [B, S]: the row of the packed tensor; T, one after the last, for padding
@@ -270,15 +270,15 @@ class _Padded:
         return packed.index_put((self.rows,), x)[:T]
 
 
-def _padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> _Padded:
+def padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> Padded:
     start, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
     real = offsets < lengths[:, None]
-    return _Padded(torch.where(real, start[:, None] + offsets, T), real, lengths)
+    return Padded(torch.where(real, start[:, None] + offsets, T), real, lengths)
 
 
 def _varlen_mask(
-    queries: _Padded, keys: _Padded, causal: int, window_left: int, window_right: int
+    queries: Padded, keys: Padded, causal: int, window_left: int, window_right: int
 ) -> Tensor:
     """Allowed pairs [B, 1, M, N]; each sequence has its own diagonal."""
     i = torch.arange(queries.real.shape[1], device=queries.real.device)[:, None]
@@ -313,8 +313,8 @@ def attention_varlen_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Pads, calls `attention_fwd`, packs. q [T, H, D], k [S, K, D], v [S, K, E]."""
     T = q.shape[0]
-    queries = _padded(cu_seqlens_q, max_seqlen_q, T)
-    keys = _padded(cu_seqlens_k, max_seqlen_k, k.shape[0])
+    queries = padded(cu_seqlens_q, max_seqlen_q, T)
+    keys = padded(cu_seqlens_k, max_seqlen_k, k.shape[0])
     out, lse = attention_fwd(
         queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
         _varlen_mask(queries, keys, causal, window_left, window_right),
@@ -346,7 +346,7 @@ def attention_varlen_bwd(
     needs: list[bool],
 ) -> tuple[Tensor | None, ...]:
     T, S = q.shape[0], k.shape[0]
-    queries, keys = _padded(cu_seqlens_q, max_seqlen_q, T), _padded(cu_seqlens_k, max_seqlen_k, S)
+    queries, keys = padded(cu_seqlens_q, max_seqlen_q, T), padded(cu_seqlens_k, max_seqlen_k, S)
     dq, dk, dv, _ = attention_bwd(
         None if dout is None else queries.pad(dout).transpose(1, 2),
         None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2),

@@ -64,6 +64,7 @@ ffn = differentiable(
         is_backward=True,
     ),
     reference.backward_maths,
+    forward_maths=reference.ffn_fwd,
     gradients={"dx": "x", "dw1": "w1", "db1": "b1", "dw2": "w2", "db2": "b2"},
     result_gradients={"y": "dy"},
     passes_through={"residual": "y"},

@@ -121,6 +121,7 @@ layer_norm = differentiable(
         _layer_norm_bwd_outputs,
     ),
     reference.layer_norm_bwd,
+    forward_maths=reference.layer_norm_fwd,
     gradients={"dx": "x", "dweight": "weight", "dbias": "bias"},
     result_gradients={"y": "dy"},
 )
@@ -139,6 +140,7 @@ add_layer_norm = differentiable(
         _add_layer_norm_bwd_outputs,
     ),
     reference.add_layer_norm_bwd,
+    forward_maths=reference.add_layer_norm_fwd,
     gradients={
         "dx": "x",
         "dresidual": "residual",
@@ -166,6 +168,7 @@ rms_norm = differentiable(
         _rms_norm_bwd_outputs,
     ),
     reference.rms_norm_bwd,
+    forward_maths=reference.rms_norm_fwd,
     gradients={"dx": "x", "dweight": "weight"},
     result_gradients={"y": "dy"},
 )

@@ -63,6 +63,7 @@ linear = differentiable(
         is_backward=True,
     ),
     reference.linear_bwd,
+    forward_maths=reference.linear_fwd,
     gradients={"dx": "x", "dw": "w", "db": "b"},
     result_gradients={"y": "dy"},
     read_by={"x": ("w",), "w": ("x",)},

@@ -1,0 +1,305 @@
+"""Forward-mode differentiation of the ops: torch.func.jvp, jacfwd, torch.autograd.forward_ad.
+
+Tangents are compared with the fp64 tangents of the reference, and checked by finite differences.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_examples import SPECS, as_tuple, example_inputs, varied_inputs
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastattn
+from fastattn.ops import _select
+from fastattn.ops.attention import jvp as formulas
+from fastattn.testing.check import output_gradients
+from fastattn.testing.compare import compare
+from fastattn.testing.spec import Inputs, OpSpec, Sample
+
+pytestmark = pytest.mark.usefixtures("no_request")
+each_op = pytest.mark.parametrize("op", SPECS)
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def _example(op: str, backend: str | None = None, length: int = 4) -> tuple[Function, list[Tensor]]:
+    """(a function of the floating inputs -> the results, these inputs), in fp64."""
+    inputs = example_inputs(op, length, torch.float64)
+    if op == "attention_varlen":
+        inputs |= {n: inputs[n].detach().transpose(0, 1).requires_grad_() for n in "qkv"}
+        inputs["return_lse"] = True
+    names = varied_inputs(inputs)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = inputs | dict(zip(names, tensors, strict=True))
+        results = as_tuple(getattr(fastattn, op)(**given, backend=backend))
+        return tuple(torch.where(x.isinf(), 0, x) for x in results)  # lse of empty rows
+
+    return function, [inputs[n].detach().contiguous() for n in names]
+
+
+def _loss(function: Function) -> Callable[..., Tensor]:
+    return lambda *tensors: sum(x.sin().sum() for x in function(*tensors))  # type: ignore[return-value]
+
+
+def _random_like(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in tensors)
+
+
+# -- values ---------------------------------------------------------------------------------------
+def _tangents(spec: OpSpec, sample: Sample, inputs: Inputs) -> dict[str, Tensor]:
+    """A tangent of each input that has gradients, of values that every dtype holds."""
+    names = varied_inputs(inputs)
+    values = output_gradients(spec, sample, tuple(inputs[n].detach() for n in names))
+    return dict(zip(names, values, strict=True))
+
+
+def _duals(inputs: Inputs, tangents: dict[str, Tensor]) -> Inputs:
+    # A dual tensor cannot be expanded.
+    plain = {n: x.detach().clone() if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    return plain | {n: forward_ad.make_dual(plain[n], t) for n, t in tangents.items()}
+
+
+def _computed(spec: OpSpec, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    with forward_ad.dual_level():
+        results = as_tuple(spec.function(**_duals(inputs, tangents)))
+        duals = [forward_ad.unpack_dual(x) for x in results]
+        return tuple(torch.zeros_like(x) if t is None else t for x, t in duals)
+
+
+class _Reference(TorchFunctionMode):
+    """Calls the reference's operators in place of an op, so that PyTorch differentiates them."""
+
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(f, "namespace", None) != "fastattn":
+            return f(*args, **kwargs or {})
+        op = _select.OPS[f._schema.name.removeprefix("fastattn::")]
+        return op.as_declared(getattr(op.module("reference"), op.name)(*args))
+
+
+def _magnitudes(spec: OpSpec, inputs: Inputs, tangents: dict[str, Tensor]) -> list[Tensor]:
+    """The sum of the absolute tangents that each input alone would cause; for attention also the
+    largest tangent of a row's scores, in place of what cancels in p (s' - lse').
+    """
+    alone = [_computed(spec, inputs, {name: t}) for name, t in tangents.items()]
+    found = [torch.stack([x.abs() for x in results]).sum(0) for results in zip(*alone, strict=True)]
+    if spec.name == "attention":
+        q, k = inputs["q"].detach(), inputs["k"].detach()
+        group, scale = q.shape[1] // k.shape[1], inputs.get("scale") or q.shape[3] ** -0.5
+        changes = [(tangents.get("q"), k), (q, tangents.get("k"))]
+        ds = (
+            sum(
+                (x @ y.repeat_interleave(group, 1).transpose(2, 3) * scale).abs()
+                for x, y in changes
+                if x is not None and y is not None
+            )
+            + tangents.get("mask", torch.zeros(())).abs()
+        )
+        if isinstance(ds, Tensor) and ds.dim() == 4 and ds.shape[3]:
+            largest = ds.nan_to_num(0, 0, 0).amax(3)
+            with torch.no_grad():
+                out = spec.function(**inputs | {"v": inputs["v"].abs()})
+            found[0] = found[0] + 2 * largest[..., None] * as_tuple(out)[0]
+    return found
+
+
+_QUICK = {"attention": 9, "attention_varlen": 3}  # every how many samples are not slow
+SAMPLES = [
+    pytest.param(
+        spec, sample, dtype, id=f"{spec.name}-{sample.name}-{str(dtype).removeprefix('torch.')}",
+        marks=[pytest.mark.slow] * (i % _QUICK.get(spec.name, 2) > 0 or dtype == torch.float16),
+    )
+    for spec in SPECS.values()
+    for i, sample in enumerate(spec.samples)
+    for dtype in sample.dtypes
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec, sample, dtype", SAMPLES)
+def test_tangents_of_samples(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
+    inputs = sample.inputs("cpu", dtype)
+    tangents = _tangents(spec, sample, inputs)
+    if not tangents:
+        pytest.skip("no input has gradients")
+    wide = spec.widen(inputs)
+    wide_tangents = {name: t.to(wide[name].dtype) for name, t in tangents.items()}
+    found = _computed(spec, inputs, tangents)
+    with _Reference():
+        expected = _computed(spec, wide, wide_tangents)
+        same = _computed(spec, inputs, tangents)
+        magnitudes = _magnitudes(spec, wide, wide_tangents)
+    for name, x, ref64, near, mag in zip(
+        spec.results, found, expected, same, magnitudes, strict=False
+    ):
+        comparison = compare(x, ref64, near, mag, spec.slice_dims(name, ref64))
+        assert comparison.ok, f"tangent of {name}: {comparison.message}"
+
+
+@each_op
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_finite_differences(op: str, backend: str | None) -> None:
+    """Of the tangents, of batches of them, and of those of the gradients."""
+    function, tensors = _example(op, backend)
+    leaves = tuple(x.requires_grad_() for x in tensors)
+    options: dict[str, Any] = {"fast_mode": True}
+    assert gradcheck(
+        function, leaves, check_forward_ad=True, check_batched_forward_grad=True, **options
+    )
+    assert gradgradcheck(function, leaves, check_fwd_over_rev=True, **options)
+
+
+# -- transforms -----------------------------------------------------------------------------------
+@each_op
+def test_transforms(op: str) -> None:
+    """jacfwd, and second derivatives by each order of the two modes."""
+    function, tensors = _example(op)
+    every, loss, tangents = tuple(range(len(tensors))), _loss(function), _random_like(tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.testing.assert_close(
+            jacfwd(function, every)(*tensors), jacrev(function, every)(*tensors)
+        )
+        expected = jacrev(jacrev(loss))(*tensors)
+        torch.testing.assert_close(hessian(loss)(*tensors), expected)
+
+    def directional(*tensors: Tensor) -> Tensor:
+        return jvp(loss, tensors, tangents)[1]
+
+    def dot(*tensors: Tensor) -> Tensor:
+        pairs = zip(grad(loss, every)(*tensors), tangents, strict=True)
+        return sum((g * t).sum() for g, t in pairs)  # type: ignore[return-value]
+
+    product = grad(dot, every)(*tensors)  # of the Hessian and the tangents, by reverse mode alone
+    torch.testing.assert_close(grad(directional, every)(*tensors), product)
+    torch.testing.assert_close(jvp(grad(loss, every), tuple(tensors), tangents)[1], product)
+    second = sum((g * t).sum() for g, t in zip(product, tangents, strict=True))
+    torch.testing.assert_close(jvp(directional, tuple(tensors), tangents)[1], second)
+
+
+@each_op
+def test_primal_results_keep_their_bits(op: str) -> None:
+    function, tensors = _example(op)
+    results = jvp(function, tuple(tensors), _random_like(tensors))[0]
+    for x, y in zip(results, function(*tensors), strict=True):
+        assert torch.equal(x, y)
+
+
+@each_op
+def test_tensors_without_tangents_in_a_dual_level(op: str) -> None:
+    function, tensors = _example(op)
+    with forward_ad.dual_level():
+        assert all(forward_ad.unpack_dual(x).tangent is None for x in function(*tensors))
+
+
+def test_autocast_does_not_apply_to_tangents() -> None:
+    q, t = torch.randn(2, 1, 2, 5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = jvp(lambda x: fastattn.rms_norm(x), (q,), (t,))[1]
+    assert torch.equal(found, jvp(lambda x: fastattn.rms_norm(x), (q,), (t,))[1])
+
+
+@each_op
+def test_compiled(op: str) -> None:
+    function, tensors = _example(op)
+    tangents = _random_like(tensors)
+
+    def both(*tensors: Tensor) -> Any:
+        return jvp(function, tensors, tangents)
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(*tensors), both(*tensors))
+
+
+# -- attention ------------------------------------------------------------------------------------
+def _attention_cases() -> dict[str, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    bias = torch.randn(2, 4, 37, 41, generator=generator, dtype=torch.float64)
+    return {
+        "unrestricted": {},
+        "top left": {"causal": "top_left"},
+        "bottom right": {"causal": "bottom_right"},
+        "window": {"window": (5, 9)},
+        "narrow window": {"causal": "bottom_right", "window": (0, 0)},
+        "lengths": {"key_lengths": torch.tensor([41, 7]), "query_lengths": torch.tensor([3, 37])},
+        "diagonals of lengths": {
+            "key_lengths": torch.tensor([20, 30]), "causal": "bottom_right_lengths",
+        },
+        "mask of a head": {"mask": bias[:, :1, :1] > 0},
+        "bias": {"mask": bias, "causal": "bottom_right"},
+        "bias of keys": {"mask": bias[:1, :, :1]},
+        "dropout": {
+            "dropout_p": 0.3, "dropout_seed": torch.tensor([9]), "causal": "bottom_right",
+            "window": (20, -1),
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _attention_cases())
+@pytest.mark.parametrize("scores", [1, 2**11])
+def test_blocks(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 queries, and of some heads or some elements of the batch, for every restriction."""
+    monkeypatch.setattr(formulas, "_ROWS", 16)
+    monkeypatch.setattr(formulas, "_SCORES", scores)
+    inputs = {
+        "q": torch.randn(2, 4, 37, 8, dtype=torch.float64),
+        "k": torch.randn(2, 2, 41, 8, dtype=torch.float64),
+        "v": torch.randn(2, 2, 41, 6, dtype=torch.float64),
+        "return_lse": True,
+    } | _attention_cases()[name]
+    names = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    tangents = {n: torch.randn_like(inputs[n]) for n in names}
+    for given in (tangents, *({n: t} for n, t in tangents.items())):
+        found = _computed(SPECS["attention"], inputs, given)
+        with _Reference():
+            expected = _computed(SPECS["attention"], inputs, given)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_dead_padding_is_kept_out() -> None:
+    """Of inputs and of tangents."""
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    lengths = {"key_lengths": torch.tensor([4, 6]), "query_lengths": torch.tensor([5, 3])}
+    dead = {"k": (0, slice(None), slice(4, 6)), "q": (1, slice(None), slice(3, 6))}
+    dead["v"] = dead["k"]
+    inputs: Inputs = {"q": q, "k": k, "v": v, "return_lse": True} | lengths
+    tangents = {n: torch.randn_like(inputs[n]) for n in "qkv"}
+    expected = _computed(SPECS["attention"], inputs, tangents)
+    for name, index in dead.items():
+        inputs[name][index] = torch.nan
+        tangents[name][index] = torch.inf
+    for x, y in zip(_computed(SPECS["attention"], inputs, tangents), expected, strict=True):
+        assert y.isfinite().all() and torch.equal(x, y)
+    assert (expected[0][1, :, 3:] == 0).all() and (expected[1][1, :, 3:] == 0).all()
+
+
+class _Largest(TorchDispatchMode):
+    """The number of elements of the largest result of any operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **kwargs or {})
+        for x in as_tuple(results):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return results
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_linear_in_the_length(causal: bool) -> None:
+    S = 4096
+    q = torch.randn(1, 2, S, 8)
+    with forward_ad.dual_level(), _Largest() as largest:
+        x = forward_ad.make_dual(q, torch.randn_like(q))
+        fastattn.attention(x, x, x, causal=causal)
+    assert largest.elements <= formulas._ROWS * S

@@ -139,6 +139,8 @@ def run_folder(text: str) -> Path:
 
 
 def json_file(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a file, got ''")
     if why := cannot_write(Path(text).parent):
         raise argparse.ArgumentTypeError(
             f"must be a file that can be written, got {text!r} ({why})"

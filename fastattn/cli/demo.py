@@ -121,7 +121,11 @@ def _check_kernels(device: torch.device) -> bool:
         failed = sorted(backend for backend, found in status.items() if "FAIL" in found)
         passed = {backend for backend, found in status.items() if "ok" in found} - set(failed)
         unused = sorted(passed - {chosen, "torch", "cpu"})
-        log(f"{name}: trained by backend {chosen}" + (", which FAILED" if chosen in failed else ""))
+        unknown = "" if chosen in passed else ", which was not checked"
+        log(
+            f"{name}: trained by backend {chosen}"
+            f"{', which FAILED' if chosen in failed else unknown}"
+        )
         if failed:
             log(f"  wrong here: {', '.join(failed)} (`fastattn check --op {name}` names samples)")
         if unused:

@@ -94,6 +94,7 @@ def test_help_imports_nothing_that_only_commands_need():
         (["translate", "--run=x", "--attention-of=cross"], "--attention-of needs --attention"),
         (["evaluate", "x", "--beams=2", "--sample"], "--sample must be given without --beams"),
         (["translate", "--run=x", "--sample", "--top-p=0"], "top_p must lie in (0, 1], got 0.0"),
+        (["check", "--json="], "argument --json: must be a file, got ''"),
         (["paint"], "invalid choice: 'paint'"),
     ],
 )
@@ -518,7 +519,7 @@ def test_every_option_of_train_is_a_field_or_has_another_name():
 
 
 # -- the demo on a GPU -----------------------------------------------------------------------------
-@pytest.mark.parametrize("broken", [None, "torch", "triton"])
+@pytest.mark.parametrize("broken", [None, "torch", "triton", "unreached"])
 def test_the_demo_says_which_kernels_train(broken, monkeypatch, capsys, tmp_path):
     """After the quick form of the check; it trains no model by kernels that fail."""
     from fastattn.cli import demo as command
@@ -528,6 +529,8 @@ def test_the_demo_says_which_kernels_train(broken, monkeypatch, capsys, tmp_path
         assert options.quick and options.seconds and not options.record
         assert options.dtype == ["fp32", "bf16"] and "reference" not in options.backend
         statuses = {name: "FAIL" if name == broken else "ok" for name in ("torch", "triton")}
+        if broken == "unreached":  # there was no time
+            statuses["torch"] = "skipped"
         return [
             check.Row(op, name, "cuda", "bf16", "plain", "out", status)
             for op in options.op
@@ -551,6 +554,7 @@ def test_the_demo_says_which_kernels_train(broken, monkeypatch, capsys, tmp_path
     assert out in ("", "{}\n")
     assert (code, len(ran)) == ((1, 0) if broken == "torch" else (0, 1))
     assert ("ffn: trained by backend torch, which FAILED" in err) == (broken == "torch")
+    assert ("ffn: trained by backend torch, which was not" in err) == (broken == "unreached")
     assert ("FASTATTN_BACKEND=torch trains" in err) == (broken == "torch")
     assert ("wrong here: triton" in err) == (broken == "triton")
     assert ("right in these samples: triton" in err) == (broken != "triton")

@@ -165,7 +165,7 @@ def _attention_of_sdpa(
         or not _is_supported(attn_mask)
         or attn_mask.dtype not in (torch.bool, query.dtype)
         or attn_mask.device != query.device
-        or attn_mask.dim() > 4
+        or not 2 <= attn_mask.dim() <= 4
         or not all(
             size in (1, wanted)
             for size, wanted in zip(reversed(attn_mask.shape), (N, M, H, B), strict=False)

@@ -320,6 +320,7 @@ def test_what_differs_stays() -> None:
         {"attn_mask": MASK, "is_causal": True},
         {"attn_mask": torch.zeros(7, 7, dtype=torch.float64)},
         {"attn_mask": torch.zeros(6, 7)},
+        {"attn_mask": torch.zeros(7)},
         {"dropout_p": 2.0},
         {"query": torch.randn(2, 6, 7, 8)},  # grouped heads without enable_gqa
         {"value": torch.randn(2, 3, 7, 8).bfloat16()},

@@ -70,7 +70,9 @@ def _rms(x: Tensor, weight: Tensor | None, eps: Any) -> Tensor | None:
         and weight.dtype in (x.dtype, torch.float32)
     ):
         return None
-    return functional.rms_norm(x, weight, eps)
+    y = functional.rms_norm(x, weight, eps)
+    # The published code computes element by element, which keeps the order of x in memory.
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
 @_form("""

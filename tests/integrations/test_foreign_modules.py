@@ -176,6 +176,25 @@ def test_norms_of_transformers(model: str, dtype: torch.dtype, weight_dtype: tor
     assert torch.equal(module(x), expected[0])
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("model", NORMS)
+def test_norms_keep_the_order_in_memory(model: str, compiled: bool) -> None:
+    """Views of the result that the model takes work as before."""
+    torch.manual_seed(0)
+    module, x = _norm(model), torch.randn(3, 5, 2, N)
+    inputs = [x.transpose(1, 2), x.transpose(0, 2)[:, 1:], torch.randn(5, N, 3).transpose(1, 2)]
+    expected = [module(x) for x in inputs]
+    fastattn.patch(module, quiet=True)
+    function = torch.compile(module, fullgraph=True, backend="eager") if compiled else module
+    for x, wanted in zip(inputs, expected, strict=True):
+        x = x.detach().requires_grad_()
+        y = function(x)
+        assert y.stride() == wanted.stride()
+        torch.testing.assert_close(y, wanted, atol=1e-5, rtol=1e-4)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        assert dx.isfinite().all() and dx.any()
+
+
 @pytest.mark.parametrize("model", ["llama", "t5", "gemma2"])
 def test_norms_compute_fp64_as_published(model: str) -> None:
     module, x = _norm(model), torch.randn(3, N, dtype=torch.float64)

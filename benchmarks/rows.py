@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastattn.testing import lines
+
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = (
@@ -176,9 +178,7 @@ def source_digest(op: str) -> str:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    lines = [json.dumps({k: _rounded(v) for k, v in row.items()}) + "\n" for row in rows]
-    with path.open("a") as file:
-        file.write("".join(lines))
+    lines.append(path, [{k: _rounded(v) for k, v in row.items()} for row in rows])
 
 
 def _rounded(value: Any) -> Any:

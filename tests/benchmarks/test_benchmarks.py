@@ -628,6 +628,8 @@ def test_a_run_continues_another(tmp_path: Path) -> None:
 
     for implementation, direction in names:
         write("64x128", implementation, direction)
+    with file.open("a") as torn:
+        torn.write('{"op": "layer_no')  # as a kill leaves it
     write("64x256", "eager", "fwd")
     write("64x256", "fastattn-cpu", "fwd", source_digest="of other sources")
     write("64x256", "eager", "bwd", status="FAIL")
@@ -638,6 +640,7 @@ def test_a_run_continues_another(tmp_path: Path) -> None:
     assert [(group.workload, group.wanted) for group in left] == [
         ("64x256", names[:2]), ("64x512", names)
     ]  # fmt: skip
+    assert len(list(rows.read_all(file))) == 10
     assert [(row["workload"], row["status"]) for row in before] == [
         *[("64x128", "ok")] * 4, ("64x256", "FAIL"), ("64x256", "refused")
     ]  # fmt: skip

@@ -9,8 +9,8 @@ inputs are not cast.
 
 Invalid arguments raise before anything runs: TypeError for types and dtypes, ValueError for shapes,
 values, devices and unknown backends, IndexError for `rows` and `heads`. A requested backend that
-cannot run the call raises NotImplementedError. `**unknown` accepts nothing: names of other
-packages' arguments get a TypeError with fastattn's name.
+cannot run the call raises NotImplementedError. `**unknown` accepts nothing: for the name of another
+package's argument, the TypeError gives the name to use here.
 """
 
 # A function checks its arguments (`_arguments.py`), fills in defaults and calls the op. The code

@@ -131,7 +131,7 @@ def _check_kernels(device: torch.device) -> bool:
         if unused:
             log(
                 f"  right in these samples: {', '.join(unused)}; `fastattn check --device cuda "
-                "--record` checks all of them and lets what passes train"
+                "--record` checks all of them; training then uses what passes"
             )
         works = works and chosen not in failed
     if not works:

@@ -65,7 +65,7 @@ def convert(module: AnyModule) -> AnyModule:
     and modules whose `forward` was replaced, are not converted. `fastattn.unpatch` reverts it.
     """
     for child in module.modules():
-        if why_not_convertible(child) is None:
+        if is_convertible(child):
             convert_class(child)
     return module
 
@@ -74,15 +74,13 @@ def convert_children(module: nn.Module) -> None:
     """Converts the submodules of a drop-in that is being constructed; `restore` skips them."""
     for child in module.children():
         for part in child.modules():
-            if why_not_convertible(part) is None:
+            if is_convertible(part):
                 convert_class(part, reversible=False)
 
 
-def why_not_convertible(module: nn.Module) -> str | None:
-    """Why a module cannot be converted, phrased to follow its name; None if it can."""
-    if type(module) not in DROP_INS:
-        return f"is {type(module).__name__}, none of the classes of torch.nn that have a drop-in"
-    return "has its own forward" if "forward" in module.__dict__ else None
+def is_convertible(module: nn.Module) -> bool:
+    """Whether a module is exactly of a class of torch.nn that has a drop-in."""
+    return type(module) in DROP_INS and "forward" not in module.__dict__
 
 
 def convert_class(

@@ -1,4 +1,6 @@
-"""The tables of barriers at the top of the Hopper kernels' shared memory name each barrier once."""
+"""The tables of barriers at the top of the Hopper kernels' shared memory name each barrier once and
+give the count that it is initialised with.
+"""
 
 import re
 from pathlib import Path
@@ -25,12 +27,35 @@ def _declared(source: str) -> set[str]:
     return found
 
 
+def _initialised(source: str) -> dict[str, str]:
+    """The counts of the barriers that a file's function initialises, as its table writes them."""
+    body = source[source.index("_barriers(") : source.index("ptx::fence_mbarrier_init")]
+    written = {"kWarpsPerGroup": "4", "Traits::kGroups": "kGroups"}
+    written["Traits::kGroups * kWarpsPerGroup"] = "4 kGroups"
+    written |= dict(re.findall(r"constexpr int (\w+) = (\d);", body))
+    call = r" +([\w.]+?)(?:\[\w+\])?((?:\.|->)(?:full|empty))?\.init\((.*)\);"
+    members: dict[str, list[str]] = {}  # of variables of loops
+    found = {}
+    for line in body.splitlines():
+        if loop := re.match(r" +for \(.*?(\w+) : (.*)\) \{", line):
+            variable, over = loop.groups()
+            members[variable] = re.findall(r"shared\.([\w.]+)", over) or members[over]
+        elif init := re.match(call, line):
+            variable, kind, count = init.groups()
+            for member in members.get(variable, [variable.removeprefix("shared.")]):
+                found[member + (kind or "").replace("->", ".")] = written.get(count, count)
+    return found
+
+
 @pytest.mark.parametrize(
     "file", ["forward/storage.cuh", "backward/storage.cuh", "backward/dmask_tiles.cuh"]
 )
 def test_table_of_barriers(file: str) -> None:
     source = (SM90 / file).read_text()
     # name, who arrives, count, parity, who waits
-    row = r"^//   (\S+) +\S.* +(?:\d|(?:\d )?kGroups) +[01]  \S"
-    names = [re.sub(r"\[\w+\]", "", name) for name in re.findall(row, source, re.M)]
-    assert sorted(names) == sorted(_declared(source))
+    row = r"^//   (\S+) +\S.*? +(\d|(?:\d )?kGroups) +[01]  \S"
+    rows = [(re.sub(r"\[\w+\]", "", name), n) for name, n in re.findall(row, source, re.M)]
+    assert sorted(name for name, _ in rows) == sorted(_declared(source))
+    counts = _initialised(source)
+    counts.pop("queue", None)  # by TileQueue::init
+    assert counts == {name: n for name, n in rows if not name.startswith("queue.")}

@@ -309,6 +309,22 @@ def test_nan_in_a_query_reaches_the_gradients(mask: str | None, dtype: torch.dty
 
 
 @runs
+def test_weights_of_huge_scores_under_dropout() -> None:
+    """The rounding error of a score of 1e8 does not multiply its weight by more than 2."""
+    options = {"B": 1, "H": 1, "M": 65, "N": 128, "D": 16, "scale": 0.0625, "dropout_p": 0.1}
+    call = Call(_small("huge", **options), torch.float16, dlse=False)
+    for x in call.tensors[:2]:
+        assert x is not None
+        x *= 1e4
+    call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
+    exact = reference.attention_bwd(
+        call.dout, None, *call.tensors, call.out, call.lse, *call.options, call.needs
+    )[2]
+    assert exact is not None
+    assert call.run()["dv"].abs().max() <= 2 * exact.abs().max()
+
+
+@runs
 @pytest.mark.parametrize("letters", ["1", "H", "N", "BM", "HMN"])
 def test_gradient_of_a_broadcast_bias(letters: str) -> None:
     """Summed over broadcast dimensions, in splits that are the same in every run."""

@@ -7,7 +7,7 @@ loop over, and scratch memory. `bind` needs strides too.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, log2, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from fastattn.ops.attention.triton.tiles import (
     RowStrides,
     column_hasher,
     column_keys_workspace,
+    dropout_numbers,
 )
 
 # Rows of lse and delta are padded to a multiple of every block_m: full tiles load them aligned.
@@ -276,6 +277,7 @@ class _Binder:
         return facts.case(
             block_m, block_n, self.d, self.e, UNIT=self.unit,
             PRECISION=self.layout.config.precision, HAS_DOUT=self.call.dout is not None,
+            KEEP_LOG2=ceil(log2(dropout_numbers(facts.dropout_p)[1])),
             # The lowest value of these makes exp of any score 0, without a comparison.
             BY_VALUE=facts.mask_dtype in (torch.bfloat16, torch.float32), **others,
         )  # fmt: skip

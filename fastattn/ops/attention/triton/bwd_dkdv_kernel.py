@@ -161,7 +161,7 @@ def dkdv_tile(
         )
     p = weights(
         s, lse[None, :], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL, CASE.NATURAL,
-        CASE.DROPOUT > 0,
+        CASE.KEEP_LOG2,
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)

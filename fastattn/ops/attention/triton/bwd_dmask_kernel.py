@@ -103,7 +103,7 @@ def attention_bwd_dmask_kernel(
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
             word = tl.load(lse_delta_ptr + (b * H + h) * padded_m + i)
             lse, delta = unpack_lse_delta(word)
-            p = weights(s, lse[:, None], bias, scale, shift, True, True, CASE.DROPOUT > 0)
+            p = weights(s, lse[:, None], bias, scale, shift, True, True, CASE.KEEP_LOG2)
             if CASE.HAS_DOUT:
                 dout = load_row_tiles(
                     rows_of(dout_ptr, stride_do, b, h, m64, UNIT), stride_do.row * UNIT, i < M,

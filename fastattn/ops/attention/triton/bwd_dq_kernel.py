@@ -149,7 +149,7 @@ def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.con
         )
     p = weights(
         s, given.lse[:, None], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL,
-        CASE.NATURAL, CASE.DROPOUT > 0 and not SUM,
+        CASE.NATURAL, 0 if SUM else CASE.KEEP_LOG2,
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)

@@ -100,26 +100,27 @@ def tile_in_range(tiles, index, KIND: tl.constexpr):
 
 @triton.jit
 def weights(
-    s, lse, bias, scale, shift, BIAS: tl.constexpr, NATURAL: tl.constexpr, SHIFTED: tl.constexpr
+    s, lse, bias, scale, shift, BIAS: tl.constexpr, NATURAL: tl.constexpr, KEEP_LOG2: tl.constexpr
 ):
     """p from the products s. lse and scale are in base 2, unless NATURAL: for fp32's last bits, and
-    for a bias, which may be of any size. SHIFTED: times 2 ** shift, which lse, unless NATURAL, has
-    in it. The rounding error of a huge score may exceed every exponent, so p is bounded: by 1, or
-    by 2 ** 8 where SHIFTED and not NATURAL. NaN stays NaN.
+    for a bias, which may be of any size. With KEEP_LOG2 (of Case) times dropout's factor
+    2 ** shift, which lse, unless NATURAL, includes. The rounding error of a huge score may exceed
+    every exponent, so p is bounded: by 1 times the factor, or unless NATURAL by the next power of
+    2. NaN stays NaN.
     """
     if NATURAL:
         s = s * scale
         if BIAS:
             s = s + bias
         s = tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if SHIFTED:
+        if KEEP_LOG2 > 0:
             return tl.exp2(s * LOG2E + shift)
         else:
             return tl.exp2(s * LOG2E)
     else:
-        # A constant: keep_factor is at most 256, and shift in a register spills at D = 40.
-        largest = 8.0 if SHIFTED else 0.0
-        return tl.exp2(tl.minimum(s * scale - lse, largest, propagate_nan=tl.PropagateNan.ALL))
+        # A constant: shift, in a register, would spill at D = 40.
+        s = tl.minimum(s * scale - lse, KEEP_LOG2 * 1.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.exp2(s)
 
 
 @triton.jit

@@ -146,6 +146,7 @@ class Case(NamedTuple):
     BASE_M: Any = 1
     BASE_N: Any = 1
     BY_VALUE: Any = False  # blocked pairs of a partial tile get weight 0 by the mask's value
+    KEEP_LOG2: Any = 0  # log2 of dropout's factor, rounded up: 0 without dropout, else 1 to 8
     HAS_DOUT: Any = True
     NEED_DK: Any = True
     NEED_DV: Any = True

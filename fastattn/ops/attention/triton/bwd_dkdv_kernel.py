@@ -186,7 +186,7 @@ def dkdv_tile(
             if CASE.DROPOUT == 2:
                 kept = zero_dropped(p.to(dout[0].dtype), bits, rows, columns)
             elif CASE.DROPOUT == 1:
-                kept = tl.maximum(p, 0.0)
+                kept = tl.where(p < 0.0, 0.0, p)  # NaN stays
             if not CASE.LATE:
                 dv = add_product(dv, kept.to(dout[0].dtype), dout, CASE.E1, CASE.PRECISION)
         if CASE.NEED_DK:

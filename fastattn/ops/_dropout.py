@@ -100,9 +100,9 @@ def _finalised_words(rows: Tensor, columns: Tensor) -> Tensor:
     shifted = x >> 16
     x ^= shifted.bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
-    x ^= torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF)
+    x ^= shifted.copy_(x).bitwise_right_shift_(15).bitwise_and_(0x1FFFF)
     x *= _as_int32(0x846CA68B)
-    x ^= torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF)
+    x ^= shifted.copy_(x).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     return x
 
 

@@ -90,7 +90,7 @@ def _magnitudes(spec: OpSpec, inputs: Inputs, tangents: dict[str, Tensor]) -> li
     """
     alone = [_computed(spec, inputs, {name: t}) for name, t in tangents.items()]
     found = [torch.stack([x.abs() for x in results]).sum(0) for results in zip(*alone, strict=True)]
-    if spec.name == "attention":
+    if spec.name == "attention" and inputs["k"].shape[1]:
         q, k = inputs["q"].detach(), inputs["k"].detach()
         group, scale = q.shape[1] // k.shape[1], inputs.get("scale") or q.shape[3] ** -0.5
         changes = [(tangents.get("q"), k), (q, tangents.get("k"))]
@@ -205,6 +205,13 @@ def test_autocast_does_not_apply_to_tangents() -> None:
     assert torch.equal(found, jvp(lambda x: fastattn.rms_norm(x), (q,), (t,))[1])
 
 
+def test_errors_of_backends_keep_their_type() -> None:
+    """Also through the node in C++."""
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises(NotImplementedError, match="backend sm90 runs on cuda tensors"):
+        jvp(lambda x: fastattn.attention(x, x, x, backend="sm90"), (q,), (q,))
+
+
 @each_op
 def test_compiled(op: str) -> None:
     function, tensors = _example(op)
@@ -261,6 +268,27 @@ def test_blocks(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None
             expected = _computed(SPECS["attention"], inputs, given)
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("mask", torch.randn(3, 1, 1, 5, 5, generator=torch.Generator().manual_seed(4))),
+        ("key_lengths", torch.tensor([[3], [5], [0]])),
+        ("dropout_seed", torch.tensor([[7], [8], [9]])),
+    ],
+)
+def test_mapped_arguments(name: str, values: Tensor) -> None:
+    q, t = torch.randn(2, 1, 2, 5, 8)
+    options: dict[str, Any] = {"dropout_p": 0.5} if name == "dropout_seed" else {}
+
+    def tangent(value: Tensor) -> Tensor:
+        def function(x: Tensor) -> Tensor:
+            return fastattn.attention(x, x, x, **options | {name: value})
+
+        return jvp(function, (q,), (t,))[1]
+
+    torch.testing.assert_close(torch.vmap(tangent)(values), torch.stack([*map(tangent, values)]))
 
 
 def test_dead_padding_is_kept_out() -> None:

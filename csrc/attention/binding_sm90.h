@@ -235,7 +235,7 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.query_lengths = lengths_of(call.query_lengths, "query_lengths", q);
   p.packing = packing_of(call);
   p.bounds = bounds_of(call, queries, keys);
-  p.own_diagonals = call.causal == (call.packed() ? kBottomRight : kBottomRightLengths);
+  p.own_diagonals = call.causal >= (call.packed() ? kBottomRight : kBottomRightLengths);
   p.dropout = dropout_of(call);
   p.mask = mask_of(call, p);
   p.scale = static_cast<float>(call.scale);

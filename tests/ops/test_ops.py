@@ -238,6 +238,22 @@ def test_wrong_arguments(
         getattr(fastattn, op)(*args, **options)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+def test_packed_sequences_have_one_bottom_right_alignment(backend: str) -> None:
+    """The op takes the code of bottom_right_lengths too; packed, both mean the same."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(rows, 2, 8) for rows in (7, 9, 9))
+    offsets = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 7], [0, 5, 9]))
+    args = (q, k, v, *offsets, 4, 5)
+    outs = [
+        torch.ops.fastattn.attention_varlen_fwd.backend(
+            *args, causal, -1, -1, 1.0, 0.0, None, 0, backend
+        )[0]
+        for causal in (2, 3)
+    ]
+    assert outs[0].equal(outs[1])
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**70])
 @pytest.mark.parametrize("causal", [False, "bottom_right"])

@@ -283,7 +283,7 @@ def _varlen_mask(
     """Allowed pairs [B, 1, M, N]; each sequence has its own diagonal."""
     i = torch.arange(queries.real.shape[1], device=queries.real.device)[:, None]
     j = torch.arange(keys.real.shape[1], device=keys.real.device)
-    shift = keys.lengths - queries.lengths if causal == BOTTOM_RIGHT else 0 * keys.lengths
+    shift = keys.lengths - queries.lengths if causal >= BOTTOM_RIGHT else 0 * keys.lengths
     diagonal = i + shift.view(-1, 1, 1)  # [B, M, 1]
     allowed = queries.real[:, :, None] & keys.real[:, None, :]
     if causal:

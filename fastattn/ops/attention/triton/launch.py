@@ -170,7 +170,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     M, causal, window = rows, call.causal, (call.window_left, call.window_right)
     if causal == _BOTTOM_RIGHT_LENGTHS and M == 1 and call.window_left < 0:
         causal = _BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
-    from_end = causal == (_BOTTOM_RIGHT_LENGTHS if packed is None else _BOTTOM_RIGHT)
+    from_end = causal >= (_BOTTOM_RIGHT_LENGTHS if packed is None else _BOTTOM_RIGHT)
     if packed is not None:
         B, M, N = packed
         keys = queries = None

@@ -112,18 +112,17 @@ class Case(NamedTuple):
     """What is known to the compiler, of the forward and the backward alike."""
 
     HAS_LOW: Any  # row i attends no key before i + low
-    HAS_HIGH: Any  # row i attends no key behind i + high
+    HAS_HIGH: Any  # row i attends no key after i + high
     KEY_LENGTHS: Any  # 0 none, 1 per sequence, 2 per query
     QUERY_LENGTHS: Any
-    PACKED: (
-        Any  # a head's rows are those of all sequences, lengths their offsets; M, N: the longest
-    )
+    # A head's rows are those of all sequences; lengths are their offsets, M and N of the longest.
+    PACKED: Any
     FROM_END: Any  # low and high count from the bottom right of each sequence
     ARITHMETIC: Any  # lengths, causality or a window restrict rows
     DENSE: Any  # there is a mask
     BIAS: Any  # the mask is added
     SHARED: Any  # which line of the mask serves all: ONE_ROW, ONE_COLUMN or 0
-    MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: alignment is seen so
+    MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: shows the alignment
     DROPOUT: Any  # 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's
     NATURAL: Any  # scores are in natural units, else times log2(e)
     D: Any  # columns of q and k, on chip as tiles of D0 and D1 (or 0)
@@ -134,7 +133,7 @@ class Case(NamedTuple):
     E1: Any
     BLOCK_M: Any
     BLOCK_N: Any
-    UNIT: Any = 1  # divisor of the tensors' strides: alignment is seen so
+    UNIT: Any = 1  # divisor of the tensors' strides: shows the alignment
     PRECISION: Any = "ieee"  # of fp32 products
     STAGES: Any = 1
     EDGE_STAGES: Any = 1

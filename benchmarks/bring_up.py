@@ -174,7 +174,8 @@ def run_stage(stage: Stage, settings: Settings, seconds: float) -> dict[str, Any
         _end(process)
         row["seconds"] = round(time.monotonic() - started, 1)
         count = count_rows(settings.out, stage.name)
-        if row["status"] == "ok" and stage.reaches_all and count["skipped"]:
+        ended = row["exit_code"] in (0, 1)  # 1 also if nothing was reached
+        if ended and stage.reaches_all and count["skipped"] and not count["FAIL"]:
             row["status"] = "unfinished"
         row["message"] = row["message"] or ", ".join(f"{n} {s}" for s, n in count.items())
         lines.append(settings.out / BRING_UP, [row])

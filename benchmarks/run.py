@@ -20,6 +20,7 @@ from benchmarks.grids import UNITS, metric_of
 from benchmarks.rows import Row, is_fastattn
 from benchmarks.runner import STAGE_SECONDS, Runner, Settings
 from fastattn.ops import _env
+from fastattn.testing.instances import regular_expression
 from fastattn.testing.timing import Plan
 
 # A group that is running when the time is over may take this much longer.
@@ -33,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("build/benchmarks"), help="folder of results.jsonl")
     add("--quick", action="store_true", help="a few workloads, fewer rounds")
     add("--op", action="append", choices=cases.ops(), help="only this op (may be repeated)")
-    add("--match", default="", metavar="REGEX", help="only cases whose name matches")
+    add(
+        "--match", type=regular_expression, default="", metavar="REGEX",
+        help="only cases whose name matches",
+    )  # fmt: skip
     add("--dtype", action="append", choices=sorted(cases.DTYPES), help="default: what models use")
     add("--seconds", type=float, metavar="BUDGET", help="start no group after this time")
     add("--resume", action="store_true", help="leave out what the folder has rows of, same sources")

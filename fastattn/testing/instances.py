@@ -274,13 +274,26 @@ def _results(
             yield group[index], result
 
 
+def regular_expression(text: str) -> str:
+    """A type of arguments for argparse."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        message = f"must be a regular expression, got {text!r} ({error})"
+        raise argparse.ArgumentTypeError(message) from None
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fastattn.testing.instances", description=(__doc__ or "").partition("\n")[0]
     )
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default=_env.default_device().type)
-    add("--match", metavar="REGEX", default="", help="only instances whose names match")
+    add(
+        "--match", type=regular_expression, metavar="REGEX", default="",
+        help="only instances whose names match",
+    )  # fmt: skip
     add("--json", metavar="FILE", help="write a JSON row a line, as they come")
     add(
         "--resume", action="store_true", help="leave out what FILE has rows of, of the same kernels"

@@ -116,12 +116,18 @@ def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
     here, file = Settings("cpu", tmp_path, False), tmp_path / FILES["instances"]
     stage = replace(_stage("instances", "passes"), reaches_all=True)
     row = {"instance": "a", "backend": "cpu", "status": "skipped", "message": ""}
-    lines.append(file, [row | {"instance": "b", "status": "ok"}, row])
+    lines.append(file, [row])
+    nothing_reached = replace(_stage("instances", "fails"), reaches_all=True)
+    assert bring_up.run_stage(nothing_reached, here, 9.0)["status"] == "unfinished"
+    lines.append(file, [row | {"instance": "b", "status": "ok"}])
     found = bring_up.run_stage(stage, here, 9.0)
-    assert (found["status"], found["message"]) == ("unfinished", "1 ok, 1 skipped")
+    assert (found["status"], found["message"]) == ("unfinished", "1 skipped, 1 ok")
     lines.append(file, [row | {"status": "ok"}])
     found = bring_up.run_stage(stage, here, 9.0)
     assert (found["status"], found["message"]) == ("ok", "2 ok")
+    lines.append(file, [row | {"status": "FAIL"}, row | {"instance": "c"}])
+    failed = replace(_stage("instances", "fails"), reaches_all=True)
+    assert bring_up.run_stage(failed, here, 9.0)["status"] == "FAIL"
     skipped = {"op": "ffn", "impl": "eager", "status": "skipped"}
     lines.append(tmp_path / FILES["benchmarks"], [skipped])
     assert bring_up.run_stage(_stage("benchmarks", "passes"), here, 9.0)["status"] == "ok"

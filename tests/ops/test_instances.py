@@ -165,6 +165,7 @@ def test_what_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, named in ((["--match=nonsense"], "--match must match"),
+                             (["--match=["], "must be a regular expression, got '['"),
                              (["--device=cuda"], "--device cuda needs a GPU")):  # fmt: skip
         if "cuda" in arguments[0] and torch.cuda.is_available():
             continue

@@ -14,6 +14,7 @@ kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -116,8 +117,9 @@ class Op:
 
         if not isinstance(arguments, str):
             arguments = schema_of(arguments, results.count(",") + 1)
-        LIBRARY.define(f"{name}({arguments}) -> ({results})")
-        LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})")
+        tags = (torch.Tag.needs_exact_strides,)  # of Inductor's calls, as in eager code
+        LIBRARY.define(f"{name}({arguments}) -> ({results})", tags=tags)
+        LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})", tags=tags)
         written = ", ".join(
             f"Tensor({chr(ord('a') + i)}!) {result.split()[1]}"
             for i, result in enumerate(results.split(", "))
@@ -142,10 +144,10 @@ class Op:
             key,
         )
         LIBRARY.impl(f"{name}.out", self._run_into, key)
-        for overload, count in (("", None), (".backend", -1)):
+        for overload, op, count in (("", self.default, None), (".backend", self.named, -1)):
             torch.library.register_fake(
                 f"fastattn::{name}{overload}",
-                lambda *args, count=count: self.as_declared(self.allocate(args[:count])),
+                lambda *args, op=op, count=count: self._run_fake(op, args[:count]),
                 lib=LIBRARY,
             )
         for overload, call in (("", self.default), (".backend", self.named)):
@@ -173,6 +175,16 @@ class Op:
             register_decomposition(overload, type="meta")(
                 lambda *args, count=count: self.as_declared(self.allocate(args[:count]))
             )
+
+    def _run_fake(self, overload: Any, args: Sequence[Any]) -> Any:
+        """The fake kernel. It also registers the op with Inductor, if that is loaded, as one to
+        call: where the environment variable CI is set, Inductor raises for other ops that have a
+        decomposition.
+        """
+        inductor = sys.modules.get("torch._inductor.lowering")
+        if inductor is not None and overload not in inductor.lowerings:
+            inductor.make_fallback(overload, warn=False)
+        return self.as_declared(self.allocate(args))
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
         """Calls the op, as the public functions do; returns what the schema declares."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 from op_examples import SPECS, as_tuple
 from torch._decomp import get_decompositions
+from torch._inductor import lowering
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +72,26 @@ def test_symbolic_shapes_use_the_fake_kernel() -> None:
     graph = make_fx(call, tracing_mode="symbolic")(*inputs).graph
     targets = [node.target for node in graph.nodes]
     assert torch.ops.fastattn.attention_fwd.default in targets
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_inductor_calls_the_op(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In continuous integration, Inductor refuses to call ops that have a decomposition unless they
+    are registered with it.
+    """
+    op = torch.ops.fastattn.attention_fwd
+    overload = op.default if backend is None else op.backend
+    monkeypatch.setenv("CI", "true")
+    monkeypatch.delitem(lowering.lowerings, overload, raising=False)
+    q = torch.randn(2, 2, 5, 8)
+
+    def call() -> Any:
+        return fastattn.attention(q, q, q, causal=True, backend=backend)
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, [code] = run_and_get_code(torch.compile(call, fullgraph=True))
+    assert f"fastattn.attention_fwd.{overload._overloadname}" in code
+    torch.testing.assert_close(found, call())
 
 
 def test_exported_program_without_ops_of_fastattn() -> None:

@@ -174,8 +174,9 @@ def run_stage(stage: Stage, settings: Settings, seconds: float) -> dict[str, Any
         _end(process)
         row["seconds"] = round(time.monotonic() - started, 1)
         count = count_rows(settings.out, stage.name)
-        ended = row["exit_code"] in (0, 1)  # 1 also if nothing was reached
-        if ended and stage.reaches_all and count["skipped"] and not count["FAIL"]:
+        code = row["exit_code"]
+        reached_nothing = code == 1 and not (count["ok"] or count["FAIL"])
+        if stage.reaches_all and count["skipped"] and (row["status"] == "ok" or reached_nothing):
             row["status"] = "unfinished"
         row["message"] = row["message"] or ", ".join(f"{n} {s}" for s, n in count.items())
         lines.append(settings.out / BRING_UP, [row])

@@ -112,22 +112,24 @@ def test_the_total_time_leaves_out_stages_but_the_report(
 
 
 def test_a_stage_that_left_cases_out_is_unfinished(tmp_path: Path) -> None:
-    """Until a run reaches them; whatever its exit code. Benchmarks never reach all of them."""
+    """Until a run reaches them. A run that reaches none exits with 1, as one that raises an error
+    does. Benchmarks never reach all of them.
+    """
     here, file = Settings("cpu", tmp_path, False), tmp_path / FILES["instances"]
     stage = replace(_stage("instances", "passes"), reaches_all=True)
     row = {"instance": "a", "backend": "cpu", "status": "skipped", "message": ""}
     lines.append(file, [row])
-    nothing_reached = replace(_stage("instances", "fails"), reaches_all=True)
-    assert bring_up.run_stage(nothing_reached, here, 9.0)["status"] == "unfinished"
+    fails = replace(_stage("instances", "fails"), reaches_all=True)
+    assert bring_up.run_stage(fails, here, 9.0)["status"] == "unfinished"
     lines.append(file, [row | {"instance": "b", "status": "ok"}])
+    assert bring_up.run_stage(fails, here, 9.0)["status"] == "FAIL"
     found = bring_up.run_stage(stage, here, 9.0)
     assert (found["status"], found["message"]) == ("unfinished", "1 skipped, 1 ok")
     lines.append(file, [row | {"status": "ok"}])
     found = bring_up.run_stage(stage, here, 9.0)
     assert (found["status"], found["message"]) == ("ok", "2 ok")
     lines.append(file, [row | {"status": "FAIL"}, row | {"instance": "c"}])
-    failed = replace(_stage("instances", "fails"), reaches_all=True)
-    assert bring_up.run_stage(failed, here, 9.0)["status"] == "FAIL"
+    assert bring_up.run_stage(fails, here, 9.0)["status"] == "FAIL"
     skipped = {"op": "ffn", "impl": "eager", "status": "skipped"}
     lines.append(tmp_path / FILES["benchmarks"], [skipped])
     assert bring_up.run_stage(_stage("benchmarks", "passes"), here, 9.0)["status"] == "ok"

@@ -92,7 +92,8 @@ class DecoderCache:
         self.length += positions
 
     def seek(self, position: Tensor) -> None:
-        """Continues at `position`, an int64 tensor of one element on the device; `length` stays.
+        """Continues at `position`, an int64 tensor of one element on the device; `length` and
+        `ancestry` stay.
 
         For exported steps, whose cache and position are inputs.
         """

@@ -196,9 +196,7 @@ def _of_heads(
         t = t.reshape(t.shape[0], t.shape[1] // G, G, *t.shape[2:])
         return t.narrow(1, heads.start, k_heads)
 
-    def of_keys(
-        t: Tensor,
-    ) -> Tensor:  # a mask of the block's rows -> [b or 1, ..., rows or 1, keys]
+    def of_keys(t: Tensor) -> Tensor:  # the block's rows of a mask -> [b or 1, ..., keys]
         if t.shape[3] > 1:
             t = t.narrow(3, block.first_key, keys)
         return broadcast(t)

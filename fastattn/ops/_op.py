@@ -183,7 +183,7 @@ class Op:
         """
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None and overload not in inductor.lowerings:
-            inductor.make_fallback(overload, warn=False)
+            inductor.make_fallback(overload, override_decomp=True)
         return self.as_declared(self.allocate(args))
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:

@@ -94,6 +94,23 @@ def test_inductor_calls_the_op(backend: str | None, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(found, call())
 
 
+@pytest.mark.slow
+def test_inductor_can_be_given_the_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.fastattn.rms_norm_fwd.default
+    monkeypatch.setitem(lowering.decompositions, op, TABLE[op])
+    monkeypatch.delitem(lowering.lowerings, op, raising=False)
+    x = torch.randn(3, 8)
+
+    def call() -> Any:
+        return fastattn.rms_norm(x)
+
+    # Inductor copies the table once, unless fallback_random is set.
+    with torch._inductor.config.patch(force_disable_caches=True, fallback_random=True):
+        found, [code] = run_and_get_code(torch.compile(call, fullgraph=True))
+    assert "fastattn." not in code
+    torch.testing.assert_close(found, call())
+
+
 def test_exported_program_without_ops_of_fastattn() -> None:
     class Block(torch.nn.Module):
         def forward(self, q: torch.Tensor, lengths: torch.Tensor) -> Any:

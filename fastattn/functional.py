@@ -16,10 +16,12 @@ package's argument, the TypeError gives the name to use here.
 # A function checks its arguments (`_arguments.py`), fills in defaults and calls the op. The code
 # behind the op does not check arguments again.
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from typing_extensions import Never, Unpack
 
 from fastattn import _jagged as jagged
@@ -51,7 +53,7 @@ from fastattn._arguments import (
 from fastattn._arguments import Lengths as Lengths
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn.ops._dropout import draw_seed
-from fastattn.ops._select import Explanation, explaining
+from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
@@ -71,6 +73,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_weights",
+    "decompositions",
     "explain",
     "ffn",
     "layer_norm",
@@ -605,6 +608,24 @@ def new_dropout_seed(device: torch.device | str) -> Tensor:
     `torch.manual_seed` and CUDA graphs apply to it.
     """
     return draw_seed(device)
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """A table for `torch.export.ExportedProgram.run_decompositions`: each forward op of fastattn in
+    PyTorch's operators, for ONNX and for processes that do not have fastattn.
+
+    They have the semantics of the ops, such as output 0 for a query that may attend no key, but not
+    their speed. Dropout raises NotImplementedError: call `model.eval()` before exporting.
+
+    Example:
+        >>> import torch, fastattn
+        >>> program = torch.export.export(fastattn.nn.LayerNorm(8), (torch.randn(2, 8),))
+        >>> program = program.run_decompositions(fastattn.decompositions())
+        >>> any("fastattn" in str(node.target) for node in program.graph.nodes)
+        False
+    """
+    forwards = (op for op in OPS.values() if not op.is_backward)
+    return {overload: f for op in forwards for overload, f in op.decompositions().items()}
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:

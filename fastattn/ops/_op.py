@@ -14,14 +14,12 @@ kernel. `_autograd.py` joins a forward and a backward op into a derivative.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._decomp import register_decomposition
 
 from fastattn.ops import _env, _select, _vmap
 from fastattn.ops._select import CPU_BACKEND, OPS, Backend
@@ -117,9 +115,8 @@ class Op:
 
         if not isinstance(arguments, str):
             arguments = schema_of(arguments, results.count(",") + 1)
-        tags = (torch.Tag.needs_exact_strides,)  # of Inductor's calls, as in eager code
-        LIBRARY.define(f"{name}({arguments}) -> ({results})", tags=tags)
-        LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})", tags=tags)
+        LIBRARY.define(f"{name}({arguments}) -> ({results})")
+        LIBRARY.define(f"{name}.backend({arguments}, str backend) -> ({results})")
         written = ", ".join(
             f"Tensor({chr(ord('a') + i)}!) {result.split()[1]}"
             for i, result in enumerate(results.split(", "))
@@ -144,10 +141,10 @@ class Op:
             key,
         )
         LIBRARY.impl(f"{name}.out", self._run_into, key)
-        for overload, op, count in (("", self.default, None), (".backend", self.named, -1)):
+        for overload, count in (("", None), (".backend", -1)):
             torch.library.register_fake(
                 f"fastattn::{name}{overload}",
-                lambda *args, op=op, count=count: self._run_fake(op, args[:count]),
+                lambda *args, count=count: self.as_declared(self.allocate(args[:count])),
                 lib=LIBRARY,
             )
         for overload, call in (("", self.default), (".backend", self.named)):
@@ -158,33 +155,7 @@ class Op:
             lambda *args, **results: self.as_declared(tuple(results.values())),
             lib=LIBRARY,
         )
-        if not is_backward:
-            self._register_decomposition()
         OPS[name] = self
-
-    def _register_decomposition(self) -> None:
-        """Registers `decompose`, which torch.onnx.export finds in torch's table.
-
-        Fake tensors of symbolic shapes prefer that table to the fake kernel, which has the strides
-        of the results, unless the op also is in the table of meta functions.
-        """
-        for overload, count in ((self.default, None), (self.named, -1)):
-            register_decomposition(overload)(
-                lambda *args, count=count: self.as_declared(self.decompose(args[:count]))
-            )
-            register_decomposition(overload, type="meta")(
-                lambda *args, count=count: self.as_declared(self.allocate(args[:count]))
-            )
-
-    def _run_fake(self, overload: Any, args: Sequence[Any]) -> Any:
-        """The fake kernel. It also registers the op with Inductor, if that is loaded, as one to
-        call: where the environment variable CI is set, Inductor raises for other ops that have a
-        decomposition.
-        """
-        inductor = sys.modules.get("torch._inductor.lowering")
-        if inductor is not None and overload not in inductor.lowerings:
-            inductor.make_fallback(overload, override_decomp=True)
-        return self.as_declared(self.allocate(args))
 
     def __call__(self, *args: Any, backend: str | None = None) -> Any:
         """Calls the op, as the public functions do; returns what the schema declares."""
@@ -203,8 +174,14 @@ class Op:
         """The results as PyTorch returns them: a single one not in a tuple."""
         return results[0] if len(self.results) == 1 else results
 
-    def decompose(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The results in PyTorch's operators, for programs that run without fastattn's."""
+    def decompositions(self) -> dict[Any, Callable[..., Any]]:
+        """{overload: the op in PyTorch's operators}, for programs that run without fastattn."""
+        return {
+            self.default: lambda *args: self.as_declared(self._decompose(args)),
+            self.named: lambda *args: self.as_declared(self._decompose(args[:-1])),
+        }
+
+    def _decompose(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         for name, value in zip(self.arguments, args, strict=True):
             if name.endswith("dropout_p") and value > 0:
                 raise NotImplementedError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformer_twins import CLASSES, B, E, H, S, T, build
 
+import fastattn
 import fastattn.nn as fnn
 from fastattn.nn.decoding import DecoderCache, LayerCache
 from fastattn.testing import all_specs
@@ -51,7 +52,10 @@ class Together(nn.Module):
 
 def export(module: nn.Module, *args: Any, **options: Any) -> Any:
     """The ONNX program; a call of it runs onnxruntime."""
-    return torch.onnx.export(module, args, dynamo=True, verbose=False, **options)
+    shapes = options.pop("dynamic_shapes", None)
+    program = torch.export.export(module, args, dynamic_shapes=shapes)
+    program = program.run_decompositions(fastattn.decompositions())
+    return torch.onnx.export(program, dynamo=True, verbose=False, **options)
 
 
 def operators(program: Any) -> set[str]:

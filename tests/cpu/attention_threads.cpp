@@ -92,7 +92,7 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
     a.mask = mask_view(bias);
   }
   a.window_left = c.queries + c.keys;
-  a.bottom_right = true;
+  a.causal = kBottomRight;
   a.scale = 0.3f;
   a.dropout = {c.dropout ? 40 : 0, c.dropout ? 256.0f / 216.0f : 1.0f, 17u, 23u};
 

@@ -1,10 +1,8 @@
 """Result rows: one JSON object per line, all with the same fields, null where not applicable."""
 
-import contextlib
 import datetime
 import functools
 import hashlib
-import json
 import math
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -192,10 +190,8 @@ def _rounded(value: Any) -> Any:
 
 def read_all(path: Path) -> Iterator[Row]:
     """Every row of a file, without incomplete lines, as a run that is killed may leave."""
-    with path.open() as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+    path.stat()  # raises if there is no file
+    yield from lines.read(path)
 
 
 def read(paths: Iterable[Path]) -> Iterator[Row]:

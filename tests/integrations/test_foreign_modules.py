@@ -59,8 +59,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """LayerNorm for channels of '2D' spatial NCHW tensors"""
-
     def __init__(self, size: int) -> None:
         super().__init__(size, eps=1e-6)
         self._fast_norm = False

@@ -1,7 +1,7 @@
 // Shared memory and barriers of the backward's main kernel.
 //
 // mbarriers. Count: arrivals that complete a phase, one thread each, besides the bytes of copies.
-// Parity: that of a waiter's first wait; 0 waits for the first completion, 1 passes at once. g: a
+// Parity: that of a waiter's first wait; 0 waits for the first completion, 1 does not wait. g: a
 // consumer warpgroup. A wait for `passed` never blocks.
 //
 //   name              who arrives                                  count parity  who waits

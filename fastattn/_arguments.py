@@ -35,6 +35,8 @@ _SAME_AS = {
     "p": "dropout_p",
     "softmax_scale": "scale",
     "window_size": "window",
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
 }
 _INSTEAD = {
     "enable_gqa": "heads of k and v are shared without an argument",
@@ -369,6 +371,16 @@ def check_scale(scale: float | None, D: int) -> float:
     if not -math.inf < scale < math.inf:  # math.isfinite does not trace
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
+
+
+def check_softcap(softcap: float | None) -> float:
+    """The op's argument: 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    softcap = _number("softcap", softcap)
+    if not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap must be a finite number > 0, or None, got {softcap}")
+    return softcap
 
 
 def causal_code(

@@ -52,6 +52,7 @@ from fastattn._arguments import (
 )
 from fastattn._arguments import Lengths as Lengths
 from fastattn._arguments import lengths_tensor as lengths_tensor
+from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
@@ -90,6 +91,12 @@ class _Options(TypedDict, total=False):
     causal: Causal
     window: tuple[int, int] | None
     scale: float | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    relative_bias: Tensor | None
+    relative_buckets: RelativeBuckets | None
+    relative_max_distance: int
     dropout_p: float
     dropout_seed: Tensor | None
     dropout_stream: int
@@ -138,6 +145,12 @@ def attention(
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     dropout_stream: int = 0,
@@ -148,8 +161,13 @@ def attention(
     """softmax(scale q kᵀ + mask) v over the allowed pairs (Vaswani et al. 2017, equation 1).
 
     A query attends to a key if every restriction (mask, lengths, causal, window) allows the pair. A
-    query without an allowed key has output 0, gradient 0 and lse -inf. Such queries, and keys that
-    no query attends to, may hold any values, NaN included: their gradients are exactly 0.
+    query without an allowed key has output 0, gradient 0 and lse -inf (with sinks: the head's sink,
+    except for queries beyond query_lengths). Such queries, and keys that no query attends to, may
+    hold any values, NaN included: their gradients are exactly 0.
+
+    The score of an allowed pair is softcap(scale q kᵀ) + mask + ALiBi's bias + relative bias. All
+    of these, and sinks, combine with each other, with every restriction and with dropout, and all
+    but softcap get gradients.
 
     Args:
         q: [B, H, M, D]; fp32, fp16, bf16 or fp64. Any strides; copied if the last dimension is not
@@ -172,6 +190,19 @@ def attention(
         window: (left, right), the number of allowed keys on each side of the causal diagonal (of
             the top-left one if causal is False); -1 is unlimited.
         scale: any finite number; default D ** -0.5.
+        alibi_slopes: [H] or [B, H], floating. Adds -slope * |d| to the score of a pair, where d is
+            the distance of the key from the key on the query's causal diagonal (from key i if
+            causal is False), so that no bias is added on the diagonal (ALiBi, Press et al. 2022).
+        softcap: a number > 0; scores become softcap * tanh(score / softcap), after `scale` and
+            before masks and biases are added, as in Gemma 2.
+        sinks: [H], floating. A logit for each head that takes part in the softmax of every query
+            and has no value, as in gpt-oss: the weights of the keys sum to less than 1.
+        relative_bias: [H, buckets], floating: adds relative_bias[h, bucket(d)] to the score, where
+            d is the distance as for alibi_slopes. Memory is linear in M + N.
+        relative_buckets: which distances share a bucket: "t5" and "t5_causal" as in T5 (Raffel et
+            al. 2020) with bidirectional=True and False, and "clipped": bucket c + d for
+            -c <= d <= c, where buckets = 2 c + 1 (Shaw et al. 2018).
+        relative_max_distance: the distance from which on T5's last bucket is used.
         dropout_p: the probability of dropping a weight, in steps of 1/256.
         dropout_seed: int64 [1] on q's device; None draws one from PyTorch's random generator. Calls
             with the same seed and stream drop the same weights.
@@ -205,9 +236,11 @@ def attention(
                 got = type(given).__name__
                 raise ValueError(f"{name} must be None for nested q, k and v, got {got}")
         return _attention_nested(
-            q, k, v, causal=causal, window=window, scale=scale, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, dropout_stream=dropout_stream, return_lse=return_lse,
-            backend=backend,
+            q, k, v, causal=causal, window=window, scale=scale, alibi_slopes=alibi_slopes,
+            softcap=softcap, sinks=sinks, relative_bias=relative_bias,
+            relative_buckets=relative_buckets, relative_max_distance=relative_max_distance,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_stream=dropout_stream,
+            return_lse=return_lse, backend=backend,
         )  # fmt: skip
     q, k, v = autocast(q, k, v)
     B, H, M, D, N = check_attention_inputs(q, k, v)
@@ -219,10 +252,16 @@ def attention(
     left, right = check_window(window)
     code = causal_code(causal, M, N, key_lengths, query_lengths)
     scale = check_scale(scale, D)
+    distance_bias, cap = None, 0.0
+    if not (alibi_slopes is softcap is sinks is relative_bias is relative_buckets is None):
+        distance_bias, sinks, cap = score_arguments(
+            alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+            causal=code, B=B, M=M, N=N, q=q,
+        )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention(
-        q, k, v, mask, mask_tiles, key_lengths, query_lengths, code, left, right, scale,
-        float(dropout_p), seed, dropout_stream, backend=backend,
+        q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
+        left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -297,6 +336,12 @@ def attention_varlen(
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     dropout_stream: int = 0,
@@ -314,6 +359,8 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: upper bounds of the sequences' lengths.
         causal, window: as in `attention`, with each sequence's own lengths; True means "top_left",
             "bottom_right_lengths" the same as "bottom_right".
+        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance: as in
+            `attention`; distances are those inside a sequence.
         scale, dropout_p, dropout_seed, dropout_stream, return_lse, backend: as in `attention`. The
             dropout bits are those of a batch of padded sequences.
 
@@ -330,10 +377,16 @@ def attention_varlen(
     max_seqlen_k = check_length("max_seqlen_k", max_seqlen_k)
     left, right = check_window(window)
     code, scale = causal_code(causal, 0, 0), check_scale(scale, q.shape[2])
+    distance_bias, cap = None, 0.0
+    if not (alibi_slopes is softcap is sinks is relative_bias is relative_buckets is None):
+        distance_bias, sinks, cap = score_arguments(
+            alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+            causal=code, B=cu_seqlens_q.shape[0] - 1, M=max_seqlen_q, N=max_seqlen_k, q=q,
+        )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
     out, lse = _attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, code, left, right, scale,
-        float(dropout_p), seed, dropout_stream, backend=backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, distance_bias, sinks, cap,
+        code, left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -348,6 +401,12 @@ def attention_weights(
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_buckets: RelativeBuckets | None = None,
+    relative_max_distance: int = 128,
     rows: Tensor | slice | None = None,
     heads: Tensor | slice | None = None,
     **unknown: Never,
@@ -355,7 +414,8 @@ def attention_weights(
     """The attention weights of `attention`, without dropout, for selected queries and heads.
 
     Args:
-        q, k, mask, key_lengths, query_lengths, causal, window, scale: as in `attention`.
+        q, k, mask, key_lengths, query_lengths, causal, window, scale, alibi_slopes, softcap, sinks,
+            relative_bias, relative_buckets, relative_max_distance: as in `attention`.
         rows, heads: integer index tensors or slices that select queries and query heads; default
             all. Only these are computed.
 
@@ -370,9 +430,13 @@ def attention_weights(
     mask, _, key_lengths, query_lengths = check_restrictions(
         mask, key_lengths, query_lengths, B, H, M, N, q.device
     )
+    code = causal_code(causal, M, N, key_lengths, query_lengths)
+    scores = score_arguments(
+        alibi_slopes, softcap, sinks, relative_bias, relative_buckets, relative_max_distance,
+        causal=code, B=B, M=M, N=N, q=q,
+    )  # fmt: skip
     return _attention_weights(
-        q, k, mask, key_lengths, query_lengths,
-        causal_code(causal, M, N, key_lengths, query_lengths), *check_window(window),
+        q, k, mask, key_lengths, query_lengths, *scores, code, *check_window(window),
         check_scale(scale, D),
         check_index("rows", rows, M, q.device), check_index("heads", heads, H, q.device),
     )  # fmt: skip

@@ -32,6 +32,8 @@ struct Packing {
 };
 struct Options {
   Arguments& from;
+  std::optional<Tensor> distance_bias = as_contiguous(from.optional()), sinks = from.optional();
+  double softcap = from.take<double>();
   int64_t causal = from.take<int64_t>();
   int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
   double scale = from.take<double>(), dropout_p = from.take<double>();
@@ -243,14 +245,20 @@ void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, i
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-// first: the place of q, which k follows. Wrong numbers of dimensions raise later.
-bool is_supported(const StableIValue* first, int64_t dims) {
+// first: the place of q, which k follows. scores: that of distance_bias, before sinks and softcap.
+// Wrong numbers of dimensions raise later.
+bool is_supported(const StableIValue* first, const StableIValue* scores, int64_t dims) {
+  if (scores[0] || scores[1] || scores[2]) {
+    return false;
+  }
   const TensorOnStack q(first[0]), k(first[1]);
   const int64_t rows = dims == 4 ? 2 : 0;
   return has_kernels_for(q.scalar_type()) &&
          (q.dim() != dims || k.dim() != dims ||
           std::max(q.size(rows), k.size(rows)) <= kMaxPositions);
 }
+
+constexpr int kScoresOfForward = 7;
 
 void check_dimensions(const Operands& x, int64_t dims) {
   STD_TORCH_CHECK(x.q.dim() == dims && x.k.dim() == dims && x.v.dim() == dims,
@@ -310,7 +318,7 @@ void compute_fwd(const Operands& x, const Masks& masks, const Options& options, 
 
 template <bool kGiven>
 void attention_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, 4)) {
+  if (!is_supported(stack, stack + kScoresOfForward, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_fwd", stack, count, results);
   }
   Arguments from(stack);
@@ -349,7 +357,7 @@ void skip_longest(Arguments& from) {
 
 template <bool kGiven>
 void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, 3)) {
+  if (!is_supported(stack, stack + kScoresOfForward, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_fwd", stack, count, results);
   }
   Arguments from(stack);
@@ -437,12 +445,12 @@ std::vector<bool> needs_of(Arguments& from, size_t results) {
   return needs;
 }
 
-// Behind dout and dlse.
-constexpr int kFirstOfBackward = 2;
+// Behind dout and dlse, and behind out and lse.
+constexpr int kFirstOfBackward = 2, kScoresOfBackward = kScoresOfForward + 4;
 
 template <bool kGiven>
 void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack + kFirstOfBackward, 4)) {
+  if (!is_supported(stack + kFirstOfBackward, stack + kScoresOfBackward, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_bwd", stack, count, results);
   }
   Arguments from(stack);
@@ -459,7 +467,9 @@ void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
                        : needs_dmask ? new_gradient(*masks.mask, true)
                                      : new_vector(0, x.q.scalar_type());
   compute_bwd(d, x, masks, outputs, options, needs, g, dmask);
-  return_results(stack, g.dq, g.dk, g.dv, dmask);
+  const auto none = [&] { return kGiven ? from.tensor() : new_vector(0, x.q.scalar_type()); };
+  const Tensor ddistance_bias = none(), dsinks = none();
+  return_results(stack, g.dq, g.dk, g.dv, dmask, ddistance_bias, dsinks);
 }
 
 void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packing& packing,
@@ -490,7 +500,7 @@ void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packi
 
 template <bool kGiven>
 void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack + kFirstOfBackward, 3)) {
+  if (!is_supported(stack + kFirstOfBackward, stack + kScoresOfBackward, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_bwd", stack, count, results);
   }
   Arguments from(stack);
@@ -504,7 +514,9 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
   check_dimensions(x, 3);
   const Gradients g = gradients_of<kGiven>(from, x, needs);
   compute_varlen_bwd(d, x, packing, outputs, options, needs, g);
-  return_results(stack, g.dq, g.dk, g.dv);
+  const auto none = [&] { return kGiven ? from.tensor() : new_vector(0, x.q.scalar_type()); };
+  const Tensor ddistance_bias = none(), dsinks = none();
+  return_results(stack, g.dq, g.dk, g.dv, ddistance_bias, dsinks);
 }
 
 }  // namespace

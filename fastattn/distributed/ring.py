@@ -172,7 +172,7 @@ class _Ring(torch.autograd.Function):
                 rows, keys, kind = share
                 part, part_lse = torch.ops.fastattn.attention_fwd(
                     _half(q, rows), _half(held[0], keys), _half(held[1], keys),
-                    None, None, None, None, kind, -1, -1, scale, 0.0, None, 0,
+                    None, None, None, None, None, None, 0.0, kind, -1, -1, scale, 0.0, None, 0,
                 )  # fmt: skip
                 _merge(_half(out, rows), _half(lse, rows), part, part_lse)
             for transfer in transfers:
@@ -203,7 +203,8 @@ class _Ring(torch.autograd.Function):
                     None if dlse is None else _half(dlse, rows).contiguous(),
                     _half(q, rows), _half(held[0], keys), _half(held[1], keys),
                     None, None, None, None, _half(out, rows), _half(lse, rows).contiguous(),
-                    kind, -1, -1, ctx.scale, 0.0, None, 0, [True, True, True, False],
+                    None, None, 0.0, kind, -1, -1, ctx.scale, 0.0, None, 0,
+                    [True, True, True, False, False, False],
                 )  # fmt: skip
                 _half(dq, rows).add_(parts[0])
                 for total, part in zip(held_grads, parts[1:3], strict=True):

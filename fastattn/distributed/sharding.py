@@ -107,6 +107,12 @@ def _attention(given: Mapping[str, Any]) -> Sequence[_Placements]:
         way["dmask"] = Partial()
         if mask is not None and mask.shape[dim] > 1:
             way |= {"mask": shard, "mask_tiles": shard, "dmask": shard}
+        bias = given["distance_bias"]
+        way["ddistance_bias"] = way["dsinks"] = Partial()
+        if bias is not None and bias.shape[dim] > 1:
+            way |= {"distance_bias": shard, "ddistance_bias": shard}
+        if dim == 1:
+            way |= {"sinks": Shard(0), "dsinks": Shard(0)}
         ways.append(way)
     return ways
 

@@ -247,7 +247,7 @@ def test_packed_sequences_have_one_bottom_right_alignment(backend: str) -> None:
     args = (q, k, v, *offsets, 4, 5)
     outs = [
         torch.ops.fastattn.attention_varlen_fwd.backend(
-            *args, causal, -1, -1, 1.0, 0.0, None, 0, backend
+            *args, None, None, 0.0, causal, -1, -1, 1.0, 0.0, None, 0, backend
         )[0]
         for causal in (2, 3)
     ]

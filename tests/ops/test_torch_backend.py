@@ -52,7 +52,9 @@ def _problem(**options: object) -> ForwardCall:
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 4, 40, 16, generator=generator) for _ in range(3))
     lengths = torch.tensor([40, 0])
-    call = ForwardCall(q, k, v, None, None, lengths, None, 1, -1, -1, 0.25, 0.0, None, 0)
+    call = ForwardCall(
+        q, k, v, None, None, lengths, None, None, None, 0.0, 1, -1, -1, 0.25, 0.0, None, 0
+    )
     return call._replace(**options)  # type: ignore[arg-type]
 
 
@@ -62,7 +64,7 @@ def _backward(call: ForwardCall, out: Tensor, lse: Tensor, backend: str) -> list
     q, k, v, mask, tiles, key_lengths, query_lengths, *options = call
     args = BackwardCall(
         dout.to(out.dtype), dlse, q, k, v, mask, tiles, key_lengths, query_lengths, out, lse,
-        *options, [True, True, True, False],
+        *options, [True, True, True, False, False, False],
     )  # fmt: skip
     return OPS["attention_bwd"](*args, backend=backend)[:3]
 
@@ -121,7 +123,9 @@ def test_packed_cuda_calls_fit_their_schemas() -> None:
         for rows, heads in ((33, 4), (50, 2))
     )
     offsets = torch.empty(4, dtype=torch.int32, device="meta")
-    call = PackedForwardCall(q, k, k, offsets, offsets, 20, 30, 2, -1, -1, 0.5, 0.0, None, 0)
+    call = PackedForwardCall(
+        q, k, k, offsets, offsets, 20, 30, None, None, 0.0, 2, -1, -1, 0.5, 0.0, None, 0
+    )
     problem = Problem(q, k, k, None, True, None, 0.5, 1)
     out, lse = torch_kernels.packed_fwd(problem, call)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 33), torch.float32)
@@ -134,7 +138,9 @@ def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
     """Compared with the dead positions of attention_varlen's samples."""
     q, k = torch.empty(12, 1, 8), torch.empty(11, 1, 8)
     offsets = torch.tensor([[0, 2, 2, 7, 10], [0, 4, 6, 6, 8]], dtype=torch.int32)
-    call = PackedForwardCall(q, k, k, *offsets, 5, 4, causal, -1, -1, 0.5, 0.0, None, 0)
+    call = PackedForwardCall(
+        q, k, k, *offsets, 5, 4, None, None, 0.0, causal, -1, -1, 0.5, 0.0, None, 0
+    )
     rows, keys = (x.flatten().int().tolist() for x in torch_kernels.packed_live(call))
     assert rows == [1, 1] + [0] * 5 + [0 if causal else 1, 1, 1] + [0, 0]
     assert keys == [1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]

@@ -3,7 +3,7 @@ its schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,12 @@ class ForwardCall(NamedTuple):
     mask_tiles: Tensor | None
     key_lengths: Tensor | None
     query_lengths: Tensor | None
+    # [B or 1, H, M + N - 1]: the pair (i, j) adds entry j - i - (the diagonal's offset) + M - 1, or
+    # N - 1 in place of M - 1 if the diagonal is a bottom-right one. M and N of packed sequences are
+    # max_seqlen_q and max_seqlen_k.
+    distance_bias: Tensor | None
+    sinks: Tensor | None  # [H], in lse's dtype
+    softcap: float  # 0.0: none
     causal: int
     window_left: SymInt
     window_right: SymInt
@@ -40,6 +46,9 @@ class BackwardCall(NamedTuple):
     query_lengths: Tensor | None
     out: Tensor
     lse: Tensor
+    distance_bias: Tensor | None
+    sinks: Tensor | None
+    softcap: float
     causal: int
     window_left: SymInt
     window_right: SymInt
@@ -58,6 +67,9 @@ class PackedForwardCall(NamedTuple):
     cu_seqlens_k: Tensor
     max_seqlen_q: SymInt
     max_seqlen_k: SymInt
+    distance_bias: Tensor | None
+    sinks: Tensor | None
+    softcap: float
     causal: int
     window_left: SymInt
     window_right: SymInt
@@ -79,6 +91,9 @@ class PackedBackwardCall(NamedTuple):
     lse: Tensor
     max_seqlen_q: SymInt
     max_seqlen_k: SymInt
+    distance_bias: Tensor | None
+    sinks: Tensor | None
+    softcap: float
     causal: int
     window_left: SymInt
     window_right: SymInt
@@ -89,6 +104,13 @@ class PackedBackwardCall(NamedTuple):
     needs: Sequence[bool]
 
 
+def score_changes(call: Any) -> str | None:
+    """The names of a call's changes of scores, for backends that have none of them."""
+    named = ("distance_bias", call.distance_bias), ("sinks", call.sinks), ("softcap", call.softcap)
+    given = [name for name, x in named if isinstance(x, Tensor) or x]
+    return f"has no {', '.join(given)}" if given else None
+
+
 class Gradients(NamedTuple):
     """The results of the backward; those not needed have no elements."""
 
@@ -96,3 +118,5 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     dmask: Tensor
+    ddistance_bias: Tensor
+    dsinks: Tensor

@@ -13,6 +13,7 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
+    score_changes,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,16 +33,16 @@ def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or score_changes(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or score_changes(call)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or score_changes(call)
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or score_changes(call)

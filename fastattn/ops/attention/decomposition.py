@@ -21,6 +21,9 @@ def attention_fwd(
     mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -30,6 +33,11 @@ def attention_fwd(
     dropout_stream: int,
 ) -> tuple[Tensor, Tensor]:
     """Without dropout. `lse` is computed separately: programs that do not read it omit that."""
+    if distance_bias is not None or sinks is not None or softcap > 0.0:
+        return reference.attention_fwd(
+            q, k, v, mask, None, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
+            window_left, window_right, scale, 0.0, None, 0,
+        )  # fmt: skip
     H, K, result = q.shape[1], k.shape[1], q.dtype
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     # With more keys than queries, those that causal leaves to no query may hold NaN.
@@ -68,7 +76,7 @@ def attention_fwd(
             q, k, v, is_causal=is_causal, scale=scale, enable_gqa=H != K
         )
     _, lse = reference.attention_fwd(
-        q, k, v, mask, None, None, None, causal, -1, -1, scale, 0.0, None, 0
+        q, k, v, mask, None, None, None, None, None, 0.0, causal, -1, -1, scale, 0.0, None, 0
     )
     return out.to(result), lse
 

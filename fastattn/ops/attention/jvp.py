@@ -1,9 +1,10 @@
 """The tangents of attention's results, for forward-mode differentiation on every device.
 
-With the weights p, the tangents of the scores s' = scale (q' k^T + q k'^T) + mask', and z = 0 for
-dropped weights, else the scale of kept ones:
+With the weights p, p_sink of the sink, the derivative c of the soft cap (1 without one), the
+tangents of the scores s' = c scale (q' k^T + q k'^T) + mask' + bias', and z = 0 for dropped
+weights, else the scale of kept ones:
 
-    lse' = sum_j p s'        out' = (z p) v' + (z p (s' - lse')) v
+    lse' = sum_j p s' + p_sink sink'        out' = (z p) v' + (z p (s' - lse')) v
 
 This is computed for blocks of queries, so memory is linear in the number of queries and keys. Data
 of half precision is computed in fp32. The operators are differentiable.
@@ -22,6 +23,7 @@ from fastattn.ops.attention.reference import (
     BOTTOM_RIGHT,
     BOTTOM_RIGHT_LENGTHS,
     allowed_pairs,
+    bias_of_pairs,
     padded,
 )
 
@@ -59,7 +61,8 @@ def _blocks(call: ForwardCall) -> Iterator[_Block]:
 
 def _allowed(call: ForwardCall, block: _Block) -> Tensor | None:
     """[B or 1, H or 1, rows, keys of the block]; None if all pairs are allowed."""
-    q, k, _, mask, _, key_lengths, query_lengths, causal, left, right, *_ = call
+    q, k, _, mask, _, key_lengths, query_lengths, *_ = call
+    causal, left, right = call.causal, call.window_left, call.window_right
     if mask is None and key_lengths is None and query_lengths is None:
         if not causal and left < 0 and right < 0:
             return None
@@ -100,7 +103,8 @@ class _Operands:
     def __init__(self, call: ForwardCall, tangents: ForwardCall, lse: Tensor):
         (B, H, M, _), K = call.q.shape, call.k.shape[1]
         dtype = torch.promote_types(call.q.dtype, torch.float32)
-        dead_rows, live_keys = lse.isneginf()[..., None], _live_keys(call)
+        sinks = lse.new_full((1,), -torch.inf) if call.sinks is None else call.sinks
+        dead_rows, live_keys = (lse <= sinks[:, None])[..., None], _live_keys(call)
         grouped = (B, K, H // K, M)
         self.dead_rows = dead_rows.reshape(*grouped, 1)
 
@@ -124,6 +128,12 @@ class _Operands:
             self.left = torch.cat([left for left, _ in factors], -1)
             self.right = torch.cat([right for _, right in factors], -1)
         self.mask_tangent = tangents.mask
+        self.bias_tangent = tangents.distance_bias
+        self.sinks = self.sinks_tangent = None  # [1, K, G, 1]
+        if call.sinks is not None:
+            self.sinks = call.sinks.to(dtype).view(1, K, H // K, 1)
+        if tangents.sinks is not None:
+            self.sinks_tangent = tangents.sinks.to(dtype).view(1, K, H // K, 1)
 
 
 def attention_jvp(
@@ -133,13 +143,16 @@ def attention_jvp(
     given = ForwardCall._make(tangents[: len(ForwardCall._fields)])
     out, lse = results
     (B, H, M, _), N = call.q.shape, call.k.shape[2]
+    of_dead = torch.zeros_like(lse)
+    if given.sinks is not None:  # the lse of a row without a key is the sink, if not -inf
+        of_dead = torch.where(lse.isneginf(), 0, given.sinks[:, None].to(lse.dtype))
     if 0 in (B, H, M, N):
-        return torch.zeros_like(out), torch.zeros_like(lse)
+        return torch.zeros_like(out), of_dead
     x = _Operands(call, given, lse)
     found = [_of_rows(call, x, block) for block in _blocks(call)]
-    out_tangent, lse_tangent = (
-        torch.where(x.dead_rows, 0, torch.cat(parts, 3)) for parts in zip(*found, strict=True)
-    )
+    out_tangent, lse_tangent = (torch.cat(parts, 3) for parts in zip(*found, strict=True))
+    out_tangent = torch.where(x.dead_rows, 0, out_tangent)
+    lse_tangent = torch.where(x.dead_rows, of_dead.reshape(lse_tangent.shape), lse_tangent)
     return out_tangent.reshape(out.shape).to(out.dtype), lse_tangent.reshape(lse.shape)
 
 
@@ -201,24 +214,45 @@ def _of_heads(
             t = t.narrow(3, block.first_key, keys)
         return broadcast(t)
 
+    def by_distance(t: Tensor) -> Tensor:  # distance_bias or its tangent, as scores
+        positions = torch.arange(block.first, block.end, device=t.device)
+        (M, N), lengths = (call.q.shape[2], call.k.shape[2]), (call.key_lengths, call.query_lengths)
+        pairs = bias_of_pairs(t, M, N, *lengths, call.causal, positions)
+        return broadcast(pairs[..., block.first_key : block.end_key]).to(q.dtype)
+
     q, k = queries_of(x.q), keys_of(x.k).transpose(1, 2)
     mask = _rows(call.mask, block)
-    if allowed is None:
-        s = torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=call.scale)
-    else:
-        bias = torch.zeros((), dtype=q.dtype, device=q.device)
-        if mask is not None and mask.dtype != torch.bool:
-            bias = of_keys(mask).to(q.dtype)
-        bias = torch.where(broadcast(allowed), bias, -torch.inf)
+    s = torch.baddbmm(q.new_zeros(1, 1, 1), q, k, beta=0, alpha=call.scale)
+    slope = None
+    if call.softcap > 0.0:
+        ratio = torch.tanh(s / call.softcap)
+        s, slope = call.softcap * ratio, 1 - ratio * ratio
+    if mask is not None and mask.dtype != torch.bool:
+        s = (s.view(shape) + of_keys(mask).to(q.dtype)).view(s.shape)
+    if call.distance_bias is not None:
+        s = (s.view(shape) + by_distance(call.distance_bias)).view(s.shape)
+    if allowed is not None:
+        blocked = ~broadcast(allowed)
+        s = s.view(shape).masked_fill(blocked, -torch.inf)
         dead_rows = of_block(x.dead_rows).narrow(3, block.first, rows)
-        bias = torch.where(dead_rows, 0, bias)  # their results are replaced by 0 at the end
-        bias = bias.reshape(b * k_heads, G * rows, keys)
-        s = torch.baddbmm(bias, q, k, alpha=call.scale)
-    p = torch.softmax(s, -1)
+        s = torch.where(dead_rows, 0, s)  # their results are replaced at the end
+        s = s.reshape(b * k_heads, G * rows, keys)
+    if x.sinks is None:
+        p = torch.softmax(s, -1)
+    else:
+        sinks = x.sinks[:, heads.start : heads.stop, :, :, None].expand(*shape[:4], 1)
+        p = torch.softmax(torch.cat([s, sinks.reshape(*s.shape[:2], 1)], -1), -1)[..., :-1]
 
     ds = None  # s'
     if x.left is not None and x.right is not None:
         ds = torch.bmm(queries_of(x.left), keys_of(x.right).transpose(1, 2))
+        ds = ds if slope is None else ds * slope
+    if x.bias_tangent is not None:
+        shift = by_distance(x.bias_tangent)
+        if allowed is not None:
+            shift = torch.where(broadcast(allowed), shift, 0)
+        shift = shift.expand(shape)
+        ds = (shift if ds is None else ds.view(shape) + shift).reshape(s.shape)
     if x.mask_tangent is not None:
         assert allowed is not None
         change = _rows(x.mask_tangent, block)
@@ -230,7 +264,12 @@ def _of_heads(
     lse_tangent = torch.zeros_like(s[..., :1])
     if ds is not None:
         lse_tangent = (p * ds).sum(-1, keepdim=True)
-        dp = (ds - lse_tangent) * p
+    if x.sinks_tangent is not None:
+        shift = x.sinks_tangent[:, heads.start : heads.stop, :, :, None].expand(*shape[:4], 1)
+        p_sink = 1 - p.sum(-1, keepdim=True)
+        lse_tangent = lse_tangent + p_sink * shift.reshape(p_sink.shape)
+    if ds is not None or x.sinks_tangent is not None:
+        dp = -lse_tangent * p if ds is None else (ds - lse_tangent) * p
 
     kept = 1.0
     if call.dropout_p > 0.0:
@@ -269,10 +308,13 @@ def attention_varlen_jvp(
 
     causal = BOTTOM_RIGHT_LENGTHS if call.causal == BOTTOM_RIGHT else call.causal
     dense = (
-        *pad(call.q, call.k, call.v), None, None, keys.lengths, queries.lengths, causal,
+        *pad(call.q, call.k, call.v), None, None, keys.lengths, queries.lengths,
+        call.distance_bias, call.sinks, call.softcap, causal,
         *call[PackedForwardCall._fields.index("causal") + 1 :],
     )  # fmt: skip
-    changes = [*pad(*tangents[:3]), *(None for _ in dense[3:])]
+    given = PackedForwardCall._make(tangents[: len(PackedForwardCall._fields)])
+    scores = (given.distance_bias, given.sinks)
+    changes = [*pad(*tangents[:3]), None, None, None, None, *scores, *(None for _ in dense[9:])]
     out, lse = results
     padded_lse = queries.pad(lse.transpose(0, 1)).transpose(1, 2)  # [B, H, S]
     out_tangent, lse_tangent = attention_jvp(

@@ -1,8 +1,11 @@
 """The torch op of attention: schemas, shapes and strides of the results, backends in order of
 preference.
 
-Saved for the backward: q, k, v, the restrictions, `out` and `lse` (fp32, natural log; fp64 for fp64
-data).
+Saved for the backward: q, k, v, the restrictions and changes of scores, `out` and `lse` (fp32,
+natural log; fp64 for fp64 data).
+
+The lse of a row without an allowed key is its head's sink, -inf without sinks; the lse of every
+other row is larger (by rounding up if necessary). So a backward knows these rows by lse alone.
 """
 
 import torch
@@ -61,7 +64,8 @@ def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
 
 
 def _bwd_outputs(call: BackwardCall) -> tuple[Tensor, ...]:
-    inputs = zip(call.needs, (call.q, call.k, call.v, call.mask), strict=True)
+    given = (call.q, call.k, call.v, call.mask, call.distance_bias, call.sinks)
+    inputs = zip(call.needs, given, strict=True)
     return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
@@ -70,6 +74,8 @@ _LENGTHS = ("key_lengths", "query_lengths")
 _BATCHED = (
     "q", "k", "v", *_LENGTHS, "out", "lse", "dout", "dlse", "dq", "dk", "dv",
 )  # fmt: skip
+_GRADIENTS = {"dq": "q", "dk": "k", "dv": "v"}
+_SCORE_GRADIENTS = {"ddistance_bias": "distance_bias", "dsinks": "sinks"}
 
 attention = differentiable(
     Op(
@@ -80,32 +86,32 @@ attention = differentiable(
         _PACKAGE,
         _BACKENDS,
         public_name="attention",
-        contiguous=("q", "k", "v", *_LENGTHS),
+        contiguous=("q", "k", "v", *_LENGTHS, "distance_bias"),
         batched=_BATCHED,
         batch_is_one_dimension=True,
-        broadcast=("mask", "mask_tiles"),
+        broadcast=("mask", "mask_tiles", "distance_bias"),
         dropout=("dropout_p",),
         decomposition="decomposition",
     ),
     Op(
         "attention_bwd",
         BackwardCall,
-        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask",
+        "Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor ddistance_bias, Tensor dsinks",
         _bwd_outputs,
         _PACKAGE,
         _BACKENDS,
         public_name="attention",
         data="q",
-        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS),
+        contiguous=("dout", "q", "k", "v", "out", *_LENGTHS, "distance_bias"),
         batched=_BATCHED,
         batch_is_one_dimension=True,
-        broadcast=("mask", "mask_tiles"),
+        broadcast=("mask", "mask_tiles", "distance_bias"),
         dropout=("dropout_p",),
         is_backward=True,
     ),
     reference.attention_bwd,
     jvp=jvp.attention_jvp,
-    gradients={"dq": "q", "dk": "k", "dv": "v", "dmask": "mask"},
+    gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
 )
 
@@ -116,7 +122,8 @@ def _varlen_fwd_outputs(call: PackedForwardCall) -> tuple[Tensor, ...]:
 
 
 def _varlen_bwd_outputs(call: PackedBackwardCall) -> tuple[Tensor, ...]:
-    inputs = zip(call.needs, (call.q, call.k, call.v), strict=True)
+    given = (call.q, call.k, call.v, call.distance_bias, call.sinks)
+    inputs = zip(call.needs, given, strict=True)
     return tuple(gradient_like(like, needed, call.q) for needed, like in inputs)
 
 
@@ -131,22 +138,22 @@ attention_varlen = differentiable(
         _PACKAGE,
         _BACKENDS,
         public_name="attention_varlen",
-        contiguous=("q", "k", "v", *_OFFSETS),
+        contiguous=("q", "k", "v", *_OFFSETS, "distance_bias"),
     ),
     Op(
         "attention_varlen_bwd",
         PackedBackwardCall,
-        "Tensor dq, Tensor dk, Tensor dv",
+        "Tensor dq, Tensor dk, Tensor dv, Tensor ddistance_bias, Tensor dsinks",
         _varlen_bwd_outputs,
         _PACKAGE,
         _BACKENDS,
         public_name="attention_varlen",
         data="q",
-        contiguous=("dout", "q", "k", "v", "out", *_OFFSETS),
+        contiguous=("dout", "q", "k", "v", "out", *_OFFSETS, "distance_bias"),
         is_backward=True,
     ),
     reference.attention_varlen_bwd,
     jvp=jvp.attention_varlen_jvp,
-    gradients={"dq": "q", "dk": "k", "dv": "v"},
+    gradients=_GRADIENTS | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
 )

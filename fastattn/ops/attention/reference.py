@@ -37,13 +37,7 @@ def allowed_pairs(
     rows = torch.arange(M, device=q.device) if rows is None else rows
     i = rows[:, None]
     j = torch.arange(N, device=q.device)
-    n: int | Tensor = N
-    m: int | Tensor = M
-    if causal == BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
-        n = key_lengths.clamp(0, N).reshape(-1, 1, 1, 1)
-    if causal == BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
-        m = query_lengths.clamp(0, M).reshape(-1, 1, 1, 1)
-    diagonal = i + (n - m if causal >= BOTTOM_RIGHT else 0)  # [R, 1] or [B, 1, R, 1]
+    diagonal = i + _diagonal_offset(M, N, key_lengths, query_lengths, causal)
     allowed = torch.ones(1, 1, rows.shape[0], N, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed & (j <= diagonal)
@@ -62,6 +56,76 @@ def allowed_pairs(
     return allowed
 
 
+def _diagonal_offset(
+    M: int, N: int, key_lengths: Tensor | None, query_lengths: Tensor | None, causal: int
+) -> int | Tensor:
+    """Key i + this number is on the diagonal of query i; [B, 1, 1, 1] if it depends on lengths."""
+    n: int | Tensor = N
+    m: int | Tensor = M
+    if causal == BOTTOM_RIGHT_LENGTHS and key_lengths is not None:
+        n = key_lengths.clamp(0, N).reshape(-1, 1, 1, 1)
+    if causal == BOTTOM_RIGHT_LENGTHS and query_lengths is not None:
+        m = query_lengths.clamp(0, M).reshape(-1, 1, 1, 1)
+    return n - m if causal >= BOTTOM_RIGHT else 0
+
+
+def _entries_of_pairs(
+    M: int,
+    N: int,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    rows: Tensor,
+) -> Tensor:
+    """The entry of distance_bias that each pair adds, [B or 1, 1, R, N]; any one for a pair whose
+    distance no allowed pair has. rows: as in `allowed_pairs`.
+    """
+    offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
+    first = (N if causal >= BOTTOM_RIGHT else M) - 1
+    j = torch.arange(N, device=rows.device)
+    entry = j - rows[:, None] - offset + first
+    entry = entry.clamp(0, max(M + N - 2, 0))
+    return entry if entry.dim() == 4 else entry[None, None]
+
+
+def bias_of_pairs(
+    distance_bias: Tensor,
+    M: int,
+    N: int,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """What distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked pair. rows:
+    as in `allowed_pairs`.
+    """
+    rows = torch.arange(M, device=distance_bias.device) if rows is None else rows
+    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows)
+    if entries.shape[0] == 1:
+        return distance_bias[:, :, entries[0, 0]]
+    B, H = entries.shape[0], distance_bias.shape[1]
+    entries = entries.expand(B, H, -1, -1)
+    values = distance_bias.expand(B, H, distance_bias.shape[2])
+    return values.gather(2, entries.flatten(2)).view(entries.shape)
+
+
+def _sum_by_distance(
+    ds: Tensor,
+    distance_bias: Tensor,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    causal: int,
+) -> Tensor:
+    """The gradient of distance_bias, from the gradient of the scores [B, H, M, N]."""
+    B, H, M, N = ds.shape
+    rows = torch.arange(M, device=ds.device)
+    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows)
+    sums = ds.new_zeros(B, H, distance_bias.shape[2])
+    sums = sums.scatter_add(2, entries.expand(ds.shape).flatten(2), ds.flatten(2))
+    return sums.sum_to_size(distance_bias.shape)
+
+
 @dataclass
 class _Softmax:
     """The inputs in the dtype of the computation, 0 where dead, and the softmax of the scores."""
@@ -72,7 +136,9 @@ class _Softmax:
     live_rows: Tensor  # [B or 1, H or 1, M, 1]
     live_keys: Tensor  # [B or 1, K or 1, N, 1]
     p: Tensor  # [B, K, G, M, N]
+    p_sink: Tensor  # [B, K, G, M]: the weight of the sink, 0 without sinks
     lse: Tensor  # [B, K, G, M]
+    slope: Tensor | None  # [B, K, G, M, N]: the derivative of the soft cap
     drop: Tensor | None  # [B, K, G, M, N]: 0 or the scale of kept weights
 
 
@@ -83,6 +149,9 @@ def _softmax(
     mask: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -109,28 +178,45 @@ def _softmax(
     v = torch.where(live_keys, v, 0).to(dtype)[:, :, None]
 
     s = (q @ k.transpose(-1, -2)) * scale
+    slope = None
+    if softcap > 0.0:
+        ratio = torch.tanh(s / softcap)
+        s, slope = softcap * ratio, 1 - ratio * ratio
     pairs = allowed.expand(B, H, M, N).reshape(B, K, G, M, N)
     if mask is not None and mask.dtype != torch.bool:
         bias = torch.where(allowed, mask.to(dtype), 0)
         s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
+    if distance_bias is not None:
+        bias = bias_of_pairs(distance_bias.to(dtype), M, N, key_lengths, query_lengths, causal)
+        s = s + torch.where(allowed, bias, 0).expand(B, H, M, N).reshape(B, K, G, M, N)
     s = torch.where(pairs, s, -torch.inf)
 
-    # A row with no allowed key: weights 0, lse -inf.
-    highest = s.detach().amax(-1, keepdim=True) if N else s.new_zeros(B, K, G, M, 1)
+    # A row with no allowed key: weights 0, lse -inf or the sink.
+    highest = s.detach().amax(-1, keepdim=True) if N else s.new_full((B, K, G, M, 1), -torch.inf)
+    sink = s.new_full((1, 1, 1, 1, 1), -torch.inf)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(1, K, G, 1, 1)
+        if query_lengths is not None:
+            rows = torch.arange(M, device=q.device) < query_lengths[:, None]
+            sink = torch.where(rows[:, None, None, :, None], sink, -torch.inf)
+    highest = torch.maximum(highest, sink.detach())
     highest = torch.where(highest.isneginf(), 0, highest)
-    weights = torch.exp(s - highest)
-    total = weights.sum(-1, keepdim=True)
-    p = weights / torch.where(total == 0, 1, total)
-    lse = torch.where(
-        total == 0, -torch.inf, torch.log(torch.where(total == 0, 1, total)) + highest
-    )
+    weights, sink_weight = torch.exp(s - highest), torch.exp(sink - highest)
+    total = weights.sum(-1, keepdim=True) + sink_weight
+    divisor = torch.where(total == 0, 1, total)
+    p, p_sink = weights / divisor, (sink_weight / divisor).squeeze(-1)
+    lse = torch.where(total == 0, -torch.inf, torch.log(divisor) + highest)
+    if sinks is not None:  # of a row with a key, rounded up to be above the sink
+        above = torch.nextafter(sink.detach(), sink.new_full((), torch.inf))
+        up = (above - lse).detach()
+        lse = lse + torch.where(pairs.any(-1, keepdim=True) & (up > 0), up, 0)
 
     drop = None
     if dropout_p > 0.0:
         assert dropout_seed is not None
         keep = attention_keep(dropout_seed, dropout_stream, dropout_p, B, H, M, N)
         drop = (keep.to(dtype) * keep_scale(dropout_p)).reshape(B, K, G, M, N)
-    return _Softmax(q, k, v, live_rows, live_keys, p, lse.squeeze(-1), drop)
+    return _Softmax(q, k, v, live_rows, live_keys, p, p_sink, lse.squeeze(-1), slope, drop)
 
 
 def attention_fwd(
@@ -141,6 +227,9 @@ def attention_fwd(
     mask_tiles: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -150,8 +239,8 @@ def attention_fwd(
     dropout_stream: int,
 ) -> tuple[Tensor, Tensor]:
     t = _softmax(
-        q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
-        dropout_p, dropout_seed, dropout_stream,
+        q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
+        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
     )  # fmt: skip
     p = t.p if t.drop is None else t.p * t.drop
     out = p @ t.v  # [B, K, G, M, E]
@@ -171,6 +260,9 @@ def attention_bwd(
     query_lengths: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -182,33 +274,48 @@ def attention_bwd(
 ) -> tuple[Tensor | None, ...]:
     """Recomputes the softmax; `out` and `lse` are for other backends."""
     t = _softmax(
-        q, k, v, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
-        dropout_p, dropout_seed, dropout_stream,
+        q, k, v, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
+        window_left, window_right, scale, dropout_p, dropout_seed, dropout_stream,
     )  # fmt: skip
     B, H, M, _ = q.shape
     grouped = t.q.shape[:4]  # B, K, G, M
     dv = torch.zeros_like(t.v)
-    ds = torch.zeros_like(t.p)  # gradient of the scaled, masked scores
+    ds = torch.zeros_like(t.p)  # gradient of the scores
+    dsink = torch.zeros_like(t.p_sink)
     if dout is not None:
         dout = torch.where(t.live_rows, dout, 0).to(t.p.dtype).reshape(*grouped, v.shape[3])
         p = t.p if t.drop is None else t.p * t.drop
         dv = (p.transpose(-1, -2) @ dout).sum(2)  # [B, K, N, E]
         dp = dout @ t.v.transpose(-1, -2)
         dp = dp if t.drop is None else dp * t.drop
-        ds = t.p * (dp - (t.p * dp).sum(-1, keepdim=True))
+        delta = (t.p * dp).sum(-1, keepdim=True)
+        ds = t.p * (dp - delta)
+        dsink = -t.p_sink * delta.squeeze(-1)
     if dlse is not None:
-        dlse = torch.where(t.live_rows[..., 0], dlse, 0).to(t.p.dtype).reshape(grouped)
+        dlse = (
+            torch.where(t.lse.reshape(B, H, M).isneginf(), 0, dlse).to(t.p.dtype).reshape(grouped)
+        )
         ds = ds + t.p * dlse[..., None]
-    dq = (ds @ t.k * scale).reshape(q.shape)
-    dk = (ds.transpose(-1, -2) @ t.q).sum(2) * scale
-    dmask = None
+        dsink = dsink + t.p_sink * dlse
+    dproduct = (ds if t.slope is None else ds * t.slope) * scale
+    dq = (dproduct @ t.k).reshape(q.shape)
+    dk = (dproduct.transpose(-1, -2) @ t.q).sum(2)
+    ds = ds.reshape(B, H, M, k.shape[2])
+    dmask = ddistance_bias = dsinks = None
     if needs[3] and mask is not None:
-        dmask = ds.reshape(B, H, M, k.shape[2]).sum_to_size(mask.shape).to(mask.dtype)
+        dmask = ds.sum_to_size(mask.shape).to(mask.dtype)
+    if needs[4] and distance_bias is not None:
+        ddistance_bias = _sum_by_distance(ds, distance_bias, key_lengths, query_lengths, causal)
+        ddistance_bias = ddistance_bias.to(distance_bias.dtype)
+    if needs[5] and sinks is not None:
+        dsinks = dsink.sum((0, 3)).reshape(sinks.shape).to(sinks.dtype)
     return (
         dq.to(q.dtype) if needs[0] else None,
         dk.to(k.dtype) if needs[1] else None,
         dv.reshape(v.shape).to(v.dtype) if needs[2] else None,
         dmask,
+        ddistance_bias,
+        dsinks,
     )
 
 
@@ -218,6 +325,9 @@ def attention_weights(
     mask: Tensor | None,
     key_lengths: Tensor | None,
     query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -231,8 +341,8 @@ def attention_weights(
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return attention_weights(
-                q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, scale,
-                rows, heads,
+                q, k, mask, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
+                window_left, window_right, scale, rows, heads,
             )  # fmt: skip
     if mask is not None:
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
@@ -240,13 +350,22 @@ def attention_weights(
     allowed = allowed_pairs(
         q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, rows
     )
-    if mask is not None and mask.dtype != torch.bool:
-        allowed = torch.where(allowed, mask, -torch.inf)
+    bias = None if mask is None or mask.dtype == torch.bool else mask
+    if distance_bias is not None:
+        M, N = q.shape[2], k.shape[2]
+        pairs = bias_of_pairs(
+            distance_bias[:, heads], M, N, key_lengths, query_lengths, causal, rows
+        )
+        bias = pairs if bias is None else pairs + bias
+    if bias is not None:
+        allowed = torch.where(allowed, bias, -torch.inf)
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k[:, heads // group]
+    sinks = None if sinks is None else sinks[heads]
     selected = _softmax(
-        q[:, heads][:, :, rows], k, k, allowed, None, None, 0, -1, -1, scale, 0.0, None, 0
-    )
+        q[:, heads][:, :, rows], k, k, allowed, None, None, None, sinks, softcap,
+        0, -1, -1, scale, 0.0, None, 0,
+    )  # fmt: skip
     return selected.p.flatten(1, 2)
 
 
@@ -277,22 +396,9 @@ def padded(cu_seqlens: Tensor, max_seqlen: int, T: int) -> Padded:
     return Padded(torch.where(real, start[:, None] + offsets, T), real, lengths)
 
 
-def _varlen_mask(
-    queries: Padded, keys: Padded, causal: int, window_left: int, window_right: int
-) -> Tensor:
-    """Allowed pairs [B, 1, M, N]; each sequence has its own diagonal."""
-    i = torch.arange(queries.real.shape[1], device=queries.real.device)[:, None]
-    j = torch.arange(keys.real.shape[1], device=keys.real.device)
-    shift = keys.lengths - queries.lengths if causal >= BOTTOM_RIGHT else 0 * keys.lengths
-    diagonal = i + shift.view(-1, 1, 1)  # [B, M, 1]
-    allowed = queries.real[:, :, None] & keys.real[:, None, :]
-    if causal:
-        allowed = allowed & (j <= diagonal)
-    if window_left >= 0:
-        allowed = allowed & (j >= diagonal - window_left)
-    if window_right >= 0:
-        allowed = allowed & (j <= diagonal + window_right)
-    return allowed[:, None]
+def _own_diagonals(causal: int) -> int:
+    """The same alignment in a padded batch with lengths."""
+    return BOTTOM_RIGHT_LENGTHS if causal == BOTTOM_RIGHT else causal
 
 
 def attention_varlen_fwd(
@@ -303,6 +409,9 @@ def attention_varlen_fwd(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -317,8 +426,9 @@ def attention_varlen_fwd(
     keys = padded(cu_seqlens_k, max_seqlen_k, k.shape[0])
     out, lse = attention_fwd(
         queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
-        _varlen_mask(queries, keys, causal, window_left, window_right),
-        None, None, None, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
+        None, None, keys.lengths, queries.lengths, distance_bias, sinks, softcap,
+        _own_diagonals(causal), window_left, window_right,
+        scale, dropout_p, dropout_seed, dropout_stream,
     )  # fmt: skip
     packed_lse = queries.pack(lse.transpose(1, 2), T, -torch.inf)  # [T, H]
     return queries.pack(out.transpose(1, 2), T, 0.0), packed_lse.transpose(0, 1)
@@ -336,6 +446,9 @@ def attention_varlen_bwd(
     lse: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
     causal: int,
     window_left: int,
     window_right: int,
@@ -347,16 +460,18 @@ def attention_varlen_bwd(
 ) -> tuple[Tensor | None, ...]:
     T, S = q.shape[0], k.shape[0]
     queries, keys = padded(cu_seqlens_q, max_seqlen_q, T), padded(cu_seqlens_k, max_seqlen_k, S)
-    dq, dk, dv, _ = attention_bwd(
+    dq, dk, dv, _, ddistance_bias, dsinks = attention_bwd(
         None if dout is None else queries.pad(dout).transpose(1, 2),
         None if dlse is None else queries.pad(dlse.transpose(0, 1)).transpose(1, 2),
         queries.pad(q).transpose(1, 2), keys.pad(k).transpose(1, 2), keys.pad(v).transpose(1, 2),
-        _varlen_mask(queries, keys, causal, window_left, window_right),
-        None, None, None, out, lse, 0, -1, -1, scale, dropout_p, dropout_seed, dropout_stream,
-        [*needs, False],
+        None, None, keys.lengths, queries.lengths, out, lse, distance_bias, sinks, softcap,
+        _own_diagonals(causal), window_left, window_right,
+        scale, dropout_p, dropout_seed, dropout_stream, [*needs[:3], False, *needs[3:]],
     )  # fmt: skip
     return (
         None if dq is None else queries.pack(dq.transpose(1, 2), T, 0.0),
         None if dk is None else keys.pack(dk.transpose(1, 2), S, 0.0),
         None if dv is None else keys.pack(dv.transpose(1, 2), S, 0.0),
+        ddistance_bias,
+        dsinks,
     )

@@ -20,6 +20,7 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
+    score_changes,
 )
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
@@ -85,26 +86,28 @@ def _mask_unsupported(mask: Tensor | None, key_lengths: Tensor | None) -> str | 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     why = _unsupported(call.q, call.k, call.v, call.q.shape[2], call.k.shape[2])
-    return why or _mask_unsupported(call.mask, call.key_lengths)
+    return why or score_changes(call) or _mask_unsupported(call.mask, call.key_lengths)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     why = _unsupported(call.q, call.k, call.v, call.q.shape[2], call.k.shape[2])
-    return why or _mask_unsupported(call.mask, call.key_lengths)
+    return why or score_changes(call) or _mask_unsupported(call.mask, call.key_lengths)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
+    why = _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
+    return why or score_changes(call)
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
+    why = _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
+    return why or score_changes(call)
 
 
 # -- what the library is called with --------------------------------------------------------------
 # A call's arguments, the same for both directions, in the order of its schema.
 _FIELDS = ForwardCall._fields
-_LENGTHS = _FIELDS[_FIELDS.index("mask_tiles") + 1 : _FIELDS.index("causal")]
+_LENGTHS = _FIELDS[_FIELDS.index("mask_tiles") + 1 : _FIELDS.index("distance_bias")]
 _operands = attrgetter("q", "k", "v")
 _lengths = attrgetter(*_LENGTHS)
 _packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -154,7 +157,15 @@ def _no_row_has_a_key(out: Tensor, lse: Tensor) -> None:
 
 
 # -- backward -------------------------------------------------------------------------------------
-def attention_bwd(call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor) -> None:
+def attention_bwd(
+    call: BackwardCall,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dmask: Tensor,
+    ddistance_bias: Tensor,
+    dsinks: Tensor,
+) -> None:
     q, keys, mask, mask_tiles, lse = call.q, call.k.shape[2], call.mask, call.mask_tiles, call.lse
     if 0 in (q.shape[0], q.shape[1], q.shape[2], keys):
         return _no_pair_at_all(dq, dk, dv, dmask)
@@ -169,7 +180,14 @@ def attention_bwd(call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask:
     )  # fmt: skip
 
 
-def attention_varlen_bwd(call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def attention_varlen_bwd(
+    call: PackedBackwardCall,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ddistance_bias: Tensor,
+    dsinks: Tensor,
+) -> None:
     if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
         return _no_pair_at_all(dq, dk, dv)
     _launch(

@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from fastattn import functional
+from fastattn._scores import buckets_of
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.spec_inputs import (
+    RELATIVE,
     allowed_of,
     dead,
     dead_positions,
+    distances_of,
     dropout_of,
     entries,
     make_inputs,
     restrictions,
     scale_of,
+    scores_of,
 )
 from fastattn.ops.attention.spec_workloads import PADDED_WORKLOADS
 from fastattn.testing.dropout import dropout_mask
@@ -33,8 +37,9 @@ def attention(*, prepared: bool = False, **inputs: Any) -> Any:
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
     return Sample(
-        name, reason, partial(make_inputs, **options), ("q", "k", "v", "mask"), tags=frozenset(tags)
-    )
+        name, reason, partial(make_inputs, **options),
+        ("q", "k", "v", "mask", "alibi_slopes", "sinks", "relative_bias"), tags=frozenset(tags),
+    )  # fmt: skip
 
 
 # Values of restrictions. The combinations contain all pairs of values of any two restrictions.
@@ -295,6 +300,85 @@ SAMPLES = (
     _s("dropout_small", "p below 1/256 drops 1/256", dropout_p=1e-4, M=65, N=127),
     _s("dropout_lengths", "bits depend on positions in the padded tensor", dropout_p=0.5, B=3, M=65,
        key_lengths=[65, 0, 20], query_lengths=[65, 65, 30]),
+    _s("alibi", "a bias that is linear in the distance", "interpreter", causal=True, M=130,
+       alibi="H"),
+    _s("alibi_both_sides", "keys after the query too", "interpreter", M=65, N=90, alibi="H"),
+    _s("alibi_batch", "slopes of each batch entry", causal="bottom_right", M=65, N=130, alibi="BH"),
+    _s("alibi_tall", "the first rows have no key", causal="bottom_right", M=130, N=65, alibi="H"),
+    _s("alibi_gqa_lengths", "grouped queries, padded", H=4, K=2, B=3, M=65, N=127, D=16, E=40,
+       alibi="H", key_lengths=[127, 0, 40], query_lengths=[65, 33, 65]),
+    _s("alibi_own_diagonals", "distances count from each sequence's diagonal", "interpreter", B=3,
+       M=65, N=70, causal="bottom_right_lengths", key_lengths=[70, 9, 33],
+       query_lengths=[20, 65, 33], alibi="BH"),
+    _s("alibi_own_diagonals_rows", "and without a length of the queries", B=2, M=40, N=130, D=16,
+       causal="bottom_right_lengths", window=(60, 5), key_lengths=[130, 57], alibi="H"),
+    _s("alibi_window_dropout", "with a window and dropped weights", M=130, causal="top_left",
+       window=(70, -1), alibi="H", dropout_p=0.3),
+    _s("alibi_bias", "with an additive mask and both gradients", M=66, N=136, D=16,
+       mask="float HMN", alibi="H"),
+    _s("alibi_one_query", "decoding: distances to the last key", H=4, K=2, M=1, N=300, D=16,
+       causal="bottom_right", alibi="H"),
+    _s("alibi_one_query_own", "decoding over padded caches", H=4, K=2, B=3, M=1, N=1100, D=16,
+       causal="bottom_right_lengths", key_lengths=[1100, 0, 129], alibi="BH"),
+    _s("relative_t5", "T5's encoder", "interpreter", M=130, relative=("t5", 32, 128)),
+    _s("relative_t5_causal", "T5's decoder", "interpreter", causal=True, M=130,
+       relative=("t5_causal", 32, 128)),
+    _s("relative_t5_cross", "more keys than queries, beyond the largest distance", M=33, N=300,
+       D=16, causal="bottom_right", relative=("t5", 8, 20)),
+    _s("relative_clipped", "a bucket for each small distance", "interpreter", M=65, N=90,
+       window=(40, 30), relative=("clipped", 17, 1)),
+    _s("relative_gqa_mask", "with a mask of any pattern", H=4, K=2, M=70, N=65, D=16,
+       mask="rows BMN", relative=("clipped", 33, 1)),
+    _s("relative_own_diagonals", "buckets count from each sequence's diagonal", B=3, M=66, N=70,
+       D=16, causal="bottom_right_lengths", key_lengths=[70, 9, 33], query_lengths=[20, 66, 33],
+       relative=("t5_causal", 16, 40)),
+    _s("relative_one_query", "decoding", H=4, K=2, M=1, N=300, D=16, causal="bottom_right",
+       relative=("t5_causal", 32, 128)),
+    _s("softcap", "scores of all sizes", "interpreter", M=65, N=130, D=64, amplitude=4.0,
+       softcap=5.0),
+    _s("softcap_large", "a cap that scores do not reach", causal=True, M=130, softcap=50.0),
+    _s("softcap_reached", "almost every score is at the cap", M=65, N=70, amplitude=40.0,
+       softcap=3.0),
+    _s("softcap_bias_lengths", "before a mask's values are added", "interpreter", M=65, N=70,
+       mask="min HMN", key_lengths=[70, 41], query_lengths=[65, 33], amplitude=3.0, softcap=2.0),
+    _s("softcap_negative", "the order of scores is reversed", M=65, N=127, scale=-0.5, softcap=4.0),
+    _s("softcap_gqa_dropout", "grouped queries with dropped weights and a window", H=4, K=2, M=130,
+       D=16, causal=True, window=(70, 0), amplitude=3.0, softcap=2.0, dropout_p=0.2),
+    _s("softcap_one_query", "decoding", H=4, K=2, M=1, N=1100, D=16, amplitude=3.0, softcap=2.0),
+    _s("sinks", "weights of less than 1 in all", "interpreter", causal=True, M=130, sinks=0.0),
+    _s("sinks_gqa_window", "gpt-oss: grouped queries with a sliding window", "interpreter", H=4,
+       K=2, M=130, D=16, causal=True, window=(20, 0), sinks=1.0),
+    _s("sinks_dead_rows", "rows without a key have the sink as lse, padded ones -inf",
+       "interpreter", M=65, N=70, key_lengths=[70, 0], query_lengths=[65, 30], sinks=0.0),
+    _s("sinks_mask_rows", "dead rows of a mask, which hold NaN", "interpreter", M=70, N=65,
+       mask="rows BMN", sinks=-1.0),
+    _s("sinks_high", "weights below 1e-12", M=65, N=70, mask="rows BMN", sinks=30.0),
+    _s("sinks_low", "weights of sinks below 1e-12", M=65, causal=True, sinks=-30.0),
+    _s("sinks_dropout", "the sink is not dropped", M=65, N=130, dropout_p=0.3, sinks=1.0),
+    _s("sinks_tall", "the first rows have no key", causal="bottom_right", M=130, N=65, sinks=0.0),
+    _s("sinks_one_query_long", "decoding with several splits of the keys", H=4, K=2, M=1, N=2049,
+       D=16, key_lengths=[2049, 1025], sinks=5.0),
+    _s("sinks_one_query_dead", "decoding, with an empty cache", H=4, K=2, M=1, N=300, D=16,
+       key_lengths=[0, 129], sinks=0.0),
+    _s("sinks_no_keys", "lse is the sink", M=5, N=0, sinks=0.0),
+    _s("alibi_softcap", "the cap comes before the bias", M=65, N=70, causal="bottom_right",
+       alibi="H", amplitude=3.0, softcap=2.0),
+    _s("alibi_sinks", "a bias that leaves the sink", M=65, N=70, causal="bottom_right", alibi="H",
+       sinks=-2.0),
+    _s("alibi_relative", "both biases are added", M=70, N=65, alibi="BH",
+       relative=("clipped", 9, 1)),
+    _s("softcap_sinks", "sinks are not capped", M=65, N=70, amplitude=3.0, softcap=2.0, sinks=4.0),
+    _s("softcap_relative", "the table's values are not capped", M=65, N=70, amplitude=3.0,
+       softcap=1.0, relative=("t5", 16, 40)),
+    _s("sinks_relative", "a table and sinks", causal=True, M=65, sinks=1.0,
+       relative=("t5_causal", 16, 40)),
+    _s("all_scores", "all changes of scores with all restrictions", "interpreter", B=3, H=4, K=2,
+       M=70, N=90, D=24, mask="min BMN", causal="bottom_right", window=(40, -1),
+       key_lengths=[90, 50, 0], query_lengths=[70, 33, 20], alibi="BH", softcap=2.0, sinks=0.5,
+       relative=("t5", 16, 40), amplitude=2.0, dropout_p=0.2),
+    _s("all_scores_own_diagonals", "all of them with each sequence's diagonal", B=3, H=4, K=2, M=65,
+       N=90, D=16, causal="bottom_right_lengths", key_lengths=[90, 41, 7],
+       query_lengths=[37, 65, 20], alibi="H", softcap=3.0, sinks=0.0, relative=("clipped", 21, 1)),
     _s("no_batch", "empty batch", B=0, M=5),
     _s("no_queries", "empty rows", M=0, N=5),
     _s("no_keys", "rows without a key", "interpreter", M=5, N=0),
@@ -305,18 +389,29 @@ SAMPLES = (
 def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """The formulas on absolute values. The error of a weight grows with the size of its score."""
     q, k, v, scale = inputs["q"], inputs["k"], inputs["v"], scale_of(inputs)
-    t = reference._softmax(q, k, v, *restrictions(inputs), scale, *dropout_of(inputs))
+    scores = scores_of(inputs)
+    masks, bounds = restrictions(inputs)[:3], restrictions(inputs)[3:]
+    t = reference._softmax(q, k, v, *masks, *scores, *bounds, scale, *dropout_of(inputs))
     scale = abs(scale)
     B, H, M, _ = q.shape
     N = k.shape[2]
     grouped = t.q.shape[:4]
     dout = torch.where(t.live_rows, douts[0], 0).abs().reshape(*grouped, v.shape[3])
     dlse = torch.where(t.live_rows[..., 0], douts[1], 0).abs().reshape(grouped)
+    dlse_of_dead = torch.where(t.lse.isneginf(), 0, douts[1].reshape(grouped)).abs()
     size = (t.q.abs() @ t.k.abs().transpose(-1, -2)) * scale  # of the terms of a score
     mask = inputs.get("mask")
     if mask is not None and mask.is_floating_point():
         bias = torch.where(allowed_of(inputs), mask, 0).abs()
         size = size + bias.reshape(size.shape)
+    capped: Tensor | float = 1.0  # of ds, in the gradients of q and k
+    if t.slope is not None:
+        capped = 2 - t.slope + 2 * t.slope * size / inputs["softcap"]
+        size = size * t.slope + inputs["softcap"] * (1 - t.slope).clamp(min=0).sqrt()
+    if scores[0] is not None:
+        lengths, M, N = masks[1:], q.shape[2], k.shape[2]
+        bias = reference.bias_of_pairs(scores[0].abs(), M, N, *lengths, bounds[0])
+        size = size + torch.where(allowed_of(inputs), bias, 0).reshape(size.shape)
     size = torch.where(t.p > 0, size, 0)
     p = t.p * (1 + size)
     dropped = p if t.drop is None else p * t.drop
@@ -324,16 +419,30 @@ def magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     dp = dp if t.drop is None else dp * t.drop
     ds = p * (dp + (p * dp).sum(-1, keepdim=True) + dlse[..., None])
     largest = size.amax(-1) if N else size.sum(-1)
+    product = ds * capped * scale  # of dq and dk
     mags = {
         "out": (dropped @ t.v.abs()).reshape(B, H, M, v.shape[3]),
         "lse": (largest + t.lse.abs().nan_to_num(posinf=0.0)).reshape(B, H, M),
-        "dq": (ds @ t.k.abs() * scale).reshape(q.shape),
-        "dk": (ds.transpose(-1, -2) @ t.q.abs()).sum(2) * scale,
+        "dq": (product @ t.k.abs()).reshape(q.shape),
+        "dk": (product.transpose(-1, -2) @ t.q.abs()).sum(2),
         "dv": (dropped.transpose(-1, -2) @ dout).sum(2),
     }
     if mask is not None and mask.is_floating_point():
         shape = (1,) * (4 - mask.dim()) + mask.shape
         mags["dmask"] = ds.reshape(B, H, M, N).sum_to_size(shape).reshape(mask.shape)
+    d, ds = distances_of(inputs), ds.reshape(B, H, M, N)
+    if (slopes := inputs.get("alibi_slopes")) is not None:
+        mags["dalibi_slopes"] = (ds * d.abs()).sum((2, 3)).sum_to_size(slopes.shape)
+    if (table := inputs.get("relative_bias")) is not None:
+        index = buckets_of(d, table.shape[1], *(inputs[name] for name in RELATIVE[1:]))
+        sums = torch.zeros_like(table)[None].repeat(B, 1, 1)
+        index = index.expand(ds.shape)
+        mags["drelative_bias"] = sums.scatter_add(2, index.flatten(2), ds.flatten(2)).sum(0)
+    if inputs.get("sinks") is not None:
+        row = (p * dp).sum(-1) + dlse_of_dead
+        mags["dsinks"] = (
+            (t.p_sink * (1 + t.lse.abs().nan_to_num(posinf=0.0)) * row).sum((0, 3)).view(H)
+        )
     return mags
 
 
@@ -347,12 +456,25 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
     k = k.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
     v = v.masked_fill(keys[..., None], 0).repeat_interleave(G, 1)
     s = torch.einsum("bhmd,bhnd->bhmn", q, k) * scale_of(inputs)
+    if (cap := inputs.get("softcap")) is not None:
+        s = torch.tanh(s / cap) * cap
     mask = inputs.get("mask")
     if mask is not None and mask.is_floating_point():
         s = s + torch.where(allowed, mask, 0)
-    s = s.masked_fill(~allowed, -torch.inf)
-    lse = torch.logsumexp(s.masked_fill(rows[..., None], 0), -1) if s.shape[-1] else s.sum(-1)
-    p = torch.softmax(s.masked_fill(rows[..., None], 0), -1).masked_fill(rows[..., None], 0)
+    d = distances_of(inputs)
+    if (slopes := inputs.get("alibi_slopes")) is not None:
+        s = s - slopes.reshape(-1, q.shape[1], 1, 1) * d.abs()
+    if (table := inputs.get("relative_bias")) is not None:
+        index = buckets_of(d, table.shape[1], *(inputs[name] for name in RELATIVE[1:]))
+        s = s + torch.stack([row[index[:, 0]] for row in table], 1)
+    s = s.masked_fill(~allowed, -torch.inf).masked_fill(rows[..., None], 0)
+    if (sinks := inputs.get("sinks")) is not None:  # a key without a value
+        with_sink = torch.cat([s, sinks.to(s.dtype).view(-1, 1, 1).expand_as(s[..., :1])], -1)
+        lse, p = torch.logsumexp(with_sink, -1), torch.softmax(with_sink, -1)[..., :-1]
+    else:
+        lse = torch.logsumexp(s, -1) if s.shape[-1] else s.sum(-1)
+        p = torch.softmax(s, -1)
+    p = p.masked_fill(rows[..., None], 0)
     p_drop = inputs.get("dropout_p", 0.0)
     if p_drop:
         keep = dropout_mask(
@@ -360,7 +482,11 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
         )
         t = min(255, max(1, int(256 * p_drop + 0.5))) if p_drop < 1 else 256
         p = torch.where(keep, p * (256 / (256 - t) if t < 256 else 0), 0)
-    return torch.einsum("bhmn,bhnd->bhmd", p, v), lse.masked_fill(rows, -torch.inf)
+    lse = lse.masked_fill(rows, -torch.inf)
+    if sinks is not None:
+        beyond = dead_positions(inputs)["lse"]
+        lse = torch.where(rows & ~beyond, sinks.to(lse.dtype)[:, None], lse)
+    return torch.einsum("bhmn,bhnd->bhmd", p, v), lse
 
 
 def _widen(inputs: Inputs) -> Inputs:
@@ -414,6 +540,22 @@ ERRORS = (
     _error("window_length", ValueError, r"window must be \(left, right\)", window=(1,)),
     _error("window_negative", ValueError, "window must hold", window=(-2, 0)),
     _error("scale", ValueError, "scale must be finite", scale=float("nan")),
+    _error("alibi_shape", ValueError, r"alibi_slopes must be \[4\] or \[2, 4\], got \[3\]",
+           alibi_slopes=torch.ones(3)),
+    _error("alibi_dtype", TypeError, "alibi_slopes must be fp16", alibi_slopes=torch.ones(4).int()),
+    _error("softcap", ValueError, "softcap must be a finite number > 0", softcap=0.0),
+    _error("softcap_type", TypeError, "softcap must be a number", softcap="50"),
+    _error("sinks", ValueError, r"sinks must be \[4\]", sinks=torch.ones(2, 4)),
+    _error("relative_kind", ValueError, "relative_buckets must be", relative_bias=torch.ones(4, 8)),
+    _error("relative_table", ValueError, "relative_bias must be given", relative_buckets="t5"),
+    _error("relative_shape", ValueError, r"relative_bias must be \[4, buckets\]",
+           relative_bias=torch.ones(8, 4), relative_buckets="t5"),
+    _error("relative_odd", ValueError, "relative_bias must have an even number of buckets",
+           relative_bias=torch.ones(4, 7), relative_buckets="t5"),
+    _error("relative_even", ValueError, "relative_bias must have an odd number of buckets",
+           relative_bias=torch.ones(4, 8), relative_buckets="clipped"),
+    _error("relative_distance", ValueError, "relative_max_distance must be greater than 8",
+           relative_bias=torch.ones(4, 16), relative_buckets="t5_causal", relative_max_distance=8),
     _error("dropout_p", ValueError, "dropout_p must be between", dropout_p=-0.1),
     _error("dropout_seed", ValueError, "dropout_seed must be int64", dropout_p=0.1,
            dropout_seed=torch.zeros(1)),

@@ -5,11 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn._scores import score_arguments
 from fastattn.ops.attention import reference
 from fastattn.ops.attention.op import CAUSAL
 from fastattn.testing.properties import fill_positions
 from fastattn.testing.spec import Entry, Inputs
 
+RELATIVE = ("relative_bias", "relative_buckets", "relative_max_distance")
 _SEED = -0x1234_5678_9ABC
 
 
@@ -91,6 +93,34 @@ def _mask_in(layout: str, mask: Tensor) -> Tensor:
     return mask
 
 
+def make_scores(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    B: int,
+    H: int,
+    alibi: str | None,
+    softcap: float | None,
+    sinks: float | None,
+    relative: tuple[str, int, int] | None,
+) -> Inputs:
+    """alibi: the dimensions of the slopes, "H" or "BH". sinks: their mean. relative: the kind of
+    the buckets, their number and the largest distance.
+    """
+    inputs: Inputs = {}
+    if alibi is not None:
+        slopes = torch.rand({"H": (H,), "BH": (B, H)}[alibi], generator=generator)
+        inputs["alibi_slopes"] = (0.02 + 0.3 * slopes).to(dtype)
+    if softcap is not None:
+        inputs["softcap"] = softcap
+    if sinks is not None:
+        inputs["sinks"] = (sinks + torch.randn(H, generator=generator)).to(dtype)
+    if relative is not None:
+        kind, buckets, distance = relative
+        inputs["relative_bias"] = torch.randn(H, buckets, generator=generator).to(dtype)
+        inputs |= {"relative_buckets": kind, "relative_max_distance": distance}
+    return inputs
+
+
 def make_inputs(
     generator: torch.Generator,
     dtype: torch.dtype,
@@ -110,12 +140,17 @@ def make_inputs(
     causal: Any = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    alibi: str | None = None,
+    softcap: float | None = None,
+    sinks: float | None = None,
+    relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
     amplitude: float = 1.0,
     key_amplitude: float = 1.0,
     poison: bool = True,
     prepared: bool = False,
 ) -> Inputs:
+    """alibi, softcap, sinks, relative: as in `make_scores`."""
     N = M if N is None else N
     K = H if K is None else K
     q = _tensor(generator, dtype, layout, B, H, M, D)
@@ -135,6 +170,7 @@ def make_inputs(
     if query_lengths is not None:
         inputs["query_lengths"] = torch.tensor(query_lengths, dtype=torch.int32)
     inputs |= {"causal": causal, "window": window, "scale": scale, "return_lse": True}
+    inputs |= make_scores(generator, dtype, B, H, alibi, softcap, sinks, relative)
     if dropout_p > 0:
         inputs |= {
             "dropout_p": dropout_p,
@@ -164,6 +200,33 @@ def restrictions(
         left,
         right,
     )
+
+
+def scores_of(inputs: Inputs) -> tuple[Tensor | None, Tensor | None, float]:
+    """distance_bias, sinks and softcap in the form that ops take."""
+    q, k = inputs["q"], inputs["k"]
+    kind, distance = (inputs.get(name) for name in RELATIVE[1:])
+    given = (inputs.get(name) for name in ("alibi_slopes", "softcap", "sinks", RELATIVE[0]))
+    slopes, cap, sinks, table = given
+    return score_arguments(
+        slopes, cap, sinks, table, kind, 128 if distance is None else distance,
+        causal=restrictions(inputs)[3], B=q.shape[0], M=q.shape[2], N=k.shape[2], q=q,
+    )  # fmt: skip
+
+
+def distances_of(inputs: Inputs) -> Tensor:
+    """The distance of each pair, [B, 1, M, N]."""
+    (B, _, M, _), N = inputs["q"].shape, inputs["k"].shape[2]
+    causal, device = inputs.get("causal", False), inputs["q"].device
+    offset = torch.zeros(B, dtype=torch.int64, device=device)
+    if causal == "bottom_right":
+        offset += N - M
+    elif causal == "bottom_right_lengths":
+        n, m = inputs.get("key_lengths"), inputs.get("query_lengths")
+        offset += N if n is None else n.clamp(0, N)
+        offset -= M if m is None else m.clamp(0, M)
+    i, j = torch.arange(M, device=device), torch.arange(N, device=device)
+    return j - i[:, None] - offset.view(B, 1, 1, 1)
 
 
 def scale_of(inputs: Inputs) -> float:
@@ -198,6 +261,11 @@ def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
     """
     rows, keys = (x[..., None] for x in dead(inputs))
     positions = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
+    if inputs.get("sinks") is not None:  # the lse of a row without a key is the sink
+        M, lengths = rows.shape[2], inputs.get("query_lengths")
+        i = torch.arange(M, device=rows.device)
+        beyond = i >= (M if lengths is None else lengths[:, None, None])
+        positions["lse"] = beyond.expand(rows.shape[:3])
     mask = inputs.get("mask")
     if mask is not None and mask.is_floating_point():
         live = allowed_of(inputs | {"mask": None})
@@ -224,6 +292,8 @@ def entries(inputs: Inputs) -> tuple[Entry, ...]:
     batched = mask is not None and mask.dim() == 4 and mask.shape[0] == B
     names = ["q", "k", "v", "key_lengths", "query_lengths", *(["mask"] if batched else [])]
     results = ["out", "lse", "dq", "dk", "dv", *(["dmask"] if batched else [])]
+    if "alibi_slopes" in inputs and inputs["alibi_slopes"].dim() == 2:
+        names, results = [*names, "alibi_slopes"], [*results, "dalibi_slopes"]
     found = []
     for b in range(0 if B < 2 else 1 if inputs.get("dropout_p") else B):
         alone = {name: inputs[name][b : b + 1] for name in names if name in inputs}

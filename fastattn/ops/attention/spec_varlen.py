@@ -13,11 +13,13 @@ from torch import Tensor
 
 from fastattn import functional
 from fastattn.ops.attention import spec as padded
-from fastattn.ops.attention.spec_inputs import dead
+from fastattn.ops.attention.spec_inputs import RELATIVE, dead, dead_positions, make_scores
 from fastattn.ops.attention.spec_workloads import PACKED_WORKLOADS
 from fastattn.testing.spec import Entry, ErrorSample, Inputs, OpSpec, Sample, widen
 
 _SEED = 0x7654_3210
+_SCORES = ("alibi_slopes", "softcap", "sinks", *RELATIVE)
+_PARAMETERS = ("alibi_slopes", "sinks", "relative_bias")
 
 
 def by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -40,10 +42,16 @@ def make_inputs(
     E: int | None = None,
     slack: int = 0,
     longer: int = 0,
+    alibi: str | None = None,
+    softcap: float | None = None,
+    sinks: float | None = None,
+    relative: tuple[str, int, int] | None = None,
     dropout_p: float = 0.0,
     **options: Any,
 ) -> Inputs:
-    """slack: rows after the last sequence. longer: added to the maximum lengths."""
+    """slack: rows after the last sequence. longer: added to the maximum lengths. alibi, softcap,
+    sinks, relative: as in `make_scores`.
+    """
     keys = queries if keys is None else keys
     K = H if K is None else K
 
@@ -65,6 +73,7 @@ def make_inputs(
         "max_seqlen_k": max(keys, default=0) + longer,
         **options,
     }
+    inputs |= make_scores(generator, dtype, len(queries), H, alibi, softcap, sinks, relative)
     if dropout_p:
         seed = torch.tensor([_SEED])
         inputs |= {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_stream": 1}
@@ -72,9 +81,8 @@ def make_inputs(
 
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
-    return Sample(
-        name, reason, partial(make_inputs, **options), ("q", "k", "v"), tags=frozenset(tags)
-    )
+    leaves = ("q", "k", "v", *_PARAMETERS)
+    return Sample(name, reason, partial(make_inputs, **options), leaves, tags=frozenset(tags))
 
 
 SAMPLES = (
@@ -115,6 +123,21 @@ SAMPLES = (
        dropout_p=0.25, causal=True),
     _s("no_sequences", "an empty batch", queries=[]),
     _s("scale_negative", "the order of scores is reversed", queries=[33, 20], scale=-0.3),
+    _s("alibi", "distances inside a sequence", "interpreter", queries=[65, 20, 0, 33], causal=True,
+       alibi="H"),
+    _s("alibi_cross", "slopes of each sequence, from its own diagonal", queries=[20, 70],
+       keys=[66, 33], causal="bottom_right", alibi="BH", longer=9),
+    _s("relative", "T5's buckets inside a sequence", "interpreter", queries=[65, 33],
+       keys=[40, 70], relative=("t5", 16, 40)),
+    _s("softcap", "scores of all sizes", queries=[65, 33], D=16, H=4, K=2, softcap=0.7),
+    _s("sinks", "rows after the last sequence and without keys", "interpreter",
+       queries=[33, 17, 5], keys=[40, 20, 0], slack=7, sinks=0.0),
+    _s("one_query_scores", "decoding, with all changes of scores", queries=[1, 1, 1, 0],
+       keys=[1100, 30, 0, 5], H=2, K=1, D=16, causal="bottom_right", alibi="BH", softcap=2.0,
+       sinks=1.0, relative=("t5_causal", 32, 128)),
+    _s("all_scores", "all changes of scores, with a window and dropout", "interpreter",
+       queries=[65, 20, 33], keys=[70, 20, 90], H=4, K=2, causal="bottom_right", window=(40, 0),
+       alibi="H", softcap=2.0, sinks=0.5, relative=("clipped", 21, 1), dropout_p=0.2),
 )  # fmt: skip
 
 
@@ -122,8 +145,10 @@ def _sequences(inputs: Inputs) -> list[Inputs]:
     """The inputs of the equivalent calls of `attention`, one for each sequence."""
     calls = []
     queries, keys = (pairwise(inputs[f"cu_seqlens_{x}"].tolist()) for x in "qk")
-    for (q0, q1), (k0, k1) in zip(queries, keys, strict=True):
+    for b, ((q0, q1), (k0, k1)) in enumerate(zip(queries, keys, strict=True)):
+        slopes = inputs.get("alibi_slopes")
         call = {
+            **{name: inputs[name] for name in _SCORES if name in inputs},
             "q": inputs["q"][None, :, q0:q1],
             "k": inputs["k"][None, :, k0:k1],
             "v": inputs["v"][None, :, k0:k1],
@@ -131,6 +156,8 @@ def _sequences(inputs: Inputs) -> list[Inputs]:
             "window": inputs.get("window"),
             "scale": inputs.get("scale"),
         }
+        if slopes is not None and slopes.dim() == 2:
+            call["alibi_slopes"] = slopes[b : b + 1]
         if call["causal"] is True:
             call["causal"] = "top_left"
         calls.append(call)
@@ -160,16 +187,21 @@ def _torch_form(inputs: Inputs) -> tuple[Tensor, ...] | None:
 
 def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
     results: dict[str, list[Tensor]] = {name: [] for name in ("out", "lse", "dq", "dk", "dv")}
+    parameters = [f"d{name}" for name in _PARAMETERS if name in inputs]
+    sums: dict[str, list[Tensor]] = {name: [] for name in parameters}
     start = 0
     for call in _sequences(inputs):
         stop = start + call["q"].shape[2]
         mags = padded.magnitudes(call, tuple(d[None, :, start:stop] for d in douts))
-        for name, values in results.items():
+        for name, values in (results | sums).items():
             values.append(mags[name])
         start = stop
     if inputs.get("dropout_p"):  # an upper bound, as if all weights were kept
         factor = 1 / (1 - inputs["dropout_p"])
-        results = {name: [factor * x for x in values] for name, values in results.items()}
+        results, sums = (
+            {name: [factor * x for x in values] for name, values in found.items()}
+            for found in (results, sums)
+        )
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     like = {
         "out": q.new_empty(*q.shape[:2], v.shape[2]),
@@ -178,7 +210,12 @@ def _magnitudes(inputs: Inputs, douts: tuple[Tensor, ...]) -> dict[str, Tensor]:
         "dk": k,
         "dv": v,
     }
-    return {name: _joined(results[name], like[name], 0.0) for name in results}
+    mags = {name: _joined(results[name], like[name], 0.0) for name in results}
+    for name, values in sums.items():
+        parameter = inputs[name[1:]]
+        by_sequence = name == "dalibi_slopes" and parameter.dim() == 2
+        mags[name] = torch.cat(values) if by_sequence else torch.stack(values).sum(0)
+    return mags
 
 
 def _entries(inputs: Inputs) -> tuple[Entry, ...]:
@@ -192,6 +229,9 @@ def _entries(inputs: Inputs) -> tuple[Entry, ...]:
         alone = {"q": inputs["q"][queries], "k": inputs["k"][keys], "v": inputs["v"][keys]}
         for name, length in (("cu_seqlens_q", q1 - q0), ("cu_seqlens_k", k1 - k0)):
             alone[name] = inputs[name].new_tensor([0, length])
+        slopes = inputs.get("alibi_slopes")
+        if slopes is not None and slopes.dim() == 2:
+            alone["alibi_slopes"] = slopes[i : i + 1]
         where = dict.fromkeys(("out", "lse", "dq"), queries) | dict.fromkeys(("dk", "dv"), keys)
         found.append(Entry(f"sequence {i}", inputs | alone, where))
     return tuple(found[:1] if inputs.get("dropout_p") else found) if len(found) > 1 else ()
@@ -199,16 +239,18 @@ def _entries(inputs: Inputs) -> tuple[Entry, ...]:
 
 def _dead_positions(inputs: Inputs) -> dict[str, Tensor]:
     """Dead rows and keys of each sequence, and the rows after the last sequence."""
-    found: dict[str, list[Tensor]] = {"q": [], "k": []}
+    found: dict[str, list[Tensor]] = {"q": [], "k": [], "lse": []}
     for call in _sequences(inputs):
         rows, keys = dead(call)
         found["q"].append(rows)
         found["k"].append(keys)
-    rows, keys = (
-        _joined(found[x], torch.zeros_like(inputs[x][..., 0], dtype=torch.bool), True)[..., None]
-        for x in "qk"
+        found["lse"].append(dead_positions(call)["lse"])
+    rows, keys, lse = (
+        _joined(found[name], torch.zeros_like(inputs[x][..., 0], dtype=torch.bool), True)
+        for name, x in (("q", "q"), ("k", "k"), ("lse", "q"))
     )
-    return {"q": rows, "k": keys, "v": keys, "out": rows, "lse": rows[..., 0]}
+    rows, keys = rows[..., None], keys[..., None]
+    return {"q": rows, "k": keys, "v": keys, "out": rows, "lse": lse}
 
 
 def _slice_dims(name: str, result: Tensor) -> int:

@@ -17,6 +17,7 @@ Functions return their results, None for gradients that are not needed.
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
+    score_changes,
 )
 from fastattn.ops.attention.torch_kernels import (
     is_fused,
@@ -59,12 +61,13 @@ def _has_huge_scores(lse: Tensor) -> bool:
 
 
 # -- attention_fwd ---------------------------------------------------------------------------------
-def _refusal(q: Tensor) -> str | None:
-    return None if q.dtype in _DTYPES else f"takes fp32, bf16, fp16 and fp64, got {q.dtype}"
+def _refusal(call: Any) -> str | None:
+    dtype = call.q.dtype
+    return None if dtype in _DTYPES else f"takes fp32, bf16, fp16 and fp64, got {dtype}"
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call.q)
+    return _refusal(call) or score_changes(call)
 
 
 def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -90,12 +93,13 @@ def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
 
 # -- attention_bwd ---------------------------------------------------------------------------------
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call.q)
+    return _refusal(call) or score_changes(call)
 
 
 def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
-    needs, inputs = call.needs, (call.q, call.k, call.v, call.mask)
+    needs = call.needs
     if _is_empty(call):
+        inputs = (call.q, call.k, call.v, call.mask, call.distance_bias, call.sinks)
         pairs = zip(inputs, needs, strict=True)
         return tuple(None if x is None or not n else torch.zeros_like(x) for x, n in pairs)
     needs_dmask = needs[3] and call.mask is not None
@@ -114,7 +118,8 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     else:
         dq, dk, dv, dmask = _products_bwd(t, call, first, dout, dlse, needs_dmask)
     dq = dq if t.sign > 0 else dq * t.sign
-    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None, dmask
+    found = (dq, dk, dv, dmask, None, None)
+    return tuple(x if n else None for x, n in zip(found, needs, strict=True))
 
 
 def _with_dlse(out: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -205,7 +210,7 @@ def _products_bwd(
 # -- attention_varlen ------------------------------------------------------------------------------
 # On CUDA one kernel computes all sequences; elsewhere there is a call for each sequence.
 def _packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
-    return packed_refusal(call) if call.q.is_cuda else _refusal(call.q)
+    return score_changes(call) or (packed_refusal if call.q.is_cuda else _refusal)(call)
 
 
 def _is_packed_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
@@ -260,7 +265,9 @@ def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
     dout, dlse, q, k, v, _, _, out, lse, _, _, *options, needs = call
     if q.is_cuda and not _is_packed_empty(call):
         return _packed_bwd(call)
-    gradients = [x.new_zeros(x.shape) if n else None for x, n in zip((q, k, v), needs, strict=True)]
+    gradients = [
+        x.new_zeros(x.shape) if n else None for x, n in zip((q, k, v), needs, strict=False)
+    ]
     for b, (rows, keys) in enumerate(_sequences(call)):
         results = [_heads(out, rows), lse[None, :, rows]]
         inputs = [
@@ -268,14 +275,16 @@ def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
             None if dlse is None else dlse[None, :, rows],
             *(_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None),
         ]
-        call_b = BackwardCall._make([*inputs, *results, *options, [*needs, False]])
+        call_b = BackwardCall._make(
+            [*inputs, *results, *options, [*needs[:3], False, False, False]]
+        )
         gradients_b = attention_bwd(call_b, b)
         for gradient, gradient_b, at in zip(
             gradients, gradients_b, (rows, keys, keys), strict=False
         ):
             if gradient is not None and gradient_b is not None:
                 gradient[at] = gradient_b[0].transpose(0, 1)
-    return tuple(gradients)
+    return (*gradients, None, None)
 
 
 def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
@@ -291,5 +300,7 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
         torch.where(live, dq[..., :D] * t.sign, 0),
         torch.where(live_keys, dk[..., :D], 0),
         torch.where(live_keys, dv[..., :E], 0),
+        None,
+        None,
     )
     return tuple(x if needed else None for x, needed in zip(found, call.needs, strict=True))

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from fastattn.ops._triton_launch import LaunchCache, signature
-from fastattn.ops.attention.calls import BackwardCall, Gradients, PackedBackwardCall
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    Gradients,
+    PackedBackwardCall,
+    score_changes,
+)
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
 from fastattn.ops.attention.triton.launch import (
@@ -29,22 +34,23 @@ from fastattn.ops.attention.triton.tiles import dropout_numbers
 
 # From the first of the options to dropout_p.
 _FIELDS = BackwardCall._fields
-_options = attrgetter(*_FIELDS[_FIELDS.index("causal") : _FIELDS.index("dropout_seed")])
+_options = attrgetter(*_FIELDS[_FIELDS.index("softcap") : _FIELDS.index("dropout_seed")])
 _plans = LaunchCache()
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
+    why = unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
+    return why or score_changes(call)
 
 
 def attention_bwd_workspace(call: BackwardCall) -> Workspace:
     return layout_of(None, call).workspace
 
 
-def attention_bwd(
-    call: BackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, dmask: Tensor, *workspace: Tensor
-) -> None:
-    _run(None, call, Gradients(dq, dk, dv, dmask), workspace)
+def attention_bwd(call: BackwardCall, *tensors: Tensor) -> None:
+    """tensors: the gradients and the workspace."""
+    gradients, workspace = tensors[: len(Gradients._fields)], tensors[len(Gradients._fields) :]
+    _run(None, call, Gradients._make(gradients), workspace)
 
 
 def attention_bwd_with_config(config: BwdConfig, call: BackwardCall, *gradients: Tensor) -> None:
@@ -70,7 +76,7 @@ def _run(
     dout, dlse, q, k, v, mask, mask_tiles = reduced[:7]
     out, lse, needs, lengths = reduced.out, reduced.lse, reduced.needs, length_tensors(reduced)
     dropout_stream = reduced.dropout_stream
-    dq, dk, dv, dmask = gradients
+    dq, dk, dv, dmask, *_ = gradients
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     addresses |= 0 if dout is None else dout.data_ptr()
     key = (
@@ -154,7 +160,7 @@ def _without_zeros(
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
-    return unsupported(None, q, k, v, out=out, dout=dout)
+    return unsupported(None, q, k, v, out=out, dout=dout) or score_changes(call)
 
 
 def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:
@@ -165,14 +171,23 @@ def _padded(call: PackedBackwardCall) -> tuple[BackwardCall, Packed]:
     packed = Packed(call.cu_seqlens_q.numel() - 1, call.max_seqlen_q, call.max_seqlen_k)
     return BackwardCall(
         *call[:5], None, None, call.cu_seqlens_k, call.cu_seqlens_q, call.out, call.lse,
-        call.causal, call.window_left, call.window_right, call.scale, call.dropout_p,
-        call.dropout_seed, call.dropout_stream, (*call.needs, False),
+        call.distance_bias, call.sinks, call.softcap, call.causal, call.window_left,
+        call.window_right, call.scale, call.dropout_p, call.dropout_seed, call.dropout_stream,
+        (*call.needs[:3], False, *call.needs[3:]),
     ), packed  # fmt: skip
 
 
 def attention_varlen_bwd(
-    call: PackedBackwardCall, dq: Tensor, dk: Tensor, dv: Tensor, *workspace: Tensor
+    call: PackedBackwardCall,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ddistance_bias: Tensor,
+    dsinks: Tensor,
+    *workspace: Tensor,
 ) -> None:
     """Offsets contiguous, lse and dlse [H, T]."""
     padded, packed = _padded(call)
-    _run(None, padded, Gradients(dq, dk, dv, call.q.new_empty(0)), workspace, packed)
+    dmask = call.q.new_empty(0)
+    gradients = Gradients(dq, dk, dv, dmask, ddistance_bias, dsinks)
+    _run(None, padded, gradients, workspace, packed)

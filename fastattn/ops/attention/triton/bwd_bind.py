@@ -250,7 +250,9 @@ class _Binder:
         self.dmask_strides = gradients.dmask.stride()
         self.exact_delta = _exact_delta(facts, call, gradients.dmask)
         self.d, self.e = layout.config.widths(facts.D), layout.config.widths(facts.E)
-        dq, dk, dv, _ = (x if need else None for x, need in zip(gradients, call.needs, strict=True))
+        dq, dk, dv, *_ = (
+            x if need else None for x, need in zip(gradients, call.needs, strict=True)
+        )
         self.unit, strides = row_strides_in_units(
             call.q, call.k, call.v, call.out, call.dout, dq, dk, dv
         )

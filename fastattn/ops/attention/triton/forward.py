@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall, score_changes
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton.launch import (
@@ -48,7 +48,7 @@ class _Plan(NamedTuple):
 
 # From the first of the options to dropout_p.
 _FIELDS = ForwardCall._fields
-_options = attrgetter(*_FIELDS[_FIELDS.index("causal") : _FIELDS.index("dropout_seed")])
+_options = attrgetter(*_FIELDS[_FIELDS.index("softcap") : _FIELDS.index("dropout_seed")])
 _plans, _list_shapes = LaunchCache(), LaunchCache()
 
 
@@ -59,7 +59,7 @@ def _config(facts: Facts) -> ForwardConfig:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v)
+    return unsupported(call.mask, call.q, call.k, call.v) or score_changes(call)
 
 
 def attention_fwd_workspace(call: ForwardCall) -> Workspace:
@@ -200,7 +200,7 @@ def _bind(
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return unsupported(None, *map(heads_first, (call.q, call.k, call.v)))
+    return unsupported(None, *map(heads_first, (call.q, call.k, call.v))) or score_changes(call)
 
 
 def attention_varlen_fwd_workspace(call: PackedForwardCall) -> Workspace:

@@ -179,12 +179,14 @@ _LAYERS = (
         ("fastattn.ops._env", "fastattn.ops._native", "fastattn.ops._op", "fastattn.ops._select"),
     ),
     ("fastattn._arguments", ("fastattn.ops._dropout", "fastattn.ops.*.op")),
+    ("fastattn._scores", ("fastattn._arguments", "fastattn.ops.attention.op")),
     ("fastattn._jagged", ()),
     (
         "fastattn.functional",
         (
             "fastattn._arguments",
             "fastattn._jagged",
+            "fastattn._scores",
             "fastattn.ops._select",
             "fastattn.ops._dropout",
             "fastattn.ops.*.op",

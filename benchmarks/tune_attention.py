@@ -153,13 +153,15 @@ class AttentionTask:
         elif self.feature == "dropout":
             p, seed = 0.1, torch.tensor([_DROPOUT_SEED], device=device)
         call = ForwardCall(
-            q, k, v, mask, None, key_lengths, query_lengths, causal, left, -1, D**-0.5, p, seed, 3,
+            q, k, v, mask, None, key_lengths, query_lengths, None, None, 0.0, causal, left, -1,
+            D**-0.5, p, seed, 3,
         )  # fmt: skip
         out, lse = torch.empty_like(q), torch.empty(B, H, S, dtype=torch.float32, device=device)
         if self.direction == "fwd":
             return Case(call, (out, lse), 4 * H * D * pairs)
         dout = normal(B, H, S, D)
-        gradients = (*(torch.empty_like(x) for x in (q, k, v)), q.new_empty(0))
+        none = q.new_empty(0)  # the other gradients
+        gradients = (*(torch.empty_like(x) for x in (q, k, v)), none, none, none)
         return Case(call, (out, lse, dout, *gradients), 10 * H * D * pairs, first=3)
 
     def prepare(self, case: Case) -> None:
@@ -184,7 +186,7 @@ class AttentionTask:
         from fastattn.ops.attention.triton.backward import attention_bwd_with_config
 
         out, lse, dout, *gradients = case.results
-        a, needs = case.args, [True, True, True, False]
+        a, needs = case.args, [True, True, True, False, False, False]
         call = BackwardCall(dout, None, *a[:7], out, lse, *a[7:], needs)
         attention_bwd_with_config(config, call, *gradients)
 

@@ -1,6 +1,13 @@
-"""Options in which two calls of attention may differ, to test caches of launches."""
+"""Options in which two calls of attention may differ, to test caches of launches; and what the op
+for packed sequences takes.
+"""
 
 from typing import Any
+
+from torch import Tensor
+
+from fastattn._scores import score_arguments
+from fastattn.ops.attention.spec_inputs import RELATIVE, restrictions
 
 # For attention with 20 queries, 40 keys and head dim 16.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -45,3 +52,14 @@ PACKED_CHANGES: dict[str, dict[str, Any]] = {
     "the same, dropped": {"keys": [1, 99], "dropout_p": 0.2},
 }
 PACKED_BASE: dict[str, Any] = {"queries": [50, 50], "keys": [40, 60], "D": 16}
+
+
+def packed_scores(inputs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, float]:
+    """distance_bias, sinks and softcap of a sample of attention_varlen, as its op takes them."""
+    slopes, cap, sinks = (inputs.get(name) for name in ("alibi_slopes", "softcap", "sinks"))
+    table, kind, distance = (inputs.get(name) for name in RELATIVE)
+    return score_arguments(
+        slopes, cap, sinks, table, kind, 128 if distance is None else distance,
+        causal=restrictions(inputs)[3], B=inputs["cu_seqlens_q"].numel() - 1,
+        M=inputs["max_seqlen_q"], N=inputs["max_seqlen_k"], q=inputs["q"].transpose(0, 1),
+    )  # fmt: skip

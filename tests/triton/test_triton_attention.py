@@ -26,7 +26,7 @@ if _env.interpreting():
     patched_interpreter.install()
 
 import triton.language as tl
-from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
 from compiled_kernels import compiles
 
 from benchmarks import tune
@@ -36,7 +36,13 @@ from fastattn.ops._dropout import attention_keep, threshold
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.op import CAUSAL
-from fastattn.ops.attention.spec_inputs import dropout_of, make_inputs, restrictions, scale_of
+from fastattn.ops.attention.spec_inputs import (
+    dropout_of,
+    make_inputs,
+    restrictions,
+    scale_of,
+    scores_of,
+)
 from fastattn.ops.attention.triton import forward as kernels
 from fastattn.ops.attention.triton import launch
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
@@ -57,10 +63,11 @@ def _arguments(sample: Sample, dtype: torch.dtype) -> tuple[Any, ...]:
     """A sample as the op sees it."""
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, dtype)
-    mask, *others = restrictions(inputs)
+    mask, *lengths, causal, left, right = restrictions(inputs)
     mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
     tensors = inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles
-    return (*tensors, *others, scale_of(inputs), *dropout_of(inputs))
+    options = causal, left, right, scale_of(inputs), *dropout_of(inputs)
+    return (*tensors, *lengths, *scores_of(inputs), *options)
 
 
 def _move(x: Any) -> Any:
@@ -73,11 +80,12 @@ def _move(x: Any) -> Any:
 
 def _wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """In fp64 with the same meaning: what a narrow mask blocks stays blocked."""
-    q, k, v, mask, *rest = args
+    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    mask = args[3]
     if mask is not None and mask.is_floating_point():
         blocked = mask <= torch.finfo(mask.dtype).min
-        mask = torch.where(blocked, -torch.inf, mask.double())
-    return (q.double(), k.double(), v.double(), mask, *rest)
+        wide[3] = torch.where(blocked, -torch.inf, mask.double())
+    return tuple(wide)
 
 
 def _check(args: tuple[Any, ...], config: ForwardConfig | None = None) -> None:
@@ -144,22 +152,25 @@ def _check_packed(sample: Sample) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(sample.name.encode()))
     inputs = sample.make(generator, torch.float16)
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
-    causal, left, right = restrictions(inputs)[3:]
     args = (
         q, k, v, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], inputs["max_seqlen_q"],
-        inputs["max_seqlen_k"], causal, left, right, scale_of(inputs), *dropout_of(inputs),
+        inputs["max_seqlen_k"], *packed_scores(inputs), *restrictions(inputs)[3:],
+        scale_of(inputs), *dropout_of(inputs),
     )  # fmt: skip
     (T, H, _), E = q.shape, v.shape[2]
     out = torch.full((T, H, E), float("nan"), dtype=q.dtype, device=DEVICE)
     lse = torch.full((H, T), float("nan"), device=DEVICE)
     call = PackedForwardCall(*(_move(x) for x in args))
-    assert kernels.attention_varlen_fwd_unsupported(call) is None
+    if reason := kernels.attention_varlen_fwd_unsupported(call):
+        pytest.skip(reason)
     workspace = [
         torch.full(shape, 1 << 30, dtype=dtype, device=DEVICE)
         for shape, dtype, _ in kernels.attention_varlen_fwd_workspace(call)
     ]
     kernels.attention_varlen_fwd(call, out, lse, *workspace)
-    wide = reference.attention_varlen_fwd(q.double(), k.double(), v.double(), *args[3:])
+    wide = reference.attention_varlen_fwd(
+        *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    )
     same = reference.attention_varlen_fwd(*args)
     for got, w, s in zip((out.transpose(0, 1), lse), (wide[0].transpose(0, 1), wide[1]),
                          (same[0].transpose(0, 1), same[1]), strict=True):  # fmt: skip
@@ -221,7 +232,7 @@ def test_prepared_mask_is_bitwise_equal_to_its_mask(name: str) -> None:
 def test_prepared_masks_with_and_without_broadcast_tiles() -> None:
     """The tiles of one head are broadcast where all heads have equal masks."""
     q, k, v = _arguments(Sample("tiles", "", partial(make_inputs, B=1, **BASE), ()), FP16)[:3]
-    options = (None, None, 0, -1, -1, 0.25, 0.0, None, 0)
+    options = (None, None, None, None, 0.0, 0, -1, -1, 0.25, 0.0, None, 0)
     mask = torch.ones(1, 2, 20, 40, dtype=torch.bool)
     mask[..., 32:] = False
     _check((q, k, v, mask, prepared.classify(mask[:, :1]), *options))
@@ -285,7 +296,7 @@ def test_mask_that_is_a_column_of_a_wider_one() -> None:
     q = torch.randn(1, 2, 70, 16, generator=generator).half()
     k, v = (torch.randn(1, 2, 104, 16, generator=generator).half() for _ in range(2))
     mask = (torch.rand(1, 1, 70, 104, generator=generator) > 0.3)[..., :1]
-    _check((q, k, v, mask, None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check((q, k, v, mask, *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
 
 
 @runs
@@ -296,7 +307,7 @@ def test_broadcast_mask_row_is_not_read_beyond_its_end() -> None:
     k, v = (torch.randn(1, 1, 72, 16, generator=generator).half() for _ in range(2))
     row = torch.full((1, 1, 1, 80), float("nan"))
     row[..., :72] = torch.randn(72, generator=generator)
-    _check((q, k, v, row[..., :72], None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check((q, k, v, row[..., :72], *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
 
 
 @runs
@@ -308,7 +319,7 @@ def test_only_the_lowest_bias_blocks(value: float) -> None:
     mask = torch.zeros(1, 1, 40, 40)
     mask[..., 3, :] = value
     mask[..., 5, 1:] = value
-    _check((q, k, v, mask, None, None, None, 0, -1, -1, 0.25, 0.0, None, 0))
+    _check((q, k, v, mask, *[None] * 5, 0.0, 0, -1, -1, 0.25, 0.0, None, 0))
 
 
 @runs
@@ -318,7 +329,7 @@ def test_head_dims_of_one_two_and_padded_tiles() -> None:
     for D, E in ((8, 24), (20, 40), (48, 100), (72, 8), (120, 64)):
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
-        _check((q, k, v, None, None, None, None, 1, -1, -1, D**-0.5, 0.0, None, 0))
+        _check((q, k, v, *[None] * 6, 0.0, 1, -1, -1, D**-0.5, 0.0, None, 0))
 
 
 @pytest.mark.skipif(not _env.interpreting(), reason="counts what the interpreter computes")
@@ -334,7 +345,7 @@ def test_rows_beyond_query_lengths_are_not_computed(
     monkeypatch.setattr(
         InterpreterBuilder, "create_dot", lambda *args: (products.append(1), dot(*args))[1]
     )
-    options = (CAUSAL["top_left"], 64, 0, 0.25, 0.0, None, 0)
+    options = (None, None, 0.0, CAUSAL["top_left"], 64, 0, 0.25, 0.0, None, 0)
     if packed:
         q, offsets = torch.randn(32, 1, 16), torch.tensor([0, 32], dtype=torch.int32)
         out, lse = torch.empty_like(q), torch.empty(1, 32)
@@ -403,7 +414,7 @@ def test_dead_keys_match_allowed_pairs() -> None:
     for M, N, causal in itertools.product(range(1, 5), range(1, 5), range(3)):
         q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
         for left, right in itertools.product(range(-1, 4), range(-1, 4)):
-            options = (None, None, None, None, causal, left, right, 1.0, 0.0, None, 0)
+            options = (*[None] * 6, 0.0, causal, left, right, 1.0, 0.0, None, 0)
             call = ForwardCall(q, k, k, *options)
             pairs = reference.allowed_pairs(q, k, None, None, None, causal, left, right)
             dead = not pairs.expand(1, 1, M, N).any(2).all()
@@ -425,7 +436,7 @@ def test_descriptors_need_strides_of_16_bytes() -> None:
 @pytest.mark.parametrize("M, N", [(1, 600), (600, 1)])
 def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
     q, k = torch.empty(1, 1, M, 8), torch.empty(1, 1, N, 8)
-    call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.5, None, 0)
+    call = ForwardCall(q, k, k, *[None] * 6, 0.0, 0, -1, -1, 1.0, 0.5, None, 0)
     offsets = torch.tensor([0])
     packed = PackedForwardCall(q[0], k[0], k[0], offsets, offsets, M, N, *call[7:])
     for workspace in (
@@ -440,7 +451,7 @@ def test_workspace_holds_dropout_keys_of_all_columns(M: int, N: int) -> None:
 
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
-    rest = (None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+    rest = (*[None] * 5, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
     wide, far = torch.randn(1, 1, 4, 264), (1 << 22) + 16
 
     def refusal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str:

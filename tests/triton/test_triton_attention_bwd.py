@@ -27,27 +27,30 @@ if _env.interpreting():
 
     patched_interpreter.install()
 
-from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES
+from attention_options import BASE, CHANGES, PACKED_BASE, PACKED_CHANGES, packed_scores
 from compiled_kernels import compiles
 
 from benchmarks.tune_attention_bwd import candidates
 from fastattn.ops.attention import prepared, reference, spec, spec_varlen
 from fastattn.ops.attention.calls import (
     BackwardCall,
+    Gradients,
     PackedBackwardCall,
 )
 from fastattn.ops.attention.spec_inputs import (
-    dead,
+    allowed_of,
+    dead_positions,
     dropout_of,
     make_inputs,
     restrictions,
     scale_of,
+    scores_of,
 )
 from fastattn.ops.attention.triton import backward as launchers
 from fastattn.ops.attention.triton import bwd_config
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile
 from fastattn.testing.compare import compare
-from fastattn.testing.spec import Sample
+from fastattn.testing.spec import Inputs, Sample
 
 DEVICE = _env.default_device()
 NATIVE = DEVICE.type == "cuda"
@@ -57,7 +60,7 @@ runs = pytest.mark.skipif(
 )
 # Dead rows and keys hold NaN, and what the kernels make of them is selected away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-RESULTS = ("dq", "dk", "dv", "dmask")
+RESULTS = Gradients._fields
 NAN = float("nan")
 
 
@@ -70,6 +73,19 @@ def _move(x: Any) -> Any:
         return x
     storage = torch.empty(0, dtype=x.dtype, device=DEVICE).set_(x.untyped_storage().to(DEVICE))
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _by_distance(inputs: Inputs, douts: Sequence[Tensor], distance_bias: Tensor) -> Tensor:
+    """Magnitudes of ddistance_bias: sums of those of each pair's score."""
+    mask, *lengths, causal, _, _ = restrictions(inputs)
+    added = 0.0 if mask is None or mask.dtype == torch.bool else mask
+    pairs = torch.where(allowed_of(inputs), added, -torch.inf)
+    sizes = spec.SPECS[0].magnitudes(inputs | {"mask": pairs}, tuple(douts))["dmask"]
+    return reference._sum_by_distance(sizes, distance_bias, *lengths, causal)
 
 
 class Call:
@@ -88,16 +104,22 @@ class Call:
         mask, lengths = restricted[0], restricted[1:3]
         mask_tiles = prepared.classify(mask) if inputs.get("prepared") else None
         self.tensors = (inputs["q"], inputs["k"], inputs["v"], mask, mask_tiles, *lengths)
-        self.options = (*restricted[3:], scale_of(inputs), *dropout_of(inputs))
+        self.options = (
+            *scores_of(inputs), *restricted[3:], scale_of(inputs), *dropout_of(inputs),
+        )  # fmt: skip
         self.out, self.lse = reference.attention_fwd(*self.tensors, *self.options)
-        rows, _ = dead(inputs)
+        dead = dead_positions(inputs)
         # Values that every dtype has.
         self.dout = torch.randn(self.out.shape, generator=generator).bfloat16().to(dtype)
         self.dlse = torch.randn(self.lse.shape, generator=generator).bfloat16().float()
-        self.dout = torch.where(rows[..., None], NAN, self.dout) if dout else None
-        self.dlse = torch.where(rows, NAN, self.dlse) if dlse else None
+        self.dout = torch.where(dead["out"], NAN, self.dout) if dout else None
+        self.dlse = torch.where(dead["lse"], NAN, self.dlse) if dlse else None
         mask = self.tensors[3]
-        self.needs = [True, True, True, mask is not None and mask.is_floating_point()]
+        bias, sinks, _ = self.options[:3]
+        self.needs = [
+            True, True, True, mask is not None and mask.is_floating_point(), bias is not None,
+            sinks is not None,
+        ]  # fmt: skip
 
     def run(
         self, config: BwdConfig | None = None, needs: Sequence[bool] | None = None
@@ -106,8 +128,8 @@ class Call:
         needs = self.needs if needs is None else list(needs)
         moved = [_move(x) for x in self.tensors]
         results = [
-            torch.full_like(x, NAN) if needed else torch.empty(0, device=DEVICE)
-            for x, needed in zip(moved[:4], needs, strict=True)
+            torch.full_like(_move(x), NAN) if needed else torch.empty(0, device=DEVICE)
+            for x, needed in zip((*self.tensors[:4], *self.options[:2]), needs, strict=True)
         ]
         call = BackwardCall(
             _move(self.dout), _move(self.dlse), *moved, _move(self.out), _move(self.lse),
@@ -137,8 +159,9 @@ class Call:
         if mask is not None:
             wide[3] = mask[(None,) * (4 - mask.dim())]
         d = [None if x is None else x.double() for x in (self.dout, self.dlse)]
-        both = (reference.attention_fwd(*wide, *self.options), (self.out, self.lse))
-        exact = reference.attention_bwd(*d, *wide, *both[0], *self.options, self.needs)
+        options = [x.double() if _floating(x) else x for x in self.options]
+        both = (reference.attention_fwd(*wide, *options), (self.out, self.lse))
+        exact = reference.attention_bwd(*d, *wide, *both[0], *options, self.needs)
         same = reference.attention_bwd(
             self.dout, self.dlse, *self.tensors, *both[1], *self.options, self.needs
         )
@@ -147,12 +170,16 @@ class Call:
             for x, like in zip(d, both[1], strict=True)
         ]
         magnitudes = attention.magnitudes(wide_inputs, tuple(sizes))
+        if self.needs[4]:
+            magnitudes["ddistance_bias"] = _by_distance(wide_inputs, sizes, options[0])
         for name, e, s in zip(RESULTS, exact, same, strict=True):
             got = results[name]
             if got.numel() == 0 or e is None:
                 continue
             mag = magnitudes[name].reshape(e.shape)
-            verdict = compare(got, e, s, mag, min(2, max(0, magnitudes[name].dim() - 2)))
+            by_head = name == "ddistance_bias"
+            slice_dims = 2 if by_head else min(2, max(0, magnitudes[name].dim() - 2))
+            verdict = compare(got, e, s, mag, slice_dims)
             assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
 
 
@@ -246,8 +273,9 @@ def test_only_needed_gradients_are_written() -> None:
     call = Call(_small("wanted", B=1, H=1, M=40, mask="float MN", dropout_p=0.1), torch.float32)
     everything = call.run()
     for wanted in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 1, 1, 0)):
-        results = call.run(needs=[bool(x) for x in wanted])
-        for name, needed in zip(RESULTS, wanted, strict=True):
+        needs = [*(bool(x) for x in wanted), False, False]
+        results = call.run(needs=needs)
+        for name, needed in zip(RESULTS, needs, strict=True):
             if needed:
                 assert torch.equal(results[name], everything[name]), name
             else:
@@ -336,7 +364,7 @@ def test_gradient_of_a_broadcast_bias(letters: str) -> None:
     """Summed over broadcast dimensions, in splits that are the same in every run."""
     sample = _small(f"bias {letters}", B=2, M=40, N=33, D=16, mask=f"fp32 {letters}")
     call = Call(sample, torch.float16)
-    first, again = call.run(needs=[False, False, False, True]), call.run()
+    first, again = call.run(needs=[False, False, False, True, False, False]), call.run()
     call.check(first)
     assert torch.equal(first["dmask"], again["dmask"])
 
@@ -353,7 +381,7 @@ def test_broadcast_mask_line_is_not_read_beyond_its_end(letters: str) -> None:
     beyond = torch.full_like(mask.narrow(dim, 0, 8), NAN)
     padded = torch.cat((mask, beyond), dim).narrow(dim, 0, mask.shape[dim])
     call.tensors = (*call.tensors[:3], padded, *call.tensors[4:])
-    call.check(call.run(needs=[True, True, True, False]))
+    call.check(call.run(needs=[True, True, True, False, False, False]))
 
 
 @runs
@@ -384,27 +412,35 @@ def _check_packed(sample: Sample) -> None:
     q, k, v = (inputs[name].transpose(0, 1) for name in "qkv")
     offsets = (inputs["cu_seqlens_q"], inputs["cu_seqlens_k"])
     options = (
-        inputs["max_seqlen_q"], inputs["max_seqlen_k"], *restrictions(inputs)[3:],
-        scale_of(inputs), *dropout_of(inputs),
+        inputs["max_seqlen_q"], inputs["max_seqlen_k"], *packed_scores(inputs),
+        *restrictions(inputs)[3:], scale_of(inputs), *dropout_of(inputs),
     )  # fmt: skip
     out, lse = (x.contiguous() for x in reference.attention_varlen_fwd(q, k, v, *offsets, *options))
     dout = torch.randn(out.shape, generator=generator).half()
     dlse = torch.randn(lse.shape, generator=generator)
-    args = (dout, dlse, q, k, v, *offsets, out, lse, *options, [True] * 3)
+    needs = [True, True, True, *(x is not None for x in options[2:4])]
+    args = (dout, dlse, q, k, v, *offsets, out, lse, *options, needs)
     call = PackedBackwardCall(*(_move(x) for x in args))
-    assert launchers.attention_varlen_bwd_unsupported(call) is None
-    results = [torch.full_like(x, NAN) for x in (call.q, call.k, call.v)]
+    if reason := launchers.attention_varlen_bwd_unsupported(call):
+        pytest.skip(reason)
+    given = call.q, call.k, call.v, call.distance_bias, call.sinks
+    results = [
+        torch.empty(0, device=DEVICE) if x is None else torch.full_like(x, NAN) for x in given
+    ]
     workspace = [
         torch.full(shape, 1 << 6, dtype=dtype, device=DEVICE)
         for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
     ]
     launchers.attention_varlen_bwd(call, *results, *workspace)
-    wide = [x.double() if x.is_floating_point() else x for x in args[:7]]  # type: ignore[union-attr]
-    exact = reference.attention_varlen_bwd(*wide, out.double(), lse.double(), *args[9:])
+    exact = reference.attention_varlen_bwd(*(x.double() if _floating(x) else x for x in args))
     same = reference.attention_varlen_bwd(*args)
-    for name, got, e, s in zip(RESULTS[:3], results, exact, same, strict=True):
-        got, e, s = (x.transpose(0, 1) for x in (got, e, s))
-        verdict = compare(got, e, s, 1 + e.abs(), slice_dims=1)
+    names = ("dq", "dk", "dv", "ddistance_bias", "dsinks")
+    for name, got, e, s in zip(names, results, exact, same, strict=True):
+        if e is None:
+            continue
+        if e.dim() == 3 and name != "ddistance_bias":
+            got, e, s = (x.transpose(0, 1) for x in (got, e, s))
+        verdict = compare(got, e, s, 1 + e.abs(), slice_dims=2 if name == "ddistance_bias" else 1)
         assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
 
 
@@ -508,7 +544,8 @@ def test_generations_share_tilings() -> None:
 
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 16)
-    rest = (0, -1, -1, 1.0, 0.0, None, 0, [True] * 4)
+    needs = [True] * 4 + [False] * 2
+    rest = (None, None, 0.0, 0, -1, -1, 1.0, 0.0, None, 0, needs)
 
     def refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
         args = (v, None, q, k, v, None, None, None, None, v, v[..., 0])

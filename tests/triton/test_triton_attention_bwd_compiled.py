@@ -82,17 +82,17 @@ def _launch(
     lse = empty(2, 4, M, dtype=torch.float32)
     bias = None if mask is None else empty(*mask[1], dtype=mask[0])
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
-    needs = [True, True, True, bias is not None and bias.is_floating_point()]
+    needs = [True, True, True, bias is not None and bias.is_floating_point(), False, False]
     if dq_alone:
-        needs[1:] = [False] * 3
+        needs[1:] = [False] * 5
     call = BackwardCall(
         out if dout else None, None if dout else lse, q, k, v,
         bias, prepared.classify(bias) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None,
-        out, lse, causal, left, -1, 0.125, dropout_p,
+        out, lse, None, None, 0.0, causal, left, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip
-    results = (q, k, v, bias if needs[3] else empty(0))
+    results = (q, k, v, bias if needs[3] else empty(0), empty(0), empty(0))
     if config is not None:
         launchers.attention_bwd_with_config(config, call, *results)
         return
@@ -234,13 +234,14 @@ def _launch_packed(D: int, *, heads: int, left: int = -1, dropout_p: float = 0.0
     seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
     call = PackedBackwardCall(
         q, None, q, k, k, offsets, offsets, q, torch.empty(heads, 4096, device="meta"), 700, 700,
-        2, left, -1, 0.125, dropout_p, seed, 0, [True] * 3,
+        None, None, 0.0, 2, left, -1, 0.125, dropout_p, seed, 0, [True, True, True, False, False],
     )  # fmt: skip
     workspace = [
         torch.empty(shape, dtype=dtype, device="meta")
         for shape, dtype, _ in launchers.attention_varlen_bwd_workspace(call)
     ]
-    launchers.attention_varlen_bwd(call, q, k, k, *workspace)
+    none = torch.empty(0, device="meta")
+    launchers.attention_varlen_bwd(call, q, k, k, none, none, *workspace)
 
 
 @compiles

@@ -77,8 +77,8 @@ def _launch(
     dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     call = ForwardCall(
         q, k, v, dense, prepared.classify(dense) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None, causal, -1, -1, 0.125, dropout_p,
-        empty(1, dtype=torch.int64) if dropout_p else None, 3,
+        empty(2, dtype=torch.int32) if query_lengths else None, None, None, 0.0, causal, -1, -1,
+        0.125, dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip
     workspace = [
         empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(call)
@@ -240,7 +240,7 @@ def test_register_cap_depends_on_strides_of_keys_and_values() -> None:
             return torch.empty_strided((2, 4, 256, D), strides, dtype=torch.bfloat16, device="meta")
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
-        call = ForwardCall(q, k, k, None, None, None, None, 0, -1, -1, 1.0, 0.0, None, 0)
+        call = ForwardCall(q, k, k, *[None] * 6, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
         plan = kernels._bind(config, call, q, None, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
@@ -264,7 +264,7 @@ def test_packed_compiles(arch: str) -> None:
     lse = torch.empty(8, 4096, device="meta")
     with compiled_for(arch) as found:
         call = PackedForwardCall(
-            q, k, k, offsets, offsets, 700, 700, 2, -1, -1, 0.125, 0.0, None, 0
+            q, k, k, offsets, offsets, 700, 700, None, None, 0.0, 2, -1, -1, 0.125, 0.0, None, 0
         )
         kernels.attention_varlen_fwd(call, q, lse)
     assert _tensor_instructions(found[-1], arch) > 0 and spilled(found[-1]) == 0

@@ -163,12 +163,13 @@ class _Call:
             tensor(2, dtype=torch.int32) if name in options.get("lengths", ()) else None
             for name in ("keys", "queries")
         )
-        rest = (None, keys, queries, options.get("causal", 0), -1, -1, 0.125, p, seed, 5)
+        causal = options.get("causal", 0)
+        rest = (None, keys, queries, None, None, 0.0, causal, -1, -1, 0.125, p, seed, 5)
         self.fwd = ForwardCall(q, k, v, options.get("mask"), *rest)
-        needs = [True, True, True, False]
+        needs = [True, True, True, False, False, False]
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         self.bwd = BackwardCall(dout, None, *self.fwd[:7], out, lse, *rest[3:], needs)
-        self.results = [(out, lse), (*gradients, torch.empty(0))]
+        self.results = [(out, lse), (*gradients, *[torch.empty(0)] * 3)]
         workspaces = (
             forward.attention_fwd_workspace(self.fwd),
             backward.attention_bwd_workspace(self.bwd),

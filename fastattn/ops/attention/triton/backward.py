@@ -131,25 +131,25 @@ def _without_zeros(
 ) -> BackwardCall | None:
     """The call without gradients that are zero, which are written here; None if all are."""
     dout, dlse, dropout_p = call.dout, call.dlse, call.dropout_p
-    need_dq, need_dk, need_dv, need_dmask = call.needs
+    need_dq, need_dk, need_dv, need_dmask, *others = call.needs
     need_dmask = need_dmask and call.mask is not None
+    needs = need_dq, need_dk, need_dv, need_dmask, *others
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
     nothing |= packed is not None and 0 in packed
     if nothing or packed is not None:
         # Of packed rows those behind the last sequence belong to no program.
-        for result, needed in zip(gradients, (need_dq, need_dk, need_dv, need_dmask), strict=True):
+        for result, needed in zip(gradients, needs, strict=True):
             if needed:
                 result.zero_()
         if nothing:
             return None
     if need_dv and dout is None:
         gradients.dv.zero_()
-        need_dv = False
+        needs = need_dq, need_dk, False, need_dmask, *others
     if dlse is not None:
         dlse = dlse.contiguous()
-    needs = need_dq, need_dk, need_dv, need_dmask
     if dout is call.dout and dlse is call.dlse and needs == tuple(call.needs):
         return call
     return call._replace(dout=dout, dlse=dlse, dropout_p=dropout_p, needs=needs)

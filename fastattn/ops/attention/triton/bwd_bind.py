@@ -192,7 +192,7 @@ def bind(
     if packed is not None:
         call, gradients = _heads_first(call), Gradients(*map(heads_first, gradients))
     binder = _Binder(layout, facts_of(call, packed), call, gradients, aligned)
-    need_dq, _, _, need_dmask = call.needs
+    need_dq, _, _, need_dmask, *_ = call.needs
     dkdv = binder.dkdv()
     classify = list_dq = list_dkdv = dmask = sum_splits = None
     if layout.lists is not None:
@@ -333,7 +333,7 @@ class _Binder:
         return launch.over(triton.cdiv(facts.M, tile.block_m) * heads)
 
     def dkdv(self) -> tuple[tuple[_Launch, bool, bool], ...]:
-        _, need_dk, need_dv, _ = self.call.needs
+        _, need_dk, need_dv, *_ = self.call.needs
         passes = [(need_dk, need_dv)]
         if self.layout.config.separate and need_dk and need_dv:
             passes = [(True, False), (False, True)]

@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mask": {"mask": "bool BHMN"},
     "mask of one row": {"mask": "bool N"},
     "bias": {"mask": "float BHMN"},
+    "sinks": {"sinks": 0.0},
 }
 BASE: dict[str, Any] = {"M": 20, "N": 40, "D": 16, "E": 16}
 

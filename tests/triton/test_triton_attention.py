@@ -332,6 +332,22 @@ def test_head_dims_of_one_two_and_padded_tiles() -> None:
         _check((q, k, v, *[None] * 6, 0.0, 1, -1, -1, D**-0.5, 0.0, None, 0))
 
 
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, FP16])
+def test_only_rows_without_keys_have_the_sink_as_lse(dtype: torch.dtype) -> None:
+    """Other rows' lse is above it, if by rounding up alone: so the backward knows them."""
+    sinks = torch.tensor([0.0, -0.0, 30.0, -50.0, -torch.inf])
+    q = torch.full((1, 5, 3, 16), 8.0, dtype=dtype)
+    lengths = torch.tensor([[4, 0, 1]], dtype=torch.int32)
+    options = (None, None, lengths, None, None, sinks, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
+    call = ForwardCall(*(_move(x) for x in (q, -q, q, *options)))
+    out, lse = torch.empty_like(call.q), torch.empty(1, 5, 3, device=DEVICE)
+    kernels.attention_fwd(call, out, lse)
+    assert torch.equal(lse[0, :, 1].cpu(), sinks)
+    assert (lse[0, :, ::2].cpu() > sinks[:, None]).all()
+    assert torch.equal(lse[0, -1, ::2].cpu() > -1e4, torch.tensor([True, True]))
+
+
 @pytest.mark.skipif(not _env.interpreting(), reason="counts what the interpreter computes")
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_beyond_query_lengths_are_not_computed(

@@ -61,6 +61,8 @@ runs = pytest.mark.skipif(
 # Dead rows and keys hold NaN, and what the kernels make of them is selected away.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 RESULTS = Gradients._fields
+# What the public functions return of these has the parameter's dtype, in samples the data's.
+PARAMETERS = ("ddistance_bias", "dsinks")
 NAN = float("nan")
 
 
@@ -176,6 +178,8 @@ class Call:
             got = results[name]
             if got.numel() == 0 or e is None:
                 continue
+            if name in PARAMETERS:
+                got, s = got.to(self.out.dtype), s.to(self.out.dtype)
             mag = magnitudes[name].reshape(e.shape)
             by_head = name == "ddistance_bias"
             slice_dims = 2 if by_head else min(2, max(0, magnitudes[name].dim() - 2))
@@ -190,7 +194,7 @@ def _small(name: str, **options: Any) -> Sample:
 # The whole suite's samples for the interpreter take minutes; these meet every line of the kernels.
 _INTERPRETED = (
     "d80", "gqa", "bottom_right", "window", "key_lengths_rows", "both_lengths", "bool_mask_keys",
-    "bias_row", "no_keys", "huge_logits",
+    "bias_row", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "sinks_no_keys",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (
@@ -399,7 +403,7 @@ def test_strides() -> None:
 
 
 def _packed_samples() -> list[Any]:
-    short = ("cross", "gqa", "slack", "dropout", "one_query_each")
+    short = ("cross", "gqa", "slack", "dropout", "one_query_each", "sinks")
     return [
         pytest.param(s, marks=() if NATIVE or s.name in short else (pytest.mark.slow,), id=s.name)
         for s in spec_varlen.SAMPLES
@@ -438,6 +442,8 @@ def _check_packed(sample: Sample) -> None:
     for name, got, e, s in zip(names, results, exact, same, strict=True):
         if e is None:
             continue
+        if name in PARAMETERS:
+            got, s = got.to(out.dtype), s.to(out.dtype)
         if e.dim() == 3 and name != "ddistance_bias":
             got, e, s = (x.transpose(0, 1) for x in (got, e, s))
         verdict = compare(got, e, s, 1 + e.abs(), slice_dims=2 if name == "ddistance_bias" else 1)

@@ -18,7 +18,6 @@ from fastattn.ops.attention.calls import (
     BackwardCall,
     Gradients,
     PackedBackwardCall,
-    score_changes,
 )
 from fastattn.ops.attention.triton.bwd_bind import Plan, bind, layout_of
 from fastattn.ops.attention.triton.bwd_config import BwdConfig
@@ -28,6 +27,8 @@ from fastattn.ops.attention.triton.launch import (
     architecture,
     heads_first,
     length_tensors,
+    score_changes_unsupported,
+    score_tensors,
     unsupported,
 )
 from fastattn.ops.attention.triton.tiles import dropout_numbers
@@ -40,7 +41,7 @@ _plans = LaunchCache()
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     why = unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
-    return why or score_changes(call)
+    return why or score_changes_unsupported(call)
 
 
 def attention_bwd_workspace(call: BackwardCall) -> Workspace:
@@ -75,14 +76,14 @@ def _run(
         return
     dout, dlse, q, k, v, mask, mask_tiles = reduced[:7]
     out, lse, needs, lengths = reduced.out, reduced.lse, reduced.needs, length_tensors(reduced)
-    dropout_stream = reduced.dropout_stream
+    changes, dropout_stream = score_tensors(reduced), reduced.dropout_stream
     dq, dk, dv, dmask, *_ = gradients
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     addresses |= 0 if dout is None else dout.data_ptr()
     key = (
         tiling or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), None if dout is None else dout.stride(), dlse is None,
-        signature(mask), signature(mask_tiles), *map(signature, lengths),
+        signature(mask), signature(mask_tiles), *map(signature, (*lengths, *changes)),
         *_options(reduced), *needs, dq.stride(), dk.stride(), dv.stride(), dmask.stride(), packed,
         addresses & 15 == 0,
     )  # fmt: skip
@@ -91,6 +92,9 @@ def _run(
         plan = _plans.remember(key, bind(tiling, reduced, gradients, key[-1], packed))
 
     lse_delta, *rest = workspace
+    sink_sums = None
+    if needs[5]:
+        sink_sums, *rest = rest
     base_bits = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
         base_bits, alive, lists_dq, lists_dkdv, *rest = rest
@@ -104,10 +108,11 @@ def _run(
     if plan.list_dq is not None:
         plan.list_dq(base_bits, lists_dq)
     plan.dq(
-        q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, mask,
-        lists_dq, alive, lengths, seed, column_keys, row_keys,
-        dropout_stream,
+        q, k, v, out, dout, k, k, v, v, lse, dlse, lse_delta, dq if needs[0] else None, sink_sums,
+        mask, lists_dq, alive, lengths, changes, seed, column_keys, row_keys, dropout_stream,
     )  # fmt: skip
+    if sink_sums is not None:
+        torch.sum(sink_sums, (0, 2), out=gradients.dsinks)
     if plan.list_dkdv is not None:
         plan.list_dkdv(base_bits, lists_dkdv)
     for launch, writes_dk, writes_dv in plan.dkdv:
@@ -131,9 +136,10 @@ def _without_zeros(
 ) -> BackwardCall | None:
     """The call without gradients that are zero, which are written here; None if all are."""
     dout, dlse, dropout_p = call.dout, call.dlse, call.dropout_p
-    need_dq, need_dk, need_dv, need_dmask, *others = call.needs
+    need_dq, need_dk, need_dv, need_dmask, need_dbias, need_dsinks = call.needs
     need_dmask = need_dmask and call.mask is not None
-    needs = need_dq, need_dk, need_dv, need_dmask, *others
+    need_dsinks = need_dsinks and call.sinks is not None
+    needs = need_dq, need_dk, need_dv, need_dmask, need_dbias, need_dsinks
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
         dout, dropout_p = None, 0.0  # everything is dropped: out depends on nothing
     nothing = call.q.numel() == 0 or call.k.numel() == 0 or (dout is None and dlse is None)
@@ -144,10 +150,14 @@ def _without_zeros(
             if needed:
                 result.zero_()
         if nothing:
+            if need_dsinks and dlse is not None:  # a row without keys has the sink as lse
+                dlse = torch.where(call.lse.isneginf(), 0.0, dlse)
+                heads = dlse[None] if packed is not None else dlse  # [.., H, rows]
+                torch.sum(heads, (0, 2), out=gradients.dsinks)
             return None
     if need_dv and dout is None:
         gradients.dv.zero_()
-        needs = need_dq, need_dk, False, need_dmask, *others
+        needs = need_dq, need_dk, False, need_dmask, need_dbias, need_dsinks
     if dlse is not None:
         dlse = dlse.contiguous()
     if dout is call.dout and dlse is call.dlse and needs == tuple(call.needs):
@@ -160,7 +170,8 @@ def _without_zeros(
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
-    return unsupported(None, q, k, v, out=out, dout=dout) or score_changes(call)
+    why = unsupported(None, q, k, v, out=out, dout=dout)
+    return why or score_changes_unsupported(call)
 
 
 def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:

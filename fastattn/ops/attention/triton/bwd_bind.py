@@ -86,7 +86,8 @@ class TileLists(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The tiling of a call and its workspace: lse and delta; with lists the bits and live keys of
+    """The tiling of a call and its workspace: lse and delta; for dsinks a sum of each query tile;
+    with lists the bits and live keys of
     base tiles and the lists of dq and dkdv; with splits of dmask their sums; with dropout the keys
     of rows and of columns.
     """
@@ -106,12 +107,12 @@ def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | Non
     key = (
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
         *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
-        call.window_left, call.window_right, call.dropout_p > 0.0, call.needs[3], packed,
+        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3::2], packed,
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)
     if layout is None:
         facts = facts_of(_heads_first(call) if packed is not None else call, packed)
-        layout = _layouts.remember(key, _layout(tiling, facts, bool(call.needs[3])))
+        layout = _layouts.remember(key, _layout(tiling, facts, *map(bool, call.needs[3::2])))
     return layout
 
 
@@ -120,7 +121,7 @@ def _heads_first(call: BackwardCall) -> BackwardCall:
     return call._replace(q=q, k=k, v=v, out=out, dout=dout)
 
 
-def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool) -> Layout:
+def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool, need_dsinks: bool) -> Layout:
     M, N, mask = facts.M, facts.N, facts.mask
     if config is None:
         edges = facts.arithmetic or M % _LSE_DELTA_ROWS != 0 or N % _LSE_DELTA_ROWS != 0
@@ -133,6 +134,9 @@ def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool) -> Layout:
         heads, rows = facts.H, rows + (LSE_DELTA_ALIGNMENT.value - 1) * facts.packed.sequences
     padded_m = triton.cdiv(rows, _LSE_DELTA_ROWS) * _LSE_DELTA_ROWS
     workspace: Workspace = [((heads, padded_m), torch.int64, False)]
+    if need_dsinks:
+        sums = facts.B, facts.H, triton.cdiv(M, config.dq.block_m)
+        workspace.append((sums, torch.float32, False))
     lists = None
     if facts.needs_lists:
         base_m = min(config.dq.block_m, config.dkdv.block_m)

@@ -247,7 +247,7 @@ def attention_bwd_dkdv_kernel(
     stride_base_b, stride_base_h, base_tiles_m, stride_alive, alive_heads,
     stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
     H, K, GROUP, M, N, padded_m, batch_heads, swizzle_group,
-    low, high, scale, threshold, keep_factor,
+    low, high, scale, threshold, keep_factor, change_numbers,
     CASE: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in attention_bwd_dq_kernel; batch_heads, swizzle_group: of key/value heads."""

@@ -38,7 +38,7 @@ def attention_bwd_dmask_kernel(
     stride_base_b, stride_base_h, base_tiles_n, stride_lengths,
     H, GROUP, M, N, padded_m,
     owned_h, owned_m, owned_n, summed_b, summed_h, summed_m, summed_n, splits, per_split,
-    low, high, scale, threshold, keep_factor,
+    low, high, scale, threshold, keep_factor, change_numbers,
     SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr, CASE: tl.constexpr,
 ):  # fmt: skip
     """One tile of the mask, or a share of what is summed into it.

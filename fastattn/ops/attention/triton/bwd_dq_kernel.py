@@ -56,6 +56,7 @@ from fastattn.ops.attention.triton.tiles import (
     rows_of,
     scaled_rows,
     sequence_limits,
+    sink_of,
     store_row_tiles,
     tile_range,
 )
@@ -195,24 +196,25 @@ def add_tiles(dq, tiles, given, KIND: tl.constexpr, CASE: tl.constexpr):
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "H", "GROUP"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, k0_desc, k1_desc, v0_desc, v1_desc,
-    lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr,
-    mask_ptr, lists_ptr, alive_ptr, lengths,
+    lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr, sink_sums_ptr,
+    mask_ptr, lists_ptr, alive_ptr, lengths, changes,
     seed_ptr, column_keys_ptr, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_do, stride_dq, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive,
     stride_list_b, stride_list_h, stride_list_tile, stride_lengths,
     H, GROUP, M, N, padded_m, rows, batch_heads, swizzle_group,
-    low, high, scale, threshold, keep_factor,
+    low, high, scale, threshold, keep_factor, change_numbers,
     NEED_DQ: tl.constexpr, HAS_DLSE: tl.constexpr, EXACT_DELTA: tl.constexpr, CASE: tl.constexpr,
 ):  # fmt: skip
     """EXACT_DELTA: delta is summed over the keys once more, where out was rounded too much. rows:
     of a head, in all sequences. row_keys_ptr: for dkdv, dropout's key of each unit of rows, at the
-    position of its first row in lse_delta.
+    position of its first row in lse_delta. sink_sums_ptr: for dsinks, [batch, head, query tile].
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
     UNIT: tl.constexpr = CASE.UNIT
     m_tile, batch_head = program_tile(M, batch_heads, swizzle_group, BLOCK_M, True)
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     b = batch_head // H
     h = batch_head % H
     kv_head = h // GROUP
@@ -249,6 +251,10 @@ def attention_bwd_dq_kernel(
     # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
     lse = tl.load(lse_ptr + first_row + i, mask=inside, other=NEG_INF)
     live = inside & (lse != NEG_INF)
+    given_lse = lse
+    if CASE.SINKS:
+        sink = sink_of(changes, change_numbers, h64)
+        live = inside & ~(lse <= sink)
     score_scale = scale
     if not CASE.NATURAL:
         lse = lse * LOG2E
@@ -332,6 +338,12 @@ def attention_bwd_dq_kernel(
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + first_row + i, mask=inside, other=0.0)
         delta -= dlse / keep_factor
+    if sink_sums_ptr is not None:
+        # Each row's weight of the sink times -delta; of a row without keys delta is -dlse.
+        change = tl.where(live, -delta * keep_factor, dlse if HAS_DLSE else 0.0)
+        change *= tl.exp2((sink - given_lse) * LOG2E)
+        change = tl.where(given_lse == NEG_INF, 0.0, change)
+        tl.store(sink_sums_ptr + batch_head * tiles_m + m_tile, tl.sum(change, 0))
     delta = tl.where(live, delta, 0.0)
     if CASE.DROPOUT and not CASE.NATURAL:
         lse -= shift

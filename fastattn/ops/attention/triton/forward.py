@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall, score_changes
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton.launch import (
@@ -26,6 +26,8 @@ from fastattn.ops.attention.triton.launch import (
     heads_first,
     length_tensors,
     row_strides_in_units,
+    score_changes_unsupported,
+    score_tensors,
     swizzle_group_size,
     unsupported,
 )
@@ -59,7 +61,7 @@ def _config(facts: Facts) -> ForwardConfig:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v) or score_changes(call)
+    return unsupported(call.mask, call.q, call.k, call.v) or score_changes_unsupported(call)
 
 
 def attention_fwd_workspace(call: ForwardCall) -> Workspace:
@@ -112,11 +114,12 @@ def _run(
     if lse.numel() == 0:
         return
     q, k, v, mask, mask_tiles = call[:5]
-    lengths, dropout_seed, stream = length_tensors(call), call.dropout_seed, call.dropout_stream
+    lengths, changes = length_tensors(call), score_tensors(call)
+    dropout_seed, stream = call.dropout_seed, call.dropout_stream
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        *map(signature, lengths), *_options(call),
+        *map(signature, (*lengths, *changes)), *_options(call),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
@@ -130,7 +133,7 @@ def _run(
         keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, stream)
     plan.attend(
-        q, k, v, k, v, mask, lists, lengths,
+        q, k, v, k, v, mask, lists, lengths, changes,
         None if keys is None else dropout_seed, keys, out, lse, stream,
     )  # fmt: skip
 
@@ -200,7 +203,8 @@ def _bind(
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return unsupported(None, *map(heads_first, (call.q, call.k, call.v))) or score_changes(call)
+    why = unsupported(None, *map(heads_first, (call.q, call.k, call.v)))
+    return why or score_changes_unsupported(call)
 
 
 def attention_varlen_fwd_workspace(call: PackedForwardCall) -> Workspace:
@@ -213,11 +217,12 @@ def attention_varlen_fwd(
     """lse [H, T]; the offsets are contiguous. As `_run`, without a second tuple of arguments."""
     if lse.numel() == 0:
         return
-    q, k, v, offsets_q, offsets_k, *options, dropout_p, dropout_seed, dropout_stream = call
+    q, k, v, offsets_q, offsets_k, *sizes = call[:7]
+    changes, dropout_seed, dropout_stream = score_tensors(call), *call[-2:]
     key = (
         architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape,
-        v.stride(), out.stride(), signature(offsets_q), signature(offsets_k), *options, dropout_p,
-        (k.data_ptr() | v.data_ptr()) & 15 == 0,
+        v.stride(), out.stride(), signature(offsets_q), signature(offsets_k), *sizes,
+        *map(signature, changes), *_options(call), (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -229,6 +234,6 @@ def attention_varlen_fwd(
         keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
-        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q),
+        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q), changes,
         None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from fastattn.ops.attention.triton.fwd_loops import (
     bounded_lists,
     whole_lists,
 )
-from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums
+from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums, add_sink, raised_above
 from fastattn.ops.attention.triton.mask_lists import list_of
 from fastattn.ops.attention.triton.tiles import (
     FULL,
@@ -42,6 +42,7 @@ from fastattn.ops.attention.triton.tiles import (
     row_zeros,
     rows_of,
     sequence_limits,
+    sink_of,
     store_row_tiles,
     tile_range,
 )
@@ -64,12 +65,12 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "M"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc,
-    mask_ptr, lists_ptr, lengths,
+    mask_ptr, lists_ptr, lengths, changes,
     seed_ptr, column_keys_ptr, out_ptr, lse_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_mask,
     stride_list_b, stride_list_h, stride_list_tile, inner, stride_lengths,
     H, GROUP, M, N, rows, batch_heads, swizzle_group,
-    low, high, scale, threshold, keep_factor,
+    low, high, scale, threshold, keep_factor, change_numbers,
     Q_FACTOR: tl.constexpr, OVERLAP: tl.constexpr, CASE: tl.constexpr,
 ):  # fmt: skip
     """scale is positive; the sign, or a zero, is in Q_FACTOR. rows: of a head, in all sequences. Of
@@ -192,17 +193,27 @@ def attention_fwd_kernel(
         sums = attend_full_tiles_ahead(sums, tiles, given, OVERLAP == 1, CASE)
 
     # -- results; a row without keys has l = 0, a row beyond the query length is as good as one
-    empty = (sums.l == 0.0) | (i >= q_limit)
+    m, l, acc = sums
+    empty = (l == 0.0) | (i >= q_limit)
+    if CASE.SINKS:
+        sink = sink_of(changes, change_numbers, h64)
+        m, l, alpha = add_sink(m, l, sink, CASE)
     if CASE.NATURAL:
-        lse = sums.m + tl.log(sums.l)
+        lse = m + tl.log(l)
     else:
-        lse = (sums.m + tl.log2(sums.l)) / LOG2E
-    lse = tl.where(empty, NEG_INF, lse)
+        lse = (m + tl.log2(l)) / LOG2E
+    if CASE.SINKS:
+        lse = tl.where(empty, sink, raised_above(lse, sink))
+        lse = tl.where(i < q_limit, lse, NEG_INF)
+    else:
+        lse = tl.where(empty, NEG_INF, lse)
     tl.store(lse_ptr + lse_start + i, lse, mask=i < M)
-    factor = tl.where(empty, 0.0, 1.0 / sums.l)
+    factor = tl.where(empty, 0.0, 1.0 / l)
+    if CASE.SINKS:
+        factor = factor * alpha
     if CASE.DROPOUT:
         factor = factor * keep_factor
-    out0, out1 = sums.acc
+    out0, out1 = acc
     out0 = tl.where(empty[:, None], 0.0, out0 * factor[:, None])
     if CASE.E1 > 0:
         out1 = tl.where(empty[:, None], 0.0, out1 * factor[:, None])

@@ -22,6 +22,7 @@ from fastattn.ops.attention.triton.tiles import (
     NEG_INF,
     ONE_ROW,
     PARTIAL,
+    SMALLEST_NORMAL,
     Dropout,
     KeyBounds,
     Source,
@@ -175,6 +176,35 @@ def add_values(acc, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CAS
         # Both accumulators are ready before either product: else ptxas serialises them (C7515).
         acc1 = acc1 * alpha[:, None]
     return add_product((acc0, acc1), p, v, CASE.E1, CASE.PRECISION)
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_sink(m, l, sink, CASE: tl.constexpr):
+    """(m, l, what acc shrinks by) with a logit, in natural units, in every row's sum."""
+    if CASE.NATURAL:
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2((m - m_new) * LOG2E)
+        p = tl.exp2((sink - m_new) * LOG2E)
+    else:
+        m_new = tl.maximum(m, sink * LOG2E)
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(sink * LOG2E - m_new)
+    return m_new, l * alpha + p, alpha
+
+
+@triton.jit
+def raised_above(lse, sink):
+    """lse where it is above the sink, else the next number after it: in the backward a row without
+    keys is one whose lse is not above the sink.
+    """
+    bits = sink.to(tl.int32, bitcast=True)
+    after = (bits + tl.where(bits < 0, -1, 1)).to(tl.float32, bitcast=True)
+    # Not the smallest number, which arithmetic may flush to zero.
+    after = tl.where(tl.abs(sink) < SMALLEST_NORMAL, SMALLEST_NORMAL, after)
+    return tl.where(lse <= sink, after, lse)
 
 
 # -- the step -------------------------------------------------------------------------------------

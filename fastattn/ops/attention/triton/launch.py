@@ -14,7 +14,12 @@ from torch import Tensor
 
 from fastattn.ops import _env
 from fastattn.ops._triton_launch import DTYPES, DescriptorTemplate, descriptor_template, too_old
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    ForwardCall,
+    PackedForwardCall,
+    score_changes,
+)
 from fastattn.ops.attention.triton.tiles import (
     Case,
     DiagonalBounds,
@@ -23,6 +28,8 @@ from fastattn.ops.attention.triton.tiles import (
     MaskShape,
     MaskStrides,
     RowStrides,
+    ScoreNumbers,
+    ScoreTensors,
     diagonal_bounds,
     dropout_numbers,
     mask_shape,
@@ -76,6 +83,7 @@ class Facts(NamedTuple):
     mask_strides: MaskStrides
     scale: float
     dropout_p: float
+    score_numbers: ScoreNumbers
 
     @property
     def group(self) -> int:
@@ -123,9 +131,12 @@ class Facts(NamedTuple):
         return dead or (limits.has_high and (self.shorter_queries or limits.high < self.N - self.M))
 
     @property
-    def numbers(self) -> tuple[float, ...]:
-        """What kernels take last: low, high, scale, and of dropout threshold and keep_factor."""
-        return self.limits.low, self.limits.high, self.scale, *dropout_numbers(self.dropout_p)
+    def numbers(self) -> tuple[Any, ...]:
+        """What kernels take last: low, high, scale, of dropout threshold and keep_factor, and the
+        numbers of changes of scores.
+        """
+        dropout = dropout_numbers(self.dropout_p)
+        return self.limits.low, self.limits.high, self.scale, *dropout, self.score_numbers
 
     def case(
         self,
@@ -151,6 +162,7 @@ class Facts(NamedTuple):
             "ARITHMETIC": self.arithmetic,
             "DENSE": self.mask is not None,
             "BIAS": self.bias,
+            "SINKS": self.score_numbers.sink_stride is not None,
             "SHARED": 0 if self.mask is None else shared_lines(self.mask),
             "MASK_UNIT": self.mask_unit,
             "DROPOUT": dropout,
@@ -189,12 +201,16 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
-        call.dropout_p,
+        call.dropout_p, ScoreNumbers(None if call.sinks is None else call.sinks.stride(0)),
     )  # fmt: skip
 
 
 def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
     return LengthTensors(call.key_lengths, call.query_lengths)
+
+
+def score_tensors(call: ForwardCall | PackedForwardCall | BackwardCall) -> ScoreTensors:
+    return ScoreTensors(call.sinks)
 
 
 def heads_first(x: Any) -> Any:
@@ -272,6 +288,10 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
     if not limits.has_high:
         return 1
     return min(heads, group * max(1, _SWIZZLE_GROUP_BYTES // max(1, head_bytes)))
+
+
+def score_changes_unsupported(call: Any) -> str | None:
+    return score_changes(call._replace(sinks=None))
 
 
 def unsupported(

@@ -20,6 +20,8 @@ from fastattn.ops._triton_launch import BoundLaunch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEG_INF = tl.constexpr(float("-inf"))
+# Of fp32.
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 # Kinds of tiles (mask_lists.py).
 FULL = tl.constexpr(0)
@@ -121,6 +123,7 @@ class Case(NamedTuple):
     ARITHMETIC: Any  # lengths, causality or a window restrict rows
     DENSE: Any  # there is a mask
     BIAS: Any  # the mask is added
+    SINKS: Any  # rows have a logit without a value
     SHARED: Any  # which line of the mask serves all: ONE_ROW, ONE_COLUMN or 0
     MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: shows the alignment
     DROPOUT: Any  # 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's
@@ -187,6 +190,18 @@ class LengthStrides(NamedTuple):
 class Lengths(NamedTuple):
     ptr: LengthTensors
     stride: LengthStrides
+
+
+class ScoreTensors(NamedTuple):
+    """What changes scores, None without. Tensors on the host, pointers in kernels."""
+
+    sinks: Any  # [H], fp32
+
+
+class ScoreNumbers(NamedTuple):
+    """What goes with them, None without."""
+
+    sink_stride: Any
 
 
 @triton.jit
@@ -303,6 +318,15 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
     if HAS_HIGH:
         end = tl.minimum(end, i + high + 1)
     return begin, tl.where(i < q_limit, end, 0)
+
+
+# -- sinks ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sink_of(tensors, numbers, h):
+    """The sink of head h (64-bit)."""
+    return tl.load(tensors.sinks + h * numbers.sink_stride)
 
 
 # -- tiles of q, k, v -----------------------------------------------------------------------------

@@ -64,15 +64,25 @@ def _backward(call: ForwardCall, out: Tensor, lse: Tensor, backend: str) -> list
     q, k, v, mask, tiles, key_lengths, query_lengths, *options = call
     args = BackwardCall(
         dout.to(out.dtype), dlse, q, k, v, mask, tiles, key_lengths, query_lengths, out, lse,
-        *options, [True, True, True, False, False, False],
+        *options, [True, True, True, False, True, True],
     )  # fmt: skip
-    return OPS["attention_bwd"](*args, backend=backend)[:3]
+    return OPS["attention_bwd"](*args, backend=backend)
 
 
+_SCORES = {
+    "none": {},
+    "sinks": {"sinks": torch.tensor([-2.0, 0.0, 4.0, 90.0])},
+    "bias": {"distance_bias": torch.randn(1, 4, 79, generator=torch.Generator().manual_seed(8))},
+    "softcap": {"softcap": 0.7},
+}
+_SCORES["all"] = {name: x for given in _SCORES.values() for name, x in given.items()}
+
+
+@pytest.mark.parametrize("scores", _SCORES)
 @pytest.mark.parametrize("saved_by", ["reference", "cpu"])
-def test_backward_follows_another_backends_forward(saved_by: str) -> None:
-    """With lse -inf in rows without a key."""
-    call = _problem()
+def test_backward_follows_another_backends_forward(saved_by: str, scores: str) -> None:
+    """With rows without a key, whose lse is -inf or the sink."""
+    call = _problem(**_SCORES[scores])
     forward = OPS["attention_fwd"]
     if why := _select.refusal(forward, saved_by, call):
         pytest.skip(why)
@@ -82,6 +92,23 @@ def test_backward_follows_another_backends_forward(saved_by: str) -> None:
     torch.manual_seed(0)
     for actual, expected in zip(found, _backward(call, out, lse, "reference"), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_lse_of_rows_with_a_key_is_above_the_sink() -> None:
+    """Also where its rounded value is the sink, by which a backward would take the row for dead."""
+    sinks = torch.tensor([0.0, 30.0, 1e3, 1e8])
+    call = _problem(sinks=sinks)
+    lse = OPS["attention_fwd"](*call, backend="torch")[1]
+    assert torch.equal(lse[1], sinks[:, None].expand(4, 40))
+    assert torch.all(lse[0] > sinks[:, None])
+    offsets = torch.tensor([[0, 30, 35], [0, 40, 40]], dtype=torch.int32)
+    q, k, v = (x[0].transpose(0, 1) for x in call[:3])
+    _, lse = fastattn.attention_varlen(
+        q, k, v, *offsets, 30, 40, sinks=sinks, return_lse=True, backend="torch"
+    )
+    assert torch.all(lse[:, :30] > sinks[:, None])
+    assert torch.equal(lse[:, 30:35], sinks[:, None].expand(4, 5))
+    assert torch.all(lse[:, 35:].isneginf())
 
 
 @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])

@@ -2,15 +2,17 @@
 
 CPU: aten's flash attention and its backward. CUDA: aten's flash attention for half precision
 without a dense mask, else its memory-efficient attention; neither has run on a GPU here yet.
-Dropout, the gradient of a mask, fp64 on a GPU and other devices: matrix products and a softmax,
-with memory O(M N).
+Dropout, a soft cap, the gradient of a mask or of a bias by distance, fp64 on a GPU and other
+devices: matrix products and a softmax, with memory O(M N). A bias by distance is a dense mask, so
+its memory is O(M N) too.
 
 aten's operators differ from fastattn's semantics as follows. Dead rows and keys are set to 0 before
 the call if they could affect results, and the results of dead rows are replaced afterwards. Blocked
 pairs, other than by aten's causal flag, are -inf in an additive mask. In the backward, dead rows
 have lse +inf, so that their weights are exactly 0. Different head dims are padded. The gradient of
 lse is passed in additional columns of dout (1), out (-dlse) and v (0), so that aten's delta =
-rowsum(dout * out) becomes delta - dlse.
+rowsum(dout * out) becomes delta - dlse. Attention sinks change out and lse after the forward, and
+nothing in the backward, which gets these.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -29,7 +31,6 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
-    score_changes,
 )
 from fastattn.ops.attention.torch_kernels import (
     is_fused,
@@ -40,8 +41,17 @@ from fastattn.ops.attention.torch_kernels import (
     packed_refusal,
     pad,
     padded_head_dim,
+    sequence_of,
 )
-from fastattn.ops.attention.torch_problem import Problem, prepare, wide, zero_dead, zero_unsafe
+from fastattn.ops.attention.torch_problem import (
+    TOP_LEFT,
+    Problem,
+    prepare,
+    sum_by_distance,
+    wide,
+    zero_dead,
+    zero_unsafe,
+)
 
 RETURNS_RESULTS = True
 _aten = torch.ops.aten
@@ -67,15 +77,15 @@ def _refusal(call: Any) -> str | None:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call) or score_changes(call)
+    return _refusal(call)
 
 
 def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
     """first: the index of the first batch element, for the dropout bits."""
     q, E = call.q, call.v.shape[3]
     if _is_empty(call):
-        lse = torch.full(q.shape[:3], -math.inf, dtype=wide(q.dtype), device=q.device)
-        return q.new_zeros(*q.shape[:3], E), lse
+        lse = torch.zeros(q.shape[:3], dtype=wide(q.dtype), device=q.device)
+        return q.new_zeros(*q.shape[:3], E), lse + _dead_lse(call)
     fused = is_fused(call)
     t = prepare(call, fused)
     if fused:
@@ -85,25 +95,52 @@ def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
         out = out if width == E else out[..., :E]
     else:
         out, lse = _products_fwd(t, call, first)
+    if call.sinks is not None:
+        keys_weight, lse = _with_sinks(lse, call.sinks[:, None])
+        out = out * keys_weight[..., None]
+    out = out.to(q.dtype)
     if t.live_rows is not None:
         out = out.masked_fill_(~t.live_rows, 0.0)
-        lse = torch.where(t.live_rows[..., 0], lse, -math.inf)
+        lse = torch.where(t.live_rows[..., 0], lse, _dead_lse(call))
     return out, lse
+
+
+def _with_sinks(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of all keys together, and lse with the sinks: above them, as of rows with a key.
+    sinks: broadcastable to lse.
+    """
+    above = torch.nextafter(sinks, sinks.new_full((), math.inf))
+    return torch.sigmoid(lse - sinks), torch.maximum(torch.logaddexp(lse, sinks), above)
+
+
+def _dead_lse(call: ForwardCall) -> Tensor | float:
+    """The lse of rows without an allowed key, broadcastable to [B, H, M]."""
+    if call.sinks is None:
+        return -math.inf
+    sinks, lengths = call.sinks[:, None], call.query_lengths
+    if lengths is None:
+        return sinks
+    i = torch.arange(call.q.shape[2], device=call.q.device)
+    return torch.where(i < lengths[:, None, None], sinks, -math.inf)
 
 
 # -- attention_bwd ---------------------------------------------------------------------------------
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call) or score_changes(call)
+    return _refusal(call)
 
 
 def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
     needs = call.needs
+    dsinks = None
+    if needs[5] and call.sinks is not None:
+        dsinks = _dsinks(call.dout, call.dlse, call.out, call.lse, call.sinks)
     if _is_empty(call):
-        inputs = (call.q, call.k, call.v, call.mask, call.distance_bias, call.sinks)
-        pairs = zip(inputs, needs, strict=True)
-        return tuple(None if x is None or not n else torch.zeros_like(x) for x, n in pairs)
+        inputs = (call.q, call.k, call.v, call.mask, call.distance_bias)
+        pairs = zip(inputs, needs[:5], strict=True)
+        return (*(None if x is None or not n else torch.zeros_like(x) for x, n in pairs), dsinks)
     needs_dmask = needs[3] and call.mask is not None
-    fused = is_fused(call) and not needs_dmask and not _has_huge_scores(call.lse)
+    needs_dbias = needs[4] and call.distance_bias is not None
+    fused = is_fused(call) and not (needs_dmask or needs_dbias or _has_huge_scores(call.lse))
     t = prepare(call, fused)
     dout = torch.zeros_like(call.out) if call.dout is None else call.dout
     dlse, lse = call.dlse, call.lse
@@ -112,14 +149,29 @@ def attention_bwd(call: BackwardCall, first: int = 0) -> _Gradients:
         dout = (zero_unsafe if fused else zero_dead)(t.live_rows, dout)
         dlse = None if dlse is None else torch.where(rows, dlse, 0)
         lse = torch.where(rows, lse, math.inf)
+    dmask = dbias = None
     if fused:
         dq, dk, dv = _fused_bwd(t, call.out, lse, dout, dlse)
-        dmask = None
     else:
-        dq, dk, dv, dmask = _products_bwd(t, call, first, dout, dlse, needs_dmask)
+        dq, dk, dv, ds = _products_bwd(t, call, first, dout, dlse)
+        if needs_dmask and call.mask is not None:
+            dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
+        dbias = sum_by_distance(call, ds) if needs_dbias else None
     dq = dq if t.sign > 0 else dq * t.sign
-    found = (dq, dk, dv, dmask, None, None)
+    found = (dq, dk, dv, dmask, dbias, dsinks)
     return tuple(x if n else None for x, n in zip(found, needs, strict=True))
+
+
+def _dsinks(
+    dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor
+) -> Tensor:
+    """[H]. A row without an allowed key has out 0, and the sink or -inf as lse."""
+    sink, row = sinks[:, None], torch.zeros_like(lse)
+    if dout is not None:
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        row = delta.masked_fill(lse <= sink, 0.0)  # where dout may be NaN
+    row = row if dlse is None else row - dlse
+    return -(torch.exp(sink - lse) * row).masked_fill(lse.isneginf(), 0.0).sum((0, 2))
 
 
 def _with_dlse(out: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -150,14 +202,26 @@ def _by_group(x: Tensor, K: int) -> Tensor:
     return x.reshape(B, K, H // K * M, D)
 
 
-def _scores(t: Problem) -> Tensor:
-    """The scores [B, H, M, N] in fp32 (fp64); 0 in dead rows, whose softmax would be NaN."""
+def _scores(t: Problem, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """The scores [B, H, M, N] in fp32 (fp64); 0 in dead rows, whose softmax would be NaN. Also the
+    scores over the soft cap, if there is one.
+    """
     (B, H, M, _), (_, K, N, _), dtype = t.q.shape, t.k.shape, wide(t.q.dtype)
     s = _by_group(t.q.to(dtype) * t.scale, K) @ t.k.to(dtype).transpose(-1, -2)
     s = s.view(B, H, M, N)
+    ratio = None
+    if softcap > 0:
+        ratio = s.div_(softcap).tanh_()
+        s = ratio * softcap
     if t.bias is not None:
         s += t.bias
-    return s if t.live_rows is None else zero_dead(t.live_rows, s)
+    return s if t.live_rows is None else zero_dead(t.live_rows, s), ratio
+
+
+def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax of each row and its lse."""
+    p = torch.softmax(s, -1)
+    return p, s.amax(-1) - p.amax(-1).log()  # a row's largest weight is 1 / sum(exp(s - max))
 
 
 def _dropped(call: ForwardCall | BackwardCall, first: int) -> Tensor:
@@ -167,26 +231,22 @@ def _dropped(call: ForwardCall | BackwardCall, first: int) -> Tensor:
 
 
 def _products_fwd(t: Problem, call: ForwardCall, first: int) -> tuple[Tensor, Tensor]:
-    s = _scores(t)
-    p = torch.softmax(s, -1)
-    lse = s.amax(-1) - p.amax(-1).log()  # a row's largest weight is 1 / sum(exp(s - max))
+    p, lse = _softmax(_scores(t, call.softcap)[0])
     if call.dropout_p > 0:
         p.masked_fill_(_dropped(call, first), 0.0)
     out = _by_group(p, t.v.shape[1]) @ t.v.to(p.dtype)
-    out = out.view(*t.q.shape[:3], t.v.shape[3]) * keep_scale(call.dropout_p)
-    return out.to(t.q.dtype), lse
+    return out.view(*t.q.shape[:3], t.v.shape[3]) * keep_scale(call.dropout_p), lse
 
 
 def _products_bwd(
-    t: Problem,
-    call: BackwardCall,
-    first: int,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs_dmask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    (B, H, M, D), (_, K, N, _), mask = t.q.shape, t.k.shape, call.mask
-    p = torch.softmax(_scores(t), -1)
+    t: Problem, call: BackwardCall, first: int, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the scores, [B, H, M, N]."""
+    (B, H, M, D), (_, K, N, _) = t.q.shape, t.k.shape
+    s, ratio = _scores(t, call.softcap)
+    p, lse = _softmax(s)
+    if call.sinks is not None:
+        p *= _with_sinks(lse, call.sinks[:, None])[0][..., None]
     dout = _by_group(dout.to(p.dtype) * keep_scale(call.dropout_p), K)
     dp = (dout @ t.v.to(p.dtype).transpose(-1, -2)).view(B, H, M, N)
     kept = p
@@ -198,19 +258,17 @@ def _products_bwd(
     ds = _aten._softmax_backward_data.default(dp, p, -1, p.dtype)
     if dlse is not None:
         ds.addcmul_(p, dlse[..., None])
+    dproduct = _by_group(ds if ratio is None else ds * (1 - ratio * ratio), K)
     q = _by_group(t.q.to(p.dtype) * t.scale, K)
-    dq = (_by_group(ds, K) @ t.k.to(p.dtype) * t.scale).view(B, H, M, D)
-    dk = _by_group(ds, K).transpose(-1, -2) @ q
-    dmask = None
-    if needs_dmask and mask is not None:
-        dmask = ds.sum_to_size(mask.shape).to(mask.dtype)
-    return dq.to(t.q.dtype), dk.to(t.q.dtype), dv.to(t.q.dtype), dmask
+    dq = (dproduct @ t.k.to(p.dtype) * t.scale).view(B, H, M, D)
+    dk = dproduct.transpose(-1, -2) @ q
+    return dq.to(t.q.dtype), dk.to(t.q.dtype), dv.to(t.q.dtype), ds
 
 
 # -- attention_varlen ------------------------------------------------------------------------------
 # On CUDA one kernel computes all sequences; elsewhere there is a call for each sequence.
 def _packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
-    return score_changes(call) or (packed_refusal if call.q.is_cuda else _refusal)(call)
+    return (packed_refusal if call.q.is_cuda else _refusal)(call)
 
 
 def _is_packed_empty(call: PackedForwardCall | PackedBackwardCall) -> bool:
@@ -235,24 +293,44 @@ def _heads(x: Tensor, rows: slice) -> Tensor:
     return x[rows].transpose(0, 1)[None]
 
 
+def _bias_of_sequence(
+    call: PackedForwardCall | PackedBackwardCall, bias: Tensor, b: int, rows: slice, keys: slice
+) -> Tensor:
+    """The part of distance_bias, or of its gradient, of sequence b: [1, H, its queries + keys - 1],
+    a view.
+    """
+    m, n = rows.stop - rows.start, keys.stop - keys.start
+    at = call.max_seqlen_q - m if call.causal <= TOP_LEFT else call.max_seqlen_k - n
+    b = b if bias.shape[0] > 1 else 0
+    return bias[b : b + 1, :, at : at + max(m + n - 1, 0)]
+
+
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     return _packed_refusal(call)
 
 
 def attention_varlen_fwd(call: PackedForwardCall) -> tuple[Tensor, Tensor]:
-    q, k, v, _, _, _, _, *options = call
+    q, k, v, _, _, _, _, bias, sinks, *options = call
     (T, H, D), E = q.shape, v.shape[2]
     if q.is_cuda and not _is_packed_empty(call):
         t = _packed_problem(call, padded_head_dim(q, max(D, E)))
         out, lse = packed_fwd(t, call)
-        live = t.live_rows
+        live, out = t.live_rows, out[..., :E]
         assert live is not None
-        return torch.where(live, out[..., :E], 0), torch.where(live[:, 0, 0], lse, -math.inf)
+        dead_lse: Tensor | float = -math.inf
+        if sinks is not None:
+            keys_weight, lse = _with_sinks(lse, sinks[:, None])
+            out = (out * keys_weight.t()[..., None]).to(q.dtype)
+            positions = torch.arange(T, device=q.device)
+            in_sequence = sequence_of(positions, call.cu_seqlens_q)[1]
+            dead_lse = torch.where(in_sequence, sinks[:, None], -math.inf)
+        return torch.where(live, out, 0), torch.where(live[:, 0, 0], lse, dead_lse)
     out = q.new_zeros(T, H, E)
     lse = q.new_full((H, T), -math.inf, dtype=wide(q.dtype))
     for b, (rows, keys) in enumerate(_sequences(call)):
+        own = None if bias is None else _bias_of_sequence(call, bias, b, rows, keys)
         inputs = (_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None)
-        out_b, lse_b = attention_fwd(ForwardCall._make([*inputs, *options]), b)
+        out_b, lse_b = attention_fwd(ForwardCall._make([*inputs, own, sinks, *options]), b)
         out[rows], lse[:, rows] = out_b[0].transpose(0, 1), lse_b[0]
     return out, lse
 
@@ -262,29 +340,35 @@ def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
 
 
 def attention_varlen_bwd(call: PackedBackwardCall) -> _Gradients:
-    dout, dlse, q, k, v, _, _, out, lse, _, _, *options, needs = call
+    dout, dlse, q, k, v, _, _, out, lse, _, _, bias, sinks, *options, needs = call
     if q.is_cuda and not _is_packed_empty(call):
         return _packed_bwd(call)
+    inputs = (q, k, v, bias, sinks)
     gradients = [
-        x.new_zeros(x.shape) if n else None for x, n in zip((q, k, v), needs, strict=False)
+        None if x is None or not n else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for x, n in zip(inputs, needs, strict=True)
     ]
+    dq, dk, dv, dbias, dsinks = gradients
     for b, (rows, keys) in enumerate(_sequences(call)):
-        results = [_heads(out, rows), lse[None, :, rows]]
-        inputs = [
-            None if dout is None else _heads(dout, rows),
-            None if dlse is None else dlse[None, :, rows],
-            *(_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None),
-        ]
+        own = None if bias is None else _bias_of_sequence(call, bias, b, rows, keys)
         call_b = BackwardCall._make(
-            [*inputs, *results, *options, [*needs[:3], False, False, False]]
+            [
+                None if dout is None else _heads(dout, rows),
+                None if dlse is None else dlse[None, :, rows],
+                *(_heads(q, rows), _heads(k, keys), _heads(v, keys), None, None, None, None),
+                *(_heads(out, rows), lse[None, :, rows], own, sinks, *options),
+                [*needs[:3], False, *needs[3:]],
+            ]
         )
-        gradients_b = attention_bwd(call_b, b)
-        for gradient, gradient_b, at in zip(
-            gradients, gradients_b, (rows, keys, keys), strict=False
-        ):
-            if gradient is not None and gradient_b is not None:
-                gradient[at] = gradient_b[0].transpose(0, 1)
-    return (*gradients, None, None)
+        dq_b, dk_b, dv_b, _, dbias_b, dsinks_b = attention_bwd(call_b, b)
+        for gradient, own_gradient, at in ((dq, dq_b, rows), (dk, dk_b, keys), (dv, dv_b, keys)):
+            if gradient is not None and own_gradient is not None:
+                gradient[at] = own_gradient[0].transpose(0, 1)
+        if dbias is not None and dbias_b is not None:
+            _bias_of_sequence(call, dbias, b, rows, keys).add_(dbias_b)
+        if dsinks is not None and dsinks_b is not None:
+            dsinks += dsinks_b
+    return tuple(gradients)
 
 
 def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
@@ -296,11 +380,17 @@ def _packed_bwd(call: PackedBackwardCall) -> _Gradients:
     size = padded_head_dim(call.q, max(D, out.shape[2]))
     t = _packed_problem(call, size)
     dq, dk, dv = packed_bwd(t, pad(dout, size), pad(out, size), lse, call)
+    dsinks = None
+    if call.needs[4] and call.sinks is not None:
+        douts = None if call.dout is None else call.dout.transpose(0, 1)[None]
+        dlses = None if call.dlse is None else call.dlse[None]
+        outs = call.out.transpose(0, 1)[None]
+        dsinks = _dsinks(douts, dlses, outs, call.lse[None], call.sinks)
     found = (
         torch.where(live, dq[..., :D] * t.sign, 0),
         torch.where(live_keys, dk[..., :D], 0),
         torch.where(live_keys, dv[..., :E], 0),
         None,
-        None,
+        dsinks,
     )
     return tuple(x if needed else None for x, needed in zip(found, call.needs, strict=True))

@@ -23,14 +23,14 @@ _aten = torch.ops.aten
 
 # Pairs of functions: (problem) -> out, lse and (problem, dout, out, lse) -> dq, dk, dv.
 def _cpu_fwd(t: Problem) -> tuple[Tensor, Tensor]:
-    """Computes half precision in fp32: aten's half-precision exponential gives lse an error of
-    5e-5, and is not faster on processors without half-precision matrix instructions.
+    """Computes half precision in fp32, also `out`: aten's half-precision exponential gives lse an
+    error of 5e-5, and is not faster on processors without half-precision matrix instructions.
     """
     q, k, v = (x.to(wide(x.dtype)) for x in t[:3])
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, t.causal, attn_mask=t.bias, scale=t.scale
     )
-    return out.to(t.q.dtype), lse
+    return out, lse
 
 
 def _cpu_bwd(t: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -108,8 +108,14 @@ def kernels(t: Problem, width: int) -> tuple[Callable[..., tuple[Tensor, ...]], 
 def is_fused(call: ForwardCall | BackwardCall) -> bool:
     """Whether aten has a sufficiently accurate fused kernel for the call."""
     q = call.q
-    has_kernels = q.is_cpu or (q.is_cuda and q.dtype != torch.float64)
-    return has_kernels and call.dropout_p == 0 and q.shape[3] > 0 and call.v.shape[3] > 0
+    if q.is_cuda:  # where half-precision kernels take a bias in half precision
+        has_kernels = q.dtype == torch.float32 or (
+            q.dtype != torch.float64 and call.distance_bias is None
+        )
+    else:
+        has_kernels = q.is_cpu
+    changed = call.dropout_p > 0 or call.softcap > 0
+    return has_kernels and not changed and q.shape[3] > 0 and call.v.shape[3] > 0
 
 
 def padded_head_dim(x: Tensor, size: int) -> int:
@@ -131,6 +137,8 @@ def packed_refusal(call: PackedForwardCall | PackedBackwardCall) -> str | None:
         return f"has packed kernels for fp16 and bf16, up to head dim 248, got {q.dtype}"
     if call.dropout_p > 0 or call.window_left >= 0 or call.window_right >= 0:
         return "has packed kernels without dropout and without a window"
+    if call.distance_bias is not None or call.softcap > 0:
+        return "has packed kernels without distance_bias and softcap"
     if call.causal == TOP_LEFT and not same:
         return (
             "has packed kernels for causal='top_left' only if queries and keys have one cu_seqlens"
@@ -143,17 +151,17 @@ def packed_live(call: PackedForwardCall | PackedBackwardCall) -> tuple[Tensor, T
     cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
     M, N = cu_q.diff(), cu_k.diff()  # [B]: the queries and keys of each sequence
     rows, keys = (torch.arange(x.shape[0], device=x.device) for x in (call.q, call.k))
-    b, in_sequence = _sequence_of(rows, cu_q)
+    b, in_sequence = sequence_of(rows, cu_q)
     allowed = N[b]  # how many keys the row may attend
     if call.causal:
         allowed = allowed - M[b] + rows - cu_q[b] + 1
     live_rows = in_sequence & (allowed > 0)
-    b, in_sequence = _sequence_of(keys, cu_k)
+    b, in_sequence = sequence_of(keys, cu_k)
     live_keys = in_sequence & (M[b] > 0)
     return live_rows[:, None, None], live_keys[:, None, None]
 
 
-def _sequence_of(positions: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def sequence_of(positions: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The sequence of each position, and whether the position is before the last offset."""
     count = cu_seqlens.shape[0] - 1
     b = torch.bucketize(positions, cu_seqlens[1:], right=True)

@@ -1,11 +1,12 @@
-"""The arguments of aten's attention kernels: the restrictions of a call as one additive mask and a
-causal flag, and inputs in which dead positions cannot affect results.
+"""The arguments of aten's attention kernels: the restrictions and biases of a call as one additive
+mask and a causal flag, and inputs in which dead positions cannot affect results.
 """
 
 import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall
@@ -52,12 +53,13 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
         allowed.append(mask if is_bool else ~(mask <= torch.finfo(mask.dtype).min))
     if call.key_lengths is not None:  # [B] or [B, M]
         allowed.append(j < call.key_lengths.view(B, 1, -1, 1))
+    by_distance = _bias_of_pairs(call)
     by_rows = windowed or causal >= BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
-    if by_rows or (causal and not fused):  # all restrictions are in the bias
-        shift = 0 if causal < BOTTOM_RIGHT else N - M
+    # Whether all restrictions are in the bias.
+    if by_rows or by_distance is not None or (causal and not fused):
+        diagonal = i + (0 if causal < BOTTOM_RIGHT else N - M)
         if causal == BOTTOM_RIGHT_LENGTHS:
-            shift = _clamped(call.key_lengths, N) - _clamped(reach, M)
-        diagonal = i + shift
+            diagonal = i + _own_offset(call)
         if causal:
             allowed.append(j <= diagonal)
         if call.window_left >= 0:
@@ -72,14 +74,14 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
             allowed.append(j < (reach if causal else N * (reach > 0)))
         if causal and N > M:
             allowed.append(j < M)
-    q, k, v, bias, live_rows = call.q, call.k, call.v, None, None
+    q, k, v, bias, live_rows = call.q, call.k, call.v, by_distance, None
     if allowed:
         pairs = allowed[0]
         for other in allowed[1:]:
             pairs = pairs & other
         pairs = pairs[(None,) * (4 - pairs.dim())]
         pairs = pairs.expand(*pairs.shape[:3], N)
-        bias = _bias(pairs, mask, wide(q.dtype))
+        bias = _bias(pairs, mask, by_distance, wide(q.dtype))
         live_rows, live_keys = pairs.any(-1, keepdim=True), pairs.any(-2)
         if causal:  # row i is live if one of the keys 0 to i is allowed
             live_rows = (pairs.cumsum(-1) > 0)[:, :, 0, i.clamp(max=N - 1)]
@@ -97,9 +99,47 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     return Problem(q, k, v, bias, bool(causal), live_rows, abs(call.scale) or 1.0, sign)
 
 
-def _clamped(lengths: Tensor | None, most: int) -> Any:
-    """[B, 1, 1, 1], or the number without lengths."""
-    return most if lengths is None else lengths.view(-1, 1, 1, 1).clamp(0, most)
+def _own_offset(call: ForwardCall | BackwardCall) -> Any:
+    """The offset of the causal diagonal by each sequence's own lengths: [B, 1, 1, 1], or a number
+    without lengths.
+    """
+    ends = (call.key_lengths, call.k.shape[2]), (call.query_lengths, call.q.shape[2])
+    n, m = (most if x is None else x.view(-1, 1, 1, 1).clamp(0, most) for x, most in ends)
+    return n - m
+
+
+def _entries(call: ForwardCall | BackwardCall) -> Tensor | None:
+    """The entry of distance_bias for each j - i from 1 - M to N - 1, [B, 1, M + N - 1], or None if
+    it is entry j - i + M - 1. Any entry for a distance that no allowed pair has.
+    """
+    if call.causal != BOTTOM_RIGHT_LENGTHS:
+        return None
+    M, N = call.q.shape[2], call.k.shape[2]
+    steps = torch.arange(M + N - 1, device=call.q.device) + N - M
+    return (steps - _own_offset(call)).clamp(0, M + N - 2).view(-1, 1, M + N - 1)
+
+
+def _bias_of_pairs(call: ForwardCall | BackwardCall) -> Tensor | None:
+    """distance_bias as a dense mask [B or 1, H, M, N]."""
+    bias, entries = call.distance_bias, _entries(call)
+    if bias is None:
+        return None
+    if entries is not None:
+        B, H = max(bias.shape[0], entries.shape[0]), bias.shape[1]
+        bias = bias.expand(B, H, -1).gather(2, entries.expand(B, H, -1))
+    return bias.unfold(2, call.k.shape[2], 1).flip(2)
+
+
+def sum_by_distance(call: BackwardCall, ds: Tensor) -> Tensor:
+    """The gradient of distance_bias, from that of the dense mask, [B, H, M, N]."""
+    bias, entries, (B, H, M, N) = call.distance_bias, _entries(call), ds.shape
+    assert bias is not None
+    # Row i is shifted by M - 1 - i columns: rows of M + N entries become rows of M + N - 1.
+    shifted = F.pad(ds.flip(2), (0, M)).flatten(2)[..., : M * (M + N - 1)]
+    sums = shifted.view(B, H, M, M + N - 1).sum(2)
+    if entries is not None:
+        sums = torch.zeros_like(sums).scatter_add_(2, entries.expand(sums.shape), sums)
+    return sums.sum_to_size(bias.shape)
 
 
 def _unexpanded(x: Tensor) -> Tensor:
@@ -109,12 +149,17 @@ def _unexpanded(x: Tensor) -> Tensor:
     return x
 
 
-def _bias(allowed: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _bias(
+    allowed: Tensor, mask: Tensor | None, by_distance: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """The additive mask, contiguous as aten needs it."""
-    if mask is None or mask.dtype == torch.bool:
+    added = by_distance
+    if mask is not None and mask.dtype != torch.bool:
+        added = mask.to(dtype) if added is None else added + mask.to(dtype)
+    if added is None:
         bias = torch.full(allowed.shape, -math.inf, dtype=dtype, device=allowed.device)
         return bias.masked_fill_(allowed, 0.0)
-    return torch.where(allowed, mask.to(dtype), -math.inf).contiguous()
+    return torch.where(allowed, added, -math.inf).contiguous()
 
 
 def zero_dead(live: Tensor, x: Tensor) -> Tensor:

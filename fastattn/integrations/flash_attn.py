@@ -6,9 +6,8 @@ Tensors are [B, S, H, D] and masks are aligned bottom right, as in flash_attn. T
 every device of fastattn, a CPU included, also in fp32, and have gradients for the same arguments.
 Differences: dropout rates are multiples of 1/256; a row without a key has lse -inf, not inf;
 gradients are deterministic on a CPU and, under torch.use_deterministic_algorithms, on a GPU, where
-`deterministic` raises without it; `num_splits` is ignored; `softcap` is not supported. ALiBi slopes
-and windows, except causal ones and those of equal lengths, become a dense mask of at most
-[B, H, M, N]: exact, but slower.
+`deterministic` raises without it; `num_splits` is ignored. ALiBi slopes and windows, except with
+causal and those of equal lengths, become a dense mask of at most [B, H, M, N]: exact, but slower.
 """
 
 import operator
@@ -42,6 +41,7 @@ def flash_attn_func(
         q: [B, M, H, D]. k: [B, N, K, D], v: [B, N, K, E]; H a multiple of K.
         causal: query i attends keys j <= i + N - M.
         window_size: (left, right) of that diagonal; -1 = unlimited.
+        softcap: scores become softcap * tanh(score / softcap); 0.0 = unchanged.
         alibi_slopes: fp32 [H] or [B, H]: -slope * |i + N - M - j| is added to the scores.
         return_attn_probs: for tests: also return lse [B, H, M] and, with dropout, the weights
             [B, H, M, N], negative where dropped (None without dropout). They are fp32 and each row
@@ -50,18 +50,15 @@ def flash_attn_func(
     Returns:
         out [B, M, H, E], or (out, lse, weights).
     """
-    _refuse_softcap(softcap)
     _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     heads = _heads_first(q, k, v)
     M, N = q.shape[1], k.shape[1]
-    restrictions = _restrictions(M, N, causal, window_size)
-    if restrictions is None or alibi_slopes is not None:
+    bounds = _bounds(causal or M == 1, window_size, alibi_slopes, M == N)
+    if bounds is None:
         diagonal = torch.full((1,), N - M, device=q.device)
-        restrictions = {
-            "mask": _dense(M, N, diagonal, None, causal, window_size, alibi_slopes, q.shape[2])
-        }
-    return _attend(heads, restrictions, dropout_p, softmax_scale, return_attn_probs)
+        bounds = {"mask": _dense(M, N, diagonal, None, window_size, alibi_slopes, q.shape[2])}
+    return _attend(heads, bounds, dropout_p, softmax_scale, softcap, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Result:
@@ -107,17 +104,16 @@ def flash_attn_varlen_func(
     Returns:
         out [T, H, E], or (out, lse, weights).
     """
-    _refuse_softcap(softcap)
     _check_deterministic(deterministic, q)
     window_size = _sides(window_size)
     max_seqlen_q, max_seqlen_k = _integer(max_seqlen_q), _integer(max_seqlen_k)
-    same = cu_seqlens_q is cu_seqlens_k
-    needs_mask = alibi_slopes is not None or block_table is not None
-    restrictions = _restrictions(0, 0 if same else None, causal, window_size)
-    if not needs_mask and restrictions is not None and not (return_attn_probs and dropout_p > 0.0):
+    same = cu_seqlens_q is cu_seqlens_k and block_table is None
+    bounds = _bounds(causal, window_size, alibi_slopes, same)
+    padded_only = block_table is not None or (return_attn_probs and dropout_p > 0.0)
+    if bounds is not None and not padded_only:
         out, lse = functional.attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            scale=softmax_scale, dropout_p=dropout_p, return_lse=True, **restrictions,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
+            softcap=softcap or None, dropout_p=dropout_p, return_lse=True, **bounds,
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
     # Other calls run padded; rows beyond the end of a sequence are not computed.
@@ -129,12 +125,16 @@ def flash_attn_varlen_func(
     else:
         k, v = (_gathered(x, block_table)[:, :max_seqlen_k] for x in (k, v))
     M, N, H = max_seqlen_q, k.shape[1], q.shape[1]
-    mask = _dense(M, N, keys - queries, None, causal, window_size, alibi_slopes, H)
+    if bounds is None:
+        bounds = {"mask": _dense(M, N, keys - queries, None, window_size, alibi_slopes, H)}
+    elif causal:
+        bounds["causal"] = "bottom_right_lengths"
     padded = _attend(
         _heads_first(q[rows.clamp(max=max(q.shape[0] - 1, 0))], k, v),
-        {"mask": mask, "key_lengths": keys, "query_lengths": queries},
+        bounds | {"key_lengths": keys, "query_lengths": queries},
         dropout_p,
         softmax_scale,
+        softcap,
         True,
     )
     assert isinstance(padded, tuple)
@@ -211,7 +211,6 @@ def flash_attn_with_kvcache(
     does not exist, for values on the CPU. Values on a GPU are not checked: there, lengths are
     clamped to the cache's size and writes outside it are device errors.
     """
-    _refuse_softcap(softcap)
     window_size = _sides(window_size)
     for name, other in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if block_table is not None and other is not None:
@@ -252,25 +251,23 @@ def flash_attn_with_kvcache(
         keys, values = k_cache[rows], v_cache[rows]
     else:
         keys, values = k_cache, v_cache
-    restrictions: dict[str, Any] = {"key_lengths": lengths}
-    if alibi_slopes is None and cache_leftpad is None and (causal or not bounded):
-        if causal:
-            restrictions |= {"causal": "bottom_right_lengths", "window": (window_size[0], -1)}
+    causal, N = causal or M == 1, keys.shape[1]
+    bounds = _bounds(causal, window_size, alibi_slopes, False)
+    if bounds is None:
+        bounds = {"mask": _dense(M, N, lengths - M, cache_leftpad, window_size, alibi_slopes, H)}
     else:
-        restrictions["mask"] = _dense(
-            M, keys.shape[1], lengths - M, cache_leftpad, causal, window_size, alibi_slopes, H
-        )
+        if causal:
+            bounds["causal"] = "bottom_right_lengths"
+        if cache_leftpad is not None:
+            j = torch.arange(N, device=q.device)
+            bounds["mask"] = j >= cache_leftpad[:, None, None, None]
+    bounds["key_lengths"] = lengths
     heads = _heads_first(q, keys, values)
-    result = _attend(heads, restrictions, 0.0, softmax_scale, return_softmax_lse)
+    result = _attend(heads, bounds, 0.0, softmax_scale, softcap, return_softmax_lse)
     return result[:2] if isinstance(result, tuple) else result
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-def _refuse_softcap(softcap: float) -> None:
-    if softcap != 0.0:
-        raise NotImplementedError(f"softcap must be 0.0, got {softcap}")
 
 
 def _check_deterministic(deterministic: bool, q: Tensor) -> None:
@@ -316,19 +313,19 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _restrictions(M: int, N: int | None, causal: bool, window: Window) -> dict[str, Any] | None:
-    """The op's own arguments for causal and window, or None if it cannot express them: without
-    causal, a window is aligned bottom right in flash_attn and top left in the op. N None: lengths
-    may differ between queries and keys.
+def _bounds(
+    causal: bool, window: Window, slopes: Tensor | None, same: bool
+) -> dict[str, Any] | None:
+    """The op's own arguments for causal, window and ALiBi, or None if it cannot express them:
+    without causal, flash_attn's diagonal is the bottom-right one and the op's the top-left one.
+    same: whether these are equal, as each sequence has as many keys as queries.
     """
-    left, right = window
+    bounds: dict[str, Any] = {} if slopes is None else {"alibi_slopes": slopes}
     if causal:
-        return {"causal": "bottom_right", "window": (left, -1)}
-    if (left, right) == (-1, -1):
-        return {}
-    if M == N:
-        return {"window": (left, right)}
-    return None
+        return bounds | {"causal": "bottom_right", "window": (window[0], -1)}
+    if window == (-1, -1) and (same or slopes is None):
+        return bounds
+    return bounds | {"window": window} if same else None
 
 
 def _dense(
@@ -336,22 +333,19 @@ def _dense(
     N: int,
     diagonal: Tensor,
     leftpad: Tensor | None,
-    causal: bool,
     window: Window,
     slopes: Tensor | None,
     H: int,
 ) -> Tensor:
-    """The mask of causal and window bounds along keys - queries = diagonal [B or 1]: bool
-    [B, 1, M, N], or with ALiBi's slopes their biases [B, H, M, N] with -inf outside the bounds.
+    """The mask of window bounds along keys - queries = diagonal [B or 1]: bool [B, 1, M, N], or
+    with ALiBi's slopes their biases [B, H, M, N] with -inf outside the bounds.
     """
     left, right = window
     j = torch.arange(N, device=diagonal.device)
     # The offset of key j from the diagonal of query i.
     distance = j - torch.arange(M, device=j.device)[:, None] - diagonal[:, None, None, None]
     allowed = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        allowed &= distance <= 0
-    elif right >= 0:
+    if right >= 0:
         allowed &= distance <= right
     if left >= 0:
         allowed &= distance >= -left
@@ -367,14 +361,15 @@ def _dense(
 
 def _attend(
     heads: tuple[Tensor, ...],
-    restrictions: dict[str, Any],
+    bounds: dict[str, Any],
     dropout_p: float,
     scale: float | None,
+    softcap: float,
     return_all: bool,
 ) -> Result:
     q, k, v = heads
     seed = functional.new_dropout_seed(q.device) if dropout_p > 0.0 else None
-    options = restrictions | {"scale": scale}
+    options = bounds | {"scale": scale, "softcap": softcap or None}
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": seed}
     out, lse = functional.attention(q, k, v, return_lse=True, **options, **dropout)
     out = out.transpose(1, 2)

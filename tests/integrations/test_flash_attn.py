@@ -17,13 +17,15 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def define(q, k, v, *, causal=False, window=(-1, -1), slopes=None, first=0, scale=None):
+def define(q, k, v, *, causal=False, window=(-1, -1), slopes=None, softcap=0.0, first=0):
     """q [M, H, D], k and v [N, K, D] of one sequence -> out [M, H, D], lse [H, M]."""
     M, N, group = len(q), len(k), q.shape[1] // k.shape[1]
     out, lse = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), normal(q.shape[1], M)
     for h in range(q.shape[1]):
         for i in range(M):
-            scores = k[:, h // group] @ q[i, h] * (scale or q.shape[2] ** -0.5)
+            scores = k[:, h // group] @ q[i, h] * q.shape[2] ** -0.5
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
             for j in range(N):
                 right = j - (i + N - M)
                 blocked = j < first or (causal and right > 0)
@@ -48,16 +50,18 @@ bounds = pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @bounds
 @pytest.mark.parametrize(("M", "N"), [(5, 5), (3, 7), (7, 3), (1, 6)])
 @pytest.mark.parametrize("alibi", [None, "H", "BH"])
-def test_dense(causal, window, M, N, alibi) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+def test_dense(causal, window, M, N, alibi, softcap) -> None:
     q, k, v = normal(2, M, H, D), normal(2, N, K, D), normal(2, N, K, D)
     slopes = None if alibi is None else torch.rand(*((2, H) if alibi == "BH" else (H,)))
     out, lse, weights = flash_attn.flash_attn_func(
-        q, k, v, causal=causal, window_size=window, alibi_slopes=slopes, return_attn_probs=True
-    )
+        q, k, v, causal=causal, window_size=window, softcap=softcap, alibi_slopes=slopes,
+        return_attn_probs=True,
+    )  # fmt: skip
     assert weights is None
     for b in range(2):
-        own = slopes[b] if alibi == "BH" else slopes
-        expected = define(q[b], k[b], v[b], causal=causal, window=window, slopes=own)
+        own = {"slopes": slopes[b] if alibi == "BH" else slopes, "softcap": softcap}
+        expected = define(q[b], k[b], v[b], causal=causal, window=window, **own)
         torch.testing.assert_close(out[b], expected[0])
         torch.testing.assert_close(lse[b], expected[1])
 
@@ -89,8 +93,8 @@ def test_a_negative_window_side_is_unlimited() -> None:
 
 @bounds
 @pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("alibi", [False, True])
-def test_packed(causal, window, same, alibi) -> None:
+@pytest.mark.parametrize(("alibi", "softcap"), [(False, 0.0), (True, 0.0), (True, 0.7)])
+def test_packed(causal, window, same, alibi, softcap) -> None:
     queries = [3, 0, 2, 6]
     keys = queries if same else [5, 2, 0, 4]
     cu_q = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
@@ -101,13 +105,14 @@ def test_packed(causal, window, same, alibi) -> None:
     slopes = torch.rand(H) if alibi else None
     out, lse, _ = flash_attn.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max(queries), max(keys), causal=causal, window_size=window,
-        alibi_slopes=slopes, return_attn_probs=True,
+        softcap=softcap, alibi_slopes=slopes, return_attn_probs=True,
     )  # fmt: skip
+    scores = {"causal": causal, "window": window, "slopes": slopes, "softcap": softcap}
     expected_out, expected_lse = [], []
     for n, (rows, of) in enumerate(zip(queries, keys, strict=True)):
         one = slice(cu_q[n], cu_q[n] + rows)
         other = slice(cu_k[n], cu_k[n] + of)
-        found = define(q[one], k[other], v[other], causal=causal, window=window, slopes=slopes)
+        found = define(q[one], k[other], v[other], **scores)
         expected_out.append(found[0])
         expected_lse.append(found[1])
     right = torch.cat(expected_out)
@@ -201,10 +206,11 @@ def test_cache(causal, window, new, way) -> None:
     angles = torch.rand(N, D // 4, dtype=torch.float64)
     if new:
         options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    slopes = torch.rand(H) if new == 3 else None
+    slopes, softcap = (torch.rand(H), 0.7) if new == 3 else (None, 0.0)
     out, lse = flash_attn.flash_attn_with_kvcache(
         q, *caches, k, v, cache_seqlens=past, causal=causal, window_size=window,
-        alibi_slopes=slopes, rotary_interleaved=interleaved, return_softmax_lse=True, **options,
+        softcap=softcap, alibi_slopes=slopes, rotary_interleaved=interleaved,
+        return_softmax_lse=True, **options,
     )  # fmt: skip
     bounded = causal or window != (-1, -1)
     for b in range(B):
@@ -223,10 +229,34 @@ def test_cache(causal, window, new, way) -> None:
         first = int(pad[b]) if way == "left padding" else 0
         expected = define(
             query, keys[: n + new], values[: n + new], causal=causal, window=window,
-            slopes=slopes, first=first,
+            slopes=slopes, softcap=softcap, first=first,
         )  # fmt: skip
         torch.testing.assert_close(out[b], expected[0])
         torch.testing.assert_close(lse[b], expected[1])
+
+
+def test_alibi_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask of queries x keys."""
+    monkeypatch.setattr(flash_attn, "_dense", None)
+    q, k = normal(2, 3, H, D), normal(2, 7, H, D)
+    options = {"alibi_slopes": torch.rand(H), "softcap": 3.0}
+    flash_attn.flash_attn_func(q, k, k, causal=True, window_size=(2, 0), **options)
+    flash_attn.flash_attn_func(k, k, k, window_size=(2, 1), **options)
+    flash_attn.flash_attn_func(q[:, :1], k, k, **options)
+    offsets = torch.tensor([[0, 3, 6], [0, 7, 14]], dtype=torch.int32)
+    rows = [x.flatten(0, 1) for x in (q, k, k)]
+    flash_attn.flash_attn_varlen_func(*rows, *offsets, 3, 7, causal=True, **options)
+    ends = offsets[1]
+    flash_attn.flash_attn_varlen_func(*rows[1:2] * 3, ends, ends, 7, 7, **options)
+    table = torch.arange(2, dtype=torch.int32)[:, None]
+    flash_attn.flash_attn_varlen_func(
+        rows[0], k, k, *offsets, 3, 7, causal=True, block_table=table, **options
+    )
+    leftpad = torch.tensor([1, 0], dtype=torch.int32)
+    for length, causal in ((1, False), (3, True)):
+        flash_attn.flash_attn_with_kvcache(
+            q[:, :length], k, k, cache_seqlens=5, cache_leftpad=leftpad, causal=causal, **options
+        )
 
 
 def test_whole_cache_and_one_length() -> None:
@@ -239,14 +269,18 @@ def test_whole_cache_and_one_length() -> None:
 
 def test_input_errors() -> None:
     q = normal(1, 2, H, D)
-    with pytest.raises(NotImplementedError, match=r"softcap must be 0\.0, got 30\.0"):
-        flash_attn.flash_attn_func(q, q, q, softcap=30.0)
+    with pytest.raises(
+        ValueError, match=r"softcap must be a finite number > 0, or None, got -1\.0"
+    ):
+        flash_attn.flash_attn_func(q, q, q, softcap=-1.0)
     with pytest.raises(ValueError, match=r"k must be \[B, S, H, D\], got \[2, 4, 8\]"):
         flash_attn.flash_attn_func(q, q[0], q)
     with pytest.raises(ValueError, match="qkv must have 5 dimensions"):
         flash_attn.flash_attn_qkvpacked_func(q)
-    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[B, 4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[1, 4\], got \[3\]"):
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(3))
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\] or \[B, 4\], got \[3\]"):
+        flash_attn.flash_attn_func(q, normal(1, 3, H, D), q, alibi_slopes=torch.ones(3))
     with pytest.raises(ValueError, match="k and v must both be given, got k alone"):
         flash_attn.flash_attn_with_kvcache(q, q, q, k=q)
     with pytest.raises(ValueError, match="cache_leftpad must be None with a block_table"):

@@ -32,7 +32,8 @@ struct Packing {
 };
 struct Options {
   Arguments& from;
-  std::optional<Tensor> distance_bias = as_contiguous(from.optional()), sinks = from.optional();
+  std::optional<Tensor> distance_bias = as_contiguous(from.optional());
+  std::optional<Tensor> sinks = as_contiguous(from.optional());
   double softcap = from.take<double>();
   int64_t causal = from.take<int64_t>();
   int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
@@ -157,6 +158,9 @@ void set_options(Problem& a, const Options& options) {
   STD_TORCH_CHECK(a.causal != kBottomRightLengths || a.key_lengths.stride == 0,
                   "key_lengths must be [batch] to align by them");
   a.scale = static_cast<float>(options.scale);
+  if (options.sinks) {
+    a.sinks = data_of<const float>(*options.sinks, "sinks", a.heads, ScalarType::Float);
+  }
   a.dropout.threshold = dropout::threshold(options.dropout_p);
   if (a.dropout.threshold > 0) {
     STD_TORCH_CHECK(options.dropout_seed.has_value(),
@@ -248,7 +252,7 @@ constexpr int64_t kLocalFloats = 2048;
 // first: the place of q, which k follows. scores: that of distance_bias, before sinks and softcap.
 // Wrong numbers of dimensions raise later.
 bool is_supported(const StableIValue* first, const StableIValue* scores, int64_t dims) {
-  if (scores[0] || scores[1] || scores[2]) {
+  if (scores[0] || scores[2]) {
     return false;
   }
   const TensorOnStack q(first[0]), k(first[1]);
@@ -387,6 +391,10 @@ struct Outputs {
 struct Gradients {
   Tensor dq, dk, dv;
 };
+// The last results: the gradients of what changes the scores.
+struct ScoreGradients {
+  Tensor ddistance_bias, dsinks;
+};
 
 template <bool kGiven>
 Gradients gradients_of(Arguments& from, const Operands& x, const std::vector<bool>& needs) {
@@ -394,6 +402,29 @@ Gradients gradients_of(Arguments& from, const Operands& x, const std::vector<boo
     return {from.tensor(), from.tensor(), from.tensor()};
   }
   return {new_gradient(x.q, needs[0]), new_gradient(x.k, needs[1]), new_gradient(x.v, needs[2])};
+}
+
+// As new_gradient; of shape [0] and the dtype `otherwise` also if the input is not given.
+Tensor new_gradient(const std::optional<Tensor>& x, bool wanted, ScalarType otherwise) {
+  return x && wanted ? new_gradient(*x, true) : new_vector(0, otherwise);
+}
+
+template <bool kGiven>
+ScoreGradients score_gradients_of(Arguments& from, const Options& options,
+                                  const std::vector<bool>& needs, ScalarType type) {
+  if (kGiven) {
+    return {from.tensor(), from.tensor()};
+  }
+  const size_t first = needs.size() - 2;
+  return {new_gradient(options.distance_bias, needs[first], type),
+          new_gradient(options.sinks, needs[first + 1], type)};
+}
+
+void set_score_gradients(Backward& a, const Options& options, const std::vector<bool>& needs,
+                         const ScoreGradients& gradients) {
+  if (options.sinks && needs.back()) {
+    a.dsinks = data_of<float>(gradients.dsinks, "dsinks", a.heads, ScalarType::Float);
+  }
 }
 
 // lse_rows: rows of lse in all heads.
@@ -409,7 +440,7 @@ std::optional<Tensor> wanted(const Tensor& gradient, bool needed) {
 
 void compute_bwd(const OutputGradients& d, const Operands& x, const Masks& masks,
                  const Outputs& outputs, const Options& options, const std::vector<bool>& needs,
-                 const Gradients& gradients, Tensor dmask) {
+                 const Gradients& gradients, Tensor dmask, const ScoreGradients& of_scores) {
   const Tensor rows[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const auto& [dq, dk, dv] = gradients;
   Backward a = {};
@@ -432,6 +463,7 @@ void compute_bwd(const OutputGradients& d, const Operands& x, const Masks& masks
                     "dmask must have the sizes of mask");
     a.exact_delta = a.type != DType::kFloat32;
   }
+  set_score_gradients(a, options, needs, of_scores);
   compute(a, lse_rows);
   if (needs[3] && masks.mask && (lse_rows == 0 || a.keys == 0)) {  // no pair adds to it
     torch::stable::zero_(dmask);
@@ -462,19 +494,17 @@ void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
   const std::vector<bool> needs = needs_of(from, results);
   check_dimensions(x, 4);
   const Gradients g = gradients_of<kGiven>(from, x, needs);
-  const bool needs_dmask = needs[3] && masks.mask;
-  const Tensor dmask = kGiven        ? from.tensor()
-                       : needs_dmask ? new_gradient(*masks.mask, true)
-                                     : new_vector(0, x.q.scalar_type());
-  compute_bwd(d, x, masks, outputs, options, needs, g, dmask);
-  const auto none = [&] { return kGiven ? from.tensor() : new_vector(0, x.q.scalar_type()); };
-  const Tensor ddistance_bias = none(), dsinks = none();
-  return_results(stack, g.dq, g.dk, g.dv, dmask, ddistance_bias, dsinks);
+  const ScalarType type = x.q.scalar_type();
+  const Tensor dmask = kGiven ? from.tensor() : new_gradient(masks.mask, needs[3], type);
+  const ScoreGradients of_scores = score_gradients_of<kGiven>(from, options, needs, type);
+  compute_bwd(d, x, masks, outputs, options, needs, g, dmask, of_scores);
+  return_results(stack, g.dq, g.dk, g.dv, dmask, of_scores.ddistance_bias, of_scores.dsinks);
 }
 
 void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packing& packing,
                         const Outputs& outputs, const Options& options,
-                        const std::vector<bool>& needs, const Gradients& gradients) {
+                        const std::vector<bool>& needs, const Gradients& gradients,
+                        const ScoreGradients& of_scores) {
   const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const int64_t rows = x.q.size(0), key_rows = x.k.size(0);
   Backward a = {};
@@ -491,6 +521,7 @@ void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packi
   a.dv = view_if(wanted(gradients.dv, needs[2]), "dv", key_rows, a.kv_heads, a.value_dim);
   a.lse = data_of<const float>(outputs.lse, "lse", lse_rows, ScalarType::Float);
   a.dlse = d.dlse ? data_of<const float>(*d.dlse, "dlse", lse_rows, ScalarType::Float) : nullptr;
+  set_score_gradients(a, options, needs, of_scores);
   compute(a, lse_rows);
   const int64_t real = a.cu_seqlens_q[a.batch], real_keys = a.cu_seqlens_k[a.batch];
   clear_rows(a.type, a.dq, a.heads, real, rows, a.head_dim);
@@ -513,10 +544,10 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
   const std::vector<bool> needs = needs_of(from, results);
   check_dimensions(x, 3);
   const Gradients g = gradients_of<kGiven>(from, x, needs);
-  compute_varlen_bwd(d, x, packing, outputs, options, needs, g);
-  const auto none = [&] { return kGiven ? from.tensor() : new_vector(0, x.q.scalar_type()); };
-  const Tensor ddistance_bias = none(), dsinks = none();
-  return_results(stack, g.dq, g.dk, g.dv, ddistance_bias, dsinks);
+  const ScoreGradients of_scores =
+      score_gradients_of<kGiven>(from, options, needs, x.q.scalar_type());
+  compute_varlen_bwd(d, x, packing, outputs, options, needs, g, of_scores);
+  return_results(stack, g.dq, g.dk, g.dv, of_scores.ddistance_bias, of_scores.dsinks);
 }
 
 }  // namespace

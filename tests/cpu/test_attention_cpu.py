@@ -46,6 +46,9 @@ TYPICAL = (
     "extreme_logits",
     "dropout",
     "no_keys",
+    "sinks_gqa_window",
+    "sinks_dead_rows",
+    "sinks_one_query_long",
 )
 
 
@@ -81,11 +84,12 @@ def _randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def _results_of_all_options(
     B: int, H: int, K: int, M: int, N: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Outputs and gradients of a call with every restriction and dropout."""
+    """Outputs and gradients of a call with every restriction, change of scores and dropout."""
     q = _randn(B, H, M, 40, dtype=dtype, seed=1).requires_grad_()
     k = _randn(B, K, N, 40, dtype=dtype, seed=2).requires_grad_()
     v = _randn(B, K, N, 24, dtype=dtype, seed=3).requires_grad_()
     mask = _randn(1, H, 1, N, seed=4).requires_grad_()
+    sinks = _randn(H, seed=7).requires_grad_()
     outputs = fastattn.attention(
         q,
         k,
@@ -97,11 +101,12 @@ def _results_of_all_options(
         window=(N // 2, -1),
         dropout_p=0.1,
         dropout_seed=torch.tensor([5]),
+        sinks=sinks,
         return_lse=True,
         backend="cpu",
     )
     gradients = [_randn(*x.shape, dtype=x.dtype, seed=6) for x in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, (q, k, v, mask), gradients)]
+    return [*outputs, *torch.autograd.grad(outputs, (q, k, v, mask, sinks), gradients)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -304,6 +309,38 @@ def test_mask_in_fp64(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(actual.double(), exact.double(), rtol=1e-4, atol=1e-4)
 
 
+# -- changes of scores ----------------------------------------------------------------------------
+@every_isa
+@pytest.mark.parametrize("through", ["out", "lse", "both"])
+@pytest.mark.parametrize("shape", [(2, 3, 40, 1), (1, 1, 40, 1), (1, 1, 1, 1)])
+def test_a_value_for_all_keys_of_a_row_competes_with_the_sink(
+    isa: str, shape: tuple[int, ...], through: str
+) -> None:
+    """Without sinks, such a mask changes no weight, and its gradient is that of lse."""
+    q, k, v = (_randn(2, 3, n, 8, seed=i) for i, n in enumerate((40, 70, 70)))
+    sinks, mask = _randn(3, seed=3), _randn(*shape, seed=9)
+    if shape[2] > 1:
+        mask[..., 3::5, :] = -torch.inf  # dead rows
+
+    def results(dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+        given = [x.to(dtype).requires_grad_() for x in (mask, sinks)]
+        outputs = fastattn.attention(
+            *(x.to(dtype) for x in (q, k, v)),
+            mask=given[0],
+            sinks=given[1],
+            return_lse=True,
+            backend=backend,
+        )
+        chosen = outputs if through == "both" else [outputs[through == "lse"]]
+        gradients = [_randn(*x.shape, seed=10 + x.dim()).to(dtype) for x in chosen]
+        return *outputs, *torch.autograd.grad(chosen, given, gradients)
+
+    for actual, exact in zip(
+        results(torch.float32, "cpu"), results(torch.float64, "reference"), strict=True
+    ):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-4, atol=1e-4)
+
+
 # -- layouts -------------------------------------------------------------------------------------
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads inside rows": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -380,6 +417,7 @@ def _forward(**changes: Any) -> None:
     x = torch.zeros(1, 2, 5, 8)
     arguments = {name: x for name in ("q", "k", "v")}
     arguments |= dict.fromkeys(("mask", "mask_tiles", "key_lengths", "query_lengths"))
+    arguments |= {"distance_bias": None, "sinks": None, "softcap": 0.0}
     arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
     arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
     arguments |= {"out": torch.empty_like(x), "lse": torch.empty(1, 2, 5)}
@@ -400,6 +438,8 @@ def _forward(**changes: Any) -> None:
         ({"key_lengths": torch.zeros(1)}, "key_lengths must be int32 or int64"),
         ({"key_lengths": torch.zeros(2).int()}, "key_lengths must be a contiguous CPU tensor of 1"),
         ({"dropout_p": 0.5}, "dropout_seed must be given"),
+        ({"sinks": torch.zeros(1)}, "sinks must be a contiguous CPU tensor of 2"),
+        ({"sinks": torch.zeros(2).double()}, "sinks must be .* of the expected type"),
     ],
 )
 def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:

@@ -39,14 +39,15 @@ def _randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _outputs_and_gradients(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any
 ) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Outputs and gradients, those of sinks too if given."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    learned = [x for x in options.values() if isinstance(x, Tensor) and x.requires_grad]
     longest = (int(cu.diff().max()) if cu.numel() > 1 else 0 for cu in (cu_q, cu_k))
     outputs = fastattn.attention_varlen(
         *inputs, cu_q, cu_k, *longest, return_lse=True, backend="cpu", **options
     )
     gradients = [_randn(*x.shape, dtype=x.dtype, seed=9) for x in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, gradients)]
+    return [*outputs, *torch.autograd.grad(outputs, [*inputs, *learned], gradients)]
 
 
 LENGTHS = {
@@ -70,6 +71,7 @@ def test_threads_change_no_bit(
         "window": (600, -1),
         "dropout_p": 0.1,
         "dropout_seed": torch.tensor([5]),
+        "sinks": _randn(4, dtype=torch.float32, seed=4).requires_grad_(),
     }
     assert_threads_change_no_bit(lambda: _outputs_and_gradients(q, k, v, cu_q, cu_k, **options))
 
@@ -142,6 +144,7 @@ def _forward(**changes: Any) -> None:
     arguments: dict[str, Any] = {name: x for name in ("q", "k", "v")}
     arguments |= {"cu_seqlens_q": _offsets(4, 5), "cu_seqlens_k": _offsets(4, 5)}
     arguments |= {"max_seqlen_q": 5, "max_seqlen_k": 5}
+    arguments |= {"distance_bias": None, "sinks": None, "softcap": 0.0}
     arguments |= {"causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0}
     arguments |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
     arguments |= {"out": torch.empty_like(x), "lse": torch.empty(2, 9)}
@@ -161,6 +164,7 @@ def _forward(**changes: Any) -> None:
         ({"out": torch.zeros(9, 8, 2).mT}, "out must have a contiguous last dimension"),
         ({"out": torch.zeros(9, 1, 8)}, "out must be a CPU tensor"),
         ({"lse": torch.zeros(2, 8)}, "lse must be a contiguous CPU tensor of 18"),
+        ({"sinks": torch.zeros(1)}, "sinks must be a contiguous CPU tensor of 2"),
     ],
 )
 def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:

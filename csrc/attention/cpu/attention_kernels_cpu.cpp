@@ -3,5 +3,5 @@
 #include "attention/cpu/forward.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
-const Kernels kKernels = {forward, combine_splits, delta, dq, dkv, all_gradients, dmask};
+const Kernels kKernels = {forward, combine_splits, delta, dq, dkv, all_gradients, dmask, dsinks};
 }  // namespace fastattn::attention::FASTATTN_ISA

@@ -5,8 +5,10 @@
 //
 // One task computes dq, dk and dv of a (batch, kv head). Where there are too few of these, tiles of
 // keys (dk, dv) and tiles of queries (dq) are separate tasks: two more products per tile, but the
-// same tiles in the same order, so the same bits. A separate pass computes dmask. Dead rows (lse
-// -inf) and dead keys are packed as zeros.
+// same tiles in the same order, so the same bits. A separate pass computes dmask. Dead rows, which
+// lse marks, and dead keys are packed as zeros. A sink is a score without a value, so its dp is 0:
+//
+//   dsinks = -sum of p_sink delta over the rows, p_sink = exp(sink - lse)
 #pragma once
 
 #include "attention/cpu/forward.h"
@@ -16,6 +18,9 @@ namespace fastattn::attention::FASTATTN_ISA {
 inline const float* row_values(const Problem& a, const float* values, const Sequence& s, int64_t h,
                                int row) {
   return values + query_offset(a.lse_strides, s, h, row);
+}
+inline LseRows lse_rows(const Backward& a, const Sequence& s, int64_t h, int row) {
+  return {row_values(a, a.lse, s, h, row), a.sink(h)};
 }
 
 // -- one tile ------------------------------------------------------------------------------------
@@ -88,7 +93,7 @@ class Gradients {
     sequence_ = s;
     h_ = h;
     first_row_ = first;
-    const float* lse = row_values(a_, a_.lse, s, h, first);
+    const LseRows lse = lse_rows(a_, s, h, first);
     q_ = pack_query_rows(a_.q, a_.head_dim, count, lse, memory_.q_rows);
     q_pairs_ = pairs_of(q_, a_.head_dim, count, memory_.q_pairs, for_keys);
     if (a_.dout.data) {
@@ -116,11 +121,11 @@ class Gradients {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
-    const float* lse = row_values(a_, a_.lse, sequence_, h_, first_row_);
+    const LseRows known = lse_rows(a_, sequence_, h_, first_row_);
     bias.with_rows([&](const auto& bias_row) {
       with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
         const auto row = [&](int i) __attribute__((always_inline)) {
-          const float lse_log2 = lse[i] == -kInfinity ? 0.0f : lse[i] * kLog2E;
+          const float lse_log2 = known.dead(i) ? 0.0f : known.lse[i] * kLog2E;
           return GradientRow<range, drop, decltype(bias_row(i))>{memory_.s + i * kTileKeys,
                                                                  memory_.dp + i * kTileKeys,
                                                                  rows.begin[i] - first_key_,
@@ -180,18 +185,18 @@ class Gradients {
   }
 
   // Rows of q or dout, padded to an even number; rows without an allowed key are zeros.
-  Operand<C> pack_query_rows(const TensorView& x, int dim, int count, const float* lse,
+  Operand<C> pack_query_rows(const TensorView& x, int dim, int count, const LseRows& known,
                              float* memory) const {
     const int64_t offset = query_offset(x, sequence_, h_, first_row_);
     bool whole = count % C::kDepth == 0;
     for (int i = 0; i < count; ++i) {
-      whole = whole && lse[i] != -kInfinity;
+      whole = whole && !known.dead(i);
     }
     if (const auto rows = unpacked_rows(x, offset, dim, kBlock / C::kDepth); whole && rows.data) {
       return rows;
     }
     pack_rows<C>(a_.type, x.data, offset, x.row_stride, count, round_up(count, 2), dim,
-                 units<C>(memory), dead_if([lse](int i) { return lse[i] == -kInfinity; }));
+                 units<C>(memory), dead_if([&](int i) { return known.dead(i); }));
     return {units<C>(memory), padded(dim) / C::kDepth};
   }
 
@@ -284,7 +289,7 @@ inline Float row_products(const BFloat16* x, const BFloat16* y, int dim) {
 #endif
 
 inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRanges& rows,
-                           const float* lse, float* delta) {
+                           const LseRows& known, float* delta) {
   with_type(a.type, [&](auto element) {
     using T = decltype(element);
     const auto row = [&](const TensorView& x) {
@@ -292,10 +297,9 @@ inline void delta_from_out(const Backward& a, const QueryTile& at, const RowRang
     };
     const T *out = row(a.out), *dout = row(a.dout);
     for (int i = 0; i < rows.count; ++i) {
-      const bool live = lse[i] != -kInfinity;
-      delta[i] = live ? sum(row_products(out + i * a.out.row_stride, dout + i * a.dout.row_stride,
-                                         a.value_dim))
-                      : 0.0f;
+      delta[i] = known.dead(i) ? 0.0f
+                               : sum(row_products(out + i * a.out.row_stride,
+                                                  dout + i * a.dout.row_stride, a.value_dim));
     }
   });
 }
@@ -327,18 +331,18 @@ void delta(const Backward& a, Queue& queue, float* workspace) {
   const BackwardWorkspace memory(a, workspace);
   for_query_tiles(a, queue, [&](const QueryTile& at) {
     const int64_t position = query_offset(a.lse_strides, at.sequence, at.h, at.first);
-    const float* lse = a.lse + position;
-    const RowRanges rows(a, at.sequence, at.first, lse);
+    const LseRows known = {a.lse + position, a.sink(at.h)};
+    const RowRanges rows(a, at.sequence, at.first, known);
     float* result = a.delta + position;
     if (!a.dout.data) {
       memset(result, 0, sizeof(float) * rows.count);
     } else if (a.exact_delta) {
       delta_from_weights(a, at, rows, memory, result);
     } else {
-      delta_from_out(a, at, rows, lse, result);
+      delta_from_out(a, at, rows, known, result);
     }
     for (int i = 0; a.dlse && i < rows.count; ++i) {
-      if (lse[i] != -kInfinity) {
+      if (!known.dead(i)) {
         result[i] -= a.dlse[position + i];
       }
     }
@@ -360,7 +364,7 @@ void dq(const Backward& a, Queue& queue, float* workspace) {
     Gradients<decltype(u)> tiles(a, memory);
     for_query_tiles(a, queue, [&](const QueryTile& at) {
       const Sequence& s = at.sequence;
-      const RowRanges rows(a, s, at.first, row_values(a, a.lse, s, at.h, at.first));
+      const RowRanges rows(a, s, at.first, lse_rows(a, s, at.h, at.first));
       const float* delta = row_values(a, a.delta, s, at.h, at.first);
       memset(memory.dq, 0, sizeof(float) * a.rows_in_tile() * padded(a.head_dim));
       const Range range = rows.tiles();
@@ -403,7 +407,7 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
     const int64_t h = kv_head * group + g;
     for (int64_t i = 0; i * kTileRows < s.queries; ++i) {
       const int first = static_cast<int>(i) * kTileRows;
-      const RowRanges rows(a, s, first, row_values(a, a.lse, s, h, first));
+      const RowRanges rows(a, s, first, lse_rows(a, s, h, first));
       if (!contains(rows.tiles(), n)) {
         continue;
       }
@@ -518,7 +522,7 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
       const int64_t kv_head = h / a.group();
       for (int i = row_tiles.begin; i < row_tiles.end; ++i) {
         const int first = i * kTileRows;
-        const RowRanges rows(a, s, first, row_values(a, a.lse, s, h, first));
+        const RowRanges rows(a, s, first, lse_rows(a, s, h, first));
         if (!contains(rows.tiles(), n)) {
           continue;
         }
@@ -541,18 +545,24 @@ inline void sum_scores(const Backward& a, Range batches, Range heads, Range row_
   }
 }
 
-// A mask with one value for all keys of a row changes the row's lse but not the softmax: its
-// gradient is dlse, or 0 without dlse.
-inline void sum_dlse(const Backward& a, Range batches, Range heads, Range row_tiles, bool one_row,
-                     float* sums) {
-  for (int b = batches.begin; a.dlse && b < batches.end; ++b) {
+// A mask with one value for all keys of a row changes the row's lse, and the weights only against
+// the sink: its gradient is dlse + p_sink delta.
+inline void sum_of_rows(const Backward& a, Range batches, Range heads, Range row_tiles,
+                        bool one_row, float* sums) {
+  for (int b = batches.begin; (a.dlse || a.sinks) && b < batches.end; ++b) {
     const Sequence s = a.sequence(b);
     for (int h = heads.begin; h < heads.end; ++h) {
       const int end = smaller(row_tiles.end * kTileRows, a.queries);
       const int first = row_tiles.begin * kTileRows;
       for (int i = first; i < end; ++i) {
-        if (*row_values(a, a.lse, s, h, i) != -kInfinity) {
-          sums[one_row ? 0 : (i - first) * kTileKeys] += *row_values(a, a.dlse, s, h, i);
+        const LseRows known = lse_rows(a, s, h, i);
+        if (known.dead(0)) {
+          continue;
+        }
+        float& sum = sums[one_row ? 0 : (i - first) * kTileKeys];
+        sum += a.dlse ? *row_values(a, a.dlse, s, h, i) : 0.0f;
+        if (a.sinks) {
+          sum += std::exp(known.sink - *known.lse) * *row_values(a, a.delta, s, h, i);
         }
       }
     }
@@ -576,7 +586,7 @@ void dmask(const Backward& a, Queue& queue, float* workspace) {
     const Range row_tiles = summed(row_tasks, i, a.row_tiles());
     memset(memory.sums, 0, sizeof(float) * a.rows_in_tile() * kTileKeys);
     if (one_key) {
-      sum_dlse(a, batches, heads, row_tiles, one_row, memory.sums);
+      sum_of_rows(a, batches, heads, row_tiles, one_row, memory.sums);
     } else {
       sum_scores(a, batches, heads, row_tiles, static_cast<int>(n), tiles, one_row, memory.sums);
     }
@@ -588,6 +598,37 @@ void dmask(const Backward& a, Queue& queue, float* workspace) {
       }
     }
     return task;
+  });
+}
+
+// -- dsinks --------------------------------------------------------------------------------------
+// The sum of p_sink * delta over rows of one head. A dead row's only weight is that of the sink, 1,
+// or none where its lse is -inf. dlse may be null.
+inline float sink_products(const LseRows& rows, const float* delta, const float* dlse, int count) {
+  Float total = {};
+  for_vectors(count, [&](auto lanes, int64_t i) {
+    const Float lse = lanes.load(rows.lse + i), without = splat(rows.sink) - lse;
+    const Float p = lse <= splat(rows.sink) ? splat(1.0f) : power(without * kLog2E + kPowerShift);
+    const Float of_dead = dlse ? -lanes.load(dlse + i) : Float{};
+    const Float d = lse <= splat(rows.sink) ? of_dead : lanes.load(delta + i);
+    total += lanes.only(lse == splat(-kInfinity) ? Float{} : p * d);
+  });
+  return sum(total);
+}
+
+void dsinks(const Backward& a, Queue& queue, float*) {
+  for_tasks(queue, [&](int64_t h) {
+    double total = 0.0;
+    for (int64_t b = 0; b < a.batch; ++b) {
+      const Sequence s = a.sequence(b);
+      for (int first = 0; first < live_queries(a, s); first += kTileRows) {
+        const float* dlse = a.dlse ? row_values(a, a.dlse, s, h, first) : nullptr;
+        total += sink_products(lse_rows(a, s, h, first), row_values(a, a.delta, s, h, first), dlse,
+                               smaller(live_queries(a, s) - first, kTileRows));
+      }
+    }
+    a.dsinks[h] = static_cast<float>(-total);
+    return h;
   });
 }
 

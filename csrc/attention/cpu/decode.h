@@ -311,7 +311,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
                   int64_t split, const ForwardWorkspace& memory, float* partials, int64_t stride) {
   using C = UnitsOf<T>;
   const int64_t D = padded(a.head_dim), E = padded(a.value_dim);
-  const RowRanges rows(a, sequence, 0, nullptr);
+  const RowRanges rows(a, sequence, 0, LseRows{});
   constexpr int kSplitTiles = kSplitKeys / kTileKeys;
   const int first_tile = static_cast<int>(split) * kSplitTiles;
   const Range tiles = overlap(rows.tiles(), {first_tile, first_tile + kSplitTiles});
@@ -394,9 +394,11 @@ inline void finish_row(const Forward& a, const Sequence& sequence, int64_t h, fl
   SoftmaxState state(1);
   state.m[0] = partial_m(partial, E);
   state.l[0] = partial_l(partial, E);
-  a.lse[query_offset(a.lse_strides, sequence, h, 0)] = state.lse(0);
+  const bool live = live_queries(a, sequence) > 0;
+  const SoftmaxState::Total total = state.total(0, live ? a.sink(h) : -kInfinity);
+  a.lse[query_offset(a.lse_strides, sequence, h, 0)] = total.lse;
   store_rows(a.type, a.out.data, query_offset(a.out, sequence, h, 0), 0, 1, a.value_dim, partial,
-             [&](int i) { return state.weight(i) * a.dropout.scale; });
+             [&](int) { return total.weight * a.dropout.scale; });
 }
 
 // Calls run(first head, heads) for the heads of a group, as many at a time as the workspace holds.

@@ -128,10 +128,11 @@ class PackedKeys {
 // Writes rows [first, end) of out and lse, which have no allowed key.
 inline void write_dead_rows(const Forward& a, const Sequence& s, int64_t h, int first, int end) {
   const int64_t bytes = (a.type == DType::kFloat32 ? 4 : 2);
+  const int live = live_queries(a, s);
   for (int i = first; i < end; ++i) {
     memset(static_cast<char*>(a.out.data) + bytes * query_offset(a.out, s, h, i), 0,
            bytes * a.value_dim);
-    a.lse[query_offset(a.lse_strides, s, h, i)] = -kInfinity;
+    a.lse[query_offset(a.lse_strides, s, h, i)] = i < live ? a.sink(h) : -kInfinity;
   }
 }
 
@@ -139,7 +140,7 @@ template <class C>
 void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
                   const ForwardWorkspace& memory) {
   const Sequence& sequence = at.sequence;
-  const RowRanges rows(a, sequence, at.first, nullptr);
+  const RowRanges rows(a, sequence, at.first, LseRows{});
   const Range tiles = rows.tiles();
   if (is_empty(tiles)) {
     return write_dead_rows(a, sequence, at.h, at.first, at.end);
@@ -194,11 +195,14 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     memset(o, 0, sizeof(float) * rows.count * E);
   }
   float* lse = a.lse + query_offset(a.lse_strides, sequence, at.h, at.first);
+  float factors[kTileRows];
   for (int i = 0; i < rows.count; ++i) {
-    lse[i] = state.lse(i);
+    const SoftmaxState::Total total = state.total(i, a.sink(at.h));
+    lse[i] = total.lse;
+    factors[i] = total.weight * a.dropout.scale;
   }
   store_rows(a.type, a.out.data, query_offset(a.out, sequence, at.h, at.first), a.out.row_stride,
-             rows.count, a.value_dim, o, [&](int i) { return state.weight(i) * a.dropout.scale; });
+             rows.count, a.value_dim, o, [&](int i) { return factors[i]; });
   write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);
 }
 

@@ -122,6 +122,9 @@ void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, floa
     const int64_t key_tasks = a.dmask.sizes[3] == 1 ? 1 : a.key_tiles();
     team.run(kernels.dmask, a, a.dmask.sizes[0] * a.dmask.sizes[1] * row_tasks * key_tasks, 1);
   }
+  if (a.dsinks) {
+    team.run(kernels.dsinks, a, a.heads, 1);
+  }
   const bool wants_queries = a.dq.data, wants_keys = a.dk.data || a.dv.data;
   // One pass takes five products per tile, two take seven. One pass has fewer tasks, and their last
   // round may leave workers idle.

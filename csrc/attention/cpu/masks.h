@@ -34,6 +34,15 @@ inline Range keys_of(const Problem& a, const Sequence& s, int row) {
   return keys_of_row(row, s.bounds, a.key_lengths.at(index, s.keys));
 }
 
+// The lse of rows of one head. That of dead rows, which have no allowed key, is the head's sink
+// (-inf without sinks), or -inf where query_lengths exclude the row; that of other rows is larger.
+struct LseRows {
+  const float* lse;  // null: no row is known to be dead
+  float sink;
+
+  FASTATTN_INLINE bool dead(int i) const { return lse && lse[i] <= sink; }
+};
+
 // The ranges of keys that the rows of a tile of queries may attend.
 struct RowRanges {
   int count = 0;  // rows that are computed
@@ -41,12 +50,12 @@ struct RowRanges {
   Range some = {INT_MAX, 0};  // keys that some row may attend, gaps included
   Range all = {0, INT_MAX};   // keys that every row may attend
 
-  // Dead rows, which lse marks unless it is null, have an empty range.
-  RowRanges(const Problem& a, const Sequence& s, int first, const float* lse) {
+  // Dead rows have an empty range.
+  RowRanges(const Problem& a, const Sequence& s, int first, const LseRows& known) {
     count = smaller(live_queries(a, s) - first, kTileRows);
     for (int i = 0; i < count; ++i) {
       Range keys = keys_of(a, s, first + i);
-      if (lse && lse[i] == -kInfinity) {
+      if (known.dead(i)) {
         keys = {0, 0};
       }
       begin[i] = keys.begin;

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "attention/key_range.h"
 #include "common/dtype.h"
@@ -92,6 +93,7 @@ struct Problem {
   int window_left, window_right;  // not negative; unlimited: at least queries + keys
   int64_t causal;                 // as in the schema
   float scale;
+  const float* sinks;  // [heads], null: none
   Dropout dropout;
 
   FASTATTN_INLINE Sequence sequence(int64_t b) const {
@@ -110,6 +112,9 @@ struct Problem {
     return s;
   }
 
+  FASTATTN_INLINE float sink(int64_t h) const {
+    return sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
+  }
   int64_t group() const { return kv_heads > 0 ? heads / kv_heads : 0; }
   int64_t row_tiles() const { return ceil_div(queries, kTileRows); }
   // Rows of a tile in the workspace, even; few if there are few queries.
@@ -139,6 +144,7 @@ struct Backward : Problem {
   const float *lse, *dlse;  // dlse may be null
   TensorView dq, dk, dv;    // null data: not wanted
   MaskView dmask;           // type kNone: not wanted
+  float* dsinks;            // [heads], null: not wanted
   // rowsum(out * dout) - dlse, which is subtracted from every dp of the row
   float* delta;
   // Whether delta is computed from the weights instead of the rounded out. The mask's gradient is a
@@ -228,7 +234,8 @@ struct BackwardWorkspace {
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
 // queries), or (batch, kv head, split) for one query; combine_splits (batch, kv head); delta and dq
 // (batch, kv head, head, tile of queries); dkv (batch, kv head, tile of keys); all_gradients
-// (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys or 1).
+// (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys or 1); dsinks
+// (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
   void (*combine_splits)(const Forward&, Queue&, float* workspace);
@@ -237,6 +244,7 @@ struct Kernels {
   void (*dkv)(const Backward&, Queue&, float* workspace);
   void (*all_gradients)(const Backward&, Queue&, float* workspace);
   void (*dmask)(const Backward&, Queue&, float* workspace);
+  void (*dsinks)(const Backward&, Queue&, float* workspace);
 };
 
 FASTATTN_DISPATCH(Kernels)

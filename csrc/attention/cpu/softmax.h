@@ -49,8 +49,26 @@ struct SoftmaxState {
     }
   }
   bool dead(int i) const { return l[i] == 0.0f; }  // a row of NaN has m -inf and l NaN
-  float lse(int i) const { return dead(i) ? -kInfinity : m[i] * kLn2 + std::log(l[i]); }
-  float weight(int i) const { return dead(i) ? 0.0f : 1.0f / l[i]; }
+
+  // The row's lse, and the factor of its weighted values. The sink, -inf without sinks, takes part
+  // in the sum and has no value. A dead row's lse is the sink; that of others is rounded up to be
+  // larger (LseRows).
+  struct Total {
+    float lse, weight;
+  };
+  Total total(int i, float sink) const {
+    if (dead(i)) {
+      return {sink, 0.0f};
+    }
+    if (sink == -kInfinity) {
+      return {m[i] * kLn2 + std::log(l[i]), 1.0f / l[i]};
+    }
+    const float sink_m = sink * kLog2E, highest = std::max(m[i], sink_m);
+    const float scaled = power(splat(m[i] - highest + kPowerShift))[0];
+    const float sum = l[i] * scaled + power(splat(sink_m - highest + kPowerShift))[0];
+    const float lse = highest * kLn2 + std::log(sum);
+    return {lse <= sink ? std::nextafter(sink, kInfinity) : lse, scaled / sum};
+  }
 };
 
 // The exponents of a vector of scores, -inf where not allowed. begin, end: the row's keys, counted

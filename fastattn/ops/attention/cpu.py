@@ -5,6 +5,8 @@ an allowed pair are computed. Results do not depend on the number of threads. Th
 registered under the dispatcher's CPU key.
 """
 
+from typing import Any
+
 import torch
 
 from fastattn.ops import _native
@@ -13,7 +15,6 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
-    score_changes,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,6 +23,12 @@ _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
 
 def unavailable() -> str | None:
     return _native.unavailable("cpu")
+
+
+def _score_changes(call: Any) -> str | None:
+    if call.distance_bias is not None:
+        return "has no distance_bias"
+    return "has no softcap" if call.softcap else None
 
 
 def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
@@ -33,16 +40,16 @@ def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _score_changes(call)
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _score_changes(call)

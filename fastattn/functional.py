@@ -53,6 +53,7 @@ from fastattn._arguments import (
 from fastattn._arguments import Lengths as Lengths
 from fastattn._arguments import lengths_tensor as lengths_tensor
 from fastattn._scores import RelativeBuckets, score_arguments
+from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask

@@ -11,7 +11,9 @@ from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import PositionWiseFFN
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding
+from fastattn.nn.positional_attention import PositionalMultiheadAttention
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm
+from fastattn.nn.relative import AlibiPositions, RotaryPositions, T5Positions
 from fastattn.nn.scoring import AdditiveAttention, ScoredMultiheadAttention
 from fastattn.nn.transformer import (
     Transformer,
@@ -24,16 +26,20 @@ from fastattn.nn.transformer import (
 __all__ = [
     "AddNorm",
     "AdditiveAttention",
+    "AlibiPositions",
     "DecoderCache",
     "LayerNorm",
     "LearnedPositionalEncoding",
     "LengthMaskedMultiheadAttention",
     "MultiheadAttention",
     "PositionWiseFFN",
+    "PositionalMultiheadAttention",
     "PowerNorm",
     "RMSNorm",
+    "RotaryPositions",
     "ScoredMultiheadAttention",
     "SinusoidalPositionalEncoding",
+    "T5Positions",
     "TokenBatchNorm",
     "Transformer",
     "TransformerDecoder",

@@ -9,6 +9,7 @@ Shapes: B batch, M queries, N keys, H heads, D head dim, E = H * D. Heads are `[
 """
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.conversion import DropIn
 from fastattn.nn.fusion import DropoutStreams, is_plain_tensor, linear
+from fastattn.nn.relative import AttentionPositions
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -159,8 +161,12 @@ def attention_context(
     attn_mask: Tensor | None,
     is_causal: bool,
     streams: DropoutStreams,
+    positions: AttentionPositions | None = None,
 ) -> Tensor:
-    """The output of `module` before its output projection, in query's layout `[..., E]`."""
+    """The output of `module` before its output projection, in query's layout `[..., E]`.
+
+    positions: those of query and key, which have the same.
+    """
     check_causal_hint(is_causal, attn_mask)
     attn_mask, key_padding_mask = matching_masks(attn_mask, key_padding_mask, query.dtype)
     q, k, v = project(module, query, key, value)
@@ -170,7 +176,12 @@ def attention_context(
     mask = allowed_mask(
         None if causal else attn_mask, key_padding_mask, q.shape[0], module.num_heads, extra
     )
-    heads = attend(module, q, k, v, streams, mask=mask, causal="top_left" if causal else False)
+    scores: dict[str, Any] = {}
+    if positions is not None:
+        q, k = rotated_heads(positions, q, k)
+        scores = positions.score_options()
+    kind = "top_left" if causal else False
+    heads = attend(module, q, k, v, streams, mask=mask, causal=kind, **scores)
     return merge_heads(module, heads, query.dim())
 
 
@@ -184,8 +195,12 @@ def attend(
     mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     causal: str | bool = False,
+    **scores: Any,
 ) -> Tensor:
-    """The `attention` op on projected heads, with the module's dropout."""
+    """The `attention` op on projected heads, with the module's dropout.
+
+    scores: `AttentionPositions.score_options()`.
+    """
     p = float(module.dropout) if module.training else 0.0
     return functional.attention(  # type: ignore[return-value]
         q,
@@ -196,7 +211,16 @@ def attend(
         causal=causal,  # type: ignore[arg-type]
         dropout_p=p,
         **streams.take(p),
+        **scores,
     )
+
+
+def rotated_heads(positions: AttentionPositions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads q and k `[B, H, S, D]` at the positions 0, 1, 2, ..."""
+    at = torch.arange(q.shape[2], device=q.device)
+    # Storage [B, S, H, D], which needs no copy when heads are merged.
+    q, k = positions.rotated(q.transpose(1, 2), k.transpose(1, 2), at)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def project(
@@ -315,7 +339,7 @@ def attention_with_weights(
     weights and zero gradients; keys that no row may attend may hold any value, NaN included.
     """
     if mask is not None:
-        blocked = ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
+        blocked = blocked_pairs(mask)
         dead_keys = blocked.all(dim=-2)[..., None]  # [B, H, N, 1]
         k, v = k.masked_fill(dead_keys, 0.0), v.masked_fill(dead_keys, 0.0)
         q = q.masked_fill(blocked.all(dim=-1, keepdim=True), 0.0)
@@ -331,6 +355,11 @@ def attention_with_weights(
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
     return weights.to(v.dtype) @ v, weights
+
+
+def blocked_pairs(mask: Tensor) -> Tensor:
+    """The pairs that a mask of the op blocks."""
+    return ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
 
 
 class LengthMaskedMultiheadAttention(nn.Module):
@@ -446,6 +475,37 @@ def check_sequences(
             f"got {valid_lens.dtype} {list(valid_lens.shape)}"
         )
     return valid_lens
+
+
+def check_padded_inputs(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+) -> None:
+    """Raises unless the inputs of `module` are padded batches of its width, with their masks."""
+    named = {"query": query, "key": key, "value": value}
+    layout = "B, S" if module.batch_first else "S, B"
+    for name, x in named.items():
+        if x.dim() != 3 or x.shape[-1] != module.embed_dim:
+            raise ValueError(f"{name} must be [{layout}, {module.embed_dim}], got {list(x.shape)}")
+    (B, M), (_, N) = batch_and_length(module, query), batch_and_length(module, key)
+    for name, x in (("key", key), ("value", value)):
+        if batch_and_length(module, x) != (B, N):
+            raise ValueError(
+                f"{name} must hold {B} sequences of {N}, got {layout} of {list(x.shape[:2])}"
+            )
+    for name, mask, shapes in (
+        ("key_padding_mask", key_padding_mask, ((B, N),)),
+        ("attn_mask", attn_mask, ((M, N), (B * module.num_heads, M, N))),
+    ):
+        if mask is not None and not any(is_mask(mask, shape) for shape in shapes):
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(
+                f"{name} must be bool or floating, {wanted}, got {mask.dtype} {list(mask.shape)}"
+            )
 
 
 def check_causal_hint(is_causal: bool, attn_mask: Tensor | None) -> None:

@@ -10,11 +10,11 @@ reads.
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.nn.attention import (
-    MultiheadAttention,
     attend,
     attention_context,
     is_supported,
@@ -22,7 +22,7 @@ from fastattn.nn.attention import (
     project_heads,
     project_in,
 )
-from fastattn.nn.decoding import DecoderCache, LayerCache
+from fastattn.nn.decoding import DecoderCache, LayerCache, Step
 from fastattn.nn.feed_forward import fused_activation
 from fastattn.nn.fusion import (
     DropoutStreams,
@@ -34,6 +34,7 @@ from fastattn.nn.fusion import (
 )
 from fastattn.nn.norm import can_fuse, fused_add_norm, fused_add_norm_and_sum
 from fastattn.nn.packing import Packing, packed_context
+from fastattn.nn.positional_attention import attention_classes, positions_of
 
 # Input of a block -> the attention's context before its output projection, None if not supported.
 Context = Callable[[Tensor], Tensor | None]
@@ -52,7 +53,8 @@ def fused_context(
     streams: DropoutStreams,
 ) -> Tensor | None:
     """The attention's context before its output projection; None if the module must be called."""
-    if not is_unmodified(attention, nn.MultiheadAttention, MultiheadAttention):
+    name = "self_attn" if query is memory else "multihead_attn"
+    if not is_unmodified(attention, *attention_classes(name)):
         return None
     if not is_supported(attention, query, memory, memory, padding, mask):  # type: ignore[arg-type]
         return None
@@ -65,6 +67,7 @@ def fused_context(
         mask,
         is_causal,
         streams,
+        positions_of(attention),
     )
 
 
@@ -223,20 +226,23 @@ def decoder_layer_step(
     x: Tensor,
     past: LayerCache,
     cache: DecoderCache,
-    slots: tuple[Tensor, Tensor],
+    step: Step,
 ) -> Tensor:
-    """`layer` on the next positions, whose keys and values are written to the cache's `slots`."""
+    """`layer` on the next positions, whose keys and values are written to the cache."""
     self_attn, cross_attn = layer.self_attn, layer.multihead_attn
     streams = DropoutStreams(x.device)
-    rows, key_lengths = slots
+    positions = positions_of(self_attn)
 
     def attend_self(y: Tensor) -> Tensor:
         qkv = project_in(self_attn, y, 0, 3)
         qkv = qkv if self_attn.batch_first else qkv.transpose(0, 1)  # [B, S, 3, H, D]
-        past.target.index_copy_(1, rows, qkv[:, :, 1:].to(past.target.dtype))  # autocast's dtype
-        q = qkv[:, :, 0].transpose(1, 2)
+        q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+        if positions is not None:
+            q, k = positions.rotated(q, kv[:, :, 0], step.positions)
+            kv = torch.stack((k, kv[:, :, 1]), dim=2)
+        past.target.index_copy_(1, step.rows, kv.to(past.target.dtype))  # autocast's dtype
         k, v = past.target_heads()
-        heads = attend(self_attn, q, k, v, streams, mask=cache.ancestry, key_lengths=key_lengths)
+        heads = attend(self_attn, q.transpose(1, 2), k, v, streams, **step.options(positions))
         return merge_heads(self_attn, heads, 3)
 
     def attend_memory(y: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ Shapes: B batch, K beams, N rows of the memory, T positions, H heads, D head dim
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import functional
 from fastattn.functional import Lengths
+from fastattn.nn.relative import AttentionPositions
 
 
 @dataclass
@@ -73,18 +75,30 @@ class DecoderCache:
             # Future rows: each beam reads those that it will write itself.
             own = self._columns % K == self._start[1 : 1 + K, None]  # [K, T * K]
             self._own = own.expand(B, 1, K, self.max_length * K)
+            self._positions = self._columns // K
             self.ancestry = self._own.clone()
 
     @property
     def batch_size(self) -> int:
         return self.layers[0].target.shape[0]
 
-    def slots(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Rows to write for the next positions, and how many rows each query reads."""
+    def step(self, positions: int) -> "Step":
+        """What the layers read and write at the next positions."""
         if positions == 1:
-            return self.rows, self.key_lengths
+            return Step(self, self.position, self.rows, self.key_lengths)
         rows = self.rows + torch.arange(positions, device=self.rows.device)
-        return rows, (rows + 1).expand(self.batch_size, positions)
+        return Step(self, rows, rows, (rows + 1).expand(self.batch_size, positions))
+
+    def positional_mask(self, positions: AttentionPositions) -> Tensor | None:
+        """`ancestry` as a floating mask `[B, H, K, T * K]` with the biases of the next position.
+
+        A distance in rows does not tell the distance in positions: the row of a beam's ancestor may
+        belong to any beam.
+        """
+        bias = positions.bias(self._positions - self.position)  # [H, T * K]
+        if bias is None or self.ancestry is None:
+            return self.ancestry
+        return torch.where(self.ancestry, bias[:, None], float("-inf"))
 
     def advance(self, positions: int) -> None:
         """Advances the counters past the positions just written."""
@@ -140,6 +154,34 @@ class DecoderCache:
         self.advance(length)
         if ancestry is not None:
             self.ancestry = ancestry.index_select(0, rows)
+
+
+@dataclass
+class Step:
+    """The next positions of a cache: what all its layers share while they decode them.
+
+    positions: `[S]`, `[1]` for beams; rows: those to write; key_lengths: how many rows each query
+    reads, `[B]` or `[B, S]`.
+    """
+
+    cache: DecoderCache
+    positions: Tensor
+    rows: Tensor
+    key_lengths: Tensor
+    _masks: dict[AttentionPositions, Tensor | None] = field(default_factory=dict)
+
+    def options(self, positions: AttentionPositions | None) -> dict[str, Any]:
+        """The keyword arguments of a layer's self-attention with these positions."""
+        scores = {} if positions is None else positions.score_options()
+        if not scores or positions is None:
+            return {"mask": self.cache.ancestry, "key_lengths": self.key_lengths}
+        if self.cache.beams == 1:
+            # Distances count from the last key of each sequence.
+            lengths = self.key_lengths if self.key_lengths.dim() == 1 else self.key_lengths[:, -1]
+            return {"key_lengths": lengths, "causal": "bottom_right_lengths", **scores}
+        if positions not in self._masks:
+            self._masks[positions] = self.cache.positional_mask(positions)
+        return {"mask": self._masks[positions], "key_lengths": self.key_lengths}
 
 
 def _heads(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastattn.functional import Lengths
-from fastattn.nn.attention import MultiheadAttention, allowed_mask
+from fastattn.nn.attention import allowed_mask
 from fastattn.nn.blocks import decoder_layer_step, project_memory
 from fastattn.nn.decoding import DecoderCache, LayerCache, check_memory_lengths
 from fastattn.nn.fusion import is_unmodified
 from fastattn.nn.layers import TransformerDecoderLayer
+from fastattn.nn.positional_attention import attention_classes
 
 
 class IncrementalDecoding:
@@ -131,9 +132,9 @@ class IncrementalDecoding:
             raise ValueError(
                 f"the cache holds max_length={cache.max_length} positions, got position {end - 1}"
             )
-        slots = cache.slots(positions)
+        step = cache.step(positions)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x = decoder_layer_step(layer, x, layer_cache, cache, slots)
+            x = decoder_layer_step(layer, x, layer_cache, cache, step)
         cache.advance(positions)
         return x if self.norm is None else self.norm(x)
 
@@ -168,7 +169,7 @@ def _cannot_decode(layer: nn.Module) -> str | None:
             return f"has its own {method}"
     for name in ("self_attn", "multihead_attn"):
         attention = getattr(layer, name)
-        if not is_unmodified(attention, nn.MultiheadAttention, MultiheadAttention):
+        if not is_unmodified(attention, *attention_classes(name)):
             return f"has a {name} that is not exactly a MultiheadAttention without hooks"
         if attention.in_proj_weight is None or attention.bias_k is not None:
             return f"has a {name} with kdim, vdim or add_bias_kv"

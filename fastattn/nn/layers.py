@@ -2,27 +2,61 @@
 what they share with the stacks.
 """
 
-import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.nn.attention import floating_mask, matching_masks
 from fastattn.nn.blocks import decoder_layer, encoder_layer, fused_context
 from fastattn.nn.conversion import DropIn, convert_children
 from fastattn.nn.fusion import DropoutStreams, inherits
+from fastattn.nn.positional_attention import set_positions
+from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
 
 
 class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` on fused ops."""
+    """`torch.nn.TransformerEncoderLayer` on fused ops.
 
-    if not TYPE_CHECKING:  # type checkers read torch's constructor
+    positions: those of the self-attention, "alibi", "t5" or "rotary" or a module of such positions
+    (see `PositionalMultiheadAttention`). The layers of a stack share them.
+    """
 
-        @functools.wraps(nn.TransformerEncoderLayer.__init__)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            convert_children(self)
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        positions: PositionKind | AttentionPositions | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        convert_children(self)
+        if positions is not None:
+            if not isinstance(positions, AttentionPositions):
+                positions = make_positions(positions, d_model, nhead, device=device, dtype=dtype)
+            set_positions(self, positions)
 
     def forward(
         self,
@@ -51,14 +85,48 @@ class TransformerEncoderLayer(DropIn, nn.TransformerEncoderLayer):
 
 
 class TransformerDecoderLayer(DropIn, nn.TransformerDecoderLayer):
-    """`torch.nn.TransformerDecoderLayer` on fused ops."""
+    """`torch.nn.TransformerDecoderLayer` on fused ops.
 
-    if not TYPE_CHECKING:  # type checkers read torch's constructor
+    positions: as in `TransformerEncoderLayer`; the buckets of "t5" are for earlier positions alone.
+    The attention over the memory has none.
+    """
 
-        @functools.wraps(nn.TransformerDecoderLayer.__init__)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            convert_children(self)
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        positions: PositionKind | AttentionPositions | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            dim_feedforward,
+            dropout,
+            activation,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        convert_children(self)
+        if positions is not None:
+            if not isinstance(positions, AttentionPositions):
+                positions = make_positions(
+                    positions, d_model, nhead, causal=True, device=device, dtype=dtype
+                )
+            set_positions(self, positions)
 
     def forward(
         self,

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.functional import Lengths
-from fastattn.nn.attention import MultiheadAttention, project_each
+from fastattn.nn.attention import project_each
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
+from fastattn.nn.positional_attention import attention_classes, positions_of
 
 # Element-wise modules.
 _ACTIVATIONS = (
@@ -32,7 +33,8 @@ class Packing:
     """The positions of the real rows of a padded batch.
 
     rows: int64 [T], the index of each packed row in the batch with its two leading dimensions
-    flattened. cu_seqlens: int32 [B + 1]. Both on the data's device.
+    flattened; positions: [T], its position in its sequence; cu_seqlens: int32 [B + 1]. All on the
+    data's device.
     """
 
     batch: int
@@ -42,6 +44,7 @@ class Packing:
     longest: int
     cu_seqlens: Tensor
     rows: Tensor
+    positions: Tensor
 
     @classmethod
     def of(
@@ -68,7 +71,8 @@ class Packing:
         )
         position = torch.arange(total, device=x.device) - cu_seqlens[sequence]
         rows = sequence * S + position if batch_first else position * B + sequence
-        return cls(B, S, batch_first, lengths_, max([0, *numbers]), cu_seqlens, rows)
+        longest = max([0, *numbers])
+        return cls(B, S, batch_first, lengths_, longest, cu_seqlens, rows, position)
 
     def pack(self, x: Tensor) -> Tensor:
         """The padded `x` -> its real rows `[T, E]`, one sequence after the other."""
@@ -118,10 +122,10 @@ def can_pack(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> bool:
         return False
     for name, child in layer.named_children():
         if name in ("self_attn", "multihead_attn"):
-            if not is_unmodified(child, nn.MultiheadAttention, MultiheadAttention):
+            if not is_unmodified(child, *attention_classes(name)):
                 return False
             attention: Any = child
-            if not attention._qkv_same_embed_dim or attention.add_zero_attn:
+            if attention.in_proj_weight is None or attention.add_zero_attn:
                 return False
             if attention.bias_k is not None:
                 return False
@@ -154,6 +158,10 @@ def packed_context(
     else:
         (q,) = project_each(attention, y, 0, 1)
         k, v = project_each(attention, memory, 1, 2)
+    scores: dict[str, Any] = {}
+    if (positions := positions_of(attention)) is not None:
+        q, k = positions.rotated(q, k, queries.positions)
+        scores = positions.score_options()
     p = float(attention.dropout) if attention.training else 0.0
     heads = functional.attention_varlen(
         q,
@@ -166,6 +174,7 @@ def packed_context(
         causal="top_left" if causal else False,
         dropout_p=p,
         **streams.take(p),
+        **scores,
     )
     return heads.flatten(-2)  # type: ignore[union-attr]
 

@@ -18,10 +18,9 @@ from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.attention import (
     allowed_mask,
-    batch_and_length,
     check_causal_hint,
+    check_padded_inputs,
     check_sequences,
-    is_mask,
     matching_masks,
     merge_heads,
     project,
@@ -179,7 +178,7 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's, for batched inputs. `is_causal` is a hint; `attn_mask` is read regardless."""
-        self._check(query, key, value, key_padding_mask, attn_mask)
+        check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
         check_causal_hint(is_causal, attn_mask)
         masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
         q, k, v = project(self, query, key, value)  # [B, H, M, D]
@@ -203,38 +202,6 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return self.out_proj(context), None
         return self.out_proj(context), weights.mean(dim=1) if average_attn_weights else weights
-
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-    ) -> None:
-        named = {"query": query, "key": key, "value": value}
-        layout = "B, S" if self.batch_first else "S, B"
-        for name, x in named.items():
-            if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-                raise ValueError(
-                    f"{name} must be [{layout}, {self.embed_dim}], got {list(x.shape)}"
-                )
-        (B, M), (_, N) = batch_and_length(self, query), batch_and_length(self, key)
-        for name, x in (("key", key), ("value", value)):
-            if batch_and_length(self, x) != (B, N):
-                raise ValueError(
-                    f"{name} must hold {B} sequences of {N}, got {layout} of {list(x.shape[:2])}"
-                )
-        for name, mask, shapes in (
-            ("key_padding_mask", key_padding_mask, ((B, N),)),
-            ("attn_mask", attn_mask, ((M, N), (B * self.num_heads, M, N))),
-        ):
-            if mask is not None and not any(is_mask(mask, shape) for shape in shapes):
-                wanted = " or ".join(str(list(shape)) for shape in shapes)
-                raise ValueError(
-                    f"{name} must be bool or floating, {wanted}, got {mask.dtype} "
-                    f"{list(mask.shape)}"
-                )
 
     def _comparable(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         """q, k and scale for which scale * (q @ k.T) is the score."""

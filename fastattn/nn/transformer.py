@@ -10,9 +10,11 @@ is, with the same result. A hint is trusted.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn.functional import Lengths
@@ -27,6 +29,8 @@ from fastattn.nn.layers import (
     are_masks,
 )
 from fastattn.nn.packing import Packing, can_pack, can_pack_norm, refuse_padding_masks
+from fastattn.nn.positional_attention import set_positions, share_positions
+from fastattn.nn.relative import PositionKind, make_positions
 
 
 class TransformerEncoder(DropIn, nn.TransformerEncoder):
@@ -44,6 +48,7 @@ class TransformerEncoder(DropIn, nn.TransformerEncoder):
             super().__init__(*args, **kwargs)
             self.use_nested_tensor = False
             convert_children(self)
+            share_positions(self)
 
     def forward(
         self,
@@ -120,6 +125,7 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             convert_children(self)
+            share_positions(self)
 
     def forward(
         self,
@@ -206,16 +212,64 @@ class TransformerDecoder(IncrementalDecoding, DropIn, nn.TransformerDecoder):
 class Transformer(DropIn, nn.Transformer):
     """`torch.nn.Transformer` on fused ops; a custom encoder or decoder is kept.
 
+    positions: those of the self-attentions, "alibi", "t5" or "rotary" (see
+    `PositionalMultiheadAttention`). The layers of a stack share them; with "t5" each stack learns a
+    table, the decoder's for earlier positions alone.
+
     src_lengths, tgt_lengths: as in `TransformerEncoder`; the encoder passes packed rows to the
     decoder. Both stacks must then be those of `fastattn.nn`.
     """
 
-    if not TYPE_CHECKING:  # type checkers read torch's constructor
-
-        @functools.wraps(nn.Transformer.__init__)
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            convert_children(self)
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        custom_encoder: nn.Module | None = None,
+        custom_decoder: nn.Module | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        positions: PositionKind | None = None,
+    ) -> None:
+        super().__init__(
+            d_model,
+            nhead,
+            num_encoder_layers,
+            num_decoder_layers,
+            dim_feedforward,
+            dropout,
+            activation,
+            custom_encoder,
+            custom_decoder,
+            layer_norm_eps,
+            batch_first,
+            norm_first,
+            bias,
+            device,
+            dtype,
+        )
+        convert_children(self)
+        if positions is None:
+            return
+        if custom_encoder is not None or custom_decoder is not None:
+            raise ValueError(
+                "positions must be None with custom_encoder or custom_decoder, whose layers have "
+                f"their own, got {positions!r}"
+            )
+        for stack, causal in ((self.encoder, False), (self.decoder, True)):
+            made = make_positions(
+                positions, d_model, nhead, causal=causal, device=device, dtype=dtype
+            )
+            set_positions(stack, made)
 
     def forward(
         self,

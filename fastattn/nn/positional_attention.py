@@ -1,0 +1,171 @@
+"""Self-attention with positions: a `MultiheadAttention` whose scores know the distances.
+
+`set_positions` gives the self-attentions of a layer or of a stack positions, in place; the
+keyword `positions` of the layers and of `Transformer` calls it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastattn import functional
+from fastattn.nn.attention import (
+    MultiheadAttention,
+    allowed_mask,
+    attention_context,
+    blocked_pairs,
+    check_causal_hint,
+    check_padded_inputs,
+    matching_masks,
+    merge_heads,
+    project,
+    rotated_heads,
+)
+from fastattn.nn.fusion import DropoutStreams
+from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
+
+
+class PositionalMultiheadAttention(nn.MultiheadAttention):
+    """Multi-head self-attention with positions in its scores.
+
+    positions: "alibi", "t5" or "rotary", or a module of such positions with other options. Its
+    learned parameters are in the `state_dict` under `positions.`; the other parameters are those of
+    `torch.nn.MultiheadAttention`. Calls are those of torch for batched inputs, where query and key
+    have one length: position i of the query is position i of the key.
+    """
+
+    positions: AttentionPositions
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        positions: PositionKind | AttentionPositions,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        if not isinstance(positions, AttentionPositions):
+            positions = make_positions(positions, embed_dim, num_heads, device=device, dtype=dtype)
+        _hold(self, positions, registered=True)
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As torch's; `is_causal=True` is trusted. The weights are computed unfused."""
+        check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
+        if query.shape != key.shape:
+            raise ValueError(
+                f"key must have query's shape {list(query.shape)}, because positions are counted "
+                f"from the start of both, got {list(key.shape)}"
+            )
+        if not need_weights:
+            context = attention_context(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                attn_mask,
+                is_causal,
+                DropoutStreams(query.device),
+                self.positions,
+            )
+            return self.out_proj(context), None
+        check_causal_hint(is_causal, attn_mask)
+        masks = matching_masks(attn_mask, key_padding_mask, query.dtype)
+        q, k, v = project(self, query, key, value)
+        q, k = rotated_heads(self.positions, q, k)
+        mask = allowed_mask(*masks, q.shape[0], self.num_heads)
+        weights = functional.attention_weights(q, k, mask=mask, **self.positions.score_options())
+        weights = weights.to(q.dtype)
+        if self.training and self.dropout > 0.0:
+            weights = F.dropout(weights, self.dropout)
+        if mask is not None:
+            dead_keys = blocked_pairs(mask).all(dim=-2)[..., None]  # [B, H, N, 1]
+            v = v.masked_fill(dead_keys, 0.0)
+        context = merge_heads(self, weights @ v, 3)
+        return self.out_proj(context), weights.mean(dim=1) if average_attn_weights else weights
+
+
+def attention_classes(name: str) -> tuple[type[nn.Module], ...]:
+    """The classes of a layer's `self_attn` or `multihead_attn` that are computed by ops."""
+    plain = (nn.MultiheadAttention, MultiheadAttention)
+    return (*plain, PositionalMultiheadAttention) if name == "self_attn" else plain
+
+
+def positions_of(attention: nn.Module) -> AttentionPositions | None:
+    """The positions of a self-attention, None if it has none."""
+    return attention.positions if isinstance(attention, PositionalMultiheadAttention) else None
+
+
+def set_positions(module: Any, positions: AttentionPositions) -> None:
+    """Gives the self-attention of a layer, or those of a stack's layers, these positions, in place.
+
+    A stack registers the module as its own `positions`, and its layers share it, as in T5, where
+    one table serves all layers of a stack. Weights stay the same objects.
+    """
+    layers = getattr(module, "layers", None)
+    if layers is None:
+        _convert(module.self_attn, positions, registered=True)
+        return
+    module.positions = positions
+    for layer in layers:
+        _convert(layer.self_attn, positions, registered=False)
+
+
+def share_positions(stack: Any) -> None:
+    """Makes the layers of a stack, copies of one layer, share the positions of the first."""
+    for layer in stack.layers[:1]:
+        if (positions := positions_of(getattr(layer, "self_attn", layer))) is not None:
+            set_positions(stack, positions)
+
+
+def _convert(attention: Any, positions: AttentionPositions, *, registered: bool) -> None:
+    if type(attention) not in attention_classes("self_attn"):
+        raise TypeError(
+            "positions need a MultiheadAttention of torch or fastattn, got "
+            f"{type(attention).__name__}"
+        )
+    if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+        raise ValueError(
+            "positions need attention without kdim, vdim, add_bias_kv and add_zero_attn, got "
+            f"{attention}"
+        )
+    attention.__class__ = PositionalMultiheadAttention
+    _hold(attention, positions, registered=registered)
+
+
+def _hold(
+    attention: PositionalMultiheadAttention, positions: AttentionPositions, *, registered: bool
+) -> None:
+    # Not packed, in torch's words: its layers then call `forward` instead of reading the weights.
+    attention._qkv_same_embed_dim = False
+    if registered:
+        attention.positions = positions
+    else:
+        # Shared: the stack registers it, so that the state_dict has it once.
+        attention._modules.pop("positions", None)
+        attention.__dict__["positions"] = positions

@@ -98,7 +98,11 @@ def add(commands: Any) -> None:
     model("--max-length", type=positive_int, default=128, help="tokens of a sentence")
     model("--post-norm", action="store_true", help="norms after the residual sums")
     model("--untied", action="store_true", help="separate embeddings and output head")
-    model("--positions", choices=("sinusoidal", "learned"), default="sinusoidal", help="encoding")
+    model(
+        "--positions", choices=("sinusoidal", "learned", "alibi", "t5", "rotary"),
+        default="sinusoidal",
+        help="added to the embeddings (sinusoidal, learned) or in the self-attention's scores",
+    )  # fmt: skip
     model(
         "--norm", choices=("layer", "power", "batch"), default="layer",
         help="layer norm, or power norm or batch norm for comparison",

@@ -22,13 +22,16 @@ from torch.nn import functional as F
 from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
 from fastattn.nn.fusion import linear
 from fastattn.nn.packing import Packing
+from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
+from fastattn.nn.relative import make_positions
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
 
 from .data import PAD, Batch
 from .pointer_generator import PointerGenerator
 
-POSITIONS = ("sinusoidal", "learned")
+ENCODINGS = {"sinusoidal": SinusoidalPositionalEncoding, "learned": LearnedPositionalEncoding}
+POSITIONS = (*ENCODINGS, "alibi", "t5", "rotary")
 NORMS = ("layer", "power", "batch")
 MEMORY_LAYERS = ("last", "same", "reversed")
 DECODERS = ("autoregressive", "non-autoregressive")
@@ -43,6 +46,8 @@ class ModelConfig:
     included.
 
     Attributes:
+        positions: "sinusoidal" and "learned" are added to the embeddings; "alibi", "t5" and
+            "rotary" enter the scores of the self-attentions.
         tied: source embedding, target embedding and output head share one matrix.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
             usual; "same": the one with its own index (He et al. 2018); "reversed": from the last
@@ -94,6 +99,15 @@ class ModelConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.positions not in ENCODINGS and self.scoring != "dot":
+            raise ValueError(
+                f"scoring must be 'dot' with positions={self.positions!r}, got {self.scoring!r}"
+            )
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise ValueError(
+                f"heads must divide width {self.width} into even parts with positions='rotary', "
+                f"got {self.heads}"
+            )
         self.memory_numbers()
 
     def memory_numbers(self) -> list[int]:
@@ -195,12 +209,8 @@ class Seq2SeqTransformer(nn.Module):
         if not config.tied:
             self.target_embedding = nn.Embedding(config.vocabulary, config.width)
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        encoding = (
-            SinusoidalPositionalEncoding
-            if config.positions == "sinusoidal"
-            else LearnedPositionalEncoding
-        )
-        self.positions = encoding(
+        encoding = ENCODINGS.get(config.positions)
+        self.positions = encoding and encoding(
             config.width, max_length=config.max_length, dropout=config.dropout
         )
         with warnings.catch_warnings():
@@ -217,6 +227,7 @@ class Seq2SeqTransformer(nn.Module):
                 batch_first=True,
                 norm_first=config.norm_first,
             )
+        _use_positions(self.transformer, config)
         _use_norm(self.transformer, config.norm)
         _use_scoring(self.transformer, config.scoring)
         self.copying = PointerGenerator(config.width) if config.copy else None
@@ -355,17 +366,35 @@ class Seq2SeqTransformer(nn.Module):
 
     def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int | Tensor = 0) -> Tensor:
         x = embedding(tokens) * math.sqrt(self.config.width)
+        if self.positions is None:
+            return F.dropout(x, self.config.dropout, self.training)
         return self.positions(x, offset=start)
 
 
 def _check_transformer_class(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
-    for name, usual in (("norm", "layer"), ("scoring", "dot")):
-        if getattr(config, name) != usual and not issubclass(transformer_class, Transformer):
+    if issubclass(transformer_class, Transformer):
+        return
+    for name, usual in (
+        ("norm", ("layer",)),
+        ("scoring", ("dot",)),
+        ("positions", tuple(ENCODINGS)),
+    ):
+        if getattr(config, name) not in usual:
             # torch's layers read their children's weights directly and would ignore these options.
+            wanted = " or ".join(map(repr, usual))
             raise ValueError(
-                f"{name} must be {usual!r} with {transformer_class.__module__}."
+                f"{name} must be {wanted} with {transformer_class.__module__}."
                 f"{transformer_class.__name__}, got {getattr(config, name)!r}"
             )
+
+
+def _use_positions(transformer: nn.Transformer, config: ModelConfig) -> None:
+    if config.positions in ENCODINGS:
+        return
+    causal = config.decoder == "autoregressive"
+    for stack, own in ((transformer.encoder, False), (transformer.decoder, causal)):
+        kind: Any = config.positions
+        set_positions(stack, make_positions(kind, config.width, config.heads, causal=own))
 
 
 def _use_norm(transformer: nn.Transformer, norm: str) -> None:

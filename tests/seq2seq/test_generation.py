@@ -78,6 +78,10 @@ KINDS = [
     {"scoring": "additive"},
     {"scoring": "cosine"},
     {"positions": "learned"},
+    {"positions": "alibi"},
+    {"positions": "t5"},
+    {"positions": "rotary"},
+    {"positions": "alibi", "memory_layers": "2,1", "copy": True, "norm_first": False},
 ]
 
 

@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from seq2seq_samples import CPU, SMALL, random_examples, small_model, toy_training
+from seq2seq_samples import CPU, SMALL, random_examples, small_model, toy_pairs, toy_training
 
-from fastattn.seq2seq import training
+from fastattn.nn import PositionalMultiheadAttention
+from fastattn.seq2seq import runs, training
 from fastattn.seq2seq.data import Example, collate
+from fastattn.seq2seq.generation import Translator
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+from fastattn.seq2seq.non_autoregressive import make_model
 from fastattn.seq2seq.training import TrainingConfig, train
 
 
@@ -22,6 +25,15 @@ from fastattn.seq2seq.training import TrainingConfig, train
         ({"memory_layers": "first"}, "memory_layers must be one of .* 2 numbers from 1 to 2"),
         ({"memory_layers": "1,3"}, "memory_layers must be one of .* got '1,3'"),
         ({"memory_layers": "1"}, "memory_layers must be one of .* got '1'"),
+        ({"positions": "xpos"}, "positions must be one of .*'alibi', 't5', 'rotary'.* got 'xpos'"),
+        (
+            {"positions": "alibi", "scoring": "cosine"},
+            "scoring must be 'dot' with positions='alibi'",
+        ),
+        (
+            {"positions": "rotary", "width": 14},
+            "heads must divide width 14 into even parts .* got 2",
+        ),
     ],
 )
 def test_errors_of_model_options(changes, message):
@@ -29,10 +41,12 @@ def test_errors_of_model_options(changes, message):
         dataclasses.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("changes", [{"norm": "power"}, {"scoring": "additive"}])
+@pytest.mark.parametrize(
+    "changes", [{"norm": "power"}, {"scoring": "additive"}, {"positions": "alibi"}]
+)
 def test_pytorchs_transformer_refuses_options_that_it_lacks(changes):
     name = next(iter(changes))
-    with pytest.raises(ValueError, match=rf"{name} must be '\w+' with torch\.nn"):
+    with pytest.raises(ValueError, match=rf"{name} must be '\w+'.* with torch\.nn"):
         small_model("torch", **changes)
 
 
@@ -103,6 +117,9 @@ def test_norms_over_tokens_leave_padding_out_of_the_model(norm):
         {"norm_first": False, "norm": "power"},
         {"memory_layers": "same"},
         {"copy": True},
+        {"positions": "alibi"},
+        {"positions": "t5"},
+        {"positions": "rotary"},
     ],
     ids=str,
 )
@@ -119,3 +136,73 @@ def test_every_model_trains(changes):
     shares = tokens.bincount().float() / len(tokens)
     entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum().item()
     assert result.validations[-1][1] < 0.8 * entropy, (result.validations, entropy)
+
+
+RELATIVE = ["alibi", "t5", "rotary"]
+
+
+@pytest.mark.parametrize("positions", RELATIVE)
+def test_relative_positions_replace_those_of_the_embeddings(positions):
+    model = small_model(positions=positions)
+    tokens = torch.tensor([[5, 9, 5]])
+    torch.testing.assert_close(model.embed_target(tokens, start=7), model.embedding(tokens) * 4.0)
+    dropped = small_model(positions=positions, dropout=0.5).train().embed_source(tokens)
+    assert (dropped == 0).any()
+    for stack in (model.transformer.encoder, model.transformer.decoder):
+        for layer in stack.layers:
+            assert isinstance(layer.self_attn, PositionalMultiheadAttention)
+    tables = [name for name in model.state_dict() if "positions" in name]
+    stacks = ["transformer.encoder", "transformer.decoder"]
+    expected = [f"{stack}.positions.relative_bias" for stack in stacks]
+    assert tables == (expected if positions == "t5" else [])
+
+
+@pytest.mark.parametrize("positions", RELATIVE)
+def test_words_in_another_order_have_another_translation(positions):
+    """Without positions an encoder only permutes its outputs."""
+    model = small_model(positions=positions).eval()
+    real, begin = torch.zeros(1, 4, dtype=torch.bool), torch.tensor([[1]])
+    first, second = (
+        model(torch.tensor([source]), begin, real) for source in ([5, 6, 7, 8], [8, 6, 5, 7])
+    )
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("decoder", ["autoregressive", "non-autoregressive"])
+def test_buckets_of_a_decoder_are_those_of_what_it_attends(decoder):
+    config = dataclasses.replace(SMALL, positions="t5", decoder=decoder)
+    transformer = make_model(config).transformer
+    assert not transformer.encoder.positions.causal
+    assert transformer.decoder.positions.causal == (decoder == "autoregressive")
+
+
+@pytest.mark.parametrize("positions", RELATIVE)
+def test_runs_keep_their_positions(positions, tmp_path):
+    """From the run's files comes the model that was trained, with the same translations."""
+    prepared = runs.prepare_text(
+        toy_pairs(100), held_out=10, max_length=20, vocabulary=300, show=False
+    )
+    config = dataclasses.replace(
+        SMALL, vocabulary=prepared.tokenizer.vocabulary, positions=positions
+    )
+    schedule = toy_training(steps=6, valid_every=6, checkpoint_every=3)
+    files = runs.RunFiles(config, schedule, prepared.tokenizer, prepared.digest, 10)
+    runs.start_run(tmp_path, files)
+    texts = [pair.source for pair in prepared.test]
+    for stop in (3, None):  # the second continues from the first one's checkpoint
+        model = small_model(vocabulary=config.vocabulary, positions=positions)
+        train(
+            model, prepared.train, prepared.valid, schedule,
+            device=CPU, run=tmp_path, resume=True, stop_after=stop, show=False,
+        )  # fmt: skip
+    loaded = runs.load_translator(tmp_path)
+    assert loaded.model.config == config
+    state = loaded.model.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+    if positions == "t5":
+        start = small_model(vocabulary=config.vocabulary, positions="t5").state_dict()
+        name = "transformer.decoder.positions.relative_bias"
+        assert not torch.equal(state[name], start[name])
+    expected = Translator(model.eval(), prepared.tokenizer).translate(texts)
+    assert loaded.translate(texts) == expected

@@ -12,13 +12,16 @@ from fastattn.seq2seq.model import Seq2SeqTransformer
 from fastattn.seq2seq.training import TrainingConfig
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_packed_losses_and_gradients_are_the_padded_ones(smoothing):
+@pytest.mark.parametrize(
+    ("smoothing", "positions"),
+    [(0.0, "sinusoidal"), (0.1, "sinusoidal"), (0.1, "alibi"), (0.1, "t5"), (0.1, "rotary")],
+)
+def test_packed_losses_and_gradients_are_the_padded_ones(smoothing, positions):
     batch = collate(random_examples(7))
     assert batch.source_padding.any()
     outcomes = []
     for packed in (False, True):
-        model = small_model(tied=True, seed=3).train()
+        model = small_model(tied=True, seed=3, positions=positions).train()
         config = TrainingConfig(packed=packed, smoothing=smoothing)
         loss = training.cross_entropy(model, batch, config)
         outcomes.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])

@@ -9,6 +9,7 @@ import pytest
 
 from examples import (
     linear_attention,
+    positions,
     rnn_translation,
     sequence_classification,
     sequence_labelling,
@@ -82,6 +83,17 @@ def test_rnn_translation(name: str, tmp_path: Path) -> None:
     except TextUnavailable as error:
         pytest.skip(str(error))
     assert result[name]["loss"] < result["token frequencies"]["loss"] - 0.2
+
+
+def test_positions(tmp_path: Path) -> None:
+    kinds = ["alibi", "rotary"]
+    try:
+        result = positions.main(["--steps", "60", "--kinds", *kinds, "--out", str(tmp_path)])
+    except TextUnavailable as error:
+        pytest.skip(str(error))
+    for kind in kinds:
+        assert result[kind]["short"] < result["token frequencies"]["short"] - 0.2
+    assert pictures(tmp_path) == ["positions.png"]
 
 
 def test_ring_attention() -> None:

@@ -1,4 +1,4 @@
-"""MkDocs hook: what the pages show that is not typed: pictures of masks and of the Hopper kernel,
+"""MkDocs hook: what the pages show that is not typed: pictures of masks, scores and kernels,
 tables of backends and the command line from the code, tables of results from `benchmarks/results`.
 
 A page asks for a text by `{{ name }}` and for a picture by `images/<name>.svg`; nothing of it is
@@ -92,6 +92,63 @@ def draw_mask(name: str) -> str:
     axes.set_title(MASKS[name][0], fontsize=9, family="monospace")
     for spine in axes.spines.values():
         spine.set_visible(False)
+    return _svg(figure)
+
+
+# -- scores ---------------------------------------------------------------------------------------
+_TABLE = torch.tensor([[0.6, 0.2, -0.4, -1.1, 0.0, 0.9, -0.2, -0.8]])  # [H, buckets]
+SCORES: dict[str, tuple[str, dict[str, Any]]] = {
+    "alibi": (
+        'alibi_slopes=[0.5], causal="bottom_right"',
+        {"alibi_slopes": torch.tensor([0.5]), "causal": "bottom_right"},
+    ),
+    "relative": (
+        'relative_bias of 8 buckets, "t5"',
+        {"relative_bias": _TABLE, "relative_buckets": "t5", "relative_max_distance": 8},
+    ),
+    "softcap": ("softcap=5.0, scores from -20 to 20", {"softcap": 5.0}),
+    "sinks": ('sinks=[1.0], causal="top_left"', {"sinks": torch.ones(1), "causal": "top_left"}),
+}
+
+
+def score_matrix(name: str) -> torch.Tensor:
+    """The scores that `attention` computes, [M, N], read off its weights and lse; -inf: blocked.
+    For sinks the weights, [M, 1 + N], with those of the sink first.
+    """
+    # Without softcap, products of 0 leave what is added to them.
+    rows = torch.linspace(-4.0, 4.0, M) if name == "softcap" else torch.zeros(M)
+    q, k = rows.view(1, 1, M, 1), torch.linspace(-5.0, 5.0, N).view(1, 1, N, 1)
+    options = SCORES[name][1]
+    weights = fastattn.attention_weights(q, k, scale=1.0, **options)[0, 0]
+    if name == "sinks":
+        return torch.cat([1 - weights.sum(1, keepdim=True), weights], dim=1)
+    _, lse = fastattn.attention(q, k, k, scale=1.0, return_lse=True, **options)
+    return weights.log() + lse[0, 0, :, None]
+
+
+def draw_scores(name: str) -> str:
+    values = score_matrix(name)
+    figure, axes = plt.subplots(figsize=(4.0, 2.6))
+    if name == "sinks":
+        values = torch.cat([values[:, :1], torch.full((M, 1), float("nan")), values[:, 1:]], dim=1)
+        colors, low, high = "Blues", 0.0, 1.0
+    else:
+        high = values[values.isfinite()].abs().max().item()
+        colors, low = "RdBu_r", -high
+        values = values.masked_fill(values.isinf(), float("nan"))
+    axes.set_facecolor("white" if name == "sinks" else GREY)
+    image = axes.imshow(values, cmap=colors, vmin=low, vmax=high)
+    if name == "sinks":
+        blocked = torch.ones(M, N, dtype=torch.bool).triu(1)
+        for i, j in blocked.nonzero().tolist():
+            axes.add_patch(plt.Rectangle((j + 1.5, i - 0.5), 1, 1, color=GREY))
+    axes.set(xlabel="the sink, keys" if name == "sinks" else "keys", ylabel="queries")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(SCORES[name][0], fontsize=9, family="monospace")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(image, label="weight" if name == "sinks" else "score", shrink=0.8)
     return _svg(figure)
 
 
@@ -191,6 +248,7 @@ def _svg(figure: Any) -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     **{f"mask_{name}": lambda name=name: draw_mask(name) for name in MASKS},  # type: ignore[misc]
+    **{f"scores_{name}": lambda name=name: draw_scores(name) for name in SCORES},  # type: ignore[misc]
     "hopper": draw_hopper,
     "tiles": draw_tiles,
     "dropout": draw_dropout,

@@ -35,6 +35,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mask of one row": {"mask": "bool N"},
     "bias": {"mask": "float BHMN"},
     "sinks": {"sinks": 0.0},
+    "soft cap": {"softcap": 2.0},
+    "a higher soft cap": {"softcap": 4.0},
 }
 BASE: dict[str, Any] = {"M": 20, "N": 40, "D": 16, "E": 16}
 

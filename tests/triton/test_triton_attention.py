@@ -45,6 +45,7 @@ from fastattn.ops.attention.spec_inputs import (
 )
 from fastattn.ops.attention.triton import forward as kernels
 from fastattn.ops.attention.triton import launch
+from fastattn.ops.attention.triton import tiles as device_tiles
 from fastattn.ops.attention.triton.fwd_config import ForwardConfig
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import Sample
@@ -330,6 +331,32 @@ def test_head_dims_of_one_two_and_padded_tiles() -> None:
         q, k = (torch.randn(1, 2, 33, D, generator=generator).half() for _ in range(2))
         v = torch.randn(1, 2, 33, E, generator=generator).half()
         _check((q, k, v, *[None] * 6, 0.0, 1, -1, -1, D**-0.5, 0.0, None, 0))
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, out_ptr):
+    offs = tl.arange(0, 4096)
+    tl.store(out_ptr + offs, device_tiles.tanh(tl.load(x_ptr + offs)))
+
+
+@runs
+def test_tanh_has_a_small_relative_error() -> None:
+    x = torch.cat([torch.logspace(-30, 2, 2046), torch.tensor([0.0, torch.inf])])
+    x = torch.cat([x, -x]).to(DEVICE)
+    out = torch.empty_like(x)
+    _tanh_kernel[(1,)](x, out)
+    exact = x.double().tanh()
+    assert ((out - exact).abs() <= 5e-7 * exact.abs()).all()
+    _tanh_kernel[(1,)](torch.full_like(x, torch.nan), out)
+    assert out.isnan().all()
+
+
+@runs
+@pytest.mark.parametrize("amplitude", [1e-2, 4.0])
+def test_soft_cap_in_fp32(amplitude: float) -> None:
+    """Of scores far below the cap and around it."""
+    options = {"B": 1, "H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "amplitude": amplitude}
+    _check(_arguments(Sample("cap", "", partial(make_inputs, **options), ()), torch.float32))
 
 
 @runs

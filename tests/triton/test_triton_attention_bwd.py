@@ -195,6 +195,7 @@ def _small(name: str, **options: Any) -> Sample:
 _INTERPRETED = (
     "d80", "gqa", "bottom_right", "window", "key_lengths_rows", "both_lengths", "bool_mask_keys",
     "bias_row", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "sinks_no_keys",
+    "softcap_bias_lengths",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (
@@ -325,6 +326,15 @@ def test_very_negative_scores() -> None:
     k[..., 0] = 4.0
     call.out, call.lse = reference.attention_fwd(*call.tensors, *call.options)
     assert call.lse.max() < -88
+    call.check(call.run())
+
+
+@runs
+@pytest.mark.parametrize("amplitude", [1e-2, 4.0])
+def test_soft_cap_in_fp32(amplitude: float) -> None:
+    """Of scores far below the cap and around it, with dropped weights."""
+    options = {"B": 1, "H": 1, "M": 40, "N": 50, "D": 16, "softcap": 5.0, "dropout_p": 0.1}
+    call = Call(_small(f"cap {amplitude}", amplitude=amplitude, **options), torch.float32)
     call.check(call.run())
 
 
@@ -469,7 +479,15 @@ def _check_base(**options: Any) -> Call:
 # Repeated with a mask: these change which tiles it is classified in.
 _WITH_MASK = ("bottom right", "key lengths", "query lengths", "bias")
 # Similar to others.
-_LATER = ("heads inside rows", "wider values", "fewer keys", "top left", "keys ahead", "mask")
+_LATER = (
+    "heads inside rows",
+    "wider values",
+    "fewer keys",
+    "top left",
+    "keys ahead",
+    "mask",
+    "a higher soft cap",
+)
 
 
 def _changes() -> list[Any]:

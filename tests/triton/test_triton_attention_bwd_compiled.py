@@ -49,6 +49,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.1, "causal": 2},
     "fp32": {"dtype": torch.float32, "causal": 2},
     "ragged": {"M": 1001},
+    "softcap": {"softcap": 30.0, "causal": 2},
+    "sinks": {"sinks": True, "causal": 2},
     "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
@@ -69,6 +71,8 @@ def _launch(
     causal: int = 0,
     left: int = -1,
     dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: bool = False,
     dq_alone: bool = False,
     config: BwdConfig | None = None,
 ) -> None:
@@ -82,17 +86,25 @@ def _launch(
     lse = empty(2, 4, M, dtype=torch.float32)
     bias = None if mask is None else empty(*mask[1], dtype=mask[0])
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
-    needs = [True, True, True, bias is not None and bias.is_floating_point(), False, False]
+    sink = empty(4, dtype=torch.float32) if sinks else None
+    needs = [True, True, True, bias is not None and bias.is_floating_point(), False, sinks]
     if dq_alone:
         needs[1:] = [False] * 5
     call = BackwardCall(
         out if dout else None, None if dout else lse, q, k, v,
         bias, prepared.classify(bias) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None,
-        out, lse, None, None, 0.0, causal, left, -1, 0.125, dropout_p,
+        out, lse, None, sink, softcap, causal, left, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip
-    results = (q, k, v, bias if needs[3] else empty(0), empty(0), empty(0))
+    results = (
+        q,
+        k,
+        v,
+        bias if needs[3] else empty(0),
+        empty(0),
+        empty(0) if sink is None else sink,
+    )
     if config is not None:
         launchers.attention_bwd_with_config(config, call, *results)
         return
@@ -140,7 +152,11 @@ def _examine(kernel: Any, arch: str) -> None:
 # What runs always; the slow run adds one feature or two at every head dim, on Hopper all at 64.
 _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_80": {64: ("causal",), 128: ("lengths",)},
-    "sm_90": {64: ("plain", "causal", "bool"), 128: ("causal", "bias"), 256: ("causal",)},
+    "sm_90": {
+        64: ("plain", "causal", "bool", "softcap"),
+        128: ("causal", "bias"),
+        256: ("causal",),
+    },
     "sm_100": {128: ("causal",)},
     "gfx942": {64: ("causal", "padding"), 128: ("plain",)},
 }

@@ -49,6 +49,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "prepared": {"mask": (torch.bool, (1, 1, 1024, 1024)), "words": True},
     "dropout": {"dropout_p": 0.1, "causal": 2},
     "short": {"M": 1, "causal": 0},
+    "softcap": {"softcap": 30.0, "causal": 2},
+    "sinks": {"sinks": True, "causal": 2},
     "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
@@ -66,6 +68,8 @@ def _launch(
     query_lengths: bool = False,
     causal: int = 0,
     dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> None:
     """A forward as the op would launch it, on tensors without memory."""
 
@@ -77,8 +81,9 @@ def _launch(
     dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     call = ForwardCall(
         q, k, v, dense, prepared.classify(dense) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None, None, None, 0.0, causal, -1, -1,
-        0.125, dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3,
+        empty(2, dtype=torch.int32) if query_lengths else None, None,
+        empty(4, dtype=torch.float32) if sinks else None, softcap, causal, -1, -1, 0.125, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip
     workspace = [
         empty(*shape, dtype=dtype) for shape, dtype, _ in kernels.attention_fwd_workspace(call)
@@ -102,7 +107,7 @@ def _tolerated_spills(arch: str, D: int, feature: str) -> int:
     """Limits in bytes a thread: none in loops over full tiles, few in those over edge tiles and
     under dense masks, whose rows are chosen for the head dims up to 128.
     """
-    if feature in ("plain", "causal") and D <= 128:
+    if feature in ("plain", "causal", "softcap", "sinks") and D <= 128:
         return _OUTSIDE_LOOPS if arch == "sm_120" else 0
     return 96
 
@@ -112,7 +117,7 @@ _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_90": {
         64: ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
         80: ("causal",),
-        128: ("plain", "causal", "lengths", "bias"),
+        128: ("plain", "causal", "lengths", "bias", "softcap"),
         256: ("causal",),
     },
     "sm_100": {64: ("causal",), 128: ("lengths",)},

@@ -91,7 +91,8 @@ _SM90: _Rows = (
     # dq 181, dkdv 255. Its loop over full tiles is 349 to 371 instructions, and spills where more
     # than its accumulators stays: 0 to 2 for grouped heads, packed sequences, lengths or padded
     # windows, up to 4 for packed windows; with dropout 0 to 15 padded, 1 to 20 packed, where
-    # 32 x 128 would spill none, but take 762 instructions for 583.
+    # 32 x 128 would spill none, but take 762 instructions for 583. Under a soft cap 968, 1 spilled;
+    # 32 x 128 would take 573 for half the queries.
     (128, _C(_T(128, 64, 8, 3, tma=True), _T(64, 128, 8, 3, tma=True))),
     # One accumulator [128, 256] at a time; with both every tile spills 42 words.
     (256, _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2), separate=True)),

@@ -34,14 +34,15 @@ from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
-    LOG2E,
     NOT_SPECIALIZED,
     ONE_COLUMN,
     PARTIAL,
     Dropout,
     Lengths,
+    ScoreChanges,
     Source,
     add_product,
+    capped,
     key_bounds,
     load_mask,
     load_partial,
@@ -54,6 +55,8 @@ from fastattn.ops.attention.triton.tiles import (
     row_zeros,
     rows_of,
     scaled_rows,
+    score_changes,
+    score_factor,
     sequence_limits,
     store_row_tiles,
     tile_range,
@@ -88,6 +91,7 @@ class Operands(NamedTuple):
     keys_left: Any
     M: Any
     N: Any
+    changes: ScoreChanges
     scale: Any
     shift: Any
 
@@ -122,6 +126,7 @@ def dkdv_tile(
 
     q = load_rows(given.q, m_start, live, BLOCK_M, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
     s = product(given.k, q, CASE.D1, CASE.PRECISION)  # [BLOCK_N, BLOCK_M]
+    s = capped(s, given.changes, CASE)
     if CASE.HAS_DOUT:
         dout = load_rows(
             given.dout, m_start, live, BLOCK_M, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA
@@ -165,6 +170,8 @@ def dkdv_tile(
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
+    if CASE.SOFTCAP:
+        capped_p = p * (1.0 - s * s)  # times the cap's slope
 
     if CASE.HAS_DOUT:
         if CASE.DROPOUT:
@@ -197,11 +204,11 @@ def dkdv_tile(
             elif CASE.DROPOUT == 1:
                 dp = tl.where(p > 0.0, dp, 0.0)
                 p = tl.abs(p)
-            ds = p * (dp - delta[None, :])
+            ds = (capped_p if CASE.SOFTCAP else p) * (dp - delta[None, :])
         if CASE.NEED_DV and CASE.LATE:
             dv = add_product(dv, kept.to(dout[0].dtype), dout, CASE.E1, CASE.PRECISION)
     elif CASE.NEED_DK:
-        ds = -p * delta[None, :]
+        ds = -(capped_p if CASE.SOFTCAP else p) * delta[None, :]
     if CASE.NEED_DK:
         dk = add_product(dk, ds.to(q[0].dtype), q, CASE.D1, CASE.PRECISION)
     return dk, dv
@@ -279,9 +286,8 @@ def attention_bwd_dkdv_kernel(
     k_ptr = rows_of(k_ptr, stride_k, b64, kv64, n64, UNIT)
     v_ptr = rows_of(v_ptr, stride_v, b64, kv64, n64, UNIT)
     shift = tl.log2(keep_factor)
-    score_scale = scale
-    if not CASE.NATURAL:
-        score_scale = scale * LOG2E
+    factor = score_factor(scale, change_numbers, CASE)
+    changes = score_changes(change_numbers, scale, CASE)
 
     # -- which queries may attend these keys
     q_limit, k_limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
@@ -361,7 +367,7 @@ def attention_bwd_dkdv_kernel(
             lengths,
             Rows(live_begin, live_end, q_limit, low, high),
             Dropout(row_keys, column_keys, threshold),
-            b64, j, N - n_start, M, N, score_scale, shift,
+            b64, j, N - n_start, M, N, changes, factor, shift,
         )  # fmt: skip
         dk, dv = add_tiles(dk, dv, tiles, lse_delta, row_keys, given, FULL, CASE)
         if CASE.DENSE:

@@ -15,12 +15,15 @@ from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     ONE_ROW,
     Lengths,
+    capped,
     key_bounds,
     load_mask,
     load_row_tiles,
     product,
     row_limits,
     rows_of,
+    score_changes,
+    score_factor,
     sequence_limits,
 )
 
@@ -61,6 +64,8 @@ def attention_bwd_dmask_kernel(
     local_j = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     shift = tl.log2(keep_factor)
+    changes = score_changes(change_numbers, scale, CASE)
+    factor = score_factor(scale, change_numbers, CASE)
     summed = summed_b * summed_h * summed_m * summed_n
     last = tl.minimum((split + 1) * per_split, summed)
     for item in tl.range(split * per_split, last, num_stages=1):
@@ -86,7 +91,7 @@ def attention_bwd_dmask_kernel(
                 rows_of(k_ptr, stride_k, b, kv_head, n64, UNIT), stride_k.row * UNIT, j < N,
                 BLOCK_N, CASE.D0, CASE.D1, CASE.D,
             )  # fmt: skip
-            s = product(q, k, CASE.D1, CASE.PRECISION)
+            s = capped(product(q, k, CASE.D1, CASE.PRECISION), changes, CASE)
 
             q_limit, limit, b_low, b_high = sequence_limits(lengths, b, M, N, low, high, CASE)
             row = i[:, None]
@@ -103,7 +108,7 @@ def attention_bwd_dmask_kernel(
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
             word = tl.load(lse_delta_ptr + (b * H + h) * padded_m + i)
             lse, delta = unpack_lse_delta(word)
-            p = weights(s, lse[:, None], bias, scale, shift, True, True, CASE.KEEP_LOG2)
+            p = weights(s, lse[:, None], bias, factor, shift, True, True, CASE.KEEP_LOG2)
             if CASE.HAS_DOUT:
                 dout = load_row_tiles(
                     rows_of(dout_ptr, stride_do, b, h, m64, UNIT), stride_do.row * UNIT, i < M,

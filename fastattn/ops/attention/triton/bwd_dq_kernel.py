@@ -41,8 +41,10 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     KeyBounds,
     Lengths,
+    ScoreChanges,
     Source,
     add_product,
+    capped,
     key_bounds,
     load_mask,
     load_partial,
@@ -55,6 +57,8 @@ from fastattn.ops.attention.triton.tiles import (
     row_zeros,
     rows_of,
     scaled_rows,
+    score_changes,
+    score_factor,
     sequence_limits,
     sink_of,
     store_row_tiles,
@@ -88,6 +92,7 @@ class Operands(NamedTuple):
     m_start: Any
     M: Any
     N: Any
+    changes: ScoreChanges
     scale: Any
     shift: Any
 
@@ -120,6 +125,7 @@ def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.con
 
     k = load_rows(given.k, n_start, touched, BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, BY_TMA)
     s = product(given.q, k, CASE.D1, CASE.PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = capped(s, given.changes, CASE)
     if CASE.HAS_DOUT:
         v = load_rows(given.v, n_start, touched, BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, BY_TMA)
         dp = product(given.dout, v, CASE.E1, CASE.PRECISION)
@@ -154,6 +160,8 @@ def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.con
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
+    if CASE.SOFTCAP and not SUM:
+        p = p * (1.0 - s * s)  # the cap's slope
     if CASE.HAS_DOUT and CASE.DROPOUT:
         row_keys, column_keys_ptr, threshold = given.dropout
         column_keys = load_keys(column_keys_ptr, n_start, BLOCK_N // 2)
@@ -255,10 +263,10 @@ def attention_bwd_dq_kernel(
     if CASE.SINKS:
         sink = sink_of(changes, change_numbers, h64)
         live = inside & ~(lse <= sink)
-    score_scale = scale
     if not CASE.NATURAL:
         lse = lse * LOG2E
-        score_scale = scale * LOG2E
+    factor = score_factor(scale, change_numbers, CASE)
+    own_changes = score_changes(change_numbers, scale, CASE)
     lse = tl.where(live, lse, float("inf"))
     delta = tl.zeros([BLOCK_M], tl.float32)
     dout = delta, delta
@@ -320,7 +328,7 @@ def attention_bwd_dq_kernel(
     if EXACT_DELTA:
         given = Operands(
             q, dout, lse, delta, k, v, mask, alive, keys, dropout, m_start, M, N,
-            score_scale, shift,
+            own_changes, factor, shift,
         )  # fmt: skip
         for index in tl.range(0, n_full + n_partial + n_edge, num_stages=1):
             tile = first + index
@@ -359,7 +367,7 @@ def attention_bwd_dq_kernel(
         dq = row_zeros(BLOCK_M, CASE.D0, CASE.D1)
         given = Operands(
             q, dout, lse, delta, k, v, mask, alive, keys, dropout, m_start, M, N,
-            score_scale, shift,
+            own_changes, factor, shift,
         )  # fmt: skip
         dq = add_tiles(dq, tiles, given, FULL, CASE)
         if CASE.DENSE:

@@ -5,6 +5,7 @@ delta = Σ out·dout - dlse
     ds = p (dp - delta),  dq = scale ds k,  dk = scale dsᵀ q,  dv = dropout(p)ᵀ dout,  dmask = Σ ds.
 Dropout's factor of what is kept is in p, where it costs nothing: then dp has none, and delta is
 divided by it. After the products it would come too late: fp16 could not hold so small a ds.
+A soft cap's slope 1 - tanh² is a factor of ds in dq and dk, not in dmask.
 Every result has one owner that adds in a fixed order: no atomics, the same bits from run to run.
 
 Tiles are FULL (every pair allowed: no mask work), PARTIAL (a dense mask blocks some pairs, nothing

@@ -41,6 +41,8 @@ from fastattn.ops.attention.triton.tiles import (
     row_limits,
     row_zeros,
     rows_of,
+    score_changes,
+    score_factor,
     sequence_limits,
     sink_of,
     store_row_tiles,
@@ -180,7 +182,8 @@ def attention_fwd_kernel(
         Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
         KeyBounds(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),
-        scale if CASE.NATURAL else scale * LOG2E,
+        score_changes(change_numbers, scale, CASE),
+        score_factor(scale, change_numbers, CASE),
     )  # fmt: skip
     sums = Sums(m, l, acc)
     if CASE.ARITHMETIC or CASE.DENSE or CASE.RAGGED:

@@ -24,7 +24,7 @@ from fastattn.ops.attention.triton.fwd_parts import (
     tile_scores,
 )
 from fastattn.ops.attention.triton.mask_lists import list_counts, list_of, listed_below
-from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL
+from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL, capped
 
 # -- which tiles ----------------------------------------------------------------------------------
 
@@ -201,6 +201,7 @@ def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE
                 n_next = next_tile * BLOCK_N
                 if SCORES_FIRST:
                     s_next = tile_scores(given, n_next, None, False, CASE)
+                s = capped(s, given.changes, CASE)
                 p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
                 p = p.to(given.q[0].dtype)
                 if not SCORES_FIRST:
@@ -208,6 +209,7 @@ def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE
                 acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
                 s = s_next
         n_start = full_tile(tiles, end - 1, 0, CASE) * BLOCK_N
+        s = capped(s, given.changes, CASE)
         p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
         acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
     return Sums(m, l, acc)

@@ -25,8 +25,10 @@ from fastattn.ops.attention.triton.tiles import (
     SMALLEST_NORMAL,
     Dropout,
     KeyBounds,
+    ScoreChanges,
     Source,
     add_product,
+    capped,
     load_mask,
     load_partial,
     load_rows,
@@ -48,7 +50,9 @@ class Mask(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """scale is positive, and times log2(e) unless NATURAL. q is a pair of column tiles."""
+    """scale is positive, and times log2(e) unless NATURAL; under a soft cap it is the cap. q is a
+    pair of column tiles.
+    """
 
     q: Any
     k: Source
@@ -56,6 +60,7 @@ class Operands(NamedTuple):
     mask: Mask
     keys: KeyBounds
     dropout: Dropout
+    changes: ScoreChanges
     scale: Any
 
 
@@ -74,7 +79,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
-    """q kᵀ of the keys from n_start on, unscaled: [BLOCK_M, BLOCK_N]."""
+    """q kᵀ of the keys from n_start on, neither capped nor scaled: [BLOCK_M, BLOCK_N]."""
     k = load_rows(
         given.k, n_start, touched, CASE.BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA
     )
@@ -220,6 +225,7 @@ def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     j = n_start + tl.arange(0, CASE.BLOCK_N)
     touched = (j >= given.keys.begin) & (j < given.keys.end)
     s = tile_scores(given, n_start, touched, MASKED, CASE)
+    s = capped(s, given.changes, CASE)
     if KIND != FULL:
         s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
     p, alpha, m, l = online_softmax(s, m, l, given, n_start, SCALED, CASE)

@@ -162,6 +162,7 @@ class Facts(NamedTuple):
             "ARITHMETIC": self.arithmetic,
             "DENSE": self.mask is not None,
             "BIAS": self.bias,
+            "SOFTCAP": self.score_numbers.softcap is not None,
             "SINKS": self.score_numbers.sink_stride is not None,
             "SHARED": 0 if self.mask is None else shared_lines(self.mask),
             "MASK_UNIT": self.mask_unit,
@@ -201,8 +202,13 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
-        call.dropout_p, ScoreNumbers(None if call.sinks is None else call.sinks.stride(0)),
+        call.dropout_p, _score_numbers(call),
     )  # fmt: skip
+
+
+def _score_numbers(call: ForwardCall | BackwardCall) -> ScoreNumbers:
+    sinks = call.sinks
+    return ScoreNumbers(call.softcap or None, None if sinks is None else sinks.stride(0))
 
 
 def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
@@ -291,7 +297,7 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
 
 
 def score_changes_unsupported(call: Any) -> str | None:
-    return score_changes(call._replace(sinks=None))
+    return score_changes(call._replace(sinks=None, softcap=0.0))
 
 
 def unsupported(

@@ -123,6 +123,7 @@ class Case(NamedTuple):
     ARITHMETIC: Any  # lengths, causality or a window restrict rows
     DENSE: Any  # there is a mask
     BIAS: Any  # the mask is added
+    SOFTCAP: Any  # scores are capped
     SINKS: Any  # rows have a logit without a value
     SHARED: Any  # which line of the mask serves all: ONE_ROW, ONE_COLUMN or 0
     MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: shows the alignment
@@ -201,7 +202,16 @@ class ScoreTensors(NamedTuple):
 class ScoreNumbers(NamedTuple):
     """What goes with them, None without."""
 
+    softcap: Any
     sink_stride: Any
+
+
+class ScoreChanges(NamedTuple):
+    """Of a program. cap_scale: with a soft cap, times products: the tanh is the capped score
+    divided by the cap.
+    """
+
+    cap_scale: Any
 
 
 @triton.jit
@@ -320,7 +330,52 @@ def key_bounds(i, row_limit, q_limit, low, high, HAS_LOW: tl.constexpr, HAS_HIGH
     return begin, tl.where(i < q_limit, end, 0)
 
 
-# -- sinks ----------------------------------------------------------------------------------------
+# -- changes of scores ----------------------------------------------------------------------------
+
+
+@triton.jit
+def tanh(x):
+    """With a relative error below 5e-7, near 0 too: there by the polynomial of Cephes (tanhf.c), as
+    1 minus almost 1 loses digits. 15 instructions (sm_90), 18 with a division for the square of a
+    reciprocal root.
+    """
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    near = near * z * x + x
+    size = tl.abs(x)
+    root = tl.rsqrt(0.5 + 0.5 * tl.exp2(size * (2.0 * LOG2E)))
+    far = 1.0 - root * root
+    far = tl.where(x < 0.0, -far, far)
+    return tl.where(size < 0.625, near, far)
+
+
+@triton.jit
+def score_factor(scale, numbers, CASE: tl.constexpr):
+    """Times what `capped` returns: scores before biases are added, in base 2 unless NATURAL."""
+    if CASE.SOFTCAP:
+        scale = numbers.softcap
+    if not CASE.NATURAL:
+        scale = scale * LOG2E
+    return scale
+
+
+@triton.jit
+def score_changes(numbers, scale, CASE: tl.constexpr):
+    """The ScoreChanges of a program."""
+    if CASE.SOFTCAP:
+        scale = scale / numbers.softcap
+    return ScoreChanges(scale)
+
+
+@triton.jit
+def capped(s, changes, CASE: tl.constexpr):
+    """Products as they are, or a soft cap's tanh of them."""
+    if CASE.SOFTCAP:
+        s = tanh(s * changes.cap_scale)
+    return s
 
 
 @triton.jit

@@ -13,6 +13,7 @@ form) runs the class's own `forward`.
 import ast
 import functools
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.integrations import foreign_attention
 from fastattn.integrations.sdpa import AttentionMode
 from fastattn.nn import norm
 from fastattn.nn.conversion import script_original
@@ -34,6 +36,7 @@ _MEANING = {
     "torch": torch,
     "nn": nn,
     "F": torch.nn.functional,
+    "math": math,
     "rms_norm": torch.nn.functional.rms_norm,
 }
 _FORMS: list[tuple[str, Callable[[Any], Forward]]] = []
@@ -293,13 +296,18 @@ def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     for published, make in _FORMS:
         if _has_code(kind, published):
-            forward = make(kind)
+            methods: dict[str, Any] = {"forward": make(kind)}
             break
     else:
-        if not _calls_sdpa(original):
-            return None
-        forward = _with_attention(kind)
-    script_original(functools.wraps(original)(forward), original)
+        for published, make_methods in foreign_attention.FORMS:
+            if _has_code(kind, published):
+                methods = make_methods(kind)
+                break
+        else:
+            if not _calls_sdpa(original):
+                return None
+            methods = {"forward": _with_attention(kind)}
+    script_original(functools.wraps(original)(methods["forward"]), original)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
@@ -312,7 +320,7 @@ def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
             "__doc__": kind.__doc__,
             "__module__": kind.__module__,
             "__reduce_ex__": reduce,
-            "forward": forward,
+            **methods,
             "replaces": kind,
         },
     )
@@ -328,7 +336,7 @@ def _has_code(kind: type[nn.Module], published: str) -> bool:
     for wanted in ast.parse(published).body:
         name = wanted.name  # type: ignore[attr-defined]
         definer = next((base for base in kind.__mro__ if name in base.__dict__), None)
-        given = definer.__dict__[name] if definer is not None else None
+        given = _unwrapped(definer.__dict__[name]) if definer is not None else None
         if not isinstance(given, types.FunctionType) or _syntax(given) != _plain_syntax(wanted):
             return False
         used = {node.id for node in ast.walk(wanted) if isinstance(node, ast.Name)}
@@ -339,6 +347,14 @@ def _has_code(kind: type[nn.Module], published: str) -> bool:
             if after is not nn.LayerNorm or given.__closure__[0].cell_contents is not definer:
                 return False
     return True
+
+
+def _unwrapped(method: Any) -> Any:
+    """The function of a static method or of a layer that transformers may checkpoint."""
+    if isinstance(method, staticmethod):
+        return method.__func__
+    code_of = getattr(method, "__globals__", {}).get("__name__")
+    return method.__wrapped__ if code_of == "transformers.modeling_layers" else method
 
 
 @functools.cache

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import functional
+from fastattn.integrations.relative_bias import RelativeBias
 
 NAME = "fastattn"
 _OLDEST = (5, 4)  # the first whose mask functions take `q_length` and `q_offset`
 # Arguments that some models pass and `attention` would ignore.
 _REFUSED = {
-    "softcap": "no softcap",
     "cache": "no paged cache",
     "indices": "no sparse attention by indices",
     "block_indices": "no sparse attention by block_indices",
@@ -63,7 +63,9 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | RelativeBias | None = None,
+    has_zero_bias: bool = False,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool = False,
     **kwargs: Any,
@@ -71,12 +73,12 @@ def attention_forward(
     """The attention function of `transformers`, on the `attention` op.
 
     attention_mask: bool (True = may attend) or additive, as for `attention`. position_bias: added
-    to the scores, `[1 or B, H, M, N]`, differentiable (T5). s_aux: `[H]`, one more logit in each
-    head's softmax that has no value (attention sinks). With output_attentions the weights
-    `[B, H, M, N]` before dropout are returned second; not supported with s_aux.
+    to the scores, `[1 or B, H, M, N]` or T5's table, differentiable; an empty one and, with
+    has_zero_bias, any is 0. softcap: as for `attention` (Gemma 2). s_aux: `[H]`, attention sinks
+    (gpt-oss). With output_attentions the weights `[B, H, M, N]` before dropout are returned second.
 
-    Raises NotImplementedError for softcap, paged caches, and sparse attention that selects keys by
-    other means than the mask.
+    Raises NotImplementedError for paged caches and sparse attention that selects keys by other
+    means than the mask.
     """
     for name, what in _REFUSED.items():
         if (given := kwargs.get(name)) is not None:
@@ -91,26 +93,20 @@ def attention_forward(
     if causal and M != N:
         # The alignment is unknown: queries may be the first positions of a cache or the last.
         raise ValueError(f"attention_mask must be given for causal {M} queries and {N} keys")
-    mask = _with_bias(attention_mask, position_bias)
-    restrictions: dict[str, Any] = {"mask": mask, "causal": causal}
-    out, lse = functional.attention(
-        query,
-        key,
-        value,
-        **restrictions,
-        scale=scaling,
-        dropout_p=dropout,
-        return_lse=True,
-    )
-    if s_aux is not None:
-        # Softmax over scores and sink: exp(lse) / (exp(lse) + exp(sink)) goes to the keys.
-        share = torch.sigmoid(lse - s_aux.float()[:, None])
-        out = out * share[..., None].to(out.dtype)
+    options: dict[str, Any] = {"causal": causal, "softcap": softcap, "sinks": s_aux}
+    if isinstance(position_bias, RelativeBias):
+        if (table := position_bias.options(query, N)) is None:
+            position_bias = position_bias.dense()
+        else:
+            options |= table
+            position_bias = None
+    if position_bias is not None and (has_zero_bias or position_bias.numel() == 0):
+        position_bias = None
+    options |= {"mask": _with_bias(attention_mask, position_bias), "scale": scaling}
+    out = functional.attention(query, key, value, dropout_p=dropout, **options)
     weights = None
     if output_attentions:
-        if s_aux is not None:
-            raise NotImplementedError("output_attentions=True is not supported with s_aux")
-        weights = functional.attention_weights(query, key, **restrictions, scale=scaling)
+        weights = functional.attention_weights(query, key, **options)
     return out.transpose(1, 2).contiguous(), weights
 
 

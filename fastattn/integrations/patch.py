@@ -74,8 +74,9 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
     These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
     `nn.LayerNorm` and `nn.RMSNorm`; the norms of `timm` and `transformers` models, and every module
     with the same code; modules whose `forward` calls `scaled_dot_product_attention`, such as timm's
-    attention; and the attention of `transformers` models. Results and gradients stay the same up to
-    rounding, except that a query whose keys are all masked gets a zero context.
+    attention; and the attention of `transformers` models, Bloom's and MPT's included. Results and
+    gradients stay the same up to rounding, except that a query whose keys are all masked gets a
+    zero context.
 
     Returns a report of what was and was not replaced, and prints it unless `quiet`.
     `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
@@ -142,7 +143,8 @@ def _is_transformers_model(module: nn.Module) -> bool:
 def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     """Sets fastattn as the attention of a `transformers` model and of the models it contains."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        report.kept[name] = "has an attention that transformers cannot replace"
+        if not any(_is_replaceable(module) for module in model.modules()):
+            report.kept[name] = "has an attention that transformers cannot replace"
         return
     configs: dict[int, Any] = {}
     _collect_configs(model.config, configs)
@@ -152,7 +154,7 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     if any(config.output_attentions for config in configs.values()):
         report.kept[name] = "has config.output_attentions, which requires eager attention"
         return
-    if (why := _why_unsupported(model, configs)) is not None:
+    if (why := _why_unsupported(model)) is not None:
         report.kept[name] = why
         return
     before = [(config, config._attn_implementation) for config in configs.values()]
@@ -164,10 +166,16 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 
-def _why_unsupported(model: nn.Module, configs: dict[int, Any]) -> str | None:
+def _is_replaceable(module: nn.Module) -> bool:
+    """Whether there is a drop-in for this attention itself."""
+    kind: Any = type(module)
+    return kind.__name__.endswith("Attention") and (
+        "replaces" in kind.__dict__ or foreign_modules.drop_in(kind) is not None
+    )
+
+
+def _why_unsupported(model: nn.Module) -> str | None:
     """Which feature of the model's attention `huggingface.attention_forward` does not support."""
-    if any(getattr(c, "attn_logit_softcapping", None) is not None for c in configs.values()):
-        return "has an attention with softcap"
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
             return "has a sparse attention, whose keys an indexer selects"

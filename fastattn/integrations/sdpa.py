@@ -155,7 +155,7 @@ def _attention_of_sdpa(
         or not (query.device == key.device == value.device)
         or key.shape != (B, K, N, D)
         or value.shape[:3] != (B, K, N)
-        or (H != K and not (enable_gqa and K > 0 and H % K == 0))
+        or (H != K != 1 and not (enable_gqa and K > 0 and H % K == 0))
         or not (isinstance(dropout_p, (int, float)) and 0.0 <= dropout_p <= 1.0)
         or not (scale is None or (isinstance(scale, (int, float)) and -math.inf < scale < math.inf))
     ):

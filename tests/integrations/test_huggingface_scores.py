@@ -1,0 +1,329 @@
+"""Models of `transformers` whose attention has a soft cap, sinks, ALiBi or T5's tables, patched,
+against eager attention.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+transformers = pytest.importorskip("transformers")
+
+from transformers_models import (  # noqa: E402
+    LLAMA_SIZES,
+    SMALL,
+    assert_as_exact,
+    assert_equal,
+    build,
+    outcome,
+    tokens,
+)
+
+import fastattn  # noqa: E402
+from fastattn.integrations import foreign_attention  # noqa: E402
+
+GEMMA_SIZES = {
+    **LLAMA_SIZES, **SMALL, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4,
+    "attn_logit_softcapping": 3.0,
+}  # fmt: skip
+T5_SIZES = {
+    **SMALL, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 1, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+}  # fmt: skip
+
+
+def _with(name: str, config: str, **sizes: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        if not hasattr(transformers, name):
+            pytest.skip(f"these transformers have no {name}")
+        return getattr(transformers, name), getattr(transformers, config)(**sizes)
+
+    return make
+
+
+def _t5gemma() -> Any:
+    stack = {**GEMMA_SIZES, "sliding_window": 64}
+    return transformers.T5GemmaForConditionalGeneration, transformers.T5GemmaConfig(
+        encoder=stack, decoder=stack, **SMALL
+    )
+
+
+SOFTCAP: dict[str, Callable[[], Any]] = {
+    "gemma2": _with("Gemma2ForCausalLM", "Gemma2Config", **GEMMA_SIZES),
+    "gemma3": _with("Gemma3ForCausalLM", "Gemma3TextConfig", **GEMMA_SIZES),
+    "vaultgemma": _with("VaultGemmaForCausalLM", "VaultGemmaConfig", **GEMMA_SIZES),
+    "t5gemma": _t5gemma,
+}
+SINKS: dict[str, Callable[[], Any]] = {
+    "gpt_oss": _with(
+        "GptOssForCausalLM", "GptOssConfig", head_dim=8, sliding_window=4, num_local_experts=2,
+        num_experts_per_tok=1, layer_types=["sliding_attention", "full_attention"],
+        **LLAMA_SIZES, **SMALL,
+    ),
+    "granite_swa": _with(
+        "GraniteSWAForCausalLM", "GraniteSWAConfig", sliding_window=4, **LLAMA_SIZES, **SMALL
+    ),
+    "mimo_v2_flash": _with(
+        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", **LLAMA_SIZES, **SMALL
+    ),
+}  # fmt: skip
+ALIBI: dict[str, Callable[[], Any]] = {
+    "bloom": _with(
+        "BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=2, n_head=4, **SMALL
+    ),
+    "mpt": _with(
+        "MptForCausalLM", "MptConfig", d_model=32, n_layers=2, n_heads=4, max_seq_len=32, **SMALL
+    ),
+    "falcon": _with(
+        "FalconForCausalLM", "FalconConfig", hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, alibi=True, **SMALL,
+    ),
+}  # fmt: skip
+TABLES: dict[str, Callable[[], Any]] = {
+    "t5": _with("T5ForConditionalGeneration", "T5Config", **T5_SIZES),
+    "mt5": _with("MT5ForConditionalGeneration", "MT5Config", **T5_SIZES),
+    "umt5": _with("UMT5ForConditionalGeneration", "UMT5Config", **T5_SIZES),
+    "longt5": _with("LongT5ForConditionalGeneration", "LongT5Config", local_radius=3, **T5_SIZES),
+    "pop2piano": _with("Pop2PianoForConditionalGeneration", "Pop2PianoConfig", **T5_SIZES),
+    "switch_transformers": _with(
+        "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", num_experts=2,
+        **T5_SIZES,
+    ),
+}  # fmt: skip
+MODELS = SOFTCAP | SINKS | ALIBI | TABLES
+QUICK = ("gemma2", "gpt_oss", "bloom", "mpt", "t5")
+# Products of experts in fp64 are not implemented on a CPU.
+NO_DOUBLE = ("gpt_oss", "mimo_v2_flash")
+
+
+def each(*names: str) -> Any:
+    params = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in names]
+    return pytest.mark.parametrize("name", params)
+
+
+def model_of(name: str) -> Any:
+    # Falcon's eager attention adds ALiBi twice: to the mask and to the scores.
+    model = build(MODELS[name], "sdpa" if name == "falcon" else "eager")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # sinks and the weights of norms are 0 or 1
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif name in TABLES and "relative" not in key:
+                parameter.mul_(0.25)  # T5's scores have no scale
+    return model
+
+
+def inputs_of(model: Any, side: str | None) -> tuple[dict[str, Tensor], Tensor]:
+    """side: that of the padding, None for none; and which results are compared."""
+    ids, mask = tokens(side or "left")
+    mask = mask if side else torch.ones_like(mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        mask = mask[:, :5].flip(1)
+        inputs |= {"decoder_input_ids": ids[:, 4:], "decoder_attention_mask": mask}
+    return inputs, mask.bool()
+
+
+class Recorded(TorchDispatchMode):
+    """The ops and the shapes of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.ops.append(func.name())
+        self.shapes += [x.shape for x in tree_leaves(results) if isinstance(x, Tensor)]
+        return results
+
+
+@each(*MODELS)
+def test_outputs_and_gradients(name: str) -> None:
+    model = model_of(name)
+    padded, real = inputs_of(model, "left")
+    whole, every = inputs_of(model, None)
+    expected = outcome(model, padded, real), outcome(model, whole, every)
+    exact = None if name in NO_DOUBLE else outcome(copy.deepcopy(model).double(), whole, every)
+    with fastattn.patch(model, quiet=True) as report:
+        assert not report.kept
+        with Recorded() as recorded, torch.no_grad():
+            model(**whole)
+        kinds = [type(module).__name__ for module in model.modules()]
+        calls = sum(
+            k.endswith("Attention") and "Layer" not in k and "Local" not in k for k in kinds
+        )
+        assert recorded.ops.count("fastattn::attention_fwd") == calls > 0
+        assert_equal(outcome(model, padded, real), expected[0])
+        if exact is not None:
+            assert_as_exact(outcome(model, whole, every), expected[1], exact)
+    for a, b in zip(outcome(model, padded, real), expected[0], strict=True):
+        assert torch.equal(a, b)
+
+
+# Switch Transformers and Pop2Piano do not generate from these configurations.
+@each(*(name for name in MODELS if name not in ("switch_transformers", "pop2piano")))
+def test_generation(name: str) -> None:
+    model = model_of(name)
+    ids, mask = tokens("left")
+
+    def generated(cache: str | None) -> Any:
+        return model.generate(
+            ids, attention_mask=mask, max_new_tokens=7, do_sample=False, cache_implementation=cache
+        )
+
+    caches = [None] if name in ("falcon", "mpt") else [None, "static"]
+    expected = [generated(cache) for cache in caches]
+    fastattn.patch(model, quiet=True)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(generated(cache), wanted)
+
+
+@each(*(name for name in (TABLES | ALIBI) if name != "switch_transformers"))
+@torch.no_grad()
+def test_a_prompt_in_chunks(name: str) -> None:
+    """Later chunks have several queries after the cache."""
+    model = model_of(name)
+    ids, _ = tokens("left")
+    fixed = {"input_ids": ids} if model.config.is_encoder_decoder else {}
+    argument = "decoder_input_ids" if fixed else "input_ids"
+    whole = model(**fixed, **{argument: ids}).logits
+    fastattn.patch(model, quiet=True)
+    cache, chunks = None, []
+    for chunk in ids.split([4, 3, 2], dim=1):
+        result = model(**fixed, **{argument: chunk}, past_key_values=cache, use_cache=True)
+        chunks.append(result.logits)
+        cache = result.past_key_values
+    scale = whole.abs().max()
+    torch.testing.assert_close(torch.cat(chunks, 1) / scale, whole / scale, atol=1e-4, rtol=0.0)
+
+
+@each(*TABLES)
+def test_tables_become_no_bias_of_pairs(name: str) -> None:
+    """In both directions. UMT5 itself allocates zeros for the bias of its cross-attention."""
+    model, S = model_of(name), 96
+    fastattn.patch(model, quiet=True)
+    ids = torch.randint(3, 40, (1, S))
+    with Recorded() as recorded:
+        model(input_ids=ids, decoder_input_ids=ids)[0].sum().backward()
+    table = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias
+    assert table.weight.grad.abs().max() > 0
+    dense = [shape for shape in recorded.shapes if shape[-3:] == (4, S, S)]
+    assert len(dense) == (2 if name == "umt5" else 0)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@torch.no_grad()
+def test_alibi_is_a_bias_of_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    fastattn.patch(model, quiet=True)
+    shapes = []
+
+    def attention(*args: Any, **options: Any) -> Tensor:
+        shapes.append((options["mask"].shape[1:], options.get("causal")))
+        return fastattn.attention(*args, **options)
+
+    monkeypatch.setattr(foreign_attention.functional, "attention", attention)
+    inputs, _ = inputs_of(model, "left")
+    model(**inputs)
+    assert shapes == [((4, 1, 9), "bottom_right")] * 2
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@pytest.mark.parametrize("way", ["right", "inside", "bidirectional"])
+def test_other_masks_with_alibi(name: str, way: str) -> None:
+    """Padding inside a sequence, whose positions Bloom does not count; MPT takes masks of pairs."""
+    model = model_of(name)
+    inputs, real = inputs_of(model, "right")
+    if way == "inside":
+        inputs["attention_mask"][:, 2] = 0
+        real[:, 2] = False
+    elif way == "bidirectional":
+        if name == "bloom":
+            pytest.skip("takes masks [B, N] only")
+        real = torch.ones_like(real)
+        blocked = torch.rand(3, 1, 9, 9).gt(0.5).float().tril(3)
+        inputs["attention_mask"] = blocked * torch.finfo(torch.float32).min
+        inputs["attention_mask"][..., 0] = 0.0
+    expected = outcome(model, inputs, real)
+    fastattn.patch(model, quiet=True)
+    assert_equal(outcome(model, inputs, real), expected)
+
+
+def test_a_mask_that_was_changed_in_place_is_read_again() -> None:
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, 4, 4), lowest).triu(1)
+    assert foreign_attention._columns(mask, 0).all()  # type: ignore[union-attr]
+    mask[..., 3] = lowest
+    columns = foreign_attention._columns(mask, 0)
+    assert columns is not None and columns.flatten().tolist() == [True, True, True, False]
+    mask[..., 0, :] = 0.0
+    assert foreign_attention._columns(mask, 0) is None
+
+
+@each("bloom", "mpt", "gpt_oss", "gemma2", "t5")
+@torch.no_grad()
+def test_weights_on_request(name: str) -> None:
+    model = model_of(name)
+    inputs, _ = inputs_of(model, None)
+    wanted = "decoder_attentions" if name == "t5" else "attentions"
+    expected = model(**inputs, output_attentions=True)[wanted]
+    fastattn.patch(model, quiet=True)
+    got = model(**inputs, output_attentions=True)[wanted]
+    assert len(got) == len(expected) == 2
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@each("t5", "mpt", "bloom")
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    model = model_of(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute in ("dropout", "hidden_dropout", "attn_dropout_p"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+    inputs, _ = inputs_of(model, None)
+    gradients = []
+    fastattn.patch(model, quiet=True)
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        model(**inputs, use_cache=False)[0].square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@torch.no_grad()
+def test_compiled_without_graph_breaks() -> None:
+    model = model_of("t5")
+    inputs, real = inputs_of(model, "left")
+    fastattn.patch(model, quiet=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, expected = (f(**inputs, use_cache=False)[0][real] for f in (compiled, model))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_with_a_hook_is_called() -> None:
+    model = model_of("t5")
+    inputs, real = inputs_of(model, "left")
+    for stack in (model.encoder, model.decoder):
+        table = stack.block[0].layer[0].SelfAttention.relative_attention_bias
+        table.register_forward_hook(lambda module, args, y: -2 * y)
+    expected = outcome(model, inputs, real)
+    double = outcome(copy.deepcopy(model).double(), inputs, real)
+    fastattn.patch(model, quiet=True)
+    assert_as_exact(outcome(model, inputs, real), expected, double)

@@ -341,24 +341,26 @@ def test_decoding_steps_equal_forward(kind: str, batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @torch.no_grad()
-def test_beams_have_the_positions_of_their_own_history(kind: str) -> None:
+def test_beams_have_the_positions_of_their_own_history(kind: str, dtype: torch.dtype) -> None:
     _, decoder = stacks(kind)
-    decoder.eval()
-    memory, beams = torch.randn(2, 4, E), 3
+    decoder.eval().to(dtype)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    memory, beams = torch.randn(2, 4, E, dtype=dtype), 3
     cache = decoder.init_cache(memory, max_length=6, beams=beams)
-    histories = torch.zeros(2, beams, 0, E)
+    histories = torch.zeros(2, beams, 0, E, dtype=dtype)
     for parents in ([0, 1, 2], [2, 0, 0], [1, 1, 2], [2, 1, 0]):
         cache.follow(torch.tensor([parents, parents[::-1]]))
         order = torch.tensor([parents, parents[::-1]])
         histories = torch.stack([h[o] for h, o in zip(histories, order, strict=True)])
-        x = torch.randn(2, beams, E)
+        x = torch.randn(2, beams, E, dtype=dtype)
         histories = torch.cat((histories, x[:, :, None]), dim=2)
         got = decoder.step(x, cache)
         size = histories.shape[2]
         for j in range(beams):
             whole = decoder(histories[:, j], memory, tgt_mask=causal(size), tgt_is_causal=True)
-            torch.testing.assert_close(got[:, j], whole[:, -1], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(got[:, j], whole[:, -1], atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -371,3 +373,11 @@ def test_stacks_compile_and_export(kind: str) -> None:
     torch.testing.assert_close(compiled(x), expected)
     exported = torch.export.export(encoder, (x,))
     torch.testing.assert_close(exported.module()(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_refuses_positions_that_it_would_leave_out() -> None:
+    model = transformer("alibi")
+    for module in (model.encoder.layers[0].self_attn, model.encoder.layers[0], model.decoder):
+        with pytest.raises(ValueError, match=r"Unknown type annotation.*AttentionPositions"):
+            torch.jit.script(module)

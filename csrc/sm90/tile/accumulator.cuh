@@ -66,6 +66,32 @@ __device__ __forceinline__ void store_shared(uint32_t tile, const float (&acc)[k
   }
 }
 
+// A 4 x 4 transposition between the threads of a row, in two exchanges of halves: value j of thread
+// t becomes value t of thread j.
+template <class Value>
+__device__ __forceinline__ void transpose_quad(Value (&v)[4], int lane) {
+  static_assert(sizeof(Value) == sizeof(uint32_t));
+  const bool odd = lane & 1, high = lane & 2;
+  const Value x0 = __shfl_xor_sync(~0u, odd ? v[0] : v[1], 1);
+  const Value x1 = __shfl_xor_sync(~0u, odd ? v[2] : v[3], 1);
+  if (odd) {
+    v[0] = x0;
+    v[2] = x1;
+  } else {
+    v[1] = x0;
+    v[3] = x1;
+  }
+  const Value y0 = __shfl_xor_sync(~0u, high ? v[0] : v[2], 2);
+  const Value y1 = __shfl_xor_sync(~0u, high ? v[1] : v[3], 2);
+  if (high) {
+    v[0] = y0;
+    v[1] = y1;
+  } else {
+    v[2] = y0;
+    v[3] = y1;
+  }
+}
+
 // Rounds the rows and stores them to global memory, for kernels without shared memory to spare.
 // `upper` is this thread's upper row; rows from `rows` on (counted from `upper`) and columns from
 // `columns` on are not written. The four threads of a row exchange values first, so that each
@@ -77,7 +103,6 @@ __device__ __forceinline__ void store_global(Element* upper, int64_t row_stride,
   constexpr int kGroupColumns = 32;
   constexpr int kPieceColumns = kPieceBytes / sizeof(Element);
   static_assert(2 * kCount % kGroupColumns == 0);
-  const bool odd = thread.lane & 1, high = thread.lane & 2;
   const int column = thread.lane % 4 * kPieceColumns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -89,25 +114,7 @@ __device__ __forceinline__ void store_global(Element* upper, int64_t row_stride,
         const float* r = &acc[group * kGroupColumns / 2 + 4 * j + 2 * half];
         pairs[j] = ptx::pack<Element>(r[0], r[1]);
       }
-      // A 4 x 4 transposition between the threads, in two exchanges of halves.
-      const uint32_t x0 = __shfl_xor_sync(~0u, odd ? pairs[0] : pairs[1], 1);
-      const uint32_t x1 = __shfl_xor_sync(~0u, odd ? pairs[2] : pairs[3], 1);
-      if (odd) {
-        pairs[0] = x0;
-        pairs[2] = x1;
-      } else {
-        pairs[1] = x0;
-        pairs[3] = x1;
-      }
-      const uint32_t y0 = __shfl_xor_sync(~0u, high ? pairs[0] : pairs[2], 2);
-      const uint32_t y1 = __shfl_xor_sync(~0u, high ? pairs[1] : pairs[3], 2);
-      if (high) {
-        pairs[0] = y0;
-        pairs[1] = y1;
-      } else {
-        pairs[2] = y0;
-        pairs[3] = y1;
-      }
+      transpose_quad(pairs, thread.lane);
       if (half * kRowStep < rows && group * kGroupColumns + column < columns) {
         Element* to = upper + half * kRowStep * row_stride + group * kGroupColumns + column;
         *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};

@@ -122,6 +122,17 @@ _VARIANTS = {
     "bias_dropout": "kBiasDropout",
 }
 
+# The matrix products of the feed-forward network.
+_FFN_STEPS = {
+    "up": "kUp",
+    "up_gated": "kUpGated",
+    "down": "kDown",
+    "dhidden": "kDhidden",
+    "dhidden_gated": "kDhiddenGated",
+    "dx": "kDx",
+    "dw": "kDw",
+}
+
 
 def _instances(kernel: str, variants: dict[str, str]) -> dict[str, tuple[str, ...]]:
     return {
@@ -136,12 +147,24 @@ def _instances(kernel: str, variants: dict[str, str]) -> dict[str, tuple[str, ..
     }
 
 
+def _product_instances() -> dict[str, tuple[str, ...]]:
+    return {
+        f"ffn_product_sm90_{dtype}_{step}": (
+            f"-DFASTATTN_DTYPE={dtype_constant}",
+            f"-DFASTATTN_STEP={step_constant}",
+        )
+        for dtype, dtype_constant in _DTYPES.items()
+        for step, step_constant in _FFN_STEPS.items()
+    }
+
+
 # Sources that are compiled once for each instance of a kernel: the instance's name -> its macros.
 INSTANCES = {
     "attention_fwd_instance_sm90.cu": _instances(
         "attention_fwd_sm90", {"full": "kFull", **_VARIANTS}
     ),
     "attention_bwd_instance_sm90.cu": _instances("attention_bwd_sm90", _VARIANTS),
+    "ffn_product_instance_sm90.cu": _product_instances(),
 }
 
 

@@ -14,6 +14,7 @@
 #include "common/dtype.h"
 #include "cpu/dispatch.h"
 #include "cpu/row_dropout.h"
+#include "ffn/activation.h"
 
 namespace fastattn::ffn {
 
@@ -41,8 +42,6 @@ constexpr int kShallowDepth = 96;
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
-
-enum class Activation : int { kRelu = 0, kGelu = 1, kGeluTanh = 2, kSilu = 3 };
 
 // Row stride of what is kept between two products: an odd number of lines, as above (2048 x 512, F
 // = 2048 in bf16, one Zen 5 thread, backward with relu: 39.7 ms instead of 41.5).

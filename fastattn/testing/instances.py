@@ -55,6 +55,8 @@ _PACKED = {"queries": [65, 0, 7], "keys": [70, 3, 136]}
 # Enough keys for split-KV; sequences of so many and so different lengths that they are sorted.
 _DECODING = {"B": 1, "H": 2, "M": 1, "N": 2100}
 _UNEQUAL = {"queries": [1100, *[33] * 70]}
+# More tiles of 128 x 128 than two for each multiprocessor.
+_MANY_TILES = {"rows": (4096,), "D": 64, "hidden": 2048}
 # The variants of the Hopper kernels (kFull ... in csrc/attention/attention.h) as options.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -115,7 +117,9 @@ def _packed(backend: str, dtype: str, direction: str, kind: str, **sizes: Any) -
 
 
 def _hopper() -> Iterator[Instance]:
-    """The rows of INSTANCES in setup.py, then the kernels that serve some calls only."""
+    """The rows of INSTANCES in setup.py, then the kernels that serve some calls only; the products
+    of the feed-forward network by the calls that launch them.
+    """
     attention, packed = partial(_attention, "sm90"), partial(_packed, "sm90")
     for variant in _VARIANTS:
         for direction in ("fwd", "bwd"):
@@ -129,6 +133,11 @@ def _hopper() -> Iterator[Instance]:
         yield packed(dtype, "fwd", "packed")
         yield packed(dtype, "bwd", "packed")
         yield packed(dtype, "fwd", "sorted", **_UNEQUAL)
+    for direction in ("fwd", "bwd"):  # each launches several products
+        for dtype in ("bf16", "fp16"):
+            for activation in ("gelu", "swiglu"):
+                yield _ffn("sm90", dtype, direction, activation)
+        yield _ffn("sm90", "bf16", direction, "gelu", "_tiles", **_MANY_TILES)
 
 
 def _triton() -> Iterator[Instance]:
@@ -179,9 +188,12 @@ def _rows(backend: str, op: str, dtype: str, direction: str, width: int) -> Inst
     return Instance(name, op, direction, backend, dtype, {"op": op, "shape": (3, width)})
 
 
-def _ffn(backend: str, dtype: str, direction: str, activation: str) -> Instance:
-    name = f"ffn_{direction}_{backend}_{dtype}_{activation}"
+def _ffn(
+    backend: str, dtype: str, direction: str, activation: str, kind: str = "", **sizes: Any
+) -> Instance:
+    name = f"ffn_{direction}_{backend}_{dtype}_{activation}{kind}"
     options = {"rows": (70,), "D": 128, "hidden": 192, "activation": activation, "dropout_p": 0.2}
+    options |= sizes
     return Instance(name, "ffn", direction, backend, dtype, options)
 
 

@@ -21,7 +21,7 @@ from fastattn.testing.spec import Index, Inputs, OpSpec, Sample
 Results = dict[str, Tensor]
 Faults = dict[str, str]
 # Backends with the same bits in every run only under torch.use_deterministic_algorithms: sm90 adds
-# to dq in any order otherwise.
+# to attention's dq in any order otherwise.
 DETERMINISTIC_ON_REQUEST = ("sm90",)
 _FILLS = {"finite": -3.5, "NaN": float("nan"), "inf": float("inf")}
 

@@ -20,12 +20,28 @@ _BOTH = ("fwd", "bwd")
 needs_library = pytest.mark.skipif(_native.unavailable("cpu") is not None, reason="needs _C_cpu")
 
 
+# What a call of the Hopper feed-forward network launches, by direction and whether it is gated.
+_PRODUCTS = {
+    ("fwd", False): ("up", "down"),
+    ("fwd", True): ("up_gated", "down"),
+    ("bwd", False): ("dhidden", "dw", "dx"),
+    ("bwd", True): ("dhidden_gated", "dw", "dx"),
+}
+
+
 def test_every_hopper_instance_has_a_case() -> None:
     """The table of the build, in the names of its objects; no name twice."""
     wanted = {name for rows in build_script().INSTANCES.values() for name in rows}
-    hopper = [case.name for case in instances._hopper()]
-    extra = {name for name in hopper if name.endswith(("splits", "packed", "sorted"))}
-    assert len(wanted) == 104 and set(hopper) - extra == wanted and len(extra) == 8
+    hopper = {case.name: case for case in instances._hopper()}
+    extra = {name for name in hopper if name.endswith(("splits", "packed", "sorted", "tiles"))}
+    launched = {
+        f"ffn_product_sm90_{case.dtype}_{product}"
+        for case in hopper.values()
+        if case.op == "ffn"
+        for product in _PRODUCTS[case.direction, case.options["activation"] == "swiglu"]
+    }
+    attention = {name for name in set(hopper) - extra if hopper[name].op != "ffn"}
+    assert len(wanted) == 118 and attention | launched == wanted and len(extra) == 10
     assert len(NAMES) == len(instances.instances())
     # More rows than one warpgroup has, else the bounded instance serves calls of the full one.
     assert instances._SIZES["M"] > 64 and instances._SIZES["N"] % 8 == 0
@@ -146,9 +162,9 @@ def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
     (hopper, many, alone, half, short), (triton, some, together, rest, long) = runs
     assert (hopper, alone, short) == ("sm90", 1, 20.0)
     assert (triton, together, long) == ("triton", 16, 120.0)
-    assert half <= 50.0 < rest <= 100.0 and many == 112 and some > 90
+    assert half <= 50.0 < rest <= 100.0 and many == 122 and some > 90
     printed = capsys.readouterr().out
-    assert "sm90: 112 passed, 0 failed, 0 refused" in printed
+    assert "sm90: 122 passed, 0 failed, 0 refused" in printed
     assert f"triton: {some} passed, 0 failed" in printed
     assert {row["device"] for row in lines.read(file)} == {"cuda"}
 

@@ -16,6 +16,7 @@ import pytest
 from native_build import build_script
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+FFN = "ffn_product_instance_sm90.cu"
 FORWARD, BACKWARD = "attention_fwd_instance_sm90.cu", "attention_bwd_instance_sm90.cu"
 INSTANCES = build_script().INSTANCES
 FLAGS = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v", "-cubin"]
@@ -108,6 +109,7 @@ def _compile(
         "order_sequences_sm90",
         "primitives_sm90",
         "mask_classes_bwd_sm90",
+        "column_sums_sm90",
     ],
 )
 def test_small_kernels(name: str, tmp_path: Path) -> None:
@@ -285,3 +287,76 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
         assert sum("HGMMA" in line for line in dmask) == 2 * products
         assert sum("UTMALDG.4D" in line for line in dmask) == 5
         assert not any("STL" in line or "LDL" in line for line in dmask)
+
+
+# -- feed-forward network -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Ffn:
+    """A step's product. blocks: of 64 rows for each warpgroup. major: which operands' tiles are
+    transposed. activations: copies of the epilogue.
+    """
+
+    columns: int
+    blocks: int
+    transposed: str
+    activations: int
+    has_turns: bool
+
+
+FFN_STEPS = {
+    "up": Ffn(128, 2, "", 4, True),
+    "up_gated": Ffn(128, 2, "", 3, True),
+    "down": Ffn(256, 1, "", 1, False),
+    "dhidden": Ffn(128, 2, ".tnspB", 4, True),
+    "dhidden_gated": Ffn(128, 2, ".tnspB", 3, True),
+    "dx": Ffn(256, 1, ".tnspB", 1, False),
+    "dw": Ffn(256, 1, ".tnspA.tnspB", 1, False),
+}
+
+
+def test_every_ffn_instance_is_there() -> None:
+    names = {name.removeprefix("ffn_product_sm90_") for name in INSTANCES[FFN]}
+    assert names == {f"{dtype}_{step}" for dtype in ("bf16", "fp16") for step in FFN_STEPS}
+
+
+@pytest.mark.slow  # where nothing is built, a minute
+@pytest.mark.parametrize("name", INSTANCES[FFN])
+def test_ffn_instance(name: str, tmp_path: Path) -> None:
+    dtype, step = name.removeprefix("ffn_product_sm90_").split("_", 1)
+    f = FFN_STEPS[step]
+    log, kernels = _compile(FFN, tmp_path, name)
+    assert not re.findall(r"C75\d\d", log), log
+    assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", log), log
+    (sass,) = kernels.values()
+
+    def count(pattern: str) -> int:
+        return sum(bool(re.search(pattern, line)) for line in sass)
+
+    assert count(r"\b(STL|LDL)\b") == 0
+    # One copy of the main loop: 64 of the summed dimension, 16 at a time. The first product of a
+    # tile does not add (its predicate), and one step is always in flight beside the next.
+    kind = r"\.F32" if dtype == "fp16" else r"\.F32\.BF16"
+    products = 4 * f.blocks
+    operands = rf"gdesc\[UR\d+\]{re.escape(f.transposed)}, R\d+"
+    assert count(rf"HGMMA\.64x{f.columns}x16{kind} R\d+, {operands}") == products
+    assert count("HGMMA") == products
+    assert count(r"HGMMA.*, UP\d") == f.blocks
+    events = "".join(_events(sass)).replace("e", "")
+    assert events == "m" * products + "10", events
+
+    assert count(r"USETMAXREG\.DEALLOC\S* 0x18") == 1
+    assert count(r"USETMAXREG\.TRY_ALLOC\S* UP\d, 0xf0") == 1
+    assert count(r"UTMALDG\.4D") == 2
+    # Results, hidden and residuals are read and written 16 bytes at a time.
+    groups, rows = f.columns // 32, 2 * f.blocks
+    pieces = groups * rows * f.activations // (2 if step == "up_gated" else 1)
+    assert count(r"STG\.E\.128") == {
+        "up": 2 * pieces,  # hidden and the activation
+        "up_gated": 3 * pieces,  # gate, up and the activation
+        "down": 3 * pieces,  # 16 bits, or two halves of fp32
+        "dhidden": 2 * pieces - groups * rows,  # dpre and the activation, which relu has saved
+        "dhidden_gated": 3 * pieces,
+    }.get(step, pieces)
+    loads = {"down": 2 * pieces + groups, "dhidden": pieces, "dhidden_gated": 2 * pieces}
+    assert count(r"LDG\.E\.128") >= loads.get(step, 0)
+    assert count(r"(LD|ST)G\.E\.(U16|64)\b") <= 4  # the seed

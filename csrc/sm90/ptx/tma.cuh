@@ -11,6 +11,7 @@ namespace fastattn::sm90::ptx {
 
 // L2 eviction priorities as 64-bit policies, the values that createpolicy gives for the whole
 // access.
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 

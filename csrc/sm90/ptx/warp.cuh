@@ -98,6 +98,13 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
+// 1 / x. PTX ISA: .../#floating-point-instructions-rcp-approx-ftz-f32
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to 16 bits, the first in the lower half.
 // PTX ISA: .../#data-movement-and-conversion-instructions-cvt
 template <class Element>

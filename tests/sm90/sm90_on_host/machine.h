@@ -83,6 +83,9 @@ ON_HOST float ex2(float x) {
 ON_HOST float lg2(float x) {
   return std::log2(x);
 }
+ON_HOST float rcp(float x) {
+  return 1.0f / x;
+}
 template <class Element>
 ON_HOST uint32_t pack(float low, float high) {
   const Element pair[] = {Element(low), Element(high)};
@@ -112,7 +115,7 @@ ON_HOST void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 }
 
 // -- tma.cuh, bulk.cuh ----------------------------------------------------------------------------
-constexpr uint64_t kEvictFirst = 0, kEvictLast = 0;
+constexpr uint64_t kEvictNormal = 0, kEvictFirst = 0, kEvictLast = 0;
 ON_HOST void prefetch_tensormap(const CUtensorMap*) {}
 ON_HOST void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                        int c0, int c1, int c2, int c3, uint64_t) {

@@ -1,0 +1,122 @@
+// The feed-forward network on Hopper: what its launches compute, without CUDA or torch.
+//
+//   y = dropout_out(dropout(act(x w1^T + b1)) w2^T + b2) [+ residual]
+//
+// Every matrix product is one kernel (ffn_product_sm90.cuh), an instance for each type and step:
+//
+//   step            out           of a          and b         epilogue
+//   kUp             hidden, a     x [M, D]      w1 [F, D]     + b1, activation, dropout
+//   kUpGated        hidden, a     x [M, D]      w1 [2F, D]    the same for pairs of gate and up
+//   kDown           y [M, E]      a [M, F]      w2 [E, F]     + b2, dropout, + residual
+//   kDhidden        dpre, a       dy [M, E]     w2 [E, F]     dropout, derivative, column sums
+//   kDhiddenGated   dpre, a       dy [M, E]     w2 [E, F]     the same for pairs
+//   kDx             dx [M, D]     dpre [M, W]   w1 [W, D]     none
+//   kDw             dw1 [W, D]    dpre [M, W]   x [M, D]      none (dw2 [E, F]: dy and a)
+//
+// M rows, W = F or 2F. hidden and dpre are [M, W], the activation after dropout `a` is [M, F]. relu
+// saves a instead of hidden; the backward computes the others' again from hidden. All operands are
+// read where they are: no copy is transposed.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda_stream.h"
+#include "common/dtype.h"
+#include "ffn/activation.h"
+
+namespace fastattn::ffn {
+
+enum class Step { kUp, kUpGated, kDown, kDhidden, kDhiddenGated, kDx, kDw };
+
+constexpr bool is_gated(Step step) {
+  return step == Step::kUpGated || step == Step::kDhiddenGated;
+}
+
+// 16-bit elements of contiguous columns; rows are `stride` elements apart.
+struct Matrix {
+  void* data = nullptr;
+  int rows = 0, columns = 0;
+  int64_t stride = 0;
+};
+
+struct Dropout {
+  const int64_t* seed = nullptr;  // null: no dropout
+  uint32_t stream = 0;
+  int threshold = 0;
+  float keep_scale = 1.0f;
+};
+
+// Tensors have the product's type and contiguous rows unless noted. Results that are null are not
+// written.
+struct Epilogue {
+  void* out = nullptr;        // hidden (null for relu), y, dpre, dx or dw
+  void* activated = nullptr;  // a, of kUp and kDhidden
+  Activation activation = Activation::kRelu;
+  Dropout dropout;
+  const void* bias = nullptr;  // may be null
+  // kDown
+  const void* residual = nullptr;  // of out's type; may be null
+  int64_t residual_stride = 0;
+  bool out_is_float = false;
+  // kDhidden
+  const void* hidden = nullptr;
+  float* sums = nullptr;  // of dpre's columns: [row_tiles(rows)][W]
+};
+
+struct Product {
+  DType dtype;
+  Matrix a, b;
+  Epilogue epilogue;
+};
+
+// The sizes of a product's result (of `a` and not of hidden, for the gated steps) and of its sums.
+struct ProductShape {
+  int rows, columns, depth;
+};
+constexpr ProductShape shape_of(Step step, const Matrix& a, const Matrix& b) {
+  switch (step) {
+    case Step::kUpGated:
+      return {a.rows, b.rows / 2, a.columns};
+    case Step::kUp:
+    case Step::kDown:
+      return {a.rows, b.rows, a.columns};
+    case Step::kDw:
+      return {a.columns, b.columns, a.rows};
+    default:
+      return {a.rows, b.columns, a.columns};
+  }
+}
+
+// Rows of a tile of every product.
+constexpr int kTileRows = 128;
+constexpr int row_tiles(int rows) {
+  return (rows + kTileRows - 1) / kTileRows;
+}
+
+// Returns nullptr or an error message.
+template <DType kType, Step kStep>
+const char* ffn_product_sm90(const Product& product, cuda::Stream stream);
+
+// -- column sums ----------------------------------------------------------------------------------
+// The gradient of y as the products read it, and the sums of its columns.
+struct DropGradient {
+  DType dtype;        // of the products
+  const void* dy;     // [rows, columns]
+  bool dy_is_float;   // otherwise of the products' type
+  void* dropped;      // after dropout, in the products' type; may be null
+  float* sums;        // [row_tiles(rows)][columns]; may be null
+  int rows, columns;  // columns: a multiple of 8
+  Dropout dropout;
+};
+const char* drop_gradient(const DropGradient& problem, cuda::Stream stream);
+
+// out[c] = the sum of column c, added in the order of the rows.
+struct SumColumns {
+  DType dtype;  // of out
+  const float* sums;
+  void* out;
+  int rows, columns;
+};
+const char* sum_columns(const SumColumns& problem, cuda::Stream stream);
+
+}  // namespace fastattn::ffn

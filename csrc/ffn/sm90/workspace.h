@@ -1,0 +1,63 @@
+// The workspace of the feed-forward network on Hopper. Elements have 16 bits.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/workspace_layout.h"
+#include "ffn/sm90/ffn_sm90.h"
+
+namespace fastattn::ffn {
+
+// hidden has W columns, the activation F.
+struct Sizes {
+  int rows, D, W, F, E;
+
+  bool gated() const { return W != F; }
+};
+
+// relu without a gate saves its result: nothing else has to be kept or computed again.
+inline bool saves_activation(Activation activation, const Sizes& s) {
+  return activation == Activation::kRelu && !s.gated();
+}
+
+struct ForwardWorkspace {
+  uint16_t* activated = nullptr;  // [rows, F], unless it is saved
+
+  ForwardWorkspace(const Sizes& s, bool saved, WorkspaceLayout& layout) {
+    if (!saved) {
+      activated = layout.take<uint16_t>(int64_t{1} * s.rows * s.F);
+    }
+  }
+};
+
+// What a backward computes.
+struct BackwardPlan {
+  bool drops;           // dy needs dropout, or another type
+  bool differentiates;  // some gradient needs dpre, or `activated`
+  bool activates;       // w2's gradient needs the activation, which is not saved
+  bool sums_dy, sums_dpre;
+};
+
+struct BackwardWorkspace {
+  uint16_t* dropped = nullptr;    // [rows, E]
+  uint16_t* dpre = nullptr;       // [rows, W]
+  uint16_t* activated = nullptr;  // [rows, F]
+  float* dy_sums = nullptr;       // [row_tiles(rows), E]
+  float* dpre_sums = nullptr;     // [row_tiles(rows), W]
+
+  BackwardWorkspace(const Sizes& s, const BackwardPlan& plan, WorkspaceLayout& layout) {
+    const auto take = [&](bool needed, auto*& section, int64_t count) {
+      if (needed) {
+        section = layout.take<std::remove_reference_t<decltype(*section)>>(count);
+      }
+    };
+    take(plan.drops, dropped, int64_t{1} * s.rows * s.E);
+    take(plan.differentiates, dpre, int64_t{1} * s.rows * s.W);
+    take(plan.activates, activated, int64_t{1} * s.rows * s.F);
+    take(plan.sums_dy, dy_sums, int64_t{1} * row_tiles(s.rows) * s.E);
+    take(plan.sums_dpre, dpre_sums, int64_t{1} * row_tiles(s.rows) * s.W);
+  }
+};
+
+}  // namespace fastattn::ffn

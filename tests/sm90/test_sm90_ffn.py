@@ -1,0 +1,109 @@
+"""The feed-forward network for Hopper, computed without a GPU and judged like any backend.
+
+The unchanged kernels run on the simulator in sm90_on_host, forward and backward: launcher,
+bindings, workspace, tensor maps, descriptors and layouts are those of a GPU.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sm90_on_host import ffn_bindings
+from sm90_on_host.build import Machine, build, missing
+from sm90_on_host.ffn_bindings import Instance
+from torch import Tensor
+
+from fastattn.ops._op import OPS, Op
+from fastattn.ops.ffn import sm90
+from fastattn.ops.ffn.spec import make_inputs
+from fastattn.testing.check import Oracle, _run
+from fastattn.testing.poison import poisoned_results
+from fastattn.testing.spec import Sample, all_specs
+
+TESTS = Path(__file__).resolve().parent
+SPEC = all_specs()["ffn"]
+GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
+
+
+def _sample(name: str, **options: object) -> Sample:
+    return Sample(name, "more than one tile", partial(make_inputs, **options), GRADIENTS)
+
+
+# Several tiles with ragged ends in every dimension of every product, and more tiles than blocks.
+_SIZES = {"rows": (300,), "D": 200, "hidden": 272, "out": 328}
+_DROPOUT = {"dropout_p": 0.2, "output_dropout_p": 0.3}
+OWN = (
+    _sample("tiles_relu", **_SIZES, **_DROPOUT, residual="same"),
+    _sample("tiles_gelu", **_SIZES, **_DROPOUT, activation="gelu"),
+    _sample("tiles_geglu", **_SIZES, **_DROPOUT, activation="geglu", residual="fp32"),
+    _sample("tiles_swiglu", **_SIZES, activation="swiglu", bias=False),
+    _sample("one_tile", rows=(64,), D=64, hidden=128, out=64, activation="silu"),
+)
+QUICK = ("gelu", "geglu", "tiles_relu")  # the others are for test-all
+_REFUSED = ("odd_sizes", "sizes_257", "blocks", "one_feature", "one_hidden", "weights_transposed")
+CASES = {s.name: s for s in (*SPEC.samples, *OWN) if s.name not in _REFUSED}
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Instance], Machine]:
+    """The machine with a product, and with the sums of columns."""
+    if reason := missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("sm90_ffn")
+
+    @functools.cache
+    def load(instance: Instance) -> Machine:
+        step = instance.step or "kDw"
+        defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={step}"]
+        name = f"{instance.dtype}_{step}"
+        return build(folder, TESTS / "sm90_ffn.cpp", defines, name=name)
+
+    return load
+
+
+@pytest.fixture
+def simulate(
+    machine: Callable[[Instance], Machine], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], None]:
+    """From then on the reference is the simulated backend."""
+    ffn_bindings.use(
+        monkeypatch,
+        lambda op, problem, instance: machine(instance).call(op, ctypes.c_void_p(problem)),
+    )
+
+    def replace() -> None:
+        for name in ("ffn_fwd", "ffn_bwd"):
+            monkeypatch.setitem(OPS[name]._launchers, "reference", partial(_launch, OPS[name]))
+
+    return replace
+
+
+def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+    results = op.allocate(args)
+    (call,) = op.backend_args(args)
+    assert getattr(sm90, f"{op.name}_unsupported")(call) is None
+    getattr(sm90, op.name)(call, *results)
+    return results
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_sample(simulate: Callable[[], None], name: str) -> None:
+    dtype = torch.float16 if list(CASES).index(name) % 3 == 2 else torch.bfloat16
+    compare(simulate, CASES[name], dtype)
+
+
+def compare(simulate: Callable[[], None], sample: Sample, dtype: torch.dtype) -> None:
+    oracle = Oracle(SPEC, sample, dtype)
+    simulate()
+    with poisoned_results():
+        results = _run(SPEC, sample, sample.inputs("cpu", dtype), "reference")
+    for name, result in results.items():
+        comparison = oracle.judge(name, result)
+        assert comparison.ok, f"{name}: {comparison.message}"

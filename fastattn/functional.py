@@ -689,7 +689,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         >>> any("fastattn" in str(node.target) for node in program.graph.nodes)
         False
     """
-    forwards = (op for op in OPS.values() if not op.is_backward)
+    forwards = (op for op in OPS.values() if not op.is_derivative)
     return {overload: f for op in forwards for overload, f in op.decompositions().items()}
 
 

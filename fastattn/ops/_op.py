@@ -74,7 +74,8 @@ class Op:
     broadcast: arguments that have this batch or a batch of 1.
     dropout: the dropout probabilities; the dropout bits depend on the position in the batch.
     contiguous: tensors whose last dimension Python makes contiguous before it calls a backend.
-    is_backward: whether it is a backward op. requestable: whether users can choose its backend.
+    is_derivative: whether it computes gradients or tangents of another op.
+    requestable: whether users can choose its backend.
     requested_in_pairs: FASTATTN_BACKEND applies only if it names the op, as in linear=cpu.
     decomposition: the module of the package with the op in PyTorch's operators, for export.
     """
@@ -95,7 +96,7 @@ class Op:
         batch_is_one_dimension: bool = False,
         broadcast: Sequence[str] = (),
         dropout: Sequence[str] = (),
-        is_backward: bool = False,
+        is_derivative: bool = False,
         requestable: bool = True,
         requested_in_pairs: bool = False,
         decomposition: str = "reference",
@@ -103,7 +104,7 @@ class Op:
         self.name, self.outputs, self.package = name, outputs, package
         self.call_type = None if isinstance(arguments, str) else arguments
         self.public_name = public_name or name
-        self.is_backward, self.requestable = is_backward, requestable
+        self.is_derivative, self.requestable = is_derivative, requestable
         self.requested_in_pairs, self._decomposition = requested_in_pairs, decomposition
         self.batched, self.batch_is_one_dimension = frozenset(batched), batch_is_one_dimension
         self.broadcast, self.dropout = broadcast, dropout

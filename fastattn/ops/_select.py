@@ -262,7 +262,7 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
     device = device or _env.default_device()
     table = []
     for op in OPS.values():
-        if not op.requestable or op.is_backward:
+        if not op.requestable or op.is_derivative:
             continue
         for name, backend in op.backends.items():
             why = _env.refuses_device(name, device) or op.import_failure(name)

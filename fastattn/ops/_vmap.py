@@ -61,7 +61,7 @@ def _in_one_call(
             given[i] = x.flatten(0, 1) if op.batch_is_one_dimension else x
 
     def mapped(x: Tensor) -> Tensor:
-        if op.is_backward and x.shape == (0,):  # a gradient that is not needed
+        if op.is_derivative and x.shape == (0,):  # a gradient that is not needed
             return x.new_empty(size, 0)
         return x.unflatten(0, (size, batch)) if op.batch_is_one_dimension else x
 

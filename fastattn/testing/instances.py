@@ -213,7 +213,7 @@ class _ForwardByReference(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "fastattn" and func._overloadname == "backend":
             op = OPS[func._schema.name.removeprefix("fastattn::")]
-            if not op.is_backward:
+            if not op.is_derivative:
                 return func(*args[: len(op.arguments)], "reference")
         return func(*args, **(kwargs or {}))
 

@@ -13,7 +13,7 @@ from fastattn.ops._select import OPS
 from fastattn.testing.check import Oracle
 from fastattn.testing.spec import OpSpec
 
-FORWARDS = [name for name, op in OPS.items() if not op.is_backward]
+FORWARDS = [name for name, op in OPS.items() if not op.is_derivative]
 TABLE = fastattn.decompositions()
 
 

@@ -62,7 +62,7 @@ ffn = differentiable(
         contiguous=("dy",),
         batched=("dy", "x", "hidden", "dx"),
         dropout=("dropout_p", "output_dropout_p"),
-        is_backward=True,
+        is_derivative=True,
     ),
     reference.backward_maths,
     forward_maths=reference.ffn_fwd,

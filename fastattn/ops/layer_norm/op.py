@@ -100,7 +100,7 @@ def _op(name: str, call_type: Any, results: str, outputs: Any) -> Op:
     backward, arguments = direction == "bwd", call_type._fields
     return Op(
         name, call_type, results, outputs, _PACKAGE, _BACKENDS, public_name=public_name,
-        data="x_dtype" if "x_dtype" in arguments else "x", is_backward=backward,
+        data="x_dtype" if "x_dtype" in arguments else "x", is_derivative=backward,
         contiguous=("dy", "dz") if "dz" in arguments else ("dy",) if backward else (),
         batched=_ROWS, dropout=("dropout_p",) if "dropout_p" in arguments else (),
         decomposition="reference" if name.startswith("rms") else "decomposition",

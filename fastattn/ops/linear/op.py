@@ -60,7 +60,7 @@ linear = differentiable(
         public_name="linear",
         requested_in_pairs=True,
         batched=("dy", "x", "dx"),
-        is_backward=True,
+        is_derivative=True,
     ),
     reference.linear_bwd,
     forward_maths=reference.linear_fwd,

@@ -359,9 +359,12 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
       const TileDropout dropout(a, sequence.b, h + g, 0, first);
       const auto run = [&](auto row) {
         with_flags(true, bool(dropout), [&](auto range, auto drop) {
-          const float rescale = softmax_row<C, range, drop>(s, columns, scale_log2, begin, end, row,
-                                                            dropout, 0, &partial_m(partial, E),
-                                                            &partial_l(partial, E), units<C>(s));
+          const auto write = [=](int j, Float, Float kept) __attribute__((always_inline)) {
+            store_weights<C>(units<C>(s), j, kept);
+          };
+          const float rescale =
+              softmax_row<range, drop>(s, columns, scale_log2, begin, end, row, dropout, 0,
+                                       &partial_m(partial, E), &partial_l(partial, E), write);
           rescale_row(partial, E, rescale);
         });
       };

@@ -48,7 +48,8 @@ inline void for_query_tiles(const Problem& a, Queue& queue, const Run& run) {
 }
 
 // -- many queries --------------------------------------------------------------------------------
-// Keys and values of one (sequence, kv head), each tile packed when it is first needed.
+// Keys and values of one (sequence, kv head), each tile packed when it is first needed. Null data
+// is not packed.
 template <class C>
 class PackedKeys {
  public:
@@ -59,7 +60,7 @@ class PackedKeys {
         kv_head_(of.kv_head),
         dead_(a, of.sequence, of.kv_head) {
     memset(memory.packed, 0, sizeof(float) * a.key_tiles());
-    if (C::kDepth == 1 && sequence_.keys > 0 && dead_.none(0, sequence_.keys)) {
+    if (C::kDepth == 1 && a.v.data && sequence_.keys > 0 && dead_.none(0, sequence_.keys)) {
       const Operand<C> v =
           in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
       // Rows far apart map to few cache sets: only if they are read once.
@@ -79,9 +80,11 @@ class PackedKeys {
     const int first = tile * kTileKeys;
     const int count = smaller(kTileKeys, sequence_.keys - first);
     const int upto = round_up(count, kBlock);
-    const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
-    to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
-    if (!v_in_place_.data) {
+    if (a_.k.data) {
+      const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
+      to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
+    }
+    if (a_.v.data && !v_in_place_.data) {
       const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
       to_pairs(v, upto, a_.value_dim, units<C>(memory_.v_pairs) + tile * v_units());
     }
@@ -136,6 +139,21 @@ inline void write_dead_rows(const Forward& a, const Sequence& s, int64_t h, int 
   }
 }
 
+// Rows of q, or of another tensor of queries, in `memory` if they are read more than once or cannot
+// be read in place.
+template <class C>
+Operand<C> query_rows(const Problem& a, const TensorView& x, const QueryTile& at, int count,
+                      bool once, float* memory) {
+  const int64_t offset = query_offset(x, at.sequence, at.h, at.first);
+  const Operand<C> rows = in_place<C>(a.type, x, offset, a.head_dim, 1);
+  if (rows.data && once) {
+    return rows;
+  }
+  pack_rows<C>(a.type, x.data, offset, x.row_stride, count, count, a.head_dim, units<C>(memory),
+               dead_if([](int) { return false; }));
+  return {units<C>(memory), padded(a.head_dim) / C::kDepth};
+}
+
 template <class C>
 void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
                   const ForwardWorkspace& memory) {
@@ -147,14 +165,8 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   }
   const int64_t E = padded(a.value_dim);
   const int64_t depth = ceil_div(a.head_dim, C::kDepth);
-  const int64_t q_offset = query_offset(a.q, sequence, at.h, at.first);
-  Operand<C> q = in_place<C>(a.type, a.q, q_offset, a.head_dim, 1);
-  if (!q.data || tiles.end - tiles.begin > 1) {  // read more than once: packed
-    auto* packed = units<C>(memory.q_rows);
-    pack_rows<C>(a.type, a.q.data, q_offset, a.q.row_stride, rows.count, rows.count, a.head_dim,
-                 packed, dead_if([](int) { return false; }));
-    q = {packed, padded(a.head_dim) / C::kDepth};
-  }
+  const Operand<C> q =
+      query_rows<C>(a, a.q, at, rows.count, tiles.end - tiles.begin == 1, memory.q_rows);
   auto* p = units<C>(C::kDepth == 1 ? memory.s : memory.p);
   float *const s = memory.s, *const o = memory.o;
   bool o_written = false;
@@ -206,15 +218,17 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   write_dead_rows(a, sequence, at.h, at.first + rows.count, at.end);
 }
 
-template <class C>
-void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
+// Calls run(tile, keys) for the tiles that this worker takes. keys = pack(tile) of the first one of
+// those that have the same keys.
+template <class Pack, class Run>
+inline void for_tiles_with_keys(const Problem& a, Queue& queue, const Pack& pack, const Run& run) {
   int64_t task, last;
   if (!queue.take(&task, &last)) {
     return;
   }
   do {
     while (task < last) {
-      PackedKeys<C> keys(a, memory, QueryTile(a, task));
+      auto keys = pack(QueryTile(a, task));
       for (;;) {
         const QueryTile at(a, task);
         if (!keys.holds(at)) {
@@ -222,10 +236,8 @@ void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memor
         }
         if (at.is_past_end()) {
           task = std::min(last_of_head(task, a.row_tiles()), last - 1);
-        } else if (at.sequence.queries > 1) {
-          forward_tile<C>(a, at, keys, memory);
-        } else if (at.h % a.group() == 0) {
-          decode_sequence(a, at.sequence, at.kv_head, memory);
+        } else {
+          run(at, keys);
         }
         if (++task == last && !queue.take(&task, &last)) {
           return;
@@ -233,6 +245,19 @@ void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memor
       }
     }
   } while (queue.take(&task, &last));
+}
+
+template <class C>
+void forward_tiles(const Forward& a, Queue& queue, const ForwardWorkspace& memory) {
+  for_tiles_with_keys(
+      a, queue, [&](const QueryTile& first) { return PackedKeys<C>(a, memory, first); },
+      [&](const QueryTile& at, PackedKeys<C>& keys) {
+        if (at.sequence.queries > 1) {
+          forward_tile<C>(a, at, keys, memory);
+        } else if (at.h % a.group() == 0) {
+          decode_sequence(a, at.sequence, at.kv_head, memory);
+        }
+      });
 }
 
 // -- entries -------------------------------------------------------------------------------------

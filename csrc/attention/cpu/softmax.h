@@ -84,13 +84,13 @@ inline Float exponents(const float* s, int j, float scale_log2, int begin, int e
   return x;
 }
 
-// Writes a row's weights 2^(exponent - m) to `p`, 0 where dropped. Returns the factor that rescales
-// earlier sums.
-template <class C, bool kRange, bool kDrop, class Bias>
+// Calls write(j, weight, kept) for each vector of a row's weights 2^(exponent - m); kept: 0 where
+// dropped. Returns the factor that rescales earlier sums.
+template <bool kRange, bool kDrop, class Bias, class Write>
 inline __attribute__((always_inline)) float softmax_row(float* s, int columns, float scale_log2,
                                                         int begin, int end, Bias bias,
                                                         const TileDropout& dropout, int row,
-                                                        float* m, float* l, typename C::Unit* p) {
+                                                        float* m, float* l, const Write& write) {
   // Without restrictions and with a positive scale, scores and exponents have the same order.
   constexpr bool kRaw = !kRange && !Bias::kAny;
   Float most = splat(-kInfinity);
@@ -115,22 +115,29 @@ inline __attribute__((always_inline)) float softmax_row(float* s, int columns, f
   for (int j = 0; j < columns; j += kLanes) {
     // Rounded like `highest`: with fma, the highest weight of large scores could be far from 1.
     const Float x = kRaw ? load(s + j) * scale_log2 : load(s + j);
-    Float weight = power(x + shift);
+    const Float weight = power(x + shift);
     total += weight;
+    Float kept = weight;
     if constexpr (kDrop) {
-      weight = drawn.apply(weight, j);
+      kept = drawn.apply(weight, j);
     }
-    if constexpr (C::kDepth == 1) {
-      store(p + j, weight);
-    } else {
-#if defined(__AVX512BF16__)
-      store_bits(reinterpret_cast<uint16_t*>(p) + j, rounded_to_bf16(weight));
-#endif
-    }
+    write(j, weight, kept);
   }
   *m = now;
   *l = *l * rescale + sum(total);
   return rescale;
+}
+
+// Stores a vector of weights to a row of a left operand.
+template <class C>
+inline __attribute__((always_inline)) void store_weights(typename C::Unit* row, int j, Float v) {
+  if constexpr (C::kDepth == 1) {
+    store(row + j, v);
+  } else {
+#if defined(__AVX512BF16__)
+    store_bits(reinterpret_cast<uint16_t*>(row) + j, rounded_to_bf16(v));
+#endif
+  }
 }
 
 inline void rescale_row(float* o, int64_t width, float factor) {
@@ -141,20 +148,40 @@ inline void rescale_row(float* o, int64_t width, float factor) {
   }
 }
 
+// The softmax of a tile's rows. Calls write(i, j, weight, kept) for each vector and, after a row,
+// finish(i, columns, the factor that rescales earlier sums).
+template <bool kRange, bool kDrop, class BiasRows, class Write, class Finish>
+inline __attribute__((always_inline)) void softmax_each_row(const RowRanges& rows, Range live,
+                                                            float scale_log2, const BiasRows& bias,
+                                                            const TileDropout& dropout,
+                                                            int first_key, int columns, float* s,
+                                                            SoftmaxState& state, const Write& write,
+                                                            const Finish& finish) {
+  for (int i = live.begin; i < live.end; ++i) {
+    const auto run = [&](int count) __attribute__((always_inline)) {
+      const auto write_row = [&](int j, Float weight, Float kept)
+                                 __attribute__((always_inline)) { write(i, j, weight, kept); };
+      const float rescale = softmax_row<kRange, kDrop>(
+          s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
+          bias(i), dropout, i, state.m + i, state.l + i, write_row);
+      finish(i, count, rescale);
+    };
+    columns == kTileKeys ? run(kTileKeys) : run(columns);
+  }
+}
+
 template <class C, bool kRange, bool kDrop, class BiasRows>
 void softmax_rows(const RowRanges& rows, Range live, float scale_log2, const BiasRows& bias,
                   const TileDropout& dropout, int first_key, int columns, float* s,
                   typename C::Unit* p, SoftmaxState& state, float* o, int64_t o_stride) {
-  for (int i = live.begin; i < live.end; ++i) {
-    float rescale;
-    const auto run = [&](int count) __attribute__((always_inline)) {
-      rescale = softmax_row<C, kRange, kDrop>(
-          s + i * kTileKeys, count, scale_log2, rows.begin[i] - first_key, rows.end[i] - first_key,
-          bias(i), dropout, i, state.m + i, state.l + i, p + i * (kTileKeys / C::kDepth));
-    };
-    columns == kTileKeys ? run(kTileKeys) : run(columns);
+  const auto write = [=](int i, int j, Float, Float kept) __attribute__((always_inline)) {
+    store_weights<C>(p + i * (kTileKeys / C::kDepth), j, kept);
+  };
+  const auto finish = [=](int i, int, float rescale) __attribute__((always_inline)) {
     rescale_row(o + i * o_stride, o_stride, rescale);
-  }
+  };
+  softmax_each_row<kRange, kDrop>(rows, live, scale_log2, bias, dropout, first_key, columns, s,
+                                  state, write, finish);
 }
 
 template <class Run>

@@ -223,6 +223,14 @@ class Op:
             return args
         return [x.contiguous() if i in strided else x for i, x in enumerate(args)]
 
+    def supports(self, args: Sequence[Any], backend: str | None) -> bool:
+        """Whether this backend, or any if it is None, can run the call."""
+        candidates = [*self.backends] if backend is None else [backend]
+        return any(
+            name in self.backends and _select.refusal(self, name, args) is None
+            for name in candidates
+        )
+
     def as_call(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments as the op's NamedTuple, if it has one."""
         if self.call_type is None or type(args) is self.call_type:

@@ -22,6 +22,7 @@ CXX = os.environ.get("CXX") or shutil.which("g++")
 RUN = """
 import sys
 import torch
+from torch.autograd import forward_ad
 from fastattn.ops import _native
 from fastattn.testing import all_specs, poisoned_results
 _native.use_cpu_isa(sys.argv[1])
@@ -42,6 +43,12 @@ for spec in all_specs().values():
                         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                         douts = [torch.where(x.isfinite(), x.detach(), 0) for x in outputs]
                         torch.autograd.grad(outputs, wanted, douts, allow_unused=True)
+                if spec.name.startswith("attention"):
+                    names = [n for n in inputs if any(inputs[n] is x for x in wanted)]
+                    with forward_ad.dual_level(), poisoned_results():
+                        duals = {n: inputs[n].detach().clone() for n in names}
+                        duals = {n: forward_ad.make_dual(x, x.clone()) for n, x in duals.items()}
+                        spec.function(**inputs | duals)
             except NotImplementedError:
                 continue
             ran += 1

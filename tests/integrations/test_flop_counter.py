@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,6 +53,31 @@ def test_varlen_counts_pairs_inside_sequences() -> None:
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
     actual = count(lambda: fastattn.attention_varlen(q, k, v, offsets, offsets, 6, 6))  # type: ignore[arg-type, return-value]
     assert actual == 2 * 4 * (3 * 3 + 6 * 6) * (14 + 36)
+
+
+@pytest.mark.parametrize(
+    "names, columns", [("v", 14 + 6), ("q", 14 + 14), ("kv", 14 + 8 + 12), ("qkv", 3 * 14)]
+)
+def test_tangents(names: str, columns: int) -> None:
+    q, k, v = data(2, 4, 5, 8), data(2, 2, 9, 8), data(2, 2, 9, 6)
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+    def duals(tensors: dict[str, Tensor]) -> list[Tensor]:
+        return [
+            forward_ad.make_dual(x, torch.ones_like(x)) if n in names else x
+            for n, x in tensors.items()
+        ]
+
+    with torch.no_grad(), forward_ad.dual_level():
+        padded = duals({"q": q, "k": k, "v": v})
+        found = count(lambda: fastattn.attention(*padded), backward=False)  # type: ignore[arg-type, return-value]
+        assert found == 2 * 2 * 4 * 5 * 9 * columns
+        packed = duals({"q": data(9, 4, 8), "k": data(9, 2, 8), "v": data(9, 2, 6)})
+        found = count(
+            lambda: fastattn.attention_varlen(*packed, offsets, offsets, 6, 6),  # type: ignore[arg-type, return-value]
+            backward=False,
+        )
+        assert found == 2 * 4 * (3 * 3 + 6 * 6) * columns
 
 
 def test_varlen_without_data_counts_the_longest_sequences() -> None:

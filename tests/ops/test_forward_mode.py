@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from forward_mode import Reference, check_tangents, computed
 from op_examples import SPECS, as_tuple, example_inputs, varied_inputs
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
-from fastattn.ops import _select
 from fastattn.ops.attention import jvp as formulas
-from fastattn.testing.check import output_gradients
-from fastattn.testing.compare import compare
 from fastattn.testing.spec import Inputs, OpSpec, Sample
 
 pytestmark = pytest.mark.usefixtures("no_request")
@@ -54,62 +51,6 @@ def _random_like(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 # -- values ---------------------------------------------------------------------------------------
-def _tangents(spec: OpSpec, sample: Sample, inputs: Inputs) -> dict[str, Tensor]:
-    """A tangent of each input that has gradients, of values that every dtype holds."""
-    names = varied_inputs(inputs)
-    values = output_gradients(spec, sample, tuple(inputs[n].detach() for n in names))
-    return dict(zip(names, values, strict=True))
-
-
-def _duals(inputs: Inputs, tangents: dict[str, Tensor]) -> Inputs:
-    # A dual tensor cannot be expanded.
-    plain = {n: x.detach().clone() if isinstance(x, Tensor) else x for n, x in inputs.items()}
-    return plain | {n: forward_ad.make_dual(plain[n], t) for n, t in tangents.items()}
-
-
-def _computed(spec: OpSpec, inputs: Inputs, tangents: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    with forward_ad.dual_level():
-        results = as_tuple(spec.function(**_duals(inputs, tangents)))
-        duals = [forward_ad.unpack_dual(x) for x in results]
-        return tuple(torch.zeros_like(x) if t is None else t for x, t in duals)
-
-
-class _Reference(TorchFunctionMode):
-    """Calls the reference's operators in place of an op, so that PyTorch differentiates them."""
-
-    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(f, "namespace", None) != "fastattn":
-            return f(*args, **kwargs or {})
-        op = _select.OPS[f._schema.name.removeprefix("fastattn::")]
-        return op.as_declared(getattr(op.module("reference"), op.name)(*args))
-
-
-def _magnitudes(spec: OpSpec, inputs: Inputs, tangents: dict[str, Tensor]) -> list[Tensor]:
-    """The sum of the absolute tangents that each input alone would cause; for attention also the
-    largest tangent of a row's scores, in place of what cancels in p (s' - lse').
-    """
-    alone = [_computed(spec, inputs, {name: t}) for name, t in tangents.items()]
-    found = [torch.stack([x.abs() for x in results]).sum(0) for results in zip(*alone, strict=True)]
-    if spec.name == "attention" and inputs["k"].shape[1]:
-        q, k = inputs["q"].detach(), inputs["k"].detach()
-        group, scale = q.shape[1] // k.shape[1], inputs.get("scale") or q.shape[3] ** -0.5
-        changes = [(tangents.get("q"), k), (q, tangents.get("k"))]
-        ds = (
-            sum(
-                (x @ y.repeat_interleave(group, 1).transpose(2, 3) * scale).abs()
-                for x, y in changes
-                if x is not None and y is not None
-            )
-            + tangents.get("mask", torch.zeros(())).abs()
-        )
-        if isinstance(ds, Tensor) and ds.dim() == 4 and ds.shape[3]:
-            largest = ds.nan_to_num(0, 0, 0).amax(3)
-            with torch.no_grad():
-                out = spec.function(**inputs | {"v": inputs["v"].abs()})
-            found[0] = found[0] + 2 * largest[..., None] * as_tuple(out)[0]
-    return found
-
-
 _QUICK = {"attention": 9, "attention_varlen": 3}  # every how many samples are not slow
 SAMPLES = [
     pytest.param(
@@ -124,22 +65,15 @@ SAMPLES = [
 
 @pytest.mark.parametrize("spec, sample, dtype", SAMPLES)
 def test_tangents_of_samples(spec: OpSpec, sample: Sample, dtype: torch.dtype) -> None:
-    inputs = sample.inputs("cpu", dtype)
-    tangents = _tangents(spec, sample, inputs)
-    if not tangents:
-        pytest.skip("no input has gradients")
-    wide = spec.widen(inputs)
-    wide_tangents = {name: t.to(wide[name].dtype) for name, t in tangents.items()}
-    found = _computed(spec, inputs, tangents)
-    with _Reference():
-        expected = _computed(spec, wide, wide_tangents)
-        same = _computed(spec, inputs, tangents)
-        magnitudes = _magnitudes(spec, wide, wide_tangents)
-    for name, x, ref64, near, mag in zip(
-        spec.results, found, expected, same, magnitudes, strict=False
-    ):
-        comparison = compare(x, ref64, near, mag, spec.slice_dims(name, ref64))
-        assert comparison.ok, f"tangent of {name}: {comparison.message}"
+    check_tangents(spec, sample, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gqa", "window", "both_lengths_causal", "bias_fp32", "dropout"])
+def test_formulas_in_the_dtypes_of_the_cpu_kernel(name: str, dtype: torch.dtype) -> None:
+    """As on other devices."""
+    [sample] = [s for s in SPECS["attention"].samples if s.name == name]
+    check_tangents(SPECS["attention"], sample, dtype, backend="torch")
 
 
 @each_op
@@ -263,9 +197,9 @@ def test_blocks(name: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None
     names = [n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()]
     tangents = {n: torch.randn_like(inputs[n]) for n in names}
     for given in (tangents, *({n: t} for n, t in tangents.items())):
-        found = _computed(SPECS["attention"], inputs, given)
-        with _Reference():
-            expected = _computed(SPECS["attention"], inputs, given)
+        found = computed(SPECS["attention"], inputs, given)
+        with Reference():
+            expected = computed(SPECS["attention"], inputs, given)
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)
 
@@ -312,11 +246,11 @@ def test_dead_padding_is_kept_out() -> None:
     dead["v"] = dead["k"]
     inputs: Inputs = {"q": q, "k": k, "v": v, "return_lse": True} | lengths
     tangents = {n: torch.randn_like(inputs[n]) for n in "qkv"}
-    expected = _computed(SPECS["attention"], inputs, tangents)
+    expected = computed(SPECS["attention"], inputs, tangents)
     for name, index in dead.items():
         inputs[name][index] = torch.nan
         tangents[name][index] = torch.inf
-    for x, y in zip(_computed(SPECS["attention"], inputs, tangents), expected, strict=True):
+    for x, y in zip(computed(SPECS["attention"], inputs, tangents), expected, strict=True):
         assert y.isfinite().all() and torch.equal(x, y)
     assert (expected[0][1, :, 3:] == 0).all() and (expected[1][1, :, 3:] == 0).all()
 

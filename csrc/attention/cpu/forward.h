@@ -1,4 +1,4 @@
-// The forward pass of attention on CPU; cpu/backward.h has the gradients.
+// The forward pass of attention on CPU; backward.h has the gradients, tangents.h the tangents.
 //
 // A worker packs the keys and values of a (sequence, kv head) once, each tile when it is first
 // needed, and loops over them for each tile of queries (Dao et al., FlashAttention, 2022): scores,

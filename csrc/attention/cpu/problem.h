@@ -139,6 +139,19 @@ struct Forward : Problem {
   }
 };
 
+// The forward with tangents of inputs (null data: none) and of results.
+struct Tangents : Forward {
+  TensorView q_tangent, k_tangent, v_tangent;
+  MaskView mask_tangent;
+  const float* sinks_tangent;  // [heads], null: none
+  TensorView out_tangent;
+  float* lse_tangent;
+
+  bool of_scores() const {
+    return q_tangent.data || k_tangent.data || mask_tangent.type != MaskType::kNone;
+  }
+};
+
 struct Backward : Problem {
   TensorView out, dout;     // null data: the gradient of out is 0
   const float *lse, *dlse;  // dlse may be null
@@ -176,11 +189,14 @@ struct ForwardWorkspace {
   float *q_rows, *s, *p, *o, *bias, *rows, *k_columns, *v_pairs, *packed, *partials;
   int64_t floats;
 
-  FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base) {
+  FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base)
+      : ForwardWorkspace(a, base, a.queries != 1) {}  // decoding has no tiles of queries
+
+  FASTATTN_INLINE ForwardWorkspace(const Forward& a, float* base, bool has_tiles) {
     Arena arena(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
     const int64_t heads = a.heads_at_once();
-    const int64_t tile = a.queries == 1 ? 0 : a.rows_in_tile();  // decoding has no tiles of queries
+    const int64_t tile = has_tiles ? a.rows_in_tile() : 0;
     const int64_t M = tile > heads ? tile : heads;
     q_rows = arena.take(M * D);
     s = arena.take(M * kTileKeys);
@@ -193,6 +209,29 @@ struct ForwardWorkspace {
     packed = arena.take(tile ? a.key_tiles() : 0);
     partials = arena.take(2 * heads * a.partial_floats());
     floats = arena.used();
+  }
+};
+
+struct TangentsWorkspace {
+  ForwardWorkspace values;
+  ForwardWorkspace changes;  // k_columns, v_pairs and packed are those of the tangents
+  float *q_rows, *ds, *dp, *mask, *out;
+  int64_t floats;
+
+  FASTATTN_INLINE TangentsWorkspace(const Tangents& a, float* base)
+      : values(a, base, true), changes(values) {
+    Arena arena(base ? base + values.floats : nullptr);
+    const int64_t D = padded(a.head_dim), E = padded(a.value_dim), N = a.key_tiles() * kTileKeys;
+    const int64_t M = a.rows_in_tile();
+    changes.k_columns = arena.take(a.k_tangent.data ? N * D : 0);
+    changes.v_pairs = arena.take(a.v_tangent.data ? N * E : 0);
+    changes.packed = arena.take(a.key_tiles());
+    q_rows = arena.take(M * D);
+    ds = arena.take(M * kTileKeys);
+    dp = arena.take(M * kTileKeys);
+    mask = arena.take(kTileKeys);
+    out = arena.take(M * E);
+    floats = values.floats + arena.used();
   }
 };
 
@@ -232,13 +271,16 @@ struct BackwardWorkspace {
 
 // -- kernels -------------------------------------------------------------------------------------
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
-// queries), or (batch, kv head, split) for one query; combine_splits (batch, kv head); delta and dq
+// queries), or (batch, kv head, split) for one query; combine_splits (batch, kv head); tangents
+// (batch, kv head, head of the group, tile of queries), which for one query writes no out and lse;
+// delta and dq
 // (batch, kv head, head, tile of queries); dkv (batch, kv head, tile of keys); all_gradients
 // (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys or 1); dsinks
 // (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
   void (*combine_splits)(const Forward&, Queue&, float* workspace);
+  void (*tangents)(const Tangents&, Queue&, float* workspace);
   void (*delta)(const Backward&, Queue&, float* workspace);
   void (*dq)(const Backward&, Queue&, float* workspace);
   void (*dkv)(const Backward&, Queue&, float* workspace);

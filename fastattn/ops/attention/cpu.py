@@ -13,8 +13,10 @@ from fastattn.ops import _native
 from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
+    JvpCall,
     PackedBackwardCall,
     PackedForwardCall,
+    PackedJvpCall,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +33,12 @@ def _score_changes(call: Any) -> str | None:
     return "has no softcap" if call.softcap else None
 
 
+def _no_tangents(call: Any) -> str | None:
+    if call.distance_bias is not None:
+        return "computes no tangents with distance_bias"
+    return "computes no tangents with softcap" if call.softcap else None
+
+
 def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
     if dtype not in _DTYPES:
         return f"has kernels for fp32, bf16 and fp16, got {dtype}"
@@ -43,12 +51,20 @@ def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
 
 
+def attention_jvp_unsupported(call: JvpCall) -> str | None:
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _no_tangents(call)
+
+
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _score_changes(call)
+
+
+def attention_varlen_jvp_unsupported(call: PackedJvpCall) -> str | None:
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _no_tangents(call)
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:

@@ -1,4 +1,5 @@
-"""The tangents of attention's results, for forward-mode differentiation on every device.
+"""The tangents of attention's results in PyTorch's operators, for forward-mode differentiation of
+calls that the op attention_jvp does not support, and for that op's own derivatives.
 
 With the weights p, p_sink of the sink, the derivative c of the soft cap (1 without one), the
 tangents of the scores s' = c scale (q' k^T + q k'^T) + mask' + bias', and z = 0 for dropped

@@ -1,7 +1,8 @@
 """Forms for `foreign_modules`: attention of transformers models whose scores depend on positions.
 
 T5 and its relatives call the attention function that their config names, with a bias [1, H, M, N]
-made from a table: if fastattn's function is chosen, the drop-in passes the table.
+made from a table: if fastattn's function is chosen, the drop-in passes the table. LongT5's local
+attention becomes a call of `attention` with a window.
 
 Bloom and MPT compute attention themselves, with a bias of each key: slope * position, which differs
 from ALiBi's slope * (key's position - query's position) by a number for each query, that a softmax
@@ -14,6 +15,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,6 +167,136 @@ def _is_plain_table(table: Any, distance: int, causal: bool) -> bool:
     if causal:
         return bool(count >= 2 and distance > count // 2)
     return bool(count >= 4 and count % 2 == 0 and distance > count // 4)
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalBias:
+    """What the first layer of LongT5's encoder passes to the others."""
+
+    weight: Tensor  # of its table, [buckets, H]
+    keys: Tensor  # [B, 1, 1, S]: False for padding
+    dense: Callable[[], Tensor]  # the bias of blocks, with the mask
+
+
+@_form(
+    _T5_BUCKETS
+    + '''
+def compute_bias(self, block_length: int):
+    target_device = (
+        self.relative_attention_bias.weight.device
+        if self.relative_attention_bias.weight.device.type != "meta"
+        else None
+    )
+    memory_position = torch.arange(3 * block_length, dtype=torch.long, device=target_device)
+    context_position = memory_position[block_length:-block_length]
+    relative_position = memory_position[None, :] - context_position[:, None]
+    relative_position_bucket = self._relative_position_bucket(
+        relative_position,
+        bidirectional=(not self.is_decoder),
+        num_buckets=self.relative_attention_num_buckets,
+        max_distance=self.relative_attention_max_distance,
+    )
+    values = self.relative_attention_bias(relative_position_bucket)
+    values = values.permute([2, 0, 1]).unsqueeze(0).unsqueeze(0)
+    return values
+
+def forward(self, hidden_states, mask=None, position_bias=None, output_attentions=False):
+    batch_size, seq_length = hidden_states.shape[:2]
+    def shape(states):
+        """projection"""
+        return states.view(batch_size, -1, self.n_heads, self.key_value_proj_dim)
+    def unshape(states):
+        """reshape"""
+        return states.contiguous().view(batch_size, -1, self.inner_dim)
+    query_states = shape(self.q(hidden_states))
+    key_states = shape(self.k(hidden_states))
+    value_states = shape(self.v(hidden_states))
+    query_states = _split_into_blocks(query_states, self.block_len, dim=1)
+    key_states = _split_into_blocks(key_states, self.block_len, dim=1)
+    value_states = _split_into_blocks(value_states, self.block_len, dim=1)
+    key_states = _concatenate_3_blocks(key_states, block_dim=1, sequence_dim=2)
+    value_states = _concatenate_3_blocks(value_states, block_dim=1, sequence_dim=2)
+    scores = torch.einsum("...qhd,...khd->...hqk", query_states, key_states)
+    if position_bias is None:
+        if not self.has_relative_attention_bias:
+            position_bias = torch.zeros(
+                (1, 1, self.n_heads, self.block_len, 3 * self.block_len),
+                device=scores.device,
+                dtype=scores.dtype,
+            )
+            if self.gradient_checkpointing and self.training:
+                position_bias.requires_grad = True
+        else:
+            position_bias = self.compute_bias(self.block_len)
+        if mask is not None:
+            mask = torch.where(mask > 0, 0.0, -1e10)
+            position_bias = position_bias + mask.transpose(1, 2)
+    scores += position_bias
+    attn_weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
+    attn_weights = nn.functional.dropout(attn_weights, p=self.dropout, training=self.training)
+    attn_weights = attn_weights.type(value_states.dtype)
+    attn_output = unshape(torch.einsum("...hqk,...khd->...qhd", attn_weights, value_states))
+    attn_output = attn_output[:, :seq_length, :]
+    attn_output = self.o(attn_output)
+    outputs = (
+        attn_output,
+        position_bias,
+    )
+    if output_attentions:
+        outputs = outputs + (attn_weights,)
+    return outputs
+'''
+)
+def _longt5_local(kind: Any) -> Methods:
+    """Blocks of queries, each with its own and the two adjacent blocks of keys: a window."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        position_bias: Any = None,
+        output_attentions: bool = False,
+    ) -> Any:
+        B, S = hidden_states.shape[:2]
+        if position_bias is None and _is_local(self, mask):
+            assert mask is not None
+            # The padding is on the diagonal of the mask of blocks.
+            keys = mask[:, 0].diagonal(self.block_len, 2, 3).flatten(1)[:, None, None, :S]
+
+            def dense() -> Any:
+                bias = kind.compute_bias(self, self.block_len)
+                return bias + torch.where(mask > 0, 0.0, -1e10).transpose(1, 2)
+
+            position_bias = _LocalBias(self.relative_attention_bias.weight, keys > 0, dense)
+        if output_attentions or not isinstance(position_bias, _LocalBias):
+            bias = position_bias.dense() if isinstance(position_bias, _LocalBias) else position_bias
+            return kind.forward(self, hidden_states, mask, bias, output_attentions)
+        q, k, v = (
+            x.view(B, S, self.n_heads, self.key_value_proj_dim).transpose(1, 2)
+            for x in (self.q(hidden_states), self.k(hidden_states), self.v(hidden_states))
+        )
+        reach = self.block_len - 1
+        out = functional.attention(
+            q, k, v, mask=position_bias.keys, window=(reach, reach), scale=1.0,
+            relative_bias=position_bias.weight.t().to(q.device), relative_buckets="t5",
+            relative_max_distance=self.relative_attention_max_distance,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        return self.o(out.transpose(1, 2).flatten(2)), position_bias
+
+    return {"forward": forward}
+
+
+def _is_local(module: Any, mask: Tensor | None) -> bool:
+    return (
+        mask is not None
+        and mask.dim() == 5
+        and module.has_relative_attention_bias
+        and not module.is_decoder
+        and _is_plain_table(
+            module.relative_attention_bias, module.relative_attention_max_distance, False
+        )
+    )
 
 
 # -- ALiBi ----------------------------------------------------------------------------------------

@@ -280,7 +280,8 @@ def _with_attention(kind: Any) -> Forward:
     return forward
 
 
-def _calls_sdpa(forward: types.FunctionType) -> bool:
+def calls_sdpa(forward: types.FunctionType) -> bool:
+    """Whether its calls of scaled_dot_product_attention may be computed by `attention`."""
     names = forward.__code__.co_names
     chosen = {"sdpa_kernel", "sdp_kernel"} & set(names)  # a backend that the class itself chose
     return "scaled_dot_product_attention" in names and not chosen
@@ -304,7 +305,7 @@ def drop_in(kind: type[nn.Module]) -> type[nn.Module] | None:
                 methods = make_methods(kind)
                 break
         else:
-            if not _calls_sdpa(original):
+            if not calls_sdpa(original):
                 return None
             methods = {"forward": _with_attention(kind)}
     script_original(functools.wraps(original)(methods["forward"]), original)

@@ -143,7 +143,8 @@ def _is_transformers_model(module: nn.Module) -> bool:
 def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     """Sets fastattn as the attention of a `transformers` model and of the models it contains."""
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        if not any(_is_replaceable(module) for module in model.modules()):
+        implementation = model.config._attn_implementation
+        if not any(_is_replaceable(module, implementation) for module in model.modules()):
             report.kept[name] = "has an attention that transformers cannot replace"
         return
     configs: dict[int, Any] = {}
@@ -166,12 +167,13 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 
-def _is_replaceable(module: nn.Module) -> bool:
-    """Whether there is a drop-in for this attention itself."""
+def _is_replaceable(module: nn.Module, implementation: str) -> bool:
+    """Whether there is a drop-in for this attention itself, whose code goes by `implementation`."""
     kind: Any = type(module)
-    return kind.__name__.endswith("Attention") and (
-        "replaces" in kind.__dict__ or foreign_modules.drop_in(kind) is not None
-    )
+    kind = kind.__dict__.get("replaces", kind)
+    if not kind.__name__.endswith("Attention") or foreign_modules.drop_in(kind) is None:
+        return False
+    return implementation == "sdpa" or not foreign_modules.calls_sdpa(kind.forward)
 
 
 def _why_unsupported(model: nn.Module) -> str | None:

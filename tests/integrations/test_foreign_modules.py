@@ -372,14 +372,15 @@ def test_grouped_heads_and_scale() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return F.scaled_dot_product_attention(*args, **kwargs)
 
-    q, k = torch.randn(2, 6, 7, 8), torch.randn(2, 3, 9, 8)
-    module, options = Caller(), {"enable_gqa": True, "scale": 0.3}
-    expected = module(q, k, k, None, 0.0, True, **options)
-    fastattn.patch(module, quiet=True)
-    assert ops_of(module, q, k, k, None, 0.0, True, **options) == ["attention_fwd"]
-    torch.testing.assert_close(
-        module(q, k, k, None, 0.0, True, **options), expected, atol=1e-5, rtol=1e-4
-    )
+    # One key/value head is broadcast.
+    for K, options in ((3, {"enable_gqa": True, "scale": 0.3}), (1, {})):
+        module, q, k = Caller(), torch.randn(2, 6, 7, 8), torch.randn(2, K, 9, 8)
+        expected = module(q, k, k, None, 0.0, True, **options)
+        fastattn.patch(module, quiet=True)
+        assert ops_of(module, q, k, k, None, 0.0, True, **options) == ["attention_fwd"]
+        torch.testing.assert_close(
+            module(q, k, k, None, 0.0, True, **options), expected, atol=1e-5, rtol=1e-4
+        )
 
 
 def test_copies_pickles_and_hooks() -> None:

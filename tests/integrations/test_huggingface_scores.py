@@ -96,8 +96,17 @@ TABLES: dict[str, Callable[[], Any]] = {
         **T5_SIZES,
     ),
 }  # fmt: skip
-MODELS = SOFTCAP | SINKS | ALIBI | TABLES
+OTHER: dict[str, Callable[[], Any]] = {
+    "pix2struct": _with(
+        "Pix2StructTextModel", "Pix2StructTextConfig", hidden_size=32, d_kv=8, d_ff=48,
+        num_layers=2, num_heads=4, relative_attention_num_buckets=8,
+        relative_attention_max_distance=6, initializer_range=0.02, **SMALL,
+    ),
+}  # fmt: skip
+MODELS = SOFTCAP | SINKS | ALIBI | TABLES | OTHER
 QUICK = ("gemma2", "gpt_oss", "bloom", "mpt", "t5")
+# They do not generate from tokens, or not with these configurations.
+WITHOUT_GENERATION = ("switch_transformers", "pop2piano", "pix2struct")
 # Products of experts in fp64 are not implemented on a CPU.
 NO_DOUBLE = ("gpt_oss", "mimo_v2_flash")
 
@@ -114,7 +123,7 @@ def model_of(name: str) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:  # sinks and the weights of norms are 0 or 1
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif name in TABLES and "relative" not in key:
+            elif name in TABLES | OTHER and "relative" not in key:
                 parameter.mul_(0.25)  # T5's scores have no scale
     return model
 
@@ -160,6 +169,7 @@ def test_outputs_and_gradients(name: str) -> None:
             model(**whole)
         kinds = [type(module).__name__ for module in model.modules()]
         calls = sum(kind.endswith("Attention") and "Layer" not in kind for kind in kinds)
+        calls = calls // 2 if name == "pix2struct" else calls  # without its cross-attention
         assert recorded.ops.count("fastattn::attention_fwd") == calls > 0
         assert_equal(outcome(model, padded, real), expected[0])
         if exact is not None:
@@ -168,8 +178,7 @@ def test_outputs_and_gradients(name: str) -> None:
         assert torch.equal(a, b)
 
 
-# Switch Transformers and Pop2Piano do not generate from these configurations.
-@each(*(name for name in MODELS if name not in ("switch_transformers", "pop2piano")))
+@each(*(name for name in MODELS if name not in WITHOUT_GENERATION))
 def test_generation(name: str) -> None:
     model = model_of(name)
     ids, mask = tokens("left")
@@ -313,6 +322,21 @@ def test_compiled_without_graph_breaks() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     got, expected = (f(**inputs, use_cache=False)[0][real] for f in (compiled, model))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_replaced_in_a_model_with_its_own_attention() -> None:
+    for implementation in ("eager", "sdpa"):
+        model = build(ALIBI["falcon"], implementation)
+        report = fastattn.patch(model, quiet=True)
+        again = fastattn.patch(model, quiet=True)
+        assert list(report.replaced.values()).count("FalconAttention") == 2
+        assert report.kept == again.kept
+        why = {"has an attention that transformers cannot replace"}
+        assert set(report.kept.values()) == (set() if implementation == "sdpa" else why)
+    model = build(ALIBI["mpt"], "eager")
+    assert not fastattn.patch(model, quiet=True).kept
+    again = fastattn.patch(model, quiet=True)
+    assert not again.kept and not again.replaced
 
 
 def test_a_table_with_a_hook_is_called() -> None:

@@ -36,11 +36,12 @@ def draw(curves: dict[str, Curve], results: dict[str, dict[str, float]]) -> Figu
     left.set(xlabel="update", ylabel="nats per token")
     left.set_title(f"loss on held-out sentences of at most {SHORT} tokens", fontsize=10)
     left.legend(frameon=False)
-    bars = right.barh(
-        list(curves), [results[name]["longer"] for name in curves], color=common.COLOURS
+    longer = {name: losses["longer"] for name, losses in results.items()}
+    colours = ["0.8", *common.COLOURS[: len(curves)]]  # the baseline comes first
+    right.bar_label(
+        right.barh(list(longer), list(longer.values()), color=colours), fmt="%.2f", padding=3
     )
-    right.bar_label(bars, fmt="%.2f", padding=3)
-    right.set(xlabel="nats per token", xlim=(0, 1.15 * max(r["longer"] for r in results.values())))
+    right.set(xlabel="nats per token", xlim=(0, 1.15 * max(longer.values())))
     right.invert_yaxis()
     right.set_title(f"on sentences of {SHORT + 1} to {LONGEST} tokens", fontsize=10)
     for axes in (left, right):

@@ -50,6 +50,7 @@ from fastattn.ops.layer_norm.calls import (
     RmsNormCall,
 )
 from fastattn.ops.layer_norm.config import BackwardConfig, ForwardConfig
+from fastattn.ops.layer_norm.rows import with_one_stride
 from fastattn.testing.check import Oracle, check_sample
 from fastattn.testing.compare import compare
 from fastattn.testing.spec import OpSpec, Sample
@@ -330,10 +331,10 @@ def test_rows_are_copied_only_without_a_single_stride() -> None:
         "column": (torch.randn(6, 4)[:, 1:2], 4),
     }
     for name, (rows, stride) in cases.items():
-        found, found_stride = kernels._rows(rows)
+        found, found_stride = with_one_stride(rows)
         assert found.data_ptr() == rows.data_ptr() and found_stride == stride, name
     for rows in (x.mT, x[:, 1:4], x.transpose(0, 1)):
-        found, stride = kernels._rows(rows)
+        found, stride = with_one_stride(rows)
         assert found.is_contiguous() and torch.equal(found, rows) and stride == rows.shape[-1]
 
 

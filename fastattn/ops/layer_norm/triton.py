@@ -6,7 +6,6 @@ Inputs are copied if their rows are not contiguous or do not have a single strid
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from fastattn.ops.layer_norm.config import (
     row_sums_config,
     sum_config,
 )
+from fastattn.ops.layer_norm.rows import with_one_stride
 from fastattn.ops.layer_norm.triton_kernels import (
     norm_bwd_kernel,
     norm_fwd_kernel,
@@ -57,21 +57,8 @@ def _arch(x: Tensor) -> str:
     return _env.architecture("cuda", x.get_device()) if x.is_cuda else _env.architecture("cpu", 0)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """(x, or a contiguous copy if its rows do not have a single stride; the stride of rows)."""
-    N = x.shape[-1]
-    if x.is_contiguous():
-        return x, N
-    if x.stride(-1) == 1 or N == 1:
-        pairs = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        leading = [(size, stride) for size, stride in pairs if size != 1]
-        if all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(leading)):
-            return x, leading[-1][1] if leading else N
-    return x.contiguous(), N
-
-
 def _optional_rows(x: Tensor | None) -> tuple[Tensor | None, int]:
-    return (None, 0) if x is None else _rows(x)
+    return (None, 0) if x is None else with_one_stride(x)
 
 
 def _unit(N: int, *strides: int) -> int:
@@ -147,7 +134,7 @@ def norm_fwd(
         if mean is not None:
             mean.fill_(float("nan"))
         return
-    x, stride_x = _rows(x)
+    x, stride_x = with_one_stride(x)
     residual, stride_residual = _optional_rows(residual)
     weight, bias, x_bias = _parameter(weight), _parameter(bias), _parameter(x_bias)
     arch, dropout = _arch(x), dropout_p > 0.0 and z is not None
@@ -273,7 +260,7 @@ def norm_bwd(
         return
     dy, stride_dy = _optional_rows(dy)
     dz, stride_dz = _optional_rows(dz)
-    z, stride_z = _rows(z)
+    z, stride_z = with_one_stride(z)
     weight, mean, rstd = _parameter(weight), _parameter(mean), rstd.contiguous()
     arch, dropout = _arch(z), dropout_p > 0.0
     key = (

@@ -32,10 +32,10 @@ CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE_SOURCES))
 NVCC := $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell command -v nvcc)
 comma := ,
 PYTHON_H := $(wildcard $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h)
-FASTATTN_NATIVE ?= cpu$(if $(PYTHON_H),$(comma)autograd)$(if $(and $(strip $(NVCC)),$(filter %_sm90.cu,$(NATIVE_SOURCES))),$(comma)sm90)
+FASTATTN_NATIVE ?= cpu$(if $(PYTHON_H),$(comma)autograd)$(if $(strip $(NVCC)),$(comma)cuda$(comma)sm90)
 # What setting up builds: where there is no GPU, its kernels can wait for `make native`.
 ifeq ($(HAS_GPU),0)
-SETUP_NATIVE := $(if $(shell command -v $(CXX)),FASTATTN_NATIVE=$(subst $(comma)sm90,,$(FASTATTN_NATIVE)))
+SETUP_NATIVE := $(if $(shell command -v $(CXX)),FASTATTN_NATIVE=$(subst $(comma)cuda$(comma)sm90,,$(FASTATTN_NATIVE)))
 endif
 QUICK_FLAG := $(if $(QUICK),--quick)
 # Tests run in parallel processes, so each takes one thread; neighbours stay together and share what they build.

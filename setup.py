@@ -82,6 +82,10 @@ class Library:
     name: str
     architectures: tuple[str, ...] = ()
     extends: bool = False
+    gpu: str = ""  # the GPUs that it is for
+
+    def has_gpu(self, tools: Tools) -> bool:
+        return tools.has_hopper if self.name == "sm90" else tools.has_ampere
 
     def file_name(self, tools: Tools) -> str:
         """Without the extension, which is Python's."""
@@ -103,9 +107,10 @@ LIBRARIES = {
                 *(f"arch=compute_{a},code=sm_{a}" for a in (80, 86, 89, 90, 100, 120)),
                 "arch=compute_120,code=compute_120",
             ),
+            gpu="Ampere or newer",
         ),
         # wgmma and setmaxnreg exist only in the "a" architecture: a plain sm_90 pass would fail.
-        Library("sm90", ("arch=compute_90a,code=sm_90a",)),
+        Library("sm90", ("arch=compute_90a,code=sm_90a",), gpu="Hopper"),
     )
 }
 
@@ -158,6 +163,19 @@ def _product_instances() -> dict[str, tuple[str, ...]]:
     }
 
 
+def _norm_instances(kernel: str) -> dict[str, tuple[str, ...]]:
+    """Types of rows and of parameters, which are the same or fp32."""
+    types = {**_DTYPES, "fp32": "kFloat32"}
+    return {
+        f"{kernel}_{rows}_{parameters}": (
+            f"-DFASTATTN_DTYPE={types[rows]}",
+            f"-DFASTATTN_PARAMETER_DTYPE={types[parameters]}",
+        )
+        for rows in types
+        for parameters in dict.fromkeys((rows, "fp32"))
+    }
+
+
 # Sources that are compiled once for each instance of a kernel: the instance's name -> its macros.
 INSTANCES = {
     "attention_fwd_instance_sm90.cu": _instances(
@@ -165,6 +183,8 @@ INSTANCES = {
     ),
     "attention_bwd_instance_sm90.cu": _instances("attention_bwd_sm90", _VARIANTS),
     "ffn_product_instance_sm90.cu": _product_instances(),
+    "norm_fwd_instance_cuda.cu": _norm_instances("norm_fwd_cuda"),
+    "norm_bwd_instance_cuda.cu": _norm_instances("norm_bwd_cuda"),
 }
 
 
@@ -181,6 +201,7 @@ class Tools:
     cxx: str | None
     cuda: Path | None
     has_hopper: bool = False  # a GPU of compute capability 9.0
+    has_ampere: bool = False  # one of 8.0 or newer
 
     @staticmethod
     @functools.cache
@@ -191,7 +212,8 @@ class Tools:
             torch_version=importlib.metadata.version("torch") if spec else None,
             cxx=os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"),
             cuda=_cuda_home(),
-            has_hopper=_has_hopper(),
+            has_hopper=9.0 in _compute_capabilities(),
+            has_ampere=any(capability >= 8.0 for capability in _compute_capabilities()),
         )
 
     def full_torch_version(self) -> str:
@@ -213,14 +235,14 @@ def _cuda_home() -> Path | None:
     return None
 
 
-def _has_hopper() -> bool:
-    """Whether a GPU with compute capability 9.0 is here."""
+def _compute_capabilities() -> list[float]:
+    """Those of the GPUs that are here."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "9.0" in found.stdout.split()
+        return []
+    return [float(word) for word in found.stdout.split() if re.fullmatch(r"\d+\.\d+", word)]
 
 
 def _has_python_headers() -> bool:
@@ -286,10 +308,10 @@ def choose(value: str | None, tools: Tools, csrc: Path = CSRC) -> list[Library]:
             continue
         try:
             check_possible(library, tools, csrc)
-            if names is None and library.name == "sm90" and not tools.has_hopper:
+            if names is None and library.architectures and not library.has_gpu(tools):
                 raise Impossible(
-                    "takes minutes to compile and finds no Hopper GPU on this machine "
-                    "(FASTATTN_NATIVE=cpu,autograd,sm90 builds it all the same)"
+                    f"takes minutes to compile and finds no {library.gpu} GPU on this machine "
+                    f"(FASTATTN_NATIVE=cpu,autograd,{library.name} builds it all the same)"
                 )
         except Impossible as why:
             if names is not None:

@@ -22,7 +22,7 @@ from fastattn.testing.spec import Inputs, OpSpec, Workload
 Forward = Callable[[Inputs], Any]
 # A value of `Implementation.workloads`: runs only when requested by name.
 ON_REQUEST = "(?!)"
-_DEVICE_OF_BACKEND = {"triton": "cuda", "sm90": "cuda", "cpu": "cpu"}
+_DEVICE_OF_BACKEND = {"triton": "cuda", "cuda": "cuda", "sm90": "cuda", "cpu": "cpu"}
 # Ops whose automatic choice passes some calls to torch: it is measured as a candidate, too.
 _USES_TORCH_FOR_SOME_CALLS = ("linear",)
 _AUTOMATIC = "automatic"

@@ -36,6 +36,7 @@ _PEER_COLOURS = {
 }
 _FASTATTN_COLOURS = {
     "fastattn-sm90": "#c8322b",
+    "fastattn-cuda": "#c8322b",
     "fastattn-triton": "#e8833a",
     "fastattn-cpu": "#c8322b",
     "fastattn": "#c8322b",

@@ -1,11 +1,11 @@
 """The functions of the namespace `fastattn`.
 
 Shapes: B batch, H query heads, K key/value heads (H a multiple of K), M queries, N keys, D head dim
-of q and k, E head dim of v. `backend` is one of sm90, triton, cpu, torch and reference, and never
-falls back. With None, FASTATTN_BACKEND decides if it is set; otherwise the op's first backend that
-can run the call is used (see `explain`). Under `torch.autocast`, inputs of attention, `ffn` and
-`linear` are cast to autocast's dtype, and the result has that dtype; inputs of the norms and fp64
-inputs are not cast.
+of q and k, E head dim of v. `backend` is one of sm90, cuda, triton, cpu, torch and reference, and
+never falls back. With None, FASTATTN_BACKEND decides if it is set; otherwise the op's first backend
+that can run the call is used (see `explain`). Under `torch.autocast`, inputs of attention, `ffn`
+and `linear` are cast to autocast's dtype, and the result has that dtype; inputs of the norms and
+fp64 inputs are not cast.
 
 Invalid arguments raise before anything runs: TypeError for types and dtypes, ValueError for shapes,
 values, devices and unknown backends, IndexError for `rows` and `heads`. A requested backend that

@@ -1,4 +1,4 @@
-// Properties of the device for launchers, queried once.
+// For launchers: properties of the device, queried once, and plain launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,7 +6,22 @@
 #include <atomic>
 #include <cstdint>
 
+#include "common/cuda_stream.h"
+
 namespace fastattn::cuda {
+
+// The most thread blocks of a launch.
+constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
+
+// Returns nullptr or an error message. Kernels loop if they need more blocks than there can be.
+template <class Kernel, class Problem>
+const char* launch(Kernel kernel, int64_t blocks, int threads, Stream stream,
+                   const Problem& problem) {
+  const int64_t most = blocks < kMaxBlocks ? blocks : kMaxBlocks;
+  kernel<<<static_cast<unsigned>(most), threads, 0, stream>>>(problem);
+  const cudaError_t error = cudaGetLastError();
+  return error ? cudaGetErrorString(error) : nullptr;
+}
 
 // The most devices that are supported.
 constexpr int kMaxDevices = 64;

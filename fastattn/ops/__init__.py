@@ -29,7 +29,7 @@ def extension_unavailable() -> str | None:
 
 
 def library_unavailable(name: str) -> str | None:
-    """Why the native library `name` (cpu, sm90) cannot be used, or None if it can."""
+    """Why the native library `name` (cpu, cuda, sm90) cannot be used, or None if it can."""
     from fastattn.ops import _native
 
     return _native.unavailable(name)

@@ -94,12 +94,17 @@ def refuses_device(backend: str, device: torch.device) -> str | None:
         if not has_triton():
             return "needs the triton package, which is not installed"
         return _lacks_shared_memory(device.index or 0) if device.type == "cuda" else None
-    if backend == "sm90":
+    if backend in ("sm90", "cuda"):
         if device.type != "cuda":
             return f"runs on cuda tensors, got {device.type}"
         major, minor = capability(device.index or 0)
-        if torch.version.hip is not None or (major, minor) != (9, 0):
+        is_nvidia = torch.version.hip is None
+        if backend == "sm90" and (not is_nvidia or (major, minor) != (9, 0)):
             return f"is built for Hopper (compute capability 9.0), got {major}.{minor}"
+        if backend == "cuda" and not is_nvidia:
+            return "is built for NVIDIA GPUs, got one of AMD"
+        if backend == "cuda" and major < 8:
+            return f"is built for compute capability 8.0 and newer, got {major}.{minor}"
     return None
 
 

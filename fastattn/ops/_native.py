@@ -23,7 +23,10 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _CPU_ISAS = ("portable", "avx2", "avx512")
 _INTERFACE = 3  # kInterface of csrc/autograd/derivative.h
 # What builds a library that a plain install may leave out.
-_BUILD = {"sm90": "FASTATTN_NATIVE=cpu,autograd,sm90 pip install --no-build-isolation ."}
+_BUILD = {
+    name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."
+    for name in ("sm90", "cuda")
+}
 _log = logging.getLogger("fastattn")
 
 
@@ -43,7 +46,7 @@ def _load_failure(library: str) -> str | None:
     if not path.is_file():
         return (
             f"needs the native library {library}, which was not built: with torch and "
-            f"{'nvcc' if library == 'sm90' else 'a compiler'} installed, "
+            f"{'nvcc' if library in _BUILD else 'a compiler'} installed, "
             f"`{_BUILD.get(library, 'pip install --no-build-isolation .')}` builds it"
         )
     try:

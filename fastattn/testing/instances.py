@@ -3,7 +3,7 @@
     python -m fastattn.testing.instances [--device cuda] [--json FILE.jsonl [--resume]]
 
 What to run on a new GPU before the equivalence suite. An instance is a kernel as it is compiled: of
-the Hopper library each row of its table, of Triton each tiling of the architecture, of the CPU
+the CUDA libraries each row of their tables, of Triton each tiling of the architecture, of the CPU
 library each instruction set. A hang, a crash or a wrong result is reported by the instance's name,
 and the next one runs. Cases of a backward take the results of the reference's forward. Exit code 1
 if any fails, or if none passes.
@@ -164,6 +164,22 @@ def _triton() -> Iterator[Instance]:
                 yield _ffn("triton", dtype, direction, activation)
 
 
+def _cuda() -> Iterator[Instance]:
+    """The rows of INSTANCES in setup.py, each with all of its kernels: those of short rows, of
+    longer ones, of several parts, and of single elements.
+    """
+    for direction in ("fwd", "bwd"):
+        for dtype in _DTYPES:
+            for op in _NORMS:
+                for width in (200, 4096, 20_000, 509):
+                    yield _rows("cuda", op, dtype, direction, width)
+                    if dtype != "fp32":
+                        case = _rows("cuda", op, dtype, direction, width)
+                        options = {**case.options, "wide_parameters": True}
+                        name = f"{case.name}_fp32_parameters"
+                        yield dataclasses.replace(case, name=name, options=options)
+
+
 def _cpu() -> Iterator[Instance]:
     if _native.unavailable("cpu"):
         return
@@ -198,8 +214,8 @@ def _ffn(
 
 
 def instances() -> list[Instance]:
-    """Of every backend, whether it can run here or not; the Hopper library's first."""
-    return [*_hopper(), *_cpu(), *_triton()]
+    """Of every backend, whether it can run here or not; those of CUDA libraries first."""
+    return [*_hopper(), *_cuda(), *_cpu(), *_triton()]
 
 
 # -- one case -------------------------------------------------------------------------------------

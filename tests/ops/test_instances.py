@@ -31,7 +31,8 @@ _PRODUCTS = {
 
 def test_every_hopper_instance_has_a_case() -> None:
     """The table of the build, in the names of its objects; no name twice."""
-    wanted = {name for rows in build_script().INSTANCES.values() for name in rows}
+    tables = build_script().INSTANCES
+    wanted = {name for file in tables if "_sm90" in file for name in tables[file]}
     hopper = {case.name: case for case in instances._hopper()}
     extra = {name for name in hopper if name.endswith(("splits", "packed", "sorted", "tiles"))}
     launched = {
@@ -45,6 +46,20 @@ def test_every_hopper_instance_has_a_case() -> None:
     assert len(NAMES) == len(instances.instances())
     # More rows than one warpgroup has, else the bounded instance serves calls of the full one.
     assert instances._SIZES["M"] > 64 and instances._SIZES["N"] % 8 == 0
+
+
+def test_every_instance_of_the_portable_library_has_a_case() -> None:
+    """In each direction, and with both types of parameters."""
+    tables = build_script().INSTANCES
+    wanted = {name for file in tables if "_cuda" in file for name in tables[file]}
+    cases = [case for case in instances._cuda() if case.op == "layer_norm"]
+    found = {
+        f"norm_{case.direction}_cuda_{case.dtype}_"
+        f"{'fp32' if 'wide_parameters' in case.options else case.dtype}"
+        for case in cases
+    }
+    assert found == wanted and len(wanted) == 10
+    assert len(cases) == 4 * len(wanted)
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, op: str, backend: str) -> None:
@@ -144,8 +159,8 @@ def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
     def isolated(
         function: Any, cases: Any, *, jobs: int, seconds: float, limit_s: float
     ) -> Iterator[tuple[int, Row]]:
-        (backend,) = {case.backend for case, _ in cases}
-        runs.append((backend, len(cases), jobs, seconds, limit_s))
+        backends = "+".join(dict.fromkeys(case.backend for case, _ in cases))
+        runs.append((backends, len(cases), jobs, seconds, limit_s))
         for index, (case, device) in enumerate(cases):
             yield index, Row(case.name, case.backend, device, "ok")
 
@@ -161,11 +176,14 @@ def test_on_a_gpu_kernels_of_the_hopper_library_run_alone(
     assert instances.main(["--jobs=16", "--seconds=100", f"--json={file}"]) == 0
     (hopper, many, alone, half, short), (triton, some, together, rest, long) = runs
     assert (hopper, alone, short) == ("sm90", 1, 20.0)
-    assert (triton, together, long) == ("triton", 16, 120.0)
-    assert half <= 50.0 < rest <= 100.0 and many == 122 and some > 90
+    assert (triton, together, long) == ("cuda+triton", 16, 120.0)
+    norms = len(list(instances._cuda()))
+    assert half <= 50.0 < rest <= 100.0 and many == 122
+    assert norms == 120 and some > 90 + norms
     printed = capsys.readouterr().out
     assert "sm90: 122 passed, 0 failed, 0 refused" in printed
-    assert f"triton: {some} passed, 0 failed" in printed
+    assert f"cuda: {norms} passed, 0 failed" in printed
+    assert f"triton: {some - norms} passed, 0 failed" in printed
     assert {row["device"] for row in lines.read(file)} == {"cuda"}
 
 

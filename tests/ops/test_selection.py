@@ -481,6 +481,8 @@ def test_backend_table_calls_unavailable(make_op: MakeOp) -> None:
         ("sm90", "cpu", "runs on cuda tensors, got cpu"),
         ("triton", "cuda", None),
         ("sm90", "cuda", "is built for Hopper (compute capability 9.0), got 8.0"),
+        ("cuda", "cpu", "runs on cuda tensors, got cpu"),
+        ("cuda", "cuda", None),
     ],
 )
 def test_devices(
@@ -524,6 +526,15 @@ def test_shared_memory_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (nvidia, amd)[index])
     found = [_env.device_shared_memory.__wrapped__(index) for index in (0, 1)]
     assert found == [101376, 65536]
+
+
+def test_cuda_refuses_older_gpus_and_those_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_env, "capability", lambda index: (7, 5))
+    reason = _env.refuses_device("cuda", torch.device("cuda"))
+    assert reason == "is built for compute capability 8.0 and newer, got 7.5"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    reason = _env.refuses_device("cuda", torch.device("cuda"))
+    assert reason == "is built for NVIDIA GPUs, got one of AMD"
 
 
 def test_gpus_of_one_machine_may_have_different_capabilities(

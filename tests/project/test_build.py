@@ -28,6 +28,13 @@ def csrc(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def portable(csrc: Path) -> Path:
+    """The same tree with sources of the library cuda."""
+    (csrc / "norm" / "norm_fwd_instance_cuda.cu").touch()
+    return csrc
+
+
 def _tools(build: ModuleType, **changes: Any) -> Any:
     found = {"torch": Path("/torch"), "torch_version": "2.13.0+cpu", "cxx": "g++"}
     return build.Tools(**{**found, "cuda": Path("/cuda"), "has_hopper": True, **changes})
@@ -58,6 +65,41 @@ def test_what_is_built(build: ModuleType, csrc: Path, monkeypatch: pytest.Monkey
     assert names(None) == ["cpu", "sm90"]
     with pytest.raises(SystemExit, match="autograd needs Python's headers"):
         names("autograd")
+
+
+def test_the_portable_cuda_library(build: ModuleType, portable: Path, tmp_path: Path) -> None:
+    """Built on request, or where there is a GPU that it is for; in one fat binary."""
+
+    def names(value: str | None, **changes: Any) -> list[str]:
+        return [row.name for row in build.choose(value, _tools(build, **changes), portable)]
+
+    assert names(None) == ["cpu", "autograd", "sm90"]
+    assert names(None, has_hopper=False, has_ampere=True) == ["cpu", "autograd", "cuda"]
+    assert names(None, has_ampere=True) == ["cpu", "autograd", "cuda", "sm90"]
+    assert names("cuda") == ["cuda"]
+    assert names(None, cuda=None, has_ampere=True) == ["cpu", "autograd"]
+    steps = build.library_steps(build.LIBRARIES["cuda"], _tools(build), portable, tmp_path)
+    commands = {step.output.name: " ".join(step.command) for step in steps}
+    assert len(commands) == 6 and "_C_cuda.abi3.so" in commands
+    mixed = commands["norm_fwd_cuda_bf16_fp32.o"]
+    assert "-DFASTATTN_DTYPE=kBFloat16 -DFASTATTN_PARAMETER_DTYPE=kFloat32" in mixed
+    for capability in (80, 86, 89, 90, 100, 120):
+        assert f"-gencode=arch=compute_{capability},code=sm_{capability} " in mixed
+    assert "code=compute_120" in mixed
+
+
+@pytest.mark.parametrize(
+    "query, hopper, ampere",
+    [("9.0\n", True, True), ("8.6\n7.5\n", False, True), ("7.5\n", False, False),
+     ("12.0\n", False, True), ("No devices were found\n", False, False)],
+)  # fmt: skip
+def test_which_gpus_are_here(
+    build: ModuleType, query: str, hopper: bool, ampere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=query)
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: done)
+    tools = build.Tools.found.__wrapped__()
+    assert (tools.has_hopper, tools.has_ampere) == (hopper, ampere)
 
 
 @pytest.mark.parametrize(

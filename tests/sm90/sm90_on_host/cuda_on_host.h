@@ -95,6 +95,16 @@ __attribute__((noinline, no_sanitize("thread"))) inline int64_t clock64() {
   static int64_t now = 0;
   return now += 1 << 20;
 }
+template <class T>
+inline __attribute__((always_inline)) T __ldg(const T* at) {
+  return *at;
+}
+inline float __fdividef(float x, float y) {
+  return x / y;
+}
+inline float rsqrtf(float x) {
+  return 1.0f / std::sqrt(x);
+}
 inline uint32_t __float_as_uint(float x) {
   return on_host::bits_of(x);
 }

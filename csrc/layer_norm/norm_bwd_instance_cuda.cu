@@ -1,0 +1,8 @@
+// One instance of the kernels: the build compiles this file once for each row of INSTANCES in
+// setup.py, which defines the macros.
+#include "layer_norm/norm_bwd.cuh"
+
+namespace fastattn::norm {
+template const char* norm_bwd<DType::FASTATTN_DTYPE, DType::FASTATTN_PARAMETER_DTYPE>(
+    const BackwardProblem&, cuda::Stream);
+}  // namespace fastattn::norm

@@ -1,0 +1,260 @@
+// What the norms' kernels are written in: vectors of elements, the columns and values of a thread,
+// sums over a row, dropout.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "common/dropout.h"
+#include "layer_norm/norm_cuda.h"
+
+namespace fastattn::norm {
+
+// -- elements
+// --------------------------------------------------------------------------------------
+template <DType kType>
+struct TypeOf;
+template <>
+struct TypeOf<DType::kFloat32> {
+  using Element = float;
+};
+template <>
+struct TypeOf<DType::kBFloat16> {
+  using Element = __nv_bfloat16;
+};
+template <>
+struct TypeOf<DType::kFloat16> {
+  using Element = __half;
+};
+
+// Calls `of` with an element of a type that is known at run time.
+template <class Of>
+__device__ __forceinline__ void with_type(DType type, Of of) {
+  if (type == DType::kFloat32) {
+    of(float());
+  } else if (type == DType::kBFloat16) {
+    of(__nv_bfloat16());
+  } else {
+    of(__half());
+  }
+}
+
+__device__ __forceinline__ float widen(float x) {
+  return x;
+}
+__device__ __forceinline__ float widen(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ __forceinline__ float widen(__half x) {
+  return __half2float(x);
+}
+
+// -- vectors
+// --------------------------------------------------------------------------------------- Adjacent
+// elements; more than 16 bytes are several accesses.
+template <class T, int kWidth>
+struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Vector {
+  T at[kWidth];
+};
+
+// Rounds to nearest; two at a time is one instruction.
+template <int kWidth>
+__device__ __forceinline__ void narrow(const float* from, Vector<float, kWidth>& to) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    to.at[i] = from[i];
+  }
+}
+template <int kWidth>
+__device__ __forceinline__ void narrow(const float* from, Vector<__nv_bfloat16, kWidth>& to) {
+#pragma unroll
+  for (int i = 0; i + 1 < kWidth; i += 2) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(from[i], from[i + 1]);
+    to.at[i] = pair.x;
+    to.at[i + 1] = pair.y;
+  }
+  if constexpr (kWidth == 1) {
+    to.at[0] = __float2bfloat16_rn(from[0]);
+  }
+}
+template <int kWidth>
+__device__ __forceinline__ void narrow(const float* from, Vector<__half, kWidth>& to) {
+#pragma unroll
+  for (int i = 0; i + 1 < kWidth; i += 2) {
+    const __half2 pair = __floats2half2_rn(from[i], from[i + 1]);
+    to.at[i] = pair.x;
+    to.at[i + 1] = pair.y;
+  }
+  if constexpr (kWidth == 1) {
+    to.at[0] = __float2half_rn(from[0]);
+  }
+}
+
+// Of memory that the kernel does not write: the compiler may load it before earlier stores.
+template <class T, int kWidth>
+__device__ __forceinline__ Vector<T, kWidth> load_constant(const void* data, int64_t column) {
+  using Piece = std::conditional_t<
+      sizeof(Vector<T, kWidth>) >= sizeof(uint4), uint4,
+      std::conditional_t<sizeof(Vector<T, kWidth>) == sizeof(uint32_t), uint32_t, uint16_t>>;
+  constexpr int kPieces = sizeof(Vector<T, kWidth>) / sizeof(Piece);
+  static_assert(kPieces * sizeof(Piece) == sizeof(Vector<T, kWidth>));
+  const Piece* from = reinterpret_cast<const Piece*>(static_cast<const T*>(data) + column);
+  union {
+    Piece pieces[kPieces];
+    Vector<T, kWidth> vector;
+  } loaded;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    loaded.pieces[i] = __ldg(from + i);
+  }
+  return loaded.vector;
+}
+
+// -- a thread's share of a row
+// --------------------------------------------------------------------- Which thread of which row
+// of its block this is.
+struct RowThread {
+  int row, lane;
+  // threads: of a row, a power of two.
+  __device__ __forceinline__ explicit RowThread(int threads)
+      : row(static_cast<int>(threadIdx.x) / threads),
+        lane(static_cast<int>(threadIdx.x) & (threads - 1)) {}
+};
+
+// The columns of a thread in a part of a row: vector i begins at first + i * step, if that is
+// before the end. Lanes that follow each other have vectors that do.
+struct Columns {
+  int first, step, end;
+  __device__ __forceinline__ Columns(int threads, int part, int lane, int width, int end)
+      : first(part + lane * width), step(threads * width), end(end) {}
+  // None where there is no such row. The first column depends on the row, so that in a loop over
+  // rows the compiler does not keep the addresses of all columns in registers.
+  __device__ __forceinline__ Columns(const Columns& other, bool is_there)
+      : first(is_there ? other.first : other.end), step(other.step), end(other.end) {}
+  __device__ __forceinline__ int of(int vector) const { return first + vector * step; }
+  __device__ __forceinline__ bool has(int vector) const { return of(vector) < end; }
+};
+
+template <class T>
+__device__ __forceinline__ T* row_of(const RowsView& rows, int64_t row) {
+  return static_cast<T*>(rows.data) + row * rows.stride;
+}
+
+// Values as they are in memory, and 0 in columns that do not exist.
+template <class T, int kWidth, int kValues>
+struct Tile {
+  static constexpr int kVectors = kValues / kWidth;
+  Vector<T, kWidth> vectors[kVectors];
+
+  __device__ __forceinline__ void load(const RowsView& rows, int64_t row, const Columns& columns) {
+    const T* from = row_of<const T>(rows, row);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      vectors[v] = {};
+      if (columns.has(v)) {
+        vectors[v] = *reinterpret_cast<const Vector<T, kWidth>*>(from + columns.of(v));
+      }
+    }
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return widen(vectors[i / kWidth].at[i % kWidth]);
+  }
+};
+
+template <class T, int kWidth>
+__device__ __forceinline__ void store(const RowsView& rows, int64_t row, int column,
+                                      const Vector<T, kWidth>& vector) {
+  *reinterpret_cast<Vector<T, kWidth>*>(row_of<T>(rows, row) + column) = vector;
+}
+
+// -- sums over a row
+// ------------------------------------------------------------------------------- All threads of
+// the block add up, the same number of times. Every thread of a row gets its sum, by additions in
+// the same order in every run.
+class RowSum {
+ public:
+  __device__ __forceinline__ explicit RowSum(int threads) : threads_(threads) {}
+
+  template <int kCount>
+  __device__ __forceinline__ void add_up(float (&sums)[kCount]) {
+    constexpr int kWarp = 32, kWarps = kMaxThreads / kWarp;
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+      if (lanes < threads_) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          sums[i] += __shfl_xor_sync(~0u, sums[i], lanes);
+        }
+      }
+    }
+    if (threads_ <= kWarp) {
+      return;
+    }
+    // Two buffers: whoever writes the first again has passed the barrier after its last reads.
+    __shared__ float shared[2][kWarps][kCount];
+    const int warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        shared[buffer_][warp][i] = sums[i];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      sums[i] = 0.0f;
+    }
+    for (int other = 0; other < threads_ / kWarp; ++other) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        sums[i] += shared[buffer_][other][i];
+      }
+    }
+    buffer_ ^= 1;
+  }
+
+ private:
+  int threads_, buffer_ = 0;
+};
+
+// -- dropout
+// --------------------------------------------------------------------------------------- One word
+// decides four adjacent columns (common/dropout.h).
+class DroppedRow {
+ public:
+  __device__ __forceinline__ DroppedRow(const Dropout& dropout, int64_t row)
+      : threshold_(dropout.threshold), scale_(dropout.scale) {
+    if (threshold_ > 0) {
+      const int64_t seed = *dropout.seed;
+      row_ = dropout::flat_row_key(dropout::flat_row_state(seed, dropout.stream, row), row);
+      columns_ = dropout::stream_key(dropout::kColumnTag, seed, dropout.stream);
+    }
+  }
+  __device__ __forceinline__ explicit operator bool() const { return threshold_ > 0; }
+
+  // Drops or scales adjacent values from `column` on. Dropped ones are 0 even if they were NaN.
+  template <int kWidth>
+  __device__ __forceinline__ void drop(float* values, int column) const {
+    constexpr int kColumnsOfWord = 4;
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (i % kColumnsOfWord == 0) {
+        const uint32_t unit = static_cast<uint32_t>((column + i) / kColumnsOfWord);
+        word = dropout::word(row_, dropout::absorb(columns_, unit));
+      }
+      const int byte = kWidth == 1 ? column % kColumnsOfWord : i % kColumnsOfWord;
+      const bool is_kept = static_cast<int>(dropout::byte_of(word, byte)) >= threshold_;
+      values[i] = is_kept ? values[i] * scale_ : 0.0f;
+    }
+  }
+
+ private:
+  int threshold_;
+  float scale_;
+  uint32_t row_ = 0, columns_ = 0;
+};
+
+}  // namespace fastattn::norm

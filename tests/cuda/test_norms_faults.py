@@ -1,0 +1,196 @@
+"""Whether faults in the CUDA norms are detected without a GPU.
+
+Every barrier of the kernels is left out, one at a time: the simulator must detect it. So must it
+mutations of the source, such as a missing bound, or another column, or results must be wrong.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import norms_on_host as on_host
+import pytest
+import torch
+from sm90_on_host.build import RANDOM, Mutation, missing
+from sm90_on_host.fault_injector import FaultInjector, Harmless
+from sm90_on_host.guarded import guarded
+from torch import Tensor
+
+from fastattn.ops._op import OPS, Op
+from fastattn.ops.layer_norm import cuda, spec
+from fastattn.testing.check import _run
+from fastattn.testing.spec import Sample
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+SPECS = {each.name: each for each in spec.SPECS}
+
+
+def _mutations(file: str, *pairs: tuple[str, str]) -> list[Mutation]:
+    return [Mutation(f"layer_norm/{file}", right, wrong) for right, wrong in pairs]
+
+
+MUTATIONS = [
+    *_mutations(
+        "row_tile.cuh",
+        ("static_cast<int>(threadIdx.x) / threads", "0"),
+        ("first + vector * step", "first + vector"),
+        ("is_there ? other.first : other.end", "other.first"),
+        ("of(vector) < end", "true"),
+        ("vectors[v] = {};", ""),
+        ("lanes < threads_", "lanes < 32"),
+        ("shared[buffer_][warp][i] = sums[i];", "shared[buffer_][0][i] = sums[i];"),
+        ("other < threads_ / kWarp", "other < 1"),
+        ("(column + i) / kColumnsOfWord", "i / kColumnsOfWord"),
+        ("kWidth == 1 ? column % kColumnsOfWord : i % kColumnsOfWord", "i % kColumnsOfWord"),
+        ("is_kept ? values[i] * scale_ : 0.0f", "is_kept ? values[i] : 0.0f"),
+        (
+            "dropout::flat_row_state(seed, dropout.stream, row)",
+            "dropout::flat_row_state(seed, 0, row)",
+        ),
+    ),
+    *_mutations(
+        "norm_fwd.cuh",
+        ("values[i] += z[v * kWidth + i];", ""),
+        ("begin < last_part ? part : p.columns - begin", "part"),
+        ("columns.has(i / kWidth) ? z[i] - part_mean : 0.0f", "z[i] - part_mean"),
+        ("part_mean += correction;", ""),
+        ("begin == 0 ? 1.0f : __fdividef(count, before + count)", "1.0f"),
+        ("delta * delta * before * share", "0.0f"),
+        ("own.lane == 0 && row < p.rows", "own.lane == 0"),
+        ("(begin < last_part)", "(false)"),
+        ("kAdd ? p.z : p.x", "p.x"),
+        ("row < p.rows ? p.columns : 0", "p.columns"),
+    ),
+    *_mutations(
+        "norm_bwd.cuh",
+        ("is_there && p.centred ? p.mean[row] : 0.0f", "0.0f"),
+        ("dy.load(p.dy, row, {columns, has_dy});", "dy.load(p.dy, row, columns);"),
+        ("columns.has(v) && p.weight", "p.weight != nullptr"),
+        ("own.lane * kWidth + i / kWidth * columns.step + i % kWidth", "own.lane * kWidth + i"),
+        ("row < p.tiling.rows", "row < 1"),
+        ("columns_of_strip(1 - strip)", "columns_of_strip(strip)"),
+        ("p.strips == 2 && has_dy", "false"),
+        ("p.centred ? averages[0] * scale : 0.0f", "averages[0] * scale"),
+        ("averages[1] *= scale;", ""),
+        ("has_dy ? d[j] : 0.0f", "d[j]"),
+        ("row += int64_t{p.lines} * p.tiling.rows", "row += p.tiling.rows"),
+        ("strip < p.strips", "strip < 1"),
+        ("p.row_sums[2 * row + 1] = sums[1];", "p.row_sums[2 * row + 1] = sums[0];"),
+    ),
+    *_mutations(
+        "sum_partials.cuh",
+        ("line < p.lines", "line + 1 < p.lines"),
+        ("other < kSumWarps", "other < 1"),
+    ),
+]
+# They stay in the kernels.
+HARMLESS = (
+    Harmless(
+        "no bar.sync",
+        "p.dweight.partials",
+        "the first of the sums: nothing has been read from the array before",
+    ),
+)
+
+
+class Norm(FaultInjector):
+    """Takes the place of a machine. Before every run, what the call writes is poisoned. All runs
+    must return the results of the first.
+    """
+
+    inputs: list[tuple[Tensor, Tensor]]
+    results: list[Tensor]
+    expected: list[Tensor]
+
+    def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+        (call,) = op.backend_args(args)
+        results = op.allocate(args)
+        self.results, self.expected = [guarded(x) for x in results], []
+        given = call._make(guarded(x) if isinstance(x, Tensor) else x for x in call)
+        self.inputs = [(x, x.clone()) for x in given if isinstance(x, Tensor)]
+        getattr(cuda, op.name)(given, *self.results)
+        for result, own in zip(results, self.results, strict=True):
+            result.copy_(own)
+        return results
+
+    def call(self, function: str, *arguments: object) -> str | None:
+        return self.examine(partial(self.run, function, *arguments), self.is_same)
+
+    def run(self, function: str, *arguments: object) -> str | None:
+        for x, kept in self.inputs:  # a fault may have overwritten them
+            x.copy_(kept)
+        for x in self.results:
+            x.fill_(torch.nan)
+        on_host.poison_workspace()
+        message = self.machine.call(function, *arguments)
+        if not self.expected:
+            self.expected = [x.clone() for x in self.results]
+        return message
+
+    def is_same(self) -> bool:
+        return all(map(_same_bits, self.results, self.expected))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _sample(
+    op: str, shape: tuple[int, ...], name: str = "faulty", **options: Any
+) -> tuple[str, Sample]:
+    make = partial(spec.make_inputs, op=op, shape=shape, **options)
+    leaves = ("x", "residual", "weight", "bias", "x_bias")
+    return op, Sample(name, "has faults", make, leaves)
+
+
+# Between them they need everything that the kernels have.
+CASES = [
+    _sample("layer_norm", (70, 40)),
+    _sample("rms_norm", (33, 24), offset=1.0),
+    _sample("layer_norm", (3, 2104), offset=100.0),
+    _sample("layer_norm", (7, 257)),
+    _sample("add_layer_norm", (9, 72), dropout_p=0.3, x_bias=True),
+    _sample("add_layer_norm", (9, 33), dropout_p=0.3, x_bias=True),
+    _sample("add_layer_norm", (9, 72), weight=False, bias=False),
+    _sample("add_layer_norm", (5, 72), "sum alone"),
+    _sample("layer_norm", (2, 8200)),
+    _sample("add_layer_norm", (2, 16392), offset=3.0, x_bias=True),
+    _sample("rms_norm", (2, 16392)),
+]
+
+
+def _gradient_of_the_sum_alone() -> None:
+    dz, z = torch.randn(5, 72).bfloat16(), torch.full((5, 72), torch.nan).bfloat16()
+    row = torch.full((5,), torch.nan)
+    torch.ops.fastattn.add_layer_norm_bwd(
+        None, dz, z, None, None, None, row, row, 1e-5, torch.float32, 0.0, None, 0,
+        [True, True, False, False, False], backend="reference",
+    )  # fmt: skip
+
+
+def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    machine = on_host.machine(tmp_path / "norms", "kBFloat16", mutations=MUTATIONS)
+    injector = Norm(machine, MUTATIONS, later=(RANDOM,))
+
+    def launch(op: str, problem: int, *types: str) -> str | None:
+        return injector.call(op, ctypes.c_void_p(problem), *map(on_host.index_of, types))
+
+    for op, sample in CASES:
+        with monkeypatch.context() as patch:
+            on_host.use(patch, launch)
+            for name in on_host.NORMS:
+                patch.setitem(
+                    OPS[name]._launchers, "reference", partial(injector.launch, OPS[name])
+                )
+            if sample.name == "sum alone":
+                _gradient_of_the_sum_alone()
+            else:
+                _run(SPECS[op], sample, sample.inputs("cpu", torch.bfloat16), "reference")
+    assert len(injector.detected) > 40
+    assert not injector.unreached()
+    assert not injector.undetected(HARMLESS)
+    assert not injector.unused(HARMLESS)

@@ -157,10 +157,29 @@ def dropout_kept(keys0, keys1, rows, columns, threshold, SIZE0: tl.constexpr, SI
     dimensions; rows, columns: as for byte_index.
     """
     word = spread(finish(keys0[:, None] ^ keys1[None, :]), SIZE0, SIZE1)
+    return kept_by_word(word, rows, columns, threshold)
+
+
+@triton.jit
+def kept_by_word(word, rows, columns, threshold):
     # The byte is shifted to the top; the bits below it cannot change the comparison.
     return (word << (24 - 8 * byte_index(rows, columns)).to(tl.uint32)) >= (
         threshold.to(tl.uint32) << 24
     )
+
+
+@triton.jit
+def line_keys(base, lines):
+    """As unit_keys, for each of any rows or columns; those of a unit have the same key."""
+    return begin(absorb(base, (lines // 16 * 8 + lines % 8).to(tl.uint32)))
+
+
+@triton.jit
+def kept_pairs(keys0, keys1, rows, columns, threshold):
+    """Which weights are kept, anywhere: from `line_keys`, already expanded to two dimensions. Each
+    weight is hashed, where dropout_kept hashes once for four.
+    """
+    return kept_by_word(finish(keys0 ^ keys1), rows, columns, threshold)
 
 
 @triton.jit

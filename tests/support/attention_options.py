@@ -37,6 +37,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": 0.0},
     "soft cap": {"softcap": 2.0},
     "a higher soft cap": {"softcap": 4.0},
+    "a bias by distance": {"alibi": "H"},
+    "one for each batch entry": {"alibi": "BH"},
 }
 BASE: dict[str, Any] = {"M": 20, "N": 40, "D": 16, "E": 16}
 
@@ -52,6 +54,8 @@ PACKED_CHANGES: dict[str, dict[str, Any]] = {
     "half are dropped": {"dropout_p": 0.5},
     "a fifth is dropped": {"dropout_p": 0.2},
     "a longer sequence of keys": {"keys": [1, 99]},
+    "a bias by distance": {"alibi": "H"},
+    "one for each sequence": {"alibi": "BH"},
     "the same, dropped": {"keys": [1, 99], "dropout_p": 0.2},
 }
 PACKED_BASE: dict[str, Any] = {"queries": [50, 50], "keys": [40, 60], "D": 16}

@@ -195,7 +195,7 @@ def _small(name: str, **options: Any) -> Sample:
 _INTERPRETED = (
     "d80", "gqa", "bottom_right", "window", "key_lengths_rows", "both_lengths", "bool_mask_keys",
     "bias_row", "no_keys", "huge_logits", "sinks_dead_rows", "sinks_mask_rows", "sinks_no_keys",
-    "softcap_bias_lengths",
+    "softcap_bias_lengths", "alibi_own_diagonals", "relative_clipped",
 )  # fmt: skip
 # A quarter of the rest's time, for tiles that others have too.
 _FOR_GPUS = (
@@ -330,6 +330,17 @@ def test_very_negative_scores() -> None:
 
 
 @runs
+def test_gradient_of_a_bias_by_distance() -> None:
+    """Of bounds that leave few diagonals, with dropped weights, in fp32: the same in every run."""
+    options = {"B": 2, "H": 2, "K": 1, "M": 70, "N": 50, "D": 16, "dropout_p": 0.25}
+    bounds = {"causal": "bottom_right", "window": (40, -1), "mask": "blocks BMN"}
+    call = Call(_small("distance", alibi="H", **options, **bounds), torch.float32)
+    first, again = call.run(), call.run(needs=[False] * 4 + [True, False])
+    call.check(first)
+    assert torch.equal(first["ddistance_bias"], again["ddistance_bias"])
+
+
+@runs
 @pytest.mark.parametrize("amplitude", [1e-2, 4.0])
 def test_soft_cap_in_fp32(amplitude: float) -> None:
     """Of scores far below the cap and around it, with dropped weights."""
@@ -413,7 +424,7 @@ def test_strides() -> None:
 
 
 def _packed_samples() -> list[Any]:
-    short = ("cross", "gqa", "slack", "dropout", "one_query_each", "sinks")
+    short = ("cross", "gqa", "slack", "dropout", "one_query_each", "sinks", "alibi_cross")
     return [
         pytest.param(s, marks=() if NATIVE or s.name in short else (pytest.mark.slow,), id=s.name)
         for s in spec_varlen.SAMPLES
@@ -452,11 +463,16 @@ def _check_packed(sample: Sample) -> None:
     for name, got, e, s in zip(names, results, exact, same, strict=True):
         if e is None:
             continue
+        mag = 1 + e.abs()
         if name in PARAMETERS:
             got, s = got.to(out.dtype), s.to(out.dtype)
+        if name == "dsinks":
+            packed, sizes = spec_varlen.SPECS[0], (dout.transpose(0, 1).double(), dlse.double())
+            mag = packed.magnitudes(packed.widen(inputs), sizes)["dsinks"]
         if e.dim() == 3 and name != "ddistance_bias":
-            got, e, s = (x.transpose(0, 1) for x in (got, e, s))
-        verdict = compare(got, e, s, 1 + e.abs(), slice_dims=2 if name == "ddistance_bias" else 1)
+            got, e, s, mag = (x.transpose(0, 1) for x in (got, e, s, mag))
+        slice_dims = {"ddistance_bias": 2, "dsinks": 0}.get(name, 1)
+        verdict = compare(got, e, s, mag, slice_dims)
         assert verdict.ok, f"{name}: {verdict.message}, allowed {verdict.allowed:.3g}"
 
 

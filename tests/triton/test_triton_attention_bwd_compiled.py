@@ -51,6 +51,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ragged": {"M": 1001},
     "softcap": {"softcap": 30.0, "causal": 2},
     "sinks": {"sinks": True, "causal": 2},
+    "distance": {"distance": 1, "causal": 2},
+    "distance_batch": {"distance": 2, "key_lengths": 1, "query_lengths": True, "causal": 3},
     "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
@@ -73,6 +75,7 @@ def _launch(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     sinks: bool = False,
+    distance: int = 0,
     dq_alone: bool = False,
     config: BwdConfig | None = None,
 ) -> None:
@@ -87,24 +90,19 @@ def _launch(
     bias = None if mask is None else empty(*mask[1], dtype=mask[0])
     lengths = empty(*(2, M)[:key_lengths], dtype=torch.int32) if key_lengths else None
     sink = empty(4, dtype=torch.float32) if sinks else None
-    needs = [True, True, True, bias is not None and bias.is_floating_point(), False, sinks]
+    by_distance = empty(distance, 4, M + N - 1, dtype=torch.float32) if distance else None
+    needs = [True, True, True, bias is not None and bias.is_floating_point(), distance > 0, sinks]
     if dq_alone:
         needs[1:] = [False] * 5
     call = BackwardCall(
         out if dout else None, None if dout else lse, q, k, v,
         bias, prepared.classify(bias) if words else None, lengths,
         empty(2, dtype=torch.int32) if query_lengths else None,
-        out, lse, None, sink, softcap, causal, left, -1, 0.125, dropout_p,
+        out, lse, by_distance, sink, softcap, causal, left, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3, needs,
     )  # fmt: skip
-    results = (
-        q,
-        k,
-        v,
-        bias if needs[3] else empty(0),
-        empty(0),
-        empty(0) if sink is None else sink,
-    )
+    gradients = zip((q, k, v, bias, by_distance, sink), needs, strict=True)
+    results = [x if x is not None and needed else empty(0) for x, needed in gradients]
     if config is not None:
         launchers.attention_bwd_with_config(config, call, *results)
         return
@@ -154,7 +152,7 @@ _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_80": {64: ("causal",), 128: ("lengths",)},
     "sm_90": {
         64: ("plain", "causal", "bool", "softcap"),
-        128: ("causal", "bias"),
+        128: ("causal", "bias", "distance"),
         256: ("causal",),
     },
     "sm_100": {128: ("causal",)},

@@ -51,6 +51,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "short": {"M": 1, "causal": 0},
     "softcap": {"softcap": 30.0, "causal": 2},
     "sinks": {"sinks": True, "causal": 2},
+    "distance": {"distance": 1, "causal": 2},
+    "distance_batch": {"distance": 2, "key_lengths": 1, "query_lengths": True, "causal": 3},
     "own_diagonals": {"key_lengths": 1, "query_lengths": True, "causal": 3},
 }
 
@@ -70,6 +72,7 @@ def _launch(
     dropout_p: float = 0.0,
     softcap: float = 0.0,
     sinks: bool = False,
+    distance: int = 0,
 ) -> None:
     """A forward as the op would launch it, on tensors without memory."""
 
@@ -81,7 +84,8 @@ def _launch(
     dense = None if mask is None else empty(*mask[1], dtype=mask[0])
     call = ForwardCall(
         q, k, v, dense, prepared.classify(dense) if words else None, lengths,
-        empty(2, dtype=torch.int32) if query_lengths else None, None,
+        empty(2, dtype=torch.int32) if query_lengths else None,
+        empty(distance, 4, M + N - 1, dtype=torch.float32) if distance else None,
         empty(4, dtype=torch.float32) if sinks else None, softcap, causal, -1, -1, 0.125, dropout_p,
         empty(1, dtype=torch.int64) if dropout_p else None, 3,
     )  # fmt: skip
@@ -117,7 +121,7 @@ _ALWAYS: dict[str, dict[int, tuple[str, ...]]] = {
     "sm_90": {
         64: ("plain", "causal", "lengths", "bool", "column", "bias", "dropout"),
         80: ("causal",),
-        128: ("plain", "causal", "lengths", "bias", "softcap"),
+        128: ("plain", "causal", "lengths", "bias", "softcap", "distance"),
         256: ("causal",),
     },
     "sm_100": {64: ("causal",), 128: ("lengths",)},

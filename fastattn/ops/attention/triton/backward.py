@@ -1,10 +1,10 @@
 """The launchers of attention's backward in Triton.
 
 A call launches dq (with lse and delta of every row, which the others need), then dk and dv, then
-the gradient of an additive mask, each only if it is needed. Formulas are in bwd_parts.py, a kernel
-each in bwd_{dq,dkdv,dmask}_kernel.py, the lists of tiles in base_tiles.py and mask_lists.py,
-tilings in bwd_config.py. bwd_bind.py binds the kernels' arguments, once per combination of shapes,
-strides and options.
+the gradients of an additive mask and of a bias by distance, each only if it is needed. Formulas are
+in bwd_parts.py, a kernel each in bwd_{dq,dkdv,dmask,distance}_kernel.py, the lists of tiles in
+base_tiles.py and mask_lists.py, tilings in bwd_config.py. bwd_bind.py binds the kernels' arguments,
+once per combination of shapes, strides and options.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ from fastattn.ops.attention.triton.launch import (
     architecture,
     heads_first,
     length_tensors,
-    score_changes_unsupported,
     score_tensors,
     unsupported,
 )
@@ -40,8 +39,7 @@ _plans = LaunchCache()
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    why = unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
-    return why or score_changes_unsupported(call)
+    return unsupported(call.mask, call.q, call.k, call.v, out=call.out, dout=call.dout)
 
 
 def attention_bwd_workspace(call: BackwardCall) -> Workspace:
@@ -95,6 +93,9 @@ def _run(
     sink_sums = None
     if needs[5]:
         sink_sums, *rest = rest
+    distance_sums = None
+    if plan.distance is not None:
+        distance_sums, *rest = rest
     base_bits = alive = lists_dq = lists_dkdv = None
     if plan.classify is not None:
         base_bits, alive, lists_dq, lists_dkdv, *rest = rest
@@ -118,17 +119,28 @@ def _run(
     for launch, writes_dk, writes_dv in plan.dkdv:
         launch(
             q, k, v, dout, q, q, dout, dout, lse_delta, dk if writes_dk else None,
-            dv if writes_dv else None, mask, lists_dkdv, alive, lengths, seed,
-            row_keys, dropout_stream,
+            dv if writes_dv else None, mask, lists_dkdv, alive, lengths, changes, seed, row_keys,
+            dropout_stream,
         )  # fmt: skip
     if plan.dmask is not None:
         target = rest[0] if plan.sum_splits is not None else dmask
         plan.dmask(
-            q, k, v, dout, lse_delta, mask, base_bits, lengths, seed, target,
+            q, k, v, dout, lse_delta, mask, base_bits, lengths, changes, seed, target,
             dropout_stream,
         )  # fmt: skip
         if plan.sum_splits is not None:
             plan.sum_splits(target, dmask)
+    if plan.distance is not None and distance_sums is not None:
+        plan.distance(
+            q, k, v, dout, lse_delta, mask, base_bits, lengths, changes, seed, distance_sums,
+            dropout_stream,
+        )  # fmt: skip
+        ddistance_bias = gradients.ddistance_bias
+        entries = distance_sums.narrow(3, plan.distance_spare, ddistance_bias.shape[2])
+        if ddistance_bias.shape[0] == 1:
+            torch.sum(entries, (0, 1), out=ddistance_bias[0])
+        else:
+            torch.sum(entries, 0, out=ddistance_bias)
 
 
 def _without_zeros(
@@ -138,6 +150,7 @@ def _without_zeros(
     dout, dlse, dropout_p = call.dout, call.dlse, call.dropout_p
     need_dq, need_dk, need_dv, need_dmask, need_dbias, need_dsinks = call.needs
     need_dmask = need_dmask and call.mask is not None
+    need_dbias = need_dbias and call.distance_bias is not None
     need_dsinks = need_dsinks and call.sinks is not None
     needs = need_dq, need_dk, need_dv, need_dmask, need_dbias, need_dsinks
     if dropout_p > 0.0 and dropout_numbers(dropout_p)[1] == 0.0:
@@ -170,8 +183,7 @@ def _without_zeros(
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
     q, k, v, out, dout = map(heads_first, (call.q, call.k, call.v, call.out, call.dout))
-    why = unsupported(None, q, k, v, out=out, dout=dout)
-    return why or score_changes_unsupported(call)
+    return unsupported(None, q, k, v, out=out, dout=dout)
 
 
 def attention_varlen_bwd_workspace(call: PackedBackwardCall) -> Workspace:

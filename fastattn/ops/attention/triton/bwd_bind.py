@@ -18,6 +18,7 @@ from fastattn.ops._triton_launch import BoundLaunch, DescriptorTemplate, LaunchC
 from fastattn.ops.attention.calls import BackwardCall, Gradients
 from fastattn.ops.attention.triton.base_tiles import BaseTiles, base_tiles, classifier
 from fastattn.ops.attention.triton.bwd_config import BwdConfig, BwdTile, bwd_config
+from fastattn.ops.attention.triton.bwd_distance_kernel import attention_bwd_distance_kernel
 from fastattn.ops.attention.triton.bwd_dkdv_kernel import attention_bwd_dkdv_kernel
 from fastattn.ops.attention.triton.bwd_dmask_kernel import (
     attention_bwd_dmask_kernel,
@@ -75,6 +76,20 @@ class DmaskTiling:
     per_split: int
 
 
+@dataclass(frozen=True)
+class DistanceTiling:
+    """Of ddistance_bias: square tiles of `block`, `diagonals` of them from first_diagonal on. Their
+    sums begin `spare` entries before the first. Batches are added in groups, of per_group batches.
+    """
+
+    block: int
+    first_diagonal: int
+    diagonals: int
+    spare: int
+    groups: int
+    per_group: int
+
+
 class TileLists(NamedTuple):
     """Where arithmetic alone cannot say which tiles to visit."""
 
@@ -87,7 +102,7 @@ class TileLists(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """The tiling of a call and its workspace: lse and delta; for dsinks a sum of each query tile;
-    with lists the bits and live keys of
+    for ddistance_bias the sums of diagonals; with lists the bits and live keys of
     base tiles and the lists of dq and dkdv; with splits of dmask their sums; with dropout the keys
     of rows and of columns.
     """
@@ -95,6 +110,7 @@ class Layout:
     config: BwdConfig
     padded_m: int
     workspace: Workspace
+    distance: DistanceTiling | None
     lists: TileLists | None
 
 
@@ -107,12 +123,13 @@ def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | Non
     key = (
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
         *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
-        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3::2], packed,
+        call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3:], packed,
+        None if call.distance_bias is None else call.distance_bias.shape[0],
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)
     if layout is None:
         facts = facts_of(_heads_first(call) if packed is not None else call, packed)
-        layout = _layouts.remember(key, _layout(tiling, facts, *map(bool, call.needs[3::2])))
+        layout = _layouts.remember(key, _layout(tiling, facts, call))
     return layout
 
 
@@ -121,13 +138,22 @@ def _heads_first(call: BackwardCall) -> BackwardCall:
     return call._replace(q=q, k=k, v=v, out=out, dout=dout)
 
 
-def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool, need_dsinks: bool) -> Layout:
+def _layout(config: BwdConfig | None, facts: Facts, call: BackwardCall) -> Layout:
+    """call: for what it needs."""
     M, N, mask = facts.M, facts.N, facts.mask
+    need_dmask, need_ddistance, need_dsinks = call.needs[3:]
     if config is None:
         edges = facts.arithmetic or M % _LSE_DELTA_ROWS != 0 or N % _LSE_DELTA_ROWS != 0
         wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize >= 4
         config = bwd_config(
-            facts.arch, facts.dtype, facts.D, facts.E, edges, facts.needs_lists, wide
+            facts.arch,
+            facts.dtype,
+            facts.D,
+            facts.E,
+            edges,
+            facts.needs_lists,
+            wide,
+            facts.score_numbers.distance_first is not None,
         )
     heads, rows = facts.B * facts.H, facts.rows
     if facts.packed is not None:
@@ -137,6 +163,11 @@ def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool, need_dsink
     if need_dsinks:
         sums = facts.B, facts.H, triton.cdiv(M, config.dq.block_m)
         workspace.append((sums, torch.float32, False))
+    distance = None
+    if need_ddistance and call.distance_bias is not None:
+        distance = _distance_tiling(config, facts, call.distance_bias.shape[0])
+        entries = distance.diagonals * distance.block
+        workspace.append(((2, distance.groups, facts.H, entries), torch.float32, False))
     lists = None
     if facts.needs_lists:
         base_m = min(config.dq.block_m, config.dkdv.block_m)
@@ -154,7 +185,25 @@ def _layout(config: BwdConfig | None, facts: Facts, need_dmask: bool, need_dsink
         lists = TileLists(base, dq, dkdv, dmask)
     if facts.dropout_p > 0.0:  # at most one key per row, and those of the columns
         workspace += [((heads * padded_m,), torch.int32, False), column_keys_workspace(N)]
-    return Layout(config, padded_m, workspace, lists)
+    return Layout(config, padded_m, workspace, distance, lists)
+
+
+def _distance_tiling(config: BwdConfig, facts: Facts, batches: int) -> DistanceTiling:
+    """batches: of distance_bias, 1 or all."""
+    sides = (config.dq, config.dkdv)
+    block = min(size for tile in sides for size in (tile.block_m, tile.block_n))
+    first = facts.score_numbers.distance_first
+    first_diagonal = -first // block
+    # The entry after the last belongs to the last diagonal, which only tiles beyond it share.
+    diagonals = triton.cdiv(facts.M + facts.N - 1 - first, block) - first_diagonal + 1
+    groups = facts.B
+    if batches == 1:
+        groups = min(facts.B, max(1, _DMASK_PROGRAMS // (facts.H * diagonals)))
+    per_group = triton.cdiv(facts.B, groups)
+    return DistanceTiling(
+        block, first_diagonal, diagonals, -first - first_diagonal * block,
+        triton.cdiv(facts.B, per_group), per_group,
+    )  # fmt: skip
 
 
 def _dmask_tiling(sizes: tuple[int, ...], facts: Facts, base: BaseTiles) -> DmaskTiling:
@@ -182,6 +231,8 @@ class Plan:
     dkdv: tuple[tuple[_Launch, bool, bool], ...]  # with what it computes: dk, dv
     dmask: _Launch | None
     sum_splits: _Launch | None
+    distance: _Launch | None
+    distance_spare: int  # entries before the first in its sums
 
 
 def bind(
@@ -211,7 +262,12 @@ def bind(
     loops_over_keys = call.dout is not None and (need_dq or binder.exact_delta)
     dropout = call.dropout_p > 0.0 and loops_over_keys
     hash_columns = column_hasher(binder.facts.N) if dropout else None
-    return Plan(classify, list_dq, list_dkdv, hash_columns, binder.dq(), dkdv, dmask, sum_splits)
+    tiling_of_distance = layout.distance
+    return Plan(
+        classify, list_dq, list_dkdv, hash_columns, binder.dq(), dkdv, dmask, sum_splits,
+        None if tiling_of_distance is None else binder.distance(tiling_of_distance),
+        0 if tiling_of_distance is None else tiling_of_distance.spare,
+    )  # fmt: skip
 
 
 def _exact_delta(facts: Facts, call: BackwardCall, dmask: Tensor) -> bool:
@@ -398,3 +454,22 @@ class _Binder:
             num_stages=1,
         )  # fmt: skip
         return launch.over(prod(tiling.owned) * tiling.splits), sum_splits
+
+    def distance(self, tiling: DistanceTiling) -> _Launch:
+        facts, lists, stride = self.facts, self.layout.lists, self.strides
+        base = (0, 0, 0) if lists is None else (*lists.base.shared_strides, lists.base.tiles_n)
+        mask = (0, 0, 0, 0) if facts.mask is None else facts.mask.strides
+        programs = tiling.groups * facts.H * tiling.diagonals
+        launch = BoundLaunch(
+            attention_bwd_distance_kernel,
+            (
+                stride.q, stride.k, stride.v, stride.dout, MaskStrides(*mask), *base,
+                facts.length_strides, facts.H, facts.group, facts.M, facts.N, self.layout.padded_m,
+                facts.B, tiling.per_group, tiling.diagonals, tiling.first_diagonal,
+                programs * tiling.block, *facts.numbers,
+            ),
+            {"CASE": self.case(tiling.block, tiling.block, MASK_UNIT=1)},
+            num_warps=self.layout.config.dmask_warps,
+            num_stages=1,
+        )  # fmt: skip
+        return launch.over(programs)

@@ -104,6 +104,8 @@ _SM90_DENSE: _Rows = (
     (128, _C(_T(128, 64, 8, 2, tma=True), _T(32, 128, 8, 3))),
     (256, _C(_T(128, 32, 8, 2), _T(32, 128, 8, 2), separate=True)),
 )
+# Beside a bias by distance 64 x 128 spills 39 in the loop over full tiles.
+_SM90_DISTANCE_128 = _T(32, 128, 8, 3)
 # D = 192 with E = 128: both accumulators fit (255 registers); grouped heads under causality or
 # lengths, and packed sequences, spill 2 or 3 in dkdv's loop over full tiles.
 _SM90_192_128 = _C(_T(128, 32, 8, 2, tma=True), _T(32, 128, 8, 2, tma=True))
@@ -170,9 +172,11 @@ def bwd_config(
     edges: bool = False,
     dense: bool = False,
     wide: bool = False,
+    distance: bool = False,
 ) -> BwdConfig:
     """edges: some tiles are not full, as under causality, windows, lengths, or at ragged ends.
     dense: a mask, or a key length for every query. wide: a mask of 4 bytes an element or more.
+    distance: a bias by distance.
     """
     width = max(D, E)
     if arch == "interpreter":
@@ -182,7 +186,7 @@ def bwd_config(
     if dtype == torch.float32:
         return _row(_FP32, width)
     if arch == "sm_90":
-        return _sm90(D, E, edges, dense)
+        return _sm90(D, E, edges, dense, distance)
     if arch in ("sm_100", "sm_103"):
         return _row(_SM100, width)
     if _env.shared_memory(arch) >= _SM80_SHARED_MEMORY:
@@ -200,13 +204,15 @@ def bwd_config(
     return small
 
 
-def _sm90(D: int, E: int, edges: bool, dense: bool) -> BwdConfig:
+def _sm90(D: int, E: int, edges: bool, dense: bool, distance: bool) -> BwdConfig:
     width = max(D, E)
     if dense:
         return _row(_SM90_DENSE, width)
     if 128 < width <= 192 and D + E <= 320:
         return _SM90_192_128
     config = _row(_SM90, width)
+    if width == 128 and distance:
+        return replace(config, dkdv=_SM90_DISTANCE_128)
     if width == 128:
         # Beside a loop over edge tiles dp first costs fewer registers, without one it costs some.
         return replace(config, dkdv=replace(config.dkdv, late=edges))

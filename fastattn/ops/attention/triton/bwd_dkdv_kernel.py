@@ -43,6 +43,7 @@ from fastattn.ops.attention.triton.tiles import (
     Source,
     add_product,
     capped,
+    distance_bias,
     key_bounds,
     load_mask,
     load_partial,
@@ -88,6 +89,7 @@ class Operands(NamedTuple):
     dropout: Dropout
     b: Any
     j: Any
+    n_start: Any
     keys_left: Any
     M: Any
     N: Any
@@ -164,9 +166,13 @@ def dkdv_tile(
         allowed, bias = load_partial(
             mask_ptr, rows, columns, inside, stride_m, stride_n, CASE.SHARED
         )
+    if CASE.DISTANCE:
+        bias += distance_bias(
+            given.changes, m_start, given.n_start, rows, columns, BLOCK_M, BLOCK_N
+        )
     p = weights(
-        s, lse[None, :], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL, CASE.NATURAL,
-        CASE.KEEP_LOG2,
+        s, lse[None, :], bias, given.scale, given.shift,
+        CASE.DISTANCE or (CASE.BIAS and KIND != FULL), CASE.NATURAL, CASE.KEEP_LOG2,
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
@@ -248,7 +254,7 @@ def add_tiles(
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q0_desc, q1_desc, do0_desc, do1_desc,
     lse_delta_ptr, dk_ptr, dv_ptr,
-    mask_ptr, lists_ptr, alive_ptr, lengths,
+    mask_ptr, lists_ptr, alive_ptr, lengths, changes,
     seed_ptr, row_keys_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, stride_mask,
     stride_base_b, stride_base_h, base_tiles_m, stride_alive, alive_heads,
@@ -287,7 +293,6 @@ def attention_bwd_dkdv_kernel(
     v_ptr = rows_of(v_ptr, stride_v, b64, kv64, n64, UNIT)
     shift = tl.log2(keep_factor)
     factor = score_factor(scale, change_numbers, CASE)
-    changes = score_changes(change_numbers, scale, CASE)
 
     # -- which queries may attend these keys
     q_limit, k_limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
@@ -367,7 +372,9 @@ def attention_bwd_dkdv_kernel(
             lengths,
             Rows(live_begin, live_end, q_limit, low, high),
             Dropout(row_keys, column_keys, threshold),
-            b64, j, N - n_start, M, N, changes, factor, shift,
+            b64, j, n_start, N - n_start, M, N,
+            score_changes(changes, change_numbers, scale, b64, h64, q_limit, k_limit, CASE),
+            factor, shift,
         )  # fmt: skip
         dk, dv = add_tiles(dk, dv, tiles, lse_delta, row_keys, given, FULL, CASE)
         if CASE.DENSE:

@@ -16,6 +16,7 @@ from fastattn.ops.attention.triton.tiles import (
     ONE_ROW,
     Lengths,
     capped,
+    distance_bias,
     key_bounds,
     load_mask,
     load_row_tiles,
@@ -36,7 +37,7 @@ from fastattn.ops.attention.triton.tiles import (
 )  # fmt: skip
 def attention_bwd_dmask_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_delta_ptr,
-    mask_ptr, base_bits_ptr, lengths, seed_ptr, dmask_ptr, stream,
+    mask_ptr, base_bits_ptr, lengths, changes, seed_ptr, dmask_ptr, stream,
     stride_q, stride_k, stride_v, stride_do, stride_mask, stride_split, stride_dmask,
     stride_base_b, stride_base_h, base_tiles_n, stride_lengths,
     H, GROUP, M, N, padded_m,
@@ -64,7 +65,6 @@ def attention_bwd_dmask_kernel(
     local_j = tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     shift = tl.log2(keep_factor)
-    changes = score_changes(change_numbers, scale, CASE)
     factor = score_factor(scale, change_numbers, CASE)
     summed = summed_b * summed_h * summed_m * summed_n
     last = tl.minimum((split + 1) * per_split, summed)
@@ -91,9 +91,11 @@ def attention_bwd_dmask_kernel(
                 rows_of(k_ptr, stride_k, b, kv_head, n64, UNIT), stride_k.row * UNIT, j < N,
                 BLOCK_N, CASE.D0, CASE.D1, CASE.D,
             )  # fmt: skip
-            s = capped(product(q, k, CASE.D1, CASE.PRECISION), changes, CASE)
+            s = product(q, k, CASE.D1, CASE.PRECISION)
 
             q_limit, limit, b_low, b_high = sequence_limits(lengths, b, M, N, low, high, CASE)
+            own = score_changes(changes, change_numbers, scale, b, h, q_limit, limit, CASE)
+            s = capped(s, own, CASE)
             row = i[:, None]
             row_limit = row_limits(lengths, b, row, row < M, limit, N, CASE)
             row_begin, row_end = key_bounds(
@@ -106,6 +108,10 @@ def attention_bwd_dmask_kernel(
                 ONE_ROW if CASE.SHARED == ONE_ROW else 0,
             )  # fmt: skip
             allowed = allowed & (j[None, :] >= row_begin) & (j[None, :] < row_end)
+            if CASE.DISTANCE:
+                bias += distance_bias(
+                    own, m_start, n_start, local_i[:, None], local_j[None, :], BLOCK_M, BLOCK_N
+                )
             word = tl.load(lse_delta_ptr + (b * H + h) * padded_m + i)
             lse, delta = unpack_lse_delta(word)
             p = weights(s, lse[:, None], bias, factor, shift, True, True, CASE.KEEP_LOG2)

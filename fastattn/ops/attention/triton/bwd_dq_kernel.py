@@ -45,6 +45,7 @@ from fastattn.ops.attention.triton.tiles import (
     Source,
     add_product,
     capped,
+    distance_bias,
     key_bounds,
     load_mask,
     load_partial,
@@ -154,9 +155,13 @@ def dq_tile(dq, tile, given, KIND: tl.constexpr, SUM: tl.constexpr, CASE: tl.con
         allowed, bias = load_partial(
             mask_ptr, rows, columns, inside, stride_m, stride_n, CASE.SHARED
         )
+    if CASE.DISTANCE:
+        bias += distance_bias(
+            given.changes, given.m_start, n_start, rows, columns, BLOCK_M, BLOCK_N
+        )
     p = weights(
-        s, given.lse[:, None], bias, given.scale, given.shift, CASE.BIAS and KIND != FULL,
-        CASE.NATURAL, 0 if SUM else CASE.KEEP_LOG2,
+        s, given.lse[:, None], bias, given.scale, given.shift,
+        CASE.DISTANCE or (CASE.BIAS and KIND != FULL), CASE.NATURAL, 0 if SUM else CASE.KEEP_LOG2,
     )  # fmt: skip
     if KIND == EDGE or (KIND == PARTIAL and not CASE.BY_VALUE):
         p = tl.where(allowed, p, 0.0)
@@ -254,6 +259,7 @@ def attention_bwd_dq_kernel(
     out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
     q_limit, limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
+    own_changes = score_changes(changes, change_numbers, scale, b64, h64, q_limit, limit, CASE)
     inside = i < q_limit
 
     # A dead row counts with p = 0 and delta = 0, whatever out and dout hold.
@@ -266,7 +272,6 @@ def attention_bwd_dq_kernel(
     if not CASE.NATURAL:
         lse = lse * LOG2E
     factor = score_factor(scale, change_numbers, CASE)
-    own_changes = score_changes(change_numbers, scale, CASE)
     lse = tl.where(live, lse, float("inf"))
     delta = tl.zeros([BLOCK_M], tl.float32)
     dout = delta, delta

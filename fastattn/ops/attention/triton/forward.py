@@ -26,7 +26,6 @@ from fastattn.ops.attention.triton.launch import (
     heads_first,
     length_tensors,
     row_strides_in_units,
-    score_changes_unsupported,
     score_tensors,
     swizzle_group_size,
     unsupported,
@@ -61,7 +60,7 @@ def _config(facts: Facts) -> ForwardConfig:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return unsupported(call.mask, call.q, call.k, call.v) or score_changes_unsupported(call)
+    return unsupported(call.mask, call.q, call.k, call.v)
 
 
 def attention_fwd_workspace(call: ForwardCall) -> Workspace:
@@ -203,8 +202,7 @@ def _bind(
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    why = unsupported(None, *map(heads_first, (call.q, call.k, call.v)))
-    return why or score_changes_unsupported(call)
+    return unsupported(None, *map(heads_first, (call.q, call.k, call.v)))
 
 
 def attention_varlen_fwd_workspace(call: PackedForwardCall) -> Workspace:

@@ -121,6 +121,7 @@ def attention_fwd_kernel(
 
     # -- what its rows may attend
     q_limit, limit, low, high = sequence_limits(lengths, b64, M, N, low, high, CASE)
+    own_changes = score_changes(changes, change_numbers, scale, b64, h64, q_limit, limit, CASE)
     m_end = tl.minimum(m_start + BLOCK_M, q_limit)
     row_limit = row_limits(lengths, b64, i, i < q_limit, limit, N, CASE)
     limit_all = limit
@@ -182,7 +183,7 @@ def attention_fwd_kernel(
         Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
         KeyBounds(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),
-        score_changes(change_numbers, scale, CASE),
+        own_changes,
         score_factor(scale, change_numbers, CASE),
     )  # fmt: skip
     sums = Sums(m, l, acc)

@@ -20,11 +20,12 @@ from fastattn.ops.attention.triton.fwd_parts import (
     Sums,
     add_values,
     attend_tile,
+    changed,
     online_softmax,
     tile_scores,
 )
 from fastattn.ops.attention.triton.mask_lists import list_counts, list_of, listed_below
-from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL, capped
+from fastattn.ops.attention.triton.tiles import EDGE, FULL, PARTIAL
 
 # -- which tiles ----------------------------------------------------------------------------------
 
@@ -201,15 +202,15 @@ def attend_full_tiles_ahead(sums, tiles, given, SCORES_FIRST: tl.constexpr, CASE
                 n_next = next_tile * BLOCK_N
                 if SCORES_FIRST:
                     s_next = tile_scores(given, n_next, None, False, CASE)
-                s = capped(s, given.changes, CASE)
-                p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
+                s = changed(s, given, n_start, CASE)
+                p, alpha, m, l = online_softmax(s, m, l, given, n_start, CASE.DISTANCE, CASE)
                 p = p.to(given.q[0].dtype)
                 if not SCORES_FIRST:
                     s_next = tile_scores(given, n_next, None, False, CASE)
                 acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
                 s = s_next
         n_start = full_tile(tiles, end - 1, 0, CASE) * BLOCK_N
-        s = capped(s, given.changes, CASE)
-        p, alpha, m, l = online_softmax(s, m, l, given, n_start, False, CASE)
+        s = changed(s, given, n_start, CASE)
+        p, alpha, m, l = online_softmax(s, m, l, given, n_start, CASE.DISTANCE, CASE)
         acc = add_values(acc, p, alpha, given, n_start, None, False, CASE)
     return Sums(m, l, acc)

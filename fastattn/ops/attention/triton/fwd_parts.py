@@ -29,6 +29,7 @@ from fastattn.ops.attention.triton.tiles import (
     Source,
     add_product,
     capped,
+    distance_bias,
     load_mask,
     load_partial,
     load_rows,
@@ -87,8 +88,23 @@ def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexp
 
 
 @triton.jit
+def changed(s, given, n_start, CASE: tl.constexpr):
+    """Products with a soft cap; scaled, with the bias, if one depends on the distance."""
+    s = capped(s, given.changes, CASE)
+    if CASE.DISTANCE:
+        i = tl.arange(0, CASE.BLOCK_M)[:, None]
+        j = tl.arange(0, CASE.BLOCK_N)[None, :]
+        m_start = given.mask.m_start
+        bias = distance_bias(given.changes, m_start, n_start, i, j, CASE.BLOCK_M, CASE.BLOCK_N)
+        s = s * given.scale + bias
+    return s
+
+
+@triton.jit
 def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constexpr):
-    """(scores, -inf where nothing may be attended; what may be). Scaled if there is a bias."""
+    """(scores, -inf where nothing may be attended; what may be). Scaled if there is a bias, by
+    `changed` if it is one by distance.
+    """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
     allowed = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
@@ -110,7 +126,7 @@ def restrict(s, given, n_start, j, touched, KIND: tl.constexpr, CASE: tl.constex
             )
         allowed = allowed & dense
         if CASE.BIAS:
-            s = s * given.scale + bias
+            s = (s if CASE.DISTANCE else s * given.scale) + bias
     if KIND == EDGE:
         if CASE.ARITHMETIC:
             after = j[None, :] >= given.keys.row_begin[:, None]
@@ -219,13 +235,13 @@ def raised_above(lse, sink):
 def attend_tile(sums, tile, given, KIND: tl.constexpr, CASE: tl.constexpr):
     """The sums with those over key tile `tile`; edge tiles are read where they are touched."""
     MASKED: tl.constexpr = KIND == EDGE
-    SCALED: tl.constexpr = CASE.BIAS and KIND != FULL
+    SCALED: tl.constexpr = CASE.DISTANCE or (CASE.BIAS and KIND != FULL)
     m, l, acc = sums
     n_start = tile * CASE.BLOCK_N
     j = n_start + tl.arange(0, CASE.BLOCK_N)
     touched = (j >= given.keys.begin) & (j < given.keys.end)
     s = tile_scores(given, n_start, touched, MASKED, CASE)
-    s = capped(s, given.changes, CASE)
+    s = changed(s, given, n_start, CASE)
     if KIND != FULL:
         s, allowed = restrict(s, given, n_start, j, touched, KIND, CASE)
     p, alpha, m, l = online_softmax(s, m, l, given, n_start, SCALED, CASE)

@@ -18,7 +18,6 @@ from fastattn.ops.attention.calls import (
     BackwardCall,
     ForwardCall,
     PackedForwardCall,
-    score_changes,
 )
 from fastattn.ops.attention.triton.tiles import (
     Case,
@@ -113,6 +112,11 @@ class Facts(NamedTuple):
         return self.mask_dtype not in (None, torch.bool)
 
     @property
+    def natural(self) -> bool:
+        distances = self.score_numbers.distance_first is not None
+        return self.dtype == torch.float32 or self.bias or distances
+
+    @property
     def dead_rows(self) -> bool:
         """Rows without a key lie beyond their length, or where the bounds hold none."""
         limits = self.limits
@@ -164,10 +168,11 @@ class Facts(NamedTuple):
             "BIAS": self.bias,
             "SOFTCAP": self.score_numbers.softcap is not None,
             "SINKS": self.score_numbers.sink_stride is not None,
+            "DISTANCE": self.score_numbers.distance_first is not None,
             "SHARED": 0 if self.mask is None else shared_lines(self.mask),
             "MASK_UNIT": self.mask_unit,
             "DROPOUT": dropout,
-            "NATURAL": self.dtype == torch.float32 or self.bias,
+            "NATURAL": self.natural,
             "D": self.D, "D0": d[0], "D1": d[1], "E": self.E, "E0": e[0], "E1": e[1],
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
@@ -181,7 +186,8 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
     q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
     (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
     M, causal, window = rows, call.causal, (call.window_left, call.window_right)
-    if causal == _BOTTOM_RIGHT_LENGTHS and M == 1 and call.window_left < 0:
+    one_query = M == 1 and call.window_left < 0 and call.distance_bias is None
+    if causal == _BOTTOM_RIGHT_LENGTHS and one_query:
         causal = _BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
     from_end = causal >= (_BOTTOM_RIGHT_LENGTHS if packed is None else _BOTTOM_RIGHT)
     if packed is not None:
@@ -202,13 +208,23 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
-        call.dropout_p, _score_numbers(call),
+        call.dropout_p, _score_numbers(call, M, N, from_end),
     )  # fmt: skip
 
 
-def _score_numbers(call: ForwardCall | BackwardCall) -> ScoreNumbers:
-    sinks = call.sinks
-    return ScoreNumbers(call.softcap or None, None if sinks is None else sinks.stride(0))
+def _score_numbers(
+    call: ForwardCall | BackwardCall, M: int, N: int, from_end: bool
+) -> ScoreNumbers:
+    """M and N: of packed sequences those of the longest."""
+    sinks, bias = call.sinks, call.distance_bias
+    sink_stride = None if sinks is None else sinks.stride(0)
+    if bias is None:
+        return ScoreNumbers(call.softcap or None, sink_stride, None, None, None, None)
+    stride_b = 0 if bias.shape[0] == 1 else bias.stride(0)
+    # The diagonal of all sequences ends in the same corner, or each has its own: subtracted later.
+    first = (N if from_end else M) - 1
+    strides = stride_b, bias.stride(1)
+    return ScoreNumbers(call.softcap or None, sink_stride, *strides, bias.shape[2], first)
 
 
 def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
@@ -216,7 +232,7 @@ def length_tensors(call: ForwardCall | BackwardCall) -> LengthTensors:
 
 
 def score_tensors(call: ForwardCall | PackedForwardCall | BackwardCall) -> ScoreTensors:
-    return ScoreTensors(call.sinks)
+    return ScoreTensors(call.sinks, call.distance_bias)
 
 
 def heads_first(x: Any) -> Any:
@@ -294,10 +310,6 @@ def swizzle_group_size(limits: DiagonalBounds, head_bytes: int, group: int, head
     if not limits.has_high:
         return 1
     return min(heads, group * max(1, _SWIZZLE_GROUP_BYTES // max(1, head_bytes)))
-
-
-def score_changes_unsupported(call: Any) -> str | None:
-    return score_changes(call._replace(sinks=None, softcap=0.0))
 
 
 def unsupported(

@@ -125,6 +125,7 @@ class Case(NamedTuple):
     BIAS: Any  # the mask is added
     SOFTCAP: Any  # scores are capped
     SINKS: Any  # rows have a logit without a value
+    DISTANCE: Any  # what depends on the distance is added
     SHARED: Any  # which line of the mask serves all: ONE_ROW, ONE_COLUMN or 0
     MASK_UNIT: Any  # divisor of N and of the mask's strides but the last: shows the alignment
     DROPOUT: Any  # 0 none, 1 on any GPU, 2 with an instruction of NVIDIA's
@@ -197,6 +198,7 @@ class ScoreTensors(NamedTuple):
     """What changes scores, None without. Tensors on the host, pointers in kernels."""
 
     sinks: Any  # [H], fp32
+    distance_bias: Any  # [B or 1, H, M + N - 1], fp32
 
 
 class ScoreNumbers(NamedTuple):
@@ -204,14 +206,22 @@ class ScoreNumbers(NamedTuple):
 
     softcap: Any
     sink_stride: Any
+    distance_b: Any  # strides of distance_bias
+    distance_h: Any
+    distance_entries: Any
+    distance_first: Any  # the entry of key i for query i, if that is on the diagonal
 
 
 class ScoreChanges(NamedTuple):
     """Of a program. cap_scale: with a soft cap, times products: the tanh is the capped score
-    divided by the cap.
+    divided by the cap. distance_ptr: the entry of distance_bias for key i of query i; the head has
+    those from distance_begin to distance_end, counted from it.
     """
 
     cap_scale: Any
+    distance_ptr: Any
+    distance_begin: Any
+    distance_end: Any
 
 
 @triton.jit
@@ -363,11 +373,20 @@ def score_factor(scale, numbers, CASE: tl.constexpr):
 
 
 @triton.jit
-def score_changes(numbers, scale, CASE: tl.constexpr):
-    """The ScoreChanges of a program."""
+def score_changes(tensors, numbers, scale, b, h, q_limit, k_limit, CASE: tl.constexpr):
+    """The ScoreChanges of head h in batch b (64-bit); limits: of its sequence."""
     if CASE.SOFTCAP:
         scale = scale / numbers.softcap
-    return ScoreChanges(scale)
+    ptr = scale
+    begin = 0
+    end = 0
+    if CASE.DISTANCE:
+        begin -= numbers.distance_first
+        if CASE.FROM_END:
+            begin += k_limit - q_limit
+        end = begin + numbers.distance_entries
+        ptr = tensors.distance_bias + b * numbers.distance_b + h * numbers.distance_h - begin
+    return ScoreChanges(scale, ptr, begin, end)
 
 
 @triton.jit
@@ -376,6 +395,22 @@ def capped(s, changes, CASE: tl.constexpr):
     if CASE.SOFTCAP:
         s = tanh(s * changes.cap_scale)
     return s
+
+
+@triton.jit
+def distance_bias(changes, m_start, n_start, i, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the pairs m_start + i, n_start + j add to their scores; any number for pairs that are
+    not allowed.
+
+    The tile's distances are loaded once and exchanged through shared memory: 1.7 instructions a
+    pair (sm_90). A load for each pair would be kept in shared memory by the load pipeline, another
+    64 KB.
+    """
+    d = n_start - m_start - (BLOCK_M - 1) + tl.arange(0, 2 * max(BLOCK_M, BLOCK_N))
+    inside = (d >= changes.distance_begin) & (d < changes.distance_end)
+    values = tl.load(changes.distance_ptr + d, mask=inside, other=0.0)
+    index = j - i + (BLOCK_M - 1)
+    return tl.gather(values, index.reshape([BLOCK_M * BLOCK_N]), 0).reshape(index.shape)
 
 
 @triton.jit

@@ -314,6 +314,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_without_graph_breaks() -> None:
     model = model_of("t5")

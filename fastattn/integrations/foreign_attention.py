@@ -325,7 +325,7 @@ _KNOWN = "_fastattn_columns"  # of a mask, which all layers get: its version, pa
 
 def _columns(mask: Tensor, past: Any) -> Tensor | None:
     """The keys [B, 1, 1, N] that the last query may attend, if every query may attend those of them
-    up to its own position; else None. Reads the mask, once.
+    up to its own position; else None. Reads the mask, if past is a number only once.
     """
     if (
         type(mask) is not Tensor
@@ -334,17 +334,18 @@ def _columns(mask: Tensor, past: Any) -> Tensor | None:
         or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return None
-    version = None if mask.is_inference() else mask._version
+    version = (mask._version, past) if isinstance(past, int) and not mask.is_inference() else None
     known = mask.__dict__.get(_KNOWN)
-    if known is None or known[0] != version or known[1] is not past:
-        M, N = mask.shape[2:]
-        i, j = torch.arange(M, device=mask.device), torch.arange(N, device=mask.device)
-        allowed = _allowed(mask)
-        columns = allowed[:, :, -1:].clone()
-        is_causal = bool((allowed == columns & (j <= i[:, None] + past)).all())
-        known = version, past, columns if is_causal else None
-        setattr(mask, _KNOWN, known)
-    return known[2]  # type: ignore[no-any-return]
+    if version is not None and known is not None and known[0] == version:
+        return known[1]  # type: ignore[no-any-return]
+    M, N = mask.shape[2:]
+    i, j = torch.arange(M, device=mask.device), torch.arange(N, device=mask.device)
+    allowed = _allowed(mask)
+    last = allowed[:, :, -1:].clone()
+    is_causal = bool((allowed == last & (j <= i[:, None] + past)).all())
+    columns = last if is_causal else None
+    setattr(mask, _KNOWN, (version, columns))
+    return columns
 
 
 def _past(cache: Any, layer: int | None) -> Any:

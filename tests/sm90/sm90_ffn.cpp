@@ -27,3 +27,17 @@ extern "C" const char* ffn_sum_columns(const SumColumns* problem) {
   on_host::synchronize();
   return failure;
 }
+// What the product writes: three addresses and sizes in bytes, 0 for none.
+extern "C" void ffn_results(const Product* problem, void** data, int64_t* bytes) {
+  constexpr Step kStep = Step::ONLY_STEP;
+  const Epilogue& e = problem->epilogue;
+  const ProductShape shape = shape_of(kStep, problem->a, problem->b);
+  const int64_t values = int64_t{1} * shape.rows * shape.columns;
+  const int pairs = is_gated(kStep) ? 2 : 1;
+  data[0] = e.out;
+  bytes[0] = e.out ? values * pairs * (e.out_is_float ? 4 : 2) : 0;
+  data[1] = e.activated;
+  bytes[1] = e.activated ? values * 2 : 0;
+  data[2] = e.sums;
+  bytes[2] = e.sums ? int64_t{4} * row_tiles(shape.rows) * shape.columns * pairs : 0;
+}

@@ -27,6 +27,7 @@ from fastattn.testing.spec import Sample, all_specs
 
 TESTS = Path(__file__).resolve().parent
 SPEC = all_specs()["ffn"]
+Launch = Callable[[Op, Sequence[Any]], Sequence[Tensor]]
 GRADIENTS = ("x", "w1", "b1", "w2", "b2", "residual")
 
 
@@ -75,20 +76,24 @@ def simulate(
         monkeypatch,
         lambda op, problem, instance: machine(instance).call(op, ctypes.c_void_p(problem)),
     )
+    return partial(replace_reference, monkeypatch, _launch)
 
-    def replace() -> None:
-        for name in ("ffn_fwd", "ffn_bwd"):
-            monkeypatch.setitem(OPS[name]._launchers, "reference", partial(_launch, OPS[name]))
 
-    return replace
+def replace_reference(patch: pytest.MonkeyPatch, launch: Launch) -> None:
+    for name in ("ffn_fwd", "ffn_bwd"):
+        patch.setitem(OPS[name]._launchers, "reference", partial(launch, OPS[name]))
 
 
 def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
     results = op.allocate(args)
+    run_simulated(op, args, results)
+    return results
+
+
+def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
     (call,) = op.backend_args(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
     getattr(sm90, op.name)(call, *results)
-    return results
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""Whether faults in the feed-forward network for Hopper are detected on the simulator.
+
+As test_sm90_faults.py for attention: every fault that the simulator supports, at every place of a
+product's kernel, one at a time. Also mutations of the source: descriptors, barriers, indices of the
+epilogues, positions of dropout. These may also be detected by wrong results.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sm90_ffn as ffn
+import torch
+from sm90_on_host import ffn_bindings
+from sm90_on_host.build import Machine, Mutation, build, missing
+from sm90_on_host.fault_injector import FaultInjector, Harmless
+from sm90_on_host.ffn_bindings import Instance
+from sm90_on_host.guarded import guarded
+from torch import Tensor
+
+from fastattn.ops._op import Op
+from fastattn.ops.ffn.spec import make_inputs
+from fastattn.testing.spec import Inputs, Sample
+
+TESTS = Path(__file__).resolve().parent
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+PING_PONG = ("kUpGated", "kDhidden", "kDhiddenGated")
+STEPS = (*PING_PONG, "kDown", "kDw")
+TRANSPOSED_B = ("kDhidden", "kDhiddenGated", "kDw")
+DROPPING = ("kUpGated", "kDown", "kDhiddenGated")
+
+
+def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
+    """And the steps in which they are tried."""
+    found: list[tuple[Mutation, tuple[str, ...]]] = []
+
+    def of(file: str, right: str, *wrong: str, only: tuple[str, ...] = STEPS) -> None:
+        found.extend((Mutation(f"ffn/sm90/{file}", right, w), only) for w in wrong)
+
+    # Descriptors and boxes. A's tile for a warpgroup is one chunk: it has no next one.
+    of("operand.cuh", "sm90::descriptor_n_major(address(), kChunkBytes)",
+       "sm90::descriptor_n_major(address(), kChunkBytes / 2)",
+       "sm90::descriptor_k_major(address())", only=TRANSPOSED_B)  # fmt: skip
+    of("operand.cuh", "sm90::n_major_step(step)", "sm90::n_major_step(step) / 2",
+       "sm90::k_major_step(step, kExtent)", only=TRANSPOSED_B)  # fmt: skip
+    of("operand.cuh", "first + i * kDepth", "first", only=TRANSPOSED_B)
+    of("operand.cuh", "first + i * apart", "first", "first + i * (apart + 8)", only=("kUpGated",))
+    of("operand.cuh", "address() + i * (kBytes / count)", "address()",
+       only=("kUpGated", *TRANSPOSED_B))  # fmt: skip
+    # Barriers and the ring
+    of("storage.cuh", "shared.empty[slot].init(Traits::kPingPong ? 1 : kGroups);",
+       "shared.empty[slot].init(1);", only=("kDown", "kDw"))  # fmt: skip
+    of("producer.cuh", "group ^= Traits::kPingPong ? 1 : 0;", "", only=PING_PONG)
+    of("producer.cuh", "at.phase() ^ 1", "at.phase()")
+    of("producer.cuh", "place.row_tile * kTileRows", "0")
+    of("producer.cuh", "place.column_tile * Traits::kOutColumns", "0")
+    of("consumer.cuh", "parities ^= 1u << slot;", "", "parities ^= 1u;")
+    of("consumer.cuh", "at = {static_cast<uint32_t>(n) * args.steps};", "",
+       "at = {static_cast<uint32_t>(n)};", only=PING_PONG)  # fmt: skip
+    of("consumer.cuh", "release(at.passed - 2);", "release(at.passed - 1);", "")
+    of("consumer.cuh", "tile_number(n + 1) < tile_count(args)", "false", only=PING_PONG)
+    of("consumer.cuh", "k > 0 || accumulate", "true", "k > 0", "accumulate")
+    of("consumer.cuh", "group * Shared::TileA::kBlockBytes", "0", only=("kDown", "kDw"))
+    of("consumer.cuh", "block * Shared::TileA::kBlockBytes", "0", only=PING_PONG)
+    # Positions
+    of("epilogue.cuh", "first_row + i / 2 * kMmaRows + i % 2 * sm90::kRowStep",
+       "first_row + i / 2 * kMmaRows",
+       "first_row + i % 2 * kMmaRows + i / 2 * sm90::kRowStep")  # fmt: skip
+    of("epilogue.cuh", "first_column + group * kGroupColumns", "first_column",
+       "first_column + group * kPieceColumns")  # fmt: skip
+    of("epilogue.cuh", "row(i) < args.rows && column(group) < args.columns",
+       "row(i) < args.rows", "column(group) < args.columns",
+       "row(i) <= args.rows && column(group) < args.columns")  # fmt: skip
+    of("epilogue.cuh", "hidden + pair * args.columns", "hidden", only=("kDhiddenGated",))
+    of("epilogue.cuh", "at + pair * args.columns", "at", only=("kUpGated", "kDhiddenGated"))
+    of("epilogue.cuh", "row(i) * epilogue.residual_stride + column(group)",
+       "row(i) * args.columns + column(group)", only=("kDown",))  # fmt: skip
+    of("epilogue.cuh", "group + kColumnGroups", "group", only=("kUpGated",))
+    # Dropout
+    of("epilogue.cuh", "dropout::flat_row_key(row_state[0], row(i))",
+       "dropout::flat_row_key(row_state[0], i)", only=DROPPING)  # fmt: skip
+    of("epilogue.cuh", "dropout.column_keys(first)", "dropout.column_keys(first + 4)",
+       only=DROPPING)  # fmt: skip
+    of("piece.cuh", "unit + 1", "unit", only=DROPPING)
+    of("piece.cuh", "dropout::byte_of(word, j % 4)", "dropout::byte_of(word, j / 4)",
+       only=DROPPING)  # fmt: skip
+    of("piece.cuh", "byte >= dropout.threshold", "byte > dropout.threshold",
+       only=DROPPING)  # fmt: skip
+    # Values and sums
+    of("epilogue.cuh", "hidden[0][j] > 0.0f", "hidden[0][j] >= 0.0f", only=("kDhidden",))
+    of("epilogue.cuh", "da * act.slope", "da * act.value", only=("kDhiddenGated",))
+    of("epilogue.cuh", "lanes < kWarp", "lanes < kWarp / 2", only=("kDhidden", "kDhiddenGated"))
+    of("epilogue.cuh", "warp < kWarpsPerGroup", "warp < 3", only=("kDhidden", "kDhiddenGated"))
+    of("epilogue.cuh", "ptx::bar_sync(kSumsBarrier + group, kWarpgroup);", "",
+       only=("kDhidden", "kDhiddenGated"))  # fmt: skip
+    of("epilogue.cuh", "sum += shared.sums.of[group][warp][i];",
+       "sum += shared.sums.of[0][warp][i];", only=("kDhidden", "kDhiddenGated"))  # fmt: skip
+    return found
+
+
+MUTATIONS = _mutations()
+
+# All of these stay in the kernel: they are harmless on this simulator.
+HARMLESS = (
+    Harmless("no pin", "pin_sums(); < wait_turn();", "only products write the sums"),
+    *(
+        Harmless("no pin", f"ptx::pin({name});", "only saves registers")
+        for name in ("thread", "here", "row_state")
+    ),
+    Harmless("no syncwarp", "keeps the compiler from loading", "only saves registers"),
+)
+
+
+class Product(FaultInjector):
+    """Examines one launch. Before every run, what it writes is poisoned; all runs must write what
+    the first did.
+    """
+
+    def examine_launch(self, problem: int) -> str | None:
+        addresses, sizes = (ctypes.c_void_p * 3)(), (ctypes.c_int64 * 3)()
+        results = self.machine.library.ffn_results
+        results.restype = None
+        results(ctypes.c_void_p(problem), addresses, sizes)
+        written = [(a, n) for a, n in zip(addresses, sizes, strict=True) if n]
+        expected: list[bytes] = []
+
+        def run() -> str | None:
+            for address, size in written:
+                ctypes.memset(address, 0xFF, size)
+            message = self.machine.call("ffn_product", ctypes.c_void_p(problem))
+            if not expected:
+                expected.extend(ctypes.string_at(*x) for x in written)
+            return message
+
+        return self.examine(run, lambda: expected == [ctypes.string_at(*x) for x in written])
+
+
+def _inputs(step: str) -> dict[str, Any]:
+    """Ragged tiles, more than two for each of the two multiprocessors."""
+    options: dict[str, Any] = {"rows": (140,), "D": 136, "hidden": 136, "out": 264}
+    if step in PING_PONG:
+        options |= {"rows": (270,), "hidden": 144, "out": 136}
+    if step == "kDhidden":
+        return options | {"activation": "relu", "dropout_p": 0.3}
+    if step == "kDw":
+        return options | {"rows": (270,), "out": 136, "hidden": 264}
+    gated = {"activation": "swiglu"} if step != "kDown" else {"residual": "fp32", "rows": (270,)}
+    return options | gated | {"dropout_p": 0.3, "output_dropout_p": 0.3}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    mutations = [mutation for mutation, only in MUTATIONS if step in only]
+    machines: dict[Instance, Machine] = {}
+    injectors: list[Product] = []
+
+    def machine(instance: Instance) -> Machine:
+        if instance not in machines:
+            examined = instance.step == step
+            defines = [f"ONLY_DTYPE={instance.dtype}", f"ONLY_STEP={instance.step or 'kDw'}"]
+            machines[instance] = made = build(
+                tmp_path / (instance.step or "sums"),
+                TESTS / "sm90_ffn.cpp",
+                defines,
+                mutations=mutations if examined else (),
+            )
+            if examined:
+                injectors.append(Product(made, mutations))
+        return machines[instance]
+
+    def launch(op: str, problem: int, instance: Instance) -> str | None:
+        of = machine(instance)
+        if instance.step == step and len(injectors) == 1 and not injectors[0].detected:
+            return injectors[0].examine_launch(problem)
+        return of.call(op, ctypes.c_void_p(problem))
+
+    ffn_bindings.use(monkeypatch, launch)
+    ffn.compare(_replacing(monkeypatch), _sample(step), torch.bfloat16)
+    (injector,) = injectors
+    assert len(injector.detected) > 40
+    assert not injector.unreached()
+    undetected = injector.undetected(HARMLESS)
+    assert not undetected, "\n".join(undetected)
+
+
+def _sample(step: str) -> Sample:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> Inputs:
+        inputs = make_inputs(generator, dtype, **_inputs(step))
+        if (residual := inputs.get("residual")) is not None:  # rows of a larger tensor
+            inputs["residual"] = torch.cat([residual, residual], 1)[:, : residual.shape[1]]
+        return inputs
+
+    return Sample(step, "has faults", make, ffn.GRADIENTS)
+
+
+def _replacing(patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return partial(ffn.replace_reference, patch, _launch)
+
+
+def _launch(op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+    """With inaccessible memory on both sides of all tensors."""
+    results = op.allocate(args)
+    own = [guarded(x) for x in results]
+    ffn.run_simulated(op, tuple(guarded(x) if isinstance(x, Tensor) else x for x in args), own)
+    for result, x in zip(results, own, strict=True):
+        result.copy_(x)
+    return results

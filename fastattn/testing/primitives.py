@@ -29,10 +29,10 @@ _ROWS, _DEPTH = 64, 128  # of A in a product
 # Names of operands as in the kernels: A from shared memory with k or m contiguous or from
 # registers, B with k or n contiguous; and the columns of the instruction.
 _PRODUCTS = {
-    ("SharedK", "K"): (32, 64, 80, 112, 128),
-    ("SharedK", "N"): (64,),
+    ("SharedK", "K"): (32, 64, 80, 112, 128, 256),
+    ("SharedK", "N"): (64, 128, 256),
     ("SharedM", "K"): (64, 80, 96),
-    ("SharedM", "N"): (64, 128),
+    ("SharedM", "N"): (64, 128, 256),
     ("Registers", "N"): (64, 96, 128, 192, 256),
 }
 
@@ -106,9 +106,9 @@ def _exponentials() -> Primitive:
     a[:3] = torch.tensor([-torch.inf, 0.0, -1.0])
     b = torch.logspace(-30.0, 30.0, 128, base=2.0)
     b[:3] = torch.tensor([0.0, 1.0, torch.inf])
-    expected = torch.stack([a.double().exp2(), b.double().log2()]).float()
-    # Of 2^x relative, of the logarithm absolute near its zero; infinities must be equal.
-    tolerance = 1e-6 * expected.abs() + torch.tensor([[0.0], [1e-6]])
+    expected = torch.stack([a.double().exp2(), b.double().log2(), 1.0 / b.double()]).float()
+    # Relative, of the logarithm also absolute near its zero; infinities must be equal.
+    tolerance = 1e-6 * expected.abs() + torch.tensor([[0.0], [1e-6], [0.0]])
     tolerance[expected.isinf()] = 0.0
     return Primitive(a, b, torch.full_like(expected, torch.nan), expected, tolerance)
 
@@ -148,7 +148,7 @@ PRIMITIVES: dict[str, Callable[[], Primitive]] = {
     "stmatrix": lambda: _store_matrix(False),
     "stmatrix trans": lambda: _store_matrix(True),
     "ldmatrix trans": _load_matrix,
-    "ex2 lg2": _exponentials,
+    "ex2 lg2 rcp": _exponentials,
     "semaphore": _semaphore,
     "dependent launch": _dependent_launch,
     **{

@@ -16,6 +16,7 @@ import torch
 from sm90_on_host import ffn_bindings
 from sm90_on_host.build import Machine, build, missing
 from sm90_on_host.ffn_bindings import Instance
+from sm90_plans.shim import compiled
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
@@ -94,6 +95,44 @@ def run_simulated(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> Non
     (call,) = op.backend_args(args)
     assert getattr(sm90, f"{op.name}_unsupported")(call) is None
     getattr(sm90, op.name)(call, *results)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"), [("tiles_geglu", 5), ("tiles_relu", 4)], ids=["geglu", "relu"]
+)
+@pytest.mark.slow
+def test_a_short_section_is_detected(
+    simulate: Callable[[], None], name: str, sections: int
+) -> None:
+    """Each section of the backward's workspace is accessed up to its end, and accesses behind it
+    fault. (relu saves the activation.)
+    """
+    simulate()
+    for section in range(sections):
+        ffn_bindings.library().on_host_short_section(section)
+        try:
+            with pytest.raises(RuntimeError, match="there is no memory"):
+                _run(SPEC, CASES[name], CASES[name].inputs("cpu", torch.bfloat16), "reference")
+        finally:
+            ffn_bindings.library().on_host_short_section(-1)
+
+
+def test_every_tile_once(tmp_path: Path) -> None:
+    """The order of tiles is a bijection; a wave of tiles has few rows of tiles."""
+    source = """#include "ffn/sm90/tile_order.h"
+extern "C" void place(int row_tiles, int column_tiles, int number, int* result) {
+  const auto p = fastattn::ffn::tile_place(row_tiles, column_tiles, number);
+  result[0] = p.row_tile;
+  result[1] = p.column_tile;
+}"""
+    place, result = compiled(tmp_path, source).place, (ctypes.c_int * 2)()
+    for rows, columns in ((1, 1), (3, 5), (8, 7), (9, 1), (27, 4), (1, 40)):
+        found = []
+        for number in range(rows * columns):
+            place(rows, columns, number, result)
+            found.append((result[0], result[1]))
+        assert sorted(found) == [(r, c) for r in range(rows) for c in range(columns)]
+        assert len({row for row, _ in found[: 8 * columns]}) == min(rows, 8)
 
 
 @pytest.mark.parametrize(

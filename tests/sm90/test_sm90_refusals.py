@@ -1,10 +1,12 @@
-"""What the Hopper attention backward refuses."""
+"""What the Hopper attention backward and feed-forward network refuse."""
 
 import pytest
 import torch
 
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+from fastattn.ops.ffn import sm90 as ffn
+from fastattn.ops.ffn.calls import ForwardCall
 
 
 def _call(M: int, D: int, E: int | None = None, N: int = 70, **given: object) -> BackwardCall:
@@ -54,3 +56,29 @@ def test_packed_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refuses(_packed_call(65, 64, 3)) is None
     assert refuses(_packed_call(65, 64, 3, dropout_p=0.1)) is None
     assert "got 264" in refuses(_packed_call(65, 264, 3))
+
+
+def _ffn_call(rows: int, D: int, F: int, E: int, **given: object) -> ForwardCall:
+    x, w1, w2 = (torch.empty(m, n, dtype=torch.bfloat16) for m, n in ((rows, D), (F, D), (E, F)))
+    names = {"x": x, "w1": w1, "b1": None, "w2": w2, "b2": None, "residual": None,
+             "activation": "gelu", "dropout_p": 0.0, "output_dropout_p": 0.0, "dropout_seed": None,
+             "dropout_stream": 0}  # fmt: skip
+    return ForwardCall(**(names | given))
+
+
+def test_ffn_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn, "unavailable", lambda: None)
+    refuses = ffn.ffn_fwd_unsupported
+    assert refuses(_ffn_call(0, 8, 16, 24)) is None
+    assert refuses(_ffn_call(65, 64, 72, 8, residual=torch.empty(65, 8))) is None
+    assert "torch.float32" in refuses(_ffn_call(65, 64, 72, 8, x=torch.empty(65, 64)))
+    residual = torch.empty(65, 8, dtype=torch.float16)
+    assert "residual in torch.bfloat16" in refuses(_ffn_call(65, 64, 72, 8, residual=residual))
+    for sizes in ((65, 7, 72, 8), (65, 64, 0, 8), (65, 64, 72, 12)):
+        assert "multiples of 8" in refuses(_ffn_call(*sizes))
+    across = torch.empty(64, 72, dtype=torch.bfloat16).t()
+    assert "w1 with a contiguous" in refuses(_ffn_call(65, 64, 72, 8, w1=across))
+    wide = torch.empty(65, 68, dtype=torch.bfloat16)
+    assert "strides of x" in refuses(_ffn_call(65, 64, 72, 8, x=wide[:, :64]))
+    assert "address" in refuses(_ffn_call(65, 64, 72, 8, x=wide.view(-1)[4:].view(-1)[:4160]
+                                .view(65, 64)))  # fmt: skip

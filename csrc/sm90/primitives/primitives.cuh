@@ -375,14 +375,16 @@ struct DependentLaunch {
 };
 
 // -- arithmetic -----------------------------------------------------------------------------------
-// out[2, n]: 2^a and log2(b).
+// out[3, n]: 2^a, log2(b) and 1 / b.
 struct Exponentials {
   static constexpr int kThreads = kWarpgroup, kBlocks = 1;
   struct Shared {};
   static __device__ void run(Shared&, const Arguments& args) {
     float* out = static_cast<float*>(args.out);
     out[threadIdx.x] = ptx::ex2(static_cast<const float*>(args.a)[threadIdx.x]);
-    out[kThreads + threadIdx.x] = ptx::lg2(static_cast<const float*>(args.b)[threadIdx.x]);
+    const float b = static_cast<const float*>(args.b)[threadIdx.x];
+    out[kThreads + threadIdx.x] = ptx::lg2(b);
+    out[2 * kThreads + threadIdx.x] = ptx::rcp(b);
   }
 };
 
@@ -426,7 +428,7 @@ struct Entry {
   const char* (*launch)(Arguments args, cudaStream_t stream);
 };
 
-// Every shape and operand order of wgmma that the attention kernels use, in both types.
+// Every shape and operand order of wgmma that the kernels use, in both types.
 #define FASTATTN_PRODUCT(A, B, N)                                                 \
   {"wgmma " #A " " #B " n" #N " bf16",                                            \
    &launch_primitive<Product<__nv_bfloat16, N, OperandA::k##A, ptx::kMajor##B>>}, \
@@ -447,7 +449,7 @@ constexpr Entry kPrimitives[] = {
     {"stmatrix", &launch_primitive<StoreMatrix<false>>},
     {"stmatrix trans", &launch_primitive<StoreMatrix<true>>},
     {"ldmatrix trans", &launch_primitive<LoadMatrix>},
-    {"ex2 lg2", &launch_primitive<Exponentials>},
+    {"ex2 lg2 rcp", &launch_primitive<Exponentials>},
     {"semaphore", &launch_primitive<Semaphore>},
     {"dependent launch", &launch_primitive<DependentLaunch>},
     FASTATTN_PRODUCT(SharedK, K, 32),
@@ -455,12 +457,16 @@ constexpr Entry kPrimitives[] = {
     FASTATTN_PRODUCT(SharedK, K, 80),
     FASTATTN_PRODUCT(SharedK, K, 112),
     FASTATTN_PRODUCT(SharedK, K, 128),
+    FASTATTN_PRODUCT(SharedK, K, 256),
     FASTATTN_PRODUCT(SharedK, N, 64),
+    FASTATTN_PRODUCT(SharedK, N, 128),
+    FASTATTN_PRODUCT(SharedK, N, 256),
     FASTATTN_PRODUCT(SharedM, K, 64),
     FASTATTN_PRODUCT(SharedM, K, 80),
     FASTATTN_PRODUCT(SharedM, K, 96),
     FASTATTN_PRODUCT(SharedM, N, 64),
     FASTATTN_PRODUCT(SharedM, N, 128),
+    FASTATTN_PRODUCT(SharedM, N, 256),
     FASTATTN_PRODUCT(Registers, N, 64),
     FASTATTN_PRODUCT(Registers, N, 96),
     FASTATTN_PRODUCT(Registers, N, 128),

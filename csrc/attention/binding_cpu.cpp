@@ -15,6 +15,18 @@ namespace {
 constexpr int64_t kMaxPositions = 1 << 28;
 
 // -- arguments -----------------------------------------------------------------------------------
+// x, or a copy where its rows (the last dimension) are not contiguous.
+bool has_rows(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
+}
+Tensor rows_of(const Tensor& x) {
+  return has_rows(x) ? x : torch::stable::contiguous(x);
+}
+std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
+  return x ? std::optional(rows_of(*x)) : x;
+}
+
 // What a call is, in the order of the schemas of both directions.
 struct Operands {
   Arguments& from;
@@ -30,9 +42,14 @@ struct Packing {
   Arguments& from;
   Tensor cu_seqlens_q = as_contiguous(from.tensor()), cu_seqlens_k = as_contiguous(from.tensor());
 };
+// Upper bounds of the lengths of packed sequences.
+struct Longest {
+  Arguments& from;
+  int64_t queries = from.take<int64_t>(), keys = from.take<int64_t>();
+};
 struct Options {
   Arguments& from;
-  std::optional<Tensor> distance_bias = as_contiguous(from.optional());
+  std::optional<Tensor> distance_bias = rows_of(from.optional());
   std::optional<Tensor> sinks = as_contiguous(from.optional());
   double softcap = from.take<double>();
   int64_t causal = from.take<int64_t>();
@@ -41,18 +58,6 @@ struct Options {
   std::optional<Tensor> dropout_seed = from.optional();
   int64_t dropout_stream = from.take<int64_t>();
 };
-
-// x, or a copy where its rows (the last dimension) are not contiguous.
-bool has_rows(const Tensor& x) {
-  const int64_t last = x.dim() - 1;
-  return last < 0 || x.stride(last) == 1 || x.size(last) <= 1;
-}
-Tensor rows_of(const Tensor& x) {
-  return has_rows(x) ? x : torch::stable::contiguous(x);
-}
-std::optional<Tensor> rows_of(const std::optional<Tensor>& x) {
-  return x ? std::optional(rows_of(*x)) : x;
-}
 
 TensorView view(const Tensor& x, const char* name, DType type, int64_t batch, int64_t heads,
                 int64_t rows, int64_t columns) {
@@ -146,8 +151,29 @@ Problem shape(int64_t batch, int64_t heads, int64_t kv_heads, int64_t queries, i
   return a;
 }
 
-// Sets what padded and packed batches share and shape() does not set.
-void set_options(Problem& a, const Options& options) {
+// tensor: [batch or 1, heads, queries + keys - 1].
+DistanceBias distance_bias(const Tensor& tensor, const char* name, const Problem& a,
+                           int64_t queries, int64_t keys) {
+  const int64_t count = std::max<int64_t>(queries + keys - 1, 0);
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == ScalarType::Float &&
+                      tensor.dim() == 3 && (tensor.size(0) == a.batch || tensor.size(0) == 1) &&
+                      tensor.size(1) == a.heads && tensor.size(2) == count && has_rows(tensor),
+                  name, " must be a CPU tensor of fp32 and shape [", a.batch, " or 1, ", a.heads,
+                  ", ", count, "] with a contiguous last dimension");
+  DistanceBias result;
+  result.data = static_cast<float*>(memory_of(tensor, name));
+  result.batch = tensor.size(0);
+  result.batch_stride = tensor.stride(0);
+  result.head_stride = tensor.stride(1);
+  result.count = count;
+  result.first = (a.causal >= kBottomRight ? keys : queries) - 1;
+  return result;
+}
+
+// Sets what padded and packed batches share and shape() does not set. longest_queries,
+// longest_keys: the sizes that determine distance_bias.
+void set_options(Problem& a, const Options& options, int64_t longest_queries,
+                 int64_t longest_keys) {
   const int64_t unlimited = int64_t{a.queries} + a.keys;
   const auto side = [&](int64_t window) {
     return static_cast<int>(window < 0 ? unlimited : std::min(window, unlimited));
@@ -158,6 +184,11 @@ void set_options(Problem& a, const Options& options) {
   STD_TORCH_CHECK(a.causal != kBottomRightLengths || a.key_lengths.stride == 0,
                   "key_lengths must be [batch] to align by them");
   a.scale = static_cast<float>(options.scale);
+  a.softcap = static_cast<float>(options.softcap);
+  if (options.distance_bias) {
+    a.distance_bias =
+        distance_bias(*options.distance_bias, "distance_bias", a, longest_queries, longest_keys);
+  }
   if (options.sinks) {
     a.sinks = data_of<const float>(*options.sinks, "sinks", a.heads, ScalarType::Float);
   }
@@ -192,7 +223,7 @@ Problem problem(const Tensor (&rows)[3], const Masks& masks, const Options& opti
   }
   a.key_lengths = lengths(masks.key_lengths, "key_lengths", batch, queries);
   a.query_lengths = lengths(masks.query_lengths, "query_lengths", batch, queries);
-  set_options(a, options);
+  set_options(a, options, queries, keys);
   return a;
 }
 
@@ -211,7 +242,8 @@ int64_t longest(const Tensor& cu_seqlens, const char* name, int64_t batch, int64
 }
 
 // A packed batch: q [rows, heads, head_dim], k and v [rows, kv_heads, ...].
-Problem packed_problem(const Tensor (&tensors)[3], const Packing& packing, const Options& options) {
+Problem packed_problem(const Tensor (&tensors)[3], const Packing& packing,
+                       const Longest& longest_of, const Options& options) {
   const auto& [q, k, v] = tensors;
   const Tensor &cu_seqlens_q = packing.cu_seqlens_q, &cu_seqlens_k = packing.cu_seqlens_k;
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
@@ -229,7 +261,7 @@ Problem packed_problem(const Tensor (&tensors)[3], const Packing& packing, const
   a.k = packed_view(k, "k", a.type, k.size(0), kv_heads, head_dim);
   a.v = packed_view(v, "v", a.type, k.size(0), kv_heads, value_dim);
   a.lse_strides = {nullptr, 0, rows, 1};
-  set_options(a, options);
+  set_options(a, options, longest_of.queries, longest_of.keys);
   return a;
 }
 
@@ -249,20 +281,14 @@ void clear_rows(DType type, const TensorView& x, int64_t heads, int64_t first, i
 // Workspace up to this size is on the stack.
 constexpr int64_t kLocalFloats = 2048;
 
-// first: the place of q, which k follows. scores: that of distance_bias, before sinks and softcap.
-// Wrong numbers of dimensions raise later.
-bool is_supported(const StableIValue* first, const StableIValue* scores, int64_t dims) {
-  if (scores[0] || scores[2]) {
-    return false;
-  }
+// first: the place of q, which k follows. Wrong numbers of dimensions raise later.
+bool is_supported(const StableIValue* first, int64_t dims) {
   const TensorOnStack q(first[0]), k(first[1]);
   const int64_t rows = dims == 4 ? 2 : 0;
   return has_kernels_for(q.scalar_type()) &&
          (q.dim() != dims || k.dim() != dims ||
           std::max(q.size(rows), k.size(rows)) <= kMaxPositions);
 }
-
-constexpr int kScoresOfForward = 7;
 
 void check_dimensions(const Operands& x, int64_t dims) {
   STD_TORCH_CHECK(x.q.dim() == dims && x.k.dim() == dims && x.v.dim() == dims,
@@ -322,7 +348,7 @@ void compute_fwd(const Operands& x, const Masks& masks, const Options& options, 
 
 template <bool kGiven>
 void attention_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, stack + kScoresOfForward, 4)) {
+  if (!is_supported(stack, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_fwd", stack, count, results);
   }
   Arguments from(stack);
@@ -347,46 +373,42 @@ void clear_results(const Problem& a, const TensorView& out, float* lse, int64_t 
   }
 }
 
-void compute_varlen_fwd(const Operands& x, const Packing& packing, const Options& options,
-                        const Tensor& out, const Tensor& lse) {
+void compute_varlen_fwd(const Operands& x, const Packing& packing, const Longest& longest_of,
+                        const Options& options, const Tensor& out, const Tensor& lse) {
   const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const int64_t rows = x.q.size(0);
-  Forward a = {packed_problem(tensors, packing, options), {}, nullptr, nullptr};
+  Forward a = {packed_problem(tensors, packing, longest_of, options), {}, nullptr, nullptr};
   a.out = packed_view(out, "out", a.type, rows, a.heads, a.value_dim);
   a.lse = data_of<float>(lse, "lse", a.heads * rows, ScalarType::Float);
   compute(a);
   clear_results(a, a.out, a.lse, rows, -std::numeric_limits<float>::infinity());
 }
 
-// The schema has upper bounds of the lengths, which are not needed here.
-void skip_longest(Arguments& from) {
-  from.take<int64_t>();
-  from.take<int64_t>();
-}
-
 template <bool kGiven>
 void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, stack + kScoresOfForward, 3)) {
+  if (!is_supported(stack, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_fwd", stack, count, results);
   }
   Arguments from(stack);
   const Operands x{from};
   const Packing packing{from};
-  skip_longest(from);
+  const Longest longest_of{from};
   const Options options{from};
   check_dimensions(x, 3);
   const int64_t sizes[] = {x.q.size(0), x.q.size(1), x.v.size(2)};
   const int64_t rows[] = {x.q.size(1), x.q.size(0)};
   const Tensor out = kGiven ? from.tensor() : new_contiguous({sizes, 3}, x.q.scalar_type());
   const Tensor lse = kGiven ? from.tensor() : new_contiguous({rows, 2}, ScalarType::Float);
-  compute_varlen_fwd(x, packing, options, out, lse);
+  compute_varlen_fwd(x, packing, longest_of, options, out, lse);
   return_results(stack, out, lse);
 }
 
 // -- tangents ------------------------------------------------------------------------------------
-// Whether the kernel has tangents for these changes of scores (is_supported). It has for sinks.
-bool has_tangents(const StableIValue* scores) {
-  return !scores[0] && !scores[2];
+// Whether the kernel has tangents for the changes of scores of a call with these arguments:
+// distance_bias, sinks and softcap. It has for sinks.
+bool has_tangents(const StableIValue* arguments) {
+  constexpr int kScores = 7;
+  return !arguments[kScores] && !arguments[kScores + 2];
 }
 
 // The last arguments.
@@ -459,8 +481,7 @@ void compute_jvp(const Operands& x, const Masks& masks, const Options& options,
 
 template <bool kGiven>
 void attention_jvp(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, stack + kScoresOfForward, 4) ||
-      !has_tangents(stack + kScoresOfForward)) {
+  if (!is_supported(stack, 4) || !has_tangents(stack)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_jvp", stack, count, results);
   }
   Arguments from(stack);
@@ -477,12 +498,12 @@ void attention_jvp(StableIValue* stack, uint64_t count, uint64_t results) {
   return_results(stack, y.out, y.lse, y.out_tangent, y.lse_tangent);
 }
 
-void compute_varlen_jvp(const Operands& x, const Packing& packing, const Options& options,
-                        const InputTangents& tangents, const Results& y) {
+void compute_varlen_jvp(const Operands& x, const Packing& packing, const Longest& longest_of,
+                        const Options& options, const InputTangents& tangents, const Results& y) {
   const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const int64_t rows = x.q.size(0), key_rows = x.k.size(0);
   Tangents a = {};
-  static_cast<Problem&>(a) = packed_problem(tensors, packing, options);
+  static_cast<Problem&>(a) = packed_problem(tensors, packing, longest_of, options);
   const auto view_if = [&](const std::optional<Tensor>& tensor, const char* name, int64_t count,
                            int64_t heads, int64_t columns) {
     return tensor ? packed_view(*tensor, name, a.type, count, heads, columns) : TensorView{};
@@ -502,14 +523,13 @@ void compute_varlen_jvp(const Operands& x, const Packing& packing, const Options
 
 template <bool kGiven>
 void attention_varlen_jvp(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, stack + kScoresOfForward, 3) ||
-      !has_tangents(stack + kScoresOfForward)) {
+  if (!is_supported(stack, 3) || !has_tangents(stack)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_jvp", stack, count, results);
   }
   Arguments from(stack);
   const Operands x{from};
   const Packing packing{from};
-  skip_longest(from);
+  const Longest longest_of{from};
   const Options options{from};
   const InputTangents tangents(from, false);
   check_dimensions(x, 3);
@@ -518,7 +538,7 @@ void attention_varlen_jvp(StableIValue* stack, uint64_t count, uint64_t results)
   const auto new_out = [&] { return new_contiguous({sizes, 3}, x.q.scalar_type()); };
   const auto new_lse = [&] { return new_contiguous({rows, 2}, ScalarType::Float); };
   const Results y = results_of<kGiven>(from, new_out, new_lse);
-  compute_varlen_jvp(x, packing, options, tangents, y);
+  compute_varlen_jvp(x, packing, longest_of, options, tangents, y);
   return_results(stack, y.out, y.lse, y.out_tangent, y.lse_tangent);
 }
 
@@ -566,6 +586,13 @@ ScoreGradients score_gradients_of(Arguments& from, const Options& options,
 
 void set_score_gradients(Backward& a, const Options& options, const std::vector<bool>& needs,
                          const ScoreGradients& gradients) {
+  if (options.distance_bias && needs[needs.size() - 2]) {
+    const int64_t entries = a.distance_bias.count;
+    a.ddistance_bias = distance_bias(gradients.ddistance_bias, "ddistance_bias", a, entries + 1, 0);
+    a.ddistance_bias.first = a.distance_bias.first;
+    STD_TORCH_CHECK(a.ddistance_bias.batch == a.distance_bias.batch,
+                    "ddistance_bias must have the sizes of distance_bias");
+  }
   if (options.sinks && needs.back()) {
     a.dsinks = data_of<float>(gradients.dsinks, "dsinks", a.heads, ScalarType::Float);
   }
@@ -621,12 +648,12 @@ std::vector<bool> needs_of(Arguments& from, size_t results) {
   return needs;
 }
 
-// Behind dout and dlse, and behind out and lse.
-constexpr int kFirstOfBackward = 2, kScoresOfBackward = kScoresOfForward + 4;
+// Behind dout and dlse.
+constexpr int kFirstOfBackward = 2;
 
 template <bool kGiven>
 void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack + kFirstOfBackward, stack + kScoresOfBackward, 4)) {
+  if (!is_supported(stack + kFirstOfBackward, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_bwd", stack, count, results);
   }
   Arguments from(stack);
@@ -646,13 +673,13 @@ void attention_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
 }
 
 void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packing& packing,
-                        const Outputs& outputs, const Options& options,
+                        const Outputs& outputs, const Longest& longest_of, const Options& options,
                         const std::vector<bool>& needs, const Gradients& gradients,
                         const ScoreGradients& of_scores) {
   const Tensor tensors[] = {rows_of(x.q), rows_of(x.k), rows_of(x.v)};
   const int64_t rows = x.q.size(0), key_rows = x.k.size(0);
   Backward a = {};
-  static_cast<Problem&>(a) = packed_problem(tensors, packing, options);
+  static_cast<Problem&>(a) = packed_problem(tensors, packing, longest_of, options);
   const int64_t lse_rows = a.heads * rows;
   const auto view_if = [&](const std::optional<Tensor>& tensor, const char* name, int64_t count,
                            int64_t heads, int64_t columns) {
@@ -675,7 +702,7 @@ void compute_varlen_bwd(const OutputGradients& d, const Operands& x, const Packi
 
 template <bool kGiven>
 void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack + kFirstOfBackward, stack + kScoresOfBackward, 3)) {
+  if (!is_supported(stack + kFirstOfBackward, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_bwd", stack, count, results);
   }
   Arguments from(stack);
@@ -683,14 +710,14 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t count, uint64_t results)
   const Operands x{from};
   const Packing packing{from};
   const Outputs outputs{from};
-  skip_longest(from);
+  const Longest longest_of{from};
   const Options options{from};
   const std::vector<bool> needs = needs_of(from, results);
   check_dimensions(x, 3);
   const Gradients g = gradients_of<kGiven>(from, x, needs);
   const ScoreGradients of_scores =
       score_gradients_of<kGiven>(from, options, needs, x.q.scalar_type());
-  compute_varlen_bwd(d, x, packing, outputs, options, needs, g, of_scores);
+  compute_varlen_bwd(d, x, packing, outputs, longest_of, options, needs, g, of_scores);
   return_results(stack, g.dq, g.dk, g.dv, of_scores.ddistance_bias, of_scores.dsinks);
 }
 

@@ -45,7 +45,7 @@ struct Case {
   int64_t batch, heads, kv_heads;
   int queries, keys;
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_k;  // empty: not packed
-  bool mask, dropout;
+  bool mask, dropout, changes;                      // changes: bias by distance, soft cap and sinks
 };
 
 // What one run leaves behind: out, lse and the gradients.
@@ -59,8 +59,10 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   Floats k = numbers(key_rows * c.kv_heads * kHeadDim, 3);
   Floats v = numbers(key_rows * c.kv_heads * kValueDim, 4);
   Floats bias = numbers(c.heads * c.keys, 5);
+  const int64_t distances = c.queries + c.keys - 1;
+  Floats distance_bias = numbers(c.heads * distances, 6), sinks = numbers(c.heads, 7);
   Floats out(dout.size()), lse(lse_rows), dq(q.size()), dk(k.size()), dv(v.size()),
-      dbias(bias.size());
+      dbias(bias.size()), ddistance_bias(distance_bias.size()), dsinks(sinks.size());
 
   // Storage [batch, positions, heads, columns], which is [positions, heads, columns] when packed.
   const auto view = [&](Floats& x, int64_t heads, int64_t positions, int64_t columns) {
@@ -94,6 +96,11 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   a.window_left = c.queries + c.keys;
   a.causal = kBottomRight;
   a.scale = 0.3f;
+  if (c.changes) {
+    a.distance_bias = {distance_bias.data(), 1, 0, distances, distances, c.keys - 1};
+    a.softcap = 2.0f;
+    a.sinks = sinks.data();
+  }
   a.dropout = {c.dropout ? 40 : 0, c.dropout ? 256.0f / 216.0f : 1.0f, 17u, 23u};
 
   Forward forward = {a, view(out, c.heads, c.queries, kValueDim), lse.data(), nullptr};
@@ -112,21 +119,35 @@ std::vector<Floats> results(const Case& c, int64_t threads) {
   if (c.mask) {
     backward.dmask = mask_view(dbias);
   }
-  workspace.assign(backward_floats(a, lse_rows, threads), 0.0f);
+  if (c.changes) {
+    backward.ddistance_bias = {ddistance_bias.data(), 1, 0, distances, distances, c.keys - 1};
+    backward.dsinks = dsinks.data();
+  }
+  workspace.assign(backward_floats(backward, lse_rows, threads), 0.0f);
   const int64_t backward_size = static_cast<int64_t>(workspace.size());
   launch_backward(portable::kKernels, backward, lse_rows, workspace.data(), backward_size, threads,
                   kOnThreads);
-  return {out, lse, dq, dk, dv, dbias};
+  return {out, lse, dq, dk, dv, dbias, ddistance_bias, dsinks};
 }
 
 }  // namespace
 
 int main() {
   const Case cases[] = {
-      {"one pass over the gradients", 4, 4, 4, 200, 230, {}, {}, true, true},
-      {"queries and keys in passes of their own", 1, 2, 1, 330, 400, {}, {}, false, true},
-      {"one query, several splits", 1, 4, 2, 1, 2500, {}, {}, false, false},
-      {"packed", 4, 3, 3, 210, 300, {0, 210, 210, 211, 330}, {0, 300, 320, 450, 450}, false, true},
+      {"one pass over the gradients", 4, 4, 4, 200, 230, {}, {}, true, true, true},
+      {"queries and keys in passes of their own", 1, 2, 1, 330, 400, {}, {}, false, true, true},
+      {"one query, several splits", 1, 4, 2, 1, 2500, {}, {}, false, false, true},
+      {"packed",
+       4,
+       3,
+       3,
+       210,
+       300,
+       {0, 210, 210, 211, 330},
+       {0, 300, 320, 450, 450},
+       false,
+       true,
+       true},
       {"packed, one query each",
        3,
        4,
@@ -136,7 +157,9 @@ int main() {
        {0, 1, 1, 2},
        {0, 2100, 2110, 3600},
        false,
-       false},
+       false,
+       true},
+      {"no change of scores", 4, 4, 4, 200, 230, {}, {}, true, true, false},
   };
   bool all_agree = true;
   for (const Case& c : cases) {

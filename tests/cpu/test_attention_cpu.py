@@ -49,6 +49,14 @@ TYPICAL = (
     "sinks_gqa_window",
     "sinks_dead_rows",
     "sinks_one_query_long",
+    "softcap",
+    "softcap_bias_lengths",
+    "softcap_one_query",
+    "alibi_bias",
+    "alibi_gqa_lengths",
+    "alibi_one_query_own",
+    "relative_own_diagonals",
+    "relative_gqa_mask",
 )
 
 
@@ -89,7 +97,10 @@ def _results_of_all_options(
     k = _randn(B, K, N, 40, dtype=dtype, seed=2).requires_grad_()
     v = _randn(B, K, N, 24, dtype=dtype, seed=3).requires_grad_()
     mask = _randn(1, H, 1, N, seed=4).requires_grad_()
-    sinks = _randn(H, seed=7).requires_grad_()
+    sinks, slopes, table = (
+        _randn(*shape, seed=seed).requires_grad_()
+        for seed, shape in ((7, (H,)), (8, (B, H)), (9, (H, 32)))
+    )
     outputs = fastattn.attention(
         q,
         k,
@@ -102,11 +113,16 @@ def _results_of_all_options(
         dropout_p=0.1,
         dropout_seed=torch.tensor([5]),
         sinks=sinks,
+        alibi_slopes=slopes,
+        relative_bias=table,
+        relative_buckets="t5",
+        softcap=2.0,
         return_lse=True,
         backend="cpu",
     )
     gradients = [_randn(*x.shape, dtype=x.dtype, seed=6) for x in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, (q, k, v, mask, sinks), gradients)]
+    inputs = (q, k, v, mask, sinks, slopes, table)
+    return [*outputs, *torch.autograd.grad(outputs, inputs, gradients)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,6 +131,8 @@ def _results_of_all_options(
     [
         pytest.param(2, 4, 2, 260, 300, id="one pass over all gradients"),
         pytest.param(1, 2, 1, 300, 400, id="keys and queries in passes of their own"),
+        # More tiles of keys than parts of the sums by distance.
+        pytest.param(1, 2, 1, 40, 1200, id="keys and queries in passes of their own, many keys"),
         pytest.param(3, 8, 4, 1, 3000, id="one query"),
     ],
 )
@@ -138,9 +156,13 @@ def test_heads_of_a_large_group(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_dead_positions_may_hold_anything(dtype: torch.dtype, columns: int, value: float) -> None:
+@pytest.mark.parametrize("changed", [False, True], ids=["plain", "changed scores"])
+def test_dead_positions_may_hold_anything(
+    changed: bool, dtype: torch.dtype, columns: int, value: float
+) -> None:
     """Dead by lengths and by a mask, in q, k, v, dout and dlse: the bits as if they held 0."""
     B, H, M, N, D = 2, 2, 130, 140, 64
+    sinks = torch.tensor([0.5, -0.5])
     lengths = torch.tensor([140, 70])
     mask = torch.ones(1, 1, M, N, dtype=torch.bool)
     mask[..., 3::7, :] = False  # dead rows
@@ -157,16 +179,22 @@ def test_dead_positions_may_hold_anything(dtype: torch.dtype, columns: int, valu
             x[..., :columns][dead] = filling
         dlse[dead_rows] = filling
         inputs = [x.requires_grad_() for x in (q, k, v)]
+        options: dict[str, Any] = {}
+        if changed:
+            slopes = torch.tensor([0.1, 0.2]).requires_grad_()
+            inputs.append(slopes)
+            options = {"softcap": 2.0, "sinks": sinks, "alibi_slopes": slopes}
         outputs = fastattn.attention(
-            *inputs, mask=mask, key_lengths=lengths, return_lse=True, backend="cpu"
+            *inputs[:3], mask=mask, key_lengths=lengths, **options, return_lse=True, backend="cpu"
         )
         return [*outputs, *torch.autograd.grad(outputs, inputs, (dout, dlse))]
 
     zeros, poisoned = results(0.0), results(value)
     for one, other in zip(zeros, poisoned, strict=True):
         assert torch.equal(one, other)
-    out, lse, dq, dk, dv = poisoned
-    assert (out[dead_rows] == 0).all() and (lse[dead_rows] == -torch.inf).all()
+    out, lse, dq, dk, dv, *_ = poisoned
+    dead_lse = sinks.view(H, 1).expand(B, H, M) if changed else torch.full((B, H, M), -torch.inf)
+    assert (out[dead_rows] == 0).all() and torch.equal(lse[dead_rows], dead_lse[dead_rows])
     assert (dq[dead_rows] == 0).all()
     assert (dk[dead_keys] == 0).all() and (dv[dead_keys] == 0).all()
 
@@ -260,25 +288,30 @@ def test_the_layout_of_a_mask_changes_no_bit(
 
 
 # -- requested gradients --------------------------------------------------------------------------
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "mask", "qv", "kmask"])
+@pytest.mark.parametrize(
+    "wanted",
+    ["q", "k", "v", "mask", "qv", "kmask", "sinks", "relative_bias", "qrelative_bias", "vsinks"],
+)
 @pytest.mark.parametrize("through", ["out", "lse"])
 def test_some_gradients(wanted: str, through: str) -> None:
     """The bits of a gradient do not depend on which others are requested."""
     inputs = {name: _randn(1, 2, 100, 16, seed=i) for i, name in enumerate("qkv")}
     inputs["mask"] = _randn(1, 2, 1, 100, seed=7)
+    inputs["sinks"], inputs["relative_bias"] = _randn(2, seed=5), _randn(2, 9, seed=6)
+    options: dict[str, Any] = {"relative_buckets": "clipped", "softcap": 2.0}
 
     def gradients(names: list[str]) -> dict[str, Tensor]:
         given = {n: x.clone().requires_grad_(n in names) for n, x in inputs.items()}
         with poisoned_results():
-            out, lse = fastattn.attention(**given, return_lse=True, backend="cpu")
+            out, lse = fastattn.attention(**given, **options, return_lse=True, backend="cpu")
             result = out if through == "out" else lse
             values = torch.autograd.grad(
                 result, [given[n] for n in names], _randn(*result.shape, seed=8)
             )
         return dict(zip(names, values, strict=True))
 
-    names = re.findall("mask|q|k|v", wanted)
-    everything = gradients(["q", "k", "v", "mask"])
+    names = re.findall("mask|sinks|relative_bias|q|k|v", wanted)
+    everything = gradients([*inputs])
     for name, value in gradients(names).items():
         assert torch.equal(value, everything[name]), name
 
@@ -339,6 +372,56 @@ def test_a_value_for_all_keys_of_a_row_competes_with_the_sink(
         results(torch.float32, "cpu"), results(torch.float64, "reference"), strict=True
     ):
         torch.testing.assert_close(actual.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("M, N", [(250, 1500), (1, 300)])
+def test_the_bias_of_a_distance_is_that_of_a_mask(
+    isa: str, M: int, N: int, dtype: torch.dtype
+) -> None:
+    """The op's bias by distance as a dense mask gives the same results; the gradient of each entry
+    is the sum of the mask's gradient over its diagonal. Over several tiles and parts of the keys.
+    """
+    q, k, v, dout = (_randn(2, 2, n, 16, dtype=dtype, seed=i) for i, n in enumerate((M, N, N, M)))
+    bias = _randn(2, 2, M + N - 1, seed=5).requires_grad_()
+    entries = torch.arange(N) - torch.arange(M)[:, None] + M - 1
+    mask = bias.detach()[:, :, entries].requires_grad_()
+
+    def results(given: Tensor, name: str) -> list[Tensor]:
+        arguments = {"mask": None, "mask_tiles": None, "key_lengths": None, "query_lengths": None}
+        options: dict[str, Any] = {"distance_bias": None, "sinks": None, "softcap": 0.0}
+        options |= {"causal": 2, "window_left": -1, "window_right": -1, "scale": 0.25}
+        options |= {"dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0}
+        restrictions = arguments | options | {name: given}
+        out, lse = torch.ops.fastattn.attention_fwd(q, k, v, **restrictions)
+        return [out, lse, torch.autograd.grad(out, given, dout)[0]]
+
+    out, lse, gradient = results(bias, "distance_bias")
+    same_out, same_lse, dmask = results(mask, "mask")
+    tolerance = {"rtol": 1e-5, "atol": 1e-4 if dtype == torch.float32 else 0.1}
+    torch.testing.assert_close(out, same_out, **tolerance)
+    torch.testing.assert_close(lse, same_lse, rtol=1e-5, atol=1e-5)
+    sums = torch.zeros_like(bias).flatten(0, 1)
+    sums.index_add_(1, entries.flatten(), dmask.flatten(0, 1).flatten(1))
+    torch.testing.assert_close(gradient.flatten(0, 1), sums, **tolerance)
+
+
+def test_slopes_in_any_layout() -> None:
+    """The op's bias by distance, and its gradient, have the layout of the slopes."""
+    q, k, v, dout = (_randn(3, 2, 40, 16, seed=i) for i in range(4))
+    slopes = _randn(2, 3, seed=5).mT
+    assert not slopes.is_contiguous()
+
+    def results(slopes: Tensor, backend: str | None) -> list[Tensor]:
+        slopes = slopes.detach().requires_grad_()
+        out = fastattn.attention(q, k, v, alibi_slopes=slopes, backend=backend)
+        return [out, *torch.autograd.grad(out, slopes, dout)]
+
+    expected = results(slopes.contiguous(), "cpu")
+    for backend in ("cpu", None):
+        for one, other in zip(results(slopes, backend), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 # -- layouts -------------------------------------------------------------------------------------
@@ -438,6 +521,9 @@ def _forward(**changes: Any) -> None:
         ({"key_lengths": torch.zeros(1)}, "key_lengths must be int32 or int64"),
         ({"key_lengths": torch.zeros(2).int()}, "key_lengths must be a contiguous CPU tensor of 1"),
         ({"dropout_p": 0.5}, "dropout_seed must be given"),
+        ({"distance_bias": torch.zeros(1, 2, 8)}, r"distance_bias must be .* \[1 or 1, 2, 9\]"),
+        ({"distance_bias": torch.zeros(2, 2, 9)}, r"distance_bias must be .* \[1 or 1, 2, 9\]"),
+        ({"distance_bias": torch.zeros(1, 2, 9).half()}, "distance_bias must be .* of fp32"),
         ({"sinks": torch.zeros(1)}, "sinks must be a contiguous CPU tensor of 2"),
         ({"sinks": torch.zeros(2).double()}, "sinks must be .* of the expected type"),
     ],
@@ -495,11 +581,17 @@ def test_more_positions_than_the_kernels_support_use_another_backend(
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "torch", "reference"])
-@pytest.mark.parametrize("M, N", [(0, 64), (3, 0)])
-def test_a_mask_of_no_pairs_has_a_zero_gradient(M: int, N: int, backend: str | None) -> None:
-    q, k = torch.randn(1, 1, M, 8), torch.randn(1, 1, N, 8)
+@pytest.mark.parametrize("B, M, N", [(1, 0, 64), (1, 3, 0), (0, 3, 4)])
+def test_biases_of_no_pairs_have_zero_gradients(
+    B: int, M: int, N: int, backend: str | None
+) -> None:
+    """Those of a sink are 0 too: out of no key is 0, and rows of no batch have no lse."""
+    q, k = torch.randn(B, 2, M, 8), torch.randn(B, 2, N, 8)
     mask = torch.randn(1, 1, 1, N, requires_grad=True)
+    table, sinks = torch.randn(2, 5, requires_grad=True), torch.randn(2, requires_grad=True)
+    options: dict[str, Any] = {"relative_bias": table, "relative_buckets": "clipped"}
     with poisoned_results():
-        out = fastattn.attention(q, k, k, mask=mask, backend=backend)
-        [gradient] = torch.autograd.grad(out.sum(), mask)
-    assert torch.equal(gradient, torch.zeros_like(mask))
+        out = fastattn.attention(q, k, k, mask=mask, sinks=sinks, **options, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), (mask, table, sinks))
+    for gradient in gradients:
+        assert torch.equal(gradient, torch.zeros_like(gradient))

@@ -39,7 +39,7 @@ def _randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _outputs_and_gradients(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **options: Any
 ) -> list[Tensor]:
-    """Outputs and gradients, those of sinks too if given."""
+    """Outputs and gradients, also of options that require them."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     learned = [x for x in options.values() if isinstance(x, Tensor) and x.requires_grad]
     longest = (int(cu.diff().max()) if cu.numel() > 1 else 0 for cu in (cu_q, cu_k))
@@ -72,6 +72,8 @@ def test_threads_change_no_bit(
         "dropout_p": 0.1,
         "dropout_seed": torch.tensor([5]),
         "sinks": _randn(4, dtype=torch.float32, seed=4).requires_grad_(),
+        "alibi_slopes": _randn(4, dtype=torch.float32, seed=5).requires_grad_(),
+        "softcap": 2.0,
     }
     assert_threads_change_no_bit(lambda: _outputs_and_gradients(q, k, v, cu_q, cu_k, **options))
 
@@ -83,15 +85,13 @@ def test_a_sequence_equals_a_call_of_attention(dtype: torch.dtype) -> None:
     cu_q, cu_k = _offsets(*lengths), _offsets(*key_lengths)
     q = _randn(sum(lengths), 4, 32, dtype=dtype, seed=1)
     k, v = (_randn(sum(key_lengths), 2, 32, dtype=dtype, seed=s) for s in (2, 3))
-    packed = fastattn.attention_varlen(
-        q, k, v, cu_q, cu_k, 130, 2100, causal="bottom_right", return_lse=True, backend="cpu"
-    )
+    options: dict[str, Any] = {"causal": "bottom_right", "return_lse": True, "backend": "cpu"}
+    options |= {"softcap": 3.0, "sinks": torch.arange(4.0), "alibi_slopes": torch.arange(4.0) / 50}
+    packed = fastattn.attention_varlen(q, k, v, cu_q, cu_k, 130, 2100, **options)
     bounds = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
     for (q0, q1), (k0, k1) in bounds:
         heads_first = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-        out, lse = fastattn.attention(
-            *heads_first, causal="bottom_right", return_lse=True, backend="cpu"
-        )
+        out, lse = fastattn.attention(*heads_first, **options)
         assert torch.equal(packed[0][q0:q1], out[0].transpose(0, 1))
         assert torch.equal(packed[1][:, q0:q1], lse[0])
 
@@ -165,6 +165,7 @@ def _forward(**changes: Any) -> None:
         ({"out": torch.zeros(9, 1, 8)}, "out must be a CPU tensor"),
         ({"lse": torch.zeros(2, 8)}, "lse must be a contiguous CPU tensor of 18"),
         ({"sinks": torch.zeros(1)}, "sinks must be a contiguous CPU tensor of 2"),
+        ({"distance_bias": torch.zeros(1, 2, 8)}, r"distance_bias must be .* \[2 or 1, 2, 9\]"),
     ],
 )
 def test_library_protects_memory(changes: dict[str, Any], message: str) -> None:

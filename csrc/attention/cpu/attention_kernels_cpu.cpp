@@ -4,6 +4,6 @@
 #include "attention/cpu/tangents.h"
 
 namespace fastattn::attention::FASTATTN_ISA {
-const Kernels kKernels = {forward, combine_splits, tangents, delta, dq,
-                          dkv,     all_gradients,  dmask,    dsinks};
+const Kernels kKernels = {forward, combine_splits, tangents, delta,          dq,
+                          dkv,     all_gradients,  dmask,    ddistance_bias, dsinks};
 }  // namespace fastattn::attention::FASTATTN_ISA

@@ -3,6 +3,13 @@
 //
 //   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = dropout(p)^T dout   dmask = ds
 //
+// ddistance_bias is the sum of ds over the pairs of each distance. Each tile's sums are added to
+// those of a part of the keys (kDistanceParts), whichever worker computes it, and the parts at the
+// end, so the order is always the same.
+//
+// With a soft cap, the ds of dq and dk is multiplied by its derivative, 1 - (s / cap)^2, where s is
+// the capped score.
+//
 // One task computes dq, dk and dv of a (batch, kv head). Where there are too few of these, tiles of
 // keys (dk, dv) and tiles of queries (dq) are separate tasks: two more products per tile, but the
 // same tiles in the same order, so the same bits. A separate pass computes dmask. Dead rows, which
@@ -29,8 +36,9 @@ struct Weights {
   Float kept, ds;
 };
 
-// A row of scores and dp, and what is needed to compute its weights.
-template <bool kRange, bool kDrop, class Bias>
+// A row of scores and dp, and what is needed to compute its weights. kChanged: ds is that of the
+// products of queries and keys, and is summed by distance before.
+template <bool kRange, bool kDrop, bool kChanged, class Bias>
 struct GradientRow {
   const float *s, *dp;
   int begin, end;  // allowed keys, counted from the tile's first
@@ -38,6 +46,9 @@ struct GradientRow {
   float shift;  // kPowerShift - lse * log2(e)
   float delta;
   TileDropout::Row drawn;
+  // Of kChanged.
+  float inverse_cap;   // 0 without a soft cap
+  float* by_distance;  // where the row's ds are added, null: not wanted
 
   Weights at(int j, float scale_log2, float keep_scale) const {
     // For large scores, s - lse may be far above 0 because of rounding.
@@ -48,7 +59,15 @@ struct GradientRow {
       g = drawn.apply(g * keep_scale, j);
       kept = drawn.apply(p * keep_scale, j);
     }
-    return {kept, p * (g - delta)};
+    Float ds = p * (g - delta);
+    if constexpr (kChanged) {
+      if (by_distance) {
+        store(by_distance + j, load(by_distance + j) + ds);
+      }
+      const Float ratio = load(s + j) * inverse_cap;
+      ds *= fma(-ratio, ratio, splat(1.0f));
+    }
+    return {kept, ds};
   }
 };
 
@@ -102,11 +121,13 @@ class Gradients {
     }
   }
 
-  // Computes p and ds of the packed queries and keys; false if no pair is allowed.
-  bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries) {
+  // Computes p and ds of the packed queries and keys; false if no pair is allowed. Unless
+  // distance_sums is null, adds ds there, as distance_sums_of.
+  bool compute(const RowRanges& rows, const float* delta, bool for_keys, bool for_queries,
+               float* distance_sums = nullptr) {
     columns_ = round_up(smaller(rows.some.end - first_key_, kTileKeys), kLanes);
     live_ = rows.touching(first_key_, columns_);
-    const TileBias bias(a_, sequence_.b, h_, first_row_, live_, first_key_, memory_.bias);
+    const TileBias bias(a_, sequence_, h_, first_row_, live_, first_key_, memory_.bias);
     if (is_empty(live_) || bias.none) {
       return false;
     }
@@ -120,25 +141,41 @@ class Gradients {
     } else {
       memset(dp, 0, sizeof(float) * count * kTileKeys);
     }
+    cap_scores(a_, count, columns_, s);
     const TileDropout dropout(a_, sequence_.b, h_, first_row_, first_key_);
     const LseRows known = lse_rows(a_, sequence_, h_, first_row_);
-    bias.with_rows([&](const auto& bias_row) {
+    const float inverse_cap = a_.softcap > 0.0f ? 1.0f / a_.softcap : 0.0f;
+    const auto write = [&](auto changed, const auto& bias_row) __attribute__((always_inline)) {
       with_flags(!rows.allows_all(first_key_, columns_), bool(dropout), [&](auto range, auto drop) {
         const auto row = [&](int i) __attribute__((always_inline)) {
           const float lse_log2 = known.dead(i) ? 0.0f : known.lse[i] * kLog2E;
-          return GradientRow<range, drop, decltype(bias_row(i))>{memory_.s + i * kTileKeys,
-                                                                 memory_.dp + i * kTileKeys,
-                                                                 rows.begin[i] - first_key_,
-                                                                 rows.end[i] - first_key_,
-                                                                 bias_row(i),
-                                                                 kPowerShift - lse_log2,
-                                                                 delta[i],
-                                                                 dropout.row(i)};
+          return GradientRow<range, drop, changed, decltype(bias_row(i))>{
+              memory_.s + i * kTileKeys,
+              memory_.dp + i * kTileKeys,
+              rows.begin[i] - first_key_,
+              rows.end[i] - first_key_,
+              bias_row(i),
+              kPowerShift - lse_log2,
+              delta[i],
+              dropout.row(i),
+              inverse_cap,
+              distance_sums ? tile_sums(i) : nullptr};
         };
         columns_ == kTileKeys ? write_weights(row, kTileKeys, for_keys, for_queries)
                               : write_weights(row, columns_, for_keys, for_queries);
       });
-    });
+    };
+    if (distance_sums) {
+      memset(memory_.by_distance, 0, sizeof(float) * kTileSums);
+    }
+    if (distance_sums || (a_.softcap > 0.0f && (for_keys || for_queries))) {
+      write(std::true_type{}, [&bias](int i) { return bias.floats(i); });
+    } else {
+      bias.with_rows([&](const auto& bias_row) { write(std::false_type{}, bias_row); });
+    }
+    if (distance_sums) {
+      add_tile_sums(distance_sums);
+    }
     return true;
   }
 
@@ -168,6 +205,28 @@ class Gradients {
 
  private:
   static constexpr int kBlock = 16;  // positions and units that are transposed together
+
+  // Sums by distance of a tile. Row i adds its ds from column 0 on at tile_sums(i), always whole
+  // aligned vectors: rows whose numbers differ by a multiple of kLanes share sums, rows of other
+  // numbers have their own, each of kSumStride floats with a margin of zeros on both sides.
+  static constexpr int kSumStride = kTileDistances + kLanes;
+  float* tile_sums(int i) const {
+    return memory_.by_distance + i % kLanes * kSumStride + kTileRows - i / kLanes * kLanes;
+  }
+  void add_tile_sums(float* sums) const {
+    const int rows = live_.end - live_.begin;
+    const int columns = smaller(columns_, sequence_.keys - first_key_);
+    // Of the last row and the first column.
+    const float* first = memory_.by_distance + kTileRows - live_.end + 1;
+    float* const result = sums + first_key_ - first_row_ + sequence_.queries - live_.end;
+    for_vectors(rows + columns - 1, [&](auto lanes, int64_t t) {
+      Float total = lanes.load(result + t);
+      for (int r = 0; r < kLanes; ++r) {
+        total += load(first + r * (kSumStride + 1) + t);
+      }
+      lanes.store(result + t, total);
+    });
+  }
 
   void sum_of_keys(const Unit* weights, const Unit* values, int64_t dim, float* sums,
                    bool add) const {
@@ -217,7 +276,7 @@ class Gradients {
   template <class RowOf>
   inline __attribute__((always_inline)) void write_weights(const RowOf& row, int columns,
                                                            bool for_keys, bool for_queries) {
-    const float scale_log2 = a_.scale * kLog2E, keep_scale = a_.dropout.scale;
+    const float scale_log2 = a_.score_scale() * kLog2E, keep_scale = a_.dropout.scale;
     if constexpr (C::kDepth == 1) {
       (void)for_keys;
       (void)for_queries;
@@ -384,8 +443,16 @@ void dq(const Backward& a, Queue& queue, float* workspace) {
   });
 }
 
+// Clears the sums by distance of all heads of a group over a part of the keys.
+inline void clear_distance_sums(const Backward& a, const Sequence& s, int64_t kv_head,
+                                int64_t part) {
+  for (int64_t h = kv_head * a.group(); h < (kv_head + 1) * a.group(); ++h) {
+    memset(a.distance_sums_of(s, h, part), 0, sizeof(float) * (s.queries + s.keys));
+  }
+}
+
 // Computes dk and dv of a tile of keys; unless dq is null, adds to dq ([group][queries] rows) of
-// all queries that attend it.
+// all queries that attend it. Adds to the sums by distance.
 template <class C>
 void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
                    const DeadKeys& dead, Gradients<C>& tiles, const BackwardWorkspace& memory,
@@ -403,8 +470,11 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
     begun = true;
   };
   bool packed = false;
+  const bool for_keys = a.dk.data || a.dv.data;
   for (int64_t g = 0; g < group; ++g) {
     const int64_t h = kv_head * group + g;
+    float* const distance_sums =
+        a.ddistance_bias.data ? a.distance_sums_of(s, h, n % a.distance_parts()) : nullptr;
     for (int64_t i = 0; i * kTileRows < s.queries; ++i) {
       const int first = static_cast<int>(i) * kTileRows;
       const RowRanges rows(a, s, first, lse_rows(a, s, h, first));
@@ -415,8 +485,9 @@ void key_gradients(const Backward& a, const Sequence& s, int64_t kv_head, int n,
         tiles.pack_keys(s, kv_head, n, dead);
         packed = true;
       }
-      tiles.pack_queries(s, h, first, rows.count, true);
-      if (!tiles.compute(rows, row_values(a, a.delta, s, h, first), true, dq != nullptr)) {
+      tiles.pack_queries(s, h, first, rows.count, for_keys);
+      if (!tiles.compute(rows, row_values(a, a.delta, s, h, first), for_keys, dq != nullptr,
+                         distance_sums)) {
         continue;
       }
       if (!begun && tiles.columns() < columns) {
@@ -448,13 +519,19 @@ void dkv(const Backward& a, Queue& queue, float* workspace) {
     const BackwardWorkspace memory(a, workspace);
     Gradients<decltype(u)> tiles(a, memory);
     for_tasks(queue, [&](int64_t task) {
-      const int n = static_cast<int>(task % a.key_tiles());
-      const int64_t head = task / a.key_tiles(), kv_head = head % a.kv_heads;
+      const int step = static_cast<int>(a.key_tasks());
+      const int first = static_cast<int>(task % step);
+      const int64_t head = task / step, kv_head = head % a.kv_heads;
       const Sequence s = a.sequence(head / a.kv_heads);
-      if (n * kTileKeys >= s.keys) {
-        return last_of_head(task, a.key_tiles());
+      if (first * kTileKeys >= s.keys) {
+        return last_of_head(task, step);
       }
-      key_gradients(a, s, kv_head, n, DeadKeys(a, s, kv_head), tiles, memory, nullptr);
+      if (a.ddistance_bias.data) {
+        clear_distance_sums(a, s, kv_head, first);
+      }
+      for (int n = first; n * kTileKeys < s.keys; n += step) {
+        key_gradients(a, s, kv_head, n, DeadKeys(a, s, kv_head), tiles, memory, nullptr);
+      }
       return task;
     });
   });
@@ -471,6 +548,9 @@ void all_gradients(const Backward& a, Queue& queue, float* workspace) {
       const DeadKeys dead(a, s, kv_head);
       for (int64_t g = 0; g < a.group(); ++g) {
         memset(memory.dq + g * head_size, 0, sizeof(float) * s.queries * D);
+      }
+      for (int64_t part = 0; a.ddistance_bias.data && part < a.distance_parts(); ++part) {
+        clear_distance_sums(a, s, kv_head, part);
       }
       for (int n = 0; n * kTileKeys < s.keys; ++n) {
         key_gradients(a, s, kv_head, n, dead, tiles, memory, memory.dq);
@@ -595,6 +675,32 @@ void dmask(const Backward& a, Queue& queue, float* workspace) {
       for (int64_t j = 0; j < kTileKeys && first_key + j < mask.sizes[3]; ++j) {
         store_mask_value(mask, mask_offset(mask, b, h, first_row + r, first_key + j),
                          memory.sums[r * kTileKeys + j]);
+      }
+    }
+    return task;
+  });
+}
+
+// -- ddistance_bias ------------------------------------------------------------------------------
+void ddistance_bias(const Backward& a, Queue& queue, float*) {
+  const DistanceBias& result = a.ddistance_bias;
+  for_tasks(queue, [&](int64_t task) {
+    const int64_t h = task % a.heads;
+    float* const row = result.row(task / a.heads, h);
+    memset(row, 0, sizeof(float) * result.count);
+    const Range batches = summed(result.batch, task / a.heads, a.batch);
+    for (int b = batches.begin; b < batches.end; ++b) {
+      const Sequence s = a.sequence(b);
+      // The entry of the first sum. Sums whose entry is outside are 0.
+      const int64_t first = result.first - s.bounds.diagonal - (s.queries - 1);
+      const int64_t begin = std::max<int64_t>(-first, 0);
+      const int64_t end = std::min<int64_t>(int64_t{s.queries} + s.keys - 1, result.count - first);
+      for (int64_t part = 0; part < a.distance_parts() && part * kTileKeys < s.keys; ++part) {
+        const float* sums = a.distance_sums_of(s, h, part);
+        for_vectors(end - begin, [&](auto lanes, int64_t t) {
+          float* const entries = row + first + begin + t;
+          lanes.store(entries, lanes.load(entries) + lanes.load(sums + begin + t));
+        });
       }
     }
     return task;

@@ -323,7 +323,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   }
   const int64_t numbers = a.batch * a.kv_heads * a.keys * (a.head_dim + a.value_dim);
   const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
-  const float scale_log2 = a.scale * kLog2E;
+  const float scale_log2 = a.score_scale() * kLog2E;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first = n * kTileKeys;
     const int begin = larger(rows.some.begin - first, 0);
@@ -339,6 +339,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     const Rows<T> v = rows_of(a.v, begin, end - begin, a.value_dim);
     memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
     decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin);
+    cap_scores(a, heads, columns, memory.s);
     const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
     Rows<T> next = {};
     if (left > 0) {
@@ -351,7 +352,7 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     }
     for (int g = 0; g < heads; ++g) {
       float *const s = memory.s + g * kTileKeys, *const partial = partials + g * stride;
-      const TileBias bias(a, sequence.b, h + g, 0, {0, 1}, first, memory.bias);
+      const TileBias bias(a, sequence, h + g, 0, {0, 1}, first, memory.bias);
       if (bias.none) {
         memset(s, 0, sizeof(float) * kTileKeys);
         continue;

@@ -171,13 +171,13 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
   float *const s = memory.s, *const o = memory.o;
   bool o_written = false;
   SoftmaxState state(rows.count);
-  const float scale_log2 = a.scale * kLog2E;
+  const float scale_log2 = a.score_scale() * kLog2E;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first_key = n * kTileKeys;
     const int in_tile = smaller(rows.some.end - first_key, kTileKeys);
     const int columns = round_up(in_tile, kLanes);
     const Range live = rows.touching(first_key, columns);
-    const TileBias bias(a, sequence.b, at.h, at.first, live, first_key, memory.bias);
+    const TileBias bias(a, sequence, at.h, at.first, live, first_key, memory.bias);
     if (is_empty(live) || bias.none) {
       continue;
     }
@@ -185,8 +185,9 @@ void forward_tile(const Forward& a, const QueryTile& at, PackedKeys<C>& keys,
     const int count = live.end - live.begin;
     multiply<C>(count, columns, depth, q.row(live.begin), q.stride, 1, keys.k(n), kTileKeys,
                 s + live.begin * kTileKeys, kTileKeys, false);
+    cap_scores(a, count, columns, s + live.begin * kTileKeys);
     const TileDropout dropout(a, sequence.b, at.h, at.first, first_key);
-    const bool restricted = !rows.allows_all(first_key, columns) || !(a.scale > 0.0f);
+    const bool restricted = !rows.allows_all(first_key, columns) || !(scale_log2 > 0.0f);
     bias.with_rows([&](const auto& bias_row) {
       with_flags(restricted, bool(dropout), [&](auto range, auto drop) {
         softmax_rows<C, range, drop>(rows, live, scale_log2, bias_row, dropout, first_key, columns,

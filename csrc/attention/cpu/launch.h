@@ -120,8 +120,8 @@ void launch_tangents(const Kernels& kernels, Tangents& a, float* workspace, int6
 
 // -- backward ------------------------------------------------------------------------------------
 // lse_rows: rows of lse in all heads.
-inline int64_t backward_floats(const Problem& a, int64_t lse_rows, int64_t threads) {
-  return padded(lse_rows) +
+inline int64_t backward_floats(const Backward& a, int64_t lse_rows, int64_t threads) {
+  return padded(lse_rows) + a.distance_sums_floats() +
          workers_for(a, kBackwardProducts, threads) * BackwardWorkspace(a, nullptr).floats;
 }
 
@@ -129,9 +129,10 @@ template <class Parallel>
 void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, float* workspace,
                      int64_t available, int64_t threads, const Parallel& parallel) {
   a.delta = workspace;
-  const int64_t delta = padded(lse_rows);
-  const auto team = team_of(workers_for(a, kBackwardProducts, threads), workspace + delta,
-                            available - delta, BackwardWorkspace(a, nullptr).floats, parallel);
+  a.distance_sums = workspace + padded(lse_rows);
+  const int64_t shared = padded(lse_rows) + a.distance_sums_floats();
+  const auto team = team_of(workers_for(a, kBackwardProducts, threads), workspace + shared,
+                            available - shared, BackwardWorkspace(a, nullptr).floats, parallel);
   const int64_t kv_heads = a.batch * a.kv_heads;
   const auto run = [&](auto kernel, int64_t tasks_of_kv_head) {
     team.run(kernel, a, kv_heads * tasks_of_kv_head, chunk_of(a, tasks_of_kv_head, team.workers));
@@ -145,18 +146,23 @@ void launch_backward(const Kernels& kernels, Backward& a, int64_t lse_rows, floa
   if (a.dsinks) {
     team.run(kernels.dsinks, a, a.heads, 1);
   }
-  const bool wants_queries = a.dq.data, wants_keys = a.dk.data || a.dv.data;
+  const bool wants_queries = a.dq.data;
+  const bool wants_keys = a.dk.data || a.dv.data || a.ddistance_bias.data;
   // One pass takes five products per tile, two take seven. One pass has fewer tasks, and their last
   // round may leave workers idle.
   const int64_t rounds = ceil_div(kv_heads, team.workers);
   if (wants_queries && wants_keys && 5 * rounds * team.workers <= 7 * kv_heads) {
-    return team.run(kernels.all_gradients, a, kv_heads, 1);
+    team.run(kernels.all_gradients, a, kv_heads, 1);
+  } else {
+    if (wants_queries) {
+      run(kernels.dq, a.group() * a.row_tiles());
+    }
+    if (wants_keys) {
+      run(kernels.dkv, a.key_tasks());
+    }
   }
-  if (wants_queries) {
-    run(kernels.dq, a.group() * a.row_tiles());
-  }
-  if (wants_keys) {
-    run(kernels.dkv, a.key_tiles());
+  if (a.ddistance_bias.data) {
+    team.run(kernels.ddistance_bias, a, a.ddistance_bias.batch * a.heads, 1);
   }
 }
 

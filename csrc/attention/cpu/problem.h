@@ -28,6 +28,14 @@ constexpr int kTileKeys = 128;
 // Rows of a dense mask that are held as floats: gradients in bf16 are computed for two rows at a
 // time.
 constexpr int kBiasRows = 2;
+// Distances between the rows and keys of a tile, rounded up.
+constexpr int kTileDistances = kTileRows + kTileKeys;
+// Every so many'th tile of keys has the same sums by distance, which one task computes. With fewer,
+// workers could be idle; each takes 2 / head_dim of q's memory in fp32.
+constexpr int kDistanceParts = 8;
+// Floats of one tile's sums by distance: rows for each lane of a vector, with margins of a vector.
+constexpr int kMostLanes = 16;
+constexpr int kTileSums = kMostLanes * (kTileDistances + kMostLanes) + kMostLanes;
 
 // Keys of a split for one query (decoding). Where one worker computes all splits, it combines them
 // in the same way, so that the bits are the same.
@@ -66,6 +74,17 @@ struct Lengths {
   }
 };
 
+// A bias for each head and distance: (query i, key j) adds entry j - i - diagonal + first.
+struct DistanceBias {
+  float* data = nullptr;  // [batch or 1, heads, count], rows contiguous; null: none
+  int64_t batch = 0, batch_stride = 0, head_stride = 0;
+  int64_t count = 0, first = 0;
+
+  FASTATTN_INLINE float* row(int64_t b, int64_t h) const {
+    return data + (batch > 1 ? b * batch_stride : 0) + h * head_stride;
+  }
+};
+
 struct Dropout {
   int threshold = 0;  // 0: no dropout
   float scale = 1.0f;
@@ -93,7 +112,9 @@ struct Problem {
   int window_left, window_right;  // not negative; unlimited: at least queries + keys
   int64_t causal;                 // as in the schema
   float scale;
+  DistanceBias distance_bias;
   const float* sinks;  // [heads], null: none
+  float softcap;       // 0: none
   Dropout dropout;
 
   FASTATTN_INLINE Sequence sequence(int64_t b) const {
@@ -112,6 +133,8 @@ struct Problem {
     return s;
   }
 
+  // What scores are multiplied by; capped ones already have the scale.
+  FASTATTN_INLINE float score_scale() const { return softcap > 0.0f ? 1.0f : scale; }
   FASTATTN_INLINE float sink(int64_t h) const {
     return sinks ? sinks[h] : -std::numeric_limits<float>::infinity();
   }
@@ -153,16 +176,43 @@ struct Tangents : Forward {
 };
 
 struct Backward : Problem {
-  TensorView out, dout;     // null data: the gradient of out is 0
-  const float *lse, *dlse;  // dlse may be null
-  TensorView dq, dk, dv;    // null data: not wanted
-  MaskView dmask;           // type kNone: not wanted
-  float* dsinks;            // [heads], null: not wanted
+  TensorView out, dout;         // null data: the gradient of out is 0
+  const float *lse, *dlse;      // dlse may be null
+  TensorView dq, dk, dv;        // null data: not wanted
+  MaskView dmask;               // type kNone: not wanted
+  DistanceBias ddistance_bias;  // null data: not wanted
+  float* dsinks;                // [heads], null: not wanted
   // rowsum(out * dout) - dlse, which is subtracted from every dp of the row
   float* delta;
+  float* distance_sums;  // see distance_sums_of
   // Whether delta is computed from the weights instead of the rounded out. The mask's gradient is a
   // sum of ds alone and would show the rounding error.
   bool exact_delta;
+
+  FASTATTN_INLINE int64_t distance_parts() const {
+    return std::min<int64_t>(kDistanceParts, key_tiles());
+  }
+  // Tasks over the tiles of keys of a kv head; task i computes tiles i, i + key_tasks(), ...
+  FASTATTN_INLINE int64_t key_tasks() const {
+    return ddistance_bias.data ? distance_parts() : key_tiles();
+  }
+  // Sums of ds by distance over one part of the keys: that of (query i, key j) is at
+  // j - i + queries - 1.
+  FASTATTN_INLINE float* distance_sums_of(const Sequence& s, int64_t h, int64_t part) const {
+    const int64_t before =
+        cu_seqlens_q ? s.first_query + s.first_key : s.b * (int64_t{queries} + keys);
+    const int64_t distances = int64_t{s.queries} + s.keys;
+    return distance_sums + before * heads * distance_parts() +
+           (h * distance_parts() + part) * distances;
+  }
+  int64_t distance_sums_floats() const {
+    if (!ddistance_bias.data) {
+      return 0;
+    }
+    const int64_t positions = cu_seqlens_q ? int64_t{cu_seqlens_q[batch]} + cu_seqlens_k[batch]
+                                           : batch * (int64_t{queries} + keys);
+    return padded(positions * heads * distance_parts());
+  }
 };
 
 // -- workspace -----------------------------------------------------------------------------------
@@ -202,7 +252,7 @@ struct ForwardWorkspace {
     s = arena.take(M * kTileKeys);
     p = arena.take(tile * kTileKeys);
     o = arena.take(tile * E);
-    bias = arena.take(kBiasRows * kTileKeys);
+    bias = arena.take(kBiasRows * kTileKeys + kTileDistances);
     rows = arena.take(tile ? kTileKeys * (D > E ? D : E) : 0);
     k_columns = arena.take(tile ? N * D : 0);
     v_pairs = arena.take(tile ? N * E : 0);
@@ -239,11 +289,12 @@ struct BackwardWorkspace {
   float *q_rows, *q_pairs, *dout_rows, *dout_pairs;  // of a tile of queries
   float *k_rows, *k_columns, *k_pairs, *v_columns;   // of a tile of keys
   float *s, *dp, *p_pairs, *ds_rows, *ds_pairs, *bias, *sums;
+  float* by_distance;
   float *dk, *dv;
   float* dq;  // of every query of a group of heads, or of one tile
   int64_t floats;
 
-  FASTATTN_INLINE BackwardWorkspace(const Problem& a, float* base) {
+  FASTATTN_INLINE BackwardWorkspace(const Backward& a, float* base) {
     Arena arena(base);
     const int64_t D = padded(a.head_dim), E = padded(a.value_dim), larger = D > E ? D : E;
     const int64_t M = a.rows_in_tile(), tile = M * kTileKeys;
@@ -260,8 +311,9 @@ struct BackwardWorkspace {
     p_pairs = arena.take(tile);
     ds_rows = arena.take(tile);
     ds_pairs = arena.take(tile);
-    bias = arena.take(kBiasRows * kTileKeys);
+    bias = arena.take(kBiasRows * kTileKeys + kTileDistances);
     sums = arena.take(tile);
+    by_distance = arena.take(a.ddistance_bias.data ? kTileSums : 0);
     dk = arena.take(kTileKeys * D);
     dv = arena.take(kTileKeys * E);
     dq = arena.take((a.group() > 0 ? a.group() : 1) * a.row_tiles() * M * D);
@@ -273,10 +325,9 @@ struct BackwardWorkspace {
 // Each takes tasks until none is left. Tasks: forward (batch, kv head, head of the group, tile of
 // queries), or (batch, kv head, split) for one query; combine_splits (batch, kv head); tangents
 // (batch, kv head, head of the group, tile of queries), which for one query writes no out and lse;
-// delta and dq
-// (batch, kv head, head, tile of queries); dkv (batch, kv head, tile of keys); all_gradients
-// (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys or 1); dsinks
-// (head).
+// delta and dq (batch, kv head, head, tile of queries); dkv (batch, kv head, key task);
+// all_gradients (batch, kv head); dmask (batch or 1, heads or 1, tile of queries or 1, tile of keys
+// or 1); ddistance_bias (batch or 1, head), after dkv or all_gradients; dsinks (head).
 struct Kernels {
   void (*forward)(const Forward&, Queue&, float* workspace);
   void (*combine_splits)(const Forward&, Queue&, float* workspace);
@@ -286,6 +337,7 @@ struct Kernels {
   void (*dkv)(const Backward&, Queue&, float* workspace);
   void (*all_gradients)(const Backward&, Queue&, float* workspace);
   void (*dmask)(const Backward&, Queue&, float* workspace);
+  void (*ddistance_bias)(const Backward&, Queue&, float* workspace);
   void (*dsinks)(const Backward&, Queue&, float* workspace);
 };
 

@@ -71,6 +71,21 @@ struct SoftmaxState {
   }
 };
 
+// The soft cap, if there is one: products of queries and keys, in rows of kTileKeys, become
+// cap tanh(scale product / cap).
+inline void cap_scores(const Problem& a, int rows, int columns, float* s) {
+  if (!(a.softcap > 0.0f)) {
+    return;
+  }
+  const float half = 0.5f * a.scale / a.softcap;
+  for (int i = 0; i < rows; ++i) {
+    for (int j = 0; j < columns; j += kLanes) {
+      float* const scores = s + i * kTileKeys + j;
+      store(scores, tanh_of_twice(load(scores) * half) * a.softcap);
+    }
+  }
+}
+
 // The exponents of a vector of scores, -inf where not allowed. begin, end: the row's keys, counted
 // from the tile's first. Forward and backward round them alike, because what is then subtracted may
 // be as large.

@@ -120,7 +120,7 @@ class TangentTile {
     const int columns = round_up(in_tile, kLanes);
     const Range live = rows_.touching(first_key, columns);
     const Sequence& s = at_.sequence;
-    const TileBias bias(a_, s.b, at_.h, at_.first, live, first_key, memory_.values.bias);
+    const TileBias bias(a_, s, at_.h, at_.first, live, first_key, memory_.values.bias);
     if (is_empty(live) || bias.none) {
       return;
     }

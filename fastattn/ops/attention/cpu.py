@@ -1,8 +1,8 @@
 """Attention on the CPU in C++ (csrc/attention): fp32, bf16 and fp16, tiled, on PyTorch's threads.
 
-It supports all restrictions, dropout and gradients, for padded and packed inputs. Only tiles with
-an allowed pair are computed. Results do not depend on the number of threads. The kernels are
-registered under the dispatcher's CPU key.
+It supports all restrictions, changes of scores, dropout and gradients, for padded and packed
+inputs. Only tiles with an allowed pair are computed. Results do not depend on the number of
+threads. The kernels are registered under the dispatcher's CPU key.
 """
 
 from typing import Any
@@ -27,12 +27,6 @@ def unavailable() -> str | None:
     return _native.unavailable("cpu")
 
 
-def _score_changes(call: Any) -> str | None:
-    if call.distance_bias is not None:
-        return "has no distance_bias"
-    return "has no softcap" if call.softcap else None
-
-
 def _no_tangents(call: Any) -> str | None:
     if call.distance_bias is not None:
         return "computes no tangents with distance_bias"
@@ -48,7 +42,7 @@ def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
 
 
 def attention_jvp_unsupported(call: JvpCall) -> str | None:
@@ -56,11 +50,11 @@ def attention_jvp_unsupported(call: JvpCall) -> str | None:
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2]) or _score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])
 
 
 def attention_varlen_jvp_unsupported(call: PackedJvpCall) -> str | None:
@@ -68,4 +62,4 @@ def attention_varlen_jvp_unsupported(call: PackedJvpCall) -> str | None:
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0]) or _score_changes(call)
+    return _refusal(call.q.dtype, call.q.shape[0], call.k.shape[0])

@@ -46,8 +46,7 @@ __device__ __forceinline__ void for_weights(const BackwardProblem& p, const Colu
       weight[i] = 1.0f;
     }
     if (columns.has(v) && p.weight) {
-      const auto loaded = *reinterpret_cast<const Vector<P, kWidth>*>(
-          static_cast<const P*>(p.weight) + columns.of(v));
+      const auto loaded = load<kWidth>(static_cast<const P*>(p.weight) + columns.of(v));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         weight[i] = widen(loaded.at[i]);

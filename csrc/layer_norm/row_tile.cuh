@@ -92,24 +92,50 @@ __device__ __forceinline__ void narrow(const float* from, Vector<__half, kWidth>
   }
 }
 
-// Of memory that the kernel does not write: the compiler may load it before earlier stores.
+// A vector as the words that memory is accessed by: 16 bytes, or all of it.
 template <class T, int kWidth>
-__device__ __forceinline__ Vector<T, kWidth> load_constant(const void* data, int64_t column) {
-  using Piece = std::conditional_t<
-      sizeof(Vector<T, kWidth>) >= sizeof(uint4), uint4,
-      std::conditional_t<sizeof(Vector<T, kWidth>) == sizeof(uint32_t), uint32_t, uint16_t>>;
-  constexpr int kPieces = sizeof(Vector<T, kWidth>) / sizeof(Piece);
-  static_assert(kPieces * sizeof(Piece) == sizeof(Vector<T, kWidth>));
-  const Piece* from = reinterpret_cast<const Piece*>(static_cast<const T*>(data) + column);
-  union {
-    Piece pieces[kPieces];
-    Vector<T, kWidth> vector;
-  } loaded;
+union Words {
+  using Word =
+      std::conditional_t<sizeof(Vector<T, kWidth>) >= 16, uint4,
+                         std::conditional_t<sizeof(Vector<T, kWidth>) == 8, uint2,
+                                            std::conditional_t<sizeof(Vector<T, kWidth>) == 4,
+                                                               unsigned, unsigned short>>>;
+  static constexpr int kCount = sizeof(Vector<T, kWidth>) / sizeof(Word);
+  static_assert(kCount * sizeof(Word) == sizeof(Vector<T, kWidth>));
+
+  Word words[kCount];
+  Vector<T, kWidth> vector;
+};
+
+// kConstant: of memory that the kernel does not write. The compiler may load it before earlier
+// stores.
+template <int kWidth, bool kConstant = false, class T>
+__device__ __forceinline__ Vector<T, kWidth> load(const T* from) {
+  using Vectors = Words<T, kWidth>;
+  Vectors loaded;
+  const auto* words = reinterpret_cast<const typename Vectors::Word*>(from);
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    loaded.pieces[i] = __ldg(from + i);
+  for (int i = 0; i < Vectors::kCount; ++i) {
+    loaded.words[i] = kConstant ? __ldg(words + i) : words[i];
   }
   return loaded.vector;
+}
+template <class T, int kWidth>
+__device__ __forceinline__ Vector<T, kWidth> load_constant(const void* data, int64_t column) {
+  return load<kWidth, true>(static_cast<const T*>(data) + column);
+}
+
+// By an intrinsic: the compiler splits an assignment into stores of the 4 bytes that it rounds at a
+// time (nvcc 13.0).
+template <class T, int kWidth>
+__device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
+  using Vectors = Words<T, kWidth>;
+  Vectors stored;
+  stored.vector = vector;
+#pragma unroll
+  for (int i = 0; i < Vectors::kCount; ++i) {
+    __stwb(reinterpret_cast<typename Vectors::Word*>(to) + i, stored.words[i]);
+  }
 }
 
 // -- a thread's share of a row
@@ -154,7 +180,7 @@ struct Tile {
     for (int v = 0; v < kVectors; ++v) {
       vectors[v] = {};
       if (columns.has(v)) {
-        vectors[v] = *reinterpret_cast<const Vector<T, kWidth>*>(from + columns.of(v));
+        vectors[v] = norm::load<kWidth>(from + columns.of(v));
       }
     }
   }
@@ -166,7 +192,7 @@ struct Tile {
 template <class T, int kWidth>
 __device__ __forceinline__ void store(const RowsView& rows, int64_t row, int column,
                                       const Vector<T, kWidth>& vector) {
-  *reinterpret_cast<Vector<T, kWidth>*>(row_of<T>(rows, row) + column) = vector;
+  store(row_of<T>(rows, row) + column, vector);
 }
 
 // -- sums over a row

@@ -56,10 +56,10 @@ def _cuobjdump() -> str | None:
 
 
 @functools.cache
-def _objects() -> dict[str, Path]:
+def _objects(library_name: str = "sm90") -> dict[str, Path]:
     """By name: what a new build of the native library would leave as it is."""
     build = build_script()
-    library, tools = build.LIBRARIES["sm90"], build.Tools.found()
+    library, tools = build.LIBRARIES[library_name], build.Tools.found()
     try:
         build.check_possible(library, tools)
     except build.Impossible:

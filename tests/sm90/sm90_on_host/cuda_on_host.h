@@ -99,6 +99,10 @@ template <class T>
 inline __attribute__((always_inline)) T __ldg(const T* at) {
   return *at;
 }
+template <class T>
+inline __attribute__((always_inline)) void __stwb(T* at, T value) {
+  *at = value;
+}
 inline float __fdividef(float x, float y) {
   return x / y;
 }

@@ -3,6 +3,7 @@ against eager attention.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -344,6 +345,24 @@ def test_what_is_replaced_in_a_model_with_its_own_attention() -> None:
     assert not fastattn.patch(model, quiet=True).kept
     again = fastattn.patch(model, quiet=True)
     assert not again.kept and not again.replaced
+
+
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "mpt"])
+@torch.no_grad()
+def test_copies_pickles_and_exported_programs(name: str) -> None:
+    model = model_of(name)
+    inputs, real = inputs_of(model, "left")
+    before = model(**inputs)[0][real]
+    fastattn.patch(model, quiet=True)
+    expected = model(**inputs)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**inputs)[0], expected)
+        fastattn.unpatch(other)
+        assert torch.equal(other(**inputs)[0][real], before)
+    arguments = {**inputs, "use_cache": False}
+    program = torch.export.export(model, (), arguments, strict=False)
+    assert any("fastattn.attention_fwd" in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(**arguments)[0][real], expected[real])
 
 
 def test_a_table_with_a_hook_is_called() -> None:

@@ -490,7 +490,7 @@ def _bound(
     return seen
 
 
-_BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None)
+_BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None, None, 0)
 
 
 @pytest.mark.parametrize(

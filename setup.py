@@ -125,6 +125,10 @@ _VARIANTS = {
     "bias": "kBias",
     "mask_dropout": "kMaskDropout",
     "bias_dropout": "kBiasDropout",
+    "scores": "kScores",
+    "scores_dropout": "kScoresDropout",
+    "scores_mask": "kScoresMask",
+    "scores_mask_dropout": "kScoresMaskDropout",
 }
 
 # The matrix products of the feed-forward network.
@@ -179,7 +183,7 @@ def _norm_instances(kernel: str) -> dict[str, tuple[str, ...]]:
 # Sources that are compiled once for each instance of a kernel: the instance's name -> its macros.
 INSTANCES = {
     "attention_fwd_instance_sm90.cu": _instances(
-        "attention_fwd_sm90", {"full": "kFull", **_VARIANTS}
+        "attention_fwd_sm90", {"full": "kFull", **_VARIANTS, "sinks": "kSinks"}
     ),
     "attention_bwd_instance_sm90.cu": _instances("attention_bwd_sm90", _VARIANTS),
     "ffn_product_instance_sm90.cu": _product_instances(),

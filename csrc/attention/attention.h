@@ -56,6 +56,32 @@ struct Dropout {
 // Fills column_keys for the first `units` pairs of columns. Returns nullptr or an error message.
 const char* hash_columns(const Dropout& dropout, int units, cuda::Stream stream);
 
+// A logit for each head that takes part in the sums of its rows and has no value.
+struct Sinks {
+  const float* data = nullptr;  // [heads]; null: none
+  int rows = 0;  // of a head with the same sink: all, unless several heads have become one
+};
+
+// A value that is added to the scores of all pairs of one distance: entry j - i + first to that of
+// query i and key j, or with own diagonals entry j - i - (keys - queries) + first, by the
+// sequence's numbers of keys and queries.
+struct DistanceBias {
+  const float* data = nullptr;  // entry 0 of the first head; null: none
+  int64_t batch_stride = 0, head_stride = 0;
+  int first = 0;
+};
+// Entries before the first and after the last one that can be read: tiles of up to 192 rows and
+// blocks of up to 128 keys reach beyond the tensors.
+constexpr int kDistancePadding = 192;
+
+// What happens to a score before masks: cap * tanh(score / cap), and a bias is added.
+struct ScoreChanges {
+  float cap = 0.0f;  // 0: none
+  DistanceBias bias;
+
+  bool any() const { return cap > 0.0f || bias.data; }
+};
+
 // An additive mask blocks a pair if its value is at or below the lowest finite value of its type.
 enum class MaskType { kBool, kBFloat16, kFloat16, kFloat32 };
 constexpr float kLowestBFloat16 = -3.38953138925153547590e38f;
@@ -119,24 +145,38 @@ enum class Variant {
   kBias,  // additive
   kMaskDropout,
   kBiasDropout,
+  kSinks,  // bounded; the backward needs none of its own
+  // The same as without changes of scores, and with sinks.
+  kScores,  // bounded
+  kScoresDropout,
+  kScoresMask,
+  kScoresMaskDropout,
 };
+FASTATTN_PURE bool changes_scores(Variant variant) {
+  return variant >= Variant::kScores;
+}
 FASTATTN_PURE bool is_additive(Variant variant) {
   return variant == Variant::kBias || variant == Variant::kBiasDropout;
 }
 FASTATTN_PURE bool has_dropout(Variant variant) {
   return variant == Variant::kDropout || variant == Variant::kMaskDropout ||
-         variant == Variant::kBiasDropout;
+         variant == Variant::kBiasDropout || variant == Variant::kScoresDropout ||
+         variant == Variant::kScoresMaskDropout;
 }
 FASTATTN_PURE bool is_dense(Variant variant) {
-  return is_additive(variant) || variant == Variant::kMask || variant == Variant::kMaskDropout;
+  return is_additive(variant) || variant == Variant::kMask || variant == Variant::kMaskDropout ||
+         variant == Variant::kScoresMask || variant == Variant::kScoresMaskDropout;
 }
 
 // Rows of a tile and keys of a block, by the larger head dim rounded up to the instance's.
 FASTATTN_PURE int forward_tile_rows(int head_dim, Variant variant) {
-  return head_dim <= 64 && !is_additive(variant) ? 192 : 128;
+  return head_dim <= 64 && !is_additive(variant) && !changes_scores(variant) ? 192 : 128;
 }
 FASTATTN_PURE int forward_block(int head_dim, Variant variant = Variant::kFull) {
-  if (head_dim > 128 && is_additive(variant)) {
+  if (head_dim > 192 && variant == Variant::kScoresDropout) {
+    return 32;  // 64 would spill 24 bytes
+  }
+  if (head_dim > 128 && (is_additive(variant) || changes_scores(variant))) {
     return 64;
   }
   return head_dim <= 128 ? 128 : head_dim <= 192 ? 112 : 80;
@@ -153,6 +193,8 @@ struct Problem : LengthsAndBounds {
   Dropout dropout;
   DenseMask mask;
   float scale;
+  Sinks sinks;
+  ScoreChanges changes;
 };
 
 struct ForwardProblem : Problem {
@@ -172,8 +214,11 @@ template <DType kType>
 const char* combine_splits(const ForwardProblem& problem, cuda::Stream stream);
 
 // Rows and keys of a block, by the larger head dim rounded up to the instance's.
-FASTATTN_PURE int backward_rows(int head_dim) {
-  return head_dim <= 64 ? 128 : head_dim <= 128 ? 80 : head_dim <= 192 ? 96 : 64;
+FASTATTN_PURE int backward_rows(int head_dim, bool changes_scores = false) {
+  return head_dim <= 64    ? 128
+         : head_dim <= 128 ? (changes_scores ? 64 : 80)
+         : head_dim <= 192 ? 96
+                           : 64;
 }
 FASTATTN_PURE int backward_keys(int head_dim) {
   return head_dim <= 128 ? 128 : 64;
@@ -199,17 +244,41 @@ struct MaskGradient {
 constexpr int kDmaskRows = 128;
 constexpr int kDmaskKeys = 64;  // 96 would spill registers
 
+// The gradient of a bias by distance, in bands of distances that overlap. Band n has entries from
+// kDmaskKeys n - kBandOrigin on.
+struct DistanceGradient {
+  float* data = nullptr;  // [batches, heads, entries]; null: not needed
+  int batches = 0;        // 1, or one for each sequence
+  int64_t rows = 0;       // of data
+  int entries = 0, bands = 0;
+  float* partial = nullptr;  // workspace, [rows, bands, kBandEntries]
+};
+constexpr int kBandEntries = 256;
+constexpr int kBandOrigin = kDmaskRows - 1;
+// The first and the last band whose tiles have an entry.
+constexpr int kFirstBand = -1;
+FASTATTN_PURE int last_band(int entries) {
+  return (entries - 1 + kBandOrigin) / kDmaskKeys;
+}
+// The bands that have an entry: tiles have distances from -kBandOrigin to 2 kDmaskKeys - 2.
+FASTATTN_PURE Range bands_of_entry(int entry) {
+  return {(entry + 1) / kDmaskKeys + kFirstBand, (entry + kBandOrigin) / kDmaskKeys + 1};
+}
+
 // Gradients that are not needed have null data. Rows of the workspace are padded to blocks.
 struct BackwardProblem : Problem {
   TensorView out, dout, dq, dk, dv;
   const float *lse, *dlse;  // dlse may be null
   MaskGradient dmask;
+  DistanceGradient ddistance;
+  float* dsinks;  // [heads]; null: not needed
   // Workspace.
   float *lse2, *delta;  // one for each row; with an additive mask, lse2 is in natural units
   uint32_t* row_keys;   // dropout's, one for every two rows
   float* dq_sum;        // dq in fp32; head dims are padded to multiples of 64
   int* dq_semaphores;   // one per block of rows and warpgroup; null: dq is summed in any order
   int* counter;         // one
+  float* sink_terms;    // what each row adds to dsinks
 };
 
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:

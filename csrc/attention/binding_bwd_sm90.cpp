@@ -27,6 +27,27 @@ MaskGradient mask_gradient_of(const Tensor& dmask, const Call& call) {
   return result;
 }
 
+// ddistance_bias: like distance_bias without padding, or without elements if it is not needed.
+DistanceGradient distance_gradient_of(const Tensor& gradient, const Call& call, const Problem& p) {
+  DistanceGradient result;
+  if (gradient.numel() == 0) {
+    return result;
+  }
+  STD_TORCH_CHECK(call.distance_bias && gradient.dim() == 3 &&
+                      gradient.size(0) == call.distance_bias->size(0) &&
+                      gradient.size(1) == p.heads &&
+                      gradient.size(2) + 2 * kDistancePadding == call.distance_bias->size(2),
+                  "ddistance_bias must be like distance_bias without padding");
+  result.data =
+      cuda_data_of<float>(gradient, "ddistance_bias", call.q, ScalarType::Float, gradient.numel());
+  result.batches = static_cast<int>(gradient.size(0));
+  result.rows = gradient.size(0) * gradient.size(1);
+  result.entries = static_cast<int>(gradient.size(2));
+  result.bands = last_band(result.entries) - kFirstBand + 1;
+  STD_TORCH_CHECK(result.rows * result.bands < kMaxTiles, "distance_bias is too large");
+  return result;
+}
+
 void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Call call{arguments};
@@ -34,7 +55,8 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   const std::optional<Tensor> dlse = arguments.optional();
   const bool in_order = arguments.take<bool>();
   const Tensor dq = arguments.tensor(), dk = arguments.tensor(), dv = arguments.tensor(),
-               dmask = arguments.tensor();
+               dmask = arguments.tensor(), ddistance_bias = arguments.tensor(),
+               dsinks = arguments.tensor();
   const int num_sms = static_cast<int>(arguments.take<int64_t>());
   const std::optional<Tensor> workspace = arguments.optional();
 
@@ -51,12 +73,18 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   p.lse = cuda_data_of<float>(lse, "lse", call.q, ScalarType::Float, rows);
   p.dlse = dlse ? cuda_data_of<float>(*dlse, "dlse", call.q, ScalarType::Float, rows) : nullptr;
   p.dmask = mask_gradient_of(dmask, call);
+  p.ddistance = distance_gradient_of(ddistance_bias, call, p);
+  STD_TORCH_CHECK(p.sinks.data || dsinks.numel() == 0, "dsinks needs sinks");
+  p.dsinks = dsinks.numel()
+                 ? cuda_data_of<float>(dsinks, "dsinks", call.q, ScalarType::Float, p.heads)
+                 : nullptr;
   stack[0] = torch::stable::detail::from(launch(
-      p, variant_of(p), call.q, workspace,
+      p, variant_of(p, false), call.q, workspace,
       [&](WorkspaceLayout& layout) { lay_out(p, in_order, num_sms, layout); },
       [](auto type, auto head_dim, auto kind) {
         // Problems without restrictions use the bounded instance.
-        constexpr Variant kOwn = kind() == Variant::kFull ? Variant::kBounded : kind();
+        constexpr Variant kOwn =
+            kind() == Variant::kFull || kind() == Variant::kSinks ? Variant::kBounded : kind();
         return &attention_bwd_sm90<type(), head_dim(), kOwn>;
       }));
 }
@@ -68,7 +96,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
   using namespace fastattn::attention;
   m.def(("attention_bwd(" + kCallSchema +
          ", Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool in_order, Tensor(a!) dq, "
-         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dmask" +
+         "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dmask, Tensor(e!) ddistance_bias, "
+         "Tensor(f!) dsinks" +
          kWorkspaceSchema)
             .c_str());
 }

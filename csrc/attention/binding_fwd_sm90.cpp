@@ -23,12 +23,14 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   STD_TORCH_CHECK(!problem.mask.data || problem.mask.type == MaskType::kBool ||
                       call.mask->size(3) == problem.keys,
                   "an additive mask must have all keys");
-  Variant variant = variant_of(problem);
+  Variant variant = variant_of(problem, true);
+  const bool simple = !has_dropout(variant) && !is_dense(variant);
+  // Biases by distance belong to these keys, and to the heads of these rows.
+  if (simple && !call.packed() && !problem.changes.bias.data) {
+    cut_keys_of_one_query(problem);
+    merge_groups(problem);
+  }
   if (variant == Variant::kBounded) {
-    if (!call.packed()) {
-      cut_keys_of_one_query(problem);
-      merge_groups(problem);
-    }
     const bool bounded =
         call.packed() && (call.causal != 0 || call.window_left >= 0 || call.window_right >= 0);
     variant = bounded || wants_bounded(problem) ? Variant::kBounded : Variant::kFull;

@@ -25,7 +25,8 @@ inline constexpr int64_t kMaxHeadDim = 256;
 inline const std::string kCallSchema =
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? mask_tiles, Tensor? key_lengths, "
     "Tensor? query_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, "
-    "int max_seqlen_k, int causal, int window_left, int window_right, float scale, "
+    "int max_seqlen_k, Tensor? distance_bias, Tensor? sinks, float softcap, int causal, int "
+    "window_left, int window_right, float scale, "
     "float dropout_p, Tensor? dropout_seed, int dropout_stream";
 struct Call {
   Arguments& from;
@@ -34,6 +35,8 @@ struct Call {
   std::optional<Tensor> key_lengths = from.optional(), query_lengths = from.optional();
   std::optional<Tensor> cu_seqlens_q = from.optional(), cu_seqlens_k = from.optional();
   int64_t max_seqlen_q = from.take<int64_t>(), max_seqlen_k = from.take<int64_t>();
+  std::optional<Tensor> distance_bias = from.optional(), sinks = from.optional();
+  double softcap = from.take<double>();
   int64_t causal = from.take<int64_t>();
   int64_t window_left = from.take<int64_t>(), window_right = from.take<int64_t>();
   double scale = from.take<double>(), dropout_p = from.take<double>();
@@ -199,6 +202,35 @@ inline DenseMask mask_of(const Call& call, const Problem& p) {
   return result;
 }
 
+inline Sinks sinks_of(const Call& call, const Problem& p) {
+  if (!call.sinks) {
+    return {};
+  }
+  return {cuda_data_of<const float>(*call.sinks, "sinks", call.q, ScalarType::Float, p.heads),
+          p.queries};
+}
+
+// distance_bias: padded on both sides, [batch or 1, heads, ...]; batch entries are sequences.
+inline ScoreChanges changes_of(const Call& call, const Problem& p) {
+  ScoreChanges result;
+  result.cap = static_cast<float>(call.softcap);
+  if (call.distance_bias) {
+    const Tensor& bias = *call.distance_bias;
+    const int64_t batch = call.packed() ? p.packing.sequences : p.batch;
+    const int64_t queries = call.packed() ? call.max_seqlen_q : p.queries;
+    const int64_t keys = call.packed() ? call.max_seqlen_k : p.keys;
+    const int64_t entries = queries + keys - 1 + 2 * kDistancePadding;
+    STD_TORCH_CHECK(bias.dim() == 3 && (bias.size(0) == 1 || bias.size(0) == batch) &&
+                        bias.size(1) == p.heads && bias.size(2) == entries,
+                    "distance_bias must be [1 or ", batch, ", ", p.heads, ", ", entries, "]");
+    const float* data =
+        cuda_data_of<const float>(bias, "distance_bias", call.q, ScalarType::Float, bias.numel());
+    result.bias = {data + kDistancePadding, bias.size(0) == 1 ? 0 : p.heads * entries, entries,
+                   static_cast<int>((p.own_diagonals ? keys : queries) - 1)};
+  }
+  return result;
+}
+
 // -- the problem ---------------------------------------------------------------------------------
 // Sets what both directions are given, without workspace. tiles_keys: tiles are rows or keys.
 inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
@@ -239,13 +271,23 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.dropout = dropout_of(call);
   p.mask = mask_of(call, p);
   p.scale = static_cast<float>(call.scale);
+  p.sinks = sinks_of(call, p);
+  p.changes = changes_of(call, p);
 }
 
 // The variant of a problem with dropout or a dense mask; without, the bounded one.
-inline Variant variant_of(const Problem& p) {
+// with_sinks: the kernel adds sinks.
+inline Variant variant_of(const Problem& p, bool with_sinks) {
   const bool drops = p.dropout.seed;
+  with_sinks = with_sinks && p.sinks.data;
+  if (p.changes.any() || (with_sinks && (p.mask.data || drops))) {
+    STD_TORCH_CHECK(!p.mask.data || p.mask.type == MaskType::kBool,
+                    "an additive mask takes no sinks and no changes of scores");
+    return p.mask.data ? (drops ? Variant::kScoresMaskDropout : Variant::kScoresMask)
+                       : (drops ? Variant::kScoresDropout : Variant::kScores);
+  }
   if (!p.mask.data) {
-    return drops ? Variant::kDropout : Variant::kBounded;
+    return drops ? Variant::kDropout : with_sinks ? Variant::kSinks : Variant::kBounded;
   }
   if (p.mask.type == MaskType::kBool) {
     return drops ? Variant::kMaskDropout : Variant::kMask;
@@ -283,6 +325,16 @@ auto of_variant(Variant variant, Of of) {
       return of(Constant<Variant::kMaskDropout>());
     case Variant::kBiasDropout:
       return of(Constant<Variant::kBiasDropout>());
+    case Variant::kSinks:
+      return of(Constant<Variant::kSinks>());
+    case Variant::kScores:
+      return of(Constant<Variant::kScores>());
+    case Variant::kScoresDropout:
+      return of(Constant<Variant::kScoresDropout>());
+    case Variant::kScoresMask:
+      return of(Constant<Variant::kScoresMask>());
+    case Variant::kScoresMaskDropout:
+      return of(Constant<Variant::kScoresMaskDropout>());
     default:
       return of(Constant<Variant::kBounded>());
   }

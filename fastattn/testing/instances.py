@@ -57,6 +57,7 @@ _DECODING = {"B": 1, "H": 2, "M": 1, "N": 2100}
 _UNEQUAL = {"queries": [1100, *[33] * 70]}
 # More tiles of 128 x 128 than two for each multiprocessor.
 _MANY_TILES = {"rows": (4096,), "D": 64, "hidden": 2048}
+_SCORES: dict[str, Any] = {"softcap": 2.0, "alibi": "H", "sinks": 0.0}
 # The variants of the Hopper kernels (kFull ... in csrc/attention/attention.h) as options.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -66,6 +67,11 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "bias": {"mask": "float HMN"},
     "mask_dropout": {"mask": "bool BHMN", "dropout_p": 0.2},
     "bias_dropout": {"mask": "float HMN", "dropout_p": 0.2},
+    "sinks": {"causal": "bottom_right", "sinks": 0.0},
+    "scores": _SCORES | {"causal": "bottom_right"},
+    "scores_dropout": _SCORES | {"dropout_p": 0.2},
+    "scores_mask": _SCORES | {"mask": "bool BHMN"},
+    "scores_mask_dropout": _SCORES | {"mask": "bool BHMN", "dropout_p": 0.2},
 }
 _SIMPLE_VARIANTS = ("full", "bounded", "dropout", "mask", "bias")
 
@@ -123,7 +129,7 @@ def _hopper() -> Iterator[Instance]:
     attention, packed = partial(_attention, "sm90"), partial(_packed, "sm90")
     for variant in _VARIANTS:
         for direction in ("fwd", "bwd"):
-            if (direction, variant) == ("bwd", "full"):
+            if direction == "bwd" and variant in ("full", "sinks"):
                 continue  # the bounded one serves its calls
             for dim in (128, 64, 256, 192):
                 for dtype in ("bf16", "fp16"):

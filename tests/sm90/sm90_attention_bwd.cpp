@@ -1,6 +1,7 @@
 // Runs the Hopper attention backward on the host for test_sm90_bwd_on_host.py: the kernels over the
 // simulator in sm90_on_host. All instances, or those of ONLY_HEAD_DIM in bf16, or of these
-// ONLY_VARIANT; with ONLY_DMASK only the gradient of its mask and the launch before it.
+// ONLY_VARIANT; with ONLY_DMASK only the gradient of its mask and the launch before it, with
+// ONLY_DISTANCE only that of distance_bias.
 #include "machine.h"
 
 extern "C" const char* cudaGetErrorString(cudaError_t) {
@@ -36,6 +37,15 @@ namespace {
 template <DType kType, int kHeadDim>
 const char* run(const BackwardProblem& problem) {
   const bool drops = problem.dropout.seed;
+  if (problem.changes.any()) {
+    if (problem.mask.data) {
+      return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresMaskDropout>(problem,
+                                                                                      nullptr)
+                   : attention_bwd_sm90<kType, kHeadDim, Variant::kScoresMask>(problem, nullptr);
+    }
+    return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresDropout>(problem, nullptr)
+                 : attention_bwd_sm90<kType, kHeadDim, Variant::kScores>(problem, nullptr);
+  }
   if (problem.mask.data && problem.mask.type == MaskType::kBool) {
     return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kMaskDropout>(problem, nullptr)
                  : attention_bwd_sm90<kType, kHeadDim, Variant::kMask>(problem, nullptr);
@@ -56,8 +66,9 @@ const char* run(int head_dim, const BackwardProblem& problem) {
                            : run<kType, 256>(problem);
 }
 
+// The gradient of the mask or of distance_bias alone.
 template <int kHeadDim, Variant kVariant>
-const char* run_dmask(const BackwardProblem& problem) {
+const char* run_gradient(const BackwardProblem& problem) {
   using Traits = BackwardTraits<__nv_bfloat16, kHeadDim, kVariant>;
   BackwardArguments args;
   if (!set_arguments<Traits>(args, problem, TypeOf<DType::kBFloat16>::kMapType)) {
@@ -65,14 +76,18 @@ const char* run_dmask(const BackwardProblem& problem) {
   }
   launch(attention_bwd_prepare_kernel<Traits>, args.row_blocks * problem.batch * problem.heads,
          kPrepareThreads, 0, nullptr, args, false);
+  if constexpr (Traits::kScores) {
+    return launch_distance_gradient<DType::kBFloat16, kHeadDim, kVariant>(problem, args, 0,
+                                                                          nullptr);
+  }
   return launch_dmask<DType::kBFloat16, kHeadDim, Traits::kDropout>(problem, args, 0, nullptr);
 }
 }  // namespace
 
 extern "C" const char* attention_bwd(const BackwardProblem* problem) {
   const BackwardProblem& p = *problem;
-#if defined(ONLY_DMASK)
-  const char* failure = run_dmask<ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p);
+#if defined(ONLY_DMASK) || defined(ONLY_DISTANCE)
+  const char* failure = run_gradient<ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p);
 #elif defined(ONLY_VARIANT)  // compiles in seconds
   const char* failure =
       attention_bwd_sm90<DType::kBFloat16, ONLY_HEAD_DIM, Variant::ONLY_VARIANT>(p, nullptr);

@@ -9,7 +9,7 @@ import functools
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,12 @@ BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}
 GROUPS = {64: 3, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 128)  # head dims whose output leaves through shared memory
-VARIANTS = ("full", "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
-WIDE_BIAS_BLOCK = 64  # above head dim 128
+BACKWARD_VARIANTS = (
+    "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout", "scores",
+    "scores_dropout", "scores_mask", "scores_mask_dropout",
+)  # fmt: skip
+VARIANTS = ("full", "sinks", *BACKWARD_VARIANTS)
+SMALL_BLOCK = 64  # above head dim 128, with an additive mask or changes of scores
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,10 @@ def test_instance(name: str, tmp_path: Path) -> None:
     assert c.count(r"\b(STL|LDL)\b") == 0
 
     # Q K^T of the first block, both products in each copy of the loop, P V of the last block.
-    biased = "bias" in c.variant
-    block = WIDE_BIAS_BLOCK if biased and c.head_dim > 128 else BLOCKS[c.head_dim]
+    biased, changed = "bias" in c.variant, "scores" in c.variant
+    block = SMALL_BLOCK if (biased or changed) and c.head_dim > 128 else BLOCKS[c.head_dim]
+    if c.head_dim == 256 and c.variant == "scores_dropout":
+        block = 32
     scores, output = c.head_dim // 16, block // 16
     loops = 1 if c.variant == "full" else 2
     assert c.count("HGMMA") == (1 + loops) * (scores + output)
@@ -160,20 +166,22 @@ def test_instance(name: str, tmp_path: Path) -> None:
     # The two products of a step are in flight together: no wait between them.
     events = "".join(_events(c.sass))
     # At head dim 64 the exponentials of a block run beside P V, with those that rescale two rows.
-    beside = f"e{{{block // 2 + 2}}}" if c.head_dim == 64 else "e*"
+    # With changes of scores there are those of the soft cap, too.
+    most = "," if changed else ""
+    beside = f"e{{{block // 2 + 2}{most}}}" if c.head_dim == 64 else "e*"
     first, step, last = f"m{{{scores}}}0", f"m{{{scores + output}}}1{beside}0", f"m{{{output}}}0"
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
 
-    if c.variant in ("dropout", "mask", "mask_dropout"):
+    if c.variant.removeprefix("scores_") in ("dropout", "mask", "mask_dropout"):
         # Between the products of a step and its softmax there is no wait for anything that arrives
         # later than the operands, such as the block's own values: the warpgroups would run in
         # lockstep and leave the tensor cores idle.
         waits = "".join(_events(c.sass, waits=True))
-        passed = "w" if c.head_dim == 64 and variant == "mask" else ""  # see await_weights
+        passed = "w" if c.head_dim == 64 and "dropout" not in variant else ""  # see await_weights
         step = f"m{{{scores}}}wm{{{output}}}1e*{passed}0"
         assert len(re.findall(step, waits)) == loops, waits
 
-    producers, consumers = BUDGETS[2 if biased else GROUPS[c.head_dim]]
+    producers, consumers = BUDGETS[2 if biased or changed else GROUPS[c.head_dim]]
     assert c.count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED and not biased
@@ -221,9 +229,6 @@ BACKWARD_CONFIGS = {
 }
 
 
-BACKWARD_VARIANTS = ("bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout")
-
-
 def test_every_backward_instance_is_there() -> None:
     names = {name.removeprefix("attention_bwd_sm90_") for name in INSTANCES[BACKWARD]}
     assert names == {
@@ -239,11 +244,13 @@ def test_every_backward_instance_is_there() -> None:
 def test_backward_instance(name: str, tmp_path: Path) -> None:
     head_dim, variant = name.split("_d", 1)[1].split("_", 1)
     head_dim = int(head_dim)
-    b = BACKWARD_CONFIGS[head_dim]
+    b, changed = BACKWARD_CONFIGS[head_dim], "scores" in variant
+    if changed and head_dim == 128:
+        b = replace(b, rows=64)
     log, kernels = _compile(BACKWARD, tmp_path, name)
     assert not re.findall(r"C75\d\d", log), log
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
-    assert len(kernels) == (5 if "bias" in variant else 3)
+    assert len(kernels) == (6 if "bias" in variant or changed else 4)
     (sass,) = (code for kernel, code in kernels.items() if "attention_bwd_kernel" in kernel)
 
     def count(pattern: str) -> int:
@@ -263,13 +270,16 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     score_rows = b.rows if b.splits_keys else b.rows // b.groups
     assert count(rf"HGMMA\.64x{score_rows}x16{kind}") >= 2 * products
 
-    # The exponentials run while dP is computed; dV, dQ and dK overlap.
+    # The exponentials run while dP is computed, and those of a soft cap; dV, dQ and dK overlap.
+    most = "," if changed else ""
     events = "".join(_events(sass))
-    order = f"m{{{2 * products}}}1e{{{score_rows // 2}}}0m{{{gradients + dq}}}1m{{{gradients}}}10"
+    order = (
+        f"m{{{2 * products}}}1e{{{score_rows // 2}{most}}}0m{{{gradients + dq}}}1m{{{gradients}}}10"
+    )
     assert re.fullmatch(order, events), events
 
-    dense = "mask" in variant or "bias" in variant
-    producers, consumers = (24, 240) if head_dim == 64 and dense else b.budget
+    more = "mask" in variant or "bias" in variant or changed
+    producers, consumers = (24, 240) if head_dim == 64 and more else b.budget
     assert count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
     assert count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     biased = "bias" in variant
@@ -287,6 +297,10 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
         assert sum("HGMMA" in line for line in dmask) == 2 * products
         assert sum("UTMALDG.4D" in line for line in dmask) == 5
         assert not any("STL" in line or "LDL" in line for line in dmask)
+    if changed:
+        (distance,) = (code for kernel, code in kernels.items() if "distance_kernel" in kernel)
+        assert sum("HGMMA" in line for line in distance) == 2 * products
+        assert sum("UTMALDG.4D" in line for line in distance) == 4
 
 
 # -- feed-forward network -------------------------------------------------------------------------

@@ -48,7 +48,13 @@ def _initialised(source: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "file", ["forward/storage.cuh", "backward/storage.cuh", "backward/dmask_tiles.cuh"]
+    "file",
+    [
+        "forward/storage.cuh",
+        "backward/storage.cuh",
+        "backward/dmask_tiles.cuh",
+        "backward/distance_tiles.cuh",
+    ],
 )
 def test_table_of_barriers(file: str) -> None:
     source = (SM90 / file).read_text()

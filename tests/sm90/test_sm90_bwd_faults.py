@@ -17,12 +17,17 @@ import torch
 from sm90_on_host import bindings
 from sm90_on_host.backward_faults import (
     BY_LAYOUT,
+    DISTANCE,
+    DISTANCE_HARMLESS,
     DMASK,
     DMASK_HARMLESS,
     INSTANCES,
+    SCORES,
+    distance_mutations_of,
     dmask_mutations_of,
     harmless_of,
     mutations_of,
+    score_mutations_of,
 )
 from sm90_on_host.build import RANDOM, build, changed_sources, missing
 from sm90_on_host.fault_injector import FaultInjector
@@ -100,6 +105,8 @@ def _samples(instance: str) -> Iterator[Sample]:
         yield _sample("dead rows", M=R + 9, N=N, query_lengths=[R - 9], **one)
         yield _sample("dead keys", M=R, N=N, key_lengths=[33], **one)
         yield _sample("only dq", gradients="q", M=R, N=N, **one)
+        yield _sample("sinks", gradients="q sinks", M=R + 9, N=R - 20, causal="bottom_right",
+                      query_lengths=[R], sinks=0.5, **one | {"H": 2})  # fmt: skip
         yield _sample("any order", M=2 * R, N=N + 9, **one)
         yield _sample("gqa", causal="bottom_right", M=R + 20, N=most, **one | {"H": 2, "K": 1})
         yield _sample("window", M=3 * R, N=3 * N, window=(9, 5), **one | {"D": D - 8, "E": D - 16})
@@ -179,6 +186,75 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert not injector.unreached()
     assert not injector.undetected((*DMASK_HARMLESS, *BY_LAYOUT))
     assert not injector.unused(DMASK_HARMLESS)
+
+
+def _score_samples(instance: str) -> Iterator[Sample]:
+    """Several heads, sequences and blocks; R rows are a block, N keys."""
+    D, variant = int(instance.split()[0]), instance.split()[1]
+    R, N = CONFIGS[D].rows, CONFIGS[D].keys
+    options: dict[str, Any] = {"D": D, "B": 2, "H": 2, "K": 1, "M": R + 20, "N": N + 20}
+    options |= {"alibi": "BH", "softcap": 1.0, "amplitude": 3.0, "key_lengths": [N + 20, N - 9]}
+    options |= {"causal": "bottom_right_lengths", "query_lengths": [R + 20, 30]}
+    if "Mask" in variant:
+        options["mask"] = "bool BHMN"
+    yield _sample("scores", **options)
+
+
+def _distance_samples(instance: str) -> Iterator[Sample]:
+    """The same for the gradient of distance_bias: 128 rows and 64 keys of a tile."""
+    D = int(instance.split()[0])
+    one: dict[str, Any] = {"D": D, "alibi": "BH"}
+    if "Mask" in instance:
+        yield _sample("mask", gradients="alibi_slopes", mask="rows BHMN", dropout_p=0.3, B=1, H=2,
+                      K=1, M=270, N=150, **one)  # fmt: skip
+    else:
+        yield _sample("lengths", gradients="alibi_slopes", B=2, H=2, K=2, M=150, N=270,
+                      causal="bottom_right_lengths", key_lengths=[270, 99],
+                      query_lengths=[150, 20], **one)  # fmt: skip
+        yield _sample("packed", gradients="alibi_slopes", queries=[30, 140], keys=[150, 9], H=2,
+                      causal="bottom_right", **one)  # fmt: skip
+    yield _sample("shared", gradients="alibi_slopes", B=2, H=2, K=1, M=40, N=200,
+                  mask="rows BMN" if "Mask" in instance else None, key_lengths=[200, 90],
+                  dropout_p=0.3 if "Dropout" in instance else 0.0,
+                  causal="bottom_right_lengths", **one | {"alibi": "H"})  # fmt: skip
+
+
+@pytest.mark.parametrize("instance", SCORES)
+def test_changes_of_scores(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    head_dim, variant = instance.split()
+    defines = [f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
+    mutations = score_mutations_of(instance)
+    machine = build(
+        tmp_path / "scores", TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations
+    )
+    injector = Backward(machine, mutations, later=(RANDOM,), only_mutations=True)
+    for sample in _score_samples(instance):
+        with monkeypatch.context() as patch:
+            _examine(patch, injector, sample)
+    assert not injector.unreached()
+    assert not injector.undetected()
+
+
+@pytest.mark.parametrize("instance", DISTANCE)
+def test_gradient_of_distances(
+    instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    head_dim, variant = instance.split()
+    defines = ["ONLY_DISTANCE", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
+    source, mutations = TESTS / "sm90_attention_bwd.cpp", distance_mutations_of(instance)
+    machine = build(tmp_path / "distance", source, defines, mutations=mutations)
+    injector = Backward(machine, mutations, later=(RANDOM,))
+    for sample in _distance_samples(instance):
+        with monkeypatch.context() as patch:
+            _examine(patch, injector, sample)
+    assert len(injector.detected) > 60
+    assert not injector.unreached()
+    assert not injector.undetected((*DISTANCE_HARMLESS, *BY_LAYOUT))
+    assert not injector.unused(DISTANCE_HARMLESS)
 
 
 _RELEASE = "    steps.after_dq();\n"

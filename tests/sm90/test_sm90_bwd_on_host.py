@@ -33,7 +33,11 @@ pytestmark = pytest.mark.slow
 
 
 def _sample(name: str, **options: object) -> Sample:
-    names = ("q", "k", "v", "mask") if name.startswith("bias") else ("q", "k", "v")
+    names = (
+        *("q", "k", "v"),
+        *(("mask",) if name.startswith("bias") else ()),
+        *(x for x in ("alibi_slopes", "sinks", "relative_bias") if "scores" in name),
+    )
     return Sample(name, "every instance, every restriction", partial(make_inputs, **options), names)
 
 
@@ -59,6 +63,14 @@ OWN = tuple(
         _sample(f"bias_row_{D}", mask="float BN", H=4, K=2, M=140, N=264, D=D, dropout_p=0.1),
         _sample(f"bias_fp32_row_{D}", mask="fp32 HN", H=2, M=140, N=264, D=D, window=(60, 30)),
         _sample(f"window_{D}", window=(30, 20), M=140, N=260, D=D, B=1, H=1),
+        _sample(f"scores_{D}", alibi="H", softcap=3.0, sinks=0.0, M=150, N=200, D=D, B=1, H=4, K=2,
+                causal="bottom_right"),
+        _sample(f"scores_dropout_{D}", alibi="BH", M=200, N=140, D=D, dropout_p=0.3,
+                causal="bottom_right_lengths", key_lengths=[33, 140], query_lengths=[200, 150]),
+        _sample(f"scores_mask_{D}", mask="rows BHMN", softcap=2.0, relative=("t5", 16, 40), M=140,
+                N=260, D=D, B=1),
+        _sample(f"scores_mask_dropout_{D}", mask="rows BMN", alibi="H", softcap=2.0, M=140, N=150,
+                D=D, dropout_p=0.2, window=(90, -1)),
     ))
     if D in (64, 128) or (i + HEAD_DIMS.index(D)) % 2 == 0
 )  # fmt: skip
@@ -84,18 +96,27 @@ CHOSEN = (
     "prepared_bias_column", "gqa_bias", "own_diagonals_both", "own_diagonals_gqa_window",
     "own_diagonals_queries_window", "own_diagonals_mask", "own_diagonals_bias",
     "own_diagonals_dropout", "own_diagonals_one_query_window",
+    "sinks", "sinks_gqa_window", "sinks_dead_rows", "sinks_mask_rows", "sinks_high", "sinks_low",
+    "sinks_dropout", "sinks_tall", "sinks_one_query_long", "sinks_one_query_dead", "sinks_no_keys",
+    "alibi", "alibi_both_sides", "alibi_batch", "alibi_tall", "alibi_gqa_lengths",
+    "alibi_own_diagonals", "alibi_own_diagonals_rows", "alibi_window_dropout", "alibi_one_query",
+    "alibi_one_query_own", "relative_t5_cross", "relative_gqa_mask", "relative_own_diagonals",
+    "softcap", "softcap_large", "softcap_reached", "softcap_negative", "softcap_gqa_dropout",
+    "softcap_one_query", "softcap_relative", "all_scores_own_diagonals",
 )  # fmt: skip
 PACKED = all_specs()["attention_varlen"]
 _SEQUENCES = {"queries": [65, 0, 130, 1, 64], "keys": [40, 30, 200, 0, 129], "slack": 70}
 OWN_PACKED = tuple(
     Sample(f"{name}_{D}", "every instance", partial(make_packed, D=D, **_SEQUENCES, **options),
-           ("q", "k", "v"))
+           ("q", "k", "v", *(("alibi_slopes", "sinks") if "scores" in name else ())))
     for D in HEAD_DIMS
     for name, options in (
         ("packed", {"H": 4, "K": 2}), ("packed_causal", {"causal": "bottom_right"}),
         ("packed_dropout", {"dropout_p": 0.5}),
+        ("packed_scores", {"alibi": "BH", "softcap": 2.0, "sinks": 0.0, "causal": "bottom_right"}),
     )
 )  # fmt: skip
+
 CASES = [
     *((SPEC, s) for s in (*SPEC.samples, *OWN) if s.name in CHOSEN or s in OWN),
     *((PACKED, s) for s in (*PACKED.samples, *OWN_PACKED)),

@@ -12,7 +12,7 @@ import pytest
 import test_sm90_on_host as forward
 import torch
 from sm90_on_host import bindings
-from sm90_on_host.build import build, changed_sources, missing
+from sm90_on_host.build import MUTATION, Mutation, Place, build, changed_sources, missing
 from sm90_on_host.fault_injector import ORDERS, FaultInjector, Harmless
 
 TESTS = Path(__file__).resolve().parent
@@ -112,3 +112,78 @@ def test_other_instances(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match=r"block \d+"):
         for machine.order in ORDERS:
             forward.test_forward(lambda _: machine, monkeypatch, "here")
+
+
+# Mutations of what sinks and changes of scores do, by the case whose results are wrong with each.
+_SINK = "sinks.data[int64_t{head} * (queries / sinks.rows) + row / sinks.rows]"
+CHANGES = {
+    "64 sinks": (
+        Mutation("attention/sm90/forward/sinks.cuh", _SINK, "sinks.data[0]"),
+        Mutation("attention/sm90/forward/sinks.cuh", "factor *= keys / sum;", ""),
+        Mutation("attention/sm90/forward/sinks.cuh", "lse == kMinusInfinity", "false"),
+    ),
+    "128 decoding, sinks, no splits": (
+        Mutation("attention/sm90/forward/sinks.cuh", "queries / sinks.rows", "1"),
+        Mutation("attention/sm90/forward/sinks.cuh", "row / sinks.rows", "0"),
+    ),
+    "64 high sinks, dropout": (
+        Mutation("attention/sm90/forward/sinks.cuh", "result < least ? least : result", "result"),
+    ),
+    "64 splits, sinks": (
+        Mutation(
+            "attention/sm90/forward/output.cuh",
+            "Traits::kSinks && !is_split(own)",
+            "Traits::kSinks",
+        ),
+        Mutation(
+            "attention/sm90/forward/combine_splits.cuh",
+            "query < clamped_length(args.query_lengths, static_cast<int>(batch), args.queries)",
+            "true",
+        ),
+        Mutation(
+            "attention/sm90/forward/combine_splits.cuh",
+            "sink_of(args.sinks, head_here, args.queries, query)",
+            "args.sinks.data[0]",
+        ),
+    ),
+    "64 sinks, no row has a key": (
+        Mutation(
+            "attention/sm90/forward/output.cuh",
+            "Traits::kDense ? computed_queries(args, tile.batch, args.queries) : tile.queries",
+            "tile.queries",
+        ),
+    ),
+    "64 scores": (
+        Mutation(
+            "attention/sm90/forward/scores.cuh",
+            "n * Traits::kBlock + own.thread_here().first_column()",
+            "own.thread_here().first_column()",
+        ),
+        Mutation(
+            "attention/sm90/forward/scores.cuh", "first_key - own.upper_row(tile)", "first_key"
+        ),
+        Mutation("attention/sm90/masks/scores.cuh", "fabsf(x) < kNear", "true"),
+    ),
+    "128 own diagonals, distances": (
+        Mutation("attention/sm90/masks/scores.cuh", "batch * bias.batch_stride", "0"),
+        Mutation(
+            "attention/sm90/masks/scores.cuh", "limits.own_diagonals ? keys - queries : 0", "0"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_sinks_and_changes_of_scores(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    mutations = CHANGES[name]
+    defines = forward.defines(forward.CASES[name].instance)
+    machine = build(tmp_path, TESTS / "sm90_attention.cpp", defines, mutations=mutations)
+    forward.test_forward(lambda _: machine, monkeypatch, name)
+    for number in range(len(mutations)):
+        machine.inject(Place(MUTATION, number, 1))
+        with pytest.raises((AssertionError, RuntimeError)):
+            forward.test_forward(lambda _: machine, monkeypatch, name)

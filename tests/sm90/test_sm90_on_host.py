@@ -54,6 +54,9 @@ class Case:
     dropout_p: float = 0.0
     mask: torch.dtype | None = None
     mask_dims: tuple[int, ...] = (0, 2, 3)  # which of B, H, M, N the mask has
+    sinks: float | None = None  # about as high
+    softcap: float = 0.0
+    distance: str = ""  # "H" or "BH": what distance_bias differs by
     heads_inside: bool = True  # [B, M, H, D] storage
     counted: bool = True
     splits: int = 1
@@ -130,6 +133,84 @@ CASES = {
     "128 packed splits": Case(
         128, "kBounded", packed=_SEQUENCES, causal=2, slack=3, splits=2, window=(90, -1)
     ),
+    "64 sinks": Case(64, "kSinks", B=2, sinks=1.0, query_lengths=[130, 200], key_lengths=[300, 0]),
+    "64 high sinks, dropout": Case(
+        64, "kScoresDropout", sinks=30.0, causal=2, M=300, N=260, dropout_p=0.3
+    ),
+    "128 packed sinks": Case(128, "kSinks", packed=_SEQUENCES, slack=70, sinks=-1.0, causal=2),
+    "64 sinks, no row has a key": Case(
+        64,
+        "kScoresMask",
+        B=2,
+        mask=torch.bool,
+        sinks=2.0,
+        query_lengths=[77, 200],
+        key_lengths=[50, 0],
+    ),
+    "64 splits, sinks": Case(
+        64,
+        "kSinks",
+        B=2,
+        M=70,
+        N=600,
+        splits=3,
+        query_lengths=[20, 70],
+        key_lengths=[600, 0],
+        sinks=1.0,
+    ),
+    "128 decoding, sinks": Case(
+        128, "kSinks", H=8, K=2, B=2, M=1, N=700, splits=7, key_lengths=[700, 0], sinks=3.0
+    ),
+    "128 decoding, sinks, no splits": Case(
+        128, "kSinks", H=8, K=2, M=2, N=300, key_lengths=[300], sinks=3.0, heads_inside=False
+    ),
+    "64 packed splits, sinks": Case(
+        64, "kSinks", packed=_SEQUENCES, slack=70, splits=3, ordered=True, sinks=1.0
+    ),
+    "192 sinks": Case(192, "kSinks", sinks=0.0, window=(60, 9)),
+    "256 sinks": Case(256, "kSinks", sinks=0.0, M=140, N=170, causal=2),
+    "64 scores": Case(64, "kScores", distance="H", softcap=2.0, causal=1, M=300),
+    "64 soft cap": Case(64, "kScores", B=2, softcap=1.0, scale=-0.4, key_lengths=[300, 0]),
+    "64 distances, one query": Case(
+        64, "kScores", H=4, K=2, B=2, M=1, N=700, splits=4, key_lengths=[700, 1], distance="BH"
+    ),
+    "64 soft cap, decoding": Case(
+        64, "kScores", H=6, K=2, M=1, N=700, splits=3, causal=2, window=(600, -1), softcap=3.0
+    ),
+    "64 scores, dropout": Case(
+        64, "kScoresDropout", distance="H", softcap=2.0, window=(70, 30), dropout_p=0.3
+    ),
+    "128 packed scores": Case(
+        128, "kScores", packed=_SEQUENCES, slack=70, causal=2, distance="BH", sinks=0.0
+    ),
+    "128 packed distances": Case(
+        128, "kScores", packed=_SEQUENCES, window=(60, 30), distance="H", dtype=torch.float16
+    ),
+    "128 own diagonals, distances": Case(
+        128,
+        "kScores",
+        B=3,
+        K=1,
+        causal=3,
+        query_lengths=[130, 200, 0],
+        key_lengths=[300, 77, 129],
+        distance="BH",
+        softcap=4.0,
+        splits=2,
+    ),
+    "128 scores, mask": Case(
+        128, "kScoresMask", B=2, mask=torch.bool, causal=2, distance="BH", softcap=1.0
+    ),
+    "128 scores, mask, dropout": Case(
+        128, "kScoresMaskDropout", mask=torch.bool, mask_dims=(0, 3), distance="H", dropout_p=0.2
+    ),
+    "192 scores": Case(192, "kScores", distance="H", softcap=2.0, causal=2, N=100, sinks=1.0),
+    "192 scores, dropout": Case(192, "kScoresDropout", distance="H", dropout_p=0.2, causal=2),
+    "256 scores": Case(256, "kScores", M=140, N=170, distance="H", softcap=2.0, causal=2),
+    "256 scores, dropout": Case(
+        256, "kScoresDropout", M=140, N=170, distance="H", softcap=2.0, dropout_p=0.2
+    ),
+    "256 scores, mask": Case(256, "kScoresMask", M=140, N=170, distance="H", mask=torch.bool),
     "192 packed": Case(192, "kBounded", packed=_SEQUENCES, causal=2, dtype=torch.float16),
     "192 mask": Case(192, "kMask", mask=torch.bool, mask_dims=(1, 2, 3)),
     "192 bias": Case(192, "kBias", mask=torch.bfloat16, N=304, key_lengths=[290], K=1),
@@ -215,6 +296,14 @@ def _mask(c: Case, generator: torch.Generator) -> Tensor | None:
     return torch.where(allowed, values.to(c.mask), torch.finfo(c.mask).min)
 
 
+def _distance_bias(c: Case, generator: torch.Generator) -> Tensor | None:
+    if not c.distance:
+        return None
+    M, N = (max(n) for n in zip(*c.packed, strict=True)) if c.packed else (c.M, c.N)
+    B = (len(c.packed) or c.B) if c.distance == "BH" else 1
+    return torch.randn(B, c.H, M + N - 1, generator=generator)
+
+
 def _poison(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:
     """NaN in keys and values without a row, and in rows without a key."""
     allowed = allowed.expand(*q.shape[:3], k.shape[2])
@@ -297,7 +386,18 @@ def check_forward(c: Case) -> None:
     k, v = _data(c, c.K, N, c.D, generator), _data(c, c.K, N, E, generator)
     mask = _mask(c, generator)
     scale = c.D**-0.5 if c.scale is None else c.scale
-    options = (c.causal, *c.window, scale, c.dropout_p, c.seed, 5)
+    sinks = None if c.sinks is None else c.sinks + torch.randn(c.H, generator=generator)
+    options = (
+        _distance_bias(c, generator),
+        sinks,
+        c.softcap,
+        c.causal,
+        *c.window,
+        scale,
+        c.dropout_p,
+        c.seed,
+        5,
+    )
     lengths = _lengths(c.key_lengths), _lengths(c.query_lengths)
     if c.packed:
         restrictions = (_offsets(queries), _offsets(keys), max(queries), max(keys))
@@ -334,6 +434,8 @@ def check_forward(c: Case) -> None:
             actual, exact, like, mag = (x.transpose(0, 1) for x in (actual, exact, like, mag))
         result = compare(actual, exact, like, mag, 1 if actual is lse else 2)
         assert result.ok, result
+    if sinks is not None:  # by this the backward knows rows without keys
+        assert torch.equal(lse <= sinks[:, None], same[1] <= sinks[:, None])
 
 
 @pytest.mark.parametrize("count", [1, 7, 3000])
@@ -365,13 +467,14 @@ def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int
         mask[..., :1, :] = torch.finfo(mask.dtype).min
     mask = mask.expand(2, *mask.shape[1:])  # a stride of 0, unless there is one for every entry
     out, lse = torch.empty(2, 3, 9, 8), torch.empty(2, 3, 9)
-    options = (None, None, 0, -1, -1, 0.3, 0.0, None, 0)
+    changes = (None, None, 0.0)
+    options = (None, None, *changes, 0, -1, -1, 0.3, 0.0, None, 0)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, *rest: Any) -> int:
         assert given.dtype == torch.bool
         assert list(given.shape) == [*shape, 1]
-        results = reference.attention_fwd(q, k, v, given, *rest[:3], *rest[7:14])
-        for to, x in zip(rest[14:16], results, strict=True):
+        results = reference.attention_fwd(q, k, v, given, *rest[:3], *changes, *rest[8:15])
+        for to, x in zip(rest[15:17], results, strict=True):
             to.copy_(x)
         return 0
 

@@ -13,10 +13,11 @@ def _call(M: int, D: int, E: int | None = None, N: int = 70, **given: object) ->
     q, k = (torch.empty(2, 3, n, D, dtype=torch.bfloat16) for n in (M, N))
     v = k.new_empty(2, 3, N, D if E is None else E)
     names = {"dout": None, "dlse": None, "q": q, "k": k, "v": v, "mask": None, "mask_tiles": None,
-             "key_lengths": None, "query_lengths": None, "out": None, "lse": None, "causal": 0,
+             "key_lengths": None, "query_lengths": None, "out": None, "lse": None,
+             "distance_bias": None, "sinks": None, "softcap": 0.0, "causal": 0,
              "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
              "dropout_seed": None, "dropout_stream": 0,
-             "needs": (True, True, True, False)}  # fmt: skip
+             "needs": (True, True, True, False, False, False)}  # fmt: skip
     return BackwardCall(**(names | given))
 
 
@@ -30,13 +31,22 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refuses(_call(65, 64, mask=mask.bool(), dropout_p=0.1)) is None
     assert refuses(_call(65, 64, mask=mask, dropout_p=0.1)) is None
     assert refuses(_call(65, 64, mask=mask)) is None
-    needed = (True, True, True, True)
+    needed = (True,) * 6
     assert refuses(_call(65, 64, mask=mask.bfloat16(), needs=needed)) is None
     assert refuses(_call(65, 64, mask=mask, needs=needed)) is None
     assert "torch.float64" in refuses(_call(65, 64, mask=mask.double()))
     assert refuses(_call(65, 64, dropout_p=0.1)) is None
     assert "[2, 65]" in refuses(_call(65, 64, key_lengths=torch.ones(2, 65)))
     assert "got 264" in refuses(_call(65, 264))
+    assert refuses(_call(65, 64, sinks=torch.ones(3), mask=mask.bool())) is None
+    assert "no softcap, sinks" in refuses(_call(65, 64, sinks=torch.ones(3), mask=mask))
+    distances = torch.ones(1, 3, 134)
+    assert refuses(_call(65, 64, softcap=2.0, distance_bias=distances, mask=mask.bool())) is None
+    assert "no softcap" in refuses(_call(65, 64, softcap=2.0, mask=mask))
+    assert "no softcap" in refuses(_call(65, 64, distance_bias=distances, mask=mask))
+    column = torch.ones(1, 1, 65, 1)
+    assert refuses(_call(65, 64, mask=column, softcap=2.0, distance_bias=distances)) is None
+    assert "no sinks" in refuses(_call(65, 64, sinks=torch.ones(3), mask=column))
 
 
 def _packed_call(T: int, D: int, sequences: int, **given: object) -> PackedBackwardCall:
@@ -44,9 +54,9 @@ def _packed_call(T: int, D: int, sequences: int, **given: object) -> PackedBackw
     offsets = torch.zeros(sequences + 1, dtype=torch.int32)
     names = {"dout": None, "dlse": None, "q": q, "k": k, "v": k, "cu_seqlens_q": offsets,
              "cu_seqlens_k": offsets, "out": None, "lse": None, "max_seqlen_q": 9,
-             "max_seqlen_k": 9, "causal": 0, "window_left": -1, "window_right": -1, "scale": 1.0,
-             "dropout_p": 0.0, "dropout_seed": None, "dropout_stream": 0,
-             "needs": (True, True, True)}  # fmt: skip
+             "max_seqlen_k": 9, "distance_bias": None, "sinks": None, "softcap": 0.0, "causal": 0,
+             "window_left": -1, "window_right": -1, "scale": 1.0, "dropout_p": 0.0,
+             "dropout_seed": None, "dropout_stream": 0, "needs": (True,) * 5}  # fmt: skip
     return PackedBackwardCall(**(names | given))
 
 

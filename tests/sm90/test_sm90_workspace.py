@@ -18,6 +18,7 @@ from fastattn.ops.attention import sm90
 from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
 from fastattn.testing.properties import deterministic_algorithms
 
+_NO_CHANGES = (None, None, 0.0)  # of scores
 MULTIPROCESSORS = 132  # of an H200, for which other devices stand in
 
 
@@ -33,7 +34,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 def _plan(plans, q, k, v, *, mask=None, causal=0, window=(-1, -1), key_lengths=None, dropout_p=0.0):
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    options = (causal, *window, 0.1, dropout_p, seed, 0)
+    options = (*_NO_CHANGES, causal, *window, 0.1, dropout_p, seed, 0)
     call = ForwardCall(q, k, v, mask, None, key_lengths, None, *options)
     out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=q.dtype)
     sm90.attention_fwd(call, out.transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32))
@@ -145,7 +146,8 @@ def test_packed(
     q = torch.empty(longest * sequences, 8, 64, dtype=torch.bfloat16)
     k = torch.empty(sequences * keys, 8, 64, dtype=torch.bfloat16)
     offsets = torch.empty(sequences + 1, dtype=torch.int32)
-    call = PackedForwardCall(q, k, k, offsets, offsets, longest, keys, 0, -1, -1, 0.1, 0.0, None, 0)
+    options = (longest, keys, *_NO_CHANGES, 0, -1, -1, 0.1, 0.0, None, 0)
+    call = PackedForwardCall(q, k, k, offsets, offsets, *options)
     sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
     assert (plans[-1].splits > 1) == cut
     assert plans[-1].ordered == ordered
@@ -196,13 +198,13 @@ def test_splits_of_a_mask_gradient(
     bindings.use(monkeypatch, lambda op, problem, _: splits.append(of(problem)))
     q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
     lse, mask = torch.empty(2, 3, 65), torch.empty(shape)
-    options = (0, -1, -1, 1.0, 0.0, None, 0)
+    options = (*_NO_CHANGES, 0, -1, -1, 1.0, 0.0, None, 0)
     for needed in (False, True):
         call = BackwardCall(
-            None, None, q, k, v, mask, None, None, None, q, lse, *options, (True,) * 3 + (needed,)
+            None, None, q, k, v, mask, None, None, None, q, lse, *options, (True,) * 6
         )
-        dmask = torch.empty_like(mask) if needed else mask.new_empty(0)
-        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
+        dmask, none = torch.empty_like(mask) if needed else mask.new_empty(0), mask.new_empty(0)
+        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask, none, none)
     assert splits == [1, count]
 
 
@@ -214,21 +216,29 @@ def _forward(B: int, M: int, N: int, **options: object) -> None:
 def _packed_forward(rows: int, sequences: int) -> None:
     q = torch.empty(rows * sequences, 8, 64, dtype=torch.bfloat16)
     offsets = torch.empty(sequences + 1, dtype=torch.int32)
-    options = (offsets, offsets, rows, rows, 0, -1, -1, 0.1, 0.0, None, 0)
+    options = (offsets, offsets, rows, rows, *_NO_CHANGES, 0, -1, -1, 0.1, 0.0, None, 0)
     call = PackedForwardCall(q, q, q, *options)
     sm90.attention_varlen_fwd(call, torch.empty_like(q), torch.empty(8, q.shape[0]))
 
 
-def _backward(mask: Tensor | None = None, dropout_p: float = 0.0, in_order: bool = False) -> None:
+def _backward(
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    in_order: bool = False,
+    sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+) -> None:
     q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-    options = (0, -1, -1, 1.0, dropout_p, seed, 0, (True,) * 4)
+    options = (distance_bias, sinks, 0.0, 0, -1, -1, 1.0, dropout_p, seed, 0, (True,) * 6)
     call = BackwardCall(
         None, None, q, k, v, mask, None, None, None, q, torch.empty(2, 3, 65), *options
     )
-    dmask = torch.empty(0) if mask is None else torch.empty_like(mask)
+    changes = (
+        torch.empty(0) if x is None else torch.empty_like(x) for x in (mask, distance_bias, sinks)
+    )
     with deterministic_algorithms(in_order):
-        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), dmask)
+        sm90.attention_bwd(call, *map(torch.empty_like, (q, k, v)), *changes)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +256,10 @@ def _backward(mask: Tensor | None = None, dropout_p: float = 0.0, in_order: bool
         (_backward, 4),
         # semaphores, dropout's row keys
         (partial(_backward, dropout_p=0.1, in_order=True), 6),
+        # what each row adds to dsinks
+        (partial(_backward, sinks=torch.zeros(3)), 5),
+        # the bands of the gradient of distance_bias
+        (partial(_backward, distance_bias=torch.zeros(1, 3, 334)), 5),
         # bits, plain and classes of a mask; the splits of its gradient
         (partial(_backward, torch.zeros(1, 1, 1, 270)), 8),
     ],

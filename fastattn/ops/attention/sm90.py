@@ -9,9 +9,10 @@ keys are split and another kernel combines the results.
 """
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn.ops import _env, _native
@@ -20,7 +21,6 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
-    score_changes,
 )
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
@@ -31,6 +31,7 @@ from fastattn.ops.attention.sm90_bias import (
     rows_of_constant,
 )
 
+_AnyCall: TypeAlias = ForwardCall | BackwardCall | PackedForwardCall | PackedBackwardCall
 _library = torch.ops.fastattn_sm90
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
@@ -57,10 +58,11 @@ def _unreadable(name: str, x: Tensor) -> str | None:
     return None
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, queries: int, keys: int) -> str | None:
+def _unsupported(call: _AnyCall, queries: int, keys: int) -> str | None:
     """What neither the padded nor the packed form can do."""
     if why := unavailable():
         return why
+    q, k, v = _operands(call)
     if q.dtype not in _DTYPES:
         return f"has kernels for bf16 and fp16, got {q.dtype}"
     for dim in (q.shape[-1], v.shape[-1]):
@@ -76,32 +78,40 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, queries: int, keys: int) -> st
     return None
 
 
-def _mask_unsupported(mask: Tensor | None, key_lengths: Tensor | None) -> str | None:
+def _padded_unsupported(call: ForwardCall | BackwardCall) -> str | None:
+    if why := _unsupported(call, call.q.shape[2], call.k.shape[2]):
+        return why
+    mask, key_lengths = call.mask, call.key_lengths
     if key_lengths is not None and key_lengths.dim() != 1:
         return f"takes key_lengths per sequence, [B], got {list(key_lengths.shape)}"
-    if mask is not None and mask.dtype not in MASK_DTYPES:
+    if mask is None:
+        return None
+    if mask.dtype not in MASK_DTYPES:
         return f"takes a mask in bool, bf16, fp16 or fp32, got {mask.dtype}"
+    if is_constant(mask, call.k.shape[2]):
+        if call.sinks is not None:
+            return "has no sinks with an additive mask of one value for all keys"
+    elif mask.dtype != torch.bool and (
+        call.softcap or call.distance_bias is not None or call.sinks is not None
+    ):
+        return "has no softcap, sinks or distance_bias with an additive mask"
     return None
 
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
-    why = _unsupported(call.q, call.k, call.v, call.q.shape[2], call.k.shape[2])
-    return why or score_changes(call) or _mask_unsupported(call.mask, call.key_lengths)
+    return _padded_unsupported(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
-    why = _unsupported(call.q, call.k, call.v, call.q.shape[2], call.k.shape[2])
-    return why or score_changes(call) or _mask_unsupported(call.mask, call.key_lengths)
+    return _padded_unsupported(call)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
-    why = _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
-    return why or score_changes(call)
+    return _unsupported(call, call.q.shape[0], call.k.shape[0])
 
 
 def attention_varlen_bwd_unsupported(call: PackedBackwardCall) -> str | None:
-    why = _unsupported(call.q, call.k, call.v, call.q.shape[0], call.k.shape[0])
-    return why or score_changes(call)
+    return _unsupported(call, call.q.shape[0], call.k.shape[0])
 
 
 # -- what the library is called with --------------------------------------------------------------
@@ -111,19 +121,30 @@ _LENGTHS = _FIELDS[_FIELDS.index("mask_tiles") + 1 : _FIELDS.index("distance_bia
 _operands = attrgetter("q", "k", "v")
 _lengths = attrgetter(*_LENGTHS)
 _packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-_options = attrgetter(*_FIELDS[_FIELDS.index("causal") :])
+_options = attrgetter(*_FIELDS[_FIELDS.index("sinks") :])
+# Entries of distance_bias before the first and after the last one that the kernels read:
+# kDistancePadding in csrc/attention/attention.h.
+_DISTANCE_PADDING = 192
 
 
 def _padded(
     call: ForwardCall | BackwardCall, mask: Tensor | None, mask_tiles: Tensor | None
 ) -> tuple[Any, ...]:
     none = (None, None, 0, 0)
-    return (*_operands(call), mask, mask_tiles, *_lengths(call), *none, *_options(call))
+    return (*_operands(call), mask, mask_tiles, *_lengths(call), *none, *_changes(call))
 
 
 def _packed(call: PackedForwardCall | PackedBackwardCall) -> tuple[Any, ...]:
     none = (None, None, *(None for _ in _LENGTHS))
-    return (*_operands(call), *none, *_packing(call), *_options(call))
+    return (*_operands(call), *none, *_packing(call), *_changes(call))
+
+
+def _changes(call: _AnyCall) -> tuple[Any, ...]:
+    """distance_bias and what follows it."""
+    bias = call.distance_bias
+    if bias is not None:
+        bias = F.pad(bias, (_DISTANCE_PADDING, _DISTANCE_PADDING)).contiguous()
+    return (bias, *_options(call))
 
 
 def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
@@ -137,7 +158,11 @@ def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
     keys, mask, mask_tiles, values = call.k.shape[2], call.mask, call.mask_tiles, None
     if keys == 0 or call.k.shape[1] == 0:
-        return _no_row_has_a_key(out, lse)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if call.sinks is not None:
+            lse.copy_(_lse_of_sinks(call.sinks, lse, call.query_lengths))
+        return
     if mask is not None and is_constant(mask, keys):
         (mask, values), mask_tiles = rows_of_constant(mask), None
     _launch(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
@@ -147,13 +172,20 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
 
 def attention_varlen_fwd(call: PackedForwardCall, out: Tensor, lse: Tensor) -> None:
     if call.k.shape[0] == 0 or call.k.shape[1] == 0:
-        return _no_row_has_a_key(out, lse)
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if call.sinks is not None:
+            lse.copy_(_lse_of_sinks(call.sinks, lse, call.cu_seqlens_q[-1:]))
+        return
     _launch(_library.attention_fwd.default, *_packed(call), out, lse)
 
 
-def _no_row_has_a_key(out: Tensor, lse: Tensor) -> None:
-    out.zero_()
-    lse.fill_(-torch.inf)
+def _lse_of_sinks(sinks: Tensor, lse: Tensor, lengths: Tensor | None) -> Tensor:
+    """Like lse, where no row has a key. lengths: how many rows of each batch entry are computed."""
+    if lengths is None:
+        return sinks[:, None].expand_as(lse)
+    rows = torch.arange(lse.shape[-1], device=lse.device)
+    return torch.where(rows < lengths.view(-1, 1, 1), sinks[:, None], -torch.inf).view_as(lse)
 
 
 # -- backward -------------------------------------------------------------------------------------
@@ -168,7 +200,7 @@ def attention_bwd(
 ) -> None:
     q, keys, mask, mask_tiles, lse = call.q, call.k.shape[2], call.mask, call.mask_tiles, call.lse
     if 0 in (q.shape[0], q.shape[1], q.shape[2], keys):
-        return _no_pair_at_all(dq, dk, dv, dmask)
+        return _no_pair_at_all(call, dsinks, dq, dk, dv, dmask, ddistance_bias)
     if mask is not None and is_constant(mask, keys):
         gradient_of_constant(dmask, call.dlse, lse)
         (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
@@ -176,7 +208,7 @@ def attention_bwd(
     mask = None if mask is None else as_readable(mask)
     _launch(
         _library.attention_bwd.default, *_padded(call, mask, mask_tiles), *_results(call, lse),
-        dq, dk, dv, dmask,
+        dq, dk, dv, dmask, ddistance_bias, dsinks,
     )  # fmt: skip
 
 
@@ -189,10 +221,10 @@ def attention_varlen_bwd(
     dsinks: Tensor,
 ) -> None:
     if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
-        return _no_pair_at_all(dq, dk, dv)
+        return _no_pair_at_all(call, dsinks, dq, dk, dv, ddistance_bias)
     _launch(
         _library.attention_bwd.default, *_packed(call), *_results(call, call.lse), dq, dk, dv,
-        dq.new_empty(0),
+        dq.new_empty(0), ddistance_bias, dsinks,
     )  # fmt: skip
 
 
@@ -210,9 +242,14 @@ def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any,
     return _as_readable("out", out), lse.contiguous(), dout, dlse, in_order
 
 
-def _no_pair_at_all(*gradients: Tensor) -> None:
-    for gradient in gradients:
+def _no_pair_at_all(
+    call: BackwardCall | PackedBackwardCall, dsinks: Tensor, *gradients: Tensor
+) -> None:
+    for gradient in (dsinks, *gradients):
         gradient.zero_()
+    if dsinks.numel() and call.dlse is not None:  # lse is the sink
+        rows = torch.where(call.lse.isneginf(), 0.0, call.dlse)
+        dsinks.copy_(rows.sum((0, 2) if rows.dim() == 3 else 1))
 
 
 def _as_readable(name: str, x: Tensor) -> Tensor:

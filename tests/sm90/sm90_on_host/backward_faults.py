@@ -42,6 +42,16 @@ ends(
     "dead ? -kMinusInfinity : lse",
 )
 ends("dead || !args.dlse ? sum : sum - args.dlse[at]", "sum", "sum - args.dlse[at]")
+ends("lse <= sink ? kMinusInfinity : lse", "lse", only=ONCE)
+ends("lse == kMinusInfinity ? 0.0f : -ptx", "-ptx", only=ONCE)
+ends("exists ? sink_term(sink, args.lse[at], args.dlse ? sum - args.dlse[at] : sum) : 0.0f",
+     "exists ? sink_term(sink, args.lse[at], sum) : 0.0f",
+     "exists ? sink_term(sink, lse, args.dlse ? sum - args.dlse[at] : sum) : 0.0f",
+     only=ONCE)  # fmt: skip
+ends("(batch * gridDim.x + blockIdx.x) * args.rows", "batch * gridDim.x * args.rows", only=ONCE)
+ends("sums[threadIdx.x] += sums[threadIdx.x + threads];",
+     "if (threads > 1) { sums[threadIdx.x] += sums[threadIdx.x + threads]; }",
+     only=ONCE)  # fmt: skip
 ends("threadIdx.x < Traits::kGroups", "false", "threadIdx.x < 1")
 ends("sum[i] = {};", "")
 ends("*args.counter = 0;", "*args.counter = 1;")
@@ -306,4 +316,94 @@ DMASK_HARMLESS = (
 
 def dmask_mutations_of(instance: str) -> list[Mutation]:
     sources = (_dmask_tiles, _dmask_producer, _dmask_consumer, _dmask_sum, _dmask_launch)
+    return [m for source in sources for m, only in source.found if instance in only]
+
+
+# -- changes of scores, and the gradient of a bias by distance -------------------------------------
+SCORES = ("64 kScores", "256 kScoresMask")
+_changes = _Source("masks/scores.cuh")
+for right, wrong in (
+    ("fabsf(x) < kNear ? near : far", "near"),
+    ("fmaf(-ratio, ratio, 1.0f)", "1.0f"),
+    ("changes.cap_log2 > 0.0f", "false"),
+    ("limits.own_diagonals ? keys - queries : 0", "0"),
+    ("batch * bias.batch_stride", "0"),
+    ("head * bias.head_stride", "0"),
+    ("from[-kStep * sm90::kRowStep]", "from[0]"),
+    ("from[kStep * (1 - sm90::kRowStep)]", "from[kStep]"),
+    ("from[kStep * (8 * i + j)]", "from[kStep * 8 * i]"),
+):
+    _changes(right, wrong, only=SCORES)
+_scores = _Source("backward/scores.cuh")
+for right, wrong in (
+    ("work.kv_head * args.heads_per_kv + head", "work.kv_head * args.heads_per_kv"),
+    ("work.first_key + own.first_own_key() + here.upper_row()", "own.first_own_key()"),
+    ("row_block * Traits::kRows + own.first_score_row() + here.first_column()",
+     "own.first_score_row() + here.first_column()"),
+    ("fmaf(bias, -kLog2e, score)", "score"),
+    ("from[half * sm90::kRowStep - 8 * i - j]", "from[-8 * i - j]"),
+):  # fmt: skip
+    _scores(right, wrong, only=SCORES)
+_score_steps = _Source("backward/steps.cuh")
+_score_steps("static_cast<int>(own.stage.passed) / (plan.visited.end - plan.visited.begin)", "0",
+             only=SCORES[:1])  # fmt: skip
+_score_weights = _Source("backward/weights.cuh")
+_score_weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]", only=SCORES[:1])
+
+
+def score_mutations_of(instance: str) -> list[Mutation]:
+    sources = (_changes, _scores, _score_steps, _score_weights)
+    return [m for source in sources for m, only in source.found if instance in only]
+
+
+DISTANCE = ("64 kScores", "192 kScoresMaskDropout")  # two blocks in shared memory, or one
+_distance_tiles = _Source("backward/distance_tiles.cuh")
+for right, wrong in (
+    ("kFirstBand + band", "band"),
+    ("args.own_diagonals ? sequence.keys - sequence.queries : 0", "0"),
+    ("(kRows - 1 - key) / kRows", "-key / kRows"),
+    ("gradient.batches == 1", "true"),
+    ("smaller(row + kRows, sequence.queries)", "row + 1"),
+    ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
+):
+    _distance_tiles(right, wrong, only=DISTANCE)
+_distance_consumer = _Source("backward/distance_consumer.cuh")
+for right, wrong in (
+    ("last_shift != kNone && last_shift != shift", "false"),
+    ("smaller(kRows, kKeys - distance)", "kRows"),
+    ("larger(0, -distance)", "0"),
+    ("threadIdx.x % kWarpgroup == 0", "true"),
+    ("group * kMmaRows * sm90::kRowBytes", "0"),
+    ("args.delta[rows + existing]", "0.0f"),
+    ("contains(allowed, key)", "true"),
+    ("is_allowed ? p * (kept - delta) : 0.0f", "p * (kept - delta)"),
+):
+    _distance_consumer(right, wrong, only=DISTANCE)
+for right, wrong in (
+    ("mask_allows(sequence, head, existing, key)", "true"),
+    ("smaller(key, args.keys - 1)", "key"),
+    ("rows / 2 + dropout::lattice_unit(row)", "dropout::lattice_unit(row)"),
+    ("dropout::lattice_unit(tile_key) + thread.first_column()", "thread.first_column()"),
+    ("word << (24 - 8 * byte)", "word << 24"),
+):
+    _distance_consumer(right, wrong, only=DISTANCE[1:])
+_distance = _Source("backward/distance.cuh")
+for right, wrong in (
+    ("row += sequence.query_origin;", ""),
+    ("key += sequence.key_origin;", ""),
+):
+    _distance(right, wrong, only=DISTANCE[:1])
+for right, wrong in (
+    ("work.head / args.heads_per_kv", "0"),
+    ("row >= gradient.rows", "false"),
+    ("band < bands.end", "band + 1 < bands.end"),
+    ("row * gradient.bands + band - kFirstBand", "row * gradient.bands + band"),
+    ("entry - band * kDmaskKeys + kBandOrigin", "entry - band * kDmaskKeys + kBandOrigin - 1"),
+):
+    _distance(right, wrong, only=DISTANCE)
+DISTANCE_HARMLESS = DMASK_HARMLESS
+
+
+def distance_mutations_of(instance: str) -> list[Mutation]:
+    sources = (_distance_tiles, _distance_consumer, _distance)
     return [m for source in sources for m, only in source.found if instance in only]

@@ -21,7 +21,10 @@ from fastattn.ops import _native
 from fastattn.ops.attention import sm90
 
 DTYPES = ("kFloat32", "kBFloat16", "kFloat16")
-VARIANTS = ("kFull", "kBounded", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout")
+VARIANTS = (
+    "kFull", "kBounded", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout", "kSinks",
+    "kScores", "kScoresDropout", "kScoresMask", "kScoresMaskDropout",
+)  # fmt: skip
 _Launcher = ctypes.CFUNCTYPE(
     ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int
 )

@@ -112,3 +112,8 @@ inline float rsqrtf(float x) {
 inline uint32_t __float_as_uint(float x) {
   return on_host::bits_of(x);
 }
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}

@@ -24,7 +24,8 @@ class Harmless:
 
 class FaultInjector:
     """run: returns the machine's message; is_same: whether the last run's results are right.
-    later: the orders for faults that an earlier call did not detect.
+    later: the orders for faults that an earlier call did not detect. only_mutations: none of the
+    faults of the machine.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class FaultInjector:
         machine: Machine,
         mutations: Sequence[Mutation] = (),
         later: Sequence[int] = ORDERS,
+        only_mutations: bool = False,
     ) -> None:
         self.machine, self.mutations, self.later = machine, mutations, later
+        self.only_mutations = only_mutations
         self.detected: dict[tuple[int, int], bool] = {}
 
     def examine(
@@ -47,7 +50,11 @@ class FaultInjector:
             if failure := run():
                 return failure
             assert is_same(), "the results depend on the order"
-        places = self.machine.places()
+        places = [
+            place
+            for place in self.machine.places()
+            if place.fault == MUTATION or not self.only_mutations
+        ]
         self.machine.record(False)
         for place in places:
             if not self.detected.get(place.key):

@@ -8,7 +8,8 @@
 //               dV += P^T dO,  dK += dS^T Q,  dQ += dS K
 //   finish    dQ from fp32 in register order to the result's dtype and layout
 //
-// and a fourth one for the gradient of an additive mask (dmask.cuh).
+// and more for the gradients of sinks (ends.cuh), of an additive mask (dmask.cuh) and of a bias by
+// distance (distance.cuh).
 //
 // Up to head dim 128 each of two consumer warpgroups owns 64 of the keys: its dK and dV stay in
 // registers for the whole loop, P and dS are used as operands from registers; only dQ, which sums
@@ -26,8 +27,9 @@
 // storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the loop), dq.cuh, and this
 // file (the kernel and its launch). steps.cuh has what happens in a step besides products and
 // softmax: masks.cuh by lengths and bounds, dense.cuh and bias.cuh by a dense mask, which
-// dense_loads.cuh loads. weights.cuh has the softmax and dropout, gradients.cuh what leaves a
-// warpgroup, ends.cuh the launches before and after.
+// dense_loads.cuh loads, scores.cuh by a soft cap and a bias by distance. weights.cuh has the
+// softmax and dropout, gradients.cuh what leaves a warpgroup, ends.cuh the launches before and
+// after.
 #pragma once
 
 #include <algorithm>
@@ -35,6 +37,7 @@
 #include <cstdint>
 
 #include "attention/sm90/backward/consumer.cuh"
+#include "attention/sm90/backward/distance.cuh"
 #include "attention/sm90/backward/dmask_launch.cuh"
 #include "attention/sm90/backward/dq.cuh"
 #include "attention/sm90/backward/ends.cuh"
@@ -140,6 +143,9 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
   args.lse2 = p.lse2;
   args.delta = p.delta;
   args.row_keys = p.row_keys;
+  args.sinks = p.sinks.data;
+  args.sink_terms = p.sink_terms;
+  args.changes = changes_here(p.changes, p.scale);
   args.order = {blocks_of(p.packing, p.keys, Traits::kKeys), p.batch * p.kv_heads,
                 swizzle_group_heads(p)};
   return true;
@@ -185,6 +191,18 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
   if (!error && p.dq.data) {
     error = launch(attention_bwd_finish_kernel<Traits>, row_blocks, kFinishThreads,
                    sizeof(RowStage<Traits>), stream, args, true);
+  }
+  if (!error && p.dsinks) {
+    error = launch(
+        sum_sink_terms_kernel<Traits>, p.heads, kSumSinksThreads, kSumSinksThreads * sizeof(float),
+        stream,
+        SinkSumArguments{p.sink_terms, p.dsinks, p.batch, int64_t{args.row_blocks} * Traits::kRows},
+        false);
+  }
+  if constexpr (Traits::kScores) {
+    if (!error && p.ddistance.data) {
+      return launch_distance_gradient<kType, kHeadDim, kVariant>(p, args, index, stream);
+    }
   }
   if constexpr (Traits::kBias) {
     if (!error && p.dmask.data) {

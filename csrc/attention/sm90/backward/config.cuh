@@ -31,14 +31,18 @@ struct BackwardConfig {
   int producer_registers, consumer_registers;
 };
 
-constexpr BackwardConfig backward_config(int head_dim, bool dense) {
+constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
   switch (head_dim) {
     case 64:
-      if (dense) {  // 232 registers would spill four bytes
+      if (is_dense(variant) || changes_scores(variant)) {  // 232 registers would spill four bytes
         return {2, 128, 2, Split::kKeysAndRows, 24, 240};
       }
       return {2, 128, 2, Split::kKeysAndRows, 40, 232};  // 517 TFLOP/s
-    case 128:  // 593 TFLOP/s; 64 rows: 570; 232 registers would serialise wgmma
+    case 128:
+      if (changes_scores(variant)) {  // 80 rows would spill up to 76 bytes
+        return {2, 64, 2, Split::kKeysAndColumns, 24, 240};
+      }
+      // 593 TFLOP/s; 64 rows: 570; 232 registers would serialise wgmma
       return {2, 80, 2, Split::kKeysAndColumns, 24, 240};
     case 192:  // no figure: as much as fits
       return {3, 96, 1, Split::kRowsAndColumns, 32, 160};
@@ -54,7 +58,8 @@ struct BackwardTraits {
   static constexpr bool kDropout = has_dropout(kVariant);
   static constexpr bool kBias = is_additive(kVariant);
   static constexpr bool kDense = is_dense(kVariant);
-  static constexpr BackwardConfig kConfig = backward_config(kDim, kDense);
+  static constexpr bool kScores = changes_scores(kVariant);
+  static constexpr BackwardConfig kConfig = backward_config(kDim, kVariant);
   static constexpr int kHeadDim = kDim;
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kRows = kConfig.rows;
@@ -78,7 +83,7 @@ struct BackwardTraits {
   using KeyTile = SharedTile<Element, kKeys, kColumns>;
   using ScoreTile = SharedTile<Element, kRows, kKeys>;
 
-  static_assert(kRows == backward_rows(kDim) && kKeys == backward_keys(kDim));
+  static_assert(kRows == backward_rows(kDim, kScores) && kKeys == backward_keys(kDim));
   static_assert(kRows % kMmaK == 0, "dV and dK take 16 rows at a time");
   static_assert(kHeadDim % kMmaK == 0, "K Q^T and V dO^T take 16 columns at a time");
   static_assert(kScoreRows % kMmaK == 0, "matrices are stored 16 rows at a time");

@@ -100,11 +100,18 @@ struct BackwardConsumer {
     draw_kept(own, kept);
     ptx::wgmma_wait_group<1>();
     ptx::pin(rS);
+    if constexpr (Traits::kScores) {
+      change_scores(own, rS, steps.biases());
+    }
     steps.add_mask(rS);
     weigh(own, rS, kept);
     ptx::wgmma_wait_group<0>();
     ptx::pin(rDp);
-    differentiate(own, rP, rDs, rS, rDp);
+    if (Traits::kScores && own.args.changes.cap_log2 > 0.0f) {
+      differentiate<true>(own, rP, rDs, rS, rDp, steps.biases());
+    } else {
+      differentiate<false>(own, rP, rDs, rS, rDp, nullptr);
+    }
     steps.mask(rP, rDs);
     steps.before_stores();
     if constexpr (kSplitsKeys) {

@@ -23,6 +23,12 @@ struct alignas(sm90::kPieceBytes) Piece {
 // -- prepare -------------------------------------------------------------------------------------
 constexpr int kPrepareThreads = 256;
 
+// What a row adds to the gradient of its head's sink, of weight 2^(sink - lse): the lse of a row
+// without keys is the sink, and -inf if the row is not computed.
+__device__ __forceinline__ float sink_term(float sink, float lse, float delta) {
+  return lse == kMinusInfinity ? 0.0f : -ptx::ex2((sink - lse) * kLog2e) * delta;
+}
+
 // A thread block computes lse and delta of one block of rows. A dead row, or one past the end, gets
 // lse +inf, which makes its weights 0, and delta 0.
 template <class Traits>
@@ -51,7 +57,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
   for (int i = threadIdx.x / kRowThreads; i < Traits::kRows; i += kRowsAtOnce) {
     const int row = first_row + i;
     const int64_t at = head * args.queries + sequence.query_origin + row;
-    const float lse = contains(live, row) ? args.lse[at] : kMinusInfinity;
+    const float sink = args.sinks ? args.sinks[block.head] : kMinusInfinity;
+    float lse = contains(live, row) ? args.lse[at] : kMinusInfinity;
+    lse = lse <= sink ? kMinusInfinity : lse;
     float sum = 0.0f;
     if (lse != kMinusInfinity && column < args.value_dim) {
       const Piece<Element> out = piece(args.out, row), dout = piece(args.dout, row);
@@ -68,6 +76,11 @@ __global__ void __launch_bounds__(kPrepareThreads)
       const bool dead = lse == kMinusInfinity;
       args.lse2[to] = dead ? -kMinusInfinity : Traits::kBias ? lse : lse * kLog2e;
       args.delta[to] = dead || !args.dlse ? sum : sum - args.dlse[at];
+      if (args.sink_terms) {
+        const bool exists = row < sequence.query_rows;
+        args.sink_terms[to] =
+            exists ? sink_term(sink, args.lse[at], args.dlse ? sum - args.dlse[at] : sum) : 0.0f;
+      }
     }
   }
   if (args.dropout.seed) {
@@ -93,6 +106,42 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *args.counter = 0;
+  }
+}
+
+// -- sinks ---------------------------------------------------------------------------------------
+constexpr int kSumSinksThreads = 256;
+
+struct SinkSumArguments {
+  const float* terms;  // [batch, heads, rows]
+  float* dsinks;       // [heads]
+  int batch;
+  int64_t rows;
+};
+
+// A thread block: the gradient of a head's sink, summed in the same order in every run.
+template <class Traits>
+__global__ void __launch_bounds__(kSumSinksThreads)
+    sum_sink_terms_kernel(const __grid_constant__ SinkSumArguments args) {
+  extern __shared__ __align__(sm90::kTileAlignment) char shared_memory[];
+  float* sums = reinterpret_cast<float*>(shared_memory);
+  float sum = 0.0f;
+  for (int64_t batch = 0; batch < args.batch; ++batch) {
+    const float* terms = args.terms + (batch * gridDim.x + blockIdx.x) * args.rows;
+    for (int64_t row = threadIdx.x; row < args.rows; row += kSumSinksThreads) {
+      sum += terms[row];
+    }
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (int threads = kSumSinksThreads / 2; threads > 0; threads /= 2) {
+    if (static_cast<int>(threadIdx.x) < threads) {
+      sums[threadIdx.x] += sums[threadIdx.x + threads];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    args.dsinks[blockIdx.x] = sums[0];
   }
 }
 

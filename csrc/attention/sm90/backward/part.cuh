@@ -51,11 +51,11 @@ struct BackwardPart {
   }
   __device__ __forceinline__ int first_own_chunk() const { return group * Traits::kGroupChunks; }
 
-  // With an additive mask there are no registers for values derived from the lane: pinned, they are
-  // recomputed where they are needed.
+  // With an additive mask or changes of scores there are no registers for values derived from the
+  // lane: pinned, they are recomputed where they are needed.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
-    if constexpr (Traits::kBias) {
+    if constexpr (Traits::kBias || Traits::kScores) {
       ptx::pin(lane);
     }
     return {thread.warp, static_cast<int>(lane[0])};

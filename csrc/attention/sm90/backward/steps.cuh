@@ -5,6 +5,7 @@
 #include "attention/sm90/backward/bias.cuh"
 #include "attention/sm90/backward/dense.cuh"
 #include "attention/sm90/backward/masks.cuh"
+#include "attention/sm90/backward/scores.cuh"
 
 namespace fastattn::attention {
 
@@ -25,7 +26,11 @@ struct PlannedSteps {
   __device__ __forceinline__ void clear_keys() const { clear_dead_keys(own); }
   // Called when Q has been loaded.
   __device__ __forceinline__ void open() { clear_dead_rows(own, row_block); }
-  // Called when the scores have been computed.
+  // Called when the scores have been computed: their biases by distance, and a mask.
+  __device__ __forceinline__ const float* biases() const {
+    const int head = static_cast<int>(own.stage.passed) / (plan.visited.end - plan.visited.begin);
+    return own_biases(own, head, row_block);
+  }
   __device__ __forceinline__ void add_mask(typename Part::Scores&) const {}
   // Called when P and dS have been computed.
   __device__ __forceinline__ void mask(typename Part::ScoreOperand& rP,
@@ -57,6 +62,10 @@ struct ListedSteps {
     if constexpr (Traits::kBias) {
       fetch_bias(own, metadata_of(own).step.row_block);
     }
+  }
+  __device__ __forceinline__ const float* biases() const {
+    const Step& step = metadata_of(own).step;
+    return own_biases(own, step.head, step.row_block);
   }
   __device__ __forceinline__ void add_mask(typename Part::Scores& s) const {
     if constexpr (Traits::kBias) {

@@ -6,6 +6,7 @@
 #include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/mask_classes.h"
 #include "attention/sm90/masks/row_range.h"
+#include "attention/sm90/masks/scores.cuh"
 #include "attention/sm90/packed_blocks.h"
 #include "sm90/tile/scheduler.h"
 
@@ -30,6 +31,9 @@ struct BackwardArguments : LengthsAndBounds {
   bool bias_by_tma;  // otherwise consumers load it
   float scale, scale_log2;
   sm90::TileOrder order;
+  const float* sinks;  // [heads], or null
+  float* sink_terms;   // one for each element of delta; null: dsinks is not needed
+  ScoreChangesHere changes;
 };
 
 // A batch entry or a packed sequence; positions count from its start.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/sm90/backward/part.cuh"
+#include "attention/sm90/backward/scores.cuh"
 #include "attention/sm90/launch.cuh"
 #include "common/dropout.h"
 
@@ -72,13 +73,18 @@ __device__ __forceinline__ void mark_dropped(typename BackwardPart<Traits>::Scor
 }
 
 // -- weights --------------------------------------------------------------------------------------
+// The lse of this thread's rows of scores.
+template <class Traits>
+__device__ __forceinline__ const float* own_lse2(const BackwardPart<Traits>& own) {
+  return own.shared.lse2[own.slot()].data + own.first_score_row() + own.thread.first_column();
+}
+
 // Scores become weights: 2^(s scale_log2 - lse2).
 template <class Traits>
 __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
                                       typename BackwardPart<Traits>::Scores& s,
                                       const KeptBits<Traits>& kept) {
-  const float* lse2 =
-      own.shared.lse2[own.slot()].data + own.first_score_row() + own.thread.first_column();
+  const float* lse2 = own_lse2(own);
   constexpr int kStep = Traits::kDense || Traits::kDropout ? 1 : 8;
   float sum = 0.0f;
 #pragma unroll
@@ -88,8 +94,9 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
     for (int j = 0; j < 4; ++j) {
       float& score = s[4 * i + j];
       const float lse = j % 2 ? shift.y : shift.x;
-      score = Traits::kBias ? ptx::ex2((score - lse) * kLog2e)
-                            : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
+      score = Traits::kBias     ? ptx::ex2((score - lse) * kLog2e)
+              : Traits::kScores ? ptx::ex2(score - lse)
+                                : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
     }
   }
   mark_dropped<Traits>(s, kept);
@@ -107,19 +114,26 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
 }
 
 // dS = P (dP - delta), and both as operands, in one pass, so that P in fp32 and P as an operand are
-// not live at the same time. Dropout applies to P in dV and to dP.
-template <class Traits>
+// not live at the same time. Dropout applies to P in dV and to dP. kCapped: dS of the products that
+// the soft cap is applied to; `biases` are then those of own_biases.
+template <bool kCapped, class Traits>
 __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
                                               typename BackwardPart<Traits>::ScoreOperand& rP,
                                               typename BackwardPart<Traits>::ScoreOperand& rDs,
                                               const typename BackwardPart<Traits>::Scores& p,
-                                              const typename BackwardPart<Traits>::Scores& dp) {
+                                              const typename BackwardPart<Traits>::Scores& dp,
+                                              const float* biases) {
   using Element = typename Traits::Element;
   const float* delta =
       own.shared.delta[own.slot()].data + own.first_score_row() + own.thread.first_column();
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
     const float2 d = *reinterpret_cast<const float2*>(delta + 8 * i);
+    float slopes[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+    if constexpr (kCapped) {
+      const float2 lse = *reinterpret_cast<const float2*>(own_lse2(own) + 8 * i);
+      slopes_of_cap(own.args.changes, biases, p, i, lse, slopes);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * i + 2 * half;
@@ -127,12 +141,14 @@ __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
         const float scale = own.args.dropout.keep_scale;
         const float x = p[at] < 0.0f ? 0.0f : scale, y = p[at + 1] < 0.0f ? 0.0f : scale;
         rP[2 * i + half] = ptx::pack<Element>(p[at] * x, p[at + 1] * y);
-        rDs[2 * i + half] = ptx::pack<Element>(fabsf(p[at]) * fmaf(dp[at], x, -d.x),
-                                               fabsf(p[at + 1]) * fmaf(dp[at + 1], y, -d.y));
+        rDs[2 * i + half] =
+            ptx::pack<Element>(fabsf(p[at]) * slopes[2 * half] * fmaf(dp[at], x, -d.x),
+                               fabsf(p[at + 1]) * slopes[2 * half + 1] * fmaf(dp[at + 1], y, -d.y));
       } else {
         rP[2 * i + half] = ptx::pack<Element>(p[at], p[at + 1]);
         rDs[2 * i + half] =
-            ptx::pack<Element>(p[at] * (dp[at] - d.x), p[at + 1] * (dp[at + 1] - d.y));
+            ptx::pack<Element>(p[at] * slopes[2 * half] * (dp[at] - d.x),
+                               p[at + 1] * slopes[2 * half + 1] * (dp[at + 1] - d.y));
       }
     }
   }

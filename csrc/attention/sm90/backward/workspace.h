@@ -34,25 +34,31 @@ inline int dmask_splits(const BackwardProblem& p, int num_sms) {
 inline void lay_out(BackwardProblem& p, bool in_order, int num_sms, WorkspaceLayout& workspace) {
   constexpr int kChunkColumns = 64, kMaxGroups = 3;
   const int dim = larger(p.head_dim, p.value_dim);
+  const int block_rows = backward_rows(dim, p.changes.any());
   const int64_t blocks =
-      int64_t{1} * p.batch * p.heads * blocks_of(p.packing, p.queries, backward_rows(dim));
-  const int64_t rows = blocks * backward_rows(dim);
+      int64_t{1} * p.batch * p.heads * blocks_of(p.packing, p.queries, block_rows);
+  const int64_t rows = blocks * block_rows;
   p.lse2 = workspace.take<float>(rows);
   p.delta = workspace.take<float>(rows);
   p.row_keys = p.dropout.seed ? workspace.take<uint32_t>(rows / 2) : nullptr;
   p.dq_sum = workspace.take<float>(rows * ceil_div(dim, kChunkColumns) * kChunkColumns);
   p.dq_semaphores = in_order ? workspace.take<int>(blocks * kMaxGroups) : nullptr;
   p.counter = workspace.take<int>(1);
+  p.sink_terms = p.dsinks ? workspace.take<float>(rows) : nullptr;
   if (p.mask.data) {
     DenseMask& mask = p.mask;
     // Bits, classes and tiles are those of the transposed mask, whose rows are keys: the backward
     // loops over rows.
     mask.layout = mask_layout(mask.batch_stride ? p.batch : 1, mask.head_stride ? p.heads : 1,
                               mask.column_stride ? p.keys : 1, p.batch, p.has_lengths(), p.keys,
-                              p.queries, backward_keys(dim), backward_rows(dim));
+                              p.queries, backward_keys(dim), block_rows);
     mask.bits = workspace.take<uint32_t>(bit_words(mask.layout));
     mask.plain = workspace.take<int>(plain_count(mask.layout));
     mask.classes = workspace.take<BlockClass>(class_count(mask.layout));
+  }
+  if (p.ddistance.data) {
+    p.ddistance.partial =
+        workspace.take<float>(p.ddistance.rows * p.ddistance.bands * kBandEntries);
   }
   if (p.dmask.data) {
     const int* sizes = p.dmask.sizes;

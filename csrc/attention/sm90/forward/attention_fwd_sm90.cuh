@@ -19,7 +19,9 @@
 // Read in this order: config.cuh (shapes), tiles.cuh (arguments, which blocks a tile needs),
 // storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the main loop), and this file
 // (the kernel and its launch). blocks.cuh has what happens to a block besides its products:
-// masks.cuh by lengths, bounds and dropout, dense.cuh by a dense mask. output.cuh ends a tile.
+// masks.cuh by lengths, bounds and dropout, dense.cuh by a dense mask, scores.cuh by a soft cap and
+// a bias by distance. output.cuh ends a tile, with
+// sinks.cuh.
 #pragma once
 
 #include <algorithm>
@@ -191,6 +193,8 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.splits = p.splits;
+  args.sinks = p.sinks;
+  args.changes = changes_here(p.changes, std::abs(p.scale));
   args.mask.type = p.mask.copy ? p.mask.copy_type : p.mask.type;
   // At scale 0 the smallest positive factor gives the same weights; 0 would turn -inf into NaN.
   args.scale_log2 = std::max(std::abs(p.scale) * kLog2e, std::numeric_limits<float>::min());

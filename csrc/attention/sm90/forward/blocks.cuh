@@ -4,6 +4,7 @@
 
 #include "attention/sm90/forward/dense.cuh"
 #include "attention/sm90/forward/masks.cuh"
+#include "attention/sm90/forward/scores.cuh"
 
 namespace fastattn::attention {
 
@@ -28,6 +29,10 @@ struct PlannedBlocks {
   // Called when its K has been loaded; its V will be in slot `at`.
   __device__ __forceinline__ void open(RingPosition<Traits::kStages>) {}
   __device__ __forceinline__ bool is_last() const { return n == plan.own.begin; }
+  // Before masks.
+  __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
+    change_scores(own, s, tile, n);
+  }
   __device__ __forceinline__ void mask_first(BlockScores<Traits>& s) const {
     if (!contains(plan.full, n)) {
       mask(s);
@@ -68,6 +73,9 @@ struct ListedBlocks {
     metadata = &metadata_of(own, at);
   }
   __device__ __forceinline__ bool is_last() const { return metadata->next < 0; }
+  __device__ __forceinline__ void change(BlockScores<Traits>& s) const {
+    change_scores(own, s, tile, metadata->block);
+  }
   __device__ __forceinline__ void mask_first(BlockScores<Traits>& s) const {
     mask_dense_scores(own, s, tile, metadata->block, metadata->flags >> own.group & 1,
                       is_restricted());

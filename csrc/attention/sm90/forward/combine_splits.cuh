@@ -1,7 +1,8 @@
 // Combines the splits of split-KV (KeySplits in attention.h). One warp computes a row:
 //
 //   weight of a split   2^(m - M) l, where m and l are the split's maximum and sum, M the largest m
-//   out, lse            the splits' outputs by weight, the logarithm of the sum of weights
+//   out, lse            the splits' outputs by weight, the logarithm of the sum of weights; a sink
+//                       is added to this sum
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,6 +11,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/sm90/forward/sinks.cuh"
 #include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/ptx/grid.cuh"
@@ -31,6 +33,8 @@ struct CombineArguments {
   int64_t rows;  // of all heads and batch entries
   int heads, queries, value_dim;
   const int* last_offset;  // where packed sequences end, or null
+  Sinks sinks;
+  Lengths query_lengths;
 };
 
 inline CombineArguments combine_arguments(const ForwardProblem& p) {
@@ -38,7 +42,8 @@ inline CombineArguments combine_arguments(const ForwardProblem& p) {
   return {p.splits,    p.out,
           p.lse,       int64_t{p.batch} * p.heads * p.queries,
           p.heads,     p.queries,
-          p.value_dim, packing.query_offsets ? packing.query_offsets + packing.sequences : nullptr};
+          p.value_dim, packing.query_offsets ? packing.query_offsets + packing.sequences : nullptr,
+          p.sinks,     p.query_lengths};
 }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -107,10 +112,17 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     return;  // written by the forward kernel
   }
   const SplitWeights weights(args.splits, args.rows, row, lane);
-  if (lane == 0) {
-    args.lse[row] = (weights.highest + ptx::lg2(weights.sum)) * kLn2;
+  const int64_t batch = head / args.heads;
+  float lse = (weights.highest + ptx::lg2(weights.sum)) * kLn2;
+  float normalise = weights.sum == 0.0f ? 0.0f : 1.0f / weights.sum;
+  if (args.sinks.data &&
+      query < clamped_length(args.query_lengths, static_cast<int>(batch), args.queries)) {
+    const int head_here = static_cast<int>(head - batch * args.heads);
+    lse = add_sink(lse, sink_of(args.sinks, head_here, args.queries, query), normalise);
   }
-  const float normalise = weights.sum == 0.0f ? 0.0f : 1.0f / weights.sum;
+  if (lane == 0) {
+    args.lse[row] = lse;
+  }
 
   float4 total[kShares] = {};
 #pragma unroll
@@ -148,7 +160,6 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
     }
   }
 
-  const int64_t batch = head / args.heads;
   Element* out = static_cast<Element*>(args.out.data) + batch * args.out.batch_stride +
                  (head - batch * args.heads) * args.out.head_stride + query * args.out.row_stride;
 #pragma unroll

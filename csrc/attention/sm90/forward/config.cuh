@@ -35,6 +35,9 @@ constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
       if (is_additive(variant)) {  // three groups would not have enough registers
         return {2, 128, 2, false, true, true};
       }
+      if (changes_scores(variant)) {
+        return {2, 128, 2, true, true, true};
+      }
       // 2 groups with 192-key blocks: 11 % slower; a third K/V stage: no gain
       return {3, 128, 2, true, false, true};
     case 128:
@@ -44,9 +47,9 @@ constexpr ForwardConfig forward_config(int head_dim, Variant variant) {
       // ping-pong: +4 % up to 1k keys; 176-key blocks: -4 % at 4k keys, +4 % at 16k
       return {2, 128, 2, true, true, false};
     case 192:  // shared memory: Q, 2 x 2 blocks of 112 keys, no output stage
-      return {2, is_additive(variant) ? 64 : 112, 1, false, false, false};
+      return {2, forward_block(head_dim, variant), 1, false, false, false};
     case 256:  // 64-key blocks: 3 % slower
-      return {2, is_additive(variant) ? 64 : 80, 1, false, false, false};
+      return {2, forward_block(head_dim, variant), 1, false, false, false};
   }
   return {};
 }
@@ -69,12 +72,16 @@ struct ForwardTraits {
   static constexpr bool kBounded = kVariant != Variant::kFull;
   static constexpr bool kDropout = has_dropout(kVariant);
   static constexpr bool kBias = is_additive(kVariant);
+  static constexpr bool kScores = changes_scores(kVariant);
+  static constexpr bool kSinks = kScores || kVariant == Variant::kSinks;
   // No split-KV with dropout and dense masks: they occur in training, which has enough tiles.
-  static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBounded;
+  static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBounded ||
+                                  kVariant == Variant::kSinks || kVariant == Variant::kScores;
   static constexpr bool kDense = is_dense(kVariant);
   // Blocks that only the dense mask changes skip the masking by lengths and bounds, except in the
   // instance that has no register left for the test.
   static constexpr bool kChoosesMasks = !kBias || kHeadDim < 256;
+  static constexpr bool kRecomputesLane = kHeadDim == 256 && (kScores || (kDropout && !kDense));
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kBlock = kConfig.block;
   static constexpr int kQueryBuffers = kConfig.query_buffers;

@@ -95,9 +95,10 @@ struct Consumer {
     issue_scores();
     blocks.open(own.value);
     await_scores<0>(blocks.is_last());
+    blocks.change(rS);
     blocks.mask_first(rS);
     float alpha[2];
-    softmax.template update<true>(rS, alpha, own.args.scale_log2);
+    softmax.template update<true>(rS, alpha, scale_log2<Traits>(own.args));
     drop_weights(own, rS, own.value);
     sm90::to_operand<Element>(rP, rS);
     blocks.close_first();
@@ -113,11 +114,12 @@ struct Consumer {
     own.arrive_ping_pong();
     blocks.open(own.value.next());
     await_scores<1>(blocks.is_last());
+    blocks.change(rS);
     if constexpr (kEdge) {
       blocks.mask(rS);
     }
     float alpha[2];
-    softmax.template update<kEdge>(rS, alpha, own.args.scale_log2);
+    softmax.template update<kEdge>(rS, alpha, scale_log2<Traits>(own.args));
     drop_weights(own, rS, own.value.next());
     await_weights();
     await_output();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/sm90/forward/part.cuh"
+#include "attention/sm90/forward/sinks.cuh"
 
 namespace fastattn::attention {
 
@@ -20,6 +21,28 @@ __device__ __forceinline__ int64_t row_number(const ForwardPart<Traits>& own,
   return is_split(own) ? tile.split * args.splits.rows + row : row;
 }
 
+// lse of the rows from `row` on, with sinks, which also change `factor`. Splits get theirs when
+// they are combined.
+template <class Traits>
+__device__ __forceinline__ void add_sinks(const ForwardPart<Traits>& own,
+                                          const typename Traits::Softmax& softmax,
+                                          const TileInfo& tile, int row, float (&lse)[2],
+                                          float (&factor)[2]) {
+  const ForwardArguments& args = own.args;
+  // The load warp sets tile.queries to 0 where a dense mask leaves no key to any row.
+  const int queries =
+      Traits::kDense ? computed_queries(args, tile.batch, args.queries) : tile.queries;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + half * sm90::kRowStep;
+    lse[half] = at < tile.queries ? softmax.lse(half, scale_log2<Traits>(args)) : kMinusInfinity;
+    if (args.sinks.data && at < queries) {
+      const float sink = sink_of(args.sinks, tile.head, args.queries, tile.origin + at);
+      lse[half] = add_sink(lse[half], sink, factor[half]);
+    }
+  }
+}
+
 // Writes lse, or the maximum and the sum of a split. `factor` normalises the output's two rows.
 template <class Traits>
 __device__ __forceinline__ void close_rows(const ForwardPart<Traits>& own,
@@ -34,6 +57,10 @@ __device__ __forceinline__ void close_rows(const ForwardPart<Traits>& own,
   }
   const int64_t place = row_number(own, tile) + row;
   const int rows = args.packing.query_offsets ? tile.queries : args.queries;
+  float lse[2];
+  if (Traits::kSinks && !is_split(own)) {
+    add_sinks(own, softmax, tile, row, lse, factor);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int below = half * sm90::kRowStep;
@@ -44,9 +71,11 @@ __device__ __forceinline__ void close_rows(const ForwardPart<Traits>& own,
       continue;
     }
     if (is_split(own)) {
-      args.splits.max_sum[place + below] = {softmax.m[half] * args.scale_log2, softmax.l[half]};
+      args.splits.max_sum[place + below] = {softmax.m[half] * scale_log2<Traits>(args),
+                                            softmax.l[half]};
     } else {
-      args.lse[place + below] = softmax.lse(half, args.scale_log2);
+      args.lse[place + below] =
+          Traits::kSinks ? lse[half] : softmax.lse(half, scale_log2<Traits>(args));
     }
   }
 }

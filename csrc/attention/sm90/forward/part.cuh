@@ -12,6 +12,12 @@ namespace fastattn::attention {
 using sm90::AccumulatorThread;
 using sm90::RingPosition;
 
+// Of the scores that the softmax is given.
+template <class Traits>
+__device__ __forceinline__ float scale_log2(const ForwardArguments& args) {
+  return Traits::kScores ? 1.0f : args.scale_log2;
+}
+
 template <class Traits>
 struct ForwardPart {
   SharedStorage<Traits>& shared;
@@ -44,11 +50,11 @@ struct ForwardPart {
     }
   }
 
-  // In the instance that has the fewest registers left, what is derived from the lane is recomputed
-  // at each use.
+  // In the instances that have the fewest registers left, what is derived from the lane is
+  // recomputed at each use.
   __device__ __forceinline__ AccumulatorThread thread_here() const {
     uint32_t lane[] = {static_cast<uint32_t>(thread.lane)};
-    if constexpr (Traits::kDropout && !Traits::kDense && Traits::kHeadDim == 256) {
+    if constexpr (Traits::kRecomputesLane) {
       ptx::pin(lane);
     }
     return {thread.warp, static_cast<int>(lane[0])};

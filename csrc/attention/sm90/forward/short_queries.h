@@ -50,7 +50,8 @@ inline void cut_keys_of_one_query(ForwardProblem& p) {
 }
 
 // Query heads that share keys and values become rows of one head, if their rows have one stride in
-// memory and no restriction differs between rows. lse is contiguous and stays as it is.
+// memory and no restriction differs between rows. lse is contiguous and stays as it is,
+// and so do sinks.
 inline void merge_groups(ForwardProblem& p) {
   const int group = p.heads / p.kv_heads;
   const auto steady = [&](const TensorView& x) {

@@ -8,6 +8,7 @@
 #include "attention/sm90/forward/config.cuh"
 #include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/mask_classes.h"
+#include "attention/sm90/masks/scores.cuh"
 #include "sm90/tile/scheduler.h"
 #include "sm90/tile/tile_queue.cuh"
 
@@ -30,6 +31,8 @@ struct ForwardArguments : LengthsAndBounds {
   sm90::TileOrder order;
   int tiles;
   sm90::TileSource source;
+  Sinks sinks;
+  ScoreChangesHere changes;
 };
 
 template <class Traits>

@@ -3,7 +3,7 @@ its schema. All backends but the reference take them.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,13 +157,6 @@ class PackedBackwardCall(NamedTuple):
     dropout_seed: Tensor | None
     dropout_stream: int
     needs: Sequence[bool]
-
-
-def score_changes(call: Any) -> str | None:
-    """The names of a call's changes of scores, for backends that have none of them."""
-    named = ("distance_bias", call.distance_bias), ("sinks", call.sinks), ("softcap", call.softcap)
-    given = [name for name, x in named if isinstance(x, Tensor) or x]
-    return f"has no {', '.join(given)}" if given else None
 
 
 class Gradients(NamedTuple):

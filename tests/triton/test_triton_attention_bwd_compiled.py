@@ -188,15 +188,16 @@ LARGEST: dict[str, dict[str, Any]] = {
     "bias": _BOUNDS | {"mask": (torch.bfloat16, (2, 4, 1024, 1024))},
     "fp64_bias": _BOUNDS | {"mask": (torch.float64, (2, 4, 1024, 1024))},
     "bounds": _BOUNDS,
+    "distance": _BOUNDS | {"mask": (torch.float64, (2, 4, 1024, 1024)), "distance": 2},
     "fp32": _BOUNDS | {"mask": (torch.float32, (2, 4, 1024, 1024)), "dtype": torch.float32},
 }
 # Where there are 99 KB, wide masks and others have rows of their own. All NVIDIA GPUs share those
 # of fp32; sm_86 and sm_120 share all.
 _LARGEST_ON = {
-    **dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("bounds", "fp64_bias")),
+    **dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("bounds", "fp64_bias", "distance")),
     "sm_86": LARGEST,
     "sm_120": ("bias", "fp32"),
-    "gfx942": ("fp64_bias", "fp32"),
+    "gfx942": ("fp64_bias", "fp32", "distance"),
 }
 
 

@@ -160,6 +160,7 @@ LARGEST: dict[str, dict[str, Any]] = {
     "bias": _BOUNDS | {"mask": (torch.bfloat16, (2, 4, 1024, 1024))},
     "fp64_bias": _BOUNDS | {"mask": (torch.float64, (2, 4, 1024, 1024))},
     "bounds": _BOUNDS,
+    "distance": _BOUNDS | {"mask": (torch.float64, (2, 4, 1024, 1024)), "distance": 2},
     "fp32": _BOUNDS | {"mask": (torch.float32, (2, 4, 1024, 1024)), "dtype": torch.float32},
 }
 # sm_80 has the rows of sm_86 and more shared memory.

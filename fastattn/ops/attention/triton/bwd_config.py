@@ -188,7 +188,10 @@ def bwd_config(
     if arch == "sm_90":
         return _sm90(D, E, edges, dense, distance)
     if arch in ("sm_100", "sm_103"):
-        return _row(_SM100, width)
+        row = _row(_SM100, width)
+        if wide and distance:  # two stages of an fp64 mask leave no room for distances
+            return replace(row, dkdv=replace(row.dkdv, stages=1))
+        return row
     if _env.shared_memory(arch) >= _SM80_SHARED_MEMORY:
         if dense and 64 < width <= 128:
             return _SM80_DENSE_128

@@ -213,8 +213,8 @@ def _distance_samples(instance: str) -> Iterator[Sample]:
                       query_lengths=[150, 20], **one)  # fmt: skip
         yield _sample("packed", gradients="alibi_slopes", queries=[30, 140], keys=[150, 9], H=2,
                       causal="bottom_right", **one)  # fmt: skip
-    yield _sample("shared", gradients="alibi_slopes", B=2, H=2, K=1, M=40, N=200,
-                  mask="rows BMN" if "Mask" in instance else None, key_lengths=[200, 90],
+    yield _sample("shared", gradients="alibi_slopes", B=3, H=1, K=1, M=40, N=200,
+                  mask="rows BMN" if "Mask" in instance else None, key_lengths=[200, 90, 40],
                   dropout_p=0.3 if "Dropout" in instance else 0.0,
                   causal="bottom_right_lengths", **one | {"alibi": "H"})  # fmt: skip
 
@@ -251,7 +251,7 @@ def test_gradient_of_distances(
     for sample in _distance_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
-    assert len(injector.detected) > 60
+    assert len(injector.detected) > 50
     assert not injector.unreached()
     assert not injector.undetected((*DISTANCE_HARMLESS, *BY_LAYOUT))
     assert not injector.unused(DISTANCE_HARMLESS)

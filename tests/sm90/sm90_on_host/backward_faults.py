@@ -361,12 +361,12 @@ _distance_tiles = _Source("backward/distance_tiles.cuh")
 for right, wrong in (
     ("kFirstBand + band", "band"),
     ("args.own_diagonals ? sequence.keys - sequence.queries : 0", "0"),
-    ("(kRows - 1 - key) / kRows", "-key / kRows"),
-    ("gradient.batches == 1", "true"),
-    ("smaller(row + kRows, sequence.queries)", "row + 1"),
+    ("row = tiles * kRows;", ""),
     ("slot.empty.init(Traits::kGroups);", "slot.empty.init(1);"),
 ):
     _distance_tiles(right, wrong, only=DISTANCE)
+_distance_tiles("gradient.batches == 1", "true", only=DISTANCE[:1])
+_distance_tiles("smaller(row + kRows, sequence.queries)", "row + 1", only=DISTANCE[:1])
 _distance_consumer = _Source("backward/distance_consumer.cuh")
 for right, wrong in (
     ("last_shift != kNone && last_shift != shift", "false"),

@@ -404,11 +404,12 @@ void attention_varlen_fwd(StableIValue* stack, uint64_t count, uint64_t results)
 }
 
 // -- tangents ------------------------------------------------------------------------------------
-// Whether the kernel has tangents for the changes of scores of a call with these arguments:
-// distance_bias, sinks and softcap. It has for sinks.
-bool has_tangents(const StableIValue* arguments) {
-  constexpr int kScores = 7;
-  return !arguments[kScores] && !arguments[kScores + 2];
+// Whether the kernel has tangents for the changes of scores: not with a soft cap, nor of
+// distance_bias.
+bool has_tangents(const StableIValue* arguments, int64_t dims) {
+  constexpr int kSoftcap = 9, kTangents = 17;
+  const int bias = dims == 4 ? 4 : 3;
+  return !arguments[kSoftcap] && !arguments[kTangents + bias];
 }
 
 // The last arguments.
@@ -481,7 +482,7 @@ void compute_jvp(const Operands& x, const Masks& masks, const Options& options,
 
 template <bool kGiven>
 void attention_jvp(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, 4) || !has_tangents(stack)) {
+  if (!is_supported(stack, 4) || !has_tangents(stack, 4)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_jvp", stack, count, results);
   }
   Arguments from(stack);
@@ -523,7 +524,7 @@ void compute_varlen_jvp(const Operands& x, const Packing& packing, const Longest
 
 template <bool kGiven>
 void attention_varlen_jvp(StableIValue* stack, uint64_t count, uint64_t results) {
-  if (!is_supported(stack, 3) || !has_tangents(stack)) {
+  if (!is_supported(stack, 3) || !has_tangents(stack, 3)) {
     return pass_to_other_backend<kGiven>("fastattn::attention_varlen_jvp", stack, count, results);
   }
   Arguments from(stack);

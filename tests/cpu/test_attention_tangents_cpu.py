@@ -68,6 +68,8 @@ def _restrictions(M: int, N: int) -> dict[str, dict[str, Any]]:
         "bias of keys": {"mask": bias[:1, :1, :1].bfloat16()},
         "bias of queries": {"mask": bias[:, :, :, :1].double()},
         "transposed bias": {"mask": bias.transpose(2, 3).contiguous().transpose(2, 3).half()},
+        "alibi": {"alibi_slopes": torch.tensor([0.0, 0.1, 0.02, 1.0]), "causal": "bottom_right"},
+        "alibi and bias": {"alibi_slopes": torch.tensor([0.0, 0.1, 0.02, 1.0]), "mask": bias},
         "sinks": {"sinks": torch.tensor([1.0, -torch.inf, 8.0, 0.0])},
         "sinks and dead rows": {
             "sinks": torch.tensor([1.0, -torch.inf, 3.0, 0.0]),
@@ -248,7 +250,7 @@ def test_nan_in_a_live_tangent_propagates() -> None:
         ({"backend": "reference"}, "attention_fwd.backend"),
         ({"dtype": torch.float64}, "attention_fwd.default"),
         ({"softcap": 5.0}, "attention_fwd.default"),
-        ({"alibi_slopes": torch.ones(4)}, "attention_fwd.default"),
+        ({"alibi_slopes": torch.ones(4)}, "attention_jvp.default"),
         ({"sinks": torch.zeros(4)}, "attention_jvp.default"),
     ],
 )

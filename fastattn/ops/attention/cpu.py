@@ -28,8 +28,8 @@ def unavailable() -> str | None:
 
 
 def _no_tangents(call: Any) -> str | None:
-    if call.distance_bias is not None:
-        return "computes no tangents with distance_bias"
+    if call.distance_bias_tangent is not None:
+        return "computes no tangents of distance_bias"
     return "computes no tangents with softcap" if call.softcap else None
 
 

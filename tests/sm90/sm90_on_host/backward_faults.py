@@ -381,7 +381,6 @@ for right, wrong in (
     _distance_consumer(right, wrong, only=DISTANCE)
 for right, wrong in (
     ("mask_allows(sequence, head, existing, key)", "true"),
-    ("smaller(key, args.keys - 1)", "key"),
     ("rows / 2 + dropout::lattice_unit(row)", "dropout::lattice_unit(row)"),
     ("dropout::lattice_unit(tile_key) + thread.first_column()", "thread.first_column()"),
     ("word << (24 - 8 * byte)", "word << 24"),
@@ -391,10 +390,10 @@ _distance = _Source("backward/distance.cuh")
 for right, wrong in (
     ("row += sequence.query_origin;", ""),
     ("key += sequence.key_origin;", ""),
+    ("work.head / args.heads_per_kv", "0"),
 ):
     _distance(right, wrong, only=DISTANCE[:1])
 for right, wrong in (
-    ("work.head / args.heads_per_kv", "0"),
     ("row >= gradient.rows", "false"),
     ("band < bands.end", "band + 1 < bands.end"),
     ("row * gradient.bands + band - kFirstBand", "row * gradient.bands + band"),

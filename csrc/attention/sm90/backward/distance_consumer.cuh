@@ -157,13 +157,13 @@ struct DistanceConsumer {
     }
   }
 
-  // A boolean mask. Keys past the end read the last one.
+  // A boolean mask, for keys before the end.
   __device__ __forceinline__ bool mask_allows(const Sequence& sequence, int head, int row,
                                               int key) const {
     if constexpr (Traits::kMask) {
       const DenseMask& mask = args.mask;
       const int64_t at = sequence.number * mask.batch_stride + head * mask.head_stride +
-                         row * mask.row_stride + smaller(key, args.keys - 1) * mask.column_stride;
+                         row * mask.row_stride + key * mask.column_stride;
       return static_cast<const uint8_t*>(mask.data)[at];
     }
     return true;

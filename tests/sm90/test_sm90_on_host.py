@@ -473,8 +473,8 @@ def test_one_value_for_all_keys(monkeypatch: pytest.MonkeyPatch, dims: tuple[int
     def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor, *rest: Any) -> int:
         assert given.dtype == torch.bool
         assert list(given.shape) == [*shape, 1]
-        results = reference.attention_fwd(q, k, v, given, *rest[:3], *changes, *rest[8:15])
-        for to, x in zip(rest[15:17], results, strict=True):
+        results = reference.attention_fwd(q, k, v, given, *rest[:3], *rest[7:17])
+        for to, x in zip(rest[17:19], results, strict=True):
             to.copy_(x)
         return 0
 

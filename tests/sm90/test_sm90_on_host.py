@@ -133,7 +133,7 @@ CASES = {
     "128 packed splits": Case(
         128, "kBounded", packed=_SEQUENCES, causal=2, slack=3, splits=2, window=(90, -1)
     ),
-    "64 sinks": Case(64, "kSinks", B=2, sinks=1.0, query_lengths=[130, 200], key_lengths=[300, 0]),
+    "64 sinks": Case(64, "kSinks", B=2, sinks=5.0, query_lengths=[130, 200], key_lengths=[300, 0]),
     "64 high sinks, dropout": Case(
         64, "kScoresDropout", sinks=30.0, causal=2, M=300, N=260, dropout_p=0.3
     ),
@@ -156,7 +156,7 @@ CASES = {
         splits=3,
         query_lengths=[20, 70],
         key_lengths=[600, 0],
-        sinks=1.0,
+        sinks=5.0,
     ),
     "128 decoding, sinks": Case(
         128, "kSinks", H=8, K=2, B=2, M=1, N=700, splits=7, key_lengths=[700, 0], sinks=3.0

@@ -256,7 +256,7 @@ def test_the_op_gets_the_tiles() -> None:
     q = torch.randn(1, 1, 20, 8)
     mask = fastattn.prepare_mask(torch.rand(20, 20) > 0.3)
     args: list[Any] = [q, q, q, mask.mask[None, None], mask.tiles]
-    args += [None, None, 0, -1, -1, 0.5, 0.0, None, 0]
+    args += [None, None, None, None, 0.0, 0, -1, -1, 0.5, 0.0, None, 0]
     out, _ = torch.ops.fastattn.attention_fwd(*args)
     torch.library.opcheck(torch.ops.fastattn.attention_fwd.default, tuple(args))
     assert torch.equal(out, fastattn.attention(q, q, q, mask=mask.mask, scale=0.5))

@@ -129,9 +129,10 @@ class Call:
         """The launcher's results by name; those not needed have no elements."""
         needs = self.needs if needs is None else list(needs)
         moved = [_move(x) for x in self.tensors]
+        likes = (*moved[:4], *(_move(x) for x in self.options[:2]))
         results = [
-            torch.full_like(_move(x), NAN) if needed else torch.empty(0, device=DEVICE)
-            for x, needed in zip((*self.tensors[:4], *self.options[:2]), needs, strict=True)
+            torch.empty(0, device=DEVICE) if x is None or not needed else torch.full_like(x, NAN)
+            for x, needed in zip(likes, needs, strict=True)
         ]
         call = BackwardCall(
             _move(self.dout), _move(self.dlse), *moved, _move(self.out), _move(self.lse),
@@ -285,6 +286,15 @@ def test_only_needed_gradients_are_written() -> None:
                 assert torch.equal(results[name], everything[name]), name
             else:
                 assert results[name].numel() == 0
+
+
+@runs
+def test_requested_gradients_of_absent_tensors_are_empty() -> None:
+    """They take no workspace either: the tile lists of the mask have their places."""
+    call = Call(_small("absent", B=1, M=40, mask="bool BMN"), torch.float32)
+    results = call.run(needs=[True, True, True, False, True, True])
+    call.check(results)
+    assert results["ddistance_bias"].numel() == results["dsinks"].numel() == 0
 
 
 # With their draws.

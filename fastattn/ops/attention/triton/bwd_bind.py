@@ -124,7 +124,7 @@ def layout_of(tiling: BwdConfig | None, call: BackwardCall, packed: Packed | Non
         tiling or architecture(q), q.dtype, q.shape, k.shape, call.v.shape, signature(call.mask),
         *(None if x is None else x.dim() for x in length_tensors(call)), call.causal,
         call.window_left, call.window_right, call.dropout_p > 0.0, *call.needs[3:], packed,
-        None if call.distance_bias is None else call.distance_bias.shape[0],
+        None if call.distance_bias is None else call.distance_bias.shape[0], call.sinks is None,
     )  # fmt: skip
     layout: Layout | None = _layouts.get(key)
     if layout is None:
@@ -160,7 +160,7 @@ def _layout(config: BwdConfig | None, facts: Facts, call: BackwardCall) -> Layou
         heads, rows = facts.H, rows + (LSE_DELTA_ALIGNMENT.value - 1) * facts.packed.sequences
     padded_m = triton.cdiv(rows, _LSE_DELTA_ROWS) * _LSE_DELTA_ROWS
     workspace: Workspace = [((heads, padded_m), torch.int64, False)]
-    if need_dsinks:
+    if need_dsinks and call.sinks is not None:
         sums = facts.B, facts.H, triton.cdiv(M, config.dq.block_m)
         workspace.append((sums, torch.float32, False))
     distance = None

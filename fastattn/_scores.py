@@ -78,7 +78,8 @@ def score_arguments(
     if alibi_slopes is not None:  # Press et al. 2022, section 3
         _check_alibi_slopes(alibi_slopes, B, H, q.device)
         d = distances(causal, M, N, q.device)
-        bias = -alibi_slopes.to(dtype).reshape(-1, H, 1) * d.abs().to(dtype)
+        slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        bias = -slopes.to(dtype)[..., None] * d.abs().to(dtype)
     if relative_bias is not None:
         _check_relative_bias(relative_bias, relative_buckets, relative_max_distance, H, q.device)
         d = distances(causal, M, N, q.device) if d is None else d
@@ -110,7 +111,7 @@ def _check_alibi_slopes(slopes: Any, B: int, H: int, device: torch.device) -> No
 def _check_relative_bias(
     table: Any, kind: Any, max_distance: Any, H: int, device: torch.device
 ) -> None:
-    least = {"t5": 4, "t5_causal": 2, "clipped": 1}.get(kind)
+    least = {"t5": 4, "t5_causal": 2, "clipped": 1}.get(kind) if isinstance(kind, str) else None
     if least is None:
         raise ValueError(
             f'relative_buckets must be "t5", "t5_causal" or "clipped" with relative_bias, '

@@ -383,6 +383,8 @@ SAMPLES = (
     _s("no_queries", "empty rows", M=0, N=5),
     _s("no_keys", "rows without a key", "interpreter", M=5, N=0),
     _s("no_heads", "empty heads", H=0, M=5),
+    _s("no_heads_scores", "changes of scores of no head", H=0, M=5, alibi="H", sinks=0.0,
+       relative=("clipped", 9, 1)),
 )  # fmt: skip
 
 
@@ -463,10 +465,10 @@ def torch_form(inputs: Inputs) -> tuple[Tensor, ...]:
         s = s + torch.where(allowed, mask, 0)
     d = distances_of(inputs)
     if (slopes := inputs.get("alibi_slopes")) is not None:
-        s = s - slopes.reshape(-1, q.shape[1], 1, 1) * d.abs()
+        s = s - (slopes if slopes.dim() == 2 else slopes[None])[..., None, None] * d.abs()
     if (table := inputs.get("relative_bias")) is not None:
         index = buckets_of(d, table.shape[1], *(inputs[name] for name in RELATIVE[1:]))
-        s = s + torch.stack([row[index[:, 0]] for row in table], 1)
+        s = s + table[:, index[:, 0]].transpose(0, 1)
     s = s.masked_fill(~allowed, -torch.inf).masked_fill(rows[..., None], 0)
     if (sinks := inputs.get("sinks")) is not None:  # a key without a value
         with_sink = torch.cat([s, sinks.to(s.dtype).view(-1, 1, 1).expand_as(s[..., :1])], -1)
@@ -547,6 +549,8 @@ ERRORS = (
     _error("softcap_type", TypeError, "softcap must be a number", softcap="50"),
     _error("sinks", ValueError, r"sinks must be \[4\]", sinks=torch.ones(2, 4)),
     _error("relative_kind", ValueError, "relative_buckets must be", relative_bias=torch.ones(4, 8)),
+    _error("relative_kind_type", ValueError, "relative_buckets must be",
+           relative_bias=torch.ones(4, 8), relative_buckets=["t5"]),
     _error("relative_table", ValueError, "relative_bias must be given", relative_buckets="t5"),
     _error("relative_shape", ValueError, r"relative_bias must be \[4, buckets\]",
            relative_bias=torch.ones(8, 4), relative_buckets="t5"),

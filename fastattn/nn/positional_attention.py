@@ -63,6 +63,12 @@ class PositionalMultiheadAttention(nn.MultiheadAttention):
             positions = make_positions(positions, embed_dim, num_heads, device=device, dtype=dtype)
         _hold(self, positions, registered=True)
 
+    def _reset_parameters(self) -> None:
+        # torch's initialises q_proj_weight, which is None here, if the flag is not set (`_hold`).
+        self._qkv_same_embed_dim = True
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
     def forward(  # type: ignore[override]
         self,
         query: Tensor,

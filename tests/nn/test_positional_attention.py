@@ -154,6 +154,21 @@ def test_tables_keep_fp32_values_when_a_model_is_converted(kind: str, heads: int
     assert converted(x, x, x, need_weights=False)[0].dtype is torch.bfloat16
 
 
+def test_weights_are_initialised_again_as_by_torch() -> None:
+    module = fnn.PositionalMultiheadAttention(E, H, positions="t5")
+    for each in (module, expected := nn.MultiheadAttention(E, H)):
+        torch.manual_seed(1)
+        each._reset_parameters()
+    assert torch.equal(module.in_proj_weight, expected.in_proj_weight)
+    # torch's layers still call its `forward`.
+    layer = nn.TransformerEncoderLayer(E, H, dropout=0.0).eval()
+    layer.self_attn = module.eval()
+    x = torch.randn(S, B, E)
+    with torch.no_grad():
+        y = layer.norm1(x + module(x, x, x, need_weights=False)[0])
+        torch.testing.assert_close(layer(x), layer.norm2(y + layer._ff_block(y)))
+
+
 def test_modules_with_other_options() -> None:
     table = fnn.T5Positions(E, H, causal=True, buckets=4, max_distance=8)
     module = fnn.PositionalMultiheadAttention(E, H, positions=table, batch_first=True)

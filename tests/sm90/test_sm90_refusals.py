@@ -90,5 +90,7 @@ def test_ffn_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "w1 with a contiguous" in refuses(_ffn_call(65, 64, 72, 8, w1=across))
     wide = torch.empty(65, 68, dtype=torch.bfloat16)
     assert "strides of x" in refuses(_ffn_call(65, 64, 72, 8, x=wide[:, :64]))
+    assert "strides of x" in refuses(_ffn_call(65, 64, 72, 8, x=wide[:, None, :64]))
+    assert refuses(_ffn_call(65, 64, 72, 8, x=torch.empty(5, 9, 64, dtype=wide.dtype))) is None
     assert "address" in refuses(_ffn_call(65, 64, 72, 8, x=wide.view(-1)[4:].view(-1)[:4160]
                                 .view(65, 64)))  # fmt: skip

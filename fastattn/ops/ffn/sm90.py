@@ -34,7 +34,9 @@ def _unreadable(name: str, x: Tensor) -> str | None:
     if x.data_ptr() % _ALIGNMENT:
         return f"needs {name} at an address that is a multiple of {_ALIGNMENT} bytes"
     step = _ALIGNMENT // x.element_size()
-    if x.dim() > 1 and x.shape[-2] > 1 and (x.stride(-2) % step or x.stride(-2) <= 0):
+    # Any of them may become the stride of rows (`_rows`).
+    leading = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    if any(size > 1 and (stride % step or stride <= 0) for size, stride in leading):
         return f"needs strides of {name} that are positive multiples of {step}, got {x.stride()}"
     return None
 

@@ -306,8 +306,9 @@ def _attention_with_key_bias(
     """bias: [B or 1, H, 1, N]; mask: the model's, [B, 1, M, N]; query i has position past + i."""
     M, N = q.shape[2], k.shape[2]
     if M == 1 or (columns := _columns(mask, past)) is None:
-        allowed = torch.where(_allowed(mask), bias, -math.inf)
-        return functional.attention(q, k, v, mask=allowed, **options)
+        added = bias if mask.dtype is torch.bool else bias + mask
+        options["mask"] = torch.where(_allowed(mask), added, -math.inf)
+        return functional.attention(q, k, v, **options)
     options["mask"] = torch.where(columns, bias, -math.inf)
     if isinstance(past, int) and past == N - M:
         return functional.attention(q, k, v, causal="bottom_right", **options)
@@ -325,7 +326,8 @@ _KNOWN = "_fastattn_columns"  # of a mask, which all layers get: its version, pa
 
 def _columns(mask: Tensor, past: Any) -> Tensor | None:
     """The keys [B, 1, 1, N] that the last query may attend, if every query may attend those of them
-    up to its own position; else None. Reads the mask, if past is a number only once.
+    up to its own position and adds nothing to their scores; else None. Reads the mask, if past is a
+    number only once.
     """
     if (
         type(mask) is not Tensor
@@ -342,8 +344,10 @@ def _columns(mask: Tensor, past: Any) -> Tensor | None:
     i, j = torch.arange(M, device=mask.device), torch.arange(N, device=mask.device)
     allowed = _allowed(mask)
     last = allowed[:, :, -1:].clone()
-    is_causal = bool((allowed == last & (j <= i[:, None] + past)).all())
-    columns = last if is_causal else None
+    is_causal = allowed == last & (j <= i[:, None] + past)
+    if mask.dtype is not torch.bool:
+        is_causal &= ~allowed | (mask == 0.0)
+    columns = last if bool(is_causal.all()) else None
     setattr(mask, _KNOWN, (version, columns))
     return columns
 

@@ -273,6 +273,29 @@ def test_other_masks_with_alibi(name: str, way: str) -> None:
     assert_equal(outcome(model, inputs, real), expected)
 
 
+@torch.no_grad()
+def test_masks_that_add_to_scores() -> None:
+    """Bloom's attention takes one where it is called itself; by several queries and by one."""
+    model = model_of("bloom")
+    attention, N = model.transformer.h[0].self_attention, 6
+    mask = torch.full((2, 1, N, N), torch.finfo(torch.float32).min).triu(1)
+    mask = torch.where(mask == 0.0, -3 * torch.rand_like(mask), mask)
+    x, alibi = torch.randn(2, N, 32), torch.randn(8, 1, N)
+
+    def steps() -> Tensor:
+        cache, results = transformers.DynamicCache(), []
+        for start, end in ((0, 5), (5, 6)):
+            part = x[:, start:end]
+            visible = mask[:, :, start:end, :end].clone()
+            y, _ = attention(part, part, alibi[..., :end], visible, layer_past=cache)
+            results.append(y)
+        return torch.cat(results, dim=1)
+
+    expected = steps()
+    fastattn.patch(model, quiet=True)
+    torch.testing.assert_close(steps(), expected)
+
+
 def test_a_mask_that_was_changed_in_place_is_read_again() -> None:
     lowest = torch.finfo(torch.float32).min
     mask = torch.full((1, 1, 4, 4), lowest).triu(1)

@@ -196,7 +196,7 @@ def _collect_configs(config: Any, configs: dict[int, Any]) -> None:
 def _why_kept(name: str, module: nn.Module, report: PatchReport) -> str | None:
     """Why a module that resembles a supported one was not replaced; None for any other."""
     kind = type(module)
-    if "replaces" in kind.__dict__:
+    if "replaces" in kind.__dict__ or kind.__module__.startswith("fastattn."):
         return None
     for base in DROP_INS:
         if isinstance(module, base):

@@ -211,6 +211,12 @@ def test_the_report_lists_what_is_not_patched_and_why(capsys: pytest.CaptureFixt
         assert why in printed
 
 
+def test_modules_of_fastattn_are_not_reported() -> None:
+    model = fnn.TransformerEncoderLayer(16, 2, 32, positions="t5")
+    report = fastattn.patch(model, quiet=True)
+    assert not report.kept and not report.replaced
+
+
 @pytest.mark.parametrize("function", [fastattn.patch, fastattn.unpatch])
 def test_not_a_model(function: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):

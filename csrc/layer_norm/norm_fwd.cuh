@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
     }
 
     const float variance = __fdividef(squares, static_cast<float>(p.columns));
-    const float rstd = rsqrtf(fmaxf(variance, 0.0f) + p.eps);
+    // Rounding may make it negative. Not fmaxf, which returns 0 for NaN.
+    const float rstd = rsqrtf((variance < 0.0f ? 0.0f : variance) + p.eps);
     if (own.lane == 0 && row < p.rows) {
       p.rstd[row] = rstd;
       if (p.centred) {

@@ -178,6 +178,19 @@ def test_the_rounded_sum_is_normalised(simulate: Callable[[], None]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_a_nan_makes_its_row_nan(simulate: Callable[[], None], op: str) -> None:
+    x = torch.randn(3, 72).bfloat16()
+    x[1, 5] = torch.nan
+    arguments = (x, None, None, 1e-5) if op == "layer_norm" else (x, None, 1e-5)
+    launch = getattr(torch.ops.fastattn, f"{op}_fwd")
+    expected = launch(*arguments, backend="reference")
+    simulate()
+    for actual, wanted in zip(launch(*arguments, backend="reference"), expected, strict=True):
+        assert wanted[1].isnan().all()
+        torch.testing.assert_close(actual, wanted, equal_nan=True)
+
+
 @pytest.mark.parametrize("N", [72, pytest.param(16_400, marks=pytest.mark.slow)])
 def test_gradient_of_the_sum_alone(simulate: Callable[[], None], N: int) -> None:
     """dy is None: z may be anything, and weight and bias have gradients of 0."""

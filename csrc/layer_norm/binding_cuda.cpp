@@ -11,8 +11,7 @@
 namespace fastattn::norm {
 namespace {
 
-// -- memory
-// ----------------------------------------------------------------------------------------
+// -- memory --------------------------------------------------------------------------------------
 void check_device(const Tensor& x, const char* name, const Tensor& z) {
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == z.get_device_index(), name,
                   " must be a CUDA tensor on the device of the rows");
@@ -59,9 +58,8 @@ RowsView rows_if(const std::optional<Tensor>& x, const char* name, const Tensor&
   return x ? rows_of(*x, name, z, type) : RowsView();
 }
 
-// -- the problem
-// ----------------------------------------------------------------------------------- What both
-// directions are given.
+// -- the problem ---------------------------------------------------------------------------------
+// What both directions are given.
 template <class Problem>
 void set_problem(Problem& p, const Tensor& z, std::initializer_list<const Tensor*> parameters) {
   p.type = dtype_of(z, "the rows");
@@ -129,8 +127,7 @@ const Tensor* pointer_to(const std::optional<Tensor>& x) {
   return x ? &*x : nullptr;
 }
 
-// -- forward
-// ---------------------------------------------------------------------------------------
+// -- forward -------------------------------------------------------------------------------------
 void norm_fwd_op(Tensor x, std::optional<Tensor> residual, std::optional<Tensor> x_bias,
                  std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
                  double dropout_p, std::optional<Tensor> dropout_seed, int64_t dropout_stream,
@@ -166,8 +163,7 @@ void norm_fwd_op(Tensor x, std::optional<Tensor> residual, std::optional<Tensor>
   launch(p, y, [](auto type, auto parameter_type) { return &norm_fwd<type(), parameter_type()>; });
 }
 
-// -- backward
-// --------------------------------------------------------------------------------------
+// -- backward ------------------------------------------------------------------------------------
 ParameterGradient gradient_of(const std::optional<Tensor>& x, const char* name, const Tensor& z) {
   if (!x) {
     return {};

@@ -239,8 +239,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) norm_row_sums_kernel(const Bac
   }
 }
 
-// -- launch
-// ----------------------------------------------------------------------------------------
+// -- launch --------------------------------------------------------------------------------------
 template <DType kType, DType kParameterType>
 const char* norm_bwd(const BackwardProblem& p, cuda::Stream stream) {
   using Z = typename TypeOf<kType>::Element;

@@ -35,8 +35,7 @@ struct Dropout {
   float scale = 1.0f;
 };
 
-// -- rows and threads
-// ------------------------------------------------------------------------------
+// -- rows and threads ----------------------------------------------------------------------------
 struct Tiling {
   int width;    // adjacent columns that a thread accesses together: 16 bytes, or 1
   int values;   // columns that a thread holds
@@ -111,8 +110,7 @@ inline Tiling backward_tiling(int64_t columns, DType type, bool vectors) {
   return tiling_of(columns, vectors ? vector_width(type) : 1, backward_values(type, vectors));
 }
 
-// -- problems
-// --------------------------------------------------------------------------------------
+// -- problems ------------------------------------------------------------------------------------
 struct ForwardProblem {
   DType type, parameter_type;  // of z and y; of x_bias, weight and bias
   bool centred;                // false: root-mean-square
@@ -178,10 +176,9 @@ inline void lay_out(BackwardProblem& p, WorkspaceLayout& layout) {
   p.row_sums = p.strips > 2 && p.dy.data ? layout.take<float>(2 * p.rows) : nullptr;
 }
 
-// -- launches
-// -------------------------------------------------------------------------------------- They
-// return nullptr or an error message. An instance is a type of rows and one of parameters, which is
-// the same or fp32.
+// -- launches ------------------------------------------------------------------------------------
+// They return nullptr or an error message. An instance is a type of rows and one of parameters,
+// which is the same or fp32.
 template <DType kType, DType kParameterType>
 const char* norm_fwd(const ForwardProblem& problem, cuda::Stream stream);
 template <DType kType, DType kParameterType>

@@ -157,8 +157,7 @@ __global__ void __launch_bounds__(kValues == kShortValues ? kShortThreads : kMax
   }
 }
 
-// -- launch
-// ----------------------------------------------------------------------------------------
+// -- launch --------------------------------------------------------------------------------------
 template <DType kType, DType kParameterType>
 const char* norm_fwd(const ForwardProblem& p, cuda::Stream stream) {
   using Z = typename TypeOf<kType>::Element;

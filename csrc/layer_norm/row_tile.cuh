@@ -12,8 +12,7 @@
 
 namespace fastattn::norm {
 
-// -- elements
-// --------------------------------------------------------------------------------------
+// -- elements ------------------------------------------------------------------------------------
 template <DType kType>
 struct TypeOf;
 template <>
@@ -51,9 +50,8 @@ __device__ __forceinline__ float widen(__half x) {
   return __half2float(x);
 }
 
-// -- vectors
-// --------------------------------------------------------------------------------------- Adjacent
-// elements; more than 16 bytes are several accesses.
+// -- vectors -------------------------------------------------------------------------------------
+// Adjacent elements; more than 16 bytes are several accesses.
 template <class T, int kWidth>
 struct alignas(kWidth * sizeof(T) < 16 ? kWidth * sizeof(T) : 16) Vector {
   T at[kWidth];
@@ -138,9 +136,8 @@ __device__ __forceinline__ void store(T* to, const Vector<T, kWidth>& vector) {
   }
 }
 
-// -- a thread's share of a row
-// --------------------------------------------------------------------- Which thread of which row
-// of its block this is.
+// -- a thread's share of a row -------------------------------------------------------------------
+// Which thread of which row of its block this is.
 struct RowThread {
   int row, lane;
   // threads: of a row, a power of two.
@@ -195,10 +192,9 @@ __device__ __forceinline__ void store(const RowsView& rows, int64_t row, int col
   store(row_of<T>(rows, row) + column, vector);
 }
 
-// -- sums over a row
-// ------------------------------------------------------------------------------- All threads of
-// the block add up, the same number of times. Every thread of a row gets its sum, by additions in
-// the same order in every run.
+// -- sums over a row -----------------------------------------------------------------------------
+// All threads of the block add up, the same number of times. Every thread of a row gets its sum, by
+// additions in the same order in every run.
 class RowSum {
  public:
   __device__ __forceinline__ explicit RowSum(int threads) : threads_(threads) {}
@@ -245,9 +241,8 @@ class RowSum {
   int threads_, buffer_ = 0;
 };
 
-// -- dropout
-// --------------------------------------------------------------------------------------- One word
-// decides four adjacent columns (common/dropout.h).
+// -- dropout -------------------------------------------------------------------------------------
+// One word decides four adjacent columns (common/dropout.h).
 class DroppedRow {
  public:
   __device__ __forceinline__ DroppedRow(const Dropout& dropout, int64_t row)

@@ -27,8 +27,23 @@ extern "C" const char* ffn_sum_columns(const SumColumns* problem) {
   on_host::synchronize();
   return failure;
 }
-// What the product writes: three addresses and sizes in bytes, 0 for none.
-extern "C" void ffn_results(const Product* problem, void** data, int64_t* bytes) {
+// What each of them writes: three addresses and sizes in bytes, 0 for none.
+extern "C" void ffn_drop_gradient_results(const DropGradient* problem, void** data,
+                                          int64_t* bytes) {
+  data[0] = problem->dropped;
+  bytes[0] = problem->dropped ? int64_t{2} * problem->rows * problem->columns : 0;
+  data[1] = problem->sums;
+  bytes[1] = problem->sums ? int64_t{4} * row_tiles(problem->rows) * problem->columns : 0;
+  data[2] = nullptr;
+  bytes[2] = 0;
+}
+extern "C" void ffn_sum_columns_results(const SumColumns* problem, void** data, int64_t* bytes) {
+  data[0] = problem->out;
+  bytes[0] = int64_t{2} * problem->columns;
+  data[1] = data[2] = nullptr;
+  bytes[1] = bytes[2] = 0;
+}
+extern "C" void ffn_product_results(const Product* problem, void** data, int64_t* bytes) {
   constexpr Step kStep = Step::ONLY_STEP;
   const Epilogue& e = problem->epilogue;
   const ProductShape shape = shape_of(kStep, problem->a, problem->b);

@@ -21,7 +21,10 @@ from sm90_on_host.ffn_bindings import Instance
 from sm90_on_host.guarded import guarded
 from torch import Tensor
 
+from fastattn.ops._dropout import SECOND_STREAM, keep_scale, row_keep
 from fastattn.ops._op import Op
+from fastattn.ops.ffn import sm90
+from fastattn.ops.ffn.calls import BackwardCall
 from fastattn.ops.ffn.spec import make_inputs
 from fastattn.testing.spec import Inputs, Sample
 
@@ -103,6 +106,24 @@ def _mutations() -> list[tuple[Mutation, tuple[str, ...]]]:
 
 
 MUTATIONS = _mutations()
+SUM_MUTATIONS = [
+    Mutation("ffn/sm90/column_sums.cuh", right, wrong)
+    for right, wrong in (
+        ("row_block * kTileRows + i", "i"),
+        ("first_column + thread * kPieceColumns", "thread * kPieceColumns"),
+        ("row >= args.rows || column >= args.columns", "row >= args.rows"),
+        ("row >= args.rows || column >= args.columns", "column >= args.columns"),
+        ("dropout::flat_row_key(row_state, row)", "dropout::flat_row_key(row_state, i)"),
+        ("dropout.column_keys(column)", "dropout.column_keys(thread * kPieceColumns)"),
+        ("sums[j] += v[j];", "sums[j] = v[j];"),
+        ("sum += shared.sums[i][threadIdx.x];", "sum = shared.sums[i][threadIdx.x];"),
+        ("first_column + static_cast<int>(threadIdx.x) < args.columns", "true"),
+        ("i < args.rows", "i < kRowThreads"),
+        ("static_cast<int64_t>(i) * args.columns + column", "column"),
+        ("total += shared.sums[i][thread];", "total = shared.sums[i][thread];"),
+        ("row_thread == 0 && column < args.columns", "row_thread == 0"),
+    )
+]
 
 # All of these stay in the kernel: they are harmless on this simulator.
 HARMLESS = (
@@ -115,14 +136,14 @@ HARMLESS = (
 )
 
 
-class Product(FaultInjector):
-    """Examines one launch. Before every run, what it writes is poisoned; all runs must write what
+class Launched(FaultInjector):
+    """Examines launches. Before every run, what it writes is poisoned; all runs must write what
     the first did.
     """
 
-    def examine_launch(self, problem: int) -> str | None:
+    def examine_launch(self, op: str, problem: int) -> str | None:
         addresses, sizes = (ctypes.c_void_p * 3)(), (ctypes.c_int64 * 3)()
-        results = self.machine.library.ffn_results
+        results = getattr(self.machine.library, f"{op}_results")
         results.restype = None
         results(ctypes.c_void_p(problem), addresses, sizes)
         written = [(a, n) for a, n in zip(addresses, sizes, strict=True) if n]
@@ -131,7 +152,7 @@ class Product(FaultInjector):
         def run() -> str | None:
             for address, size in written:
                 ctypes.memset(address, 0xFF, size)
-            message = self.machine.call("ffn_product", ctypes.c_void_p(problem))
+            message = self.machine.call(op, ctypes.c_void_p(problem))
             if not expected:
                 expected.extend(ctypes.string_at(*x) for x in written)
             return message
@@ -158,7 +179,7 @@ def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip(reason)
     mutations = [mutation for mutation, only in MUTATIONS if step in only]
     machines: dict[Instance, Machine] = {}
-    injectors: list[Product] = []
+    injectors: list[Launched] = []
 
     def machine(instance: Instance) -> Machine:
         if instance not in machines:
@@ -171,13 +192,13 @@ def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 mutations=mutations if examined else (),
             )
             if examined:
-                injectors.append(Product(made, mutations))
+                injectors.append(Launched(made, mutations))
         return machines[instance]
 
     def launch(op: str, problem: int, instance: Instance) -> str | None:
         of = machine(instance)
         if instance.step == step and len(injectors) == 1 and not injectors[0].detected:
-            return injectors[0].examine_launch(problem)
+            return injectors[0].examine_launch(op, problem)
         return of.call(op, ctypes.c_void_p(problem))
 
     ffn_bindings.use(monkeypatch, launch)
@@ -187,6 +208,31 @@ def test_faults(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not injector.unreached()
     undetected = injector.undetected(HARMLESS)
     assert not undetected, "\n".join(undetected)
+
+
+def test_faults_of_the_sums_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of columns; sums of more tiles of rows than threads share."""
+    if reason := missing():
+        pytest.skip(reason)
+    defines = ["ONLY_DTYPE=kBFloat16", "ONLY_STEP=kDw"]
+    machine = build(tmp_path, TESTS / "sm90_ffn.cpp", defines, mutations=SUM_MUTATIONS)
+    injector = Launched(machine, SUM_MUTATIONS)
+    ffn_bindings.use(monkeypatch, lambda op, problem, _: injector.examine_launch(op, problem))
+    rows, E = 1100, 264
+    x, w1, w2, hidden = (
+        torch.randn(m, n).bfloat16() for m, n in ((rows, 8), (8, 8), (E, 8), (rows, 8))
+    )
+    dy, none, db2 = torch.randn(rows, E), torch.empty(0).bfloat16(), torch.empty(E).bfloat16()
+    call = BackwardCall(
+        guarded(dy), x, w1, None, w2, None, hidden, "gelu", 0.0, 0.3, torch.tensor([7]), 0,
+        [False, False, False, False, True],
+    )  # fmt: skip
+    sm90.ffn_bwd(call, none, none, none, none, own := guarded(db2))
+    kept = row_keep(torch.tensor([7]), SECOND_STREAM, 0.3, rows, E) * keep_scale(0.3)
+    torch.testing.assert_close(own, (dy * kept).sum(0).bfloat16(), atol=0.1, rtol=1e-2)
+    assert len(injector.detected) >= len(SUM_MUTATIONS) + 2  # and both barriers
+    assert not injector.unreached()
+    assert not injector.undetected()
 
 
 def _sample(step: str) -> Sample:

@@ -57,6 +57,7 @@ class Case:
     sinks: float | None = None  # about as high
     softcap: float = 0.0
     distance: str = ""  # "H" or "BH": what distance_bias differs by
+    blocked_distance: int | None = None  # distance_bias is -inf from this distance on
     heads_inside: bool = True  # [B, M, H, D] storage
     counted: bool = True
     splits: int = 1
@@ -173,6 +174,9 @@ CASES = {
     "64 soft cap": Case(64, "kScores", B=2, softcap=1.0, scale=-0.4, key_lengths=[300, 0]),
     "64 distances, one query": Case(
         64, "kScores", H=4, K=2, B=2, M=1, N=700, splits=4, key_lengths=[700, 1], distance="BH"
+    ),
+    "64 distances, blocked": Case(
+        64, "kScores", M=70, N=700, distance="H", blocked_distance=64, sinks=1.0
     ),
     "64 soft cap, decoding": Case(
         64, "kScores", H=6, K=2, M=1, N=700, splits=3, causal=2, window=(600, -1), softcap=3.0
@@ -301,7 +305,10 @@ def _distance_bias(c: Case, generator: torch.Generator) -> Tensor | None:
         return None
     M, N = (max(n) for n in zip(*c.packed, strict=True)) if c.packed else (c.M, c.N)
     B = (len(c.packed) or c.B) if c.distance == "BH" else 1
-    return torch.randn(B, c.H, M + N - 1, generator=generator)
+    bias = torch.randn(B, c.H, M + N - 1, generator=generator)
+    if c.blocked_distance is not None:
+        bias[..., M - 1 + c.blocked_distance :] = -torch.inf
+    return bias
 
 
 def _poison(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> None:

@@ -119,7 +119,8 @@ struct Consumer {
       blocks.mask(rS);
     }
     float alpha[2];
-    softmax.template update<kEdge>(rS, alpha, scale_log2<Traits>(own.args));
+    // A bias by distance may be -inf in blocks without an edge, too.
+    softmax.template update<kEdge || Traits::kScores>(rS, alpha, scale_log2<Traits>(own.args));
     drop_weights(own, rS, own.value.next());
     await_weights();
     await_output();

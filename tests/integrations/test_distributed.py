@@ -177,6 +177,44 @@ def dtensors_stay_sharded() -> None:
             torch.testing.assert_close(x.full_tensor(), y)  # type: ignore[attr-defined]
 
 
+def score_changes_stay_sharded() -> None:
+    """The op itself: ALiBi and tables become distance_bias by operators of plain tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from fastattn.distributed import register_sharding_rules
+
+    register_sharding_rules()
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    attend = torch.ops.fastattn.attention_fwd
+    options = (2.0, 0, -1, -1, 0.3, 0.0, None, 0)
+    q, k, v = (torch.randn(4, H, 6, 8) for H in (4, 2, 2))
+    key_lengths = torch.tensor([6, 3, 0, 5])  # one entry has no key: its lse is the sink
+    weights = torch.randn(4, 4, 6, 8), torch.randn(4, 4, 6)
+    for batches, dim in ((1, 0), (1, 1), (4, 0), (4, 1)):
+        plain = [q, k, v, torch.randn(batches, 4, 11), torch.randn(4)]
+        plain = [x.clone().requires_grad_() for x in plain]
+        nothing = (None, None, key_lengths, None)
+        expected = attend(*plain[:3], *nothing, *plain[3:], *options)
+        expected_gradients = gradients(expected, weights, plain)
+
+        bias = Replicate() if dim == 0 and batches == 1 else Shard(dim)
+        places = [Shard(dim)] * 3 + [bias, Shard(0) if dim else Replicate()]
+        sharded = [
+            distribute_tensor(x.detach(), mesh, [place]).requires_grad_()
+            for x, place in zip(plain, places, strict=True)
+        ]
+        lengths = distribute_tensor(key_lengths, mesh, [Replicate() if dim else Shard(0)])
+        results = attend(*sharded[:3], None, None, lengths, None, *sharded[3:], *options)
+        shares = [distribute_tensor(x, mesh, [Shard(dim)]) for x in weights]
+        for x, y in zip(results, expected, strict=True):
+            assert x.placements == (Shard(dim),)
+            torch.testing.assert_close(x.full_tensor(), y)
+        found: Any = gradients(results, shares, sharded)
+        for x, y in zip(found, expected_gradients, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+
+
 def heads_on_two_mesh_dimensions() -> None:
     """Groups of heads are not divided: six key heads on 2 x 2 processes would be 2, 1, 2, 1."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -358,6 +396,7 @@ def test_two_processes() -> None:
         ring_errors,
         ring_follows_autocast,
         dtensors_stay_sharded,
+        score_changes_stay_sharded,
         dtensor_rows,
         gradients_of_sums_only,
         gradients_of_parameters_that_were_frozen,

@@ -28,17 +28,17 @@ struct Consumer {
 
   __device__ __forceinline__ void run() {
     if (Traits::kPingPong && group == 1) {
-      arrive_turn();  // warpgroup 0 begins
+      arrive_ping_pong();  // warpgroup 0 begins
     }
     // n counts the tiles of the thread block.
 #pragma unroll 1
     for (int n = Traits::kPingPong ? group : 0; tile_number(n) < tile_count(args);
          n += Traits::kPingPong ? kGroups : 1) {
       at = {static_cast<uint32_t>(n) * args.steps};
-      wait_turn();
+      wait_ping_pong();
       issue_products();
       if (tile_number(n + 1) < tile_count(args)) {
-        arrive_turn();
+        arrive_ping_pong();
       }
       await_products();
       const TilePlace place = tile_place(args.row_tiles, args.column_tiles, tile_number(n));
@@ -113,14 +113,14 @@ struct Consumer {
 
   // In ping-pong, warpgroups issue the products of their tiles one after the other: the first one's
   // are complete early, and its epilogue runs beside the other's.
-  __device__ __forceinline__ void wait_turn() const {
+  __device__ __forceinline__ void wait_ping_pong() const {
     if constexpr (Traits::kPingPong) {
-      ptx::bar_sync(kTurnBarrier + group, kGroups * kWarpgroup);
+      ptx::bar_sync(kPingPongBarrier + group, kGroups * kWarpgroup);
     }
   }
-  __device__ __forceinline__ void arrive_turn() const {
+  __device__ __forceinline__ void arrive_ping_pong() const {
     if constexpr (Traits::kPingPong) {
-      ptx::bar_arrive(kTurnBarrier + (group ^ 1), kGroups * kWarpgroup);
+      ptx::bar_arrive(kPingPongBarrier + (group ^ 1), kGroups * kWarpgroup);
     }
   }
 };

@@ -367,7 +367,8 @@ __device__ __forceinline__ int thread_here() {
   return static_cast<int>(thread[0]);
 }
 
-// Adds the sums of the four warps. The next tile's turn separates these reads from its writes.
+// Adds the sums of the four warps. The barrier before the next tile's products separates these
+// reads from its writes.
 template <class Traits>
 __device__ __forceinline__ void finish_sums(SharedStorage<Traits>& shared,
                                             const ProductArguments& args, const TilePlace& place,

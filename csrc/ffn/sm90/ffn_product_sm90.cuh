@@ -3,7 +3,7 @@
 // A persistent thread block computes one tile of the result after the other: 128 rows times 128 or
 // 256 columns. Its load thread brings 64 of the summed dimension at a time into a ring of four
 // slots by TMA, and two consumer warpgroups multiply by wgmma. Where the epilogue is long, each
-// computes tiles of its own, in turns (ping-pong), so that one's epilogue runs while the other
+// computes tiles of its own, in ping-pong order, so that one's epilogue runs while the other
 // multiplies; otherwise both share a tile. TMA reads zeros outside the operands, so that only
 // results need bounds.
 //

@@ -14,10 +14,11 @@
 //
 // Named barriers (bar.sync, bar.arrive); 0 is __syncthreads.
 //
-//   number            who                                                            threads
-//   kTurnBarrier + g  consumer g waits until the other has issued its last wgmma     2 x 128
-//                     of the tile before
-//   kSumsBarrier + g  the four warps of consumer g, between writing and adding sums      128
+//   number                who                                                        threads
+//   kPingPongBarrier + g  consumer g waits until the other has issued its last       2 x 128
+//                         wgmma of the tile before
+//   kSumsBarrier + g      the four warps of consumer g, between writing and adding       128
+//                         sums
 #pragma once
 
 #include "ffn/sm90/config.cuh"
@@ -25,7 +26,7 @@
 
 namespace fastattn::ffn {
 
-constexpr int kTurnBarrier = 1;
+constexpr int kPingPongBarrier = 1;
 constexpr int kSumsBarrier = 3;
 
 // Of the columns of a tile, over the rows of each warp.

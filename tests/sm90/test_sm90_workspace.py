@@ -4,6 +4,8 @@ of masks, splits of a mask's gradient, the order of sums), and how they divide t
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,12 @@ from torch import Tensor
 import fastattn
 from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.calls import BackwardCall, ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import (
+    BackwardCall,
+    ForwardCall,
+    PackedBackwardCall,
+    PackedForwardCall,
+)
 from fastattn.testing.properties import deterministic_algorithms
 
 _NO_CHANGES = (None, None, 0.0)  # of scores
@@ -315,3 +322,36 @@ def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.autograd.grad(out, q, retain_graph=True)
             torch.autograd.grad(compiled(q, q, q).sum(), q)
     assert ordered == [False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_order_of_the_dimensions_of_a_distance_gradient(
+    monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    """Slopes [H, B] that are given transposed make a bias, and a gradient, whose heads come first.
+    The kernels write a contiguous one.
+    """
+    q, offsets = torch.empty(2, 3, 9, 64), torch.zeros(3, dtype=torch.int32)
+    ddistance_bias = torch.empty(3, 2, 17).transpose(0, 1)
+    values = torch.arange(102.0).view(2, 3, 17)
+
+    def write(*arguments: Any) -> int:
+        *_, gradient, _, _, _ = arguments  # dsinks, multiprocessors, workspace
+        assert gradient.is_contiguous()
+        gradient.copy_(values)
+        return 0
+
+    library = SimpleNamespace(attention_bwd=SimpleNamespace(default=write))
+    monkeypatch.setattr(sm90, "_library", library)
+    options = (torch.empty_like(ddistance_bias), *_NO_CHANGES[1:], 0, -1, -1, 1.0, 0.0, None, 0)
+    none = q.new_empty(0)
+    if packed:
+        x = q[0].transpose(0, 1)
+        results = (x, x, x, offsets, offsets, x, torch.empty(3, 9), 9, 9)
+        sequences = PackedBackwardCall(None, None, *results, *options, (True,) * 5)
+        sm90.attention_varlen_bwd(sequences, x, x, x, ddistance_bias, none)
+    else:
+        restrictions = (None, None, None, None, q, torch.empty(2, 3, 9))
+        call = BackwardCall(None, None, q, q, q, *restrictions, *options, (True,) * 6)
+        sm90.attention_bwd(call, q, q, q, none, ddistance_bias, none)
+    assert torch.equal(ddistance_bias, values)

@@ -206,10 +206,8 @@ def attention_bwd(
         (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
         lse = torch.where(lse.isneginf(), lse, lse - values)
     mask = None if mask is None else as_readable(mask)
-    _launch(
-        _library.attention_bwd.default, *_padded(call, mask, mask_tiles), *_results(call, lse),
-        dq, dk, dv, dmask, ddistance_bias, dsinks,
-    )  # fmt: skip
+    arguments = (*_padded(call, mask, mask_tiles), *_results(call, lse), dq, dk, dv, dmask)
+    _launch_backward(*arguments, ddistance_bias, dsinks)
 
 
 def attention_varlen_bwd(
@@ -222,10 +220,19 @@ def attention_varlen_bwd(
 ) -> None:
     if 0 in (call.q.shape[0], call.q.shape[1], call.k.shape[0]):
         return _no_pair_at_all(call, dsinks, dq, dk, dv, ddistance_bias)
-    _launch(
-        _library.attention_bwd.default, *_packed(call), *_results(call, call.lse), dq, dk, dv,
-        dq.new_empty(0), ddistance_bias, dsinks,
-    )  # fmt: skip
+    arguments = (*_packed(call), *_results(call, call.lse), dq, dk, dv, dq.new_empty(0))
+    _launch_backward(*arguments, ddistance_bias, dsinks)
+
+
+def _launch_backward(*arguments: Any) -> None:
+    """The kernels write a contiguous ddistance_bias. It has the strides of distance_bias, which
+    follow those of alibi_slopes.
+    """
+    *others, ddistance_bias, dsinks = arguments
+    contiguous = ddistance_bias.contiguous()
+    _launch(_library.attention_bwd.default, *others, contiguous, dsinks)
+    if contiguous is not ddistance_bias:
+        ddistance_bias.copy_(contiguous)
 
 
 def _results(call: BackwardCall | PackedBackwardCall, lse: Tensor) -> tuple[Any, ...]:

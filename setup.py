@@ -100,11 +100,12 @@ LIBRARIES = {
     for row in (
         Library("cpu"),
         Library("autograd", extends=True),
-        # Portable CUDA C++ in one fat binary; the last entry is PTX for architectures to come.
+        # Portable CUDA C++ in one fat binary: one architecture of each generation, whose code the
+        # others of the generation run too; the last entry is PTX for architectures to come.
         Library(
             "cuda",
             (
-                *(f"arch=compute_{a},code=sm_{a}" for a in (80, 86, 89, 90, 100, 120)),
+                *(f"arch=compute_{a},code=sm_{a}" for a in (80, 90, 100, 120)),
                 "arch=compute_120,code=compute_120",
             ),
             gpu="Ampere or newer",

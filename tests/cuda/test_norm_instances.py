@@ -18,7 +18,7 @@ INSTANCES = {
     if file.startswith("norm_")
     for name, macros in instances.items()
 } | {"sum_partials_cuda.cu": ("sum_partials_cuda.cu", ())}
-GPUS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+GPUS = ("sm_80", "sm_90", "sm_100", "sm_120")
 REGISTERS = 65536  # of a multiprocessor
 # Threads of a multiprocessor that the plans count on (norm_cuda.h).
 THREADS, SHORT_THREADS = 512, 1280

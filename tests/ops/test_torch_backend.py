@@ -245,3 +245,23 @@ def test_results_may_be_changed_in_place() -> None:
     expected = 2 * y.detach()
     assert torch.equal(y.mul_(2), expected)
     y.sum().backward()
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])
+def test_rows_whose_biases_by_distance_are_all_infinite(sinks: Tensor | None) -> None:
+    """The first query may attend to itself only, whose bias is -inf: its weight is 0, not NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(4))
+    table = torch.randn(2, 5, generator=generator)
+    table[:, 2] = -torch.inf
+    inputs = [x.requires_grad_() for x in (q, k, v, table)]
+
+    def results(backend: str) -> list[Tensor]:
+        out, lse = fastattn.attention(
+            q, k, v, causal=True, relative_bias=table, relative_buckets="clipped", sinks=sinks,
+            return_lse=True, backend=backend,
+        )  # fmt: skip
+        return [out, lse, *torch.autograd.grad(out, inputs, dout)]
+
+    for x, y in zip(results("torch"), results("reference"), strict=True):
+        torch.testing.assert_close(x, y)

@@ -54,6 +54,8 @@ def prepare(call: ForwardCall | BackwardCall, fused: bool) -> Problem:
     if call.key_lengths is not None:  # [B] or [B, M]
         allowed.append(j < call.key_lengths.view(B, 1, -1, 1))
     by_distance = _bias_of_pairs(call)
+    if by_distance is not None:  # rows with -inf alone are dead
+        allowed.append(by_distance != -math.inf)
     by_rows = windowed or causal >= BOTTOM_RIGHT or any(x.shape[2] > 1 for x in allowed)
     # Whether all restrictions are in the bias.
     if by_rows or by_distance is not None or (causal and not fused):

@@ -163,7 +163,7 @@ def test_packed_cuda_calls_fit_their_schemas() -> None:
 @pytest.mark.parametrize("causal", [0, 2])
 def test_packed_rows_and_keys_that_are_live(causal: int) -> None:
     """Compared with the dead positions of attention_varlen's samples."""
-    q, k = torch.empty(12, 1, 8), torch.empty(11, 1, 8)
+    q, k = torch.ones(12, 1, 8), torch.ones(11, 1, 8)
     offsets = torch.tensor([[0, 2, 2, 7, 10], [0, 4, 6, 6, 8]], dtype=torch.int32)
     call = PackedForwardCall(
         q, k, k, *offsets, 5, 4, None, None, 0.0, causal, -1, -1, 0.5, 0.0, None, 0

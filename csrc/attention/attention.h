@@ -70,8 +70,8 @@ struct DistanceBias {
   int64_t batch_stride = 0, head_stride = 0;
   int first = 0;
 };
-// Entries before the first and after the last one that can be read: tiles of up to 192 rows and
-// blocks of up to 128 keys reach beyond the tensors.
+// Entries before the first and after the last one that can be read: blocks reach beyond the
+// tensors, by less than 128 rows or keys.
 constexpr int kDistancePadding = 192;
 
 // What happens to a score before masks: cap * tanh(score / cap), and a bias is added.
@@ -282,7 +282,7 @@ struct BackwardProblem : Problem {
 };
 
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:
-// 16-bit types, the forward's head dims and all its variants but the first.
+// 16-bit types, the forward's head dims and all its variants but kFull and kSinks.
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_bwd_sm90(const BackwardProblem& problem, cuda::Stream stream);
 

@@ -275,8 +275,8 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   p.changes = changes_of(call, p);
 }
 
-// The variant of a problem with dropout or a dense mask; without, the bounded one.
-// with_sinks: the kernel adds sinks.
+// The variant of a problem with dropout, a dense mask, changes of scores or sinks; without, the
+// bounded one. with_sinks: the kernel adds sinks.
 inline Variant variant_of(const Problem& p, bool with_sinks) {
   const bool drops = p.dropout.seed;
   with_sinks = with_sinks && p.sinks.data;

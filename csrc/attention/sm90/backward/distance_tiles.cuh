@@ -51,9 +51,9 @@ struct DistanceArguments : BackwardArguments {
 };
 
 // A thread block: a band of distances of a head, of one sequence or of all. A tile of 128 rows and
-// 64 keys belongs to the band that has its distances: as many keys as rows to the right of a tile
-// is another one of the same band. Where a tile's first pair has entry n of distance_bias, the band
-// is n / 64, rounded down, and `shift` the rest.
+// 64 keys belongs to the band that has its distances; the next tile of the band begins 128 rows and
+// 128 keys later. Where a tile's first pair has entry n of distance_bias, the band is n / 64,
+// rounded down, and `shift` the rest.
 struct DistanceWork {
   int head, band;
   Range sequences;

@@ -1,6 +1,6 @@
 // A consumer warpgroup's share of every tile of the backward's main kernel, and its position in the
-// ring. The argument of the functions in masks.cuh, dense.cuh, bias.cuh, weights.cuh and
-// gradients.cuh.
+// ring. The argument of the functions in masks.cuh, dense.cuh, bias.cuh, scores.cuh, weights.cuh
+// and gradients.cuh.
 #pragma once
 
 #include "attention/sm90/backward/storage.cuh"

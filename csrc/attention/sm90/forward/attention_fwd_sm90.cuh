@@ -20,8 +20,7 @@
 // storage.cuh (shared memory, barriers), producer.cuh, consumer.cuh (the main loop), and this file
 // (the kernel and its launch). blocks.cuh has what happens to a block besides its products:
 // masks.cuh by lengths, bounds and dropout, dense.cuh by a dense mask, scores.cuh by a soft cap and
-// a bias by distance. output.cuh ends a tile, with
-// sinks.cuh.
+// a bias by distance. output.cuh ends a tile, with sinks.cuh.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // A consumer warpgroup's share of a tile, 64 query rows, and its positions in the rings of shared
-// memory. The argument of the functions in masks.cuh, dense.cuh and output.cuh.
+// memory. The argument of the functions in masks.cuh, dense.cuh, scores.cuh and output.cuh.
 #pragma once
 
 #include "attention/sm90/forward/storage.cuh"

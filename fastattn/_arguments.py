@@ -378,8 +378,8 @@ def check_softcap(softcap: float | None) -> float:
     if softcap is None:
         return 0.0
     softcap = _number("softcap", softcap)
-    if not 0.0 < softcap < math.inf:
-        raise ValueError(f"softcap must be a finite number > 0, or None, got {softcap}")
+    if not 1e-30 <= softcap <= 1e30:  # so that kernels can multiply by it and by its inverse
+        raise ValueError(f"softcap must be a number from 1e-30 to 1e30, or None, got {softcap}")
     return softcap
 
 

@@ -194,8 +194,8 @@ def attention(
         alibi_slopes: [H] or [B, H], floating. Adds -slope * |d| to the score of a pair, where d is
             the distance of the key from the key on the query's causal diagonal (from key i if
             causal is False), so that no bias is added on the diagonal (ALiBi, Press et al. 2022).
-        softcap: a number > 0; scores become softcap * tanh(score / softcap), after `scale` and
-            before masks and biases are added, as in Gemma 2.
+        softcap: a number from 1e-30 to 1e30; scores become softcap * tanh(score / softcap), after
+            `scale` and before masks and biases are added, as in Gemma 2.
         sinks: [H], floating. A logit for each head that takes part in the softmax of every query
             and has no value, as in gpt-oss: the weights of the keys sum to less than 1.
         relative_bias: [H, buckets], floating: adds relative_bias[h, bucket(d)] to the score, where

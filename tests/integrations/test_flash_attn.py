@@ -270,7 +270,7 @@ def test_whole_cache_and_one_length() -> None:
 def test_input_errors() -> None:
     q = normal(1, 2, H, D)
     with pytest.raises(
-        ValueError, match=r"softcap must be a finite number > 0, or None, got -1\.0"
+        ValueError, match=r"softcap must be a number from 1e-30 to 1e30, or None, got -1\.0"
     ):
         flash_attn.flash_attn_func(q, q, q, softcap=-1.0)
     with pytest.raises(ValueError, match=r"k must be \[B, S, H, D\], got \[2, 4, 8\]"):

@@ -545,7 +545,7 @@ ERRORS = (
     _error("alibi_shape", ValueError, r"alibi_slopes must be \[4\] or \[2, 4\], got \[3\]",
            alibi_slopes=torch.ones(3)),
     _error("alibi_dtype", TypeError, "alibi_slopes must be fp16", alibi_slopes=torch.ones(4).int()),
-    _error("softcap", ValueError, "softcap must be a finite number > 0", softcap=0.0),
+    _error("softcap", ValueError, "softcap must be a number from 1e-30", softcap=0.0),
     _error("softcap_type", TypeError, "softcap must be a number", softcap="50"),
     _error("sinks", ValueError, r"sinks must be \[4\]", sinks=torch.ones(2, 4)),
     _error("relative_kind", ValueError, "relative_buckets must be", relative_bias=torch.ones(4, 8)),

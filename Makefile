@@ -13,6 +13,10 @@ QUICK ?=
 # Further options of `make gpu`, such as GPU_FLAGS="--stage check --budget check=300".
 GPU_FLAGS ?=
 DEMO_STEPS ?= 5
+# Set where `make test` has just passed: test-all leaves the quick tests out, except those below, of which some need what only
+# `make native` builds.
+AFTER_TEST ?=
+TESTS_OF_NATIVE := tests/cuda tests/sm90 tests/ops/test_instances.py tests/ops/test_native.py tests/ops/test_selection.py
 
 # CUDA's torch where there is a GPU; elsewhere a CPU set whose versions are known to work together
 # (the Triton interpreter of 3.6 fails with numpy 2.4).
@@ -51,7 +55,8 @@ test: $(VENV)/installed  ## the quick tests
 	$(PYTEST) -m "not slow"
 
 test-all: native  ## every test, then the demo for a few steps
-	$(PYTEST)
+	$(PYTEST) $(if $(AFTER_TEST),-m slow)
+	$(if $(AFTER_TEST),$(PYTEST) -m "not slow" $(TESTS_OF_NATIVE))
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(BIN)/fastattn demo --steps $(DEMO_STEPS) --out "$$folder/demo"
 
 lint: $(VENV)/installed  ## ruff, clang-format and mypy, changing nothing

@@ -28,16 +28,20 @@ def allowed_pairs(
     window_left: int,
     window_right: int,
     rows: Tensor | None = None,
+    offset: int | Tensor | None = None,
 ) -> Tensor:
     """Which query may attend to which key: bool [B or 1, H or 1, M, N].
 
-    rows: an index [R] of queries; the result and `mask` then have R rows in place of M.
+    rows: an index [R] of queries; the result and `mask` then have R rows in place of M. offset: the
+    diagonal's, if it is known.
     """
     M, N = q.shape[2], k.shape[2]
     rows = torch.arange(M, device=q.device) if rows is None else rows
     i = rows[:, None]
     j = torch.arange(N, device=q.device)
-    diagonal = i + _diagonal_offset(M, N, key_lengths, query_lengths, causal)
+    if offset is None:
+        offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
+    diagonal = i + offset
     allowed = torch.ones(1, 1, rows.shape[0], N, dtype=torch.bool, device=q.device)
     if causal:
         allowed = allowed & (j <= diagonal)
@@ -76,11 +80,13 @@ def _entries_of_pairs(
     query_lengths: Tensor | None,
     causal: int,
     rows: Tensor,
+    offset: int | Tensor | None = None,
 ) -> Tensor:
     """The entry of distance_bias that each pair adds, [B or 1, 1, R, N]; any one for a pair whose
     distance no allowed pair has. rows: as in `allowed_pairs`.
     """
-    offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
+    if offset is None:
+        offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
     first = (N if causal >= BOTTOM_RIGHT else M) - 1
     j = torch.arange(N, device=rows.device)
     entry = j - rows[:, None] - offset + first
@@ -96,12 +102,13 @@ def bias_of_pairs(
     query_lengths: Tensor | None,
     causal: int,
     rows: Tensor | None = None,
+    offset: int | Tensor | None = None,
 ) -> Tensor:
-    """What distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked pair. rows:
-    as in `allowed_pairs`.
+    """What distance_bias adds to each score, [B or 1, H, M, N]; any value for a blocked pair. rows,
+    offset: as in `allowed_pairs`.
     """
     rows = torch.arange(M, device=distance_bias.device) if rows is None else rows
-    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows)
+    entries = _entries_of_pairs(M, N, key_lengths, query_lengths, causal, rows, offset)
     if entries.shape[0] == 1:
         return distance_bias[:, :, entries[0, 0]]
     B, H = entries.shape[0], distance_bias.shape[1]
@@ -163,8 +170,9 @@ def _softmax(
     (B, H, M, _), (K, N) = q.shape, k.shape[1:3]
     G = H // K if K else 0
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    offset = _diagonal_offset(M, N, key_lengths, query_lengths, causal)
     allowed = allowed_pairs(
-        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right
+        q, k, mask, key_lengths, query_lengths, causal, window_left, window_right, offset=offset
     )
     live_rows = allowed.any(-1)[..., None]
     heads = allowed.any(-2)  # [B or 1, H or 1, N]
@@ -187,7 +195,9 @@ def _softmax(
         bias = torch.where(allowed, mask.to(dtype), 0)
         s = s + bias.expand(B, H, M, N).reshape(B, K, G, M, N)
     if distance_bias is not None:
-        bias = bias_of_pairs(distance_bias.to(dtype), M, N, key_lengths, query_lengths, causal)
+        bias = bias_of_pairs(
+            distance_bias.to(dtype), M, N, key_lengths, query_lengths, causal, offset=offset
+        )
         s = s + torch.where(allowed, bias, 0).expand(B, H, M, N).reshape(B, K, G, M, N)
     s = torch.where(pairs, s, -torch.inf)
 
@@ -207,7 +217,7 @@ def _softmax(
     p, p_sink = weights / divisor, (sink_weight / divisor).squeeze(-1)
     lse = torch.where(total == 0, -torch.inf, torch.log(divisor) + highest)
     if sinks is not None:  # of a row with a key, rounded up to be above the sink
-        above = torch.nextafter(sink.detach(), sink.new_full((), torch.inf))
+        above = _just_above(sink.detach())
         up = (above - lse).detach()
         lse = lse + torch.where(pairs.any(-1, keepdim=True) & (up > 0), up, 0)
 
@@ -217,6 +227,15 @@ def _softmax(
         keep = attention_keep(dropout_seed, dropout_stream, dropout_p, B, H, M, N)
         drop = (keep.to(dtype) * keep_scale(dropout_p)).reshape(B, K, G, M, N)
     return _Softmax(q, k, v, live_rows, live_keys, p, p_sink, lse.squeeze(-1), slope, drop)
+
+
+def _just_above(x: Tensor) -> Tensor:
+    """A number that is larger by one or two units in the last place, without nextafter, which has
+    no translation to ONNX.
+    """
+    limits = torch.finfo(x.dtype)
+    step = (x.abs() * limits.eps).clamp(min=limits.tiny)
+    return torch.where(x.isneginf(), limits.min, x + step)
 
 
 def attention_fwd(

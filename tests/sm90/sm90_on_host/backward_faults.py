@@ -42,8 +42,8 @@ ends(
     "dead ? -kMinusInfinity : lse",
 )
 ends("dead || !args.dlse ? sum : sum - args.dlse[at]", "sum", "sum - args.dlse[at]")
-ends("lse <= sink ? kMinusInfinity : lse", "lse", only=ONCE)
-ends("lse == kMinusInfinity ? 0.0f : -ptx", "-ptx", only=ONCE)
+ends("lse == kMinusInfinity ? 0.0f : -ptx::ex2((sink - lse) * kLog2e) * delta",
+     "-ptx::ex2((sink - lse) * kLog2e) * delta", only=ONCE)  # fmt: skip
 ends("exists ? sink_term(sink, args.lse[at], args.dlse ? sum - args.dlse[at] : sum) : 0.0f",
      "exists ? sink_term(sink, args.lse[at], sum) : 0.0f",
      "exists ? sink_term(sink, lse, args.dlse ? sum - args.dlse[at] : sum) : 0.0f",

@@ -198,7 +198,7 @@ def _distance_tiling(config: BwdConfig, facts: Facts, batches: int) -> DistanceT
     diagonals = triton.cdiv(facts.M + facts.N - 1 - first, block) - first_diagonal + 1
     groups = facts.B
     if batches == 1:
-        groups = min(facts.B, max(1, _DMASK_PROGRAMS // (facts.H * diagonals)))
+        groups = min(facts.B, max(1, _DMASK_PROGRAMS // max(1, facts.H * diagonals)))
     per_group = triton.cdiv(facts.B, groups)
     return DistanceTiling(
         block, first_diagonal, diagonals, -first - first_diagonal * block,

@@ -407,6 +407,47 @@ def test_the_bias_of_a_distance_is_that_of_a_mask(
     torch.testing.assert_close(gradient.flatten(0, 1), sums, **tolerance)
 
 
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("restriction", ["bool", "-inf", "min", "causal", "window"])
+@pytest.mark.parametrize("M, N", [(130, 260), (1, 300)])
+def test_the_bias_of_a_distance_that_only_blocked_pairs_have_may_be_anything(
+    isa: str, M: int, N: int, restriction: str, dtype: torch.dtype
+) -> None:
+    """The bits are those of a finite bias."""
+    distance = torch.arange(N) - torch.arange(M)[:, None] - (N - M)
+    pattern = distance % 3 == 0
+    options: dict[str, Any] = {"causal": "bottom_right"}
+    if restriction == "window":
+        options["window"] = (40, 0)
+        blocked = distance < -40
+    elif restriction == "causal":
+        blocked = distance > 0
+    elif restriction == "bool":
+        options["mask"], blocked = pattern, ~pattern
+    else:
+        lowest = -torch.inf if restriction == "-inf" else torch.finfo(torch.float32).min
+        options["mask"] = _randn(M, N, seed=7).masked_fill(~pattern, lowest)
+        blocked = ~pattern
+    q, k, v, dout = (_randn(2, 2, n, 16, dtype=dtype, seed=i) for i, n in enumerate((M, N, N, M)))
+
+    def results(filling: float) -> list[Tensor]:
+        table = _randn(2, 2 * N + 1, seed=5)
+        table[:, distance[blocked].unique() + N] = filling
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, table)]
+        relative = {"relative_bias": inputs[3], "relative_buckets": "clipped"}
+        outputs = fastattn.attention(
+            *inputs[:3], **relative, **options, return_lse=True, backend="cpu"
+        )
+        return [*outputs, *torch.autograd.grad(outputs[0], inputs, dout)]
+
+    finite = results(0.0)
+    assert all(x.isfinite().all() for x in finite)
+    for filling in (torch.nan, torch.inf):
+        for one, other in zip(results(filling), finite, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_slopes_in_any_layout() -> None:
     """The op's bias by distance, and its gradient, have the layout of the slopes."""
     q, k, v, dout = (_randn(3, 2, 40, 16, seed=i) for i in range(4))

@@ -325,7 +325,9 @@ class TileBias {
       prefetch_row(i + kRowsAhead);
       mask_row(mask_, first_ + i * mask_.strides[2], keys_, row);
       for (int j = 0; distances_ && j < kTileKeys; j += kLanes) {
-        store(row + j, load(row + j) + load(distances + j));
+        // A blocked pair stays blocked if its bias by distance is infinite or NaN.
+        const Float mask = load(row + j);
+        store(row + j, mask == -kInfinity ? mask : mask + load(distances + j));
       }
     }
     return {row, -kInfinity};

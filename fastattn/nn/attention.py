@@ -362,6 +362,18 @@ def blocked_pairs(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype is torch.bool else mask <= torch.finfo(mask.dtype).min
 
 
+class UnpackedMultiheadAttention(nn.MultiheadAttention):
+    """Base of attentions whose `forward` torch's encoder layers have to call. If the flag says that
+    the projections are packed, these layers read the weights instead.
+    """
+
+    def _reset_parameters(self) -> None:
+        # The last step of torch's constructor; it initialises the packed weight if the flag is set.
+        self._qkv_same_embed_dim = True
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+
 class LengthMaskedMultiheadAttention(nn.Module):
     """Multi-head attention over the first `valid_lens` keys; each input has its own width.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastattn import functional
 from fastattn.nn.attention import (
     MultiheadAttention,
+    UnpackedMultiheadAttention,
     allowed_mask,
     attention_context,
     blocked_pairs,
@@ -27,7 +28,7 @@ from fastattn.nn.fusion import DropoutStreams
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
 
 
-class PositionalMultiheadAttention(nn.MultiheadAttention):
+class PositionalMultiheadAttention(UnpackedMultiheadAttention):
     """Multi-head self-attention with positions in its scores.
 
     positions: "alibi", "t5" or "rotary", or a module of such positions with other options. Its
@@ -61,13 +62,7 @@ class PositionalMultiheadAttention(nn.MultiheadAttention):
         )
         if not isinstance(positions, AttentionPositions):
             positions = make_positions(positions, embed_dim, num_heads, device=device, dtype=dtype)
-        _hold(self, positions, registered=True)
-
-    def _reset_parameters(self) -> None:
-        # torch's initialises q_proj_weight, which is None here, if the flag is not set (`_hold`).
-        self._qkv_same_embed_dim = True
-        super()._reset_parameters()
-        self._qkv_same_embed_dim = False
+        self.positions = positions
 
     def forward(  # type: ignore[override]
         self,
@@ -130,16 +125,12 @@ def positions_of(attention: nn.Module) -> AttentionPositions | None:
 def set_positions(module: Any, positions: AttentionPositions) -> None:
     """Gives the self-attention of a layer, or those of a stack's layers, these positions, in place.
 
-    A stack registers the module as its own `positions`, and its layers share it, as in T5, where
-    one table serves all layers of a stack. Weights stay the same objects.
+    The layers of a stack share the module, as in T5, where one table serves all layers of a stack:
+    the `state_dict` has its parameters under the name of every layer. Weights stay the same
+    objects.
     """
-    layers = getattr(module, "layers", None)
-    if layers is None:
-        _convert(module.self_attn, positions, registered=True)
-        return
-    module.positions = positions
-    for layer in layers:
-        _convert(layer.self_attn, positions, registered=False)
+    for layer in getattr(module, "layers", [module]):
+        _convert(layer.self_attn, positions)
 
 
 def share_positions(stack: Any) -> None:
@@ -149,7 +140,7 @@ def share_positions(stack: Any) -> None:
             set_positions(stack, positions)
 
 
-def _convert(attention: Any, positions: AttentionPositions, *, registered: bool) -> None:
+def _convert(attention: Any, positions: AttentionPositions) -> None:
     if type(attention) not in attention_classes("self_attn"):
         raise TypeError(
             "positions need a MultiheadAttention of torch or fastattn, got "
@@ -161,17 +152,5 @@ def _convert(attention: Any, positions: AttentionPositions, *, registered: bool)
             f"{attention}"
         )
     attention.__class__ = PositionalMultiheadAttention
-    _hold(attention, positions, registered=registered)
-
-
-def _hold(
-    attention: PositionalMultiheadAttention, positions: AttentionPositions, *, registered: bool
-) -> None:
-    # Not packed, in torch's words: its layers then call `forward` instead of reading the weights.
-    attention._qkv_same_embed_dim = False
-    if registered:
-        attention.positions = positions
-    else:
-        # Shared: the stack registers it, so that the state_dict has it once.
-        attention._modules.pop("positions", None)
-        attention.__dict__["positions"] = positions
+    attention._qkv_same_embed_dim = False  # see UnpackedMultiheadAttention
+    attention.positions = positions

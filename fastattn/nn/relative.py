@@ -1,8 +1,8 @@
 """Positions inside attention: ALiBi, T5's relative positions, rotary positions.
 
 Unlike an encoding added to the embeddings, these depend on the distance between query and key
-alone. A module of positions belongs to one self-attention (`positional_attention`), or to a stack,
-whose layers share it. What it computes from is not in the `state_dict`, except learned parameters.
+alone. A module of positions belongs to one self-attention (`positional_attention`), or to those of
+all layers of a stack. What it computes from is not in the `state_dict`, except learned parameters.
 
 Shapes: H heads, D head dim, S positions, N keys. The distance d of a key is its position minus the
 query's.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastattn import functional
 from fastattn.functional import Lengths
 from fastattn.nn.attention import (
+    UnpackedMultiheadAttention,
     allowed_mask,
     check_causal_hint,
     check_padded_inputs,
@@ -114,7 +115,7 @@ class AdditiveAttention(nn.Module):
         return (context, weights) if need_weights else context
 
 
-class ScoredMultiheadAttention(nn.MultiheadAttention):
+class ScoredMultiheadAttention(UnpackedMultiheadAttention):
     """`torch.nn.MultiheadAttention` with another score function, another weight function or both.
 
     scoring: "dot", scaled by D**-0.5; "additive", v_h tanh(q + k) with one vector for each head;
@@ -157,14 +158,6 @@ class ScoredMultiheadAttention(nn.MultiheadAttention):
             # Cosines of independent vectors vary by D**-0.5: sqrt(D) gives scores of variance 1.
             sharpness = torch.full((num_heads,), math.sqrt(self.head_dim), device=device)
             self.sharpness = nn.Parameter(sharpness.to(dtype or torch.get_default_dtype()))
-
-    def _reset_parameters(self) -> None:
-        """Torch's, the last step of its constructor. Sets the projections to not packed, so that
-        torch's encoder layers call `forward` instead of reading the weights directly.
-        """
-        self._qkv_same_embed_dim = True
-        super()._reset_parameters()
-        self._qkv_same_embed_dim = False
 
     def forward(  # type: ignore[override]
         self,

@@ -3,7 +3,7 @@
 A run folder holds `model.json`, `training.json`, `tokenizer.json`, `metrics.jsonl`, `best.json`
 and folders `checkpoints/step-00000400/` with
 
-    model.safetensors   the parameters, named as in `state_dict`
+    model.safetensors   the parameters, named as in `state_dict`; those of several names once
     state.safetensors   AdamW's moments and the random number generators
     state.json          the update count, the position in the data, the best validation
 
@@ -98,14 +98,18 @@ def save_checkpoint(
     device: torch.device,
 ) -> Path:
     """Write the checkpoint of `state.step` and return its folder."""
+    from safetensors.torch import save_file, save_model
+
     folder = checkpoint_folder(run, state.step)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # mkdtemp creates a private folder, and renaming keeps its mode.
         temporary.chmod(0o777 & ~_umask())
-        _save(_to_cpu(model.state_dict()), temporary / "model.safetensors")
-        _save(_to_cpu(_optimizer_tensors(optimizer, device)), temporary / "state.safetensors")
+        with _writing(temporary / "model.safetensors") as path:
+            save_model(model, str(path))
+        with _writing(temporary / "state.safetensors") as path:
+            save_file(_optimizer_tensors(optimizer, device), path)
         (temporary / "state.json").write_text(json.dumps(asdict(state)))
         if folder.exists():
             shutil.rmtree(folder)
@@ -116,12 +120,12 @@ def save_checkpoint(
     return folder
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path)
+        yield path
     except SafetensorError as error:  # also for a full disk
         raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(0o666 & ~_umask())  # safetensors creates private files
@@ -165,10 +169,10 @@ def read_state(folder: Path) -> TrainingState:
 
 def load_parameters(folder: Path, model: nn.Module) -> None:
     """Load the parameters of a checkpoint into `model`."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load_model
 
     with reading(folder / "model.safetensors") as path:
-        model.load_state_dict(load_file(path))
+        load_model(model, path)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Tensor]:
@@ -179,10 +183,6 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, device: torch.device) -
     for index, values in state.items():
         for key, value in values.items():
             tensors[f"optimizer.{index}.{key}"] = value
-    return tensors
-
-
-def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 

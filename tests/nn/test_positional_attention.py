@@ -245,26 +245,48 @@ def held(stack: nn.Module) -> list[AttentionPositions]:
 def test_the_layers_of_a_stack_share_their_positions(kind: str) -> None:
     plain = nn.Transformer(E, H, 2, 2, 32, batch_first=True).state_dict()
     model = transformer(kind)
-    names = {"encoder.positions.relative_bias", "decoder.positions.relative_bias"}
+    names = {
+        f"{stack}.layers.{i}.self_attn.positions.relative_bias"
+        for stack in ("encoder", "decoder")
+        for i in range(2)
+    }
     assert model.state_dict().keys() - plain.keys() == (names if kind == "t5" else set())
     assert not plain.keys() - model.state_dict().keys()
     for whole in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for stack in (whole.encoder, whole.decoder):
-            assert all(positions is stack.positions for positions in held(stack))
-    assert model.encoder.positions is not model.decoder.positions
+            assert len(set(held(stack))) == 1
+        assert held(whole.encoder)[0] is not held(whole.decoder)[0]
     made = stacks(kind)
-    for stack, in_transformer in zip(made, (model.encoder, model.decoder), strict=True):
-        assert all(positions is stack.positions for positions in held(stack))
-        own = {name for name in stack.state_dict() if "positions" in name}
-        assert own == {name for name in in_transformer.state_dict() if "positions" in name}
+    for stack in made:
+        assert len(set(held(stack))) == 1
+        tables = [name for name in stack.state_dict() if "positions" in name]
+        assert len(tables) == (len(stack.layers) if kind == "t5" else 0)
+        parameters = [name for name, _ in stack.named_parameters() if "positions" in name]
+        assert len(parameters) == (kind == "t5")
     if kind == "t5":
-        assert [stack.positions.causal for stack in made] == [False, True]
+        assert [held(stack)[0].causal for stack in made] == [False, True]
         with torch.device("meta"):
             meta = transformer(kind)
         meta = meta.to_empty(device="cpu")
         meta.load_state_dict(model.state_dict())
         src, tgt = torch.randn(2, 4, E), torch.randn(2, 3, E)
         assert torch.equal(meta.eval()(src, tgt), model.eval()(src, tgt))
+
+
+def test_a_layer_of_a_stack_keeps_its_table_alone() -> None:
+    """Copied, pickled or saved by its state_dict, also one that is not the first."""
+    for stack in stacks("t5"):
+        layer = stack.layers[1]
+        table = layer.self_attn.positions.relative_bias
+        copied = copy.deepcopy(layer)
+        saved = copy.deepcopy(stack.layers[0])
+        with torch.no_grad():
+            saved.self_attn.positions.relative_bias.zero_()
+        saved.load_state_dict(layer.state_dict())
+        for alone in (copied, pickle.loads(pickle.dumps(layer)), saved):
+            own = dict(alone.named_parameters())["self_attn.positions.relative_bias"]
+            assert own is not table and torch.equal(own, table)
+            assert alone.state_dict().keys() == layer.state_dict().keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,14 +315,14 @@ def test_fused_layers_equal_modules_called_one_by_one(kind: str, norm_first: boo
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
-    ours = transformer(kind, norm_first=norm_first).encoder.layers[0].eval()
-    theirs = nn.TransformerEncoderLayer(
+    layer = transformer(kind, norm_first=norm_first).encoder.layers[0].eval()
+    torch_layer = nn.TransformerEncoderLayer(
         E, H, 32, dropout=0.0, batch_first=True, norm_first=norm_first
     ).eval()
-    theirs.load_state_dict(ours.state_dict(), strict=True)
-    set_positions(theirs, ours.self_attn.positions)
+    set_positions(torch_layer, copy.deepcopy(layer.self_attn.positions))
+    torch_layer.load_state_dict(layer.state_dict(), strict=True)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(src), ours(src), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(torch_layer(src), layer(src), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

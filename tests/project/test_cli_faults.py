@@ -102,7 +102,7 @@ def test_files_of_a_run_are_as_readable_as_others(run_folder):
 def test_a_full_disk_prints_no_traceback(capsys, pairs_file, tmp_path, monkeypatch):
     import safetensors.torch
 
-    def full_disk(tensors, path):
+    def full_disk(tensors, path, **options):
         raise safetensors.SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)

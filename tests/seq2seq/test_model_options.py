@@ -152,8 +152,11 @@ def test_relative_positions_replace_those_of_the_embeddings(positions):
         for layer in stack.layers:
             assert isinstance(layer.self_attn, PositionalMultiheadAttention)
     tables = [name for name in model.state_dict() if "positions" in name]
-    stacks = ["transformer.encoder", "transformer.decoder"]
-    expected = [f"{stack}.positions.relative_bias" for stack in stacks]
+    expected = [
+        f"transformer.{stack}.layers.{i}.self_attn.positions.relative_bias"
+        for stack, layers in (("encoder", SMALL.encoder_layers), ("decoder", SMALL.decoder_layers))
+        for i in range(layers)
+    ]
     assert tables == (expected if positions == "t5" else [])
 
 
@@ -172,8 +175,9 @@ def test_words_in_another_order_have_another_translation(positions):
 def test_buckets_of_a_decoder_are_those_of_what_it_attends(decoder):
     config = dataclasses.replace(SMALL, positions="t5", decoder=decoder)
     transformer = make_model(config).transformer
-    assert not transformer.encoder.positions.causal
-    assert transformer.decoder.positions.causal == (decoder == "autoregressive")
+    assert not transformer.encoder.layers[0].self_attn.positions.causal
+    own = transformer.decoder.layers[0].self_attn.positions
+    assert own.causal == (decoder == "autoregressive")
 
 
 @pytest.mark.parametrize("positions", RELATIVE)
@@ -202,7 +206,7 @@ def test_runs_keep_their_positions(positions, tmp_path):
         assert torch.equal(state[name], value), name
     if positions == "t5":
         start = small_model(vocabulary=config.vocabulary, positions="t5").state_dict()
-        name = "transformer.decoder.positions.relative_bias"
+        name = "transformer.decoder.layers.0.self_attn.positions.relative_bias"
         assert not torch.equal(state[name], start[name])
     expected = Translator(model.eval(), prepared.tokenizer).translate(texts)
     assert loaded.translate(texts) == expected

@@ -346,8 +346,8 @@ def test_a_failed_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     saved = a_checkpoint(tmp_path, 5)
     real = safetensors.torch.save_file
 
-    def full_disk(tensors, path):
-        real(tensors, path)
+    def full_disk(tensors, path, **options):
+        real(tensors, path, **options)
         if Path(path).name == "state.safetensors":
             raise OSError("no space left on device")
 

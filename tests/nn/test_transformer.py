@@ -29,8 +29,8 @@ def test_drop_ins_are_torch_modules(name):
     positions = parameters.pop("positions", None)  # fastattn's own, by keyword
     assert positions is None or positions.kind is inspect.Parameter.KEYWORD_ONLY
     expected_parameters = inspect.signature(type(reference)).parameters
-    for ours, theirs in zip(parameters.values(), expected_parameters.values(), strict=True):
-        about = [(p.name, p.kind, p.default) for p in (ours, theirs)]
+    for actual, expected in zip(parameters.values(), expected_parameters.values(), strict=True):
+        about = [(p.name, p.kind, p.default) for p in (actual, expected)]
         assert about[0] == about[1]
     for (a, x), (b, y) in zip(fast.named_parameters(), reference.named_parameters(), strict=True):
         assert a == b and torch.equal(x, y)

@@ -46,8 +46,10 @@ def candidates(task: Task, arch: str) -> list[Any]:
 
 def describe(config: Any) -> str:
     """The fields that differ from the class's defaults, in short form."""
+    if hasattr(config, "tile"):
+        return _first_product(config.tile)
     if not hasattr(config, "BLOCK_M") and not _has_tiles(config):
-        return " ".join(f"{f.name}={_short(getattr(config, f.name))}" for f in fields(config))
+        return " ".join(f"{f.name}={getattr(config, f.name)}" for f in fields(config))
     if not hasattr(config, "BLOCK_M"):
         parts = []
         for field in fields(config):
@@ -77,13 +79,10 @@ def _has_tiles(config: Any) -> bool:
     return any(hasattr(getattr(config, field.name), "block_m") for field in fields(config))
 
 
-def _short(value: Any) -> str:
-    """The value, or the tile of a matrix product of the feed-forward network."""
-    if not hasattr(value, "tile"):
-        return str(value)
-    if value.tile is None:
-        return "library"
-    tile = value.tile
+def _first_product(tile: Any) -> str:
+    """Of the feed-forward network: the tile of the Triton kernel, None for PyTorch's product."""
+    if tile is None:
+        return "PyTorch's product"
     options = [f"{f.name}={getattr(tile, f.name)}" for f in fields(tile)[3:]
                if getattr(tile, f.name) != f.default]  # fmt: skip
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}[{' '.join(options)}]"
@@ -308,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     add = parser.add_argument
     add("--op", nargs="+", choices=("attention", *NORMS, "ffn"), default=["attention"])
-    add("--direction", nargs="+", choices=("fwd", "bwd"), default=["fwd"])
+    add("--direction", nargs="+", choices=("fwd", "bwd"), default=["fwd"], help="ffn: fwd alone")
     add("--feature", nargs="+", choices=FEATURES, default=["plain", "causal"])
     add("--dim", nargs="+", type=int, default=[64, 128, 256], help="head dims")
     add("--length", nargs="+", type=int, default=[8192], help="queries and keys of a sequence")
@@ -403,8 +402,8 @@ def _tasks(op: str, options: argparse.Namespace) -> Iterator[Task]:
         shapes = [[int(size) for size in shape.split("x")] for shape in options.shape]
     for direction, dtype, (rows, N) in product(options.direction, options.dtype, shapes):
         if op == "ffn":
-            for activation in options.activation:
-                yield FfnTask(direction, rows, N, activation, dtype)
+            for activation in options.activation if direction == "fwd" else ():
+                yield FfnTask(rows, N, activation, dtype)
         else:
             yield NormTask(direction, op, rows, N, dtype)
 

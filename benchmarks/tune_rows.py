@@ -173,63 +173,57 @@ class NormTask(_RowTask):
 
 @dataclass(frozen=True)
 class FfnTask(_RowTask):
-    direction: str
+    """The forward, whose first product has candidates."""
+
     rows: int
     D: int
     activation: str
     dtype: str
 
+    direction = "fwd"
     unit = "TFLOP/s"
 
     @property
     def name(self) -> str:
-        return f"ffn {self.direction} {self.rows}x{self.D} {self.activation} {self.dtype}"
+        return f"ffn fwd {self.rows}x{self.D} {self.activation} {self.dtype}"
 
     @property
     def hidden(self) -> int:
         return 4 * self.D
 
+    @property
+    def inner(self) -> int:
+        """The rows of w1."""
+        from fastattn.ops.ffn.op import GATED_ACTIVATIONS
+
+        return self.hidden * (2 if self.activation in GATED_ACTIVATIONS else 1)
+
     def candidates(self, arch: str) -> list[Any]:
         from fastattn.ops.ffn import config
 
-        sizes = (self.rows, self.D, self.hidden, self.D)
-        dtype = DTYPES[self.dtype]
-        return list(config.candidates(self.direction, arch, dtype, *sizes, self.activation))
+        sizes, work = (self.rows, self.D, self.inner), self.activation != "relu"
+        return list(config.candidates(arch, DTYPES[self.dtype], *sizes, work=work))
 
     def make(self, device: str) -> Case:
-        from fastattn.ops.ffn.op import GATED_ACTIVATIONS
-
-        dtype, normal = DTYPES[self.dtype], normal_numbers(device)
-        gated = self.activation in GATED_ACTIVATIONS
-        inner = self.hidden * (2 if gated else 1)
+        dtype, normal, inner = DTYPES[self.dtype], normal_numbers(device), self.inner
         x = normal(self.rows, self.D).to(dtype)
         w1 = (normal(inner, self.D) * self.D**-0.5).to(dtype)
         w2 = (normal(self.D, self.hidden) * self.hidden**-0.5).to(dtype)
         b1, b2 = normal(inner).to(dtype), normal(self.D).to(dtype)
-        flops = 4.0 * self.rows * self.D * self.hidden * (1.5 if gated else 1.0)
-        none = (self.activation, 0.0, 0.0, None, 0)
-        forward = (x, w1, b1, w2, b2, None, *none)
-        if self.direction == "fwd":
-            return Case(forward, OPS["ffn_fwd"].allocate(forward), flops)
-        dy = normal(self.rows, self.D).to(dtype)
-        hidden = F.linear(x, w1, b1)
-        hidden = hidden.relu() if self.activation == "relu" else hidden
-        args = (dy, x, w1, b1, w2, b2, hidden, *none, [True] * 5)
-        return Case(args, OPS["ffn_bwd"].allocate(args), 2 * flops)
+        flops = 2.0 * self.rows * self.D * (inner + self.hidden)
+        args = (x, w1, b1, w2, b2, None, self.activation, 0.0, 0.0, None, 0)
+        return Case(args, OPS["ffn_fwd"].allocate(args), flops)
 
     def launch(self, config: Any, case: Case) -> None:
         from fastattn.ops.ffn import triton
-        from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
+        from fastattn.ops.ffn.calls import ForwardCall
 
-        if self.direction == "fwd":
-            triton.ffn_fwd_with_config(config, ForwardCall(*case.args), *case.results)
-        else:
-            triton.ffn_bwd_with_config(config, BackwardCall(*case.args), *case.results)
+        triton.ffn_fwd_with_config(config, ForwardCall(*case.args), *case.results)
 
     def expected(self, case: Case) -> Sequence[Tensor | None]:
         from fastattn.ops.ffn import reference
 
-        return getattr(reference, f"ffn_{self.direction}")(*_widened(case.args))
+        return reference.ffn_fwd(*_widened(case.args))
 
     def peer(self, case: Case) -> Callable[[], Any] | None:
         return None

@@ -35,20 +35,20 @@ _DirectLaunch = Callable[[Grid, tuple[Any, ...]], bool]
 
 
 class DescriptorTemplate(NamedTuple):
-    """A tensor descriptor without its memory. dims: for sizes that differ between calls, which
-    dimension of the tensor is each dimension of the descriptor.
+    """A tensor descriptor without its memory. resized: whether it has the sizes of a call's tensor,
+    which differ between calls.
     """
 
     descriptor: TensorDescriptor
-    dims: tuple[int, ...] | None = None
+    resized: bool = False
 
     def of(self, base: Tensor) -> TensorDescriptor:
         """The descriptor of `base`, without the checks of TensorDescriptor's constructor."""
         descriptor = object.__new__(TensorDescriptor)
         descriptor.__dict__.update(self.descriptor.__dict__)
         descriptor.base = base
-        if self.dims is not None:
-            descriptor.shape = [base.shape[d] for d in self.dims]
+        if self.resized:
+            descriptor.shape = [*base.shape]
         return descriptor
 
 
@@ -57,12 +57,12 @@ def descriptor_template(
     shape: list[int],
     strides: list[int],
     block: list[int],
-    dims: tuple[int, ...] | None = None,
+    resized: bool = False,
 ) -> DescriptorTemplate:
     """The template for tensors like x."""
     descriptor = TensorDescriptor(x, shape, strides, block)
     descriptor.base = None  # a cached template must not keep memory alive
-    return DescriptorTemplate(descriptor, dims)
+    return DescriptorTemplate(descriptor, resized)
 
 
 class BoundLaunch:
@@ -300,12 +300,11 @@ def _encoder(template: DescriptorTemplate, layout: Any) -> Callable[[Tensor], li
     shape, strides = list(template.descriptor.shape), list(template.descriptor.strides)
     swizzle, elem_size, block = layout["swizzle"], layout["elem_size"], layout["block_size"]
     elem_type = _nvidia().TMA_DTYPE_DEVICE_TO_HOST[layout["elem_type"]]
-    dims = template.dims
     last: tuple[int, list[int], list[Any]] = (-1, [], [])
 
     def arguments(base: Tensor) -> list[Any]:
         nonlocal last
-        address, sizes = base.data_ptr(), shape if dims is None else [base.shape[d] for d in dims]
+        address, sizes = base.data_ptr(), [*base.shape] if template.resized else shape
         last_address, last_sizes, result = last
         if last_address != address or last_sizes != sizes:
             ensure_context()

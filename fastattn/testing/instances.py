@@ -168,6 +168,8 @@ def _triton() -> Iterator[Instance]:
                     yield _rows("triton", op, dtype, direction, width)
             for activation in ("relu", "gelu", "swiglu"):
                 yield _ffn("triton", dtype, direction, activation)
+    for activation in ("relu", "gelu", "swiglu"):  # the first product in Triton
+        yield _ffn("triton", "bf16", "fwd", activation, "_tiles", **_MANY_TILES)
 
 
 def _cuda() -> Iterator[Instance]:

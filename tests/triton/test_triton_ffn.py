@@ -7,7 +7,6 @@ interpreter, on the samples that are small enough.
 # ruff: noqa: E402  (the interpreter is patched before kernels are imported)
 
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -27,21 +26,17 @@ if _env.interpreting():
 
 from compiled_kernels import GENERATIONS, LEAST_SHARED_MEMORY, compiles
 
-from fastattn.ops.ffn import reference
+from fastattn.ops.ffn import config, reference
 from fastattn.ops.ffn import triton as launchers
 from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
 from fastattn.ops.ffn.config import (
     SUMMED,
-    BackwardConfig,
-    ForwardConfig,
-    GemmTile,
-    Product,
-    backward_config,
+    Up,
+    UpTile,
     candidates,
     elementwise_tile,
-    forward_config,
     rows_per_group,
-    split,
+    up_config,
 )
 from fastattn.ops.ffn.op import ACTIVATIONS
 from fastattn.ops.ffn.spec import SAMPLES, SPECS, make_inputs
@@ -84,23 +79,21 @@ class Call:
     def _move(self, x: Any) -> Any:
         return x.to(DEVICE) if isinstance(x, Tensor) else x
 
-    def forward(self, config: ForwardConfig | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: UpTile | None = None) -> tuple[Tensor, Tensor]:
         """(y, hidden), by the launcher."""
         tensors = [self._move(t) for t in self.tensors]
         options = [self._move(o) for o in self.options]
         call = ForwardCall(*tensors, *options)
         assert launchers.ffn_fwd_unsupported(call) is None
         y, hidden = (torch.full_like(r, NAN, device=DEVICE) for r in self.same)
-        if config is not None:
-            launchers.ffn_fwd_with_config(config, call, y, hidden)
+        if tile is not None:
+            launchers.ffn_fwd_with_config(Up(tile, "tested"), call, y, hidden)
         else:
             workspace = [_buffer(*s) for s in launchers.ffn_fwd_workspace(call)]
             launchers.ffn_fwd(call, y, hidden, *workspace)
         return y, hidden
 
-    def backward(
-        self, config: BackwardConfig | None = None, needs: Sequence[bool] = (True,) * 5
-    ) -> list[Tensor]:
+    def backward(self, needs: Sequence[bool] = (True,) * 5) -> list[Tensor]:
         """dx, dw1, db1, dw2, db2 by the launcher, on the reference's hidden tensor."""
         tensors = [self._move(t) for t in self.tensors[:5]]
         options = [self._move(o) for o in self.options]
@@ -113,11 +106,8 @@ class Call:
             torch.full_like(t, NAN) if n else torch.empty(0, device=DEVICE)
             for n, t in zip(needs, tensors, strict=True)
         ]
-        if config is not None:
-            launchers.ffn_bwd_with_config(config, call, *results)
-        else:
-            workspace = [_buffer(*s) for s in launchers.ffn_bwd_workspace(call)]
-            launchers.ffn_bwd(call, *results, *workspace)
+        workspace = [_buffer(*s) for s in launchers.ffn_bwd_workspace(call)]
+        launchers.ffn_bwd(call, *results, *workspace)
         return results
 
     def wide(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...], dict[str, Tensor]]:
@@ -131,30 +121,25 @@ class Call:
         mags = SPEC.magnitudes(SPEC.widen(self.inputs), (self.dy.double(),))
         return forward, backward, {name: mag.detach() for name, mag in mags.items()}
 
-    def check(self, tile: GemmTile | None = None) -> None:
-        """Checks all results against the error budget. tile: for all products, else torch.mm."""
+    def check(self, tile: UpTile | None = None) -> None:
+        """Checks all results against the error budget. tile: for the first product, else PyTorch's;
+        the backward is not checked again.
+        """
         forward, backward, mags = self.wide()
-        y, hidden = self.forward(None if tile is None else _forward_config(tile))
+        y, hidden = self.forward(tile)
         x, w1, b1 = (None if t is None else t.double().abs() for t in self.tensors[:3])
         pre = torch.nn.functional.linear(x, w1, b1)
         if self.inputs["activation"] == "relu":
             pre = pre * keep_scale(self.options[1])
         _compare("hidden", hidden, forward[1], self.same[1], pre)
         _compare("y", y, forward[0], self.same[0], mags["y"])
+        if tile is not None:
+            return
         needs = [t is not None for t in self.tensors[:5]]
         same = reference.ffn_bwd(self.dy, *self.tensors[:5], self.same[1], *self.options, needs)
-        actual = self.backward(None if tile is None else _backward_config(tile))
-        for name, a, w, s in zip(TENSORS[:5], actual, backward, same, strict=True):
+        for name, a, w, s in zip(TENSORS[:5], self.backward(), backward, same, strict=True):
             if w is not None:
                 _compare(f"d{name}", a, w, s, mags[f"d{name}"])
-
-
-def _forward_config(tile: GemmTile) -> ForwardConfig:
-    return ForwardConfig(*[Product(tile, "tested")] * 2)
-
-
-def _backward_config(tile: GemmTile) -> BackwardConfig:
-    return BackwardConfig(*[Product(tile, "tested")] * 4)
 
 
 def _buffer(shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool) -> Tensor:
@@ -189,15 +174,15 @@ def test_sample(sample: Sample, dtype: torch.dtype) -> None:
 
 # Small tiles, so that small tensors have several.
 TILES = {
-    "pointers": GemmTile(32, 32, 16, 4, 1, group=2),
-    "persistent": GemmTile(32, 64, 32, 4, 1, group=2, programs=2, subtiles=2, splits=2),
-    "descriptors": GemmTile(64, 32, 32, 4, 1, subtiles=4, tma=True, splits=3),
+    "pointers": UpTile(32, 32, 16, 4, 1, subtiles=1, group=2),
+    "persistent": UpTile(32, 64, 32, 4, 1, subtiles=2, group=2, programs=2),
+    "descriptors": UpTile(64, 32, 32, 4, 1, subtiles=4, tma=True),
 }
 
 
 def _fused() -> list[Any]:
     cases = [(a, "descriptors", torch.bfloat16) for a in ACTIVATIONS]
-    cases += [(a, "pointers", torch.float32) for a in ("relu", "gelu", "swiglu")]
+    cases += [(a, "pointers", torch.float16) for a in ("relu", "gelu", "swiglu")]
     names = ("odd_sizes", "weights_transposed", "one_hidden", "row_stride")
     cases += [(name, "descriptors", torch.bfloat16) for name in names]
     names = ("odd_sizes", "no_bias", "three_dimensions", "no_rows", "fp32_residual")
@@ -207,28 +192,18 @@ def _fused() -> list[Any]:
 
 @runs
 @pytest.mark.parametrize("name, tiling, dtype", _fused(), ids=str)
-def test_triton_products(name: str, tiling: str, dtype: torch.dtype) -> None:
+def test_first_product(name: str, tiling: str, dtype: torch.dtype) -> None:
     Call(_sample(name), dtype).check(TILES[tiling])
 
 
 @runs
-@pytest.mark.parametrize(
-    "activation, tiling",
-    [
-        ("relu", None),
-        ("gelu", None),
-        ("swiglu", None),
-        ("relu", "pointers"),
-        ("swiglu", "pointers"),
-    ],
-)
-def test_needed_gradients_alone(activation: str, tiling: str | None) -> None:
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_needed_gradients_alone(activation: str) -> None:
     """A gradient has the same bits whether it is computed alone or with the others."""
     call = Call(_sample(activation), torch.float32)
-    config = None if tiling is None else _backward_config(TILES[tiling])
-    together = call.backward(config)
+    together = call.backward()
     for i in range(5):
-        alone = call.backward(config, [i == j for j in range(5)])
+        alone = call.backward([i == j for j in range(5)])
         for j, (actual, expected) in enumerate(zip(alone, together, strict=True)):
             assert torch.equal(actual, expected) if i == j else actual.numel() == 0
 
@@ -384,44 +359,55 @@ def test_refuses_what_it_cannot_run() -> None:
         assert "handles up to 2147418112 rows, got 2147483648" in reason
 
 
-def test_every_product_has_a_reason() -> None:
+def test_the_first_product_is_chosen_with_a_reason() -> None:
+    """In Triton where an epilogue saves a pass over a large hidden tensor."""
+    large = (16384, 1024, 4096)
     for arch in GENERATIONS:
-        for dtype in (torch.bfloat16, torch.float32):
-            for shape in ((16384, 1024, 4096, 1024), (1, 1, 1, 1), (0, 8, 8, 8)):
-                forward = forward_config(arch, dtype, *shape, "gelu")
-                backward = backward_config(arch, dtype, *shape, "gelu")
-                for config in (forward, backward):
-                    for field in fields(config):
-                        product = getattr(config, field.name)
-                        assert len(product.reason) > 10
-                        # Until Triton is measured, torch.mm: not slower than eager PyTorch.
-                        assert product.tile is None
+        chosen = up_config(arch, torch.bfloat16, *large, work=True)
+        assert (chosen.tile is None) == (arch == "sm_100")
+        assert chosen.measured is False and len(chosen.reason) > 40
+        for others, why in (
+            (dict(work=False), "relu itself"),
+            (dict(dtype=torch.float32), "precision follows torch.backends.cuda.matmul"),
+            (dict(sizes=(16384, 4096, 4096)), "over 2048 features"),
+            (dict(sizes=(256, 1024, 4096)), "fewer than 256 tiles"),
+            (dict(sizes=(0, 8, 8)), "fewer than 256 tiles"),
+        ):
+            options: dict[str, Any] = dict(dtype=torch.bfloat16, sizes=large, work=True) | others
+            work, dtype = options["work"], options["dtype"]
+            other = up_config(arch, dtype, *options["sizes"], work=work)
+            assert other.tile is None
+            assert why in other.reason or (other.reason == chosen.reason and arch == "sm_100")
+
+
+@runs
+def test_calls_of_many_rows_take_the_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher follows the table, with biases or without, unless nothing is left to fuse."""
+    monkeypatch.setattr(config, "_LEAST_TILES", 1)
+    monkeypatch.setitem(config._UP, "ampere", Up(TILES["pointers"], "tested"))
+    monkeypatch.setattr(_env, "architecture", lambda *device: "sm_80")
+    taken = []
+    for options in ({}, {"activation": "gelu"}, {"bias": False}, {"dropout_p": 0.2}):
+        make = partial(make_inputs, rows=(40,), **options)
+        launchers._plans.clear()
+        Call(Sample("rows", "", make, ("x",)), torch.float16).check()
+        [plan] = [p for p in launchers._plans.values() if hasattr(p, "up")]
+        taken.append((plan.up is not None, plan.activate is not None))
+    assert taken == [(False, False), (True, False), (True, False), (True, False)]
 
 
 @compiles
 def test_tuning_starts_from_the_default_config() -> None:
-    shape = (16384, 1024, 4096, 1024)
     for arch in GENERATIONS:
-        for activation in ("relu", "swiglu"):
-            for direction, rule in (("fwd", forward_config), ("bwd", backward_config)):
-                found = candidates(direction, arch, torch.bfloat16, *shape, activation)
-                assert found[0] == rule(arch, torch.bfloat16, *shape, activation)
-                assert len(set(found)) == len(found) > 2
-                for tile in (getattr(c, f.name).tile for c in found for f in fields(c)):
-                    if tile is not None:
-                        operands = (tile.block_m + tile.block_n) * tile.block_k * tile.stages
-                        assert 2 * operands <= LEAST_SHARED_MEMORY[arch], (arch, tile)
-
-
-@compiles
-def test_few_tiles_split_the_sum() -> None:
-    """A weight gradient of a small model has few tiles and many tokens."""
-    tile = GemmTile(128, 256, 64, 8, 4, programs=132)
-    assert split(tile, 2048, 512, 32768).splits == 4
-    assert split(tile, 4096, 1024, 16384).splits == 1
-    assert split(tile, 128, 256, 1 << 20).splits == 8
-    assert split(tile, 128, 256, 64).splits == 1
-    assert split(tile, 0, 256, 1 << 20).splits == 8
+        for work in (False, True):
+            sizes = (torch.bfloat16, 16384, 1024, 4096)
+            found = candidates(arch, *sizes, work=work)
+            assert found[0] == up_config(arch, *sizes, work=work)
+            assert len({up.tile for up in found}) == len(found) >= 2
+            for tile in filter(None, (up.tile for up in found)):
+                operands = (tile.block_m + tile.block_n) * tile.block_k * tile.stages
+                assert 2 * operands <= LEAST_SHARED_MEMORY[arch], (arch, tile)
+        assert len(candidates(arch, torch.float32, 16384, 1024, 4096, work=True)) == 1
 
 
 @compiles

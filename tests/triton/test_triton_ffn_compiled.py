@@ -5,7 +5,6 @@ cores in use, shared memory within the limit.
 # ruff: noqa: E402  (where Triton is missing, none of the kernels can be imported)
 
 import re
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,14 +29,7 @@ from compiled_kernels import (
 
 from fastattn.ops.ffn import triton as launchers
 from fastattn.ops.ffn.calls import BackwardCall, ForwardCall
-from fastattn.ops.ffn.config import (
-    GATED,
-    BackwardConfig,
-    ForwardConfig,
-    GemmTile,
-    Product,
-    tiles,
-)
+from fastattn.ops.ffn.config import _TILES, GATED, Up, UpTile, family
 
 slow = pytest.mark.slow
 
@@ -47,7 +39,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _launch_forward(
-    config: ForwardConfig,
+    tile: UpTile | None,
     activation: str,
     dtype: torch.dtype = torch.bfloat16,
     p: float = 0.0,
@@ -61,11 +53,10 @@ def _launch_forward(
         e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, D) if residual else None,
         activation, p, p, _empty(1, dtype=torch.int64), 3,
     )  # fmt: skip
-    launchers.ffn_fwd_with_config(config, call, e(rows, D), e(rows, W))
+    launchers.ffn_fwd_with_config(Up(tile, "tested"), call, e(rows, D), e(rows, W))
 
 
 def _launch_backward(
-    config: BackwardConfig,
     activation: str,
     dtype: torch.dtype = torch.bfloat16,
     p: float = 0.0,
@@ -78,13 +69,8 @@ def _launch_backward(
         e(rows, D), e(rows, D), e(W, D), e(W), e(D, F), e(D), e(rows, W), activation, p, p,
         _empty(1, dtype=torch.int64), 3, [True] * 5,
     )  # fmt: skip
-    launchers.ffn_bwd_with_config(config, call, e(rows, D), e(W, D), e(W), e(D, F), e(D))
-
-
-TORCH = Product(None, "torch.mm")
-TORCH_FORWARD = ForwardConfig(TORCH, TORCH)
-TORCH_BACKWARD = BackwardConfig(TORCH, TORCH, TORCH, TORCH)
-PRODUCT_KERNELS = ("up_kernel", "down_kernel", "dhidden_kernel", "product_kernel")
+    workspace = [_empty(*size, dtype=d) for size, d, _ in launchers.ffn_bwd_workspace(call)]
+    launchers.ffn_bwd(call, e(rows, D), e(W, D), e(W), e(D, F), e(D), *workspace)
 
 
 def _wide_loads(code: str) -> int:
@@ -107,8 +93,8 @@ HOPPERS_GATE = ("sm_90", "swiglu")
 def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> None:
     """Without spills, and with loads of 16 bytes."""
     with compiled_for(arch) as found:
-        _launch_forward(TORCH_FORWARD, activation, p=p)
-        _launch_backward(TORCH_BACKWARD, activation, p=p)
+        _launch_forward(None, activation, p=p)
+        _launch_backward(activation, p=p)
     kernels = by_name(found)
     names = {"finish_kernel", "drop_gradient_kernel", "differentiate_kernel", "sum_groups_kernel"}
     if activation != "relu" or p:
@@ -118,74 +104,31 @@ def test_elementwise_kernels_compile(arch: str, activation: str, p: float) -> No
         assert spilled(kernel) == 0 and _wide_loads(instructions(kernel)) > 0
 
 
-_PRODUCTS = ("up", "down", "dhidden", "dx", "dw1")
 _ACTIVATIONS = ("relu", "gelu", "swiglu")
-_WITH_ACTIVATION = ("up", "dhidden")
-
-
-def _its_turn(product: str, activation: str, i: int) -> bool:
-    """Whether a bf16 product is compiled for Hopper with its i-th tile and this activation. Each
-    tile is compiled with some activation; dx and dw1, which have the same kernel, share the tiles.
-    """
-    if i == 0 or product == "down":
-        return True
-    if product == "up":
-        return activation == _ACTIVATIONS[i % 3]
-    if product == "dhidden":  # gated activations have other tiles
-        return activation == ("relu", "gelu")[i % 2] or activation == "swiglu"
-    return product == ("dx", "dw1")[i % 2]
 
 
 def _product_cases() -> list[Any]:
-    """(arch, dtype, product, tile, activation): a few in every run, all in the slow run."""
+    """(arch, tile, activation): each tile with some activation, those in use with all of them."""
     cases = []
     for arch in GENERATIONS:
-        for dtype in (torch.bfloat16, torch.float32):
-            every = arch == "sm_90" and dtype == torch.bfloat16
-            pairs = in_turns(arch, _PRODUCTS, _ACTIVATIONS, whole=_PRODUCTS if every else ())
-            if arch == "sm_90":
-                pairs |= {(product, "swiglu") for product in _WITH_ACTIVATION}
-            pairs = {pair for pair in pairs if pair[0] in _WITH_ACTIVATION}
-            pairs |= {(product, "relu") for product in _PRODUCTS if product not in _WITH_ACTIVATION}
-            for product, activation in sorted(pairs):
-                known = tiles(arch, dtype, product, activation)
-                # The tuner starts from the first one.
-                for i, tile in enumerate(known if every else known[:1]):
-                    if not _its_turn(product, activation, i):
-                        continue
-                    always = every and i == 0
-                    always = always and (activation == "gelu" or product in ("down", "dw1"))
-                    short = str(dtype).removeprefix("torch.")
-                    size = f"{tile.block_m}x{tile.block_n}x{tile.warps}x{tile.stages}"
-                    name = f"{arch}-{short}-{product}-{activation}-{size}-{tile.programs}"
-                    case = (arch, dtype, product, tile, activation)
-                    cases.append(pytest.param(*case, marks=() if always else slow, id=name))
+        for i, tile in enumerate(_TILES[family(arch)]):
+            for activation in _ACTIVATIONS if i == 0 else (_ACTIVATIONS[i % 3],):
+                quick = i == 0 and (arch, activation) in (("sm_80", "gelu"), ("sm_90", "swiglu"))
+                size = f"{tile.block_m}x{tile.block_n}x{tile.warps}x{tile.stages}"
+                name = f"{arch}-{activation}-{size}-{tile.programs}"
+                case = (arch, tile, activation)
+                cases.append(pytest.param(*case, marks=() if quick else slow, id=name))
     return cases
 
 
 @compiles
-@pytest.mark.parametrize("arch, dtype, product, tile, activation", _product_cases())
-def test_triton_products_compile(
-    arch: str,
-    dtype: torch.dtype,
-    product: str,
-    tile: GemmTile,
-    activation: str,
-) -> None:
+@pytest.mark.parametrize("arch, tile, activation", _product_cases())
+def test_first_product_compiles(arch: str, tile: UpTile, activation: str) -> None:
     """With dropout: tensor cores in use, no spills, shared memory within the limit."""
-    if product == "dw1":
-        tile = replace(tile, splits=4)
-    change = {product: Product(tile, "tested")}
     with compiled_for(arch) as found:
-        if product in ("up", "down"):
-            _launch_forward(replace(TORCH_FORWARD, **change), activation, dtype, 0.1)
-        else:
-            _launch_backward(replace(TORCH_BACKWARD, **change), activation, dtype, 0.1)
-    [kernel] = [k for name, k in by_name(found).items() if name in PRODUCT_KERNELS]
+        _launch_forward(tile, activation, p=0.1)
+    kernel = by_name(found)["up_kernel"]
     assert kernel.metadata.shared <= LEAST_SHARED_MEMORY[arch]
-    if dtype == torch.float32 and arch != "gfx942":
-        # Three TF32 products, not one.
-        assert "inputPrecision = tf32x3" in kernel.asm["ttir"]
     code = instructions(kernel)
     assert re.search(TENSOR[arch], code) and spilled(kernel) == 0
     if arch == "sm_90":
@@ -193,37 +136,28 @@ def test_triton_products_compile(
         # serialises WGMMA (C7510 to C7515).
         assert code.count("WARPGROUP.DEPBAR") <= 3
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == tile.tma
-        # WGMMA overlaps with the next loads, except with three TF32 products.
-        assert dtype == torch.float32 or "pendings = 1" in kernel.asm["ttgir"]
+        # WGMMA overlaps with the next loads.
+        assert "pendings = 1" in kernel.asm["ttgir"]
 
 
 @compiles
 @slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fits_on_consumer_blackwell(dtype: torch.dtype) -> None:
-    """sm_120 gets sm_80's configs, but other passes of the compiler."""
-    arch = "sm_120"
-
-    def tile(product: str) -> Product:
-        return Product(tiles(arch, dtype, product, "swiglu")[0], "tested")
-
-    forward = ForwardConfig(tile("up"), tile("down"))
-    backward = BackwardConfig(*map(tile, ("dhidden", "dx", "dw1", "dw2")))
+@pytest.mark.parametrize("arch", ["sm_89", "sm_120"])
+def test_fits_on_consumer_gpus(arch: str) -> None:
+    """They get sm_80's configs, but on sm_120 other passes of the compiler."""
     with allocated_for(arch) as found:
-        _launch_forward(forward, "swiglu", dtype, 0.1)
-        _launch_backward(backward, "swiglu", dtype, 0.1)
-        _launch_forward(TORCH_FORWARD, "swiglu", dtype, 0.1)
-        _launch_backward(TORCH_BACKWARD, "swiglu", dtype, 0.1)
-    assert set(by_name(found)) >= {*PRODUCT_KERNELS, "activate_kernel", "differentiate_kernel"}
+        for tile in (*_TILES[family(arch)], None):
+            _launch_forward(tile, "swiglu", p=0.1)
+        _launch_backward("swiglu", p=0.1)
+    assert set(by_name(found)) >= {"up_kernel", "activate_kernel", "differentiate_kernel"}
     check_memory(found, arch)
 
 
 @compiles
 def test_descriptors_only_for_aligned_strides() -> None:
     """The stride of rows of 1001 elements is not a multiple of 16 bytes."""
-    tile = Product(GemmTile(64, 64, 64, 4, 2, tma=True), "tested")
-    config = ForwardConfig(tile, TORCH)
+    tile = UpTile(64, 64, 64, 4, 2, subtiles=1, tma=True)
     for sizes, tma in (((256, 1024, 128), True), ((256, 1001, 128), False)):
         with compiled_for("sm_90") as found:
-            _launch_forward(config, "relu", sizes=sizes)
+            _launch_forward(tile, "relu", sizes=sizes)
         assert ("cp.async.bulk.tensor" in by_name(found)["up_kernel"].asm["ptx"]) == tma

@@ -40,9 +40,8 @@ from fastattn.ops.attention.triton import (  # noqa: E402
 )
 from fastattn.ops.ffn import triton as ffn  # noqa: E402
 from fastattn.ops.ffn import triton_steps as steps  # noqa: E402
-from fastattn.ops.ffn.calls import BackwardCall as FfnBackwardCall  # noqa: E402
 from fastattn.ops.ffn.calls import ForwardCall as FfnForwardCall  # noqa: E402
-from fastattn.ops.ffn.config import ForwardConfig, GemmTile, Product  # noqa: E402
+from fastattn.ops.ffn.config import Up, UpTile  # noqa: E402
 from fastattn.ops.layer_norm import triton as norms  # noqa: E402
 from fastattn.ops.layer_norm.calls import (  # noqa: E402
     AddLayerNormCall,
@@ -217,21 +216,21 @@ class _Norms:
 
 
 class _Products:
-    """Products of the FFN, whose descriptors have as many rows as the call."""
+    """First products of the FFN, whose descriptors have as many rows as the call."""
 
     def __init__(self) -> None:
-        tile = GemmTile(64, 64, 32, 4, 2, tma=True)
+        tile = UpTile(64, 64, 32, 4, 2, subtiles=1, tma=True)
         x, w = torch.empty(2, 64, 96, dtype=torch.bfloat16)
-        self.product = steps.PlainProduct(tile, x, w, over_rows=False)
-        self.sum_over_rows = steps.PlainProduct(tile, x.t(), x.t(), over_rows=True)
+        self.relu = steps.UpProduct(tile, x, w, "relu", 0.0)
+        self.gated = steps.UpProduct(tile, x, w, "swiglu", 0.0)
 
     def of(self, rows: int) -> Callable[[], None]:
-        x, w, y = (torch.empty(n, 96, dtype=torch.bfloat16) for n in (rows, 64, 96))
-        out = torch.empty(rows, 64, dtype=torch.bfloat16)
+        x, w = (torch.empty(n, 96, dtype=torch.bfloat16) for n in (rows, 64))
+        hidden, a = (torch.empty(rows, n, dtype=torch.bfloat16) for n in (64, 32))
 
         def call() -> None:
-            self.product(x, w, out)
-            self.sum_over_rows(x.t(), x.t(), y)
+            self.relu(x, w, None, hidden, hidden, None, 0)
+            self.gated(x, w, None, hidden, a, None, 0)
 
         return call
 
@@ -498,8 +497,7 @@ _BACKWARD_PLAN = bwd_bind.Plan(None, None, None, None, _nothing, (), None, None,
     [
         *(("attention_fwd", name) for name in ("k", "v")),
         *(("attention_bwd", name) for name in ("q", "k", "v", "dout")),
-        *(("ffn_fwd", name) for name in ("x", "w1", "w2")),
-        *(("ffn_bwd", name) for name in ("dy", "x", "w1", "w2", "hidden")),
+        *(("ffn_fwd", name) for name in ("x", "w1")),
     ],
 )
 def test_descriptors_need_every_tensor_aligned(
@@ -516,11 +514,8 @@ def test_descriptors_need_every_tensor_aligned(
         x, b = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(16, dtype=torch.bfloat16)
         options, results = ("relu", 0.0, 0.0, None, 0), (torch.empty_like(x), torch.empty_like(x))
         call, run = FfnForwardCall(x, x, b, x, b, None, *options), ffn
-        plan = ffn._ForwardPlan(None, False, None, None, None)
-        if op == "ffn_bwd":
-            call, results = FfnBackwardCall(x, x, x, b, x, b, x, *options, [False] * 5), (x,) * 5
-            plan = ffn._BackwardPlan((), *[None] * 9)
-    bind = {"attention_bwd": "bind", "ffn_fwd": "_bind_forward", "ffn_bwd": "_bind_backward"}
+        plan = ffn._ForwardPlan(None, False, None, None)
+    bind = {"attention_bwd": "bind", "ffn_fwd": "_bind_forward"}
     bound = _bound(monkeypatch, run, bind.get(op, "_bind"), plan)
     tensor = getattr(call, name)
     shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
@@ -610,8 +605,7 @@ def test_unaligned_addresses_have_their_own_kernel(
 
 
 def test_products_of_unaligned_tensors_have_no_descriptors(launches: list[tuple[Any, ...]]) -> None:
-    up = Product(GemmTile(64, 64, 32, 4, 2, tma=True), "tested")
-    config = ForwardConfig(up, Product(None, "PyTorch's"))
+    config = Up(UpTile(64, 64, 32, 4, 2, subtiles=1, tma=True), "tested")
     x = torch.empty(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
     b = torch.empty(64, dtype=torch.bfloat16)
     call = FfnForwardCall(x, x, b, x, b, None, "relu", 0.0, 0.0, None, 0)
@@ -632,11 +626,11 @@ def test_parameters_may_be_absent(launches: list[tuple[Any, ...]]) -> None:
 
 def test_descriptors_have_the_rows_of_their_call(launches: list[tuple[Any, ...]]) -> None:
     """Also in the same memory as the call before."""
-    tile, n = GemmTile(64, 64, 32, 4, 2, tma=True), 64
+    tile, n = UpTile(64, 64, 32, 4, 2, subtiles=1, tma=True), 64
     x, out = (torch.empty(n, n, dtype=torch.bfloat16) for _ in range(2))
-    product = steps.PlainProduct(tile, x, x, over_rows=False)
+    product = steps.UpProduct(tile, x, x, "relu", 0.0)
     for rows in (n, n, n // 2, n):
-        product(x[:rows], x, out[:rows])
+        product(x[:rows], x, None, out[:rows], out[:rows], None, 0)
         made = [y[1] for y in launches[-1] if isinstance(y, tuple) and y[0] == "descriptor"]
         assert [sizes for *_, sizes, _, _ in made] in ([], [(rows, n), (n, n)])
     assert made

@@ -36,13 +36,3 @@ class BackwardCall(NamedTuple):
     dropout_seed: Tensor | None
     dropout_stream: int
     needs: Sequence[bool]
-
-
-class Gradients(NamedTuple):
-    """The results of the backward; those not needed have no elements."""
-
-    dx: Tensor
-    dw1: Tensor
-    db1: Tensor
-    dw2: Tensor
-    db2: Tensor

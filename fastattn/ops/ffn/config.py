@@ -1,9 +1,10 @@
-"""Configs of the matrix products of the Triton feed-forward network: whether torch.mm or a Triton
-kernel computes them, with the reason. They are chosen by a pure function of shape, dtype and
-architecture. Nothing is tuned at run time; benchmarks/tune.py times `candidates` off-line.
+"""Configs of the Triton feed-forward network: the tiles of its kernels, and whether PyTorch or a
+Triton kernel computes the first product, with the reason. They are chosen by a pure function of
+shape, dtype and architecture. Nothing is tuned at run time; benchmarks/tune.py times `candidates`
+off-line.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -41,14 +42,13 @@ def rows_per_group(rows: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class GemmTile:
-    """The config of a Triton matrix product.
+class UpTile:
+    """The config of `up_kernel`.
 
-    group: rows of tiles that are processed together, column by column, so that their operands stay
-    in the L2 cache. programs: of a persistent grid; 0: one program for each tile. splits: of the
-    summed dimension (split-K); another kernel adds the partial products in order. subtiles: the
-    number of column blocks in which the epilogue processes a tile. tma: whether operands are loaded
-    through tensor descriptors. precision: of fp32 products, never plain TF32.
+    subtiles: the number of column blocks in which the epilogue processes a tile. group: rows of
+    tiles that are processed together, column by column, so that their operands stay in the L2
+    cache. programs: of a persistent grid; 0: one program for each tile. tma: whether operands are
+    loaded through tensor descriptors.
     """
 
     block_m: int
@@ -56,52 +56,61 @@ class GemmTile:
     block_k: int
     warps: int
     stages: int
+    subtiles: int
     group: int = 8
     programs: int = 0
-    splits: int = 1
-    subtiles: int = 1
     tma: bool = False
-    precision: str = "ieee"
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product by a Triton kernel with this tile or, with None, by torch.mm; and why."""
-
-    tile: GemmTile | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class ForwardConfig:
-    """up: x w1ᵀ + b1, activation and dropout. down: a w2ᵀ + b2, dropout and residual."""
-
-    up: Product
-    down: Product
-
-
-@dataclass(frozen=True)
-class BackwardConfig:
-    """dhidden: dy w2, the derivative of the activation, the recomputed activation and sums for db1.
-    dx: dpre w1. dw1: dpreᵀ x. dw2: dyᵀ a.
+class Up:
+    """How the first product and what follows it, the activation and its dropout, are computed: by
+    `up_kernel` with this tile or, with None, by PyTorch's product and an elementwise kernel; why;
+    and whether that was measured.
     """
 
-    dhidden: Product
-    dx: Product
-    dw1: Product
-    dw2: Product
+    tile: UpTile | None
+    reason: str
+    measured: bool = False
 
 
-_TORCH = {
-    "hopper": Product(
-        None,
-        "Triton is not measured; PyTorch's products reach 609 to 685 TFLOP/s forward, 614 to 680 "
-        "backward (bf16, relu, eager, 16384 x 1024 and 8192 x 4096, one H200)",
+# By GPU family; the first tile is used, the others are timed off-line. All of them compile without
+# spills (Triton 3.6, ptxas 12.8). 132 programs are one for each multiprocessor of an H100 SXM or
+# H200.
+_TILES: dict[str, tuple[UpTile, ...]] = {
+    # 80 KB of shared memory; every GPU since Ampere has at least 99.
+    "ampere": (UpTile(128, 128, 32, 8, 4, subtiles=2), UpTile(128, 128, 32, 8, 3, subtiles=4)),
+    # 208 KB of shared memory; with 4 subtiles, the epilogue needs little of it.
+    "hopper": (
+        UpTile(128, 256, 64, 8, 4, subtiles=4, programs=132, tma=True),
+        UpTile(128, 256, 64, 8, 3, subtiles=4, programs=132, tma=True),
+        UpTile(128, 256, 64, 8, 4, subtiles=4, tma=True),
+        UpTile(128, 128, 64, 8, 4, subtiles=2, programs=132, tma=True),
+        UpTile(256, 128, 64, 8, 4, subtiles=2, programs=132, tma=True),
     ),
-    "blackwell": Product(None, "not measured"),
-    "ampere": Product(None, "not measured"),
-    "amd": Product(None, "not measured"),
+    "blackwell": (UpTile(128, 128, 64, 4, 3, subtiles=4, tma=True),),
+    "amd": (UpTile(128, 128, 64, 4, 2, subtiles=2),),
 }
+# Between a product of PyTorch and the activation, the hidden tensor is written and read once more
+# than in an epilogue. The read takes `share` / D of the time of the product, both at the peak rates
+# of a GPU: (TFLOP/s of bf16) / (TB/s).
+_SAVED = "the epilogue saves a read of the hidden tensor, {} / D of the product's time at the peak "
+_UP = {
+    "ampere": Up(_TILES["ampere"][0], _SAVED.format(153) + "rates of an A100"),
+    "hopper": Up(_TILES["hopper"][0], _SAVED.format(206) + "rates of an H200"),
+    "blackwell": Up(
+        None,
+        "the largest tile without spills, 128 x 128, reads as much shared memory for a product as "
+        "a multiprocessor delivers in its time",
+    ),
+    "amd": Up(_TILES["amd"][0], _SAVED.format(246) + "rates of an MI300X"),
+}
+# At 2048 features the saved read is at least 7 % of the product, about what a library's product may
+# be ahead of Triton's.
+_MOST_FEATURES = 2048
+# Two tiles for each multiprocessor of most GPUs. With fewer, some multiprocessors are idle, where
+# libraries split the sum; the hidden tensor then stays in the L2 cache.
+_LEAST_TILES = 256
 
 
 def family(arch: str) -> str:
@@ -111,112 +120,31 @@ def family(arch: str) -> str:
     return {9: "hopper", 10: "blackwell"}.get(int(arch[3:]) // 10, "ampere")
 
 
-def forward_config(
-    arch: str, dtype: torch.dtype, rows: int, D: int, F: int, E: int, activation: str
-) -> ForwardConfig:
-    """x [rows, D], F hidden features, y [rows, E]."""
-    product = _TORCH[family(arch)]
-    return ForwardConfig(product, product)
-
-
-def backward_config(
-    arch: str, dtype: torch.dtype, rows: int, D: int, F: int, E: int, activation: str
-) -> BackwardConfig:
-    product = _TORCH[family(arch)]
-    return BackwardConfig(product, product, product, product)
-
-
-# -- candidates of an off-line search -------------------------------------------------------------
-
-_T = GemmTile
-# 132 programs are one for each multiprocessor of an H100 SXM or H200. All of these compile without
-# spills (Triton 3.6, ptxas 12.8).
-_HOPPER = (
-    # 208 KB of shared memory; 200 to 253 registers. With 4 subtiles, epilogues need little of it.
-    _T(128, 256, 64, 8, 4, programs=132, subtiles=4, tma=True),
-    _T(128, 256, 64, 8, 3, programs=132, subtiles=4, tma=True),
-    _T(128, 256, 64, 8, 4, subtiles=4, tma=True),
-    _T(128, 128, 64, 8, 4, programs=132, subtiles=2, tma=True),
-    _T(128, 128, 64, 4, 3, subtiles=4, tma=True),
-)
-# The gradients of gate and up are two more tiles: 128 x 256 in 4 subtiles spills 32 words or more.
-_HOPPER_GATED_GRADIENT = (
-    _T(128, 128, 64, 8, 4, programs=132, subtiles=4, tma=True),
-    _T(128, 256, 64, 8, 3, programs=132, subtiles=8, tma=True),
-)
-# Taller tiles read less of the other operand, but leave no registers for a derivative.
-_HOPPER_NOT_GRADIENT = (_T(256, 128, 64, 8, 4, programs=132, subtiles=2, tma=True),)
-_HALF: dict[str, tuple[GemmTile, ...]] = {
-    "hopper": _HOPPER,
-    "blackwell": (_T(128, 128, 64, 4, 3, subtiles=4, tma=True),),
-    # 80 KB of shared memory; every GPU since Ampere has at least 99.
-    "ampere": (_T(128, 128, 32, 8, 4, subtiles=2), _T(128, 128, 32, 8, 3, subtiles=4)),
-    "amd": (_T(128, 128, 64, 4, 2, subtiles=2),),
-}
-# Without an epilogue a tile is staged whole, for which 4 warps do not have enough registers.
-_BLACKWELL_PLAIN = (_T(128, 128, 64, 8, 3, tma=True),)
-_SINGLE: dict[str, tuple[GemmTile, ...]] = {
-    # Three TF32 products for one fp32 product: as accurate, and several times faster than FMA.
-    "hopper": (_T(64, 128, 32, 8, 3, subtiles=2, precision="tf32x3"),),
-    "blackwell": (_T(64, 128, 32, 8, 3, subtiles=2, precision="tf32x3"),),
-    "ampere": (_T(64, 128, 32, 8, 3, subtiles=2, precision="tf32x3"),),
-    # AMD's matrix cores multiply in fp32.
-    "amd": (_T(128, 128, 32, 4, 2, subtiles=2),),
-}
-# Programs that fill a GPU if the grid is not persistent; the minimum of steps over K for a split.
-_PROGRAMS, _STEPS_PER_SPLIT = 132, 16
-
-
-def split(tile: GemmTile, M: int, N: int, K: int) -> GemmTile:
-    """The tile with as many splits of K as fill a GPU with [M, N], at most 8."""
-    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
-    programs = tile.programs or _PROGRAMS
-    splits = min(programs // max(1, tiles), K // tile.block_k // _STEPS_PER_SPLIT)
-    return replace(tile, splits=max(1, min(8, splits)))
-
-
-def tiles(
-    arch: str, dtype: torch.dtype, product: str, activation: str = "relu"
-) -> tuple[GemmTile, ...]:
-    """Tiles to time for a product of ForwardConfig or BackwardConfig."""
-    kind = family(arch)
+def up_config(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work: bool) -> Up:
+    """x [rows, D], w1 [W, D]. work: whether anything is left to do after PyTorch's product."""
+    if not work:
+        return Up(None, "PyTorch's product adds the bias and computes relu itself")
     if dtype == torch.float32:
-        return _SINGLE[kind]
-    if kind == "blackwell" and product in ("dx", "dw1", "dw2"):
-        return _BLACKWELL_PLAIN
-    if kind != "hopper":
-        return _HALF[kind]
-    if product == "dhidden":
-        return _HOPPER_GATED_GRADIENT if activation in GATED else _HOPPER[:4]
-    return (*_HOPPER, *_HOPPER_NOT_GRADIENT)
+        return Up(
+            None, "its precision follows torch.backends.cuda.matmul, as in the other products"
+        )
+    if D > _MOST_FEATURES:
+        return Up(
+            None, f"over {_MOST_FEATURES} features the saved read is a small part of the time"
+        )
+    up = _UP[family(arch)]
+    if up.tile is None:
+        return up
+    tiles = -(-rows // up.tile.block_m) * -(-W // up.tile.block_n)
+    if tiles < _LEAST_TILES:
+        return Up(None, f"fewer than {_LEAST_TILES} tiles do not fill the GPU")
+    return up
 
 
-def candidates(
-    direction: str,
-    arch: str,
-    dtype: torch.dtype,
-    rows: int,
-    D: int,
-    F: int,
-    E: int,
-    activation: str,
-) -> list[ForwardConfig] | list[BackwardConfig]:
-    """Configs to time, direction fwd or bwd: the default one, then those that change one of its
-    products. As products run one after the other, the best config combines the best of each.
-    """
-    W = 2 * F if activation in GATED else F
-    if direction == "fwd":
-        default = forward_config(arch, dtype, rows, D, F, E, activation)
-        return [default] + [
-            replace(default, **{name: Product(tile, "candidate")})
-            for name in ("up", "down")
-            for tile in tiles(arch, dtype, name, activation)
-        ]
-    sizes = {"dx": (rows, D, W), "dw1": (W, D, rows), "dw2": (E, F, rows)}
-    base = backward_config(arch, dtype, rows, D, F, E, activation)
-    found = [base]
-    for name in ("dhidden", *sizes):
-        for tile in tiles(arch, dtype, name, activation):
-            chosen = split(tile, *sizes[name]) if name in sizes else tile
-            found.append(replace(base, **{name: Product(chosen, "candidate")}))
-    return found
+def candidates(arch: str, dtype: torch.dtype, rows: int, D: int, W: int, *, work: bool) -> list[Up]:
+    """Configs to time: the default one, then PyTorch's product and every tile."""
+    default = up_config(arch, dtype, rows, D, W, work=work)
+    if dtype == torch.float32:
+        return [default]
+    tiles = (None, *_TILES[family(arch)])
+    return [default, *(Up(tile, "candidate") for tile in tiles if tile != default.tile)]

@@ -1,6 +1,6 @@
 """The elementwise work of the Triton feed-forward network: activations, their derivatives, dropout
-and sums over rows. The functions are used in the epilogues of the kernels of triton_gemm.py, and by
-the kernels here, which run before and after torch.mm.
+and sums over rows. The kernels here run before and after PyTorch's products; the epilogue of
+triton_up.py uses their functions.
 
 Tiles are in fp32. Without EXACT, results are accurate enough only for 16-bit data. Sums over rows
 are deterministic: groups of rows have partial sums, which are added in order. Matrices are

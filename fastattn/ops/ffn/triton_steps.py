@@ -15,7 +15,7 @@ from fastattn.ops.ffn.config import (
     GATED,
     MAPPED,
     SUMMED,
-    GemmTile,
+    UpTile,
     elementwise_tile,
     rows_per_group,
 )
@@ -26,7 +26,7 @@ from fastattn.ops.ffn.triton_elementwise import (
     finish_kernel,
     sum_groups_kernel,
 )
-from fastattn.ops.ffn.triton_gemm import dhidden_kernel, down_kernel, product_kernel, up_kernel
+from fastattn.ops.ffn.triton_up import up_kernel
 
 _TL_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -80,16 +80,14 @@ class ElementwiseAndSums:
 class SumOverGroups:
     """Adds partial sums. Called with (count, sums [count, width], out [width])."""
 
-    def __init__(self, width: int, few: bool = False):
-        """few: for a small count and a large width."""
-        rows, self._columns = (4, 1024) if few else (64, 32)
-        self.width = width
+    def __init__(self, width: int):
+        self._programs = ceil_div(width, 32)
         self._kernel = BoundLaunch(
-            sum_groups_kernel, (width,), {"BLOCK_M": rows, "BLOCK_N": self._columns}, num_warps=4
+            sum_groups_kernel, (width,), {"BLOCK_M": 64, "BLOCK_N": 32}, num_warps=4
         )
 
     def __call__(self, count: int, sums: Tensor | None, out: Tensor) -> None:
-        _launch(self._kernel, ceil_div(self.width, self._columns), sums, out, count)
+        _launch(self._kernel, self._programs, sums, out, count)
 
 
 def group_count(rows: int, width: int) -> int:
@@ -101,18 +99,17 @@ def _dropout(p: float) -> tuple[int, float]:
     return threshold(p), keep_scale(p)
 
 
-def _activation_constants(activation: str, dropout_p: float, dtype: torch.dtype) -> dict[str, Any]:
+def _activation_constants(activation: str, dropout_p: float) -> dict[str, Any]:
     return {
         "ACTIVATION": GATED.get(activation, activation),
         "GATED": activation in GATED,
         "DROPOUT": dropout_p > 0.0,
-        "EXACT": dtype == torch.float32,
     }
 
 
 def activate(width: int, dtype: torch.dtype, activation: str, dropout_p: float) -> Elementwise:
     """Called with (rows, pre, a, seed, stream)."""
-    constants = _activation_constants(activation, dropout_p, dtype)
+    constants = _activation_constants(activation, dropout_p) | {"EXACT": dtype == torch.float32}
     return Elementwise(activate_kernel, width, _dropout(dropout_p), constants)
 
 
@@ -134,57 +131,42 @@ def differentiate(
     width: int, dtype: torch.dtype, activation: str, dropout_p: float
 ) -> ElementwiseAndSums:
     """Called with (rows, da, hidden, dpre, a, sums, seed, stream)."""
-    constants = _activation_constants(activation, dropout_p, dtype)
+    constants = _activation_constants(activation, dropout_p) | {"EXACT": dtype == torch.float32}
     return ElementwiseAndSums(differentiate_kernel, width, _dropout(dropout_p), constants)
 
 
-# -- products -------------------------------------------------------------------------------------
+# -- the first product -----------------------------------------------------------------------------
 
 
-class Multiplication:
-    """A matrix product. It is called with its operands a [rows, K] and b [N, K] and the arguments
-    listed at the function that makes it.
+class UpProduct:
+    """The first product with its epilogue. Called with (x, w1, bias, hidden, a, seed, stream).
 
     Operands must have the layouts of those passed here. Tensor descriptors are made once; a call
     sets their addresses and number of rows.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        tile: GemmTile,
-        a: Tensor,
-        b: Tensor,
-        scalars: tuple[Any, ...],
-        constants: dict[str, Any],
-        *,
-        paired: bool = False,
-        over_rows: bool = False,
-    ):
-        """paired: rows n and n + N / 2 of b (gate and up) give one column of the result. over_rows:
-        rows are the summed dimension, a [M, rows] and b [N, rows].
-        """
-        self._tile, self._over_rows = tile, over_rows
-        self._tile_columns = tile.block_n // 2 if paired else tile.block_n
-        self._columns = b.shape[0] // 2 if paired else b.shape[0]
-        self._features = a.shape[0] if over_rows else a.shape[1]
-        last = (a.stride(1) == 1, b.stride(1) == 1)
-        tma = tile.tma and _fits_descriptor(a) and _fits_descriptor(b) and (last[1] or not paired)
-        strides = (0, 0, 0, 0) if tma else (*a.stride(), *b.stride())
+    def __init__(self, tile: UpTile, x: Tensor, w1: Tensor, activation: str, dropout_p: float):
+        self._tile = tile
+        gated = activation in GATED
+        # Columns n (gate) and F + n (up) of w1's product give one column of the result.
+        width = w1.shape[0] // 2 if gated else w1.shape[0]
+        self._columns = ceil_div(width, tile.block_n // 2 if gated else tile.block_n)
+        tma = tile.tma and _fits_descriptor(x) and _fits_descriptor(w1)
         descriptors: dict[int, DescriptorTemplate | None] = {}
         if tma:
-            descriptors[0] = _descriptor_template(a, tile.block_m, tile.block_k, dynamic=True)
-            b_block = tile.block_n, tile.block_k
-            descriptors[1] = _descriptor_template(b, *b_block, paired=paired, dynamic=over_rows)
+            x_block = [tile.block_m, tile.block_k]
+            descriptors[0] = descriptor_template(
+                x, [*x.shape], [*x.stride()], x_block, resized=True
+            )
+            descriptors[1] = _weights_template(w1, tile, gated)
+        strides = (0, 0, 0, 0) if tma else (*x.stride(), *w1.stride())
+        constants = _activation_constants(activation, dropout_p)
         self._kernel = BoundLaunch(
-            kernel, (self._columns, self._features, *strides, *scalars),
+            up_kernel, (width, x.shape[1], *strides, *_dropout(dropout_p)),
             constants | {
                 "TMA": tma,
-                "A_LAST": last[0],
-                "B_LAST": last[1],
-                "PRECISION": tile.precision,
                 "GROUP": tile.group,
-                **({} if kernel is product_kernel else {"SUBTILES": tile.subtiles}),
+                "SUBTILES": tile.subtiles,
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": tile.block_n,
                 "BLOCK_K": tile.block_k,
@@ -192,85 +174,26 @@ class Multiplication:
             descriptors, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    def __call__(self, a: Tensor, b: Tensor, *others: Any) -> None:
-        tile, rows = self._tile, a.shape[1] if self._over_rows else a.shape[0]
-        tiles = ceil_div(a.shape[0], tile.block_m) * ceil_div(self._columns, self._tile_columns)
-        tiles *= tile.splits
+    def __call__(self, x: Tensor, w1: Tensor, *others: Any) -> None:
+        tile, rows = self._tile, x.shape[0]
+        tiles = ceil_div(rows, tile.block_m) * self._columns
         programs = min(tiles, tile.programs) if tile.programs else tiles
-        _launch(self._kernel, programs, a, b, *others, rows)
+        _launch(self._kernel, programs, x, w1, *others, rows)
 
 
 def _fits_descriptor(x: Tensor) -> bool:
-    """Whether x's strides fit a tensor descriptor: one dimension is contiguous, the other's stride
-    is a multiple of 16 bytes and not 0. (The address is checked in each call.)
+    """Whether the strides of x, [rows, columns], fit a tensor descriptor: columns are contiguous,
+    and rows a multiple of 16 bytes apart, not 0. (The address is checked in each call.)
     """
-    if x.numel() == 0:
-        return False
-    steps = sorted(x.stride())
-    return steps[0] == 1 and steps[1] > 0 and steps[1] * x.element_size() % 16 == 0
+    step = x.stride(0)
+    return x.stride(1) == 1 and step > 0 and step * x.element_size() % 16 == 0
 
 
-def _descriptor_template(
-    x: Tensor, rows: int, block_k: int, *, dynamic: bool, paired: bool = False
-) -> DescriptorTemplate:
-    """The descriptor of [rows, K] with its contiguous dimension last; paired: of [2, rows / 2, K].
-    dynamic: whether sizes change between calls.
-    """
-    if paired:
-        half = x.shape[0] // 2
-        steps = [half * x.stride(0), x.stride(0), 1]
-        return descriptor_template(x, [2, half, x.shape[1]], steps, [2, rows // 2, block_k])
-    dims = (0, 1) if x.stride(1) == 1 else (1, 0)
-    block = (rows, block_k)
-    return descriptor_template(
-        x, [x.shape[d] for d in dims], [x.stride(dims[0]), 1], [block[d] for d in dims],
-        dims if dynamic else None,
-    )  # fmt: skip
-
-
-def up(tile: GemmTile, x: Tensor, w1: Tensor, activation: str, dropout_p: float) -> Multiplication:
-    """Called with (x, w1, bias, hidden, a, seed, stream)."""
-    constants = _activation_constants(activation, dropout_p, x.dtype)
-    return Multiplication(
-        up_kernel, tile, x, w1, _dropout(dropout_p), constants, paired=activation in GATED
-    )
-
-
-def down(
-    tile: GemmTile, a: Tensor, w2: Tensor, residual: Tensor | None, dropout_p: float
-) -> Multiplication:
-    """Called with (a, w2, bias, residual, y, seed, stream)."""
-    stride = 0 if residual is None else residual.stride(0)
-    scalars = (stride, *_dropout(dropout_p))
-    return Multiplication(down_kernel, tile, a, w2, scalars, {"DROPOUT": dropout_p > 0.0})
-
-
-def dhidden(
-    tile: GemmTile, dy: Tensor, w2: Tensor, activation: str, dropout_p: float
-) -> Multiplication:
-    """Called with (dy, w2ᵀ, hidden, dpre, a, sums, seed, stream)."""
-    constants = _activation_constants(activation, dropout_p, dy.dtype)
-    return Multiplication(dhidden_kernel, tile, dy, w2.t(), _dropout(dropout_p), constants)
-
-
-class PlainProduct:
-    """out = a bᵀ. Called with (a, b, out [, partials]); partials: [splits, *out] in fp32, if the
-    summed dimension is split. over_rows: as in Multiplication.
-    """
-
-    def __init__(self, tile: GemmTile, a: Tensor, b: Tensor, *, over_rows: bool):
-        constants = {"OVER_ROWS": over_rows, "SPLITS": tile.splits}
-        self._splits = tile.splits
-        self._add: SumOverGroups | None = None
-        self._multiply = Multiplication(
-            product_kernel, tile, a, b, (), constants, over_rows=over_rows
-        )
-
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor, partials: Tensor | None = None) -> None:
-        if partials is None:
-            self._multiply(a, b, out)
-            return
-        self._multiply(a, b, partials)
-        if self._add is None or self._add.width != out.numel():
-            self._add = SumOverGroups(out.numel(), few=True)
-        self._add(self._splits, partials, out)
+def _weights_template(w1: Tensor, tile: UpTile, gated: bool) -> DescriptorTemplate:
+    """The descriptor of [columns, K]; gated: of [2, columns / 2, K]."""
+    if not gated:
+        return descriptor_template(w1, [*w1.shape], [*w1.stride()], [tile.block_n, tile.block_k])
+    half = w1.shape[0] // 2
+    strides = [half * w1.stride(0), *w1.stride()]
+    block = [2, tile.block_n // 2, tile.block_k]
+    return descriptor_template(w1, [2, half, w1.shape[1]], strides, block)

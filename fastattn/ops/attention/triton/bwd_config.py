@@ -189,7 +189,7 @@ def bwd_config(
         return _sm90(D, E, edges, dense, distance)
     if arch in ("sm_100", "sm_103"):
         row = _row(_SM100, width)
-        if wide and distance:  # two stages of an fp64 mask leave no room for distances
+        if wide and distance:  # with two stages of an fp64 mask, shared memory is exceeded
             return replace(row, dkdv=replace(row.dkdv, stages=1))
         return row
     if _env.shared_memory(arch) >= _SM80_SHARED_MEMORY:

@@ -2,7 +2,7 @@
 
 Linear attention (Katharopoulos et al. 2020, equations 8 to 12) replaces exp(q k) by phi(q) phi(k),
 phi = elu + 1, so that keys and values can be summed independently of the query: work grows linearly
-with the length instead of quadratically, and decoding needs a state of constant size.
+with the length instead of quadratically.
 
 Data of the language model: the source text of Python's standard library, as characters. The
 baseline is the entropy of single characters.
@@ -22,34 +22,22 @@ from torch import Tensor, nn
 
 import fastattn
 from examples import common
+from fastattn.nn.linear_attention import linear_attention
 from fastattn.seq2seq.progress import Progress
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-CHUNK = 64
 WINDOW = 128
-
-
-def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal linear attention of q, k, v `[B, H, S, D]`, S a multiple of CHUNK.
-
-    Within a chunk it is a small masked product, between chunks a running sum of phi(k) v: the same
-    result as position by position, in matrix products.
-    """
-    q, k = F.elu(q) + 1.0, F.elu(k) + 1.0
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)  # the last column sums the weights
-    q, k, v = (x.unflatten(2, (-1, CHUNK)) for x in (q, k, v))  # [B, H, chunks, CHUNK, D]
-    states = k.mT @ v
-    before = states.cumsum(2) - states
-    inside = (q @ k.mT).tril() @ v
-    out = (q @ before + inside).flatten(2, 3)
-    return out[..., :-1] / out[..., -1:]
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fastattn.attention(q, k, v, causal=True)
 
 
-FORMS = {"softmax": softmax_attention, "linear": linear_attention}
+def causal_linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return linear_attention(q, k, v, causal=True)
+
+
+FORMS = {"softmax": softmax_attention, "linear": causal_linear_attention}
 
 
 def time_against_length(longest: int) -> dict[str, list[float]]:

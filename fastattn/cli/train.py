@@ -114,7 +114,7 @@ def add(commands: Any) -> None:
     model(
         "--memory-layers", default="last", metavar="LAYERS",
         help="encoder layer that each decoder layer reads: last, same, reversed, or numbers from "
-        "1 such as 1,2,2",
+        "1 such as 1,2,2; with +last after it, such as same+last, the last one too",
     )  # fmt: skip
     model("--copy", action="store_true", help="add a head that can copy source tokens")
     model(

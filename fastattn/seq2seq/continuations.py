@@ -33,7 +33,7 @@ class Continuations(Protocol):
 
 
 class CachedContinuations:
-    """One decoder step; `memory_size` is the capacity for longer sources in `restart`."""
+    """One decoder step; `memory_size`: tokens of the longest source for a later `restart`."""
 
     def __init__(
         self,
@@ -50,15 +50,16 @@ class CachedContinuations:
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
         self._cache = model.transformer.decoder.init_cache(
             memory.layers,
-            memory_lengths=memory.lengths(),
+            memory_lengths=memory.lengths() * memory.views,
             max_length=max_length,
             beams=beams,
-            memory_size=memory_size,
+            memory_size=memory_size * memory.views,
         )
 
     def restart(self, memory: Memory) -> None:
         """Replace the sentences by others, no more and no longer than the capacity."""
-        self._model.transformer.decoder.restart(self._cache, memory.layers, memory.lengths())
+        lengths = memory.lengths() * memory.views
+        self._model.transformer.decoder.restart(self._cache, memory.layers, lengths)
         if self._memory is not None:
             self._memory.copy_from(memory.padded(self._memory.source.shape[1]))
 

@@ -34,6 +34,7 @@ ENCODINGS = {"sinusoidal": SinusoidalPositionalEncoding, "learned": LearnedPosit
 POSITIONS = (*ENCODINGS, "alibi", "t5", "rotary")
 NORMS = ("layer", "power", "batch")
 MEMORY_LAYERS = ("last", "same", "reversed")
+AND_LAST = "+last"
 DECODERS = ("autoregressive", "non-autoregressive")
 LENGTHS = ("predictor", "end")
 
@@ -51,7 +52,9 @@ class ModelConfig:
         tied: source embedding, target embedding and output head share one matrix.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
             usual; "same": the one with its own index (He et al. 2018); "reversed": from the last
-            to the first; or numbers from 1, one for each decoder layer, such as "1,2,2".
+            to the first; or numbers from 1, one for each decoder layer, such as "1,2,2". With
+            "+last" after it, such as "same+last", every decoder layer reads the last encoder layer
+            as well: two views of the source (after Liu et al. 2020), in one attention.
         norm: "layer"; "power" and "batch" normalise over tokens, for comparison.
         scoring: the score of queries and keys: "dot", "additive" or "cosine".
         copy: add a pointer-generator head, which can copy source tokens.
@@ -111,8 +114,11 @@ class ModelConfig:
         self.memory_numbers()
 
     def memory_numbers(self) -> list[int]:
-        """The encoder layer that each decoder layer reads, counted from 1."""
-        wanted, last, count = self.memory_layers, self.encoder_layers, self.decoder_layers
+        """The encoder layer that each decoder layer reads, counted from 1; with two views the
+        first of them.
+        """
+        wanted = self.memory_layers.removesuffix(AND_LAST)
+        last, count = self.encoder_layers, self.decoder_layers
         if wanted == "last":
             return [last] * count
         if wanted == "same":
@@ -123,9 +129,14 @@ class ModelConfig:
         if len(numbers) != count or not all(1 <= number <= last for number in numbers):
             raise ValueError(
                 f"memory_layers must be one of {MEMORY_LAYERS}, or {count} numbers from 1 to "
-                f"{last} with commas, got {wanted!r}"
+                f"{last} with commas, either with {AND_LAST!r} after it or not, "
+                f"got {self.memory_layers!r}"
             )
         return numbers
+
+    def memory_views(self) -> int:
+        """The number of encoder layers that each decoder layer reads."""
+        return 2 if self.memory_layers.endswith(AND_LAST) else 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -143,11 +154,18 @@ class ModelConfig:
 class Memory:
     """An encoded batch: the input of each decoder layer, and the source ids."""
 
-    layers: list[Tensor]  # one [B, S, width] for each decoder layer
+    # One [B, S, width] for each decoder layer; with two views [B, 2 S, width], those of a token in
+    # succession, so that padding is on the right.
+    layers: list[Tensor]
     source: Tensor  # [B, S] int64
     padding: Tensor  # [B, S] bool, True = padding
     output: Tensor  # [B, S, width], of the last encoder layer
     copy_keys: Tensor | None = None  # [B, S, width], keys of the copying head
+    views: int = 1
+
+    def row_padding(self) -> Tensor:
+        """`padding` of the rows of `layers`."""
+        return self.padding.repeat_interleave(self.views, dim=1) if self.views > 1 else self.padding
 
     def lengths(self) -> Tensor:
         """The number of real tokens of each source, int64 [B]; padding is on the right."""
@@ -161,9 +179,10 @@ class Memory:
 
     def padded(self, size: int) -> Memory:
         """A copy padded to `size` source tokens."""
-        extra = size - self.source.shape[1]
+        S = self.source.shape[1]
 
         def longer(tensor: Tensor) -> Tensor:
+            extra = (size - S) * (tensor.shape[1] // S if S else 1)  # the rows of a token
             filling = {torch.int64: PAD, torch.bool: True}.get(tensor.dtype, 0.0)
             sides = (0, extra) if tensor.dim() == 2 else (0, 0, 0, extra)
             return F.pad(tensor, sides, value=filling) if extra else tensor.clone()
@@ -193,6 +212,7 @@ class Memory:
             once(self.padding),
             once(self.output),
             None if self.copy_keys is None else once(self.copy_keys),
+            self.views,
         )
 
 
@@ -232,6 +252,7 @@ class Seq2SeqTransformer(nn.Module):
         _use_scoring(self.transformer, config.scoring)
         self.copying = PointerGenerator(config.width) if config.copy else None
         self._memory_numbers = config.memory_numbers()
+        self._memory_views = config.memory_views()
         # Embeddings scaled by sqrt(width) have variance 1 at first; so have the head's logits.
         for module in self.children():
             if isinstance(module, nn.Embedding):
@@ -244,7 +265,10 @@ class Seq2SeqTransformer(nn.Module):
         every real token, and the loss ignores its rows.
         """
         real = target_in != PAD
-        if set(self._memory_numbers) <= {self.config.encoder_layers} and self.copying is None:
+        usual = self._memory_views == 1 and set(self._memory_numbers) <= {
+            self.config.encoder_layers
+        }
+        if usual and self.copying is None:
             with self._norms_skip_padding(source_padding, real):
                 hidden = self.transformer(
                     self.embed_source(source),
@@ -282,8 +306,8 @@ class Seq2SeqTransformer(nn.Module):
             return f"has a {type(self.transformer).__module__}.Transformer"
         if self.copying is not None:
             return "copies source tokens"
-        if set(self._memory_numbers) != {self.config.encoder_layers}:
-            return f"reads the encoder's layers {self._memory_numbers}"
+        if self._memory_views > 1 or set(self._memory_numbers) != {self.config.encoder_layers}:
+            return f"reads the encoder's layers {self.config.memory_layers}"
         if self.config.norm != "layer":
             return f"has {self.config.norm} norms"
         return None
@@ -303,8 +327,10 @@ class Seq2SeqTransformer(nn.Module):
                     if number in wanted or number == last:
                         outputs[number] = x if encoder.norm is None else encoder.norm(x)
                 output, layers = outputs[last], [outputs[number] for number in wanted]
+        if self._memory_views == 2:
+            layers = [torch.stack((layer, output), dim=2).flatten(1, 2) for layer in layers]
         keys = None if self.copying is None else self.copying.keys(output)
-        return Memory(layers, source, source_padding, output, keys)
+        return Memory(layers, source, source_padding, output, keys, self._memory_views)
 
     def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
         """Return the decoder's output [B, T, width] for every prefix of `target_in`."""
@@ -316,7 +342,7 @@ class Seq2SeqTransformer(nn.Module):
     ) -> Tensor:
         """The decoder's layers, each with its own memory."""
         decoder = self.transformer.decoder
-        masks = {**masks, "memory_key_padding_mask": memory.padding}
+        masks = {**masks, "memory_key_padding_mask": memory.row_padding()}
         with self._norms_skip_padding(memory.padding, real):
             if all(layer is memory.output for layer in memory.layers):
                 return decoder(x, memory.output, **masks)
@@ -432,10 +458,12 @@ def record_attention(
     """Collect the attention weights of every layer while the block runs the model.
 
     Yields a dict from module name, such as `decoder.layers.0.multihead_attn`, to the weights of
-    its last call, [B, H, M, N], not averaged over heads. Hooks request the weights from each
-    attention module, so the fused paths are off within the block. `only` selects modules whose
-    name ends with it; `differentiable` keeps the weights' graph.
+    its last call, [B, H, M, N], not averaged over heads; those of two views of a source token are
+    added. Hooks request the weights from each attention module, so the fused paths are off within
+    the block. `only` selects modules whose name ends with it; `differentiable` keeps the weights'
+    graph.
     """
+    views = model.config.memory_views()
     weights: dict[str, Tensor] = {}
 
     def request_weights(
@@ -445,7 +473,10 @@ def record_attention(
 
     def keep(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
-            weights[name] = output[1] if differentiable else output[1].detach()
+            kept = output[1] if differentiable else output[1].detach()
+            if views > 1 and name.endswith("multihead_attn"):
+                kept = kept.unflatten(-1, (-1, views)).sum(dim=-1)
+            weights[name] = kept
 
         return hook
 

@@ -82,6 +82,7 @@ KINDS = [
     {"positions": "t5"},
     {"positions": "rotary"},
     {"positions": "alibi", "memory_layers": "2,1", "copy": True, "norm_first": False},
+    {"memory_layers": "reversed+last", "copy": True},
 ]
 
 

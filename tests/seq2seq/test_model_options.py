@@ -10,7 +10,7 @@ from fastattn.nn import PositionalMultiheadAttention
 from fastattn.seq2seq import runs, training
 from fastattn.seq2seq.data import Example, collate
 from fastattn.seq2seq.generation import Translator
-from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer, record_attention
 from fastattn.seq2seq.non_autoregressive import make_model
 from fastattn.seq2seq.training import TrainingConfig, train
 
@@ -25,6 +25,8 @@ from fastattn.seq2seq.training import TrainingConfig, train
         ({"memory_layers": "first"}, "memory_layers must be one of .* 2 numbers from 1 to 2"),
         ({"memory_layers": "1,3"}, "memory_layers must be one of .* got '1,3'"),
         ({"memory_layers": "1"}, "memory_layers must be one of .* got '1'"),
+        ({"memory_layers": "1,3+last"}, "memory_layers must be one of .* got '1,3\\+last'"),
+        ({"memory_layers": "+last"}, "memory_layers must be one of .* got '\\+last'"),
         ({"positions": "xpos"}, "positions must be one of .*'alibi', 't5', 'rotary'.* got 'xpos'"),
         (
             {"positions": "alibi", "scoring": "cosine"},
@@ -60,6 +62,7 @@ def test_memory_layers_are_numbers_from_one():
     assert numbers("same", 3, 4) == [1, 2, 3, 3]
     assert numbers("reversed", 3, 4) == [3, 2, 1, 1]
     assert numbers("2, 1", 3, 2) == [2, 1]
+    assert numbers("reversed+last", 3, 2) == [3, 2]
 
 
 @pytest.mark.parametrize("name", ["fastattn", "torch"])
@@ -84,6 +87,39 @@ def test_each_decoder_layer_attends_its_encoder_layer(name, numbers):
     torch.testing.assert_close(logits, model.logits(decoder.norm(y)), rtol=1e-4, atol=1e-5)
     usual = small_model(name).eval()(batch.source, batch.target_in, batch.source_padding)
     assert (logits - usual).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["fastattn", "torch"])
+@torch.no_grad()
+def test_each_decoder_layer_attends_two_views(name):
+    """One softmax over the keys of its own encoder layer and of the last."""
+    model = small_model(name, memory_layers="1,1+last").eval()
+    batch = collate(random_examples(4))
+    logits = model(batch.source, batch.target_in, batch.source_padding)
+    outputs = []
+    for layers in ("1,1", "2,2"):
+        other = small_model(name, memory_layers=layers).eval()
+        outputs.append(other.encode(batch.source, batch.source_padding).layers[0])
+    memory = torch.cat(outputs, dim=1)
+    padding = batch.source_padding.repeat(1, 2)
+    y = model.embed_target(batch.target_in)
+    causal = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
+    decoder = model.transformer.decoder
+    for layer in decoder.layers:
+        y = layer(y, memory, tgt_mask=causal, memory_key_padding_mask=padding)
+    torch.testing.assert_close(logits, model.logits(decoder.norm(y)), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_two_equal_views_are_one():
+    batch = collate(random_examples(4))
+    inputs = batch.source, batch.target_in, batch.source_padding
+    one, two = (small_model(memory_layers=layers).eval() for layers in ("last", "last+last"))
+    with record_attention(one) as expected, record_attention(two) as weights:
+        torch.testing.assert_close(two(*inputs), one(*inputs), rtol=1e-4, atol=1e-5)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value)
 
 
 @pytest.mark.parametrize("norm", ["power", "batch"])
@@ -116,6 +152,7 @@ def test_norms_over_tokens_leave_padding_out_of_the_model(norm):
         {"scoring": "cosine"},
         {"norm_first": False, "norm": "power"},
         {"memory_layers": "same"},
+        {"memory_layers": "same+last"},
         {"copy": True},
         {"positions": "alibi"},
         {"positions": "t5"},

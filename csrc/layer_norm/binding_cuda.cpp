@@ -91,8 +91,8 @@ Dropout dropout_of(double p, const std::optional<Tensor>& seed, int64_t stream, 
           static_cast<uint32_t>(stream), threshold, dropout::keep_scale(threshold)};
 }
 
-// Whether vectors of `width` elements, loaded 16 bytes at a time or at once, lie at multiples of
-// their size.
+// Whether vectors of `width` elements lie at multiples of their size, or of 16 bytes if they are
+// larger: these are loaded 16 bytes at a time.
 bool is_aligned(const void* data, DType type, int width) {
   const uintptr_t bytes = std::min(16, width * bytes_of(type));
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;

@@ -158,7 +158,7 @@ struct BackwardProblem {
   bool adds() const { return dz.data || dx.data || dx_bias.result || dropout.threshold > 0; }
 };
 
-// As many thread blocks as are resident at once: kernels may take 128 registers.
+// As many thread blocks as the GPU can run at the same time: kernels may take 128 registers.
 inline void plan_backward(BackwardProblem& p, bool vectors, int num_sms) {
   p.tiling = backward_tiling(p.columns, p.type, vectors);
   p.strips = static_cast<int>(ceil_div(p.columns, columns_of(p.tiling)));

@@ -273,8 +273,8 @@ def _backward(rows: int, N: int, dtype: torch.dtype, add: bool = False) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("N", [1, 8, 24, 100, 256, 257, 260, 512, 768, 1024, 4096, 16384, 100_000])
 def test_tilings(tilings: list[Tiling], N: int, dtype: torch.dtype) -> None:
-    """The threads of a row have room for it, if a block can have so many, and a row's tiling does
-    not depend on how many there are. 16384 columns are in registers.
+    """The registers of a row's threads hold the whole row, if a block can have enough threads, and
+    the tiling of a row does not depend on the number of rows. Registers hold 16384 columns.
     """
     for launch in (_forward, _backward, partial(_backward, add=True)):
         tilings.clear()

@@ -340,7 +340,7 @@ struct TileEpilogue {
     }
   }
 
-  // The eight threads with the same columns add theirs, always in the same order.
+  // Adds the sums of the eight threads with the same columns, always in the same order.
   __device__ __forceinline__ void write_sums(float* sums, float (&total)[kPairs][kPieceColumns],
                                              int group) const {
 #pragma unroll

@@ -21,8 +21,8 @@ __device__ __forceinline__ int64_t row_number(const ForwardPart<Traits>& own,
   return is_split(own) ? tile.split * args.splits.rows + row : row;
 }
 
-// lse of the rows from `row` on, with sinks, which also change `factor`. Splits get theirs when
-// they are combined.
+// lse of the rows from `row` on, with sinks, which also change `factor`. Not for splits:
+// combine_splits.cuh adds the sinks to these.
 template <class Traits>
 __device__ __forceinline__ void add_sinks(const ForwardPart<Traits>& own,
                                           const typename Traits::Softmax& softmax,

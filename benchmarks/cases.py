@@ -21,7 +21,7 @@ from fastattn.testing.spec import OpSpec, Workload, all_specs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULT_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32", "bf16")}
-_MODEL_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32",)}
+_TRAINING_DTYPES = {"cuda": ("bf16",), "cpu": ("fp32",)}
 # A few workloads that cover every op: the set of `--quick`.
 _QUICK = re.compile(
     r"b8_h16_s2048_d128|b4_h16_s4096_d128_causal|b16_h16_s1024_d64_padded_both|32768x1024|16384x1024_relu"
@@ -112,7 +112,7 @@ def groups(
         candidates = [
             c for c in implementations_of(op, device_type, peer_files) if c.unavailable() is None
         ]
-        defaults = (_MODEL_DTYPES if op in (MODEL, GENERATION) else _DEFAULT_DTYPES)[device_type]
+        defaults = (_TRAINING_DTYPES if op == MODEL else _DEFAULT_DTYPES)[device_type]
         found = []
         for workload in workloads(op):
             if device_type not in workload.device_types:

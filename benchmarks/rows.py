@@ -20,7 +20,7 @@ FIELDS = (
     # what
     "op", "direction", "workload", "shape", "dtype", "features", "impl", "impl_version",
     "backend_used",
-    # how: cache "cold" or "warm", clock "graph", "stream" or "wall"
+    # how: cache "cold" or "warm", clock "graph", "stream", "wall" or "cpu" (one thread)
     "cache", "copies", "clock", "launches", "ms_median", "ms_p10", "ms_p90", "ms_rounds",
     # rates; roof is the share of the ceilings below, in flops or bytes, whichever limits
     "flops", "bytes", "tflops", "gbps", "roof", "ceiling_tflops", "ceiling_gbps",
@@ -201,7 +201,7 @@ def read(paths: Iterable[Path]) -> Iterator[Row]:
     measured: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for path in paths:
         for row in read_all(path):
-            keys = ("gpu", "cpu", "op", "direction", "workload", "dtype")
+            keys = ("gpu", "cpu", "threads", "op", "direction", "workload", "dtype")
             runs = measured.setdefault(tuple(row.get(k) for k in keys), [{}])
             if row["impl"] in runs[-1]:
                 runs.append({})
@@ -216,7 +216,8 @@ def is_current(row: Row, environment: Mapping[str, Any]) -> bool:
     """Whether a row is finished and of this machine, these versions and these sources."""
     if row["status"] in ("skipped", "absent"):
         return False
-    if any(row.get(key) != environment[key] for key in ("gpu", "cpu", "torch", "triton", "cuda")):
+    machine = ("gpu", "cpu", "threads", "torch", "triton", "cuda")
+    if any(row.get(key) != environment[key] for key in machine):
         return False
     return not is_fastattn(row) or row["source_digest"] == source_digest(row["op"])
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.generation import GENERATION, build_model, decode
+from benchmarks.generation import GENERATION, decode, model_of
 from benchmarks.implementations import Implementation, Task
 
 
 def _build(task: Task) -> Any:
-    return decode(build_model(task, nn.Transformer), task, keep_programs=False)
+    return decode(model_of(task, nn.Transformer), task, keep_programs=False)
 
 
 PEERS = (

@@ -3,9 +3,10 @@
 A candidate is a sequence of calls, one for each copy of its inputs. A round runs them in turn until
 it is long compared with the clock's resolution. Rounds of the candidates are interleaved (A B A B),
 so that drift of the machine affects all of them. On a GPU a round is one replay of a CUDA graph
-after a short wait, which hides the launch of the replay. On a CPU it is a loop timed with
-`perf_counter`. A result is kept until its copy's next call, so that results, like inputs, do not
-stay in the cache. No setting of the machine is changed.
+after a short wait, which hides the launch of the replay. On a CPU it is a loop, timed by its CPU
+time with one thread, which other processes change least, else by `perf_counter`. A result is kept
+until its copy's next call, so that results, like inputs, do not stay in the cache. No setting of
+the machine is changed.
 """
 
 import contextlib
@@ -31,7 +32,9 @@ _MAX_COPIES = 256
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: of a launch, in each round. clock: graph, stream or wall. note: why not a graph."""
+    """seconds: of a launch, in each round. clock: graph, stream, wall or cpu (the CPU time of the
+    process). note: why not a graph.
+    """
 
     seconds: tuple[float, ...]
     launches: int
@@ -84,20 +87,32 @@ class _Program(Protocol):
     def round(self) -> float: ...
 
 
-class _WallProgram:
-    clock, note = "wall", ""
+class _HostProgram:
+    note = ""
 
     def __init__(self, calls: Sequence[Call], round_s: float):
         self.calls = calls
+        self.clock = "cpu" if torch.get_num_threads() == 1 else "wall"
+        self._now = cpu_clock(calls[0]) if self.clock == "cpu" else time.perf_counter
         for call in calls:
             call()
         self.launches = len(calls)
         self.taken = _grow(self, round_s)
 
     def round(self) -> float:
-        start = time.perf_counter()
+        start = self._now()
         _launch(self.calls, self.launches)
-        return time.perf_counter() - start
+        return self._now() - start
+
+
+def cpu_clock(call: Call) -> Callable[[], float]:
+    """The CPU time of the process that computes a call: the one that its attribute `pid` names,
+    else this one.
+    """
+    pid = getattr(call, "pid", None)
+    if pid is None:
+        return time.process_time
+    return functools.partial(time.clock_gettime, (~pid << 3) | 2)  # as clock_getcpuclockid(3)
 
 
 class _CudaProgram:
@@ -216,7 +231,7 @@ def time_side_by_side(
                 programs[name] = (
                     _CudaProgram(calls, round_s, plan.graph)
                     if device.type == "cuda"
-                    else _WallProgram(calls, round_s)
+                    else _HostProgram(calls, round_s)
                 )
             except Exception as error:
                 check_device(device, name, error)

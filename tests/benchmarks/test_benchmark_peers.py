@@ -2,7 +2,10 @@
 packages, on a CPU: names and order of arguments, layouts, results.
 """
 
+import multiprocessing
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases
+from benchmarks import cases, generation
+from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
 from benchmarks.peers import flash_attention as fa_peers
@@ -55,8 +59,8 @@ class _Stub(ModuleType):
         self.__path__: list[str] = []
 
 
-def _peer(name: str, op: str) -> Implementation:
-    return next(p for p in cases.implementations_of(op, "cuda") if p.name == name)
+def _peer(name: str, op: str, device_type: str = "cuda") -> Implementation:
+    return next(p for p in cases.implementations_of(op, device_type) if p.name == name)
 
 
 def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -374,3 +378,46 @@ def test_transformer_engine(modules: Any, case: str) -> None:
         _check("transformer-engine", "attention", _dense(**DENSE[case]))
     else:
         _check("transformer-engine", case, _norm_workload(case))
+
+
+# -- decoders in a process of their own ------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "beams", "dtype"),
+    [
+        ("ctranslate2", 1, torch.float32),
+        ("ctranslate2", 3, torch.bfloat16),
+        ("onnxruntime", 1, torch.float32),
+    ],
+)
+def test_converted_decoders(name: str, beams: int, dtype: torch.dtype) -> None:
+    """The peer converts the same weights and passes the gate with fastattn's tokens."""
+    fast, peer = (_peer(each, generation.GENERATION, "cpu") for each in ("fastattn", name))
+    if why := peer.unavailable():
+        pytest.skip(f"{name} {why}")
+    workload = generation._workload(DecodeSize(32, 2, 64, 2, 50, 3, 5, 4, beams), ("cpu",))
+    benchmark = GenerationBenchmark(workload, CPU, dtype)
+    assert peer.unsupported(benchmark.task) is None
+    for candidate in (fast, peer):
+        benchmark.build(candidate)
+        benchmark.prepare_oracle(candidate)
+        verdict = benchmark.check(candidate, "decode")
+        assert verdict.ok, verdict.message
+    if dtype is torch.float32:
+        assert verdict.message == "3 of 3 sentences have fastattn's tokens"
+    [call] = benchmark.calls(peer, "decode")
+    pid = call.pid  # type: ignore[attr-defined]
+    assert pid != os.getpid()
+    with pytest.raises(RuntimeError, match="Error"):  # the process answers, and reports errors
+        benchmark.forwards[name]({"source": torch.full((3, 5), 10**6)})
+    call()
+    del call
+    benchmark.forwards.clear()
+    deadline = time.monotonic() + 20
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    return any(child.pid == pid for child in multiprocessing.active_children())

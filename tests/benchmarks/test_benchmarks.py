@@ -360,6 +360,7 @@ def test_absent_peers_have_rows_with_the_reason(
     }  # fmt: skip
     assert all(why.startswith("is not installed: n") for _, why in absent.values())
     assert absent["fa3"][0] == ("attention", "attention_varlen")
+    assert set(cases.absent_peers("cpu")) >= {"ctranslate2", "onnxruntime", "marian"}
     names = {name for g in cases.groups("cuda", every_implementation=True) for name, _ in g.wanted}
     assert not names & absent.keys() and {"sdpa-cudnn", "flex", "eager"} <= names
     monkeypatch.setenv("FASTATTN_FA3_LIBRARY", str(tmp_path / "_C.so"))
@@ -466,7 +467,7 @@ def test_failing_candidates_do_not_affect_others(tmp_path: Path) -> None:
     assert reference["gbps"] == pytest.approx(reference["bytes"] / reference["ms_median"] / 1e6)
     assert reference["roof"] == pytest.approx(reference["gbps"] / 100, rel=1e-6)
     assert reference["source_digest"] and right["source_digest"] is None
-    assert reference["threads"] == 1 and reference["gpu"] is None and reference["clock"] == "wall"
+    assert reference["threads"] == 1 and reference["gpu"] is None and reference["clock"] == "cpu"
 
 
 def test_ceilings_are_measured_again_when_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,7 +595,7 @@ def test_quick_runs_show_every_op(device_type: str) -> None:
     # A linear layer on a GPU runs torch's op.
     expected = set(cases.ops()) - ({"linear"} if device_type == "cuda" else set())
     assert {g.op for g in quick} == {g.op for g in everything} == expected
-    assert len(quick) <= 18 and len(quick) < len(everything)
+    assert len(quick) <= 19 and len(quick) < len(everything)
     names = [name for group in everything for name in group.cases]
     assert len(names) == len(set(names))
     # Every prefix of the spread order covers every op.
@@ -617,7 +618,8 @@ def test_a_run_continues_another(tmp_path: Path) -> None:
     """Directions without a current row of every case remain, with all of their cases."""
     names = (("eager", "fwd"), ("fastattn-cpu", "fwd"), ("eager", "bwd"), ("fastattn-cpu", "bwd"))
     groups = [Group("layer_norm", w, "fp32", "cpu", names) for w in ("64x128", "64x256", "64x512")]
-    machine = {"gpu": None, "cpu": "a CPU", "torch": "2", "triton": "3", "cuda": "absent"}
+    machine = {"gpu": None, "cpu": "a CPU", "threads": 1}
+    machine |= {"torch": "2", "triton": "3", "cuda": "absent"}
     file = tmp_path / "results.jsonl"
 
     def write(workload: str, name: str, direction: str, **other: Any) -> None:
@@ -636,11 +638,12 @@ def test_a_run_continues_another(tmp_path: Path) -> None:
     write("64x256", "fastattn-cpu", "bwd", status="refused")
     write("64x512", "eager", "fwd", status="skipped")
     write("64x512", "eager", "bwd", cpu="another CPU")
+    write("64x512", "fastattn-cpu", "bwd", threads=2)
     before, left = run._continued(file, groups, machine)
     assert [(group.workload, group.wanted) for group in left] == [
         ("64x256", names[:2]), ("64x512", names)
     ]  # fmt: skip
-    assert len(list(rows.read_all(file))) == 10
+    assert len(list(rows.read_all(file))) == 11
     assert [(row["workload"], row["status"]) for row in before] == [
         *[("64x128", "ok")] * 4, ("64x256", "FAIL"), ("64x256", "refused")
     ]  # fmt: skip

@@ -1,6 +1,9 @@
 """The timing core: candidates alternate, rounds are long enough, a lost GPU is reported."""
 
 import contextlib
+import subprocess
+import sys
+import time
 import weakref
 from functools import partial
 from itertools import pairwise
@@ -44,6 +47,35 @@ def test_candidates_alternate() -> None:
     assert set(rounds[: a.launches]) == {"a0", "a1"} and set(rounds[a.launches :]) == {"b0"}
 
 
+def test_one_thread_is_timed_by_the_cpu_time_of_the_process_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Time that a call waits does not count; `pid` names another process."""
+
+    def wait() -> None:
+        time.sleep(0.02)
+
+    plan = Plan(round_ms=1e-3, rounds=3, min_rounds=3, budget_ms=1.0)
+    for threads, clock in ((1, "cpu"), (2, "wall")):
+        monkeypatch.setattr(timing.torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(timing, "_MAX_LAUNCHES", 2)
+        result = time_side_by_side({"wait": [wait]}, CPU, plan)["wait"]
+        assert isinstance(result, Timing) and result.clock == clock
+        assert (result.quantile(0.0) < 0.01) == (threads == 1)
+
+    busy = "n = sum(range(10**6))\nprint(n, flush=True)\ninput()"
+    other = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)  # fmt: skip
+    with other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        wait.pid = other.pid  # type: ignore[attr-defined]
+        now = timing.cpu_clock(wait)
+        before = now()
+        sum(range(10**6))  # in this process
+        assert 0.0 < before == now()
+
+
 class FakeClock:
     """`time` as the timing reads it, advanced by the calls that are timed."""
 
@@ -52,6 +84,8 @@ class FakeClock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    process_time = perf_counter
 
     def call(self, seconds: float) -> None:
         self.now += seconds

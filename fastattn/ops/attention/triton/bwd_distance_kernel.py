@@ -16,6 +16,10 @@ from fastattn.ops.attention.triton.bwd_parts import (
     unpack_lse_delta,
     weights,
 )
+from fastattn.ops.attention.triton.row_tiles import (
+    load_row_tiles,
+    product,
+)
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     Lengths,
@@ -23,9 +27,7 @@ from fastattn.ops.attention.triton.tiles import (
     distance_bias,
     key_bounds,
     load_mask,
-    load_row_tiles,
     packed_sequence,
-    product,
     row_limits,
     rows_of,
     score_changes,

@@ -11,6 +11,10 @@ import triton.language as tl
 from fastattn.ops._triton_dropout import dropout_bases, dropout_kept, unit_keys
 from fastattn.ops.attention.triton.base_tiles import SOME
 from fastattn.ops.attention.triton.bwd_parts import unpack_lse_delta, weights
+from fastattn.ops.attention.triton.row_tiles import (
+    load_row_tiles,
+    product,
+)
 from fastattn.ops.attention.triton.tiles import (
     NOT_SPECIALIZED,
     ONE_ROW,
@@ -19,8 +23,6 @@ from fastattn.ops.attention.triton.tiles import (
     distance_bias,
     key_bounds,
     load_mask,
-    load_row_tiles,
-    product,
     row_limits,
     rows_of,
     score_changes,

@@ -30,6 +30,16 @@ from fastattn.ops.attention.triton.bwd_parts import (
     weights,
 )
 from fastattn.ops.attention.triton.mask_lists import LIST_HEADER, list_counts
+from fastattn.ops.attention.triton.row_tiles import (
+    Source,
+    add_product,
+    load_row_tiles,
+    load_rows,
+    product,
+    row_zeros,
+    scaled_rows,
+    store_row_tiles,
+)
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
@@ -42,27 +52,19 @@ from fastattn.ops.attention.triton.tiles import (
     KeyBounds,
     Lengths,
     ScoreChanges,
-    Source,
-    add_product,
     capped,
     distance_bias,
     key_bounds,
     load_mask,
     load_partial,
-    load_row_tiles,
-    load_rows,
     packed_sequence,
-    product,
     program_tile,
     row_limits,
-    row_zeros,
     rows_of,
-    scaled_rows,
     score_changes,
     score_factor,
     sequence_limits,
     sink_of,
-    store_row_tiles,
     tile_range,
 )
 

@@ -24,6 +24,12 @@ from fastattn.ops.attention.triton.fwd_loops import (
 )
 from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums, add_sink, raised_above
 from fastattn.ops.attention.triton.mask_lists import list_of
+from fastattn.ops.attention.triton.row_tiles import (
+    Source,
+    load_row_tiles,
+    row_zeros,
+    store_row_tiles,
+)
 from fastattn.ops.attention.triton.tiles import (
     FULL,
     LOG2E,
@@ -33,19 +39,15 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     KeyBounds,
     Lengths,
-    Source,
     key_bounds,
-    load_row_tiles,
     packed_sequence,
     program_tile,
     row_limits,
-    row_zeros,
     rows_of,
     score_changes,
     score_factor,
     sequence_limits,
     sink_of,
-    store_row_tiles,
     tile_range,
 )
 

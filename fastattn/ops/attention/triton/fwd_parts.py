@@ -15,6 +15,12 @@ import triton
 import triton.language as tl
 
 from fastattn.ops._triton_dropout import dropout_kept, kept_bits, load_keys, zero_dropped
+from fastattn.ops.attention.triton.row_tiles import (
+    Source,
+    add_product,
+    load_rows,
+    product,
+)
 from fastattn.ops.attention.triton.tiles import (
     EDGE,
     FULL,
@@ -26,14 +32,10 @@ from fastattn.ops.attention.triton.tiles import (
     Dropout,
     KeyBounds,
     ScoreChanges,
-    Source,
-    add_product,
     capped,
     distance_bias,
     load_mask,
     load_partial,
-    load_rows,
-    product,
 )
 
 # -- operands -------------------------------------------------------------------------------------

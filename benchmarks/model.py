@@ -172,7 +172,7 @@ def requested_backends(device_type: str) -> str:
     """
     if device_type != "cuda":
         return ""
-    ops = {op.public_name: op for op in OPS.values() if op.requestable and not op.is_derivative}
+    ops = {op.public_name: op for op in OPS.values() if op.name == f"{op.public_name}_fwd"}
     gpu = torch.device(device_type, 0)
     rows = order(ops["attention"], gpu, torch.bfloat16)
     if any(row.name in ("sm90", "triton") for row in rows):

@@ -207,13 +207,13 @@ def check_index(name: str, index: Tensor | slice | None, size: int, device: torc
     if not isinstance(index, Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
         raise TypeError(f"{name} must be a slice or an int32 or int64 index [n], got {index!r}")
     check_tensor(name, index)
-    if _is_on_host(index) and not bool(((index >= -size) & (index < size)).all()):
+    if is_on_host(index) and not bool(((index >= -size) & (index < size)).all()):
         raise IndexError(f"{name} must hold positions from {-size} to {size - 1}, got {index!r}")
     index = index.to(device=device, dtype=torch.int64)
     return torch.where(index < 0, index + size, index)
 
 
-def _is_on_host(x: Tensor) -> bool:
+def is_on_host(x: Tensor) -> bool:
     """Whether the values can be read without waiting for a device, and are not being traced."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or not x.is_cpu:
         return False

@@ -17,7 +17,7 @@ package's argument, the TypeError gives the name to use here.
 # behind the op does not check arguments again.
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -52,12 +52,15 @@ from fastattn._arguments import (
 )
 from fastattn._arguments import Lengths as Lengths
 from fastattn._arguments import lengths_tensor as lengths_tensor
+from fastattn._options import AddNormOptions, AttentionOptions, PaddedOptions
+from fastattn._paged import check_block_table, check_paged_inputs, refuse_gradients
 from fastattn._scores import RelativeBuckets, score_arguments
 from fastattn._scores import t5_buckets as t5_buckets
 from fastattn.ops._dropout import draw_seed
 from fastattn.ops._select import OPS, Explanation, explaining
 from fastattn.ops.attention.op import PreparedMask, classify_mask
 from fastattn.ops.attention.op import attention as _attention
+from fastattn.ops.attention.op import attention_paged as _attention_paged
 from fastattn.ops.attention.op import attention_varlen as _attention_varlen
 from fastattn.ops.attention.op import attention_weights as _attention_weights
 from fastattn.ops.ffn.op import ACTIVATIONS
@@ -86,38 +89,6 @@ __all__ = [
 ]
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments that `attention` and `attention_varlen` share, for type checkers."""
-
-    causal: Causal
-    window: tuple[int, int] | None
-    scale: float | None
-    alibi_slopes: Tensor | None
-    softcap: float | None
-    sinks: Tensor | None
-    relative_bias: Tensor | None
-    relative_buckets: RelativeBuckets | None
-    relative_max_distance: int
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    backend: str | None
-
-
-class _Restrictions(_Options, total=False):
-    mask: Tensor | PreparedMask | None
-    key_lengths: Lengths | None
-    query_lengths: Lengths | None
-
-
-class _AddNormOptions(TypedDict, total=False):
-    x_bias: Tensor | None
-    dropout_p: float
-    dropout_seed: Tensor | None
-    dropout_stream: int
-    backend: str | None
-
-
 @overload
 def attention(
     q: Tensor,
@@ -125,15 +96,15 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Restrictions],
+    **options: Unpack[PaddedOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Restrictions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[PaddedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Restrictions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[PaddedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -143,6 +114,7 @@ def attention(
     mask: Tensor | PreparedMask | None = None,
     key_lengths: Lengths | None = None,
     query_lengths: Lengths | None = None,
+    block_table: Tensor | None = None,
     causal: Causal = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -182,6 +154,12 @@ def attention(
             device; clamped to [0, N]. Keys from this position on are blocked.
         query_lengths: int32 or int64 [B], or a list of B integers, clamped to [0, M]. Queries from
             this position on are treated as queries without an allowed key, and are not computed.
+        block_table: int32 [B, T]: k [P, K, page, D] and v [P, K, page, E] are pages of any order,
+            and key j of sequence b is row j % page of page block_table[b, j // page], so that
+            N = T * page. All other arguments have the meaning they have for N contiguous keys.
+            Entries for keys beyond the key length may be any numbers; these pages and keys are not
+            read. Other entries must be pages: on the CPU they are checked, on a GPU other numbers
+            are undefined behaviour. No gradients and no dropout.
         causal: False, "top_left" (query i attends to keys j <= i), "bottom_right" (j <= i + N - M),
             "bottom_right_lengths" (j <= i + n - m, with the key length n and the query length m of
             each sequence, N and M without lengths; key_lengths must be [B]), or True, which
@@ -232,6 +210,7 @@ def attention(
             ("mask", mask),
             ("key_lengths", key_lengths),
             ("query_lengths", query_lengths),
+            ("block_table", block_table),
         ):
             if given is not None:
                 got = type(given).__name__
@@ -244,7 +223,10 @@ def attention(
             return_lse=return_lse, backend=backend,
         )  # fmt: skip
     q, k, v = autocast(q, k, v)
-    B, H, M, D, N = check_attention_inputs(q, k, v)
+    if block_table is None:
+        B, H, M, D, N = check_attention_inputs(q, k, v)
+    else:
+        B, H, M, D, N = check_paged_inputs(q, k, v, block_table)
     mask_tiles = None
     if mask is not None or key_lengths is not None or query_lengths is not None:
         mask, mask_tiles, key_lengths, query_lengths = check_restrictions(
@@ -260,10 +242,21 @@ def attention(
             causal=code, B=B, M=M, N=N, q=q,
         )  # fmt: skip
     seed = check_dropout(dropout_p, dropout_seed, dropout_stream, q.device)
-    out, lse = _attention(
-        q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
-        left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
-    )  # fmt: skip
+    if block_table is not None:
+        check_block_table(block_table, k, key_lengths, float(dropout_p))
+        refuse_gradients(
+            q=q, k=k, v=v, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks,
+            relative_bias=relative_bias,
+        )  # fmt: skip
+        out, lse = _attention_paged(
+            q, k, v, block_table, mask, key_lengths, query_lengths, distance_bias, sinks, cap, code,
+            left, right, scale, backend=backend,
+        )  # fmt: skip
+    else:
+        out, lse = _attention(
+            q, k, v, mask, mask_tiles, key_lengths, query_lengths, distance_bias, sinks, cap, code,
+            left, right, scale, float(dropout_p), seed, dropout_stream, backend=backend,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -297,7 +290,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -310,7 +303,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
@@ -323,7 +316,7 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
@@ -473,7 +466,7 @@ def add_layer_norm(
     eps: float = ...,
     *,
     return_sum: Literal[False] = ...,
-    **options: Unpack[_AddNormOptions],
+    **options: Unpack[AddNormOptions],
 ) -> Tensor: ...
 @overload
 def add_layer_norm(
@@ -484,7 +477,7 @@ def add_layer_norm(
     eps: float = ...,
     *,
     return_sum: Literal[True],
-    **options: Unpack[_AddNormOptions],
+    **options: Unpack[AddNormOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def add_layer_norm(
@@ -495,7 +488,7 @@ def add_layer_norm(
     eps: float = ...,
     *,
     return_sum: bool,
-    **options: Unpack[_AddNormOptions],
+    **options: Unpack[AddNormOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def add_layer_norm(
     x: Tensor,

@@ -24,6 +24,14 @@ def attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) 
     return 2 * B * H * M * k.shape[2] * (D + v.shape[3])
 
 
+def attention_paged_flops(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, *rest: Any, **kwargs: Any
+) -> int:
+    """Those of all keys of the block table: k `[P, K, page, D]`, v `[P, K, page, E]`."""
+    B, H, M, D = q.shape
+    return 2 * B * H * M * block_table.shape[1] * k.shape[2] * (D + v.shape[3])
+
+
 def attention_jvp_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> int:
     """Those of the forward, and those of the tangents that are given: Q' Kᵀ, Q K'ᵀ, P V', and the
     product of the changed weights with V.
@@ -116,6 +124,7 @@ def linear_backward_flops(
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention_fwd": attention_flops,
+    "attention_paged_fwd": attention_paged_flops,
     "attention_jvp": attention_jvp_flops,
     "attention_bwd": attention_backward_flops,
     "attention_varlen_fwd": varlen_flops,

@@ -278,5 +278,5 @@ def backend_table(device: torch.device | None = None) -> list[BackendStatus]:
                 if key == [op.public_name, name] and not backend.automatic
             )
             status = (why is None, why or "", backend.automatic, passed)
-            table.append(BackendStatus(op.public_name, name, *status))
+            table.append(BackendStatus(op.name.removesuffix("_fwd"), name, *status))
     return table

@@ -42,8 +42,9 @@ for spec in all_specs().values():
                         outputs = spec.function(**inputs, backend=backend)
                         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                         douts = [torch.where(x.isfinite(), x.detach(), 0) for x in outputs]
-                        torch.autograd.grad(outputs, wanted, douts, allow_unused=True)
-                if spec.name.startswith("attention"):
+                        if wanted:
+                            torch.autograd.grad(outputs, wanted, douts, allow_unused=True)
+                if wanted and spec.name.startswith("attention"):
                     names = [n for n in inputs if any(inputs[n] is x for x in wanted)]
                     with forward_ad.dual_level(), poisoned_results():
                         duals = {n: inputs[n].detach().clone() for n in names}

@@ -11,8 +11,10 @@ from fastattn.testing import all_specs
 from fastattn.testing.spec import Inputs, Sample
 
 SPEC = all_specs()["attention"]
-# attention_weights has no dropout.
-SAMPLES = [s for s in SPEC.samples if not s.inputs("cpu", torch.float32).get("dropout_p")]
+# attention_weights has no dropout and takes no pages.
+SAMPLES = [
+    s for s in SPEC.samples if s.gradients and not s.inputs("cpu", torch.float32).get("dropout_p")
+]
 _NOT_TAKEN = ("v", "prepared", "return_lse", "dropout_p", "dropout_seed", "dropout_stream")
 
 

@@ -59,6 +59,7 @@ SAMPLES = [
     )
     for spec in SPECS.values()
     for i, sample in enumerate(spec.samples)
+    if sample.gradients
     for dtype in sample.dtypes
 ]  # fmt: skip
 

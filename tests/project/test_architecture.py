@@ -180,12 +180,19 @@ _LAYERS = (
     ),
     ("fastattn._arguments", ("fastattn.ops._dropout", "fastattn.ops.*.op")),
     ("fastattn._scores", ("fastattn._arguments", "fastattn.ops.attention.op")),
+    (
+        "fastattn._options",
+        ("fastattn._arguments", "fastattn._scores", "fastattn.ops.attention.op"),
+    ),
+    ("fastattn._paged", ("fastattn._arguments",)),
     ("fastattn._jagged", ()),
     (
         "fastattn.functional",
         (
             "fastattn._arguments",
             "fastattn._jagged",
+            "fastattn._options",
+            "fastattn._paged",
             "fastattn._scores",
             "fastattn.ops._select",
             "fastattn.ops._dropout",

@@ -92,6 +92,8 @@ def weighted_loss(results: Any) -> Tensor:
 def results_of(spec: OpSpec, sample: Sample, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
     """A sample's outputs, and the gradients of its inputs for fixed output gradients, by name."""
     outputs, names = as_tuple(outputs), varied_inputs(inputs)
+    if not names:
+        return dict(zip(spec.results, outputs, strict=True))
     gradients = torch.autograd.grad(
         outputs, [inputs[n] for n in names], output_gradients(spec, sample, outputs)
     )

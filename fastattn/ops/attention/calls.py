@@ -87,6 +87,28 @@ class BackwardCall(NamedTuple):
     needs: Sequence[bool]
 
 
+class PagedForwardCall(NamedTuple):
+    """Keys and values in pages: key j of sequence b is row j % page of page
+    block_table[b, j // page]. The other fields mean what they mean in ForwardCall, for N = T * page
+    keys. Entries for keys beyond the key length may be any numbers.
+    """
+
+    q: Tensor  # [B, H, M, D]
+    k: Tensor  # [P, K, page, D]
+    v: Tensor  # [P, K, page, E]
+    block_table: Tensor  # int32 [B, T]
+    mask: Tensor | None
+    key_lengths: Tensor | None
+    query_lengths: Tensor | None
+    distance_bias: Tensor | None
+    sinks: Tensor | None
+    softcap: float
+    causal: int
+    window_left: SymInt
+    window_right: SymInt
+    scale: float
+
+
 class PackedForwardCall(NamedTuple):
     q: Tensor  # [T, H, D]
     k: Tensor  # [S, K, D]

@@ -17,6 +17,7 @@ from fastattn.ops.attention.calls import (
     PackedBackwardCall,
     PackedForwardCall,
     PackedJvpCall,
+    PagedForwardCall,
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,10 @@ def _refusal(dtype: torch.dtype, queries: int, keys: int) -> str | None:
 
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     return _refusal(call.q.dtype, call.q.shape[2], call.k.shape[2])
+
+
+def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
+    return "does not implement attention_paged_fwd"
 
 
 def attention_jvp_unsupported(call: JvpCall) -> str | None:

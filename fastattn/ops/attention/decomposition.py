@@ -81,6 +81,29 @@ def attention_fwd(
     return out.to(result), lse
 
 
+def attention_paged_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    k, v = (reference.keys_of_pages(x, block_table) for x in (k, v))
+    return attention_fwd(
+        q, k, v, mask, None, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
+        window_left, window_right, scale, 0.0, None, 0,
+    )  # fmt: skip
+
+
 def _bias(allowed: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`allowed` as a mask, with the values of an additive mask."""
     if mask is None or mask.dtype == torch.bool:

@@ -21,6 +21,7 @@ from fastattn.ops.attention.calls import (
     PackedBackwardCall,
     PackedForwardCall,
     PackedJvpCall,
+    PagedForwardCall,
 )
 from fastattn.ops.attention.prepared import TILE as MASK_TILE  # noqa: F401
 from fastattn.ops.attention.prepared import PreparedMask as PreparedMask
@@ -60,7 +61,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fwd_outputs(call: ForwardCall) -> tuple[Tensor, ...]:
+def _fwd_outputs(call: ForwardCall | PagedForwardCall) -> tuple[Tensor, ...]:
     q = call.q
     return _like_query(q, call.v.shape[3]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
@@ -139,6 +140,22 @@ attention = differentiable(
     ),
     gradients=_GRADIENTS | {"dmask": "mask"} | _SCORE_GRADIENTS,
     result_gradients={"out": "dout", "lse": "dlse"},
+)
+
+# Without a derivative: pages of keys and values are caches.
+attention_paged = Op(
+    "attention_paged_fwd",
+    PagedForwardCall,
+    "Tensor out, Tensor lse",
+    _fwd_outputs,
+    _PACKAGE,
+    _BACKENDS,
+    public_name="attention",
+    contiguous=("q", "k", "v", "block_table", *_LENGTHS, "distance_bias"),
+    batched=("q", "block_table", *_LENGTHS, "out", "lse"),
+    batch_is_one_dimension=True,
+    broadcast=("mask", "distance_bias"),
+    decomposition="decomposition",
 )
 
 

@@ -388,6 +388,41 @@ def attention_weights(
     return selected.p.flatten(1, 2)
 
 
+# -- pages ----------------------------------------------------------------------------------------
+def keys_of_pages(pages: Tensor, block_table: Tensor) -> Tensor:
+    """[P, K, page, D] and [B, T] -> [B, K, T * page, D]. Entries that are no page, which only keys
+    beyond the key length may have, give rows of another page.
+    """
+    (P, K, page, D), (B, T) = pages.shape, block_table.shape
+    if P == 0:
+        return pages.new_zeros(B, K, T * page, D)
+    found = pages[block_table.clamp(0, P - 1)]  # [B, T, K, page, D]
+    return found.transpose(1, 2).flatten(2, 3)
+
+
+def attention_paged_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_lengths: Tensor | None,
+    distance_bias: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
+    causal: int,
+    window_left: int,
+    window_right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return attention_fwd(
+        q, keys_of_pages(k, block_table), keys_of_pages(v, block_table), mask, None, key_lengths,
+        query_lengths, distance_bias, sinks, softcap, causal, window_left, window_right, scale, 0.0,
+        None, 0,
+    )  # fmt: skip
+
+
 # -- packed sequences -----------------------------------------------------------------------------
 @dataclass
 class Padded:

@@ -23,15 +23,23 @@ from fastattn.ops.attention.spec_inputs import (
     scale_of,
     scores_of,
 )
+from fastattn.ops.attention.spec_paged import SAMPLES as PAGED_SAMPLES
+from fastattn.ops.attention.spec_paged import in_pages
 from fastattn.ops.attention.spec_workloads import PADDED_WORKLOADS
 from fastattn.testing.dropout import dropout_mask
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, widen
 
 
-def attention(*, prepared: bool = False, **inputs: Any) -> Any:
-    """The public function. prepared: whether to prepare the mask."""
+def attention(
+    *, prepared: bool = False, page: int | None = None, shared_pages: int = 0, **inputs: Any
+) -> Any:
+    """The public function. prepared: whether to prepare the mask. page, shared_pages: as in
+    `in_pages`.
+    """
     if prepared:
         inputs["mask"] = functional.prepare_mask(inputs["mask"])
+    if page is not None:
+        inputs = in_pages(inputs, page, shared_pages)
     return functional.attention(**inputs)
 
 
@@ -385,6 +393,7 @@ SAMPLES = (
     _s("no_heads", "empty heads", H=0, M=5),
     _s("no_heads_scores", "changes of scores of no head", H=0, M=5, alibi="H", sinks=0.0,
        relative=("clipped", 9, 1)),
+    *PAGED_SAMPLES,
 )  # fmt: skip
 
 
@@ -516,7 +525,40 @@ def _error(name: str, error: type[Exception], message: str, **changes: Any) -> E
     return ErrorSample(name, partial(_qkv, **changes), error, message)
 
 
+def _paged_error(name: str, error: type[Exception], message: str, **changes: Any) -> ErrorSample:
+    """Of a call with two sequences of two pages of 16 keys each."""
+    pages: Inputs = {name: torch.zeros(4, 4, 16, 8) for name in "kv"}
+    pages["block_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    return _error(f"block_table_{name}", error, message, **pages | changes)
+
+
+_WITH_GRADIENT = {name: torch.zeros(4, 4, 16, 8, requires_grad=True) for name in "kv"}
 ERRORS = (
+    _paged_error("not_a_tensor", TypeError, "block_table must be a tensor", block_table=[[0], [1]]),
+    _paged_error("dtype", TypeError, "block_table must be int32, got torch.int64",
+                 block_table=torch.zeros(2, 2).long()),
+    _paged_error("shape", ValueError, r"block_table must be \[2, T\], got \[3, 2\]",
+                 block_table=torch.zeros(3, 2).int()),
+    _paged_error("page", ValueError, r"got block_table\[1, 0\] = 4",
+                 block_table=torch.tensor([[0, 1], [4, 3]]).int()),
+    _paged_error("page_before_the_length", ValueError, r"got block_table\[1, 1\] = -1",
+                 block_table=torch.tensor([[0, -1], [1, -1]]).int(),
+                 key_lengths=torch.tensor([16, 17])),
+    _paged_error("three_dimensions", ValueError, r"k must have 4 dimensions \[P, K, page, D\]",
+                 k=torch.zeros(4, 4, 8)),
+    _paged_error("v_like_k", ValueError, r"v must be \[4, 4, 16, E\]", v=torch.zeros(4, 4, 32, 8)),
+    _paged_error("dtypes", TypeError, "k must have q's dtype", k=torch.zeros(4, 4, 16, 8).half()),
+    _paged_error("heads", ValueError, "q must have a multiple of k's 3 heads",
+                 k=torch.zeros(4, 3, 16, 8), v=torch.zeros(4, 3, 16, 8)),
+    _paged_error("empty_pages", ValueError, "k must have at least one key in a page",
+                 k=torch.zeros(4, 4, 0, 8), v=torch.zeros(4, 4, 0, 8)),
+    _paged_error("dropout", ValueError, "dropout_p must be 0 with block_table", dropout_p=0.1),
+    *(_paged_error(f"gradient_{name}", ValueError, f"{name} must not require a gradient",
+                   **{name: x}) for name, x in _WITH_GRADIENT.items()),
+    _paged_error("gradient_of_q", ValueError, "q must not require a gradient with block_table",
+                 q=torch.zeros(2, 4, 6, 8, requires_grad=True)),
+    _paged_error("gradient_of_slopes", ValueError, "alibi_slopes must not require a gradient",
+                 alibi_slopes=torch.zeros(4, requires_grad=True)),
     _error("not_a_tensor", TypeError, "q must be a tensor", q=[1.0]),
     _error("integers", TypeError, "q must be fp16", q=torch.zeros(2, 4, 6, 8).int()),
     _error("three_dimensions", ValueError, "k must have 4 dimensions", k=torch.zeros(2, 6, 8)),

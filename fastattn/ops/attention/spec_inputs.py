@@ -180,7 +180,7 @@ def make_inputs(
     if prepared:
         inputs["prepared"] = True
     if poison:
-        _poison(inputs)
+        write_poison(inputs)
     return inputs
 
 
@@ -277,7 +277,7 @@ def dead_positions(inputs: Inputs) -> dict[str, Tensor]:
     return positions
 
 
-def _poison(inputs: Inputs) -> None:
+def write_poison(inputs: Inputs) -> None:
     """Writes NaN and inf to dead positions."""
     values = {"q": float("nan"), "k": float("inf"), "v": float("nan"), "mask": float("nan")}
     for name, positions in dead_positions(inputs).items():

@@ -12,7 +12,7 @@ pairs, other than by aten's causal flag, are -inf in an additive mask. In the ba
 have lse +inf, so that their weights are exactly 0. Different head dims are padded. The gradient of
 lse is passed in additional columns of dout (1), out (-dlse) and v (0), so that aten's delta =
 rowsum(dout * out) becomes delta - dlse. Attention sinks change out and lse after the forward, and
-nothing in the backward, which gets these.
+nothing in the backward, which gets these. Keys and values in pages are gathered first.
 
 Functions return their results, None for gradients that are not needed.
 """
@@ -31,6 +31,7 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
+    PagedForwardCall,
 )
 from fastattn.ops.attention.torch_kernels import (
     is_fused,
@@ -103,6 +104,27 @@ def attention_fwd(call: ForwardCall, first: int = 0) -> tuple[Tensor, Tensor]:
         out = out.masked_fill_(~t.live_rows, 0.0)
         lse = torch.where(t.live_rows[..., 0], lse, _dead_lse(call))
     return out, lse
+
+
+def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
+    return _refusal(call)
+
+
+def attention_paged_fwd(call: PagedForwardCall) -> tuple[Tensor, Tensor]:
+    q, k, v, block_table, mask, *others = call
+    k, v = (_gathered(x, block_table) for x in (k, v))
+    return attention_fwd(ForwardCall._make([q, k, v, mask, None, *others, 0.0, None, 0]))
+
+
+def _gathered(pages: Tensor, block_table: Tensor) -> Tensor:
+    """[P, K, page, D] and [B, T] -> [B, K, T * page, D], stored as [B, T * page, K, D]. Keys beyond
+    the key length may have entries that are no page.
+    """
+    (P, K, page, D), (B, T) = pages.shape, block_table.shape
+    if P == 0:
+        return pages.new_zeros(B, K, T * page, D)
+    found = pages.transpose(1, 2)[block_table.clamp(0, P - 1)]  # [B, T, page, K, D]
+    return found.flatten(1, 2).transpose(1, 2)
 
 
 def _with_sinks(lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

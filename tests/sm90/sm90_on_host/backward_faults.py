@@ -206,8 +206,8 @@ BY_LAYOUT = (
         "ordinary code only reads the accumulator, and the product overwrites it",
     ),
     Harmless("no pin", "issue_dq(rDq);", "as before"),
-    Harmless("no pin", "issue_product(rS, tiles.q, tiles.k);", "as before"),
-    Harmless("no pin", "issue_product(rDp, tiles.dout, tiles.v);", "as before"),
+    Harmless("no pin", "issue_product(s, tiles.q, tiles.k);", "as before"),
+    Harmless("no pin", "issue_product(dp, tiles.dout, tiles.v);", "as before"),
     Harmless("no pin", "ptx::pin(rP);", "the operand's next values come from pinned scores"),
     Harmless("no pin", "ptx::pin(rDs);", "as before"),
     Harmless("no pin", "ptx::pin(lane);", "no product has it: it saves registers"),
@@ -238,6 +238,7 @@ def harmless_of(instance: str) -> tuple[Harmless, ...]:
 
 # -- an additive mask's gradient -------------------------------------------------------------------
 _DROPS = ("192 kBiasDropout",)
+DISTANCE = ("64 kScores", "192 kScoresMaskDropout")  # two blocks in shared memory, or one
 _dmask_tiles = _Source("backward/dmask_tiles.cuh")
 for right, wrong in (
     ("sizes[0] == 1 ? args.batch : 1", "1"),
@@ -264,13 +265,22 @@ for right, wrong in (
     ("item.head / args.heads_per_kv", "0"),
 ):
     _dmask_producer(right, wrong, only=DMASK)
+_tile_products = _Source("backward/tile_products.cuh")  # of the gradient by distance, too
+for right, wrong in (
+    ("threadIdx.x % kWarpgroup == 0", "true"),
+    ("group * kMmaRows * sm90::kRowBytes", "0"),
+):
+    _tile_products(right, wrong, only=(*DMASK, *DISTANCE))
+for right, wrong in (
+    ("dropout::lattice_unit(tile_key) + thread.first_column()", "thread.first_column()"),
+    ("word << (24 - 8 * byte)", "word << 24"),
+):
+    _tile_products(right, wrong, only=(*_DROPS, *DISTANCE[1:]))
 _dmask_consumer = _Source("backward/dmask_consumer.cuh")
 for right, wrong in (
     ("smaller(item.row + line, args.queries - 1)", "item.row + line"),
     ("smaller(item.key + key, args.keys - 1)", "item.key + key"),
     ("args.bias_by_tma && has_one_row(args.mask)", "false"),
-    ("threadIdx.x % kWarpgroup == 0", "true"),
-    ("group * kMmaRows * sm90::kRowBytes", "0"),
     ("row < queries ? keys_of_row(row, bounds, keys) : Range{0, 0}",
      "keys_of_row(row, bounds, keys)"),
     ("contains(allowed[half], key)", "true"),
@@ -285,8 +295,7 @@ for right, wrong in (
         "head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)",
         "dropout::lattice_unit(row)",
     ),
-    ("dropout::lattice_unit(item.key) + thread.first_column()", "thread.first_column()"),
-    ("word << (24 - 8 * byte)", "word << 24"),
+    ("Products::draw_words(row_key, item.key, words);", "Products::draw_words(row_key, 0, words);"),
     ("words[octet / 2 * 2 + j]", "words[j]"),
 ):
     _dmask_consumer(right, wrong, only=_DROPS)
@@ -309,13 +318,15 @@ _dmask_launch("p.dmask.type == MaskType::kFloat32 || sizes[3] == 1", "false", on
 
 DMASK_HARMLESS = (
     Harmless(
-        "no wgmma commit", "issue_product(rS, tiles.q, tiles.k);", "the next product's covers it"
+        "no wgmma commit", "issue_product(s, tiles.q, tiles.k);", "the next product's covers it"
     ),
 )
 
 
 def dmask_mutations_of(instance: str) -> list[Mutation]:
-    sources = (_dmask_tiles, _dmask_producer, _dmask_consumer, _dmask_sum, _dmask_launch)
+    sources = (
+        _tile_products, _dmask_tiles, _dmask_producer, _dmask_consumer, _dmask_sum, _dmask_launch,
+    )  # fmt: skip
     return [m for source in sources for m, only in source.found if instance in only]
 
 
@@ -356,7 +367,6 @@ def score_mutations_of(instance: str) -> list[Mutation]:
     return [m for source in sources for m, only in source.found if instance in only]
 
 
-DISTANCE = ("64 kScores", "192 kScoresMaskDropout")  # two blocks in shared memory, or one
 _distance_tiles = _Source("backward/distance_tiles.cuh")
 for right, wrong in (
     ("kFirstBand + band", "band"),
@@ -372,8 +382,6 @@ for right, wrong in (
     ("last_shift != kNone && last_shift != shift", "false"),
     ("smaller(kRows, kKeys - distance)", "kRows"),
     ("larger(0, -distance)", "0"),
-    ("threadIdx.x % kWarpgroup == 0", "true"),
-    ("group * kMmaRows * sm90::kRowBytes", "0"),
     ("args.delta[rows + existing]", "0.0f"),
     ("contains(allowed, key)", "true"),
     ("is_allowed ? p * (kept - delta) : 0.0f", "p * (kept - delta)"),
@@ -382,8 +390,7 @@ for right, wrong in (
 for right, wrong in (
     ("mask_allows(sequence, head, existing, key)", "true"),
     ("rows / 2 + dropout::lattice_unit(row)", "dropout::lattice_unit(row)"),
-    ("dropout::lattice_unit(tile_key) + thread.first_column()", "thread.first_column()"),
-    ("word << (24 - 8 * byte)", "word << 24"),
+    ("Products::draw_words(row_key, tile_key, words);", "Products::draw_words(row_key, 0, words);"),
 ):
     _distance_consumer(right, wrong, only=DISTANCE[1:])
 _distance = _Source("backward/distance.cuh")
@@ -404,5 +411,5 @@ DISTANCE_HARMLESS = DMASK_HARMLESS
 
 
 def distance_mutations_of(instance: str) -> list[Mutation]:
-    sources = (_distance_tiles, _distance_consumer, _distance)
+    sources = (_tile_products, _distance_tiles, _distance_consumer, _distance)
     return [m for source in sources for m, only in source.found if instance in only]

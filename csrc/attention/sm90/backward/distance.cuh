@@ -5,7 +5,8 @@
 // apart: another kernel adds up to four bands for each entry. Results are bitwise reproducible, and
 // every allowed pair is recomputed once.
 //
-// Read in this order: distance_tiles.cuh, distance_consumer.cuh (the loop), and this file.
+// Read in this order: distance_tiles.cuh, distance_consumer.cuh (the loop) and its base
+// tile_products.cuh, and this file.
 #pragma once
 
 #include <atomic>

@@ -2,41 +2,25 @@
 #pragma once
 
 #include "attention/sm90/backward/distance_tiles.cuh"
+#include "attention/sm90/backward/tile_products.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/ptx/warp.cuh"
-#include "sm90/ptx/wgmma.cuh"
-#include "sm90/tile/accumulator.cuh"
 
 namespace fastattn::attention {
 
-using sm90::AccumulatorThread;
-
-// One warpgroup: 64 rows of a tile. Each thread owns an entry of the band.
+// Each thread owns an entry of the band.
 template <class Traits>
-struct DistanceConsumer {
-  using Element = typename Traits::Element;
-  static constexpr int kKeys = Traits::kKeys;
-  static constexpr int kCount = kKeys / 2;
-  static constexpr int kWords = kKeys / sm90::kMmaK * 2;
+struct DistanceConsumer : TileProducts<Traits, DistanceStorage<Traits>, DistanceArguments> {
+  using Products = TileProducts<Traits, DistanceStorage<Traits>, DistanceArguments>;
+  using Products::kCount, Products::kKeys, Products::kWords;
+  using Products::shared, Products::args, Products::group, Products::thread;
   static constexpr int kConsumers = Traits::kGroups * kWarpgroup;
-  using ScoreMma = ptx::Wgmma<kKeys>;
   static_assert(kConsumers == kBandEntries, "a thread for each entry");
 
-  DistanceStorage<Traits>& shared;
-  const DistanceArguments& args;
-  const int group;
-  const AccumulatorThread thread;
-  RingPosition<Traits::kStages> stage;
   float rSum[kCount];  // of dS, over tiles with the same shift
   float own_entry = 0.0f;
 
-  __device__ __forceinline__ DistanceConsumer(DistanceStorage<Traits>& storage,
-                                              const DistanceArguments& arguments, int warpgroup)
-      : shared(storage),
-        args(arguments),
-        group(warpgroup),
-        thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
-               static_cast<int>(threadIdx.x) % kWarp} {}
+  using Products::Products;
 
   __device__ __forceinline__ void run(const DistanceWork& work) {
     constexpr int kNone = -1;
@@ -85,36 +69,9 @@ struct DistanceConsumer {
 
   __device__ __forceinline__ void add_tile(const Sequence& sequence, int head, int row, int key) {
     float rS[kCount], rDp[kCount];
-    DmaskTiles<Traits>& tiles = shared.tiles[stage.index()];
-    shared.slots[stage.index()].full.wait(stage.phase());
-    issue_product(rS, tiles.q, tiles.k);
-    issue_product(rDp, tiles.dout, tiles.v);
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(rS);
-    ptx::pin(rDp);
-    if (threadIdx.x % kWarpgroup == 0) {
-      shared.slots[stage.index()].empty.arrive();
-    }
-    stage.advance();
+    this->issue_products(rS, rDp);
+    this->await_products(rS, rDp);
     add_gradients(sequence, head, row + group * kMmaRows + thread.upper_row(), key, rS, rDp);
-  }
-
-  // 64 x kKeys: Q K^T or dO V^T.
-  __device__ __forceinline__ void issue_product(float (&acc)[kCount],
-                                                const typename Traits::RowTile& rows,
-                                                const typename Traits::KeyTile& keys) {
-    const uint64_t a =
-        sm90::descriptor_k_major(rows.address() + group * kMmaRows * sm90::kRowBytes);
-    const uint64_t b = sm90::descriptor_k_major(keys.address());
-    ptx::pin(acc);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Traits::kHeadDim / kMmaK; ++step) {
-      ScoreMma::template ss<Element, ptx::kMajorK>(
-          acc, sm90::descriptor_at(a, sm90::k_major_step(step, Traits::kRows)),
-          sm90::descriptor_at(b, sm90::k_major_step(step, kKeys)), step > 0);
-    }
-    ptx::wgmma_commit_group();
   }
 
   // upper_row: this thread's.
@@ -149,8 +106,9 @@ struct DistanceConsumer {
         const float p = ptx::ex2(s[at] - lse);
         float kept = dp[at];
         if constexpr (Traits::kDropout) {
-          kept *= is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2) ? args.dropout.keep_scale
-                                                                          : 0.0f;
+          kept *= this->is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2)
+                      ? args.dropout.keep_scale
+                      : 0.0f;
         }
         rSum[at] += is_allowed ? p * (kept - delta) : 0.0f;
       }
@@ -169,24 +127,12 @@ struct DistanceConsumer {
     return true;
   }
 
-  // Dropout's random words for this thread's scores, see dropout_sm90.cuh: two for every 16 keys.
   __device__ __forceinline__ void draw_words(int64_t rows, int row, int tile_key,
                                              uint32_t (&words)[kWords]) const {
     if constexpr (Traits::kDropout) {
       const uint32_t row_key = args.row_keys[rows / 2 + dropout::lattice_unit(row)];
-      const uint32_t stream =
-          dropout::stream_key(dropout::kColumnTag, *args.dropout.seed, args.dropout.stream);
-      const uint32_t unit = dropout::lattice_unit(tile_key) + thread.first_column();
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        words[i] = dropout::word(
-            row_key, dropout::absorb(stream, unit + dropout::units(i / 2 * sm90::kMmaK) + i % 2));
-      }
+      Products::draw_words(row_key, tile_key, words);
     }
-  }
-  // If the threshold drops everything, the keep scale is 0.
-  __device__ __forceinline__ bool is_kept(uint32_t word, int byte) const {
-    return word << (24 - 8 * byte) >= static_cast<uint32_t>(args.dropout.threshold) << 24;
   }
 };
 

@@ -9,8 +9,8 @@
 // precise than the output, and in sums over all keys, which are zero in theory. For these, the same
 // kernel first recomputes delta as the sum over keys of P dP.
 //
-// Read in this order: dmask_tiles.cuh, dmask_producer.cuh, dmask_consumer.cuh (the loop),
-// dmask_sum.cuh, and this file; the host's side is in dmask_launch.cuh.
+// Read in this order: dmask_tiles.cuh, dmask_producer.cuh, dmask_consumer.cuh (the loop) and its
+// base tile_products.cuh, dmask_sum.cuh, and this file; the host's side is in dmask_launch.cuh.
 #pragma once
 
 #include "attention/sm90/backward/dmask_consumer.cuh"

@@ -2,34 +2,20 @@
 #pragma once
 
 #include "attention/sm90/backward/dmask_sum.cuh"
-#include "sm90/ptx/wgmma.cuh"
+#include "attention/sm90/backward/tile_products.cuh"
 
 namespace fastattn::attention {
 
-// One warpgroup: 64 rows.
 template <class Traits>
-struct DmaskConsumer {
-  using Element = typename Traits::Element;
-  static constexpr int kKeys = Traits::kKeys;
-  static constexpr int kCount = kKeys / 2;
-  static constexpr int kWords = kKeys / sm90::kMmaK * 2;
-  using ScoreMma = ptx::Wgmma<kKeys>;
+struct DmaskConsumer : TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments> {
+  using Products = TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments>;
+  using Products::kCount, Products::kKeys, Products::kWords;
+  using Products::shared, Products::args, Products::group, Products::thread;
 
-  DmaskStorage<Traits>& shared;
-  const DmaskArguments& args;
-  const int group;
-  const AccumulatorThread thread;
-  RingPosition<Traits::kStages> stage;
   RingPosition<1> bias;
   float rSum[kCount];
 
-  __device__ __forceinline__ DmaskConsumer(DmaskStorage<Traits>& storage,
-                                           const DmaskArguments& arguments, int warpgroup)
-      : shared(storage),
-        args(arguments),
-        group(warpgroup),
-        thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
-               static_cast<int>(threadIdx.x) % kWarp} {}
+  using Products::Products;
 
   __device__ __forceinline__ void run(const DmaskLoop& loop, Range items) {
 #pragma unroll
@@ -48,20 +34,11 @@ struct DmaskConsumer {
 
   __device__ __forceinline__ void add_item(const DmaskItem& item) {
     float rS[kCount], rDp[kCount];
-    DmaskTiles<Traits>& tiles = shared.tiles[stage.index()];
-    shared.slots[stage.index()].full.wait(stage.phase());
-    issue_product(rS, tiles.q, tiles.k);
-    issue_product(rDp, tiles.dout, tiles.v);
+    this->issue_products(rS, rDp);
     if (!args.bias_by_tma) {
       is_wide(args.mask) ? fetch_bias<uint32_t>(item) : fetch_bias<uint16_t>(item);
     }
-    ptx::wgmma_wait_group<0>();
-    ptx::pin(rS);
-    ptx::pin(rDp);
-    if (threadIdx.x % kWarpgroup == 0) {
-      shared.slots[stage.index()].empty.arrive();
-    }
-    stage.advance();
+    this->await_products(rS, rDp);
     if (args.bias_by_tma) {
       shared.bias_slot.full.wait(bias.phase());
     }
@@ -103,24 +80,6 @@ struct DmaskConsumer {
       *reinterpret_cast<Word*>(to) = word;
     }
     __syncwarp();
-  }
-
-  // 64 x kKeys: Q K^T or dO V^T.
-  __device__ __forceinline__ void issue_product(float (&acc)[kCount],
-                                                const typename Traits::RowTile& rows,
-                                                const typename Traits::KeyTile& keys) {
-    const uint64_t a =
-        sm90::descriptor_k_major(rows.address() + group * kMmaRows * sm90::kRowBytes);
-    const uint64_t b = sm90::descriptor_k_major(keys.address());
-    ptx::pin(acc);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < Traits::kHeadDim / kMmaK; ++step) {
-      ScoreMma::template ss<Element, ptx::kMajorK>(
-          acc, sm90::descriptor_at(a, sm90::k_major_step(step, Traits::kRows)),
-          sm90::descriptor_at(b, sm90::k_major_step(step, kKeys)), step > 0);
-    }
-    ptx::wgmma_commit_group();
   }
 
   template <class MaskElement>
@@ -168,15 +127,15 @@ struct DmaskConsumer {
         const bool is_allowed = contains(allowed[half], key) && !(added <= kLowest<MaskElement>);
         float kept = dp[at];
         if constexpr (Traits::kDropout) {
-          kept *= is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2) ? args.dropout.keep_scale
-                                                                          : 0.0f;
+          kept *= this->is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2)
+                      ? args.dropout.keep_scale
+                      : 0.0f;
         }
         rSum[at] += is_allowed ? p * (kept - delta[half]) : 0.0f;
       }
     }
   }
 
-  // Dropout's random words for this thread's scores, see dropout_sm90.cuh: two for every 16 keys.
   __device__ __forceinline__ void draw_words(const DmaskItem& item,
                                              uint32_t (&words)[kWords]) const {
     if constexpr (Traits::kDropout) {
@@ -184,19 +143,8 @@ struct DmaskConsumer {
       const int64_t head = int64_t{1} * item.batch * args.heads + item.head;
       const uint32_t row_key =
           args.row_keys[head * (args.lse_delta_rows / 2) + dropout::lattice_unit(row)];
-      const uint32_t stream =
-          dropout::stream_key(dropout::kColumnTag, *args.dropout.seed, args.dropout.stream);
-      const uint32_t unit = dropout::lattice_unit(item.key) + thread.first_column();
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        words[i] = dropout::word(
-            row_key, dropout::absorb(stream, unit + dropout::units(i / 2 * sm90::kMmaK) + i % 2));
-      }
+      Products::draw_words(row_key, item.key, words);
     }
-  }
-  // If the threshold drops everything, the keep scale is 0.
-  __device__ __forceinline__ bool is_kept(uint32_t word, int byte) const {
-    return word << (24 - 8 * byte) >= static_cast<uint32_t>(args.dropout.threshold) << 24;
   }
 };
 

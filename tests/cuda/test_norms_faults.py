@@ -14,8 +14,7 @@ import norms_on_host as on_host
 import pytest
 import torch
 from sm90_on_host.build import RANDOM, Mutation, missing
-from sm90_on_host.fault_injector import FaultInjector, Harmless
-from sm90_on_host.guarded import guarded
+from sm90_on_host.fault_injector import Harmless, OpInjector
 from torch import Tensor
 
 from fastattn.ops._op import OPS, Op
@@ -95,46 +94,9 @@ HARMLESS = (
 )
 
 
-class Norm(FaultInjector):
-    """Takes the place of a machine. Before every run, what the call writes is poisoned. All runs
-    must return the results of the first.
-    """
-
-    inputs: list[tuple[Tensor, Tensor]]
-    results: list[Tensor]
-    expected: list[Tensor]
-
-    def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
-        (call,) = op.backend_args(args)
-        results = op.allocate(args)
-        self.results, self.expected = [guarded(x) for x in results], []
-        given = call._make(guarded(x) if isinstance(x, Tensor) else x for x in call)
-        self.inputs = [(x, x.clone()) for x in given if isinstance(x, Tensor)]
-        getattr(cuda, op.name)(given, *self.results)
-        for result, own in zip(results, self.results, strict=True):
-            result.copy_(own)
-        return results
-
-    def call(self, function: str, *arguments: object) -> str | None:
-        return self.examine(partial(self.run, function, *arguments), self.is_same)
-
-    def run(self, function: str, *arguments: object) -> str | None:
-        for x, kept in self.inputs:  # a fault may have overwritten them
-            x.copy_(kept)
-        for x in self.results:
-            x.fill_(torch.nan)
-        on_host.poison_workspace()
-        message = self.machine.call(function, *arguments)
-        if not self.expected:
-            self.expected = [x.clone() for x in self.results]
-        return message
-
-    def is_same(self) -> bool:
-        return all(map(_same_bits, self.results, self.expected))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+def _run_norm(op: Op, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+    (call,) = op.backend_args(args)
+    getattr(cuda, op.name)(call, *results)
 
 
 def _sample(
@@ -174,7 +136,7 @@ def test_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     machine = on_host.machine(tmp_path / "norms", "kBFloat16", mutations=MUTATIONS)
-    injector = Norm(machine, MUTATIONS, later=(RANDOM,))
+    injector = OpInjector(on_host.HOST, _run_norm, machine, MUTATIONS, later=(RANDOM,))
 
     def launch(op: str, problem: int, *types: str) -> str | None:
         return injector.call(op, ctypes.c_void_p(problem), *map(on_host.index_of, types))

@@ -316,12 +316,12 @@ def test_a_short_section_of_the_workspace_is_detected(
     """Each section is accessed up to its end, and accesses behind it fault."""
     simulate()
     sample = _own("add_layer_norm", "strips", "every section", (2, 16_388), x_bias=True)
-    on_host.library().on_host_short_section(section)
+    on_host.HOST.native.on_host_short_section(section)
     try:
         with pytest.raises(RuntimeError, match="there is no memory"):
             _run(SPECS["add_layer_norm"], sample, sample.inputs("cpu", FP32), "reference")
     finally:
-        on_host.library().on_host_short_section(-1)
+        on_host.HOST.native.on_host_short_section(-1)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

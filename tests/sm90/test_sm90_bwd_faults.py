@@ -6,7 +6,7 @@ missing bound, another stage, dQ semaphores. These may also be detected by wrong
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,11 @@ from sm90_on_host.backward_faults import (
     score_mutations_of,
 )
 from sm90_on_host.build import RANDOM, build, changed_sources, missing
-from sm90_on_host.fault_injector import FaultInjector
-from sm90_on_host.guarded import guarded
+from sm90_on_host.fault_injector import OpInjector
 from sm90_plans.backward import CONFIGS
-from torch import Tensor
 
 from fastattn.ops import _env
-from fastattn.ops._op import OPS, Op
+from fastattn.ops._op import OPS
 from fastattn.ops.attention import sm90
 from fastattn.ops.attention.spec_inputs import make_inputs
 from fastattn.ops.attention.spec_varlen import make_inputs as make_packed
@@ -47,44 +45,7 @@ from fastattn.testing.spec import OpSpec, Sample, all_specs
 TESTS = Path(__file__).resolve().parent
 SPECS = all_specs()
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-
-
-class Backward(FaultInjector):
-    """Takes the place of a machine. Tensors are guarded on both sides; before every run, what the
-    call writes is poisoned. All runs must return the results of the first.
-    """
-
-    inputs: list[tuple[Tensor, Tensor]]
-    results: list[Tensor]
-    expected: list[Tensor]
-
-    def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
-        results = op.allocate(args)
-        self.results, self.expected = [guarded(x) for x in results], []
-        given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
-        tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
-        self.inputs = [(x, x.clone()) for x in tensors]
-        backward.run_simulated(op, given, self.results)
-        for result, own in zip(results, self.results, strict=True):
-            result.copy_(own)
-        return results
-
-    def call(self, function: str, *arguments: object) -> str | None:
-        return self.examine(partial(self.run, function, *arguments), self.is_same)
-
-    def run(self, function: str, *arguments: object) -> str | None:
-        for x, kept in self.inputs:  # a fault may have overwritten them
-            x.copy_(kept)
-        for x in self.results:
-            x.fill_(torch.nan)
-        bindings.poison_workspace()
-        message = self.machine.call(function, *arguments)
-        if not self.expected:
-            self.expected = [x.clone() for x in self.results]
-        return message
-
-    def is_same(self) -> bool:
-        return all(map(torch.equal, self.results, self.expected))
+_injector = partial(OpInjector, bindings.HOST, backward.run_simulated)
 
 
 # -- what the kernels are asked --------------------------------------------------------------------
@@ -149,7 +110,7 @@ def test_backward(instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if reason := missing():
         pytest.skip(reason)
     head_dim, variant = instance.split()
-    injector = Backward(
+    injector = _injector(
         build(
             tmp_path / "backward",
             TESTS / "sm90_attention_bwd.cpp",
@@ -176,7 +137,7 @@ def test_mask_gradient(instance: str, tmp_path: Path, monkeypatch: pytest.Monkey
     defines = ["ONLY_DMASK", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", dmask_mutations_of(instance)
     machine = build(tmp_path / "dmask", source, defines, mutations=mutations)
-    injector = Backward(machine, mutations, later=(RANDOM,))
+    injector = _injector(machine, mutations, later=(RANDOM,))
     # Each tile sums several pairs of blocks, in one split or two.
     monkeypatch.setattr(_env, "multiprocessors", lambda *device: 1)
     for sample in _dmask_samples(instance):
@@ -229,7 +190,7 @@ def test_changes_of_scores(instance: str, tmp_path: Path, monkeypatch: pytest.Mo
     machine = build(
         tmp_path / "scores", TESTS / "sm90_attention_bwd.cpp", defines, mutations=mutations
     )
-    injector = Backward(machine, mutations, later=(RANDOM,), only_mutations=True)
+    injector = _injector(machine, mutations, later=(RANDOM,), only_mutations=True)
     for sample in _score_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
@@ -247,7 +208,7 @@ def test_gradient_of_distances(
     defines = ["ONLY_DISTANCE", f"ONLY_HEAD_DIM={head_dim}", f"ONLY_VARIANT={variant}"]
     source, mutations = TESTS / "sm90_attention_bwd.cpp", distance_mutations_of(instance)
     machine = build(tmp_path / "distance", source, defines, mutations=mutations)
-    injector = Backward(machine, mutations, later=(RANDOM,))
+    injector = _injector(machine, mutations, later=(RANDOM,))
     for sample in _distance_samples(instance):
         with monkeypatch.context() as patch:
             _examine(patch, injector, sample)
@@ -276,12 +237,12 @@ def test_scores_released_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )  # fmt: skip
     machine = build(tmp_path / "faulty", source, defines, csrc=faulty)
     sample = next(s for s in _samples("128 kBias") if s.name == "fp32 bias")
-    injector = Backward(machine)  # examines it in every order
+    injector = _injector(machine)  # examines it in every order
     with pytest.raises(RuntimeError, match=r"block \d+"):
         _examine(monkeypatch, injector, sample)
 
 
-def _examine(patch: pytest.MonkeyPatch, injector: Backward, sample: Sample) -> None:
+def _examine(patch: pytest.MonkeyPatch, injector: OpInjector, sample: Sample) -> None:
     bindings.use(patch, lambda op, problem, _: injector.call(op, ctypes.c_void_p(problem)))
     if "fetched" in sample.name:  # not copied to where TMA can read it
         patch.setattr(sm90, "as_readable", lambda mask: mask)

@@ -53,7 +53,7 @@ class Forward(FaultInjector):
         return self.examine(partial(self.run, function, *arguments))
 
     def run(self, function: str, *arguments: object) -> str | None:
-        bindings.poison_workspace()
+        bindings.HOST.poison_workspace()
         return self.machine.call(function, *arguments)
 
 

@@ -109,12 +109,12 @@ def test_a_short_section_is_detected(
     """
     simulate()
     for section in range(sections):
-        ffn_bindings.library().on_host_short_section(section)
+        ffn_bindings.HOST.native.on_host_short_section(section)
         try:
             with pytest.raises(RuntimeError, match="there is no memory"):
                 _run(SPEC, CASES[name], CASES[name].inputs("cpu", torch.bfloat16), "reference")
         finally:
-            ffn_bindings.library().on_host_short_section(-1)
+            ffn_bindings.HOST.native.on_host_short_section(-1)
 
 
 def test_every_tile_once(tmp_path: Path) -> None:

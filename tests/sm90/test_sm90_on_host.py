@@ -367,12 +367,12 @@ def test_a_short_section_is_detected(
 ) -> None:
     """Each section behind the counter is accessed up to its end, and accesses behind it fault."""
     for section in range(1, sections + 1):
-        bindings.library().on_host_short_section(section)
+        bindings.HOST.native.on_host_short_section(section)
         try:
             with pytest.raises(RuntimeError, match="there is no memory"):
                 test_forward(machine, monkeypatch, name)
         finally:
-            bindings.library().on_host_short_section(-1)
+            bindings.HOST.native.on_host_short_section(-1)
 
 
 @pytest.mark.parametrize("name", ["64 mask", "128 packed splits"])

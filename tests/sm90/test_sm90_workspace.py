@@ -60,7 +60,7 @@ def _decoding(B: int, H: int, K: int, M: int, N: int, D: int = 128) -> tuple[Ten
 def test_splits_fill_the_multiprocessors(
     tiles: int, blocks: int, rows: int, multiprocessors: int
 ) -> None:
-    splits = bindings.library().on_host_num_splits(tiles, rows, blocks, 128, multiprocessors)
+    splits = bindings.HOST.native.on_host_num_splits(tiles, rows, blocks, 128, multiprocessors)
     assert 1 <= splits <= 128
     if splits > 1:
         assert blocks // splits >= 2
@@ -200,7 +200,7 @@ def test_splits_of_a_mask_gradient(
     if reason := missing():
         pytest.skip(reason)
     splits: list[int] = []
-    of = bindings.library().on_host_dmask_splits
+    of = bindings.HOST.native.on_host_dmask_splits
     of.argtypes = [bindings.ctypes.c_void_p]
     bindings.use(monkeypatch, lambda op, problem, _: splits.append(of(problem)))
     q, k, v = (torch.empty(2, 3, n, 64, dtype=torch.bfloat16) for n in (65, 270, 270))
@@ -300,7 +300,7 @@ def test_order_of_the_sums_of_dq(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := missing():
         pytest.skip(reason)
     ordered: list[int] = []
-    of = bindings.library().on_host_adds_in_order
+    of = bindings.HOST.native.on_host_adds_in_order
     of.argtypes = [bindings.ctypes.c_void_p]
     bindings.use(monkeypatch, lambda op, problem, _: ordered.append(of(problem)))
     backward = OPS["attention_bwd"]

@@ -7,8 +7,16 @@ Mutations of the source may also be detected by wrong results.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from sm90_on_host.build import CSRC, FAULTS, LATE, MUTATION, RANDOM, Machine, Mutation, Place
+from sm90_on_host.guarded import guarded
+from sm90_on_host.host_library import HostLibrary
+from torch import Tensor
+
+from fastattn.ops._op import Op
 
 ORDERS = (LATE, RANDOM, RANDOM + 1)
 
@@ -108,6 +116,60 @@ class FaultInjector:
             mutation = self.mutations[where]
             return FAULTS[fault], f"{mutation.right} -> {mutation.wrong}"
         return FAULTS[fault], _lines(self.machine, where)
+
+
+class OpInjector(FaultInjector):
+    """Examines the launches of an op, in the place of a machine. Tensors are guarded on both sides;
+    before every run, what the op writes is poisoned. All runs must return the bits of the first.
+
+    host: which calls the machine. run_op(op, args, results): what writes into the results.
+    """
+
+    inputs: list[tuple[Tensor, Tensor]]
+    results: list[Tensor]
+    expected: list[Tensor]
+
+    def __init__(
+        self,
+        host: HostLibrary,
+        run_op: Callable[[Op, Sequence[Any], Sequence[Tensor]], object],
+        machine: Machine,
+        mutations: Sequence[Mutation] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(machine, mutations, **options)
+        self.host, self.run_op = host, run_op
+
+    def launch(self, op: Op, args: Sequence[Any]) -> Sequence[Tensor]:
+        results = op.allocate(args)
+        self.results, self.expected = [guarded(x) for x in results], []
+        given = tuple(guarded(x) if isinstance(x, Tensor) else x for x in args)
+        tensors = [x for x in given if isinstance(x, Tensor) and 0 not in x.stride()]
+        self.inputs = [(x, x.clone()) for x in tensors]
+        self.run_op(op, given, self.results)
+        for result, own in zip(results, self.results, strict=True):
+            result.copy_(own)
+        return results
+
+    def call(self, function: str, *arguments: object) -> str | None:
+        return self.examine(partial(self._run, function, *arguments), self._is_same)
+
+    def _run(self, function: str, *arguments: object) -> str | None:
+        for x, kept in self.inputs:  # a fault may have overwritten them
+            x.copy_(kept)
+        for x in self.results:
+            x.fill_(torch.nan)
+        self.host.poison_workspace()
+        message = self.machine.call(function, *arguments)
+        if not self.expected:
+            self.expected = [x.clone() for x in self.results]
+        return message
+
+    def _is_same(self) -> bool:
+        return all(
+            torch.equal(x.contiguous().view(torch.uint8), kept.contiguous().view(torch.uint8))
+            for x, kept in zip(self.results, self.expected, strict=True)
+        )
 
 
 def _lines(machine: Machine, address: int) -> str:

@@ -14,10 +14,12 @@ from fastattn.seq2seq.schedules import warmup_cosine
 COLOURS = ("#0b6e99", "#d9730d", "#2e7d32", "#7b1fa2", "#616161", "#c2185b")
 
 
-def options(description: str | None, steps: int) -> argparse.ArgumentParser:
-    """The options that every example has."""
+def options(description: str | None, steps: int | None = None) -> argparse.ArgumentParser:
+    """The options that examples share; `--steps` if they have one number of updates."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=steps, help="updates (default: %(default)s)")
+    if steps is not None:
+        help = "updates (default: %(default)s)"
+        parser.add_argument("--steps", type=int, default=steps, help=help)
     parser.add_argument("--out", type=Path, default=Path("runs/examples"), help="folder of figures")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -64,12 +66,13 @@ def majority(labels: Tensor) -> float:
     return labels.flatten().bincount().max().item() / labels.numel()
 
 
-def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Saves a figure atomically."""
+def save(figure: Figure, folder: Path, name: str, *, show: bool = True) -> Path:
+    """Saves a figure atomically; `show` prints where."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     partial = path.with_suffix(".partial.png")
     figure.savefig(partial, dpi=120)
     partial.replace(path)
-    print(f"figure: {path}")
+    if show:
+        print(f"figure: {path}")
     return path

@@ -92,7 +92,7 @@ class LinearMultiheadAttention(nn.Module):
             raise ValueError(f"keys must be as many as the {M} queries if causal, got {N}")
         if valid_lens is not None and valid_lens.dim() != 1:
             raise ValueError(f"valid_lens must be [B], got {list(valid_lens.shape)}")
-        q, k, v = (self._heads(x, part) for part, x in enumerate((queries, keys, values)))
+        q, k, v = self._heads(queries, keys, values)
         return self._output(linear_attention(q, k, v, key_lengths=valid_lens, causal=causal))
 
     def init_state(self, batch_size: int) -> LinearAttentionState:
@@ -114,19 +114,22 @@ class LinearMultiheadAttention(nn.Module):
         B = state.sums.shape[0]
         if x.dim() != 3 or x.shape[0] != B or x.shape[1] < 1 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be [{B}, T, {self.embed_dim}], got {list(x.shape)}")
-        q, k, v = (self._heads(x, part) for part in range(3))
+        q, k, v = self._heads(x, x, x)
         with torch.autocast(x.device.type, enabled=False):
             features = phi(_inner(q)), phi(_inner(k)), _with_ones(_inner(v))
             heads = _divided(_advance(*features, state.sums)).to(v.dtype)
         return self._output(heads)
 
-    def _heads(self, x: Tensor, part: int) -> Tensor:
-        """Projects to queries (part 0), keys (1) or values (2), `[B, H, S, D]`."""
-        E = self.embed_dim
-        rows = slice(part * E, (part + 1) * E)
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        heads = linear(x, self.in_proj_weight[rows], bias).unflatten(-1, (self.num_heads, -1))
-        return heads.transpose(1, 2)
+    def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Projects to q, k and v, `[B, H, S, D]`; a single product in self-attention."""
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        if queries is keys is values:
+            projected = linear(queries, weight, bias).chunk(3, dim=-1)
+        else:
+            biases = (None,) * 3 if bias is None else bias.chunk(3)
+            parts = zip((queries, keys, values), weight.chunk(3), biases, strict=True)
+            projected = tuple(linear(*part) for part in parts)
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
 
     def _output(self, heads: Tensor) -> Tensor:
         return linear(heads.transpose(1, 2).flatten(-2), self.out_proj.weight, self.out_proj.bias)

@@ -5,7 +5,7 @@ copying, `non_autoregressive` predicts all tokens in parallel; `data` converts s
 batches, `catalogues` downloads the default text. `training` and `checkpoint` run updates, with
 `losses`, `schedules`, `scheduled_sampling` and `sequence_training`; `runs` loads a run,
 `evaluation` compares runs. `generation` decodes, with the searches of `search`, `sampling` and
-`beam_search`; their steps are `continuations`, recorded by `step_graph`. `demo` shows all of it.
+`beam_search`; their steps are `continuations`. `demo` shows all of it.
 """
 
 from .beam_search import BeamSearch

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattn.functional import batch_invariant
+from fastattn.nn.step_graph import recorded
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
@@ -25,7 +26,6 @@ from .model import Memory, Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
 from .search import Hypothesis, Request, Search, SingleSearch, most_likely, run
-from .step_graph import recorded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fastattn
-from fastattn.seq2seq.step_graph import Tape, recorded
+from fastattn.nn.step_graph import Tape, recorded
 
 
 class Counter:

@@ -30,6 +30,8 @@ from fastattn.nn.conversion import script_original
 from fastattn.nn.fusion import is_plain_tensor
 
 Forward = Callable[..., Tensor]
+# Of a position on the device: the number of positions of its cache, which bounds it.
+POSITION_LIMIT = "_fastattn_limit"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # published code computes in fp32
 # What the names of globals in the published code mean.
 _MEANING = {
@@ -219,6 +221,55 @@ def _convnext(kind: Any) -> Forward:
     return forward
 
 
+@_form("""
+def forward(self, input_ids=None, inputs_embeds=None, past_key_values_length=0):
+    if input_ids is not None:
+        bsz, seq_len = input_ids.size()
+        position_ids = self.create_position_ids_from_input_ids(
+            input_ids, self.padding_idx, past_key_values_length
+        ).to(input_ids.device)
+    else:
+        bsz, seq_len = inputs_embeds.size()[:-1]
+        position_ids = self.create_position_ids_from_inputs_embeds(
+            inputs_embeds, past_key_values_length, self.padding_idx
+        )
+    max_pos = self.padding_idx + 1 + seq_len + past_key_values_length
+    if (
+        not (is_torchdynamo_compiling() and torch.is_tensor(max_pos))
+        and max_pos > self.weights.size(0)
+    ):
+        self.make_weights(max_pos + self.offset, self.embedding_dim, self.padding_idx)
+    return self.weights.index_select(0, position_ids.view(-1)).view(
+        bsz, seq_len, self.weights.shape[-1]
+    ).detach()
+""")
+def _m2m100_positions(kind: Any) -> Forward:
+    """A recorded step cannot read the position, to compare it with the size of the table."""
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values_length: Any = 0,
+    ) -> Tensor:
+        positions = getattr(past_key_values_length, POSITION_LIMIT, None)
+        if (
+            positions is None
+            or input_ids is None
+            or self.padding_idx + 1 + positions > self.weights.size(0)
+        ):
+            return kind.forward(  # type: ignore[no-any-return]
+                self, input_ids, inputs_embeds, past_key_values_length
+            )
+        ids = self.create_position_ids_from_input_ids(
+            input_ids, self.padding_idx, past_key_values_length
+        )
+        table: Tensor = self.weights
+        return table.index_select(0, ids.view(-1)).view(*ids.shape, -1).detach()
+
+    return forward
+
+
 # -- timm -----------------------------------------------------------------------------------------
 @_form("""
 def forward(self, x):
@@ -351,11 +402,14 @@ def _has_code(kind: type[nn.Module], published: str) -> bool:
 
 
 def _unwrapped(method: Any) -> Any:
-    """The function of a static method or of a layer that transformers may checkpoint."""
+    """The function of a static method, of a layer that transformers may checkpoint, or of one that
+    records no gradients.
+    """
     if isinstance(method, staticmethod):
         return method.__func__
     code_of = getattr(method, "__globals__", {}).get("__name__")
-    return method.__wrapped__ if code_of == "transformers.modeling_layers" else method
+    decorators = ("transformers.modeling_layers", "torch.utils._contextlib")
+    return method.__wrapped__ if code_of in decorators else method
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from fastattn import functional
 from fastattn.integrations.relative_bias import RelativeBias
 
 NAME = "fastattn"
+CACHED = "_fastattn_cached"  # of keys in a cache: the function that attends to them
 _OLDEST = (5, 4)  # the first whose mask functions take `q_length` and `q_offset`
 # Arguments that some models pass and `attention` would ignore.
 _REFUSED = {
@@ -84,6 +85,10 @@ def attention_forward(
         if (given := kwargs.get(name)) is not None:
             got = given if isinstance(given, float) else type(given).__name__
             raise NotImplementedError(f"attn_implementation={NAME!r} has {what}, got {name}={got}")
+    if (attend := getattr(key, CACHED, None)) is not None:
+        if has_zero_bias or (isinstance(position_bias, Tensor) and position_bias.numel() == 0):
+            position_bias = None
+        return attend(query, key, value, position_bias, scale=scaling), None
     if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters, without a batch
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fastattn.integrations import foreign_modules, huggingface
+from fastattn.integrations import foreign_generation, foreign_modules, huggingface
 from fastattn.nn.conversion import DROP_INS, convert_class, restore
 
 # In the __dict__ of a `transformers` model: [(config, its previous attention implementation)].
@@ -25,12 +25,15 @@ class PatchReport:
     """What `patch` changed in a model. As a context manager, reverts these changes on exit.
 
     replaced: module name -> previous class. attention: name of a `transformers` model -> its class
-    and previous attention. kept: name of a module that was not replaced -> the reason.
+    and previous attention. generate: name of a model whose `generate` runs on a static cache ->
+    the reasons for which calls ran the model's own path, with the number of these calls; it is kept
+    up to date. kept: name of a module that was not replaced -> the reason.
     """
 
     model: nn.Module = field(repr=False)
     replaced: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
+    generate: dict[str, dict[str, int]] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -41,6 +44,10 @@ class PatchReport:
         lines += [f"  {len(names):3d} {kind}: {_some(names)}" for kind, names in kinds.items()]
         for name, before in self.attention.items():
             lines.append(f"      attention of {name or 'the model itself'} ({before})")
+        for name, calls in self.generate.items():
+            lines.append(f"      generate of {name or 'the model itself'}")
+            lines += [f"  {count:5d} calls by its own path: the call {why}"
+                      for why, count in calls.items()]  # fmt: skip
         reasons: dict[str, list[str]] = {}
         for name, why in self.kept.items():
             reasons.setdefault(why, []).append(name or "the model itself")
@@ -63,7 +70,7 @@ class PatchReport:
             {
                 name: module
                 for name, module in self.model.named_modules()
-                if name in self.replaced or name in self.attention
+                if name in self.replaced or name in self.attention or name in self.generate
             }
         )
 
@@ -103,6 +110,8 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             convert_class(module, drop_in)
         if why is not None:
             report.kept[name] = why
+    for name in report.attention:
+        _switch_generation(name, model.get_submodule(name), report)
     if not quiet:
         print(report)
     return report
@@ -121,6 +130,7 @@ def unpatch(model: nn.Module) -> None:
 def _revert(modules: dict[str, nn.Module]) -> None:
     restore(modules)
     for module in modules.values():
+        module.__dict__.pop(foreign_generation.STATE, None)
         # Outer models first.
         for config, implementation in module.__dict__.pop(_ATTENTION_BEFORE, ()):
             config._attn_implementation = implementation
@@ -165,6 +175,26 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     model.set_attn_implementation(huggingface.NAME)
     model.__dict__.setdefault(_ATTENTION_BEFORE, before)
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
+
+
+def _switch_generation(outer: str, model: nn.Module, report: PatchReport) -> None:
+    """Converts the encoder-decoders among a `transformers` model and the models it contains."""
+    for inner, module in model.named_modules(prefix=outer):
+        part: Any = module
+        if not (
+            _is_transformers_model(part)
+            and getattr(part.config, "is_encoder_decoder", False)
+            and hasattr(part, "generate")
+            and "replaces" not in type(part).__dict__
+        ):
+            continue
+        if (why := foreign_generation.why_unsupported(part)) is not None:
+            report.kept[inner] = why
+            continue
+        kind: Any = type(part)
+        convert_class(part, foreign_generation.drop_in(kind))
+        state = part.__dict__[foreign_generation.STATE] = foreign_generation.State()
+        report.generate[inner] = state.fallbacks
 
 
 def _is_replaceable(module: nn.Module, implementation: str) -> bool:

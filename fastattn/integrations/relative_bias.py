@@ -31,15 +31,19 @@ class RelativeBias:
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
 
+    def table_options(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of `attention` for the table alone."""
+        return {
+            "relative_bias": self.table.t().to(device),
+            "relative_buckets": self.buckets,
+            "relative_max_distance": self.max_distance,
+        }
+
     def options(self, query: Tensor, N: int) -> dict[str, Any] | None:
         """The arguments of `attention` for queries [B, H, M, D] of a model whose mask allows no
         later keys if there are past ones; None if their distances cannot be expressed.
         """
-        options: dict[str, Any] = {
-            "relative_bias": self.table.t().to(query.device),
-            "relative_buckets": self.buckets,
-            "relative_max_distance": self.max_distance,
-        }
+        options = self.table_options(query.device)
         B, M = query.shape[0], query.shape[2]
         is_known = not isinstance(self.past, Tensor)
         if is_known and self.past == 0:

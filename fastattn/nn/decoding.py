@@ -100,6 +100,14 @@ class DecoderCache:
             return self.ancestry
         return torch.where(self.ancestry, bias[:, None], float("-inf"))
 
+    def biased(self, bias: Tensor) -> Tensor:
+        """`ancestry` as a floating mask `[B, H, K, T * K]` with `bias`, `[1, H, 1, at least T]`, of
+        each position.
+        """
+        assert self.ancestry is not None
+        rows = bias.index_select(3, self._positions)
+        return torch.where(self.ancestry, rows, float("-inf"))
+
     def advance(self, positions: int) -> None:
         """Advances the counters past the positions just written."""
         self._counters.add_(self._increment, alpha=positions)

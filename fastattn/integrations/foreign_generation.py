@@ -1,0 +1,372 @@
+"""`generate` of encoder-decoders of `transformers`, on a static cache and recorded steps.
+
+`patch` gives a model whose `model_type` is in MODEL_TYPES a subclass of its class. `generate` stays
+that of `transformers`, with all its options; the subclass replaces what it calls for one token: the
+prompt runs the model's own `forward` and fills a `BeamCache`, the first step after it is recorded,
+later ones are replays. A recorded step is kept for later calls of the same sizes. It reads the
+parameters where they are, so training in between is seen; a model whose parameters have moved is
+recorded again.
+
+A call with an option that this does not cover runs the model's own path; the reason is counted in
+`PatchReport.generate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from fastattn.nn.fusion import linear
+from fastattn.nn.step_graph import recorded
+
+if TYPE_CHECKING:
+    from fastattn.integrations.beam_cache import BeamCache
+
+# Decoders whose cross-attention reads the memory only through the cache once it is filled.
+MODEL_TYPES = ("bart", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5", "whisper")
+STATE = "_fastattn_generation"  # in the __dict__ of a converted model
+
+# Sizes are rounded up to multiples of these, so that similar calls share one recorded step.
+_MEMORY_SIZES = 16
+_POSITIONS = 32  # and doubled when they are used up
+_KEPT = 4  # programs of a model
+_ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
+
+
+# -- recorded steps -------------------------------------------------------------------------------
+class _Products(TorchFunctionMode):
+    """Linear layers by fastattn's products where they are faster."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+class _Program:
+    """A decoder step of fixed sizes: its cache, its input and output, and its replay."""
+
+    def __init__(self, forward: Callable[..., Any], cache: BeamCache, memory: Tensor) -> None:
+        self._forward = forward
+        self.cache = cache
+        rows, device = cache.batch * cache.beams, memory.device
+        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.logits: Tensor | None = None  # [B * K, 1, V]
+        # A decoder reads no memory once the cache is filled, and makes no mask if it gets one.
+        self._memory = memory.new_zeros(1, 1, 1).expand(cache.batch, 1, memory.shape[-1])
+        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self._replay: Callable[[], None] | None = None
+
+    def prompt(self, model: Any, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits `[B, P, V]` of tokens `[B, P]`; memory: `[B, N, E]`, mask: `[B, N]`."""
+        B, N = memory.shape[:2]
+        allowed = torch.ones(B, N, dtype=torch.bool, device=memory.device)
+        self.cache.start(allowed if mask is None else mask.bool())
+        with _Products():
+            logits = self._call(model, tokens, memory, mask, None)
+        self.cache.end_of_prompt(tokens.shape[1])
+        return logits
+
+    def step(self, model: Any, tokens: Tensor) -> Tensor:
+        """Logits `[B * K, 1, V]` after one more token of each row."""
+        self.tokens.copy_(tokens)
+        state = self.cache.state
+        length = state.length
+        if self._replay is None:
+            run = functools.partial(self._run, model)
+            self._replay = recorded(run, functools.partial(state.seek, state.position.clone()),
+                                    tokens.device)  # fmt: skip
+        self._replay()
+        state.length = length + 1
+        assert self.logits is not None
+        return self.logits
+
+    def _run(self, model: Any) -> None:
+        with _Products():
+            self.logits = self._call(model, self.tokens, self._memory, self._mask, self._mask)
+        self.cache.end_of_step()
+
+    def _call(
+        self, model: Any, tokens: Tensor, memory: Tensor, mask: Any, decoder_mask: Any
+    ) -> Tensor:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        given = {} if mask is None else {"attention_mask": mask}
+        if decoder_mask is not None:
+            given["decoder_attention_mask"] = decoder_mask
+        return self._forward(  # type: ignore[no-any-return]
+            model, decoder_input_ids=tokens, encoder_outputs=BaseModelOutput(memory),
+            past_key_values=self.cache, use_cache=True, return_dict=True, **given,
+        ).logits  # fmt: skip
+
+
+# -- one call of generate -------------------------------------------------------------------------
+@dataclass
+class State:
+    """What a converted model keeps between calls; copies and pickles of the model start anew."""
+
+    fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> calls
+    programs: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
+
+    def __deepcopy__(self, memo: Any) -> State:
+        return State()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return State, ()
+
+    def put(self, key: Hashable, program: _Program) -> None:
+        self.programs[key] = program
+        self.programs.move_to_end(key)
+        while len(self.programs) > _KEPT:
+            self.programs.popitem(last=False)
+
+
+class _Generation:
+    """What `generate` takes for its `past_key_values`: it answers the model's calls."""
+
+    is_compileable = False
+
+    def __init__(
+        self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
+    ) -> None:
+        self._forward, self._model, self._beams = forward, model, beams
+        self._fingerprint = fingerprint
+        self._programs: State = model.__dict__[STATE]
+        self._program: _Program | None = None
+        self._key: tuple[Hashable, ...] = ()
+        self._memory_rows = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self._program is None else self._program.cache.state.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        assert self._program is not None
+        self._program.cache.reorder_cache(beam_idx)
+
+    def forward(self, decoder_input_ids: Tensor, encoder_outputs: Any, attention_mask: Any) -> Any:
+        from transformers.modeling_outputs import Seq2SeqLMOutput
+
+        if self._program is None:
+            logits = self._prompt(decoder_input_ids, encoder_outputs[0], attention_mask)
+        else:
+            if self._program.cache.state.length == self._program.cache.max_length:
+                self._grow(self._program, encoder_outputs[0])
+            logits = self._program.step(self._model, decoder_input_ids)
+        cache: Any = self
+        return Seq2SeqLMOutput(logits=logits, past_key_values=cache)
+
+    def _prompt(self, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        K = self._beams
+        tokens, memory = tokens[::K], memory[::K]  # the rows of a sentence are equal
+        if self._model.config.model_type == "whisper":  # whose decoder attends to all of the memory
+            mask = None
+        mask = None if mask is None else mask[::K]
+        B, self._memory_rows = memory.shape[:2]
+        # Lengths are faster than a mask.
+        is_padded = mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any())
+        size = _round_up(self._memory_rows, _MEMORY_SIZES)
+        fixed = (B, K, size, is_padded, memory.shape[-1], torch.is_inference_mode_enabled())
+        self._key = (*fixed, self._fingerprint)
+        capacity = _POSITIONS
+        while capacity < tokens.shape[1]:
+            capacity *= 2
+        program = self._program = self._take(capacity, memory)
+        logits = program.prompt(self._model, tokens, memory, mask)
+        return logits.repeat_interleave(K, 0) if K > 1 else logits
+
+    def _take(self, capacity: int, memory: Tensor) -> _Program:
+        """A program that no other call uses, kept or new."""
+        program = self._programs.programs.pop((capacity, *self._key), None)
+        if program is None:
+            from fastattn.integrations.beam_cache import BeamCache
+
+            batch, beams, size, is_padded = self._key[:4]
+            cache = BeamCache(batch, beams, capacity, size, is_padded, memory.device)  # type: ignore[arg-type]
+            program = _Program(self._forward, cache, memory)
+        return program
+
+    def _grow(self, program: _Program, memory: Tensor) -> None:
+        self._program = self._take(2 * program.cache.max_length, memory)
+        program.cache.copy_to(self._program.cache)
+        self._programs.put((program.cache.max_length, *self._key), program)
+
+    def end(self) -> None:
+        if self._program is not None:
+            self._programs.put((self._program.cache.max_length, *self._key), self._program)
+
+    def as_dynamic(self) -> Any:
+        assert self._program is not None
+        return self._program.cache.as_dynamic(self._memory_rows)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What a recorded step depends on: the addresses of parameters and buffers, and the code.
+
+    why: why the step of a model in this state is not recorded.
+    """
+
+    fingerprint: tuple[Hashable, ...]
+    why: str | None
+
+
+def _survey(model: nn.Module) -> _Survey:
+    found: list[Hashable] = []
+    devices, why = set(), None
+    for module in model.modules():
+        kind: Any = type(module)
+        state = module.__dict__
+        found += [kind, state.get("forward")]
+        for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
+            if tensor is not None:
+                found += [tensor.data_ptr(), tensor.dtype]
+                devices.add(tensor.device)
+        hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
+        if any(_is_noticed(hook) for hook in hooks):
+            why = f"is of a model with hooks, as of a {kind.__name__}"
+        elif parametrize.is_parametrized(module):
+            why = f"is of a model with parametrizations, as of a {kind.__name__}"
+    if len(devices) != 1:
+        why = "is of a model on several devices"
+    return _Survey(tuple(found), why)
+
+
+def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
+    """Why a call of `generate` runs the model's own path, phrased to follow "the call"."""
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    cache = given.get("past_key_values")
+    if model.training:
+        return "is in training mode"
+    if torch.is_grad_enabled():
+        return "records gradients"
+    if torch._C._is_any_autocast_enabled():
+        return "is under autocast"
+    if config.is_assistant:
+        return "is that of an assistant"
+    if not config.use_cache or cache is None:
+        return "has use_cache=False"
+    if getattr(cache, "_is_user_defined", False):
+        return "has past_key_values"
+    own = getattr(cache, "self_attention_cache", None)
+    if type(cache) is not EncoderDecoderCache or type(own) is not DynamicCache or own.offloading:
+        return f"has cache_implementation={config.cache_implementation!r}"
+    for name in ("output_attentions", "output_hidden_states"):
+        if any(getattr(c, name, False) for c in (config, model.config)) or given.get(name):
+            return f"has {name}"
+    if config.prefill_chunk_size is not None:
+        return "has prefill_chunk_size"
+    for name, value in given.items():
+        if name not in _ARGUMENTS and value is not None and value is not False:
+            return f"has {name}"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "is of a quantised model"
+    return None
+
+
+def _is_noticed(hook: Any) -> bool:
+    """Not those of `transformers` that record attentions when these are requested."""
+    return bool(getattr(hook, "__module__", "") != "transformers.utils.output_capturing")
+
+
+# -- the drop-in ----------------------------------------------------------------------------------
+def why_unsupported(model: Any) -> str | None:
+    """Why `generate` of this encoder-decoder stays as it is, phrased to follow its name."""
+    kind = type(model)
+    if model.config.model_type not in MODEL_TYPES:
+        return f"keeps its generate: fastattn has none for model_type {model.config.model_type}"
+    if not kind.__module__.startswith("transformers.models."):
+        return f"keeps its generate: {kind.__name__} is a class of another package"
+    if "forward" in model.__dict__:
+        return "keeps its generate: it has its own forward"
+    return None
+
+
+@functools.cache
+def drop_in(kind: Any) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generation = kwargs.get("past_key_values")
+        if type(generation) is not _Generation:
+            return kind.forward(self, *args, **kwargs)
+        ids, outputs = kwargs["decoder_input_ids"], kwargs["encoder_outputs"]
+        return generation.forward(ids, outputs, kwargs.get("attention_mask"))
+
+    def searching(search: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(search)
+        def run(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with _generation(kind.forward, self, input_ids, kwargs) as generation:
+                result = search(self, input_ids, *args, **kwargs)
+                if generation is not None and not isinstance(result, Tensor):
+                    result.past_key_values = generation.as_dynamic()
+            return result
+
+        return run
+
+    def encoding(encode: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(encode)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with contextlib.nullcontext() if torch.is_grad_enabled() else _Products():
+                return encode(self, *args, **kwargs)
+
+        return run
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = super(made, self).__reduce_ex__(protocol)
+        return _rebuild, (kind,), *state
+
+    encode = "_maybe_prepare_encoder_kwargs_for_generation"
+    methods = {"forward": forward, "__reduce_ex__": reduce}
+    methods |= {name: searching(getattr(kind, name)) for name in ("_sample", "_beam_search")}
+    methods[encode] = encoding(getattr(kind, encode))
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "replaces": kind}
+    made: type[nn.Module] = type(kind.__name__, (kind,), names | methods)
+    return made
+
+
+def _rebuild(kind: Any) -> Any:
+    made = drop_in(kind)
+    return made.__new__(made)
+
+
+@contextlib.contextmanager
+def _generation(
+    forward: Callable[..., Any], model: Any, input_ids: Tensor, given: dict[str, Any]
+) -> Iterator[_Generation | None]:
+    """Replaces `past_key_values` in the arguments of a search, if the call is covered."""
+    config = given["generation_config"]
+    options = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus",
+               "streamer", "tokenizer", "assistant_model")  # fmt: skip
+    arguments = {name: value for name, value in given.items() if name not in options}
+    beams = max(config.num_beams, config.num_return_sequences)
+    survey = _survey(model)
+    why = _why_own_path(model, config, arguments) or survey.why
+    if why is None and given.get("synced_gpus"):
+        why = "has synced_gpus"
+    if why is None and bool((input_ids.unflatten(0, (-1, beams)).diff(dim=1) != 0).any()):
+        why = "has rows of one sentence that differ"
+    state = model.__dict__[STATE]
+    if why is not None:
+        state.fallbacks[why] = state.fallbacks.get(why, 0) + 1
+        yield None
+        return
+    generation = _Generation(forward, model, survey.fingerprint, beams)
+    given["past_key_values"] = generation
+    try:
+        yield generation
+    finally:
+        generation.end()

@@ -30,6 +30,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
 
     As in torch, `is_causal=True` requires `attn_mask` and is trusted: the op then reads no mask,
     also beside a `key_padding_mask`. With `need_weights=True` the weights are computed unfused.
+    `set_heads` changes the scale of the scores and the size of the heads.
     """
 
     def forward(
@@ -44,6 +45,12 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if not is_supported(self, query, key, value, key_padding_mask, attn_mask):
+            if has_own_heads(self):
+                check_padded_inputs(self, query, key, value, key_padding_mask, attn_mask)
+                raise NotImplementedError(
+                    "attention with its own scale or head size needs plain dense parameters and "
+                    f"inputs of one floating dtype, got {query.dtype}"
+                )
             return super().forward(
                 query,
                 key,
@@ -73,13 +80,77 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         k, v, extra = extended_keys(self, k, v)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads, extra)
         p = self.dropout if self.training else 0.0
-        heads, weights = attention_with_weights(q, k, v, mask, p)
+        heads, weights = attention_with_weights(q, k, v, mask, p, scale_of(self))
         context = merge_heads(self, heads, query.dim())
         if average_attn_weights:
             weights = weights.mean(dim=1)
         if query.dim() == 2:
             weights = weights.squeeze(0)
         return linear(context, self.out_proj.weight, self.out_proj.bias), weights
+
+
+def set_heads(
+    module: nn.Module,
+    *,
+    num_heads: int | None = None,
+    head_dim: int | None = None,
+    scale: float | None = None,
+) -> None:
+    """Sets the heads of every attention within `module`, in place; None leaves a value as it is.
+
+    num_heads, head_dim: their product may differ from embed_dim, as in T5; the projections of
+    query, key and value then have that many rows and `out_proj` that many columns, newly
+    initialised. scale: of the scores, default head_dim ** -0.5. Raises ValueError for attention
+    with kdim, vdim, add_bias_kv or add_zero_attn.
+    """
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    attentions = [child for child in module.modules() if isinstance(child, nn.MultiheadAttention)]
+    for attention in attentions:
+        if (
+            attention.in_proj_weight is None
+            or attention.bias_k is not None
+            or attention.add_zero_attn
+        ):
+            raise ValueError(
+                "heads can be set for attention without kdim, vdim, add_bias_kv and "
+                f"add_zero_attn, got {attention}"
+            )
+        _resize_heads(attention, num_heads or attention.num_heads, head_dim or attention.head_dim)
+        if scale is not None:
+            attention.scale = float(scale)  # type: ignore[assignment]
+        if has_own_heads(attention):
+            # Not packed, in torch's words: its layers then call `forward` instead of reading the
+            # weights.
+            attention._qkv_same_embed_dim = False
+
+
+def _resize_heads(attention: nn.MultiheadAttention, num_heads: int, head_dim: int) -> None:
+    weight, out = attention.in_proj_weight, attention.out_proj
+    attention.num_heads, attention.head_dim = num_heads, head_dim
+    width = num_heads * head_dim
+    if len(weight) == 3 * width:
+        return
+    like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    attention.in_proj_weight = nn.Parameter(torch.empty(3 * width, attention.embed_dim, **like))
+    nn.init.xavier_uniform_(attention.in_proj_weight)
+    if attention.in_proj_bias is not None:
+        attention.in_proj_bias = nn.Parameter(torch.zeros(3 * width, **like))
+    bias = out.bias is not None
+    attention.out_proj = type(out)(width, attention.embed_dim, bias=bias, **like)
+    if bias:
+        nn.init.zeros_(attention.out_proj.bias)
+
+
+def scale_of(module: nn.Module) -> float | None:
+    """The scale of an attention's scores, None if it is head_dim ** -0.5."""
+    return module.__dict__.get("scale")
+
+
+def has_own_heads(module: nn.MultiheadAttention) -> bool:
+    """Whether `set_heads` changed the module, so that torch's functions do not compute it."""
+    return scale_of(module) is not None or module.num_heads * module.head_dim != module.embed_dim
 
 
 def is_supported(
@@ -209,6 +280,7 @@ def attend(
         mask=mask,
         key_lengths=key_lengths,
         causal=causal,  # type: ignore[arg-type]
+        scale=scale_of(module),
         dropout_p=p,
         **streams.take(p),
         **scores,
@@ -272,7 +344,8 @@ def project_in(module: nn.MultiheadAttention, x: Tensor, first: int, count: int)
     weight: Tensor = module.in_proj_weight
     bias: Tensor | None = module.in_proj_bias
     if count < 3:
-        rows = slice(first * module.embed_dim, (first + count) * module.embed_dim)
+        width = module.num_heads * module.head_dim
+        rows = slice(first * width, (first + count) * width)
         weight, bias = weight[rows], None if bias is None else bias[rows]
     return linear(x, weight, bias).unflatten(-1, (count, module.num_heads, module.head_dim))
 
@@ -331,19 +404,25 @@ def merge_heads(module: nn.MultiheadAttention, heads: Tensor, rank: int) -> Tens
 
 
 def attention_with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in unfused torch functions: heads `[B, H, M, D]` and weights `[B, H, M, N]`.
 
-    mask: as for the op. The weights are returned after dropout; rows with no allowed key have zero
-    weights and zero gradients; keys that no row may attend may hold any value, NaN included.
+    mask, scale: as for the op. The weights are returned after dropout; rows with no allowed key
+    have zero weights and zero gradients; keys that no row may attend may hold any value, NaN
+    included.
     """
     if mask is not None:
         blocked = blocked_pairs(mask)
         dead_keys = blocked.all(dim=-2)[..., None]  # [B, H, N, 1]
         k, v = k.masked_fill(dead_keys, 0.0), v.masked_fill(dead_keys, 0.0)
         q = q.masked_fill(blocked.all(dim=-1, keepdim=True), 0.0)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     if mask is None:
         weights = torch.softmax(scores, dim=-1)
     else:

@@ -5,7 +5,7 @@ as one op.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,46 @@ from fastattn import functional
 from fastattn.nn.fusion import DropoutStreams, active_p, is_unmodified
 
 _FUNCTIONS = ((F.relu, "relu"), (torch.relu, "relu"), (F.gelu, "gelu"), (F.silu, "silu"))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# Activations that the `ffn` op computes.
 _GATED: dict[str, Callable[[Tensor], Tensor]] = {"reglu": F.relu, "geglu": F.gelu, "swiglu": F.silu}
 _UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "silu": F.silu,
 }
+
+
+class GatedActivation(nn.Module):
+    """`act(gate) * up` of an x whose last dimension holds gate and up, in this order.
+
+    name: "reglu", "geglu", "swiglu", which a layer computes in one op with its linear maps, or
+    "geglu_tanh", whose gelu is the tanh approximation, unfused.
+    """
+
+    functions: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        **_GATED,
+        "geglu_tanh": _gelu_tanh,
+    }
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name not in self.functions:
+            raise ValueError(f"name must be one of {tuple(self.functions)}, got {name!r}")
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.functions[self.name](gate) * up
+
+    def extra_repr(self) -> str:
+        return self.name
 
 
 def activation_name(activation: Any) -> str | None:
@@ -31,8 +64,10 @@ def activation_name(activation: Any) -> str | None:
             return name
     if not isinstance(activation, nn.Module):
         return None
-    if not is_unmodified(activation, nn.ReLU, nn.GELU, nn.SiLU):
+    if not is_unmodified(activation, nn.ReLU, nn.GELU, nn.SiLU, GatedActivation):
         return None
+    if isinstance(activation, GatedActivation):
+        return activation.name if activation.name in _GATED else None
     if isinstance(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     return "relu" if isinstance(activation, nn.ReLU) else "silu"

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fastattn import functional
 from fastattn.functional import Lengths
-from fastattn.nn.attention import project_each
+from fastattn.nn.attention import project_each, scale_of
+from fastattn.nn.feed_forward import GatedActivation
 from fastattn.nn.fusion import DropoutStreams, inherits, is_unmodified
 from fastattn.nn.norm import LayerNorm, RMSNorm
 from fastattn.nn.positional_attention import attention_classes, positions_of
@@ -24,7 +25,7 @@ from fastattn.nn.positional_attention import attention_classes, positions_of
 # Element-wise modules.
 _ACTIVATIONS = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Softplus,
-    nn.Tanh, nn.Sigmoid,
+    nn.Tanh, nn.Sigmoid, GatedActivation,
 )  # fmt: skip
 
 
@@ -106,7 +107,11 @@ def refuse_padding_masks(lengths: str, **masks: Tensor | None) -> None:
 
 
 def can_pack_norm(norm: nn.Module | None) -> bool:
-    """Whether a stack's norm, if there is one, computes the same on packed rows."""
+    """Whether a stack's norm, if there is one, computes the same on packed rows; it may be followed
+    by dropout in an `nn.Sequential`.
+    """
+    if norm is not None and is_unmodified(norm, nn.Sequential):
+        return all(is_unmodified(child, nn.Dropout) or can_pack_norm(child) for child in norm)  # type: ignore[attr-defined]
     return norm is None or is_unmodified(norm, nn.LayerNorm, LayerNorm, nn.RMSNorm, RMSNorm)
 
 
@@ -172,6 +177,7 @@ def packed_context(
         queries.longest,
         keys.longest,
         causal="top_left" if causal else False,
+        scale=scale_of(attention),
         dropout_p=p,
         **streams.take(p),
         **scores,

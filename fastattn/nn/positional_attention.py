@@ -23,6 +23,7 @@ from fastattn.nn.attention import (
     merge_heads,
     project,
     rotated_heads,
+    scale_of,
 )
 from fastattn.nn.fusion import DropoutStreams
 from fastattn.nn.relative import AttentionPositions, PositionKind, make_positions
@@ -100,7 +101,9 @@ class PositionalMultiheadAttention(UnpackedMultiheadAttention):
         q, k, v = project(self, query, key, value)
         q, k = rotated_heads(self.positions, q, k)
         mask = allowed_mask(*masks, q.shape[0], self.num_heads)
-        weights = functional.attention_weights(q, k, mask=mask, **self.positions.score_options())
+        weights = functional.attention_weights(
+            q, k, mask=mask, scale=scale_of(self), **self.positions.score_options()
+        )
         weights = weights.to(q.dtype)
         if self.training and self.dropout > 0.0:
             weights = F.dropout(weights, self.dropout)

@@ -110,7 +110,10 @@ class T5Positions(AttentionPositions):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _head_dim(embed_dim, num_heads)
+        if num_heads < 1 or embed_dim < 1:
+            raise ValueError(
+                f"embed_dim and num_heads must be at least 1, got {embed_dim} and {num_heads}"
+            )
         least = 2 if causal else 4
         if buckets < least or (not causal and buckets % 2):
             wanted = "at least 2 with causal=True" if causal else "even and at least 4"

@@ -69,3 +69,33 @@ def test_position_wise_ffn_rejects():
         fnn.PositionWiseFFN(E, 24, activation="tanh")
     with pytest.raises(ValueError, match=r"x must be \[..., 16\], got \[3, 8\]"):
         fnn.PositionWiseFFN(E, 24)(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("name", ["reglu", "geglu", "swiglu", "geglu_tanh"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_layers_with_gated_activations(name, norm_first):
+    torch.manual_seed(0)
+    layer = fnn.TransformerEncoderLayer(
+        8, 2, 12, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    layer.linear1 = nn.Linear(8, 24)
+    layer.activation = fnn.GatedActivation(name)
+    stack = fnn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        fused = stack(x)
+        packed = stack(x, src_lengths=[5, 5])
+        for module in stack.layers:  # a hook makes the layer call its modules
+            module.activation.register_forward_hook(lambda *_: None)
+        unfused = stack(x)
+    torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(packed, unfused, rtol=1e-5, atol=1e-6)
+    functions = {
+        "reglu": F.relu, "geglu": F.gelu, "swiglu": F.silu,
+        "geglu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    }  # fmt: skip
+    gate, up = torch.randn(2, 3), torch.randn(2, 3)
+    got = fnn.GatedActivation(name)(torch.cat([gate, up], dim=1))
+    torch.testing.assert_close(got, functions[name](gate) * up)
+    with pytest.raises(ValueError, match=r"name must be one of .* got 'glu'"):
+        fnn.GatedActivation("glu")

@@ -14,13 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .data import PAD
+from .data import SpecialTokens
 from .model import Memory, Seq2SeqTransformer
 
 
 class Continuations(Protocol):
     beams: int
     device: torch.device
+    special: SpecialTokens
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B, K] to the beams and return the next logits, fp32 [B, K, V]."""
@@ -45,6 +46,7 @@ class CachedContinuations:
         memory_size: int,
     ) -> None:
         self.beams, self.device = beams, memory.source.device
+        self.special = model.config.special
         self._model = model
         # Only a copying head reads the memory again, from tensors of fixed address.
         self._memory = memory.padded(memory_size) if memory.copy_keys is not None else None
@@ -82,6 +84,7 @@ class PrefixContinuations:
 
     def __init__(self, model: Seq2SeqTransformer, memory: Memory, *, beams: int) -> None:
         self.beams, self.device = beams, memory.source.device
+        self.special = model.config.special
         self._model = model
         self._memory = memory.repeat(beams)
         self._prefix: Tensor
@@ -98,7 +101,7 @@ class PrefixContinuations:
 
     def rewind(self) -> None:
         source = self._memory.source
-        self._prefix = torch.full((len(source), 0), PAD, dtype=torch.long, device=source.device)
+        self._prefix = source.new_empty(len(source), 0)
 
 
 def make_continuations(

@@ -31,6 +31,22 @@ MINIMUM_VOCABULARY = len(SPECIAL_TOKENS) + BYTES
 MAXIMUM_VOCABULARY = 1 << 24  # the trainer allocates for all of them
 
 
+class SpecialTokens(NamedTuple):
+    """The ids of a vocabulary for padding and for the first and last token of a sentence.
+
+    `begin` is the decoder's first input; in some models it is the token `pad` or `end`.
+    """
+
+    pad: int = PAD
+    begin: int = BEGIN
+    end: int = END
+
+    @property
+    def never_chosen(self) -> list[int]:
+        """The tokens that no search chooses, in ascending order."""
+        return sorted({self.pad, self.begin} - {self.end})
+
+
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # includes all line ends
 
 
@@ -186,18 +202,26 @@ class SubwordTokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        for number, text in enumerate(texts, start=1):
-            try:
-                text.encode()
-            except UnicodeEncodeError:  # a surrogate, which Python decodes invalid bytes to
-                raise ValueError(f"text {number} must be UTF-8, got {text[:60]!a}") from None
+        require_unicode(texts)
         encoded = self._backend.encode_batch([tidy(t) for t in texts], add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
+    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids that the encoder reads, special tokens included."""
+        return [[*ids, END] for ids in self.encode_all(texts)]
+
+    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids that the decoder writes, special tokens included."""
+        return [[*ids, END] for ids in self.encode_all(texts)]
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that searches begin with, unscored, such as the target language."""
+        return []
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return token ids as one line of text, without special tokens or control characters."""
-        text = self._backend.decode(list(ids), skip_special_tokens=True)
-        return " ".join(_CONTROLS.sub(" ", text).split())
+        return one_line(self._backend.decode(list(ids), skip_special_tokens=True))
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the readable form of each token, a leading space shown as `▁`."""
@@ -208,16 +232,26 @@ class SubwordTokenizer:
         return "▁" + text[1:] if text.startswith(" ") else text
 
 
+def require_unicode(texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # a surrogate, which Python decodes invalid bytes to
+            raise ValueError(f"text {number} must be UTF-8, got {text[:60]!a}") from None
+
+
+def one_line(text: str) -> str:
+    """Return `text` without control characters and with single spaces."""
+    return " ".join(_CONTROLS.sub(" ", text).split())
+
+
 def encode_pairs(
     pairs: Sequence[Pair], tokenizer: SubwordTokenizer, *, max_length: int | None = None
 ) -> list[Example]:
     """Encode pairs, END included; pairs with a side longer than `max_length` are skipped."""
-    sources = tokenizer.encode_all([pair.source for pair in pairs])
-    targets = tokenizer.encode_all([pair.target for pair in pairs])
-    examples = [
-        Example([*source, END], [*target, END])
-        for source, target in zip(sources, targets, strict=True)
-    ]
+    sources = tokenizer.encode_sources([pair.source for pair in pairs])
+    targets = tokenizer.encode_targets([pair.target for pair in pairs])
+    examples = [Example(source, target) for source, target in zip(sources, targets, strict=True)]
     if max_length is None:
         return examples
     return [e for e in examples if max(len(e.source), len(e.target)) <= max_length]
@@ -256,23 +290,25 @@ class Batch:
         )
 
 
-def collate(examples: Sequence[Example]) -> Batch:
-    source = pad([e.source for e in examples])
+def collate(examples: Sequence[Example], special: SpecialTokens | None = None) -> Batch:
+    """special: those of the model, if not PAD, BEGIN and END."""
+    special = special or SpecialTokens()
+    source = pad([e.source for e in examples], special.pad)
     return Batch(
         source=source,
-        source_padding=source == PAD,
-        target_in=pad([[BEGIN, *e.target[:-1]] for e in examples]),
-        target_out=pad([e.target for e in examples]),
+        source_padding=source == special.pad,
+        target_in=pad([[special.begin, *e.target[:-1]] for e in examples], special.pad),
+        target_out=pad([e.target for e in examples], special.pad),
         tokens=sum(len(e.source) + len(e.target) for e in examples),
         source_lengths=tuple(len(e.source) for e in examples),
         target_lengths=tuple(len(e.target) for e in examples),
     )
 
 
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the rows as one int64 tensor, padded with PAD on the right."""
+def pad(rows: Sequence[Sequence[int]], filling: int = PAD) -> Tensor:
+    """Return the rows as one int64 tensor, padded on the right."""
     width = max(map(len, rows))
-    filled = [[*row, *[PAD] * (width - len(row))] for row in rows]
+    filled = [[*row, *[filling] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.long, device="cpu")
 
 
@@ -313,9 +349,17 @@ class Position(NamedTuple):
 
 
 def training_batches(
-    examples: Sequence[Example], *, token_budget: int, seed: int, start: Position | None = None
+    examples: Sequence[Example],
+    *,
+    token_budget: int,
+    seed: int,
+    start: Position | None = None,
+    special: SpecialTokens | None = None,
 ) -> Iterator[tuple[Batch, Position]]:
-    """Yield batches without end from `start`, each with the position of the next batch."""
+    """Yield batches without end from `start`, each with the position of the next batch.
+
+    special: as in `collate`.
+    """
     if not examples:
         raise ValueError("examples must hold at least one sentence pair, got none")
     epoch, first = start or Position()
@@ -323,5 +367,5 @@ def training_batches(
         plan = plan_batches(examples, token_budget=token_budget, seed=seed, epoch=epoch)
         for number, indices in enumerate(plan[first:], start=first + 1):
             following = Position(epoch, number) if number < len(plan) else Position(epoch + 1)
-            yield collate([examples[i] for i in indices]), following
+            yield collate([examples[i] for i in indices], special), following
         epoch, first = epoch + 1, 0

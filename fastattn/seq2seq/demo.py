@@ -28,7 +28,7 @@ from fastattn.ops import default_device, device_name, versions
 
 from .catalogues import SOURCES, load_catalogue_pairs
 from .checkpoint import read_best, write_atomically
-from .data import BEGIN, END, Pair, read_pairs
+from .data import Pair, read_pairs
 from .generation import Translator, bleu, chrf
 from .model import ModelConfig, Seq2SeqTransformer, record_attention
 from .plots import (
@@ -474,7 +474,8 @@ def draw_attention(
     title, (stack, module) = ATTENTION[kind]
     queries = sources if stack == "encoder" else targets
     # The decoder reads what it has written before.
-    keys = [*translator.tokenizer.tokens([BEGIN]), *targets[:-1]] if kind == "decoder" else sources
+    begin = translator.tokenizer.tokens([translator.model.config.begin])
+    keys = [*begin, *targets[:-1]] if kind == "decoder" else sources
     layers = [w for name, w in weights.items() if name.startswith(stack) and name.endswith(module)]
     save_heat_maps(path, layers, queries, keys, title)
 
@@ -493,10 +494,10 @@ def _attention(
     """The tokens of both sentences, and the weights [H, M, N] of each attention module by name."""
     model, tokenizer = translator.model, translator.tokenizer
     device = model.embedding.weight.device
-    source_ids = [*tokenizer.encode(source), END]
-    target_ids = [*tokenizer.encode(target), END][: model.config.max_length]
+    (source_ids,) = tokenizer.encode_sources([source])
+    target_ids = tokenizer.encode_targets([target])[0][: model.config.max_length]
     tokens = torch.tensor([source_ids], device=device)
-    shifted = torch.tensor([[BEGIN, *target_ids[:-1]]], device=device)
+    shifted = torch.tensor([[model.config.begin, *target_ids[:-1]]], device=device)
     with torch.no_grad(), record_attention(model) as weights:
         model(tokens, shifted, torch.zeros_like(tokens, dtype=torch.bool))
     by_name = {name: w[0].float() for name, w in weights.items()}

@@ -21,7 +21,7 @@ from fastattn.nn.step_graph import recorded
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
-from .data import BEGIN, END, PAD, SubwordTokenizer, pad
+from .data import SubwordTokenizer, pad, tidy
 from .model import Memory, Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
@@ -81,6 +81,7 @@ def generate(
     max_lengths: Sequence[int],
     strategy: Strategy = GREEDY,
     prefixes: Sequence[Sequence[int]] | None = None,
+    unscored: int = 0,
     numbers: Sequence[int] | None = None,
     return_attention: bool = False,
     use_cache: bool | None = None,
@@ -92,7 +93,8 @@ def generate(
         source, source_padding: [B, S]; padding must be on the right.
         max_lengths: for each source the maximum tokens of its result, END and prefix included.
         strategy: `Greedy()`, `Sampling(...)` or `BeamSearch(...)`.
-        prefixes: for each source the tokens that its result begins with; they count in scores.
+        prefixes: for each source the tokens that its result begins with; they count in scores,
+            except the first `unscored` of each, such as a token for the language.
         numbers: the stream of random numbers for each source in `Sampling`, default 0, 1, 2, ...
         return_attention: return the decoder's attention over the source for the best hypothesis,
             from one more run of the model.
@@ -101,7 +103,7 @@ def generate(
 
     The model must be in eval mode.
     """
-    request = Request(max_lengths, prefixes)
+    request = Request(max_lengths, prefixes, unscored)
     if not len(source) and not max_lengths:
         return []
     _check(model, source, source_padding, request)
@@ -163,7 +165,9 @@ def _check(
                 f"prefixes must not be longer than their max_lengths, got {len(prefix)} tokens "
                 f"for {limit}"
             )
-        if not all(END < token < model.config.vocabulary for token in prefix):
+        if not all(
+            0 <= t < model.config.vocabulary and t not in model.config.special for t in prefix
+        ):
             raise ValueError(f"prefixes must hold ordinary tokens, got {list(prefix)}")
 
 
@@ -230,7 +234,7 @@ def _make_search(
         return BeamState(continuations, strategy, request, steps=steps)
     if isinstance(strategy, Sampling):
         return SamplingSearch(continuations, strategy, request, steps=steps)
-    return SingleSearch(continuations, most_likely, request, steps=steps)
+    return SingleSearch(continuations, most_likely(continuations.special), request, steps=steps)
 
 
 def _with_attention(
@@ -240,10 +244,11 @@ def _with_attention(
     results: list[list[Hypothesis]],
 ) -> list[list[Hypothesis]]:
     """The best hypotheses with the attention of each layer over the source."""
-    targets = [best.tokens + [END] * best.ended for best, *_ in results]
-    shifted = pad([[BEGIN, *tokens[:-1]] for tokens in targets]).to(source.device)
+    special = model.config.special
+    targets = [best.tokens + [special.end] * best.ended for best, *_ in results]
+    shifted = [[special.begin, *tokens[:-1]] for tokens in targets]
     with record_attention(model) as weights:
-        model(source, shifted, source_padding)
+        model(source, pad(shifted, special.pad).to(source.device), source_padding)
     layers = [
         weights[f"decoder.layers.{i}.multihead_attn"] for i in range(model.config.decoder_layers)
     ]
@@ -323,33 +328,42 @@ class Translator:
                 f"prefixes must hold one for each of {len(texts)} texts, got {len(prefixes)}"
             )
         allowed = self.model.config.max_length
-        sources = self.tokenizer.encode_all(texts)
-        begins = None if prefixes is None else self.tokenizer.encode_all(prefixes)
+        sources = self.tokenizer.encode_sources(texts)
+        forced = self.tokenizer.forced
+        begins = None
+        if prefixes is not None:
+            begins = [[*forced, *ids] for ids in self.tokenizer.encode_all(prefixes)]
+        elif forced:
+            begins = [forced] * len(texts)
         for number, ids in enumerate(sources, start=1):
-            if len(ids) + 1 > allowed:
+            if len(ids) > allowed:
                 raise ValueError(
-                    f"text {number} must have at most {allowed - 1} tokens, got {len(ids)}: "
+                    f"text {number} must have at most {allowed - 1} tokens, got {len(ids) - 1}: "
                     f"{texts[number - 1][:60]!r}"
                 )
         limits = [
-            min(allowed, 2 * len(ids) + 10 if max_length is None else max_length) for ids in sources
+            min(allowed, 2 * len(ids) + 8 if max_length is None else max_length + len(forced))
+            for ids in sources
         ]
         device = self.model.embedding.weight.device
         results = [Translation("", None)] * len(texts)
-        order = sorted((i for i in range(len(texts)) if sources[i]), key=lambda i: len(sources[i]))
+        filled = (i for i, text in enumerate(texts) if tidy(text))
+        order = sorted(filled, key=lambda i: len(sources[i]))
+        padding = self.model.config.pad
         was_training = self.model.training
         self.model.eval()
         try:
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                source = pad([[*sources[i], END] for i in chosen]).to(device)
+                source = pad([sources[i] for i in chosen], padding).to(device)
                 found = generate(
                     self.model,
                     source,
-                    source == PAD,
+                    source == padding,
                     max_lengths=[limits[i] for i in chosen],
                     strategy=strategy,
                     prefixes=None if begins is None else [begins[i] for i in chosen],
+                    unscored=len(forced),
                     numbers=chosen,
                     return_attention=return_attention,
                     use_cache=use_cache,

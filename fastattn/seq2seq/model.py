@@ -13,26 +13,44 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastattn.nn import LearnedPositionalEncoding, SinusoidalPositionalEncoding, Transformer
+from fastattn.nn import (
+    GatedActivation,
+    LayerNorm,
+    LearnedPositionalEncoding,
+    RMSNorm,
+    SinusoidalPositionalEncoding,
+    T5Positions,
+    Transformer,
+    set_heads,
+)
 from fastattn.nn.fusion import linear
 from fastattn.nn.packing import Packing
 from fastattn.nn.positional_attention import set_positions
 from fastattn.nn.power_norm import PowerNorm, TokenBatchNorm, real_tokens
-from fastattn.nn.relative import make_positions
+from fastattn.nn.relative import AttentionPositions, make_positions
 from fastattn.nn.scoring import SCORES, ScoredMultiheadAttention
 
-from .data import PAD, Batch
+from .data import PAD, Batch, SpecialTokens
 from .pointer_generator import PointerGenerator
 
 ENCODINGS = {"sinusoidal": SinusoidalPositionalEncoding, "learned": LearnedPositionalEncoding}
 POSITIONS = (*ENCODINGS, "alibi", "t5", "rotary")
-NORMS = ("layer", "power", "batch")
+NORMS = ("layer", "rms", "power", "batch")
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "silu": nn.SiLU,
+    **{name: partial(GatedActivation, name) for name in GatedActivation.functions},
+}
+TYING = (True, False, "embeddings", "target")
 MEMORY_LAYERS = ("last", "same", "reversed")
 AND_LAST = "+last"
 DECODERS = ("autoregressive", "non-autoregressive")
@@ -47,20 +65,43 @@ class ModelConfig:
     included.
 
     Attributes:
+        activation: of the feed-forward networks: "relu", "gelu", "gelu_tanh", "silu", or gated
+            "reglu", "geglu", "geglu_tanh", "swiglu", with `ffn_width` columns for gate and up each.
         positions: "sinusoidal" and "learned" are added to the embeddings; "alibi", "t5" and
             "rotary" enter the scores of the self-attentions.
-        tied: source embedding, target embedding and output head share one matrix.
+        tied: source embedding, target embedding and output head share one matrix; False: none do;
+            "embeddings": the first two; "target": the last two.
         memory_layers: which encoder layer each decoder layer reads. "last": the last one, as
             usual; "same": the one with its own index (He et al. 2018); "reversed": from the last
             to the first; or numbers from 1, one for each decoder layer, such as "1,2,2". With
             "+last" after it, such as "same+last", every decoder layer reads the last encoder layer
             as well: two views of the source (after Liu et al. 2020), in one attention.
-        norm: "layer"; "power" and "batch" normalise over tokens, for comparison.
+        norm: "layer" or "rms"; "power" and "batch" normalise over tokens, for comparison.
         scoring: the score of queries and keys: "dot", "additive" or "cosine".
         copy: add a pointer-generator head, which can copy source tokens.
         decoder: "non-autoregressive" predicts all target tokens in parallel.
         length: the target length of such a decoder: from a "predictor", or by cutting a result of
             the maximum length at its first "end".
+        pad, begin, end: the ids of the special tokens, see `SpecialTokens`.
+
+    The remaining options, whose defaults are usual, are those of models of other libraries:
+
+        sinusoid_halves, sinusoid_inclusive, first_position: of sinusoidal positions, see
+            `fastattn.nn.SinusoidalPositionalEncoding`.
+        shared_positions: one table of learned positions for source and target.
+        relative_buckets, relative_distance: `buckets` and `max_distance` of `T5Positions`.
+        head_dim: default width / heads. attention_scale: default head_dim ** -0.5.
+        bias: whether linear maps and norms have biases.
+        norm_eps: of the norms.
+        final_norm: a norm after the last layer of each stack.
+        final_dropout: dropout after that norm.
+        embedding_scale: factor of the embeddings, default sqrt(width).
+        embedding_norm: a norm of the embeddings, after positions and before dropout.
+        padding_gradient: whether `pad` as an input has a gradient.
+        head_scale: factor of the decoder's output before the output head.
+        head_bias: constants added to the logits, which are not trained.
+        attention_dropout, activation_dropout: of attention weights and of the hidden layer of the
+            feed-forward networks, default `dropout`.
     """
 
     vocabulary: int
@@ -81,6 +122,28 @@ class ModelConfig:
     copy: bool = False
     decoder: str = "autoregressive"
     length: str = "predictor"
+    pad: int = 0
+    begin: int = 1
+    end: int = 2
+    sinusoid_halves: bool = False
+    sinusoid_inclusive: bool = False
+    first_position: int = 0
+    shared_positions: bool = True
+    relative_buckets: int = 32
+    relative_distance: int = 128
+    head_dim: int | None = None
+    attention_scale: float | None = None
+    bias: bool = True
+    norm_eps: float = 1e-5
+    final_norm: bool = True
+    final_dropout: bool = False
+    embedding_scale: float | None = None
+    embedding_norm: bool = False
+    padding_gradient: bool = True
+    head_scale: float = 1.0
+    head_bias: bool = False
+    attention_dropout: float | None = None
+    activation_dropout: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "heads", "ffn_width", "max_length"):
@@ -89,12 +152,16 @@ class ModelConfig:
         for name in ("encoder_layers", "decoder_layers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if self.width % self.heads:
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {value}")
+        if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"heads must divide width {self.width}, got {self.heads}")
         for name, known in (
+            ("activation", tuple(ACTIVATIONS)),
             ("positions", POSITIONS),
+            ("tied", TYING),
             ("norm", NORMS),
             ("scoring", SCORES),
             ("decoder", DECODERS),
@@ -106,12 +173,36 @@ class ModelConfig:
             raise ValueError(
                 f"scoring must be 'dot' with positions={self.positions!r}, got {self.scoring!r}"
             )
+        if self.head_dim is not None or self.attention_scale is not None:
+            for name, usual in (("scoring", ("dot",)), ("positions", (*ENCODINGS, "t5"))):
+                if getattr(self, name) not in usual:
+                    raise ValueError(
+                        f"{name} must be one of {usual} with head_dim or attention_scale, "
+                        f"got {getattr(self, name)!r}"
+                    )
+        for name in SpecialTokens._fields:
+            if not 0 <= getattr(self, name) < self.vocabulary:
+                raise ValueError(
+                    f"{name} must be a token below vocabulary {self.vocabulary}, "
+                    f"got {getattr(self, name)}"
+                )
+        if self.pad == self.end:
+            raise ValueError(f"end must differ from pad, got {self.end} for both")
+        if self.decoder != "autoregressive" and self.special != SpecialTokens():
+            raise ValueError(
+                f"pad, begin and end must be {tuple(SpecialTokens())} with "
+                f"decoder={self.decoder!r}, got {tuple(self.special)}"
+            )
         if self.positions == "rotary" and self.width // self.heads % 2:
             raise ValueError(
                 f"heads must divide width {self.width} into even parts with positions='rotary', "
                 f"got {self.heads}"
             )
         self.memory_numbers()
+
+    @property
+    def special(self) -> SpecialTokens:
+        return SpecialTokens(self.pad, self.begin, self.end)
 
     def memory_numbers(self) -> list[int]:
         """The encoder layer that each decoder layer reads, counted from 1; with two views the
@@ -219,36 +310,54 @@ class Memory:
 class Seq2SeqTransformer(nn.Module):
     """Encoder-decoder over token ids; forward returns the logits of the next target token."""
 
+    head_bias: Tensor
+
     def __init__(
         self, config: ModelConfig, transformer_class: type[nn.Transformer] = Transformer
     ) -> None:
         super().__init__()
         _check_transformer_class(config, transformer_class)
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
-        if not config.tied:
-            self.target_embedding = nn.Embedding(config.vocabulary, config.width)
+        padding = None if config.padding_gradient else config.pad
+        self.embedding = nn.Embedding(config.vocabulary, config.width, padding)
+        if config.tied in (False, "target"):
+            self.target_embedding = nn.Embedding(config.vocabulary, config.width, padding)
+        if config.tied in (False, "embeddings"):
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        encoding = ENCODINGS.get(config.positions)
-        self.positions = encoding and encoding(
-            config.width, max_length=config.max_length, dropout=config.dropout
-        )
+        if config.head_bias:
+            self.register_buffer("head_bias", torch.zeros(config.vocabulary))
+        self.positions = _make_encoding(config)
+        self.target_positions = None if config.shared_positions else _make_encoding(config)
+        if config.embedding_norm:
+            self.source_norm, self.target_norm = (_make_norm(config) for _ in range(2))
         with warnings.catch_warnings():
             # torch warns that norm_first disables its nested tensors, which are not used here.
             warnings.filterwarnings("ignore", message="enable_nested_tensor is True")
             self.transformer = transformer_class(
                 d_model=config.width,
-                nhead=config.heads,
+                # torch requires a divisor of the width.
+                nhead=config.heads if config.head_dim is None else 1,
                 num_encoder_layers=config.encoder_layers,
                 num_decoder_layers=config.decoder_layers,
                 dim_feedforward=config.ffn_width,
                 dropout=config.dropout,
-                activation=config.activation,
+                activation=config.activation if config.activation in ("relu", "gelu") else "relu",
+                layer_norm_eps=config.norm_eps,
                 batch_first=True,
                 norm_first=config.norm_first,
+                bias=config.bias,
+            )
+        _use_activation(self.transformer, config)
+        _use_dropout(self.transformer, config)
+        if config.head_dim is not None or config.attention_scale is not None:
+            set_heads(
+                self.transformer,
+                num_heads=config.heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
             )
         _use_positions(self.transformer, config)
-        _use_norm(self.transformer, config.norm)
+        _use_norm(self.transformer, config)
         _use_scoring(self.transformer, config.scoring)
         self.copying = PointerGenerator(config.width) if config.copy else None
         self._memory_numbers = config.memory_numbers()
@@ -264,7 +373,7 @@ class Seq2SeqTransformer(nn.Module):
         Targets need no padding mask: padding is on the right, where the causal mask hides it from
         every real token, and the loss ignores its rows.
         """
-        real = target_in != PAD
+        real = target_in != self.config.pad
         usual = self._memory_views == 1 and set(self._memory_numbers) <= {
             self.config.encoder_layers
         }
@@ -308,7 +417,7 @@ class Seq2SeqTransformer(nn.Module):
             return "copies source tokens"
         if self._memory_views > 1 or set(self._memory_numbers) != {self.config.encoder_layers}:
             return f"reads the encoder's layers {self.config.memory_layers}"
-        if self.config.norm != "layer":
+        if self.config.norm not in ("layer", "rms"):
             return f"has {self.config.norm} norms"
         return None
 
@@ -335,7 +444,8 @@ class Seq2SeqTransformer(nn.Module):
     def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
         """Return the decoder's output [B, T, width] for every prefix of `target_in`."""
         masks = {"tgt_mask": _causal_mask(target_in), "tgt_is_causal": True}
-        return self._run_decoder(self.embed_target(target_in), memory, target_in != PAD, masks)
+        real = target_in != self.config.pad
+        return self._run_decoder(self.embed_target(target_in), memory, real, masks)
 
     def _run_decoder(
         self, x: Tensor, memory: Memory, real: Tensor, masks: dict[str, Any]
@@ -351,23 +461,27 @@ class Seq2SeqTransformer(nn.Module):
             return x if decoder.norm is None else decoder.norm(x)
 
     def embed_source(self, source: Tensor) -> Tensor:
-        return self._embed(self.embedding, source)
+        norm = self.source_norm if self.config.embedding_norm else None
+        return self._embed(self.embedding, self.positions, norm, source)
 
     def embed_target(self, target: Tensor, *, start: int | Tensor = 0) -> Tensor:
         """Embed target ids [B, T] at positions `start`, `start + 1`, ...
 
         start: as the `offset` of a positional encoding, an int or a tensor on the device.
         """
-        return self._embed(
-            self.embedding if self.config.tied else self.target_embedding, target, start=start
-        )
+        embedding = self.target_embedding if self._separate_target else self.embedding
+        norm = self.target_norm if self.config.embedding_norm else None
+        positions = self.target_positions or self.positions
+        return self._embed(embedding, positions, norm, target, start=start)
 
     def logits(self, hidden: Tensor, memory: Memory | None = None) -> Tensor:
         """Return logits [B, T, vocabulary]. A copying head needs the memory, and its logits are
         log-probabilities.
         """
-        weight = self.embedding.weight if self.config.tied else self.head.weight
-        logits = linear(hidden, weight)
+        weight = self._head_weight()
+        if self.config.head_scale != 1.0:
+            hidden = hidden * self.config.head_scale
+        logits = linear(hidden, weight, self.head_bias if self.config.head_bias else None)
         if self.copying is None:
             return logits
         if memory is None or memory.copy_keys is None:
@@ -381,7 +495,7 @@ class Seq2SeqTransformer(nn.Module):
         self, source_padding: Tensor, real_target: Tensor | None = None
     ) -> Iterator[None]:
         """Within this context, norms over tokens ignore padding."""
-        if self.config.norm == "layer":
+        if self.config.norm in ("layer", "rms"):
             yield
             return
         with ExitStack() as stack:
@@ -390,20 +504,46 @@ class Seq2SeqTransformer(nn.Module):
                 stack.enter_context(real_tokens(self.transformer.decoder, real_target))
             yield
 
-    def _embed(self, embedding: nn.Embedding, tokens: Tensor, *, start: int | Tensor = 0) -> Tensor:
-        x = embedding(tokens) * math.sqrt(self.config.width)
-        if self.positions is None:
-            return F.dropout(x, self.config.dropout, self.training)
-        return self.positions(x, offset=start)
+    @property
+    def _separate_target(self) -> bool:
+        return self.config.tied in (False, "target")
+
+    def _head_weight(self) -> Tensor:
+        if self.config.tied in (False, "embeddings"):
+            return self.head.weight
+        return (self.target_embedding if self._separate_target else self.embedding).weight
+
+    def _embed(
+        self,
+        embedding: nn.Embedding,
+        positions: Any,
+        norm: nn.Module | None,
+        tokens: Tensor,
+        *,
+        start: int | Tensor = 0,
+    ) -> Tensor:
+        scale = self.config.embedding_scale
+        scale = math.sqrt(self.config.width) if scale is None else scale
+        x = embedding(tokens)
+        x = x if scale == 1.0 else x * scale
+        if positions is not None:
+            x = positions(x, offset=start)
+            if norm is None:
+                return x  # after dropout
+        x = x if norm is None else norm(x)
+        return F.dropout(x, self.config.dropout, self.training)
 
 
 def _check_transformer_class(config: ModelConfig, transformer_class: type[nn.Transformer]) -> None:
     if issubclass(transformer_class, Transformer):
         return
     for name, usual in (
+        ("activation", ("relu", "gelu")),
         ("norm", ("layer",)),
         ("scoring", ("dot",)),
         ("positions", tuple(ENCODINGS)),
+        ("head_dim", (None,)),
+        ("attention_scale", (None,)),
     ):
         if getattr(config, name) not in usual:
             # torch's layers read their children's weights directly and would ignore these options.
@@ -420,17 +560,76 @@ def _use_positions(transformer: nn.Transformer, config: ModelConfig) -> None:
     causal = config.decoder == "autoregressive"
     for stack, own in ((transformer.encoder, False), (transformer.decoder, causal)):
         kind: Any = config.positions
-        set_positions(stack, make_positions(kind, config.width, config.heads, causal=own))
+        if kind == "t5":
+            positions: AttentionPositions = T5Positions(
+                config.width,
+                config.heads,
+                causal=own,
+                buckets=config.relative_buckets,
+                max_distance=config.relative_distance,
+            )
+        else:
+            positions = make_positions(kind, config.width, config.heads, causal=own)
+        set_positions(stack, positions)
 
 
-def _use_norm(transformer: nn.Transformer, norm: str) -> None:
-    if norm == "layer":
+def _make_encoding(config: ModelConfig) -> nn.Module | None:
+    """The positions added to the embeddings, with their dropout unless a norm comes before it."""
+    dropout = 0.0 if config.embedding_norm else config.dropout
+    if config.positions == "learned":
+        return LearnedPositionalEncoding(config.width, config.max_length, dropout)
+    if config.positions != "sinusoidal":
+        return None
+    return SinusoidalPositionalEncoding(
+        config.width,
+        config.max_length,
+        dropout,
+        halves=config.sinusoid_halves,
+        inclusive=config.sinusoid_inclusive,
+        first=config.first_position,
+    )
+
+
+def _make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layer":
+        return LayerNorm(config.width, config.norm_eps, bias=config.bias)
+    if config.norm == "rms":
+        return RMSNorm(config.width, config.norm_eps)
+    return {"power": PowerNorm, "batch": TokenBatchNorm}[config.norm](config.width)
+
+
+def _use_activation(transformer: nn.Transformer, config: ModelConfig) -> None:
+    """Replace the activation of the layers by one that torch's constructor has no name for."""
+    if config.activation in ("relu", "gelu"):
         return
-    kind = {"power": PowerNorm, "batch": TokenBatchNorm}[norm]
-    for parent in list(transformer.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.LayerNorm):
-                setattr(parent, name, kind(transformer.d_model))
+    for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
+        layer.activation = ACTIVATIONS[config.activation]()
+        if isinstance(layer.activation, GatedActivation):
+            layer.linear1 = nn.Linear(config.width, 2 * config.ffn_width, bias=config.bias)
+            nn.init.xavier_uniform_(layer.linear1.weight)
+
+
+def _use_dropout(transformer: nn.Transformer, config: ModelConfig) -> None:
+    for module in transformer.modules():
+        if config.attention_dropout is not None and isinstance(module, nn.MultiheadAttention):
+            module.dropout = config.attention_dropout
+    if config.activation_dropout is not None:
+        for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
+            layer.dropout.p = config.activation_dropout
+
+
+def _use_norm(transformer: nn.Transformer, config: ModelConfig) -> None:
+    if config.norm != "layer":
+        for parent in list(transformer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.LayerNorm):
+                    setattr(parent, name, _make_norm(config))
+    for stack in (transformer.encoder, transformer.decoder):
+        if not config.final_norm:
+            stack.norm = None
+        if config.final_dropout:
+            norms = () if stack.norm is None else (stack.norm,)
+            stack.norm = nn.Sequential(*norms, nn.Dropout(config.dropout))
 
 
 def _use_scoring(transformer: nn.Transformer, scoring: str) -> None:

@@ -34,7 +34,7 @@ from .checkpoint import (
     write_atomically,
     write_best,
 )
-from .data import PAD, Batch, Example, collate, plan_batches, training_batches
+from .data import Batch, Example, collate, plan_batches, training_batches
 from .losses import guided_attention_loss, label_smoothed_cross_entropy
 from .model import Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, non_autoregressive_loss
@@ -233,7 +233,11 @@ def train(
         metrics = MetricsFile(run / "metrics.jsonl", keep_until=state.step)
     last_step = config.steps if stop_after is None else min(config.steps, stop_after)
     stream = training_batches(
-        train_examples, token_budget=config.batch_tokens, seed=config.seed, start=state.position
+        train_examples,
+        token_budget=config.batch_tokens,
+        seed=config.seed,
+        start=state.position,
+        special=model.config.special,
     )
     curve = _Curve(first_step=state.step + 1, metrics=metrics)
     interrupted = False
@@ -430,7 +434,8 @@ def update(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.zero_grad(set_to_none=True)
-    counts = [(batch.target_out != PAD).sum() for batch in batches]
+    padding = model.config.pad
+    counts = [(batch.target_out != padding).sum() for batch in batches]
     all_count = torch.stack(counts).sum()
     total = torch.zeros((), device=all_count.device)
     for batch, count in zip(batches, counts, strict=True):
@@ -499,11 +504,11 @@ def cross_entropy(model: Seq2SeqTransformer, batch: Batch, config: TrainingConfi
             logits = model(batch.source, batch.target_in, batch.source_padding)
             targets = batch.target_out
     loss = label_smoothed_cross_entropy(
-        logits, targets, smoothing=config.smoothing, ignore_index=PAD
+        logits, targets, smoothing=config.smoothing, ignore_index=model.config.pad
     )
     if not guided:
         return loss
-    lengths = (batch.target_out != PAD).sum(dim=1), (~batch.source_padding).sum(dim=1)
+    lengths = (batch.target_out != model.config.pad).sum(dim=1), (~batch.source_padding).sum(dim=1)
     guided_losses = [
         guided_attention_loss(layer, *lengths, width=config.guided_width)
         for layer in weights.values()
@@ -527,8 +532,8 @@ def validation_loss(
     model.eval()
     total, count = 0.0, 0
     for indices in plan_batches(examples, token_budget=config.batch_tokens):
-        batch = collate([examples[i] for i in indices])
-        tokens = int((batch.target_out != PAD).sum())
+        batch = collate([examples[i] for i in indices], model.config.special)
+        tokens = int((batch.target_out != model.config.pad).sum())
         total += float(cross_entropy(model, batch.to(device), config)) * tokens
         count += tokens
     model.train(was_training)

@@ -15,6 +15,7 @@ from fastattn.cli.arguments import (
     UsageError,
     add_command,
     add_device,
+    add_pretrained,
     chosen_device,
     chosen_text,
     existing_file,
@@ -26,6 +27,8 @@ from fastattn.cli.arguments import (
     number,
     positive_float,
     positive_int,
+    pretrained_translator,
+    refuse_languages,
     run_folder,
     share,
 )
@@ -52,7 +55,8 @@ def add(commands: Any) -> None:
         description=(
             "Train a translator into a run folder, from tab-separated sentence pairs (source, "
             "target; further columns are ignored, as in Tatoeba's fra.txt). With --resume, "
-            "continue an interrupted run with its own options, or with a larger --steps. Ctrl-C "
+            "continue an interrupted run with its own options, or with a larger --steps. With "
+            "--model, fine-tune a model that Hugging Face transformers saved. Ctrl-C "
             "and SIGTERM save a checkpoint first and print the command that continues."
         ),
     )
@@ -62,7 +66,12 @@ def add(commands: Any) -> None:
         "--resume the text of the run)",
     )  # fmt: skip
     parser.add_argument("--out", type=run_folder, required=True, metavar="RUN", help="run folder")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--resume", action="store_true", help="continue the run in --out")
+    add_pretrained(
+        parser, start,
+        "start from an encoder-decoder of transformers and keep its tokenizer",
+    )  # fmt: skip
     parser.add_argument(
         "--bleu-sentences", type=natural, default=0, metavar="N",
         help="translate N sentences at every validation, for a BLEU curve (default: %(default)s)",
@@ -126,6 +135,8 @@ def add(commands: Any) -> None:
         help="end of a non-autoregressive translation: a predicted length or the first END token",
     )  # fmt: skip
 
+    model_options = frozenset(fixed)
+
     training = fixed_options("training")
     training(
         "--steps", type=positive_int, default=10_000, metavar="N",
@@ -181,7 +192,7 @@ def add(commands: Any) -> None:
     objective(
         "--sequence-weight", type=share, default=0.9, help="weight of that reward in these updates"
     )
-    parser.set_defaults(fixed_options=fixed)
+    parser.set_defaults(fixed_options=fixed, model_options=model_options)
 
 
 def _run_train(options: argparse.Namespace) -> int:
@@ -189,17 +200,27 @@ def _run_train(options: argparse.Namespace) -> int:
 
     device = chosen_device(options)
     from fastattn.seq2seq import make_model
-    from fastattn.seq2seq.runs import start_run
+    from fastattn.seq2seq.runs import save_start, start_run
     from fastattn.seq2seq.training import require_trainable
 
     run: Path = options.out
     with input_errors():
-        prepared, files = _continue_run(options) if options.resume else _new_run(options, device)
+        translator = None
+        if hasattr(options, "model"):
+            translator = _pretrained(options)
+        else:
+            refuse_languages(options)
+        if options.resume:
+            prepared, files = _continue_run(options)
+        else:
+            prepared, files = _new_run(options, device, translator)
         torch.manual_seed(files.training.seed)
-        model = make_model(files.model)
+        model = make_model(files.model) if translator is None else translator.model
         require_trainable(model, files.training)
     if not options.resume:
         start_run(run, files)
+        if translator is not None:
+            save_start(run, files, model, device)
     try:
         return _train(options, model, prepared, files, device)
     except KeyboardInterrupt:
@@ -263,7 +284,20 @@ def _train(
     return DONE
 
 
-def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[PreparedText, RunFiles]:
+def _pretrained(options: argparse.Namespace) -> Translator:
+    """The model of --model, which no other option of the model changes except --max-length."""
+    for name, (flag, _) in options.fixed_options.items():
+        if name in options.model_options and name != "max_length" and hasattr(options, name):
+            raise UsageError(
+                f"{flag} cannot be given with --model, which has its own sizes and options, got "
+                f"{getattr(options, name)}"
+            )
+    return pretrained_translator(options, max_length=getattr(options, "max_length", None))
+
+
+def _new_run(
+    options: argparse.Namespace, device: torch.device, translator: Translator | None
+) -> tuple[PreparedText, RunFiles]:
     from fastattn.seq2seq.model import ModelConfig
     from fastattn.seq2seq.runs import RunFiles, default_held_out, prepare_text, require_no_run
     from fastattn.seq2seq.training import TrainingConfig
@@ -278,14 +312,17 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
     precision = options.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
-    model = _config(
-        ModelConfig,
-        options,
-        encoder_layers=options.layers,
-        decoder_layers=options.layers,
-        norm_first=not options.post_norm,
-        tied=not options.untied,
-    )
+    if translator is None:
+        model = _config(
+            ModelConfig,
+            options,
+            encoder_layers=options.layers,
+            decoder_layers=options.layers,
+            norm_first=not options.post_norm,
+            tied=not options.untied,
+        )
+    else:
+        model = translator.model.config
     training = _config(TrainingConfig, options, precision=precision)
     pairs = load_pairs(getattr(options, "data", None))
     held_out = getattr(options, "held_out", default_held_out(pairs))
@@ -294,9 +331,10 @@ def _new_run(options: argparse.Namespace, device: torch.device) -> tuple[Prepare
         held_out=held_out,
         seed=options.seed,
         max_length=model.max_length,
-        vocabulary=options.vocabulary,
+        vocabulary=options.vocabulary if translator is None else translator.tokenizer,
     )
-    model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
+    if translator is None:
+        model = replace(model, vocabulary=prepared.tokenizer.vocabulary)
     text = getattr(options, "data", None)
     files = RunFiles(model, training, prepared.tokenizer, prepared.digest, held_out, text)
     return prepared, files

@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 
 from .checkpoint import (
+    TrainingState,
     checkpoint_folder,
     checkpoint_steps,
     load_parameters,
     read_best,
     read_state,
     reading,
+    save_checkpoint,
     write_atomically,
 )
 from .data import (
@@ -32,8 +34,9 @@ from .data import (
 from .generation import Translator, bleu
 from .model import ModelConfig, Seq2SeqTransformer
 from .non_autoregressive import make_model
+from .pretrained_tokenizer import load_tokenizer
 from .progress import counted, waiting
-from .training import TrainingConfig, out_of_patience
+from .training import TrainingConfig, make_optimizer, out_of_patience
 
 FILES = ("model.json", "training.json", "tokenizer.json", "data.json")
 
@@ -85,9 +88,8 @@ def prepare_text(
             )
         train = encode_pairs(splits.train, tokenizer, max_length=max_length)
         valid = encode_pairs(splits.valid, tokenizer, max_length=max_length)
-        sources = tokenizer.encode_all([pair.source for pair in splits.test])
-        # END counts too.
-        fits = [len(source) < max_length for source in sources]
+        sources = tokenizer.encode_sources([pair.source for pair in splits.test])
+        fits = [len(source) <= max_length for source in sources]
         test = list(itertools.compress(splits.test, fits))
     for part, kept in (("training", train), ("validation", valid), ("test", test)):
         if not kept:
@@ -153,6 +155,17 @@ def start_run(run: Path, files: RunFiles) -> None:
     write_atomically(run / "model.json", files.model.to_json())
 
 
+def save_start(run: Path, files: RunFiles, model: Seq2SeqTransformer, device: torch.device) -> None:
+    """Save the parameters that a run starts with, as the checkpoint of update 0.
+
+    Needed if `make_model` does not compute them, as for a model of transformers.
+    """
+    torch.manual_seed(files.training.seed)
+    model.to(device)
+    optimizer = make_optimizer(model, files.training, device)
+    save_checkpoint(run, TrainingState(), model, optimizer, device)
+
+
 def open_run(run: Path) -> RunFiles:
     """Read what `start_run` wrote; DamagedFile names a file with other content."""
     for name in FILES:
@@ -166,7 +179,7 @@ def open_run(run: Path) -> RunFiles:
     with reading(run / "training.json") as path:
         training = TrainingConfig.from_json(path.read_text())
     with reading(run / "tokenizer.json") as path:
-        tokenizer = SubwordTokenizer.load(path)
+        tokenizer = load_tokenizer(path)
         if tokenizer.vocabulary > model.vocabulary:
             found = tokenizer.vocabulary
             raise ValueError(f"the model has {model.vocabulary} tokens, the tokenizer {found}")

@@ -22,10 +22,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from examples import common
-from fastattn import nn as fnn
 from fastattn.seq2seq.catalogues import load_catalogue_pairs
 from fastattn.seq2seq.data import BEGIN, END, PAD, Batch, Example, collate, training_batches
 from fastattn.seq2seq.generation import bleu
+from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer
 from fastattn.seq2seq.runs import prepare_text
 
 WIDTH, LONGEST = 128, 24
@@ -79,25 +79,14 @@ class Attentive(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, WIDTH, padding_idx=PAD)
-        self.positions = fnn.SinusoidalPositionalEncoding(WIDTH, max_length=256)
-        self.transformer = fnn.Transformer(WIDTH, 4, 1, 1, WIDTH, 0.0, batch_first=True)
-        self.output = nn.Linear(WIDTH, vocabulary)
+        config = ModelConfig(
+            vocabulary, width=WIDTH, heads=4, encoder_layers=2, decoder_layers=2,
+            ffn_width=2 * WIDTH, dropout=0.0, max_length=LONGEST,
+        )  # fmt: skip
+        self.model = Seq2SeqTransformer(config)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        size, padding = target.shape[1], source == PAD
-        x, y = (
-            self.positions(self.embedding(tokens) * math.sqrt(WIDTH)) for tokens in (source, target)
-        )
-        y = self.transformer(
-            x,
-            y,
-            tgt_mask=torch.ones(size, size, dtype=torch.bool).triu(1),
-            tgt_is_causal=True,
-            src_key_padding_mask=padding,
-            memory_key_padding_mask=padding,
-        )
-        return self.output(y)
+        return self.model(source, target, source == PAD)
 
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {

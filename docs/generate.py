@@ -30,9 +30,10 @@ from fastattn.seq2seq.plots import Curve, save_curves
 
 matplotlib.use("svg")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are not installed
+sys.path.insert(0, str(ROOT))  # the benchmarks and the examples are not installed
 
 from benchmarks import report, rows  # noqa: E402
+from examples.ablations import EXPERIMENTS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLUE, ORANGE, GREEN, GREY = "#3f51b5", "#ef6c00", "#2e7d32", "#cfd8dc"
@@ -231,6 +232,15 @@ def draw_curves() -> str:
         return path.read_text()
 
 
+def ablations() -> dict[str, Any]:
+    """The recorded run of `examples.ablations`."""
+    return json.loads((RESULTS / "ablations.json").read_text())
+
+
+def draw_ablation(name: str) -> str:
+    return _svg(EXPERIMENTS[name].draw(ablations()["experiments"][name]["values"]))
+
+
 def _grid(axes: Axes, size: int, x: str, y: str) -> None:
     axes.set(xlim=(0, size), ylim=(size, 0), aspect="equal", xlabel=x, ylabel=y)
     axes.set_xticks([])
@@ -253,6 +263,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "tiles": draw_tiles,
     "dropout": draw_dropout,
     "demo-curves": draw_curves,
+    **{f"ablation-{name}": lambda name=name: draw_ablation(name) for name in EXPERIMENTS},  # type: ignore[misc]
 }
 
 
@@ -324,6 +335,15 @@ def results() -> str:
     return report.to_markdown(report.summary(list(rows.read(paths)), images, tables=True), Path())
 
 
+def ablation_checks(name: str) -> str:
+    """What was expected of an experiment, and what was found."""
+    checks = [
+        [check["expected"], check["source"], check["found"], "yes" if check["holds"] else "**no**"]
+        for check in ablations()["experiments"][name]["checks"]
+    ]
+    return table(["expected", "source", "found", "holds"], checks)
+
+
 def command_line() -> str:
     """Each command with its options, from the parsers."""
     (commands,) = (
@@ -373,6 +393,8 @@ TEXTS: dict[str, Callable[[], str]] = {
     "cli": command_line,
     "exit_codes": exit_codes,
     "version": lambda: fastattn.__version__,
+    "ablation_device": lambda: ablations()["device"],
+    **{f"ablation_{name}": lambda name=name: ablation_checks(name) for name in EXPERIMENTS},  # type: ignore[misc]
 }
 
 

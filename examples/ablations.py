@@ -40,6 +40,7 @@ from examples.experiments import (
     window,
 )
 from examples.experiments.experiment import Settings
+from fastattn.ops import device_name, versions
 from fastattn.seq2seq.checkpoint import write_atomically
 
 EXPERIMENTS = {
@@ -54,6 +55,15 @@ EXPERIMENTS = {
 }
 
 
+def rounded(values: Any) -> Any:
+    """With 5 significant digits, so that checks and figures of a written record are the same."""
+    if isinstance(values, float):
+        return float(f"{values:.5g}")
+    if isinstance(values, dict):
+        return {key: rounded(value) for key, value in values.items()}
+    return [rounded(value) for value in values] if isinstance(values, list | tuple) else values
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = common.options(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}")
@@ -64,13 +74,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser.error(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}")
     settings = Settings(options.seed, options.quick)
     record: dict[str, Any] = {
-        **asdict(settings), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        **asdict(settings),
+        "device": device_name(torch.device("cpu")),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
         "experiments": {},
-    }  # fmt: skip
+    }
     for name in options.names or EXPERIMENTS:
         experiment = EXPERIMENTS[name]
         wall, processor = time.perf_counter(), time.process_time()
-        values = experiment.measure(settings)
+        values = rounded(experiment.measure(settings))
         checks = experiment.check(values)
         record["experiments"][name] = {
             "seconds": round(time.perf_counter() - wall, 1),
@@ -86,7 +99,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         common.save(
             experiment.draw(values), options.out, f"ablation-{name}.png", show=not options.json
         )
-        write_atomically(options.out / "ablations.json", json.dumps(record, indent=1) + "\n")
+        write_atomically(options.out / "ablations.json", json.dumps(record) + "\n")
     if options.json:
         checks = {name: part["checks"] for name, part in record["experiments"].items()}
         print(json.dumps(checks, indent=2))

@@ -12,7 +12,7 @@ from examples.experiments.translators import (
     small_translator,
     training_curve,
 )
-from fastattn.seq2seq.data import collate
+from fastattn.seq2seq.data import PAD, collate
 
 NORM_LAYERS = 4
 NORM_PLACES = {"post-norm": False, "pre-norm": True}
@@ -26,7 +26,8 @@ def gradients_by_layer(norm_first: bool, seed: int) -> list[float]:
     )
     batch = collate(short_sentences().train[:64])
     logits = model(batch.source, batch.target_in, batch.source_padding)
-    F.cross_entropy(logits.flatten(0, 1), batch.target_out.flatten(), ignore_index=0).backward()  # type: ignore[no-untyped-call]
+    targets = batch.target_out.flatten()
+    F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=PAD).backward()  # type: ignore[no-untyped-call]
     return [layer.linear2.weight.grad.norm().item() for layer in model.transformer.decoder.layers]
 
 

@@ -20,12 +20,9 @@ HEAD_DIMS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 def gap_density(count: int) -> float:
     """The density at 0 of the gap between the two largest of `count` standard normal numbers."""
     x = torch.linspace(-8.0, 8.0, 4001, dtype=DOUBLE)
-    density = torch.exp(-x * x) / (2.0 * math.pi)  # of a tie at x
-    return (
-        count
-        * (count - 1)
-        * torch.trapezoid(density * torch.special.ndtr(x) ** (count - 2), x).item()
-    )
+    # Two of the numbers are at x, the others below.
+    density = torch.exp(-x * x) / (2.0 * math.pi) * torch.special.ndtr(x) ** (count - 2)
+    return count * (count - 1) * torch.trapezoid(density, x).item()
 
 
 def score_gradients(q: Tensor, k: Tensor, scale: float) -> tuple[float, float]:
@@ -117,7 +114,7 @@ def draw(values: Values) -> Figure:
     right.loglog(dims, values["median"], "x--", color=orange, label="q·k, median")
     right.loglog(dims, values["gradient scaled"], "o-", color=blue, label="q·k / √d, mean")
     right.loglog(dims, values["median scaled"], "x--", color=blue, label="q·k / √d, median")
-    right.set_ylim(1e-7, 1.0)
+    right.set_ylim(1e-8, 1.0)
     right.set(xlabel="d", title="squared norm of the gradient of a query's scores")
     for axes in (left, right):
         axes.legend(frameon=False)

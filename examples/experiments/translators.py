@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def training_curve(
     try:
         return train(model, text.train, valid, config, device=CPU, description=title).validations
     except TrainingDiverged as error:
-        print(f"{title}: {error}")
+        print(f"{title}: {error}", file=sys.stderr)
         return None
 
 

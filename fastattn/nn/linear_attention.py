@@ -1,9 +1,9 @@
 """Linear attention, in parallel and as a recurrence (Katharopoulos et al. 2020).
 
-exp(q k) is replaced by phi(q) phi(k), phi = elu + 1 (equation 7), so that the context of a query is
-phi(q) S / phi(q) z with the sums S = sum phi(k) v and z = sum phi(k) over its keys. The sums do not
-depend on the query: work grows linearly with the length, and causal decoding is a recurrence over
-them (equations 16 to 20) whose state has one size whatever the length of the prefix.
+exp(q k) is replaced by phi(q) phi(k), phi = elu + 1 (section 3.2), so that the context of a query
+is phi(q) S / phi(q) z with the sums S = sum phi(k) v and z = sum phi(k) over its keys. The sums do
+not depend on the query: work grows linearly with the length, and causal decoding is a recurrence
+over them (section 3.4) whose state has one size whatever the length of the prefix.
 
 Shapes: B batch, H heads, M queries, N keys, D head dim.
 """

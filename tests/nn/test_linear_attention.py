@@ -14,7 +14,7 @@ DOUBLE = torch.float64
 
 
 def by_definition(q, k, v, allowed):
-    """Equation 4 of the paper: every pair, with the similarity (elu(q) + 1) (elu(k) + 1)."""
+    """Every pair of positions, with the weight (elu(q) + 1) (elu(k) + 1)."""
     weights = ((F.elu(q) + 1.0) @ (F.elu(k) + 1.0).mT) * allowed
     return (weights @ v / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
 

@@ -1,6 +1,7 @@
 """The experiments of `examples.ablations`: what holds exactly, and that each runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from examples.experiments.experiment import Settings
 from fastattn import nn as fnn
 from fastattn.seq2seq.catalogues import TextUnavailable
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = Settings(quick=True)
 DOUBLE = torch.float64
 
@@ -147,6 +149,15 @@ def test_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         ablations.main(["windows", "--out", str(tmp_path)])
     assert "NAME must be one of order, scale," in capsys.readouterr().err
+
+
+def test_the_record_is_that_of_these_experiments() -> None:
+    """Expectations, results and verdicts in the documentation follow from the recorded numbers."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "ablations.json").read_text())
+    assert record["experiments"].keys() == ablations.EXPERIMENTS.keys() and not record["quick"]
+    for name, part in record["experiments"].items():
+        checks = ablations.EXPERIMENTS[name].check(part["values"])
+        assert [asdict(check) for check in checks] == part["checks"]
 
 
 @pytest.mark.slow

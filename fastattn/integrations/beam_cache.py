@@ -154,6 +154,21 @@ class BeamCache(EncoderDecoderCache):
         if self.beams > 1:
             self.state.follow(beam_idx.view(self.batch, self.beams).long() % self.beams)
 
+    # -- between calls ----------------------------------------------------------------------------
+    def release(self) -> None:
+        """Frees the memory of keys and values until `allocate`."""
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()  # rows that are never written must be finite
+
+    def _tensors(self) -> list[Tensor]:
+        layers = self.state.layers
+        return [tensor for layer in layers for tensor in (layer.target, layer.memory)]
+
     # -- the result -------------------------------------------------------------------------------
     def copy_to(self, other: "BeamCache") -> None:
         """Continues in `other`, which differs only in its larger max_length."""

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fastattn.nn.fusion import linear
-from fastattn.nn.step_graph import recorded
+from fastattn.nn.step_graph import Tape, recorded
 
 if TYPE_CHECKING:
     from fastattn.integrations.beam_cache import BeamCache
@@ -39,7 +39,7 @@ STATE = "_fastattn_generation"  # in the __dict__ of a converted model
 # Sizes are rounded up to multiples of these, so that similar calls share one recorded step.
 _MEMORY_SIZES = 16
 _POSITIONS = 32  # and doubled when they are used up
-_KEPT = 4  # programs of a model
+_KEPT = 8  # programs of a model
 _ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
 
 
@@ -66,6 +66,7 @@ class _Program:
         self._memory = memory.new_zeros(1, 1, 1).expand(cache.batch, 1, memory.shape[-1])
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         self._replay: Callable[[], None] | None = None
+        self._is_released = False
 
     def prompt(self, model: Any, tokens: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         """Logits `[B, P, V]` of tokens `[B, P]`; memory: `[B, N, E]`, mask: `[B, N]`."""
@@ -90,6 +91,20 @@ class _Program:
         state.length = length + 1
         assert self.logits is not None
         return self.logits
+
+    def release(self) -> None:
+        """Frees the memory until `allocate`, except on a GPU, where a graph holds addresses."""
+        if isinstance(self._replay, Tape):
+            self._replay.release()
+            self.cache.release()
+            self._is_released = True
+
+    def allocate(self) -> None:
+        if self._is_released:
+            assert isinstance(self._replay, Tape)
+            self._replay.allocate()
+            self.cache.allocate()
+            self._is_released = False
 
     def _run(self, model: Any) -> None:
         with _Products():
@@ -125,6 +140,7 @@ class State:
         return State, ()
 
     def put(self, key: Hashable, program: _Program) -> None:
+        program.release()
         self.programs[key] = program
         self.programs.move_to_end(key)
         while len(self.programs) > _KEPT:
@@ -193,6 +209,7 @@ class _Generation:
             batch, beams, size, is_padded = self._key[:4]
             cache = BeamCache(batch, beams, capacity, size, is_padded, memory.device)  # type: ignore[arg-type]
             program = _Program(self._forward, cache, memory)
+        program.allocate()
         return program
 
     def _grow(self, program: _Program, memory: Tensor) -> None:

@@ -59,12 +59,22 @@ class Tape:
 
     Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
     operation that allocates its result is replayed into that tensor, by its `out=` overload. Calls
-    go to the overload's `_op`, without its Python wrapper.
+    go to the overload's `_op`, without its Python wrapper. Between replays `release` frees the
+    memory of what the step computes, until `allocate`.
     """
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
         self._calls: list[Callable[[], Any]] | None = None
+        self._made: dict[torch.UntypedStorage, int] = {}  # with its bytes
+
+    def release(self) -> None:
+        for storage in self._made:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        for storage, size in self._made.items():
+            storage.resize_(size)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -73,7 +83,10 @@ class Tape:
             with recorder:
                 self._step()
             # A step whose operations depend on values may differ the next time.
-            self._calls = [self._step] if recorder.depends_on_values else recorder.calls
+            if recorder.depends_on_values:
+                self._calls = [self._step]
+            else:
+                self._calls, self._made = recorder.calls, recorder.made
             return
         for call in self._calls:
             call()
@@ -83,6 +96,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
+        self.made: dict[torch.UntypedStorage, int] = {}
         self.depends_on_values = False
 
     def __torch_dispatch__(
@@ -104,6 +118,9 @@ class _Recorder(TorchDispatchMode):
         inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors([args, kwargs])}
         if all(tensor.untyped_storage().data_ptr() in inputs for tensor in made):
             return  # views
+        for tensor in made:
+            if (storage := tensor.untyped_storage()).data_ptr() not in inputs:
+                self.made[storage] = storage.nbytes()
         if func.overloadpacket in _UNFILLED:
             return  # uninitialised: filled by a later call
         out = _out_form(func)

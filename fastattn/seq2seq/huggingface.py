@@ -202,8 +202,9 @@ _T5_PARAMETERS = {
     # A stack's norm is followed by dropout.
     "transformer.encoder.norm.0.": ("encoder.final_layer_norm.",),
     "transformer.decoder.norm.0.": ("decoder.final_layer_norm.",),
+    # The layers of a stack share the table of the first.
     **{
-        f"transformer.{stack}.positions.relative_bias": (
+        f"transformer.{stack}.layers.{{}}.self_attn.positions.relative_bias": (
             f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
         )
         for stack in ("encoder", "decoder")

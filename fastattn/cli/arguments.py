@@ -205,13 +205,16 @@ def pretrained_translator(
     """The model of --model and its tokenizer."""
     from fastattn.seq2seq.huggingface import translator_from_huggingface
 
-    return translator_from_huggingface(
-        options.model,
-        source_language=getattr(options, "source_language", None),
-        target_language=getattr(options, "target_language", None),
-        max_length=max_length,
-        device=device,
-    )
+    try:
+        return translator_from_huggingface(
+            options.model,
+            source_language=getattr(options, "source_language", None),
+            target_language=getattr(options, "target_language", None),
+            max_length=max_length,
+            device=device,
+        )
+    except ImportError as error:
+        raise UsageError(str(error)) from error
 
 
 def refuse_languages(options: argparse.Namespace) -> None:

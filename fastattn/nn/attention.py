@@ -120,9 +120,7 @@ def set_heads(
         _resize_heads(attention, num_heads or attention.num_heads, head_dim or attention.head_dim)
         if scale is not None:
             attention.scale = float(scale)  # type: ignore[assignment]
-        if has_own_heads(attention):
-            # Not packed, in torch's words: its layers then call `forward` instead of reading the
-            # weights.
+        if has_own_heads(attention):  # see UnpackedMultiheadAttention
             attention._qkv_same_embed_dim = False
 
 

@@ -16,7 +16,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -153,6 +153,36 @@ def sentence_key(text: str) -> str:
 # Subwords
 
 
+class Tokenizer(Protocol):
+    """What a translator and a run need of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens."""
+
+    @property
+    def forced(self) -> list[int]:
+        """The tokens that searches begin with, unscored, such as the target language."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of target texts, without special tokens."""
+
+    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids that the encoder reads, special tokens included."""
+
+    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids that the decoder writes, special tokens included."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return token ids as one line of text, without special tokens or control characters."""
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the readable form of each token."""
+
+    def to_json(self) -> str:
+        """Return what `load_tokenizer` reads."""
+
+
 class SubwordTokenizer:
     """Byte-level BPE of both languages, so that no text is out of vocabulary."""
 
@@ -207,16 +237,15 @@ class SubwordTokenizer:
         return [encoding.ids for encoding in encoded]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids that the encoder reads, special tokens included."""
+        """Return the token ids of `texts` with END."""
         return [[*ids, END] for ids in self.encode_all(texts)]
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids that the decoder writes, special tokens included."""
+        """Return the token ids of `texts` with END."""
         return [[*ids, END] for ids in self.encode_all(texts)]
 
     @property
     def forced(self) -> list[int]:
-        """The tokens that searches begin with, unscored, such as the target language."""
         return []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -246,7 +275,7 @@ def one_line(text: str) -> str:
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizer: SubwordTokenizer, *, max_length: int | None = None
+    pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_length: int | None = None
 ) -> list[Example]:
     """Encode pairs, END included; pairs with a side longer than `max_length` are skipped."""
     sources = tokenizer.encode_sources([pair.source for pair in pairs])

@@ -21,7 +21,7 @@ from fastattn.nn.step_graph import recorded
 
 from .beam_search import BeamSearch, BeamState
 from .continuations import CachedContinuations, Continuations, make_continuations
-from .data import SubwordTokenizer, pad, tidy
+from .data import Tokenizer, pad, tidy
 from .model import Memory, Seq2SeqTransformer, record_attention
 from .non_autoregressive import NonAutoregressiveTransformer, parallel_decode
 from .sampling import Sampling, SamplingSearch
@@ -273,7 +273,7 @@ class Translator:
     """A model with its tokenizer: text in, text out."""
 
     model: Seq2SeqTransformer
-    tokenizer: SubwordTokenizer
+    tokenizer: Tokenizer
     programs: Programs = field(default_factory=Programs, repr=False, compare=False)
 
     def translate(

@@ -271,7 +271,8 @@ def from_huggingface(
     and, without dropout, training steps. The model types are the keys of `ARCHITECTURES`; what a
     model has beyond the options of `ModelConfig` raises ValueError with the key and the value of
     its configuration. Dropping whole layers in training is not supported: a configuration that asks
-    for it causes a warning. The result has the mode, the dtype and the device of the model.
+    for it causes a warning. The result has the mode, the dtype and the device of the model; from a
+    folder it is in fp32, in evaluation mode.
 
     Args:
         model_or_folder: a model with a language modelling head, such as `MarianMTModel`, or a
@@ -339,7 +340,8 @@ def _load(folder: Path) -> Any:
             f"model_type must be one of {sorted(ARCHITECTURES)}, got {config.model_type!r} in "
             f"{folder}"
         )
-    return transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    load = transformers.AutoModelForSeq2SeqLM.from_pretrained
+    return load(folder, dtype=torch.float32).eval()
 
 
 def _generation_value(model: Any, key: str) -> Any:
@@ -440,6 +442,11 @@ def _parameters(
             tensor = tensor[architecture.skipped_positions :][: len(own)]
         elif name.endswith("relative_bias"):
             tensor = tensor.T
+        if tensor.numel() != own.numel():
+            raise ValueError(
+                f"{' and '.join(sources)} must be plain parameters of shape {list(own.shape)}, "
+                f"got {list(tensor.shape)}"
+            )
         found[name] = tensor.reshape(own.shape)
     _require_used(model, state, used)
     return found

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face `transformers` with the interface of `SubwordTokenizer`.
+"""Tokenizers of Hugging Face `transformers` with the interface `Tokenizer`.
 
 A tokenizer of the package `tokenizers` is kept as such, so that a run which saved it needs no
 transformers. Others, such as those of Marian and M2M100, which read SentencePiece files, are used
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .data import SubwordTokenizer, one_line, require_unicode, tidy
+from .data import SubwordTokenizer, Tokenizer, one_line, require_unicode, tidy
 
 # A word of most vocabularies, to see where special tokens are put.
 _PROBE = "a"
@@ -108,7 +108,7 @@ class _Slow:
         return {"folder": str(self._folder.resolve()), **self._languages}
 
 
-class PretrainedTokenizer(SubwordTokenizer):
+class PretrainedTokenizer:
     """A tokenizer of transformers, with the special tokens that its model reads."""
 
     def __init__(self, backend: Backend, frame: Frame) -> None:
@@ -153,7 +153,7 @@ class PretrainedTokenizer(SubwordTokenizer):
         return [self._texts.token(i) for i in ids]
 
 
-def load_tokenizer(path: Path) -> SubwordTokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Load what `to_json` of a tokenizer returned."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if "frame" in values:
@@ -163,9 +163,9 @@ def load_tokenizer(path: Path) -> SubwordTokenizer:
 
 def _load_backend(values: dict[str, str]) -> Backend:
     if "tokenizers" in values:
-        from tokenizers import Tokenizer
+        import tokenizers
 
-        return _Fast(Tokenizer.from_str(values["tokenizers"]))
+        return _Fast(tokenizers.Tokenizer.from_str(values["tokenizers"]))
     folder = Path(values.pop("folder"))
     return _Slow(_auto_tokenizer(folder, values), folder, values)
 
@@ -234,12 +234,14 @@ def load_pretrained_tokenizer(
     if getattr(theirs, "tgt_lang", None) is not None:
         first = target_before  # the language
     backend = getattr(theirs, "backend_tokenizer", None)
+    unknown = {theirs.unk_token_id}
+    added = (*source_before, *source_after, *target_before, *target_after)
     frame = Frame(
         source_before,
         source_after,
         target_before,
         first,
-        tuple(sorted(set(theirs.all_special_ids) - {theirs.unk_token_id})),
+        tuple(sorted({*theirs.all_special_ids, *added} - unknown)),
         end,
     )
     texts = _Slow(theirs, folder, languages) if backend is None else _Fast(backend)

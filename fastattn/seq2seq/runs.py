@@ -27,6 +27,7 @@ from .data import (
     Pair,
     Splits,
     SubwordTokenizer,
+    Tokenizer,
     encode_pairs,
     sentence_key,
     split_pairs,
@@ -49,7 +50,7 @@ class PreparedText:
     """
 
     splits: Splits
-    tokenizer: SubwordTokenizer
+    tokenizer: Tokenizer
     train: list[Example]
     valid: list[Example]
     test: list[Pair]
@@ -72,7 +73,7 @@ def prepare_text(
     held_out: int,
     seed: int = 0,
     max_length: int,
-    vocabulary: int | SubwordTokenizer,
+    vocabulary: int | Tokenizer,
     show: bool = True,
 ) -> PreparedText:
     """Split pairs, learn subwords from the training part and encode.
@@ -130,7 +131,7 @@ class RunFiles:
 
     model: ModelConfig
     training: TrainingConfig
-    tokenizer: SubwordTokenizer
+    tokenizer: Tokenizer
     data_digest: str
     held_out: int
     text: Path | None = None

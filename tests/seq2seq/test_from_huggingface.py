@@ -2,6 +2,7 @@
 
 import copy
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,11 +28,13 @@ from fastattn.seq2seq import (  # noqa: E402
     from_huggingface,
     generate,
     load_translator,
+    record_attention,
     translator_from_huggingface,
 )
 from fastattn.seq2seq.data import Example, collate  # noqa: E402
 from fastattn.seq2seq.generation import GREEDY  # noqa: E402
 from fastattn.seq2seq.model import ModelConfig, Seq2SeqTransformer  # noqa: E402
+from fastattn.seq2seq.pretrained_tokenizer import load_tokenizer  # noqa: E402
 from fastattn.testing.compare import compare  # noqa: E402
 
 VOCABULARY = 40
@@ -139,6 +142,28 @@ def test_logits_are_equal(name):
         for got in (together, separately):
             outcome = compare(got, exact, expected, exact.abs(), slice_dims=0)
             assert outcome.ok, (dtype, outcome.message)
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "t5", "mt5"])
+def test_attention_weights_are_equal(name):
+    theirs, ours = build(name, gain=1.5)
+    source, padding, target = inputs(ours.config)
+    with torch.no_grad(), record_attention(ours) as weights:
+        ours(source, target, padding)
+        expected = theirs(
+            input_ids=source, attention_mask=(~padding).long(), decoder_input_ids=target,
+            output_attentions=True,
+        )  # fmt: skip
+    for kind, module in (
+        ("encoder_attentions", "encoder.layers.{}.self_attn"),
+        ("decoder_attentions", "decoder.layers.{}.self_attn"),
+        ("cross_attentions", "decoder.layers.{}.multihead_attn"),
+    ):
+        for i, wanted in enumerate(expected[kind]):
+            got = weights[module.format(i)]
+            if kind == "encoder_attentions":  # rows of padding are of no use
+                got, wanted = (w.transpose(1, 2)[~padding] for w in (got, wanted))
+            torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
 
 
 def results(rows: Tensor, config: ModelConfig) -> list[list[int]]:
@@ -355,10 +380,13 @@ def test_a_folder_is_fine_tuned_and_its_run_needs_no_transformers(tmp_path, caps
     assert (alone.stdout.strip(), alone.returncode) == (str(expected), 0), alone.stderr
     # The checkpoint of update 0 is the model that training began with.
     start = run / "checkpoints" / "step-00000000"
-    if start.exists():
-        assert torch.equal(
-            load_file(start / "model.safetensors")["embedding.weight"], theirs.shared.weight
-        )
+    started_with = load_file(start / "model.safetensors")["embedding.weight"]
+    assert torch.equal(started_with, theirs.shared.weight)
+    # Training that was interrupted before its first checkpoint.
+    shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("step-00000003"))
+    code, _, _ = call(capsys, "train", "--resume", "--out", str(tmp_path / "other"))
+    assert code == 0
+    assert load_translator(tmp_path / "other").translate(["w1 w2"], max_length=5) == expected
 
 
 @pytest.mark.parametrize("kind", ["NllbTokenizer", "MBart50Tokenizer", "MBartTokenizer"])
@@ -403,3 +431,29 @@ def test_languages_are_passed_to_the_model(tmp_path, kind):
         translator_from_huggingface(tmp_path, source_language=codes[0], target_language="xx")
     with pytest.raises(ValueError, match=r"target_language must be .* got None"):
         translator_from_huggingface(tmp_path, source_language=codes[0])
+
+
+def test_tokenizers_without_a_fast_form_stay_in_their_folder(tmp_path):
+    tokenizer = transformers.ByT5Tokenizer()
+    torch.manual_seed(0)
+    theirs = t5(vocab_size=400, pad_token_id=0, eos_token_id=1).eval()
+    tokenizer.save_pretrained(tmp_path)
+    theirs.half().save_pretrained(tmp_path)
+    translator = translator_from_huggingface(tmp_path)
+    assert translator.model.embedding.weight.dtype is torch.float32
+    saved = tmp_path / "tokenizer.json"
+    saved.write_text(translator.tokenizer.to_json())
+    for loaded in (translator.tokenizer, load_tokenizer(saved)):
+        assert loaded.encode_sources(TEXTS) == tokenizer(TEXTS)["input_ids"]
+        assert loaded.encode_targets(TEXTS) == tokenizer(text_target=TEXTS)["input_ids"]
+        assert [loaded.decode(ids) for ids in loaded.encode_targets(TEXTS)] == TEXTS
+        assert loaded.tokens(loaded.encode_sources(["ab"])[0]) == ["a", "b", "</s>"]
+        assert loaded.encode_all([]) == []
+
+
+def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = call(capsys, "translate", "--model", str(tmp_path), "w1")
+    assert code == 2 and "pip install transformers" in err
+    with pytest.raises(ImportError, match="from_huggingface needs the package transformers"):
+        from_huggingface(torch.nn.Identity())

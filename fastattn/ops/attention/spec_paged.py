@@ -5,6 +5,7 @@ sample is compared with; `in_pages` puts them into pages for the call under test
 pages has no derivative, so these samples have no gradients.
 """
 
+import random
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,8 @@ def in_pages(inputs: Inputs, page: int, shared_pages: int = 0) -> Inputs:
         used = (-(-longest.cpu().long() // page)).clamp(0, T)
     has_page = torch.arange(T) < used[:, None]  # [B, T]
     P = B * T + _SPARE
-    table = torch.randperm(P, generator=torch.Generator().manual_seed(page))[: B * T].view(B, T)
+    # Not of a torch generator, whose numbers `explaining` leaves uninitialised.
+    table = torch.tensor(random.Random(page).sample(range(P), B * T), dtype=torch.long).view(B, T)
     table[1:, :shared_pages] = table[:1, :shared_pages]
     slots = table[has_page].to(device)
 

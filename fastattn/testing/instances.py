@@ -42,8 +42,18 @@ from fastattn.testing.spec import Inputs, Sample, all_specs
 _LIMIT_S, _COMPILING_LIMIT_S = 20.0, 120.0
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NORMS = ("layer_norm", "add_layer_norm", "rms_norm")
+
+
+def make_attention(
+    generator: torch.Generator, dtype: torch.dtype, page: int | None = None, **options: Any
+) -> Inputs:
+    """page: keys and values are in pages of so many."""
+    inputs = attention_inputs(generator, dtype, **options)
+    return inputs if page is None else inputs | {"page": page}
+
+
 _MAKE: dict[str, Callable[..., Inputs]] = {
-    "attention": attention_inputs,
+    "attention": make_attention,
     "attention_varlen": varlen_inputs,
     "ffn": ffn_inputs,
     "linear": linear_inputs,
@@ -161,6 +171,10 @@ def _triton() -> Iterator[Instance]:
         yield packed("bf16", direction, "packed")
     for dim in (64, 128, 256):
         yield attention("bf16", "fwd", dim, "decoding", B=1, H=4, K=2, M=1, N=136)
+        for page, N in ((16, 144), (256, 512)):  # pages smaller than a tile, and larger
+            for M in (1, 70):
+                name, sizes = f"pages_of_{page}_{M}", {"H": 4, "K": 2, "M": M, "N": N}
+                yield attention("bf16", "fwd", dim, name, page=page, key_lengths=[N - 7], **sizes)
     for direction in ("fwd", "bwd"):
         for dtype in ("bf16", "fp32"):
             for op in _NORMS:

@@ -251,7 +251,7 @@ def test_register_cap_depends_on_strides_of_keys_and_values() -> None:
 
         q, k = meta(q_row, 256 * q_row), meta(k_row, 256 * k_row if k_head is None else k_head)
         call = ForwardCall(q, k, k, *[None] * 6, 0.0, 0, -1, -1, 1.0, 0.0, None, 0)
-        plan = kernels._bind(config, call, q, None, aligned)
+        plan = kernels._bind(config, call, q, None, None, aligned)
         return plan.attend.func.options.get("maxnreg")  # type: ignore[attr-defined]
 
     assert config.maxnreg == 128

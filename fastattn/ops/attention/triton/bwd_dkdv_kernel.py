@@ -368,8 +368,8 @@ def attention_bwd_dkdv_kernel(
 
         given = Operands(
             k, v,
-            Source(q_head, stride_q.row * UNIT, q0_desc, q1_desc, desc_b, h, query0),
-            Source(dout_head, stride_do.row * UNIT, do0_desc, do1_desc, desc_b, h, query0),
+            Source(q_head, stride_q.row * UNIT, q0_desc, q1_desc, desc_b, h, query0, None),
+            Source(dout_head, stride_do.row * UNIT, do0_desc, do1_desc, desc_b, h, query0, None),
             Mask(mask_head, stride_mask.m * CASE.MASK_UNIT, stride_mask.n),
             lengths,
             Rows(live_begin, live_end, q_limit, low, high),

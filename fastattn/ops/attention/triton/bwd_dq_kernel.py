@@ -323,8 +323,8 @@ def attention_bwd_dq_kernel(
             mask_at = b64 * stride_mask.b + h64 * stride_mask.h + m64 * stride_mask.m
             mask_ptr += mask_at * CASE.MASK_UNIT
         q = load_row_tiles(q_ptr, stride_q.row * UNIT, inside, BLOCK_M, CASE.D0, CASE.D1, CASE.D)
-        k = Source(k_ptr, stride_k.row * UNIT, k0_desc, k1_desc, desc_b, kv_head, key0)
-        v = Source(v_ptr, stride_v.row * UNIT, v0_desc, v1_desc, desc_b, kv_head, key0)
+        k = Source(k_ptr, stride_k.row * UNIT, k0_desc, k1_desc, desc_b, kv_head, key0, None)
+        v = Source(v_ptr, stride_v.row * UNIT, v0_desc, v1_desc, desc_b, kv_head, key0, None)
         mask = Mask(mask_ptr, mm, stride_mask.n)
         alive = Alive(alive_ptr, stride_alive, base_tiles_m)
         keys = KeyBounds(row_begin, row_end, touched_begin, touched_end)

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fastattn.ops._triton_launch import BoundLaunch, LaunchCache, signature
-from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall
+from fastattn.ops.attention.calls import ForwardCall, PackedForwardCall, PagedForwardCall
 from fastattn.ops.attention.triton.fwd_config import Features, ForwardConfig, forward_config
 from fastattn.ops.attention.triton.fwd_kernel import attention_fwd_kernel
 from fastattn.ops.attention.triton.launch import (
@@ -36,7 +36,12 @@ from fastattn.ops.attention.triton.mask_lists import (
     mask_lists,
     prepared_lister,
 )
-from fastattn.ops.attention.triton.tiles import LengthTensors, column_hasher, column_keys_workspace
+from fastattn.ops.attention.triton.tiles import (
+    LengthTensors,
+    TableStrides,
+    column_hasher,
+    column_keys_workspace,
+)
 
 
 class _Plan(NamedTuple):
@@ -55,7 +60,7 @@ _plans, _list_shapes = LaunchCache(), LaunchCache()
 
 def _config(facts: Facts) -> ForwardConfig:
     wide = facts.mask_dtype is not None and facts.mask_dtype.itemsize == 8
-    features = Features(facts.mask is not None, facts.dropout_p > 0.0, wide)
+    features = Features(facts.mask is not None, facts.dropout_p > 0.0, wide, facts.page > 0)
     return forward_config(facts.arch, facts.dtype, facts.D, facts.E, facts.M, features)
 
 
@@ -67,16 +72,18 @@ def attention_fwd_workspace(call: ForwardCall) -> Workspace:
     return _workspace(None, call)
 
 
-def _workspace(config: ForwardConfig | None, call: ForwardCall) -> Workspace:
+def _workspace(
+    config: ForwardConfig | None, call: ForwardCall, table: Tensor | None = None
+) -> Workspace:
     """The lists of tiles of a dense mask; the keys of columns for dropout."""
     workspace: Workspace = []
     if call.mask is not None:
-        q, sizes = call.q, (call.q.shape, call.k.shape, call.v.shape)
+        q, sizes = call.q, (call.q.shape, call.k.shape, call.v.shape, signature(table))
         tiling = config or architecture(q)
         key = tiling, q.dtype, *sizes, signature(call.mask), call.dropout_p > 0.0
         shape = _list_shapes.get(key)
         if shape is None:
-            facts = facts_of(call)
+            facts = facts_of(call, None, table)
             shape = _list_shapes.remember(key, _lists(config or _config(facts), facts).shape)
         workspace.append((shape, torch.int32, False))
     if call.dropout_p > 0.0:
@@ -109,6 +116,7 @@ def _run(
     out: Tensor,
     lse: Tensor,
     workspace: Sequence[Tensor],
+    table: Tensor | None = None,
 ) -> None:
     if lse.numel() == 0:
         return
@@ -118,12 +126,12 @@ def _run(
     key = (
         config or architecture(q), q.device, q.dtype, q.shape, q.stride(), k.shape, k.stride(),
         v.shape, v.stride(), out.stride(), signature(mask), signature(mask_tiles),
-        *map(signature, (*lengths, *changes)), *_options(call),
+        *map(signature, (*lengths, table, *changes)), *_options(call),
         (k.data_ptr() | v.data_ptr()) & 15 == 0,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans.remember(key, _bind(config, call, out, None, key[-1]))
+        plan = _plans.remember(key, _bind(config, call, out, None, table, key[-1]))
     lists = keys = None
     if plan.list_tiles is not None:
         lists = workspace[0]
@@ -132,7 +140,7 @@ def _run(
         keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, stream)
     plan.attend(
-        q, k, v, k, v, mask, lists, lengths, changes,
+        q, k, v, k, v, mask, lists, lengths, table, changes,
         None if keys is None else dropout_seed, keys, out, lse, stream,
     )  # fmt: skip
 
@@ -142,15 +150,16 @@ def _bind(
     call: ForwardCall,
     out: Tensor,
     packed: Packed | None,
+    table: Tensor | None,
     aligned: bool,
 ) -> _Plan:
-    """packed: tensors are [tokens, heads, dim], lengths are offsets. aligned:
-    whether k and v are, for descriptors.
+    """packed: tensors are [tokens, heads, dim], lengths are offsets. table: k and v are [pages,
+    heads, keys of a page, dim]. aligned: whether k and v are, for descriptors.
     """
     q, k, v = call.q, call.k, call.v
     if packed is not None:
         q, k, v, out = map(heads_first, (q, k, v, out))
-    facts = facts_of(call._replace(q=q, k=k, v=v), packed)
+    facts = facts_of(call._replace(q=q, k=k, v=v), packed, table)
     c = config or _config(facts)
     list_tiles, list_numbers = None, (0, 0, 0, 0)
     if facts.mask is not None:
@@ -164,15 +173,23 @@ def _bind(
     heads = (facts.B if packed is None else facts.B + 1) * facts.H
     unit, strides = row_strides_in_units(q, k, v, out)
     d, e = c.widths(facts.D), c.widths(facts.E)
-    tma = c.tma and aligned and d[1] == e[1] == 0 and fits_descriptor(k) and fits_descriptor(v)
+    tma = (
+        c.tma
+        and aligned
+        and table is None
+        and d[1] == e[1] == 0
+        and fits_descriptor(k)
+        and fits_descriptor(v)
+    )
     read_k, read_v = (k, v) if packed is None else (k[0], v[0])
     head_bytes = facts.N * (facts.D + facts.E) * k.element_size()
     scale = facts.scale
     attend = BoundLaunch(
         attention_fwd_kernel,
         (
-            *strides, facts.mask_strides, *list_numbers, facts.length_strides, facts.H,
-            facts.group, facts.M, facts.N // facts.mask_unit, facts.rows, heads,
+            *strides, facts.mask_strides, *list_numbers, facts.length_strides,
+            None if table is None else TableStrides(*table.stride()), facts.H, facts.group,
+            facts.M, facts.N // facts.mask_unit, facts.rows, heads,
             swizzle_group_size(facts.limits, head_bytes, facts.group, heads),
             *facts._replace(scale=abs(scale) or 1.0).numbers,
         ),
@@ -196,6 +213,32 @@ def _bind(
         attend.over(triton.cdiv(facts.M, c.BLOCK_M) * heads), list_tiles,
         column_hasher(facts.N) if facts.dropout_p > 0.0 else None,
     )  # fmt: skip
+
+
+# -- keys and values in pages ---------------------------------------------------------------------
+
+
+def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
+    size = call.k.shape[2]
+    if size not in (16, 32, 64, 128, 256):
+        return f"handles pages of 16, 32, 64, 128 or 256 keys, got {size}"
+    return unsupported(call.mask, call.q, call.k, call.v)
+
+
+def attention_paged_fwd_workspace(call: PagedForwardCall) -> Workspace:
+    return _workspace(None, _without_table(call), call.block_table)
+
+
+def attention_paged_fwd(
+    call: PagedForwardCall, out: Tensor, lse: Tensor, *workspace: Tensor
+) -> None:
+    _run(None, _without_table(call), out, lse, workspace, call.block_table)
+
+
+def _without_table(call: PagedForwardCall) -> ForwardCall:
+    """The other arguments, where k and v are still [pages, heads, keys of a page, dim]."""
+    q, k, v, _, mask, *_ = call
+    return ForwardCall(q, k, v, mask, None, *call[5:], 0.0, None, 0)
 
 
 # -- packed sequences -----------------------------------------------------------------------------
@@ -226,12 +269,12 @@ def attention_varlen_fwd(
     if plan is None:
         packed = Packed(offsets_q.numel() - 1, max(1, call.max_seqlen_q), call.max_seqlen_k)
         padded = ForwardCall(q, k, v, None, None, offsets_k, offsets_q, *call[7:])
-        plan = _plans.remember(key, _bind(None, padded, out, packed, key[-1]))
+        plan = _plans.remember(key, _bind(None, padded, out, packed, None, key[-1]))
     keys = None
     if plan.hash_columns is not None:
         keys = workspace[-1]
         plan.hash_columns(dropout_seed, keys, dropout_stream)
     plan.attend(
-        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q), changes,
+        q, k, v, k, v, None, None, LengthTensors(offsets_k, offsets_q), None, changes,
         None if keys is None else dropout_seed, keys, out, lse, dropout_stream,
     )  # fmt: skip

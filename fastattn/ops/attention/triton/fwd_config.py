@@ -52,12 +52,14 @@ class ForwardConfig:
 class Features:
     """What a call asks for, as far as it changes the best tiling.
 
-    dense: a mask tensor; wide: of 8 bytes an element.
+    dense: a mask tensor; wide: of 8 bytes an element. pages: of k and v, which descriptors do not
+    read.
     """
 
     dense: bool = False
     dropout: bool = False
     wide: bool = False
+    pages: bool = False
 
 
 # Small blocks of the same code, so that small tensors have several tiles.
@@ -131,6 +133,16 @@ def family(arch: str) -> str:
     return {9: "hopper", 10: "blackwell"}.get(int(arch[3:]) // 10, "ampere")
 
 
+def _stages_with_pages(stages: int, loads: int) -> int:
+    """Of a load pipeline over tiles whose pages are looked up, with as many tiles on their way as
+    `stages` give without. loads: how many loads of a step depend on each other without pages (one
+    of the tile, under a dense mask one of its number before); each gets an equal share of all
+    stages but the last.
+    """
+    share = (stages - 1) // loads
+    return share * (loads + 1) + 1 if share else stages
+
+
 @functools.cache
 def forward_config(
     arch: str, dtype: torch.dtype, D: int, E: int, M: int, features: Features
@@ -147,13 +159,19 @@ def forward_config(
             row = replace(row, whole=row.whole or split_width(E)[1] in (16, 32))
     else:
         row = _HALF[kind, width, features.dense]
-        two_tiles = split_width(D)[1] > 0 or split_width(E)[1] > 0
-        if row.tma and two_tiles:
+        pointers = features.pages or split_width(D)[1] > 0 or split_width(E)[1] > 0
+        if row.tma and pointers:
             row = replace(row, overlap=2 if width <= 128 else 0)  # pointers take their registers
         elif row.overlap == 1 and features.dropout:
             # Bits of dropout take more issue slots than products take time. At D = 64 a tile's loop
             # is 709 instructions and 165 registers, with overlap 1 772 and 249: scores are copied.
             row = replace(row, overlap=2)
+    if features.pages:
+        loads = 2 if features.dense else 1
+        row = replace(
+            row, stages=_stages_with_pages(row.stages, loads),
+            edge_stages=_stages_with_pages(row.edge_stages, loads), maxnreg=None,
+        )  # fmt: skip
     if features.wide:
         # Several tiles of such a mask on their way need more shared memory than there is.
         row = replace(row, stages=1, edge_stages=1, maxnreg=None)

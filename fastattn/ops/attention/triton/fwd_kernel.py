@@ -25,6 +25,7 @@ from fastattn.ops.attention.triton.fwd_loops import (
 from fastattn.ops.attention.triton.fwd_parts import Mask, Operands, Sums, add_sink, raised_above
 from fastattn.ops.attention.triton.mask_lists import list_of
 from fastattn.ops.attention.triton.row_tiles import (
+    Pages,
     Source,
     load_row_tiles,
     row_zeros,
@@ -69,16 +70,17 @@ def clear_rows(out_ptr, stride_om, lse_ptr, begin, end, step, CASE: tl.constexpr
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "M"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc,
-    mask_ptr, lists_ptr, lengths, changes,
+    mask_ptr, lists_ptr, lengths, block_table_ptr, changes,
     seed_ptr, column_keys_ptr, out_ptr, lse_ptr, stream,
     stride_q, stride_k, stride_v, stride_o, stride_mask,
-    stride_list_b, stride_list_h, stride_list_tile, inner, stride_lengths,
+    stride_list_b, stride_list_h, stride_list_tile, inner, stride_lengths, stride_table,
     H, GROUP, M, N, rows, batch_heads, swizzle_group,
     low, high, scale, threshold, keep_factor, change_numbers,
     Q_FACTOR: tl.constexpr, OVERLAP: tl.constexpr, CASE: tl.constexpr,
 ):  # fmt: skip
     """scale is positive; the sign, or a zero, is in Q_FACTOR. rows: of a head, in all sequences. Of
-    packed sequences a batch entry behind the last clears the rows behind the last offset.
+    packed sequences a batch entry behind the last clears the rows behind the last offset. With a
+    block table the batches of k and v are pages.
     """
     BLOCK_M: tl.constexpr = CASE.BLOCK_M
     BLOCK_N: tl.constexpr = CASE.BLOCK_N
@@ -117,8 +119,16 @@ def attention_fwd_kernel(
         k_ptr += key0.to(tl.int64) * stride_k.row * UNIT
         v_ptr += key0.to(tl.int64) * stride_v.row * UNIT
     q_ptr = rows_of(q_ptr, stride_q, b64, h64, m64, UNIT)
-    k_ptr = rows_of(k_ptr, stride_k, b64, kv64, 0, UNIT)
-    v_ptr = rows_of(v_ptr, stride_v, b64, kv64, 0, UNIT)
+    k_pages = None
+    v_pages = None
+    kv_batch = b64
+    if CASE.PAGE:
+        table_ptr = block_table_ptr + b64 * stride_table.b
+        k_pages = Pages(table_ptr, stride_table.page, stride_k.b * UNIT)
+        v_pages = Pages(table_ptr, stride_table.page, stride_v.b * UNIT)
+        kv_batch = 0
+    k_ptr = rows_of(k_ptr, stride_k, kv_batch, kv64, 0, UNIT)
+    v_ptr = rows_of(v_ptr, stride_v, kv_batch, kv64, 0, UNIT)
     out_ptr = rows_of(out_ptr, stride_o, b64, h64, m64, UNIT)
 
     # -- what its rows may attend
@@ -180,8 +190,8 @@ def attention_fwd_kernel(
     mm = stride_mask.m * CASE.MASK_UNIT
     given = Operands(
         q,
-        Source(k_ptr, stride_k.row * UNIT, k_desc, None, desc_b, kv_head, key0),
-        Source(v_ptr, stride_v.row * UNIT, v_desc, None, desc_b, kv_head, key0),
+        Source(k_ptr, stride_k.row * UNIT, k_desc, None, desc_b, kv_head, key0, k_pages),
+        Source(v_ptr, stride_v.row * UNIT, v_desc, None, desc_b, kv_head, key0, v_pages),
         Mask(mask_ptr, mm, stride_mask.n, M, N, m_start),
         KeyBounds(row_begin, row_end, touched_begin, touched_end),
         Dropout(row_keys, column_keys_ptr, threshold),

@@ -84,8 +84,9 @@ class Sums(NamedTuple):
 def tile_scores(given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
     """q kᵀ of the keys from n_start on, neither capped nor scaled: [BLOCK_M, BLOCK_N]."""
     k = load_rows(
-        given.k, n_start, touched, CASE.BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA
-    )
+        given.k, n_start, touched, CASE.BLOCK_N, CASE.D0, CASE.D1, CASE.D, MASKED, CASE.TMA,
+        CASE.PAGE,
+    )  # fmt: skip
     return product(given.q, k, CASE.D1, CASE.PRECISION)
 
 
@@ -188,8 +189,9 @@ def drop(p, given, n_start, CASE: tl.constexpr):
 def add_values(acc, p, alpha, given, n_start, touched, MASKED: tl.constexpr, CASE: tl.constexpr):
     """alpha acc + p v of the keys from n_start on; MASKED: keys not touched count as zeros."""
     v = load_rows(
-        given.v, n_start, touched, CASE.BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, CASE.TMA
-    )
+        given.v, n_start, touched, CASE.BLOCK_N, CASE.E0, CASE.E1, CASE.E, MASKED, CASE.TMA,
+        CASE.PAGE,
+    )  # fmt: skip
     if CASE.TMA and MASKED and CASE.DEAD:
         v = tl.where(touched[:, None], v[0], 0.0), v[1]
     p = p.to(v[0].dtype)

@@ -83,6 +83,7 @@ class Facts(NamedTuple):
     scale: float
     dropout_p: float
     score_numbers: ScoreNumbers
+    page: int  # keys of a page, 0 without a block table
 
     @property
     def group(self) -> int:
@@ -176,16 +177,24 @@ class Facts(NamedTuple):
             "D": self.D, "D0": d[0], "D1": d[1], "E": self.E, "E0": e[0], "E1": e[1],
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
+            "PAGE": self.page,
         }  # fmt: skip
         # Each on its own: of a tuple that is a constant the compiler gets plain Python numbers.
         return Case(*map(tl.constexpr, Case(**fields | others)))
 
 
-def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> Facts:
-    """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths."""
+def facts_of(
+    call: ForwardCall | BackwardCall, packed: Packed | None = None, table: Tensor | None = None
+) -> Facts:
+    """Packed sequences come as [1, heads, tokens, dim], their offsets in the place of lengths. With
+    a block table, k and v come as [pages, heads, keys of a page, dim].
+    """
     q, k, mask, keys, queries = call.q, call.k, call.mask, call.key_lengths, call.query_lengths
     (B, H, rows, D), (K, N), E = q.shape, k.shape[1:3], call.v.shape[3]
     M, causal, window = rows, call.causal, (call.window_left, call.window_right)
+    page = 0
+    if table is not None:
+        page, N = N, table.shape[1] * N
     one_query = M == 1 and call.window_left < 0 and call.distance_bias is None
     if causal == _BOTTOM_RIGHT_LENGTHS and one_query:
         causal = _BOTTOM_RIGHT  # which then restricts nothing, and takes no edge tile
@@ -208,7 +217,7 @@ def facts_of(call: ForwardCall | BackwardCall, packed: Packed | None = None) -> 
         architecture(q), q.dtype, B, H, K, M, N, D, E, rows, limits, from_end,
         0 if keys is None else keys.dim(), queries is not None, length_strides, packed, shape,
         None if mask is None else mask.dtype, unit, MaskStrides(*strides), call.scale,
-        call.dropout_p, _score_numbers(call, M, N, from_end),
+        call.dropout_p, _score_numbers(call, M, N, from_end), page,
     )  # fmt: skip
 
 

@@ -10,9 +10,18 @@ import triton
 import triton.language as tl
 
 
+class Pages(NamedTuple):
+    """Row r of a sequence is row r % PAGE of page table[r // PAGE]."""
+
+    table: Any  # a pointer to the numbers of the sequence's pages
+    table_step: Any
+    stride: Any  # between pages
+
+
 class Source(NamedTuple):
-    """Rows of one head that a loop goes over, from ptr on; or, with TMA, through the descriptors of
-    both column tiles: of head `head` in batch b, or with None for b from row `start` of it.
+    """Rows of one head that a loop goes over, from ptr on, or in pages from there; or, with TMA,
+    through the descriptors of both column tiles: of head `head` in batch b, or with None for b from
+    row `start` of it.
     """
 
     ptr: Any
@@ -22,6 +31,7 @@ class Source(NamedTuple):
     b: Any
     head: Any
     start: Any
+    pages: Any
 
 
 @triton.jit
@@ -46,6 +56,16 @@ def load_tile(
     offs_l = tl.arange(0, BLOCK)
     offs_c = START + tl.arange(0, WIDTH)
     ptrs = ptr + offs_l[:, None] * stride + offs_c[None, :]
+    return load_pointers(ptrs, offs_c, keep, BLOCK, START, WIDTH, LIMIT, MASKED)
+
+
+@triton.jit
+def load_pointers(
+    ptrs, offs_c, keep,
+    BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """load_tile from the pointers of all elements, of columns offs_c."""
     if START + WIDTH > LIMIT:
         mask = tl.broadcast_to(offs_c[None, :] < LIMIT, [BLOCK, WIDTH])
         if MASKED:
@@ -58,13 +78,42 @@ def load_tile(
 
 
 @triton.jit
+def load_paged_tile(
+    x, start, keep,
+    BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    MASKED: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """load_tile from row `start`, a multiple of BLOCK, of a Source in pages. Of pages without a row
+    to keep, no number is used: it may be any.
+    """
+    pages = x.pages
+    if PAGE >= BLOCK:
+        page = tl.load(pages.table + start // PAGE * pages.table_step).to(tl.int64)
+        ptr = x.ptr + page * pages.stride + start % PAGE * x.stride
+        return load_tile(ptr, x.stride, keep, BLOCK, START, WIDTH, LIMIT, MASKED)
+    else:
+        row = tl.arange(0, BLOCK)
+        numbers = pages.table + (start // PAGE + row // PAGE) * pages.table_step
+        if MASKED:
+            page = tl.load(numbers, mask=keep, other=0)
+        else:
+            page = tl.load(numbers)
+        offs_l = page.to(tl.int64) * pages.stride + row % PAGE * x.stride
+        offs_c = START + tl.arange(0, WIDTH)
+        ptrs = x.ptr + offs_l[:, None] + offs_c[None, :]
+        return load_pointers(ptrs, offs_c, keep, BLOCK, START, WIDTH, LIMIT, MASKED)
+
+
+@triton.jit
 def load_columns(
     x, desc, start, keep,
     BLOCK: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK, WIDTH] from row `start` and column START of a Source, by pointer or by desc."""
-    if TMA and x.b is None:
+    if PAGE:
+        return load_paged_tile(x, start, keep, BLOCK, START, WIDTH, LIMIT, MASKED, PAGE)
+    elif TMA and x.b is None:
         return desc.load([x.head, x.start + start, START]).reshape([BLOCK, WIDTH])
     elif TMA:
         return desc.load([x.b, x.head, start, START]).reshape([BLOCK, WIDTH])
@@ -77,15 +126,15 @@ def load_columns(
 def load_rows(
     x, start, keep,
     BLOCK: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, LIMIT: tl.constexpr,
-    MASKED: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr = 0,
 ):  # fmt: skip
     """The pair from row `start` of a Source: with TMA by its descriptors, which read 0 beyond the
-    tensor; else as load_tile.
+    tensor; else as load_tile. PAGE: rows of a page, 0 without pages.
     """
-    x0 = load_columns(x, x.desc0, start, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED, TMA)
+    x0 = load_columns(x, x.desc0, start, keep, BLOCK, 0, WIDTH0, LIMIT, MASKED, TMA, PAGE)
     x1 = x0
     if WIDTH1 > 0:
-        x1 = load_columns(x, x.desc1, start, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED, TMA)
+        x1 = load_columns(x, x.desc1, start, keep, BLOCK, WIDTH0, WIDTH1, LIMIT, MASKED, TMA, PAGE)
     return x0, x1
 
 

@@ -145,6 +145,7 @@ class Case(NamedTuple):
     RAGGED: Any = True  # the last tile of the loop is not whole
     DEAD: Any = True  # rows of what the loop reads may attend no pair
     TMA: Any = False  # the loop reads through descriptors
+    PAGE: Any = 0  # keys of a page, to which a block table points; 0: k and v have no pages
     # Of the backward.
     LISTS: Any = False  # tiles are listed in memory, from base tiles of BASE_M by BASE_N
     BASE_M: Any = 1
@@ -192,6 +193,13 @@ class LengthStrides(NamedTuple):
 class Lengths(NamedTuple):
     ptr: LengthTensors
     stride: LengthStrides
+
+
+class TableStrides(NamedTuple):
+    """Of a block table, by batch and page."""
+
+    b: Any
+    page: Any
 
 
 class ScoreTensors(NamedTuple):

@@ -131,6 +131,7 @@ _VARIANTS = {
     "scores_mask": "kScoresMask",
     "scores_mask_dropout": "kScoresMaskDropout",
 }
+_FORWARD_VARIANTS = {"sinks": "kSinks", "paged": "kPaged", "paged_scores": "kPagedScores"}
 
 # The matrix products of the feed-forward network.
 _FFN_STEPS = {
@@ -184,7 +185,7 @@ def _norm_instances(kernel: str) -> dict[str, tuple[str, ...]]:
 # Sources that are compiled once for each instance of a kernel: the instance's name -> its macros.
 INSTANCES = {
     "attention_fwd_instance_sm90.cu": _instances(
-        "attention_fwd_sm90", {"full": "kFull", **_VARIANTS, "sinks": "kSinks"}
+        "attention_fwd_sm90", {"full": "kFull", **_VARIANTS, **_FORWARD_VARIANTS}
     ),
     "attention_bwd_instance_sm90.cu": _instances("attention_bwd_sm90", _VARIANTS),
     "ffn_product_instance_sm90.cu": _product_instances(),

@@ -29,6 +29,18 @@ struct Packing {
   int* order = nullptr;
 };
 
+// Keys and values in pages, [pages, kv_heads, size, columns]: key j of sequence b is row j % size
+// of page table[b, j / size]. Entries of keys beyond the key length are not read.
+struct Pages {
+  const int* table = nullptr;  // on the device; null: keys and values are contiguous
+  int64_t stride = 0;          // from a sequence's entries to the next one's
+  int count = 0;
+  int log2_size = 0;
+};
+FASTATTN_PURE int page_size(const Pages& pages) {
+  return 1 << pages.log2_size;
+}
+
 // Which pairs of queries and keys may attend, apart from a dense mask.
 struct LengthsAndBounds {
   Lengths query_lengths, key_lengths;
@@ -146,17 +158,22 @@ enum class Variant {
   kMaskDropout,
   kBiasDropout,
   kSinks,  // bounded; the backward needs none of its own
+  kPaged,  // the same for keys and values in pages
   // The same as without changes of scores, and with sinks.
   kScores,  // bounded
   kScoresDropout,
   kScoresMask,
   kScoresMaskDropout,
+  kPagedScores,  // bounded, for keys and values in pages; not in the backward
 };
 FASTATTN_PURE bool changes_scores(Variant variant) {
   return variant >= Variant::kScores;
 }
 FASTATTN_PURE bool is_additive(Variant variant) {
   return variant == Variant::kBias || variant == Variant::kBiasDropout;
+}
+FASTATTN_PURE bool is_paged(Variant variant) {
+  return variant == Variant::kPaged || variant == Variant::kPagedScores;
 }
 FASTATTN_PURE bool has_dropout(Variant variant) {
   return variant == Variant::kDropout || variant == Variant::kMaskDropout ||
@@ -200,6 +217,7 @@ struct Problem : LengthsAndBounds {
 struct ForwardProblem : Problem {
   TensorView out;
   float* lse;
+  Pages pages;             // `keys`, the most of a sequence, is a multiple of their size
   KeySplits splits;        // without dropout and dense mask
   int* counter = nullptr;  // workspace, for tiles of unequal length; null: static schedule
 };
@@ -282,7 +300,7 @@ struct BackwardProblem : Problem {
 };
 
 // Computes dq, dk and dv on the current device. Returns nullptr or an error message. Instances:
-// 16-bit types, the forward's head dims and all its variants but kFull and kSinks.
+// 16-bit types, the forward's head dims and all its variants but kFull, kSinks and those of pages.
 template <DType kType, int kHeadDim, Variant kVariant>
 const char* attention_bwd_sm90(const BackwardProblem& problem, cuda::Stream stream);
 

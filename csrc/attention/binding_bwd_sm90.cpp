@@ -82,9 +82,10 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
       p, variant_of(p, false), call.q, workspace,
       [&](WorkspaceLayout& layout) { lay_out(p, in_order, num_sms, layout); },
       [](auto type, auto head_dim, auto kind) {
-        // Problems without restrictions use the bounded instance.
-        constexpr Variant kOwn =
-            kind() == Variant::kFull || kind() == Variant::kSinks ? Variant::kBounded : kind();
+        // Problems without restrictions use the bounded instance. No problem has pages.
+        constexpr bool kIsBounded =
+            kind() == Variant::kFull || kind() == Variant::kSinks || is_paged(kind());
+        constexpr Variant kOwn = kIsBounded ? Variant::kBounded : kind();
         return &attention_bwd_sm90<type(), head_dim(), kOwn>;
       }));
 }

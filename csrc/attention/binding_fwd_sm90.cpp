@@ -5,9 +5,37 @@
 namespace fastattn::attention {
 namespace {
 
-void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  const Call call{arguments};
+constexpr int kLeastLog2Page = 4, kMostLog2Page = 8;
+
+Pages pages_of(const Call& call) {
+  if (!call.block_table) {
+    return {};
+  }
+  const Tensor &table = *call.block_table, &k = call.k;
+  int log2_size = kLeastLog2Page;
+  while (log2_size < kMostLog2Page && int64_t{1} << log2_size != k.size(2)) {
+    ++log2_size;
+  }
+  STD_TORCH_CHECK(int64_t{1} << log2_size == k.size(2) && k.size(0) <= kMaxRows,
+                  "pages must have a power of two from 16 to 256 keys, got ", k.size(2));
+  STD_TORCH_CHECK(table.is_cuda() && table.get_device_index() == call.q.get_device_index() &&
+                      table.scalar_type() == ScalarType::Int && table.size(0) == call.q.size(0) &&
+                      (table.stride(1) == 1 || table.size(1) == 1),
+                  "block_table must be int32 [", call.q.size(0),
+                  ", T] on q's device with contiguous rows");
+  return {static_cast<const int*>(table.data_ptr()), table.stride(0), static_cast<int>(k.size(0)),
+          log2_size};
+}
+
+// The variant for pages.
+Variant paged_variant(Variant variant) {
+  STD_TORCH_CHECK(!has_dropout(variant) && !is_dense(variant),
+                  "keys in pages take no dropout and no mask");
+  return changes_scores(variant) ? Variant::kPagedScores : Variant::kPaged;
+}
+
+// The arguments after those of the call: out, lse, num_sms, workspace.
+void run_forward(const Call& call, Arguments& arguments, StableIValue* stack) {
   const Tensor out = arguments.tensor(), lse = arguments.tensor();
   const int num_sms = static_cast<int>(arguments.take<int64_t>());
   const std::optional<Tensor> workspace = arguments.optional();
@@ -17,6 +45,7 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   }
   ForwardProblem problem;
   set_problem(problem, call, false);
+  problem.pages = pages_of(call);
   problem.out = view_of_queries(out, "out", call, problem, problem.value_dim);
   problem.lse = cuda_data_of<float>(lse, "lse", call.q, ScalarType::Float,
                                     int64_t{1} * problem.batch * problem.heads * problem.queries);
@@ -30,7 +59,9 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
     cut_keys_of_one_query(problem);
     merge_groups(problem);
   }
-  if (variant == Variant::kBounded) {
+  if (problem.pages.table) {
+    variant = paged_variant(variant);
+  } else if (variant == Variant::kBounded) {
     const bool bounded =
         call.packed() && (call.causal != 0 || call.window_left >= 0 || call.window_right >= 0);
     variant = bounded || wants_bounded(problem) ? Variant::kBounded : Variant::kFull;
@@ -45,6 +76,20 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
       }));
 }
 
+void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  run_forward(Call{arguments}, arguments, stack);
+}
+
+void attention_paged_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Call call{arguments};
+  call.block_table = arguments.tensor();
+  STD_TORCH_CHECK(call.block_table->dim() == 2 && !call.packed(),
+                  "block_table must have 2 dimensions");
+  run_forward(call, arguments, stack);
+}
+
 }  // namespace
 }  // namespace fastattn::attention
 
@@ -52,8 +97,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastattn_sm90, m) {
   using namespace fastattn::attention;
   m.def(("attention_fwd(" + kCallSchema + ", Tensor(a!) out, Tensor(b!) lse" + kWorkspaceSchema)
             .c_str());
+  m.def(("attention_paged_fwd(" + kCallSchema +
+         ", Tensor block_table, Tensor(a!) out, Tensor(b!) lse" + kWorkspaceSchema)
+            .c_str());
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastattn_sm90, CUDA, m) {
   m.impl("attention_fwd", &fastattn::attention::attention_fwd);
+  m.impl("attention_paged_fwd", &fastattn::attention::attention_paged_fwd);
 }

@@ -42,6 +42,8 @@ struct Call {
   double scale = from.take<double>(), dropout_p = from.take<double>();
   std::optional<Tensor> dropout_seed = from.optional();
   int64_t dropout_stream = from.take<int64_t>();
+  // Of attention_paged_fwd, set by its binding: k and v are [pages, kv_heads, page, columns].
+  std::optional<Tensor> block_table = {};
 
   bool packed() const { return cu_seqlens_q.has_value(); }
   bool has_queries() const { return q.numel() > 0; }
@@ -64,8 +66,8 @@ T* cuda_data_of(const Tensor& tensor, const char* name, const Tensor& q, ScalarT
   return static_cast<T*>(tensor.data_ptr());
 }
 
-// The view of a tensor with `heads` heads of `rows` rows.
-inline TensorView view_of(const Tensor& x, const char* name, const Call& call, const Problem& p,
+// The view of a tensor with `heads` heads of `rows` rows, of so many batch entries or pages.
+inline TensorView view_of(const Tensor& x, const char* name, const Call& call, int64_t batch,
                           int heads, int rows, int columns) {
   const Tensor& q = call.q;
   STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index() &&
@@ -77,19 +79,23 @@ inline TensorView view_of(const Tensor& x, const char* name, const Call& call, c
         " must be [", rows, ", ", heads, ", ", columns, "] with contiguous columns");
     return {x.data_ptr(), 0, x.stride(1), x.stride(0)};
   }
-  STD_TORCH_CHECK(x.size(0) == p.batch && x.size(1) == heads && x.size(2) == rows &&
+  STD_TORCH_CHECK(x.size(0) == batch && x.size(1) == heads && x.size(2) == rows &&
                       x.size(3) == columns && x.stride(3) == 1,
-                  name, " must be [", p.batch, ", ", heads, ", ", rows, ", ", columns,
+                  name, " must be [", batch, ", ", heads, ", ", rows, ", ", columns,
                   "] with contiguous columns");
   return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 inline TensorView view_of_queries(const Tensor& x, const char* name, const Call& call,
                                   const Problem& p, int columns) {
-  return view_of(x, name, call, p, p.heads, p.queries, columns);
+  return view_of(x, name, call, p.batch, p.heads, p.queries, columns);
 }
 inline TensorView view_of_keys(const Tensor& x, const char* name, const Call& call,
                                const Problem& p, int columns) {
-  return view_of(x, name, call, p, p.kv_heads, p.keys, columns);
+  if (call.block_table) {
+    return view_of(x, name, call, call.k.size(0), p.kv_heads, static_cast<int>(call.k.size(2)),
+                   columns);
+  }
+  return view_of(x, name, call, p.batch, p.kv_heads, p.keys, columns);
 }
 
 // -- restrictions --------------------------------------------------------------------------------
@@ -239,7 +245,8 @@ inline void set_problem(Problem& p, const Call& call, bool tiles_keys) {
   STD_TORCH_CHECK(q.dim() == dims && k.dim() == dims && v.dim() == dims, "q, k, v must have ", dims,
                   " dimensions");
   const int64_t batch = call.packed() ? 1 : q.size(0), heads = q.size(1), kv_heads = k.size(1);
-  const int64_t queries = q.size(rows), keys = k.size(rows);
+  const int64_t pages = call.block_table ? call.block_table->size(1) : 1;
+  const int64_t queries = q.size(rows), keys = k.size(rows) * pages;
   const int64_t head_dim = q.size(dims - 1), value_dim = v.size(dims - 1);
   // Tiles have 64 rows or more, and each sequence may end in a partial one.
   const int64_t sequences = call.packed() ? call.cu_seqlens_q->numel() : 0;
@@ -327,6 +334,8 @@ auto of_variant(Variant variant, Of of) {
       return of(Constant<Variant::kBiasDropout>());
     case Variant::kSinks:
       return of(Constant<Variant::kSinks>());
+    case Variant::kPaged:
+      return of(Constant<Variant::kPaged>());
     case Variant::kScores:
       return of(Constant<Variant::kScores>());
     case Variant::kScoresDropout:
@@ -335,6 +344,8 @@ auto of_variant(Variant variant, Of of) {
       return of(Constant<Variant::kScoresMask>());
     case Variant::kScoresMaskDropout:
       return of(Constant<Variant::kScoresMaskDropout>());
+    case Variant::kPagedScores:
+      return of(Constant<Variant::kPagedScores>());
     default:
       return of(Constant<Variant::kBounded>());
   }

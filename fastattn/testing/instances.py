@@ -68,6 +68,7 @@ _UNEQUAL = {"queries": [1100, *[33] * 70]}
 # More tiles of 128 x 128 than two for each multiprocessor.
 _MANY_TILES = {"rows": (4096,), "D": 64, "hidden": 2048}
 _SCORES: dict[str, Any] = {"softcap": 2.0, "alibi": "H", "sinks": 0.0}
+_PAGES: dict[str, Any] = {"page": 16, "N": 144, "causal": "bottom_right"}
 # The variants of the Hopper kernels (kFull ... in csrc/attention/attention.h) as options.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -78,11 +79,15 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "mask_dropout": {"mask": "bool BHMN", "dropout_p": 0.2},
     "bias_dropout": {"mask": "float HMN", "dropout_p": 0.2},
     "sinks": {"causal": "bottom_right", "sinks": 0.0},
+    "paged": _PAGES | {"sinks": 0.0},
     "scores": _SCORES | {"causal": "bottom_right"},
     "scores_dropout": _SCORES | {"dropout_p": 0.2},
     "scores_mask": _SCORES | {"mask": "bool BHMN"},
     "scores_mask_dropout": _SCORES | {"mask": "bool BHMN", "dropout_p": 0.2},
+    "paged_scores": _PAGES | _SCORES,
 }
+# The bounded one serves the backward of the first two; there is none for pages.
+_WITHOUT_BACKWARD = ("full", "sinks", "paged", "paged_scores")
 _SIMPLE_VARIANTS = ("full", "bounded", "dropout", "mask", "bias")
 
 
@@ -139,8 +144,8 @@ def _hopper() -> Iterator[Instance]:
     attention, packed = partial(_attention, "sm90"), partial(_packed, "sm90")
     for variant in _VARIANTS:
         for direction in ("fwd", "bwd"):
-            if direction == "bwd" and variant in ("full", "sinks"):
-                continue  # the bounded one serves its calls
+            if direction == "bwd" and variant in _WITHOUT_BACKWARD:
+                continue
             for dim in (128, 64, 256, 192):
                 for dtype in ("bf16", "fp16"):
                     yield attention(dtype, direction, dim, variant)

@@ -9,6 +9,7 @@ import functools
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ BACKWARD_VARIANTS = (
     "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout", "scores",
     "scores_dropout", "scores_mask", "scores_mask_dropout",
 )  # fmt: skip
-VARIANTS = ("full", "sinks", *BACKWARD_VARIANTS)
+VARIANTS = ("full", "sinks", "paged", "paged_scores", *BACKWARD_VARIANTS)
 SMALL_BLOCK = 64  # above head dim 128, with an additive mask or changes of scores
 
 
@@ -170,7 +171,7 @@ def test_instance(name: str, tmp_path: Path) -> None:
     most = "," if changed else ""
     beside = f"e{{{block // 2 + 2}{most}}}" if c.head_dim == 64 else "e*"
     # The ends of rows with sinks have some, of tiles with and without keys.
-    end = "e*" if changed or c.variant == "sinks" else ""
+    end = "e*" if changed or c.variant in ("sinks", "paged") else ""
     first, last = f"{end}m{{{scores}}}0", f"m{{{output}}}{end}0"
     step = f"m{{{scores + output}}}1{beside}0"
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
@@ -183,6 +184,10 @@ def test_instance(name: str, tmp_path: Path) -> None:
         passed = "w" if c.head_dim == 64 and "dropout" not in variant else ""  # see await_weights
         step = f"m{{{scores}}}wm{{{output}}}1e*{passed}0"
         assert len(re.findall(step, waits)) == loops, waits
+
+    if "paged" in c.variant:
+        # K, V, and Q between them if it has one buffer.
+        assert re.search("wcp(wc)?wcp", "".join(_copies(c.sass))), "a copy waits for the next page"
 
     producers, consumers = BUDGETS[2 if biased or changed else GROUPS[c.head_dim]]
     assert c.count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
@@ -209,6 +214,20 @@ def _events(sass: list[str], waits: bool = False) -> list[str]:
         elif waits and "SYNCS.PHASECHK" in line:
             events.append("w")
     return events
+
+
+def _copies(sass: list[str]) -> Iterator[str]:
+    """w: a wait at an mbarrier, c: a copy by TMA, p: a wait for a value from global memory."""
+    loaded = None
+    for line in sass:
+        if "SYNCS.PHASECHK" in line:
+            yield "w"
+        elif "UTMALDG" in line:
+            yield "c"
+        elif load := re.search(r"LDG\.E (R\d+),", line):
+            loaded = load[1]
+        elif (use := re.search(r"R2UR UR\d+, (R\d+)", line)) and use[1] == loaded:
+            yield "p"
 
 
 # -- backward -------------------------------------------------------------------------------------

@@ -384,13 +384,18 @@ def test_adjacent_sections(
         test_forward(machine, monkeypatch, name)
 
 
-def check_forward(c: Case) -> None:
+def check_forward(
+    c: Case, shared_keys: int = 0
+) -> tuple[ForwardCall | PackedForwardCall, Tensor, Tensor]:
+    """The call, out and lse. shared_keys: so many first keys are the same in all sequences."""
     generator = torch.Generator().manual_seed(3)
     E = c.D if c.E is None else c.E
     queries, keys = ([pair[i] for pair in c.packed] for i in range(2))
     M, N = (sum(queries) + c.slack, sum(keys) + c.slack) if c.packed else (c.M, c.N)
     q = _data(c, c.H, M, c.D, generator)
     k, v = _data(c, c.K, N, c.D, generator), _data(c, c.K, N, E, generator)
+    for x in (k, v):
+        x[1:, :, :shared_keys] = x[:1, :, :shared_keys]
     mask = _mask(c, generator)
     scale = c.D**-0.5 if c.scale is None else c.scale
     sinks = None if c.sinks is None else c.sinks + torch.randn(c.H, generator=generator)
@@ -432,7 +437,8 @@ def check_forward(c: Case) -> None:
     def expected(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return reference_of(q, k, v, *restrictions, *options)
 
-    launch(call_type(q, k, v, *restrictions, *options), out.fill_(torch.nan), lse.fill_(torch.nan))
+    call = call_type(q, k, v, *restrictions, *options)
+    launch(call, out.fill_(torch.nan), lse.fill_(torch.nan))
     wide = [x.double() for x in (q, k, v)]
     ref64, same = expected(*wide), expected(q, k, v)
     magnitude = expected(*wide[:2], wide[2].abs())[0], ref64[1].abs().nan_to_num(0.0, 0.0, 0.0)
@@ -443,6 +449,7 @@ def check_forward(c: Case) -> None:
         assert result.ok, result
     if sinks is not None:  # by this the backward knows rows without keys
         assert torch.equal(lse <= sinks[:, None], same[1] <= sinks[:, None])
+    return call, out, lse
 
 
 @pytest.mark.parametrize("count", [1, 7, 3000])

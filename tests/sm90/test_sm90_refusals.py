@@ -1,10 +1,10 @@
-"""What the Hopper attention backward and feed-forward network refuse."""
+"""What the Hopper attention and feed-forward network refuse."""
 
 import pytest
 import torch
 
 from fastattn.ops.attention import sm90
-from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall
+from fastattn.ops.attention.calls import BackwardCall, PackedBackwardCall, PagedForwardCall
 from fastattn.ops.ffn import sm90 as ffn
 from fastattn.ops.ffn.calls import ForwardCall
 
@@ -66,6 +66,31 @@ def test_packed_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refuses(_packed_call(65, 64, 3)) is None
     assert refuses(_packed_call(65, 64, 3, dropout_p=0.1)) is None
     assert "got 264" in refuses(_packed_call(65, 264, 3))
+
+
+def _paged_call(page: int, D: int = 64, **given: object) -> PagedForwardCall:
+    q, k = (torch.empty(*shape, D, dtype=torch.bfloat16) for shape in ((2, 6, 5), (9, 3, page)))
+    names = {"q": q, "k": k, "v": k, "block_table": torch.zeros(2, 4, dtype=torch.int32),
+             "mask": None, "key_lengths": None, "query_lengths": None, "distance_bias": None,
+             "sinks": None, "softcap": 0.0, "causal": 0, "window_left": -1, "window_right": -1,
+             "scale": 1.0}  # fmt: skip
+    return PagedForwardCall(**(names | given))
+
+
+def test_paged_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "unavailable", lambda: None)
+    refuses = sm90.attention_paged_fwd_unsupported
+    for page in (16, 32, 64, 128, 256):
+        assert refuses(_paged_call(page, key_lengths=torch.ones(2))) is None
+    for page in (1, 8, 24, 512):
+        assert f"pages of 16, 32, 64, 128, 256 keys, got {page}" in refuses(_paged_call(page))
+    changed = {"softcap": 2.0, "sinks": torch.ones(6), "distance_bias": torch.ones(1, 6, 68)}
+    assert refuses(_paged_call(16, 256, **changed)) is None
+    assert "no mask" in refuses(_paged_call(16, mask=torch.ones(1, 1, 5, 64).bool()))
+    assert "[2, 5]" in refuses(_paged_call(16, key_lengths=torch.ones(2, 5)))
+    assert "got 264" in refuses(_paged_call(16, 264))
+    wide = torch.empty(9, 3, 16, 128, dtype=torch.bfloat16)
+    assert "contiguous last" in refuses(_paged_call(16, v=wide[..., ::2]))
 
 
 def _ffn_call(rows: int, D: int, F: int, E: int, **given: object) -> ForwardCall:

@@ -44,10 +44,17 @@ struct alignas(kTileAlignment) SharedTile {
   __device__ __forceinline__ void load(const CUtensorMap* map, Barrier& full, int row, int head,
                                        int batch, uint64_t policy) {
     full.arrive_expect_bytes(kBytes);
+    load_box(map, full, 0, row, head, batch, policy);
+  }
+  // Starts the copies of a box into the tile's rows from `to` on, a multiple of eight; `full` must
+  // expect the bytes.
+  __device__ __forceinline__ void load_box(const CUtensorMap* map, Barrier& full, int to, int row,
+                                           int head, int batch, uint64_t policy) {
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      ptx::cp_async_bulk_tensor_load(address() + chunk * kChunkBytes, map, full.address(),
-                                     chunk * kChunkColumns, row, head, batch, policy);
+      ptx::cp_async_bulk_tensor_load(address() + chunk * kChunkBytes + to * kRowBytes, map,
+                                     full.address(), chunk * kChunkColumns, row, head, batch,
+                                     policy);
     }
   }
 

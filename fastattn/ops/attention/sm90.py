@@ -21,6 +21,7 @@ from fastattn.ops.attention.calls import (
     ForwardCall,
     PackedBackwardCall,
     PackedForwardCall,
+    PagedForwardCall,
 )
 from fastattn.ops.attention.sm90_bias import (
     ALIGNMENT,
@@ -31,11 +32,14 @@ from fastattn.ops.attention.sm90_bias import (
     rows_of_constant,
 )
 
-_AnyCall: TypeAlias = ForwardCall | BackwardCall | PackedForwardCall | PackedBackwardCall
+_AnyCall: TypeAlias = (
+    ForwardCall | BackwardCall | PackedForwardCall | PackedBackwardCall | PagedForwardCall
+)
 _library = torch.ops.fastattn_sm90
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _MAX_ROWS = 2**28  # the kernels add up positions in 32 bits
+_PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def unavailable() -> str | None:
@@ -81,9 +85,9 @@ def _unsupported(call: _AnyCall, queries: int, keys: int) -> str | None:
 def _padded_unsupported(call: ForwardCall | BackwardCall) -> str | None:
     if why := _unsupported(call, call.q.shape[2], call.k.shape[2]):
         return why
-    mask, key_lengths = call.mask, call.key_lengths
-    if key_lengths is not None and key_lengths.dim() != 1:
-        return f"takes key_lengths per sequence, [B], got {list(key_lengths.shape)}"
+    if why := _lengths_unsupported(call):
+        return why
+    mask = call.mask
     if mask is None:
         return None
     if mask.dtype not in MASK_DTYPES:
@@ -98,12 +102,28 @@ def _padded_unsupported(call: ForwardCall | BackwardCall) -> str | None:
     return None
 
 
+def _lengths_unsupported(call: ForwardCall | BackwardCall | PagedForwardCall) -> str | None:
+    if call.key_lengths is not None and call.key_lengths.dim() != 1:
+        return f"takes key_lengths per sequence, [B], got {list(call.key_lengths.shape)}"
+    return None
+
+
 def attention_fwd_unsupported(call: ForwardCall) -> str | None:
     return _padded_unsupported(call)
 
 
 def attention_bwd_unsupported(call: BackwardCall) -> str | None:
     return _padded_unsupported(call)
+
+
+def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
+    page = call.k.shape[2]
+    if page not in _PAGE_SIZES:
+        return f"takes pages of {', '.join(map(str, _PAGE_SIZES))} keys, got {page}"
+    if call.mask is not None:
+        return "has no mask with block_table"
+    keys = call.block_table.shape[1] * page
+    return _unsupported(call, call.q.shape[2], keys) or _lengths_unsupported(call)
 
 
 def attention_varlen_fwd_unsupported(call: PackedForwardCall) -> str | None:
@@ -122,6 +142,7 @@ _operands = attrgetter("q", "k", "v")
 _lengths = attrgetter(*_LENGTHS)
 _packing = attrgetter("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _options = attrgetter(*_FIELDS[_FIELDS.index("sinks") :])
+_paged_options = attrgetter(*_FIELDS[_FIELDS.index("sinks") : _FIELDS.index("dropout_p")])
 # Entries of distance_bias before the first and after the last one that the kernels read:
 # kDistancePadding in csrc/attention/attention.h.
 _DISTANCE_PADDING = 192
@@ -139,12 +160,19 @@ def _packed(call: PackedForwardCall | PackedBackwardCall) -> tuple[Any, ...]:
     return (*_operands(call), *none, *_packing(call), *_changes(call))
 
 
+def _paged(call: PagedForwardCall) -> tuple[Any, ...]:
+    none, no_dropout = (None, None, 0, 0), (0.0, None, 0)
+    arguments = (*_operands(call), None, None, *_lengths(call), *none)
+    return (*arguments, *_changes(call), *no_dropout, call.block_table)
+
+
 def _changes(call: _AnyCall) -> tuple[Any, ...]:
     """distance_bias and what follows it."""
     bias = call.distance_bias
     if bias is not None:
         bias = F.pad(bias, (_DISTANCE_PADDING, _DISTANCE_PADDING)).contiguous()
-    return (bias, *_options(call))
+    options = _paged_options if isinstance(call, PagedForwardCall) else _options
+    return (bias, *options(call))
 
 
 def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
@@ -158,11 +186,7 @@ def _launch(op: Any, q: Tensor, *arguments: Any) -> None:
 def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
     keys, mask, mask_tiles, values = call.k.shape[2], call.mask, call.mask_tiles, None
     if keys == 0 or call.k.shape[1] == 0:
-        out.zero_()
-        lse.fill_(-torch.inf)
-        if call.sinks is not None:
-            lse.copy_(_lse_of_sinks(call.sinks, lse, call.query_lengths))
-        return
+        return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
     if mask is not None and is_constant(mask, keys):
         (mask, values), mask_tiles = rows_of_constant(mask), None
     _launch(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
@@ -172,12 +196,23 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
 
 def attention_varlen_fwd(call: PackedForwardCall, out: Tensor, lse: Tensor) -> None:
     if call.k.shape[0] == 0 or call.k.shape[1] == 0:
-        out.zero_()
-        lse.fill_(-torch.inf)
-        if call.sinks is not None:
-            lse.copy_(_lse_of_sinks(call.sinks, lse, call.cu_seqlens_q[-1:]))
-        return
+        return _no_key_at_all(call.sinks, call.cu_seqlens_q[-1:], out, lse)
     _launch(_library.attention_fwd.default, *_packed(call), out, lse)
+
+
+def attention_paged_fwd(call: PagedForwardCall, out: Tensor, lse: Tensor) -> None:
+    if 0 in (*call.k.shape[:2], call.block_table.shape[1]):
+        return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
+    _launch(_library.attention_paged_fwd.default, *_paged(call), out, lse)
+
+
+def _no_key_at_all(
+    sinks: Tensor | None, query_lengths: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    out.zero_()
+    lse.fill_(-torch.inf)
+    if sinks is not None:
+        lse.copy_(_lse_of_sinks(sinks, lse, query_lengths))
 
 
 def _lse_of_sinks(sinks: Tensor, lse: Tensor, lengths: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ class Harmless:
 class FaultInjector:
     """run: returns the machine's message; is_same: whether the last run's results are right.
     later: the orders for faults that an earlier call did not detect. only_mutations: none of the
-    faults of the machine.
+    faults of the machine; only_in: of these those in a file.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class FaultInjector:
         mutations: Sequence[Mutation] = (),
         later: Sequence[int] = ORDERS,
         only_mutations: bool = False,
+        only_in: str = "",
     ) -> None:
         self.machine, self.mutations, self.later = machine, mutations, later
-        self.only_mutations = only_mutations
+        self.only_mutations, self.only_in = only_mutations, only_in
         self.detected: dict[tuple[int, int], bool] = {}
 
     def examine(
@@ -58,17 +59,19 @@ class FaultInjector:
             if failure := run():
                 return failure
             assert is_same(), "the results depend on the order"
-        places = [
-            place
-            for place in self.machine.places()
-            if place.fault == MUTATION or not self.only_mutations
-        ]
+        places = [place for place in self.machine.places() if self._injects(place)]
         self.machine.record(False)
         for place in places:
             if not self.detected.get(place.key):
                 orders = self.later if place.key in self.detected else ORDERS
                 self.detected[place.key] = self._detects(run, is_same, place, orders)
         return run()
+
+    def _injects(self, place: Place) -> bool:
+        if place.fault == MUTATION:
+            return True
+        here = not self.only_in or self.only_in in self.machine.source(place.address)
+        return here and not self.only_mutations
 
     def _detects(
         self,

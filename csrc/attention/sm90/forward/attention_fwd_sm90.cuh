@@ -167,13 +167,16 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   }
 
   ForwardArguments args;
+  const Pages& pages = p.pages;
+  const int batch = Traits::kPaged ? pages.count : p.batch;
+  const int keys = Traits::kPaged ? page_size(pages) : p.keys;
+  const int box = Traits::kPaged ? page_box_rows(pages, Traits::kBlock) : Traits::kBlock;
   const bool encoded =
       sm90::encode_tensor_map(&args.q, kMapType, p.q, {p.batch, p.heads, p.queries, p.head_dim},
                               kMmaRows) &&
-      sm90::encode_tensor_map(&args.k, kMapType, p.k, {p.batch, p.kv_heads, p.keys, p.head_dim},
-                              Traits::kBlock) &&
-      sm90::encode_tensor_map(&args.v, kMapType, p.v, {p.batch, p.kv_heads, p.keys, p.value_dim},
-                              Traits::kBlock) &&
+      sm90::encode_tensor_map(&args.k, kMapType, p.k, {batch, p.kv_heads, keys, p.head_dim}, box) &&
+      sm90::encode_tensor_map(&args.v, kMapType, p.v, {batch, p.kv_heads, keys, p.value_dim},
+                              box) &&
       (!Traits::kStagesOutput ||
        sm90::encode_tensor_map(&args.out_map, kMapType, p.out,
                                {p.batch, p.heads, p.queries, p.value_dim}, kMmaRows));
@@ -192,6 +195,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
   args.dropout = p.dropout;
   args.mask = p.mask;
   args.splits = p.splits;
+  args.pages = p.pages;
   args.sinks = p.sinks;
   args.changes = changes_here(p.changes, std::abs(p.scale));
   args.mask.type = p.mask.copy ? p.mask.copy_type : p.mask.type;

@@ -73,10 +73,12 @@ struct ForwardTraits {
   static constexpr bool kDropout = has_dropout(kVariant);
   static constexpr bool kBias = is_additive(kVariant);
   static constexpr bool kScores = changes_scores(kVariant);
-  static constexpr bool kSinks = kScores || kVariant == Variant::kSinks;
+  static constexpr bool kPaged = is_paged(kVariant);
+  static constexpr bool kSinks = kScores || kPaged || kVariant == Variant::kSinks;
   // No split-KV with dropout and dense masks: they occur in training, which has enough tiles.
   static constexpr bool kSplits = kVariant == Variant::kFull || kVariant == Variant::kBounded ||
-                                  kVariant == Variant::kSinks || kVariant == Variant::kScores;
+                                  kVariant == Variant::kSinks || kVariant == Variant::kScores ||
+                                  kPaged;
   static constexpr bool kDense = is_dense(kVariant);
   // Blocks that only the dense mask changes skip the masking by lengths and bounds, except in the
   // instance that has no register left for the test.

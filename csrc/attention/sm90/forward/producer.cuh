@@ -2,6 +2,7 @@
 // consumer warpgroup stores output tiles or loads an additive mask. One thread of each warp works.
 #pragma once
 
+#include "attention/sm90/forward/key_source.cuh"
 #include "attention/sm90/forward/storage.cuh"
 #include "attention/sm90/forward/tiles.cuh"
 #include "sm90/ptx/bulk.cuh"
@@ -46,30 +47,30 @@ struct LoadWarp {
   }
 
   __device__ __forceinline__ void load_tile(const TileInfo& tile, const BlockLoop<Traits>& blocks) {
-    const int kv_head = tile.head / args.heads_per_kv;
     const int batch = batch_entry(args, tile);
-    const int first_key = args.packing.key_offsets ? args.packing.key_offsets[tile.batch] : 0;
+    KeySource<Traits> source(args, tile, batch);
     // The only Q buffer may still be in use: K of the first block is loaded before Q.
     constexpr bool kKeyFirst = Traits::kQueryBuffers == 1;
     if (!kKeyFirst && !blocks.none()) {
       load_query(tile, batch);
     }
+    source.begin(blocks.last());
     int next = 0;
 #pragma unroll 1
     for (int n = blocks.last(); blocks.reaches(n); n = next) {
       next = blocks.after(n);
-      const int key = first_key + n * Traits::kBlock;
+      const int key = source.first_of(n);
       Slot& k_slot = shared.k_slots[stage.index()];
       k_slot.empty.wait(stage.phase() ^ 1);
       write_metadata(blocks, n, next);
       load_column_keys(k_slot.full, n);
-      shared.k[stage.index()].load(&args.k, k_slot.full, key, kv_head, batch, ptx::kEvictLast);
+      source.load(shared.k[stage.index()], &args.k, k_slot.full, key, key);
       if (kKeyFirst && n == blocks.last()) {
         load_query(tile, batch);
       }
       Slot& v_slot = shared.v_slots[stage.index()];
       v_slot.empty.wait(stage.phase() ^ 1);
-      shared.v[stage.index()].load(&args.v, v_slot.full, key, kv_head, batch, ptx::kEvictLast);
+      source.load(shared.v[stage.index()], &args.v, v_slot.full, key, source.first_of(next));
       stage.advance();
     }
   }

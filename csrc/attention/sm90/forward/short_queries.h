@@ -37,11 +37,12 @@ inline Bounds no_bounds(int queries, int keys) {
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
   const Range keys = keys_of_row(0, p.bounds, p.keys);
-  // Key lengths count from the first key.
-  if (p.queries != 1 || is_empty(keys) || (keys.begin > 0 && p.key_lengths.data)) {
+  // Key lengths and pages count from the first key.
+  const bool counted = p.key_lengths.data || p.pages.table;
+  if (p.queries != 1 || is_empty(keys) || (keys.begin > 0 && counted)) {
     return;
   }
-  for (TensorView* x : {&p.k, &p.v}) {
+  for (TensorView* x : {&p.k, &p.v}) {  // unchanged if the first key is 0
     x->data = static_cast<char*>(x->data) + keys.begin * x->row_stride * kElementBytes;
   }
   p.keys = keys.end - keys.begin;

@@ -33,6 +33,7 @@ struct ForwardArguments : LengthsAndBounds {
   sm90::TileSource source;
   Sinks sinks;
   ScoreChangesHere changes;
+  Pages pages;
 };
 
 template <class Traits>

@@ -12,7 +12,7 @@ namespace on_host {
 
 // An actor is a thread of a block or something asynchronous: the wgmma of a warpgroup, the stores
 // of a thread (reading shared memory and writing global memory count apart), a load.
-constexpr int kThreads = 512, kWarpgroups = kThreads / 128, kStorers = 8, kLoads = 64;
+constexpr int kThreads = 512, kWarpgroups = kThreads / 128, kStorers = 8, kLoads = 96;
 constexpr int kFirstWgmma = kThreads, kFirstReader = kFirstWgmma + kWarpgroups,
               kFirstWriter = kFirstReader + kStorers, kFirstLoad = kFirstWriter + kStorers;
 constexpr int kActors = (kFirstLoad + kLoads + 15) / 16 * 16;

@@ -81,9 +81,9 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
     These are `nn.MultiheadAttention`, `nn.Transformer`, its encoder and decoder and their layers,
     `nn.LayerNorm` and `nn.RMSNorm`; the norms of `timm` and `transformers` models, and every module
     with the same code; modules whose `forward` calls `scaled_dot_product_attention`, such as timm's
-    attention; and the attention of `transformers` models, Bloom's and MPT's included. Results and
-    gradients stay the same up to rounding, except that a query whose keys are all masked gets a
-    zero context.
+    attention; and the attention of `transformers` models, Bloom's and MPT's included. `generate` of
+    their encoder-decoders runs on a static cache. Results and gradients stay the same up to
+    rounding, except that a query whose keys are all masked gets a zero context.
 
     Returns a report of what was and was not replaced, and prints it unless `quiet`.
     `unpatch(model)`, or leaving `with fastattn.patch(model):`, reverts it. Patching a model again
@@ -110,8 +110,8 @@ def patch(model: nn.Module, *, quiet: bool = False) -> PatchReport:
             convert_class(module, drop_in)
         if why is not None:
             report.kept[name] = why
-    for name in report.attention:
-        _switch_generation(name, model.get_submodule(name), report)
+    for name, module in model.named_modules():
+        _switch_generation(name, module, report)
     if not quiet:
         print(report)
     return report
@@ -177,24 +177,23 @@ def _switch_attention(name: str, model: Any, report: PatchReport) -> None:
     report.attention[name] = f"{type(model).__name__}, {before[0][1]}"
 
 
-def _switch_generation(outer: str, model: nn.Module, report: PatchReport) -> None:
-    """Converts the encoder-decoders among a `transformers` model and the models it contains."""
-    for inner, module in model.named_modules(prefix=outer):
-        part: Any = module
-        if not (
-            _is_transformers_model(part)
-            and getattr(part.config, "is_encoder_decoder", False)
-            and hasattr(part, "generate")
-            and "replaces" not in type(part).__dict__
-        ):
-            continue
-        if (why := foreign_generation.why_unsupported(part)) is not None:
-            report.kept[inner] = why
-            continue
-        kind: Any = type(part)
-        convert_class(part, foreign_generation.drop_in(kind))
-        state = part.__dict__[foreign_generation.STATE] = foreign_generation.State()
-        report.generate[inner] = state.fallbacks
+def _switch_generation(name: str, module: Any, report: PatchReport) -> None:
+    """Converts an encoder-decoder of `transformers` whose attention is fastattn's."""
+    kind: Any = type(module)
+    if (
+        not _is_transformers_model(module)
+        or not getattr(module.config, "is_encoder_decoder", False)
+        or not hasattr(module, "generate")
+        or module.config._attn_implementation != huggingface.NAME
+        or "replaces" in kind.__dict__
+    ):
+        return
+    if (why := foreign_generation.why_unsupported(module)) is not None:
+        report.kept[name] = why
+        return
+    convert_class(module, foreign_generation.drop_in(kind))
+    state = module.__dict__[foreign_generation.STATE] = foreign_generation.State()
+    report.generate[name] = state.fallbacks
 
 
 def _is_replaceable(module: nn.Module, implementation: str) -> bool:

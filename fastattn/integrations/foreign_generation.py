@@ -85,8 +85,12 @@ class _Program:
         length = state.length
         if self._replay is None:
             run = functools.partial(self._run, model)
-            self._replay = recorded(run, functools.partial(state.seek, state.position.clone()),
-                                    tokens.device)  # fmt: skip
+            self._replay = recorded(
+                run,
+                functools.partial(state.seek, state.position.clone()),
+                tokens.device,
+                results=lambda: [] if self.logits is None else [self.logits],
+            )
         self._replay()
         state.length = length + 1
         assert self.logits is not None

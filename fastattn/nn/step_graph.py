@@ -20,10 +20,15 @@ from fastattn.ops import interpreting
 
 
 def recorded(
-    step: Callable[[], None], rewind: Callable[[], None], device: torch.device
+    step: Callable[[], None],
+    rewind: Callable[[], None],
+    device: torch.device,
+    results: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Callable[[], None]:
     """Return a function that does one step: a replay of `step`, recorded now or at its first call.
 
+    results: the tensors made by a step that are read after it. If given, a replay on a CPU computes
+    all others in shared memory; else it computes each in memory of its own.
     For a CUDA graph the step runs twice; `rewind` resets its tensors to the start, also before this
     returns.
     """
@@ -31,7 +36,7 @@ def recorded(
         return _cuda_graph(step, rewind, device)
     # Triton's interpreter launches kernels outside torch's dispatcher, so no tape records them.
     if device.type == "cpu" and not interpreting():
-        return Tape(step)
+        return Tape(step, results)
     return step
 
 
@@ -59,12 +64,17 @@ class Tape:
 
     Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
     operation that allocates its result is replayed into that tensor, by its `out=` overload. Calls
-    go to the overload's `_op`, without its Python wrapper. Between replays `release` frees the
+    go to the overload's `_op`, without its Python wrapper. With `results`, what is not read after a
+    step shares memory with what the step makes later. Between replays `release` frees the
     memory of what the step computes, until `allocate`.
     """
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: Callable[[], None],
+        results: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        self._step, self._results = step, results
         self._calls: list[Callable[[], Any]] | None = None
         self._made: dict[torch.UntypedStorage, int] = {}  # with its bytes
 
@@ -86,6 +96,8 @@ class Tape:
             if recorder.depends_on_values:
                 self._calls = [self._step]
             else:
+                if self._results is not None:
+                    recorder.share_memory(self._results())
                 self._calls, self._made = recorder.calls, recorder.made
             return
         for call in self._calls:
@@ -96,6 +108,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
+        self.used: list[list[Tensor]] = []  # by each call: arguments and results
         self.made: dict[torch.UntypedStorage, int] = {}
         self.depends_on_values = False
 
@@ -111,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         made = _tensors(results)
         self.depends_on_values |= not _DEPENDS_ON_VALUES.isdisjoint(func.tags)
         if func._schema.is_mutable or not func._schema.returns:
-            self.calls.append(partial(func._op, *args, **kwargs))
+            self._add(partial(func._op, *args, **kwargs), [args, kwargs])
             return
         if not made:
             return  # no tensor result
@@ -125,11 +138,51 @@ class _Recorder(TorchDispatchMode):
             return  # uninitialised: filled by a later call
         out = _out_form(func)
         if out is None or any(name in kwargs for name in _LAYOUT):
-            self.calls.append(lambda: _copy(made, _tensors(func(*args, **kwargs))))
+            call = partial(_compute, func, args, kwargs, made)
+            self._add(call, [args, kwargs, made])
             return
         names = [a.name for a in out._schema.arguments if a.is_out]
         targets = dict(zip(names, made, strict=True))
-        self.calls.append(partial(out._op, *args, **kwargs, **targets))
+        self._add(partial(out._op, *args, **kwargs, **targets), [args, kwargs, made])
+
+    def _add(self, call: Callable[[], Any], used: Any) -> None:
+        self.calls.append(call)
+        self.used.append(_tensors(used))
+
+    def share_memory(self, results: Sequence[Tensor]) -> None:
+        """Gives a tensor the memory of one that no later call uses. `results` keep theirs."""
+        kept = {tensor.untyped_storage() for tensor in results}
+        tensors: dict[torch.UntypedStorage, dict[int, Tensor]] = {}
+        last: dict[torch.UntypedStorage, int] = {}
+        for i, used in enumerate(self.used):
+            for tensor in used:
+                storage = tensor.untyped_storage()
+                if storage in self.made and storage not in kept:
+                    tensors.setdefault(storage, {})[id(tensor)] = (
+                        tensor  # in the order of first use
+                    )
+                    last[storage] = i
+        firsts = {storage: i for i, used in reversed([*enumerate(self.used)])
+                  for storage in (tensor.untyped_storage() for tensor in used)}  # fmt: skip
+        made = {storage: size for storage, size in self.made.items() if storage in kept}
+        busy: list[tuple[int, torch.UntypedStorage]] = []
+        free: list[torch.UntypedStorage] = []
+        for storage, views in tensors.items():
+            free += [slot for end, slot in busy if end < firsts[storage]]
+            busy = [(end, slot) for end, slot in busy if end >= firsts[storage]]
+            size = self.made[storage]
+            if free:
+                # The smallest that is large enough, else the largest, which grows.
+                slot = min(free, key=lambda s: (s.nbytes() < size, abs(s.nbytes() - size)))
+                free.remove(slot)
+                slot.resize_(max(size, slot.nbytes()))
+                for tensor in views.values():
+                    tensor.set_(slot, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+            else:
+                slot = storage
+            busy.append((last[storage], slot))
+            made[slot] = slot.nbytes()
+        self.made = made
 
 
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -148,8 +201,9 @@ def _tensors(values: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
+def _compute(func: OpOverload, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> None:
+    """For an operation without an `out=` overload."""
+    for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
         target.copy_(value)
 
 

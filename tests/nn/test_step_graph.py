@@ -39,14 +39,19 @@ class Counter:
         self.position.add_(1)
 
 
-def test_a_tape_replays_what_was_recorded():
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tape_replays_what_was_recorded(shared):
     direct, taped = Counter(), Counter()
-    advance = recorded(taped.step, lambda: None, torch.device("cpu"))
+    results = (lambda: []) if shared else None
+    advance = recorded(taped.step, lambda: None, torch.device("cpu"), results)
     assert isinstance(advance, Tape)
     for step in range(1, 8):
         direct.step()
         advance()
         assert taped.calls == 1
+        if step == 3:  # a pause without the memory of what the step computes
+            advance.release()
+            advance.allocate()
         torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
         assert torch.equal(taped.history, direct.history)
         assert taped.position.item() == direct.position.item() == step
@@ -136,3 +141,27 @@ def test_on_other_devices_the_step_is_called(monkeypatch):
     assert recorded(step, step, torch.device("meta")) is step
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert recorded(step, step, torch.device("cpu")) is step
+
+
+def test_shared_memory():
+    x, results = torch.arange(1.0, 5.0), []
+
+    def step() -> None:
+        a = x * 2
+        b = a + 1
+        results[:] = [b * a, (b - a).sum()]
+        results.append(results[0] * 3 + 1)
+
+    alone, shared = Tape(step), Tape(step, lambda: [results[0], results[2]])
+    for advance, buffers in ((alone, 7), (shared, 5)):
+        for _ in range(3):
+            advance()
+            assert results[0].tolist() == [(2 * n + 1) * 2 * n for n in x.tolist()]
+            assert results[2].tolist() == [(2 * n + 1) * 6 * n + 1 for n in x.tolist()]
+            x.add_(1)
+        assert len(advance._made) == buffers
+        advance.release()
+        assert results[0].untyped_storage().nbytes() == 0
+        advance.allocate()
+        advance()
+        assert results[0].tolist() == [(2 * n + 1) * 2 * n for n in x.tolist()]

@@ -5,10 +5,11 @@ masks and results. `convert` changes a model built of torch's classes to these, 
 `fastattn.nn.naive`, the readable reference, is imported explicitly.
 """
 
-from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAttention, set_heads
+from fastattn.nn.attention import LengthMaskedMultiheadAttention, MultiheadAttention
 from fastattn.nn.conversion import convert
 from fastattn.nn.decoding import DecoderCache
 from fastattn.nn.feed_forward import GatedActivation, PositionWiseFFN
+from fastattn.nn.heads import set_heads
 from fastattn.nn.linear_attention import LinearAttentionState, LinearMultiheadAttention
 from fastattn.nn.norm import AddNorm, LayerNorm, RMSNorm
 from fastattn.nn.positional import LearnedPositionalEncoding, SinusoidalPositionalEncoding

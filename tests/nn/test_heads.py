@@ -102,6 +102,9 @@ def test_what_cannot_have_other_heads_is_refused():
         fnn.set_heads(fnn.MultiheadAttention(8, 2), head_dim=0)
     with pytest.raises(ValueError, match="without kdim, vdim"):
         fnn.set_heads(fnn.MultiheadAttention(8, 2, kdim=4), scale=1.0)
+    for module in (nn.MultiheadAttention(8, 2), fnn.ScoredMultiheadAttention(8, 2)):
+        with pytest.raises(TypeError, match=r"heads can be set for fastattn's .* got "):
+            fnn.set_heads(nn.Sequential(module), scale=1.0)
     with pytest.raises(NotImplementedError, match=r"its own scale .* got torch\.int64"):
         x = torch.ones(1, 2, E, dtype=torch.int64)
         attention()(x, x, x)

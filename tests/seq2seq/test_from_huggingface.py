@@ -314,16 +314,24 @@ def test_parameters_without_a_counterpart_are_refused():
 WORDS = [f"w{i}" for i in range(30)]
 
 
-def save_folder(folder: Path, model: Any) -> Any:
-    """A model with a tokenizer of words; returns the tokenizer."""
-    tokens = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {word: 3 + i for i, word in enumerate(WORDS)}
+def save_folder(folder: Path, model: Any, special: str = "<pad> </s> <unk>") -> Any:
+    """A model with a tokenizer of words that puts END after a sentence, and "<s>", if it has it,
+    before it; returns the tokenizer.
+    """
+    tokens = {word: i for i, word in enumerate([*special.split(), *WORDS])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, unk_token="<unk>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    ends = [token for token in ("<s>", "</s>") if token in tokens]
     backend.post_processor = tokenizers.processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
+        single=" ".join([*ends[:-1], "$A", ends[-1]]),
+        special_tokens=[(token, tokens[token]) for token in ends],
     )
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        bos_token="<s>" if "<s>" in tokens else None,
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -334,7 +342,7 @@ def translations(model: Any, tokenizer: Any, texts: list[str], **options: Any) -
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     rows = model.generate(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False,
-        suppress_tokens=[0], **options,
+        suppress_tokens=[model.config.pad_token_id], **options,
     )  # fmt: skip
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
@@ -386,6 +394,22 @@ def test_a_folder_is_fine_tuned_and_its_run_needs_no_transformers(tmp_path, caps
     code, _, _ = call(capsys, "train", "--resume", "--out", str(tmp_path / "other"))
     assert code == 0
     assert load_translator(tmp_path / "other").translate(["w1 w2"], max_length=5) == expected
+
+
+def test_a_first_token_forced_by_the_model_is_not_part_of_the_text(tmp_path):
+    theirs, _ = build("bart")
+    theirs.generation_config.forced_bos_token_id = 0
+    tokenizer = save_folder(tmp_path, theirs, "<s> <pad> </s> <unk>")
+    translator = translator_from_huggingface(tmp_path)
+    assert translator.tokenizer.encode_sources(TEXTS) == tokenizer(TEXTS)["input_ids"]
+    beams = BeamSearch(4, length_penalty=1.0, normalization="tokens")
+    found = translator.search(TEXTS, max_length=6, strategy=beams)
+    assert [best.hypothesis.tokens[0] for best in found] == [0, 0, 0]
+    wanted = translations(
+        theirs, tokenizer, TEXTS, max_new_tokens=7, num_beams=4, early_stopping="never"
+    )
+    assert [best.text for best in found] == wanted
+    assert any(wanted)
 
 
 @pytest.mark.parametrize("kind", ["NllbTokenizer", "MBart50Tokenizer", "MBartTokenizer"])

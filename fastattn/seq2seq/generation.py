@@ -166,7 +166,7 @@ def _check(
                 f"for {limit}"
             )
         if not all(
-            0 <= t < model.config.vocabulary and t not in model.config.special for t in prefix
+            0 <= t < model.config.target_tokens and t not in model.config.special for t in prefix
         ):
             raise ValueError(f"prefixes must hold ordinary tokens, got {list(prefix)}")
 

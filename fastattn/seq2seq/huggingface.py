@@ -139,7 +139,7 @@ MARIAN = Architecture(
     keys=_BART_KEYS,
     options={**_BART_OPTIONS, **_SINUSOIDS, "norm_first": False, "final_norm": False},
     parameters=_BART_PARAMETERS,
-    equal={**_BART_EQUAL, "decoder_vocab_size": "vocab_size"},
+    equal=_BART_EQUAL,
 )
 
 PEGASUS = Architecture(
@@ -159,7 +159,7 @@ M2M100 = Architecture(
         "norm_first": True,
     },
     parameters=_BART_PARAMETERS,
-    equal={**_BART_EQUAL},
+    equal=_BART_EQUAL,
 )
 BART = Architecture(
     keys=_BART_KEYS,
@@ -388,6 +388,8 @@ def _config(
         values["max_length"] = max_length
     values["activation"] = _activation(theirs)
     values["tied"] = _tying(architecture, state)
+    if (count := getattr(theirs, "decoder_vocab_size", None)) not in (None, theirs.vocab_size):
+        values["target_vocabulary"] = count
     if getattr(theirs, "scale_decoder_outputs", False):  # T5 with one matrix for input and output
         values["head_scale"] = values["width"] ** -0.5
     if getattr(theirs, "scale_embedding", False):

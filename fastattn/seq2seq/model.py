@@ -61,8 +61,8 @@ LENGTHS = ("predictor", "end")
 class ModelConfig:
     """Sizes and options of a model.
 
-    One vocabulary serves both languages. `max_length` bounds the tokens of a sentence, END
-    included.
+    One vocabulary serves both languages, unless `target_vocabulary` is set. `max_length` bounds the
+    tokens of a sentence, END included.
 
     Attributes:
         activation: of the feed-forward networks: "relu", "gelu", "gelu_tanh", "silu", or gated
@@ -86,6 +86,8 @@ class ModelConfig:
 
     The remaining options, whose defaults are usual, are those of models of other libraries:
 
+        target_vocabulary: number of tokens of the target, default `vocabulary`; the special tokens
+            are common. For `tied` False or "target".
         sinusoid_halves, sinusoid_inclusive, first_position: of sinusoidal positions, see
             `fastattn.nn.SinusoidalPositionalEncoding`.
         shared_positions: one table of learned positions for source and target.
@@ -113,7 +115,7 @@ class ModelConfig:
     dropout: float = 0.1
     activation: str = "relu"
     norm_first: bool = True
-    tied: bool = True
+    tied: bool | str = True
     positions: str = "sinusoidal"
     max_length: int = 128
     memory_layers: str = "last"
@@ -125,6 +127,7 @@ class ModelConfig:
     pad: int = 0
     begin: int = 1
     end: int = 2
+    target_vocabulary: int | None = None
     sinusoid_halves: bool = False
     sinusoid_inclusive: bool = False
     first_position: int = 0
@@ -180,12 +183,19 @@ class ModelConfig:
                         f"{name} must be one of {usual} with head_dim or attention_scale, "
                         f"got {getattr(self, name)!r}"
                     )
+        smaller = min(self.vocabulary, self.target_tokens)
         for name in SpecialTokens._fields:
-            if not 0 <= getattr(self, name) < self.vocabulary:
+            if not 0 <= getattr(self, name) < smaller:
                 raise ValueError(
-                    f"{name} must be a token below vocabulary {self.vocabulary}, "
-                    f"got {getattr(self, name)}"
+                    f"{name} must be a token below vocabulary {smaller}, got {getattr(self, name)}"
                 )
+        if self.target_vocabulary is not None:
+            if self.tied not in (False, "target"):
+                raise ValueError(
+                    f"tied must be False or 'target' with target_vocabulary, got {self.tied!r}"
+                )
+            if self.copy:
+                raise ValueError("copy must be False with target_vocabulary, got True")
         if self.pad == self.end:
             raise ValueError(f"end must differ from pad, got {self.end} for both")
         if self.decoder != "autoregressive" and self.special != SpecialTokens():
@@ -199,6 +209,11 @@ class ModelConfig:
                 f"got {self.heads}"
             )
         self.memory_numbers()
+
+    @property
+    def target_tokens(self) -> int:
+        """The size of the target's vocabulary."""
+        return self.vocabulary if self.target_vocabulary is None else self.target_vocabulary
 
     @property
     def special(self) -> SpecialTokens:
@@ -321,11 +336,11 @@ class Seq2SeqTransformer(nn.Module):
         padding = None if config.padding_gradient else config.pad
         self.embedding = nn.Embedding(config.vocabulary, config.width, padding)
         if config.tied in (False, "target"):
-            self.target_embedding = nn.Embedding(config.vocabulary, config.width, padding)
+            self.target_embedding = nn.Embedding(config.target_tokens, config.width, padding)
         if config.tied in (False, "embeddings"):
-            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+            self.head = nn.Linear(config.width, config.target_tokens, bias=False)
         if config.head_bias:
-            self.register_buffer("head_bias", torch.zeros(config.vocabulary))
+            self.register_buffer("head_bias", torch.zeros(config.target_tokens))
         self.positions = _make_encoding(config)
         self.target_positions = None if config.shared_positions else _make_encoding(config)
         if config.embedding_norm:

@@ -181,9 +181,9 @@ def open_run(run: Path) -> RunFiles:
         training = TrainingConfig.from_json(path.read_text())
     with reading(run / "tokenizer.json") as path:
         tokenizer = load_tokenizer(path)
-        if tokenizer.vocabulary > model.vocabulary:
-            found = tokenizer.vocabulary
-            raise ValueError(f"the model has {model.vocabulary} tokens, the tokenizer {found}")
+        known, found = max(model.vocabulary, model.target_tokens), tokenizer.vocabulary
+        if found > known:
+            raise ValueError(f"the model has {known} tokens, the tokenizer {found}")
     with reading(run / "data.json") as path:
         data = json.loads(path.read_text())
         text = data.get("text")

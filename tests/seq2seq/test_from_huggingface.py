@@ -74,6 +74,9 @@ mt5 = _make("MT5ForConditionalGeneration", "MT5Config", T5_SIZES)
 CASES: dict[str, Callable[[], Any]] = {
     "marian": lambda: marian(activation_function="swish", scale_embedding=True),
     "marian, two embeddings": lambda: marian(share_encoder_decoder_embeddings=False),
+    "marian, two vocabularies": lambda: marian(
+        share_encoder_decoder_embeddings=False, decoder_vocab_size=46
+    ),
     "marian, logits bias": lambda: marian(encoder_layers=1),
     "bart": bart,
     "bart, scaled": lambda: bart(scale_embedding=True, activation_function="relu"),
@@ -272,9 +275,6 @@ REFUSED = {
         decoder_attention_heads=2
     ),
     "decoder_ffn_dim must be encoder_ffn_dim, 48, got 32": lambda: pegasus(decoder_ffn_dim=32),
-    "decoder_vocab_size must be vocab_size, 40, got 20": lambda: marian(
-        decoder_vocab_size=20, share_encoder_decoder_embeddings=False, pad_token_id=19
-    ),
     "decoder_start_token_id must be one token, got None": lambda: mbart(
         decoder_start_token_id=None
     ),

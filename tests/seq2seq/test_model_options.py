@@ -33,6 +33,11 @@ from fastattn.seq2seq.training import TrainingConfig, train
             "scoring must be 'dot' with positions='alibi'",
         ),
         ({"activation": "tanh"}, "activation must be one of .* got 'tanh'"),
+        (
+            {"target_vocabulary": 40},
+            "tied must be False or 'target' with target_vocabulary, got True",
+        ),
+        ({"target_vocabulary": 2, "tied": False}, "end must be a token below vocabulary 2, got 2"),
         ({"tied": "head"}, "tied must be one of .* got 'head'"),
         ({"attention_dropout": 1.0}, r"attention_dropout must lie in \[0, 1\), got 1.0"),
         (

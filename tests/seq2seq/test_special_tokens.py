@@ -152,6 +152,7 @@ OTHER_LIBRARIES = {
     "gated": {"activation": "geglu_tanh", "padding_gradient": False},
     "gated in one op": {"activation": "swiglu", "activation_dropout": 0.0},
     "embeddings": {"tied": "embeddings", "head_scale": 0.3, "head_bias": True},
+    "two vocabularies": {"tied": "target", "target_vocabulary": 37},
     "target": {"tied": "target", "activation": "gelu_tanh", "attention_dropout": 0.0},
 }
 

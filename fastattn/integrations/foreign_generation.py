@@ -259,6 +259,8 @@ def _survey(model: nn.Module) -> _Survey:
         hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
         if any(_is_noticed(hook) for hook in hooks):
             why = f"is of a model with hooks, as of a {kind.__name__}"
+        elif state.get("_compiled_call_impl") is not None:
+            why = f"is of a compiled model, as of a {kind.__name__}"
         elif parametrize.is_parametrized(module):
             why = f"is of a model with parametrizations, as of a {kind.__name__}"
     if len(devices) != 1:
@@ -277,7 +279,9 @@ def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
         return "records gradients"
     if torch._C._is_any_autocast_enabled():
         return "is under autocast"
-    if config.is_assistant:
+    if "forward" in model.__dict__:
+        return "is of a model with its own forward"
+    if getattr(config, "is_assistant", False):
         return "is that of an assistant"
     if not config.use_cache or cache is None:
         return "has use_cache=False"
@@ -289,8 +293,11 @@ def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
     for name in ("output_attentions", "output_hidden_states"):
         if any(getattr(c, name, False) for c in (config, model.config)) or given.get(name):
             return f"has {name}"
-    if config.prefill_chunk_size is not None:
+    if getattr(config, "prefill_chunk_size", None) is not None:
         return "has prefill_chunk_size"
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        return f"has an attention_mask of {mask.dim()} dimensions"
     for name, value in given.items():
         if name not in _ARGUMENTS and value is not None and value is not False:
             return f"has {name}"
@@ -330,6 +337,8 @@ def drop_in(kind: Any) -> type[nn.Module]:
     def searching(search: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(search)
         def run(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if "generation_config" not in kwargs:  # not called by generate
+                return search(self, input_ids, *args, **kwargs)
             with _generation(kind.forward, self, input_ids, kwargs) as generation:
                 result = search(self, input_ids, *args, **kwargs)
                 if generation is not None and not isinstance(result, Tensor):
@@ -350,10 +359,11 @@ def drop_in(kind: Any) -> type[nn.Module]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
         return _rebuild, (kind,), *state
 
-    encode = "_maybe_prepare_encoder_kwargs_for_generation"
     methods = {"forward": forward, "__reduce_ex__": reduce}
     methods |= {name: searching(getattr(kind, name)) for name in ("_sample", "_beam_search")}
-    methods[encode] = encoding(getattr(kind, encode))
+    encode = "_maybe_prepare_encoder_kwargs_for_generation"
+    if hasattr(kind, encode):  # in transformers 5.23; else the encoder runs as it is
+        methods[encode] = encoding(getattr(kind, encode))
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "replaces": kind}
     made: type[nn.Module] = type(kind.__name__, (kind,), names | methods)
     return made
@@ -378,6 +388,8 @@ def _generation(
     why = _why_own_path(model, config, arguments) or survey.why
     if why is None and given.get("synced_gpus"):
         why = "has synced_gpus"
+    if why is None and input_ids.shape[0] % beams:
+        why = "has another number of rows than beams"
     if why is None and bool((input_ids.unflatten(0, (-1, beams)).diff(dim=1) != 0).any()):
         why = "has rows of one sentence that differ"
     state = model.__dict__[STATE]

@@ -304,6 +304,14 @@ def test_own_path_by_the_state_of_the_model() -> None:
         assert torch.equal(_generate(model), expected)
         assert reasons.popitem() == ("is of a model with hooks, as of a Linear", 1)
         handle.remove()
+        model.model.decoder.layers[0].fc1.compile(backend="eager")
+        assert torch.equal(_generate(model), expected)
+        assert reasons.popitem() == ("is of a compiled model, as of a Linear", 1)
+        model.model.decoder.layers[0].fc1._compiled_call_impl = None
+        model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+        assert torch.equal(_generate(model), expected)
+        assert reasons.popitem() == ("is of a model with its own forward", 1)
+        del model.forward
         _generate(model.train())
         assert reasons.popitem() == ("is in training mode", 1)
         with torch.autocast("cpu", torch.bfloat16):

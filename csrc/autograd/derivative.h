@@ -10,9 +10,9 @@
 
 namespace fastattn::autograd {
 
-// The version of the arguments of `differentiate(...)`, also in fastattn/ops/_native.py: an
-// extension with another version is not used.
-constexpr int kInterface = 3;
+// The version of the extension's functions, also in fastattn/ops/_native.py: an extension with
+// another version is not used.
+constexpr int kInterface = 4;
 
 // Where the backward op's arguments come from.
 enum class From { kSaved, kConstant, kDtype, kNeeds, kGradient };

@@ -1,12 +1,13 @@
 // The extension fastattn._C_autograd, built for one torch and one Python: the derivative of every
-// op in C++, as a kernel at the dispatcher's Autograd keys. Without it, and at the other Autograd
-// keys, the same derivative is in Python (fastattn/ops/_autograd.py).
+// op in C++, as a kernel at the dispatcher's Autograd keys, and calls that are replayed. Without
+// it, and at the other Autograd keys, the same derivative is in Python (fastattn/ops/_autograd.py).
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/library.h>
 
+#include "autograd/calls.h"
 #include "autograd/node.h"
 #include "autograd/torch_versions.h"
 
@@ -181,6 +182,10 @@ PyMODINIT_FUNC PyInit__C_autograd() {
   auto m = pybind11::reinterpret_borrow<pybind11::module_>(created);
   m.attr("interface") = kInterface;
   m.def("differentiate", &differentiate);
+  pybind11::class_<Calls>(m, "Calls")
+      .def(pybind11::init<>())
+      .def("append", &Calls::append)
+      .def("run", &Calls::run);
   return created;
   END_HANDLE_TH_ERRORS
 }

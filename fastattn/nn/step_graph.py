@@ -8,7 +8,6 @@ Python code between them; counters on the host do not advance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn.ops import interpreting
+from fastattn.ops import Call, interpreting, replay
 
 
 def recorded(
@@ -63,10 +62,9 @@ class Tape:
     """A step's operations on a CPU, recorded at the first call.
 
     Every tensor of that run is kept. Views of kept tensors stay valid and are not replayed; an
-    operation that allocates its result is replayed into that tensor, by its `out=` overload. Calls
-    go to the overload's `_op`, without its Python wrapper. With `results`, what is not read after a
-    step shares memory with what the step makes later. Between replays `release` frees the
-    memory of what the step computes, until `allocate`.
+    operation that allocates its result is replayed into that tensor, by its `out=` overload. With
+    `results`, what is not read after a step shares memory with what the step makes later. Between
+    replays `release` frees the memory of what the step computes, until `allocate`.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Tape:
         results: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
         self._step, self._results = step, results
-        self._calls: list[Callable[[], Any]] | None = None
+        self._replay: Callable[[], None] | None = None
         self._made: dict[torch.UntypedStorage, int] = {}  # with its bytes
 
     def release(self) -> None:
@@ -86,28 +84,34 @@ class Tape:
         for storage, size in self._made.items():
             storage.resize_(size)
 
-    @torch.no_grad()
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a step was recorded; one whose operations depend on values is called again."""
+        return self._replay is not None and self._replay is not self._step
+
     def __call__(self) -> None:
-        if self._calls is None:
-            recorder = _Recorder()
-            with recorder:
-                self._step()
-            # A step whose operations depend on values may differ the next time.
-            if recorder.depends_on_values:
-                self._calls = [self._step]
-            else:
-                if self._results is not None:
-                    recorder.share_memory(self._results())
-                self._calls, self._made = recorder.calls, recorder.made
-            return
-        for call in self._calls:
-            call()
+        if self._replay is None:
+            self._replay = self._record()
+        else:
+            self._replay()
+
+    @torch.no_grad()
+    def _record(self) -> Callable[[], None]:
+        recorder = _Recorder()
+        with recorder:
+            self._step()
+        if recorder.depends_on_values:  # they may differ the next time
+            return self._step
+        if self._results is not None:
+            recorder.share_memory(self._results())
+        self._made = recorder.made
+        return replay(recorder.calls)
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Callable[[], Any]] = []
+        self.calls: list[Call] = []
         self.used: list[list[Tensor]] = []  # by each call: arguments and results
         self.made: dict[torch.UntypedStorage, int] = {}
         self.depends_on_values = False
@@ -124,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         made = _tensors(results)
         self.depends_on_values |= not _DEPENDS_ON_VALUES.isdisjoint(func.tags)
         if func._schema.is_mutable or not func._schema.returns:
-            self._add(partial(func._op, *args, **kwargs), [args, kwargs])
+            self._add(Call(func, args, kwargs))
             return
         if not made:
             return  # no tensor result
@@ -136,18 +140,20 @@ class _Recorder(TorchDispatchMode):
                 self.made[storage] = storage.nbytes()
         if func.overloadpacket in _UNFILLED:
             return  # uninitialised: filled by a later call
+        if func is _ATEN._to_copy.default:  # to another dtype, for example
+            self._add(Call(_ATEN.copy_.default, (*made, *args), {}))
+            return
         out = _out_form(func)
         if out is None or any(name in kwargs for name in _LAYOUT):
-            call = partial(_compute, func, args, kwargs, made)
-            self._add(call, [args, kwargs, made])
+            self._add(Call(func, args, kwargs, made))
             return
         names = [a.name for a in out._schema.arguments if a.is_out]
         targets = dict(zip(names, made, strict=True))
-        self._add(partial(out._op, *args, **kwargs, **targets), [args, kwargs, made])
+        self._add(Call(out, args, kwargs | targets))
 
-    def _add(self, call: Callable[[], Any], used: Any) -> None:
+    def _add(self, call: Call) -> None:
         self.calls.append(call)
-        self.used.append(_tensors(used))
+        self.used.append(_tensors([call.args, call.kwargs, call.targets]))
 
     def share_memory(self, results: Sequence[Tensor]) -> None:
         """Gives a tensor the memory of one that no later call uses. `results` keep theirs."""
@@ -199,12 +205,6 @@ def _tensors(values: Any) -> list[Tensor]:
     elif not isinstance(values, list | tuple):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def _compute(func: OpOverload, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> None:
-    """For an operation without an `out=` overload."""
-    for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
-        target.copy_(value)
 
 
 def _out_form(func: OpOverload) -> OpOverload | None:

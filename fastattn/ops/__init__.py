@@ -2,13 +2,21 @@
 describe the backends and the machine.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from fastattn.ops._env import default_device, device_name, interpreting, versions
 from fastattn.ops._select import BackendStatus, Explanation, backend_table
 
 __all__ = [
     "BackendStatus",
+    "Call",
     "Explanation",
     "backend_table",
     "default_device",
@@ -17,6 +25,7 @@ __all__ = [
     "has_faster_products",
     "interpreting",
     "library_unavailable",
+    "replay",
     "versions",
 ]
 
@@ -43,3 +52,37 @@ def has_faster_products(dtype: torch.dtype) -> bool:
 
     kernels = (torch.float32, torch.bfloat16, torch.float16)
     return dtype in kernels and not _env.slower_products(dtype) and not _native.unavailable("cpu")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op with fixed arguments; its results, if there are targets, are copied there."""
+
+    op: OpOverload
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    targets: Sequence[Tensor] = ()
+
+
+def replay(calls: Sequence[Call]) -> Callable[[], None]:
+    """A function that makes these calls: in C++ if there is the extension for PyTorch's autograd.
+    No gradients are recorded.
+    """
+    from fastattn.ops import _native
+
+    if (extension := _native.extension()) is not None:
+        native = extension.Calls()
+        for c in calls:
+            schema = c.op._schema
+            native.append(schema.name, schema.overload_name, c.targets, tuple(c.args), **c.kwargs)
+        return native.run
+
+    @torch.no_grad()
+    def run() -> None:
+        for c in calls:
+            results = c.op._op(*c.args, **c.kwargs)  # without the overload's Python wrapper
+            if c.targets:
+                for target, result in zip(c.targets, tree_leaves(results), strict=True):
+                    target.copy_(result)
+
+    return run

@@ -21,7 +21,7 @@ from fastattn.ops import _env
 _PACKAGE = Path(__file__).resolve().parent.parent
 # The instruction sets of csrc/cpu/dispatch.h, in its order.
 _CPU_ISAS = ("portable", "avx2", "avx512")
-_INTERFACE = 3  # kInterface of csrc/autograd/derivative.h
+_INTERFACE = 4  # kInterface of csrc/autograd/derivative.h
 # What builds a library that a plain install may leave out.
 _BUILD = {
     name: f"FASTATTN_NATIVE=cpu,autograd,{name} pip install --no-build-isolation ."

@@ -139,7 +139,8 @@ inline Product stored(const Matrix& a, const Matrix& b, const Tensor& out, const
 }
 
 // -- threads --------------------------------------------------------------------------------------
-// Whether a row's fp32 products have the same bits among any number of rows.
+// Whether a row's products, where they may be unpacked, have the same bits among any number of
+// rows.
 inline thread_local bool batch_invariant = false;
 
 // The workspace of an op that uses `used` floats and computes `work` multiply-adds.

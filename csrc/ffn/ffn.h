@@ -5,8 +5,9 @@
 // The forward is two matrix products, the backward four, each with an epilogue that uses its sums
 // while they are in the cache. A product packs its right operand into panels and divides the result
 // into blocks of rows and panels. One worker computes a block, every sum in one order, so the bits
-// depend neither on the number of threads nor on the block. With few rows an fp32 weight is not
-// packed and sums have another order, which batch-invariant products always use.
+// depend neither on the number of threads nor on the block. With few rows a weight is not packed
+// (fp32, and bf16 where there are instructions for it) and sums have another order, which
+// batch-invariant products always use.
 #pragma once
 
 #include <cstdint>
@@ -100,9 +101,7 @@ struct Product {
   Epilogue epilogue;
 
   int64_t row_blocks() const { return ceil_div(a.rows, kBlockRows); }
-  bool can_be_unpacked() const {
-    return type == DType::kFloat32 && a.column_stride == 1 && b.row_stride == 1;
-  }
+  bool can_be_unpacked() const { return a.column_stride == 1 && b.row_stride == 1; }
   // Such as a weight's gradient with few rows: sums are stored from registers to the result.
   bool is_shallow() const {
     return may_transpose && a.columns <= kShallowDepth && a.column_stride != 1 &&
@@ -130,8 +129,9 @@ struct Output {
 };
 
 struct Kernels {
-  int panel;          // columns
-  int unpacked_rows;  // of the left operand: up to these the right one is not packed
+  int panel;  // columns
+  // Rows of the left operand up to which the right one is not packed, by dtype; 0: always packed.
+  int unpacked_rows[3];
   void (*pack)(const Product&, int64_t first_panel, int64_t last_panel);
   void (*multiply)(const Product&, int64_t row_block, int64_t first_panel, int64_t last_panel,
                    float* workspace);

@@ -99,9 +99,13 @@ def test_threads_change_no_bit(rows: int) -> None:
 
 @needs_library
 @every_isa
-def test_batch_invariant(isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant(isa: str, dtype: torch.dtype) -> None:
     """Inside, a row has the same bits alone and in a batch; outside, it may not."""
-    inputs = make_inputs(torch.Generator().manual_seed(0), torch.float32, rows=(140,), D=700)
+    if dtype is torch.bfloat16 and isa != "avx512":
+        pytest.skip("bf16 sums are batch-invariant where there are instructions for bf16")
+    # Of many results, some are rounded to another bf16 number if their sums differ.
+    inputs = make_inputs(torch.Generator().manual_seed(0), dtype, rows=(140,), D=700, out=3000)
     x = inputs.pop("x")
 
     def differ() -> list[int]:
@@ -114,7 +118,7 @@ def test_batch_invariant(isa: str) -> None:
         with functional.batch_invariant():
             pass
         assert differ() == []
-    assert 1 in differ() and 97 not in differ()
+    assert 8 in differ() and 97 not in differ()
 
 
 # -- the choice of products -----------------------------------------------------------------------

@@ -32,11 +32,12 @@ constexpr int64_t kCopyPitch = (kChunkBytes + 64) / sizeof(T);
 static_assert(kLanes * (kChunkBytes + 64) <= kOperandFloats * static_cast<int64_t>(sizeof(float)));
 
 // sums [kR][kSumPitch] (+)= kR rows of x times kLanes / kR rows of w, of which `columns` exist,
-// `numbers` deep. ahead: a row of w to prefetch.
-template <class T, int kR, bool kWhole>
+// `numbers` deep. ahead: kAhead rows of w to prefetch, ahead_stride apart.
+template <class T, int kR, int kAhead, bool kWhole>
 inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride, const T* w,
                                                     int64_t w_stride, int columns, int64_t numbers,
-                                                    const T* ahead, float* sums, bool add) {
+                                                    const T* ahead, int64_t ahead_stride,
+                                                    float* sums, bool add) {
   using C = UnitsOf<T>;
   constexpr int kColumns = kLanes / kR, kStep = kLanes * C::kDepth;
   Float c[kLanes] = {};
@@ -58,8 +59,9 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   };
   int64_t d = 0;
   for (; d + kStep <= numbers; d += kStep) {
-    if (kR == kTileRows) {
-      __builtin_prefetch(ahead + d, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < kAhead; ++i) {
+      __builtin_prefetch(ahead + i * ahead_stride + d, 0, 2);
     }
     step(d, kStep);
   }
@@ -78,17 +80,20 @@ inline __attribute__((always_inline)) void dot_tile(const T* x, int64_t x_stride
   }
 }
 
-// kR rows times the columns of half a panel. ahead, ahead_stride: rows of w to prefetch.
-template <class T, int kR>
+// kR rows times the columns of half a panel. A tile prefetches kAhead rows of w, the next tile
+// those kColumns further on.
+template <class T, int kR, int kAhead>
 void dot_rows(const T* x, int64_t x_stride, const T* w, int64_t w_stride, int columns,
               int64_t numbers, const T* ahead, int64_t ahead_stride, float* sums, bool add) {
   constexpr int kColumns = kLanes / kR;
   for (int j = 0; j < columns;
        j += kColumns, w += kColumns * w_stride, ahead += kColumns * ahead_stride) {
     if (columns - j >= kColumns) {
-      dot_tile<T, kR, true>(x, x_stride, w, w_stride, kColumns, numbers, ahead, sums + j, add);
+      dot_tile<T, kR, kAhead, true>(x, x_stride, w, w_stride, kColumns, numbers, ahead,
+                                    ahead_stride, sums + j, add);
     } else {
-      dot_tile<T, kR, false>(x, x_stride, w, w_stride, columns - j, numbers, ahead, sums + j, add);
+      dot_tile<T, kR, kAhead, false>(x, x_stride, w, w_stride, columns - j, numbers, ahead,
+                                     ahead_stride, sums + j, add);
     }
   }
 }
@@ -117,27 +122,40 @@ void dot_block(const Product& p, int64_t first_row, int rows, int64_t first_pane
         columns = copy;
         stride = kCopyPitch<T>;
       }
-      // Tiles of the first rows prefetch the next half panel into the L2 cache, a row each.
+      // Tiles prefetch the next half panel into the L2 cache, each its share of the rows. (Weights
+      // of 154 MB, one Zen 5 thread: 4 rows take 7.7 ms with one prefetched row a tile and 6.6 with
+      // four, 8 rows 8.2 and 7.6 with two. One row takes 5.3 ms without and 5.6 with prefetching.)
       const bool last = h + 1 == 2 * (last_panel - first_panel);
       const int64_t next = last ? half.first : half_at(h + 1).first;
       const T* ahead = w + next * w_stride + d;
       float* sum = workspace + kSumsAt + h * kLanes;
-      const auto run = [&](auto height, int r) {
-        const T* row = ahead + r / kTileRows % (kLanes / kTileRows) * w_stride;
-        dot_rows<T, decltype(height)::value>(x + r * x_stride + d, x_stride, columns, stride,
-                                             half.count, numbers, row, w_stride,
-                                             sum + r * kSumPitch, d > 0);
+      const auto run = [&](auto height, auto share, int r) {
+        constexpr int kR = decltype(height)::value, kAhead = decltype(share)::value;
+        const T* row = ahead + r / kTileRows * kAhead % (kLanes / kTileRows) * w_stride;
+        dot_rows<T, kR, kAhead>(x + r * x_stride + d, x_stride, columns, stride, half.count,
+                                numbers, row, w_stride, sum + r * kSumPitch, d > 0);
       };
-      int r = 0;
-      for (; r + kTileRows <= rows; r += kTileRows) {
-        run(std::integral_constant<int, kTileRows>{}, r);
-      }
-      if (kTileRows > 2 && r + 2 <= rows) {
-        run(std::integral_constant<int, 2>{}, r);
-        r += 2;
-      }
-      if (r < rows) {
-        run(std::integral_constant<int, 1>{}, r);
+      const auto run_tiles = [&](auto share) {
+        int r = 0;
+        for (; r + kTileRows <= rows; r += kTileRows) {
+          run(std::integral_constant<int, kTileRows>{}, share, r);
+        }
+        constexpr std::integral_constant<int, 0> kNone;
+        if (kTileRows > 2 && r + 2 <= rows) {
+          run(std::integral_constant<int, 2>{}, kNone, r);
+          r += 2;
+        }
+        if (r < rows) {
+          run(std::integral_constant<int, 1>{}, kNone, r);
+        }
+      };
+      constexpr int kTileColumns = kLanes / kTileRows;
+      if (rows < 2 * kTileRows) {
+        run_tiles(std::integral_constant<int, kTileColumns>{});
+      } else if (rows < 4 * kTileRows) {
+        run_tiles(std::integral_constant<int, kTileColumns / 2>{});
+      } else {
+        run_tiles(std::integral_constant<int, 1>{});
       }
     }
     d += numbers;

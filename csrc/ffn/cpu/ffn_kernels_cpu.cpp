@@ -329,6 +329,10 @@ inline void reduce(const float* partials, int64_t count, int64_t columns, void* 
   });
 }
 
-const Kernels kKernels = {kPanel, kUnpackedRows, pack, multiply, drop_output, reduce};
+// Other dtypes would be converted again for each tile that reads them.
+constexpr bool kUnpacksBf16 = UnitsOf<BFloat16>::kDepth == 2;
+const Kernels kKernels = {kPanel,      {kUnpackedRows, kUnpacksBf16 ? kUnpackedRows : 0, 0},
+                          pack,        multiply,
+                          drop_output, reduce};
 
 }  // namespace fastattn::ffn::FASTATTN_ISA

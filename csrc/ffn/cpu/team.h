@@ -34,8 +34,8 @@ struct Panels {
 
 class Team {
  public:
-  // workspace: kWorkerFloats for each worker. batch_invariant: a row's fp32 products have the same
-  // bits among any number of rows.
+  // workspace: kWorkerFloats for each worker. batch_invariant: a row's products have the same bits
+  // among any number of rows, if its dtype may be unpacked.
   Team(int64_t workers, float* workspace, bool batch_invariant)
       : workers_(workers), workspace_(workspace), batch_invariant_(batch_invariant) {}
 
@@ -60,7 +60,9 @@ class Team {
       return -1;
     }
     const Kernels& isa = kernels();
-    p.unpacked = p.can_be_unpacked() && (batch_invariant_ || p.a.rows <= isa.unpacked_rows);
+    const int unpacked_rows = isa.unpacked_rows[static_cast<int>(p.type)];
+    p.unpacked =
+        p.can_be_unpacked() && unpacked_rows > 0 && (batch_invariant_ || p.a.rows <= unpacked_rows);
     const bool gated = p.gate > 0 && p.gate != p.b.columns;
     const int64_t count =
         gated ? ceil_div(p.gate, isa.panel / 2) : ceil_div(p.b.columns, isa.panel);

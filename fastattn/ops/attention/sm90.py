@@ -1,7 +1,8 @@
 """Attention on Hopper in CUDA C++ (csrc/attention): bf16, fp16, head dims 8 to 256 in steps of 8.
 
-Lengths, packed sequences, causal masks and windows are loop bounds of the same kernels. Tensors are
-read and written through their strides, which the copy engine (TMA) wants to be multiples of 16
+Lengths, packed sequences, causal masks and windows are loop bounds of the same kernels. Keys and
+values in pages have kernels of their own, which differ in the addresses of loads. Tensors are read
+and written through their strides, which the copy engine (TMA) wants to be multiples of 16
 bytes. The library plans the workspace (csrc/attention/sm90/*/workspace.h): where tiles differ in
 length or, at head dim 64, are many, thread blocks draw them from a counter; dropout hashes columns
 once; a dense mask becomes bits and classes of tiles; where tiles are few, as in decoding, their

@@ -26,6 +26,8 @@ _DEVICE_OF_BACKEND = {"triton": "cuda", "cuda": "cuda", "sm90": "cuda", "cpu": "
 # Ops whose automatic choice passes some calls to torch: it is measured as a candidate, too.
 _USES_TORCH_FOR_SOME_CALLS = ("linear",)
 _AUTOMATIC = "automatic"
+# Arguments of attention that change scores. A peer has none unless it says so.
+SCORE_ARGUMENTS = ("alibi_slopes", "softcap", "sinks", "relative_bias")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Implementation:
     unavailable: why it cannot run on this machine. unsupported: why it cannot compute a task. Both
     return None if it can, else a reason phrased to follow the name.
     compiles: takes seconds to minutes before its first result (torch.compile).
+    scores: which of SCORE_ARGUMENTS it computes.
     workloads: a regular expression of workload names to which it is limited unless all are
     requested.
     directions: the directions that it supports.
@@ -65,10 +68,15 @@ class Implementation:
     backend: str = ""
     is_fastattn: bool = False
     compiles: bool = False
+    scores: tuple[str, ...] = ()
     workloads: str = ""
     directions: tuple[str, ...] = ("fwd", "bwd", "step", "decode")
     draws_dropout: bool = False
     ignores_query_lengths: bool = False
+
+    def refusal(self, task: Task) -> str | None:
+        missing = [n for n in SCORE_ARGUMENTS if n in task.inputs and n not in self.scores]
+        return f"has no {' and '.join(missing)}" if missing else self.unsupported(task)
 
 
 def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
@@ -88,6 +96,7 @@ def fastattn_backends(spec: OpSpec, device_type: str) -> list[Implementation]:
             unsupported=_reference_is_too_large if backend == "reference" else lambda task: None,
             backend=backend or _AUTOMATIC,
             is_fastattn=True,
+            scores=SCORE_ARGUMENTS,
             workloads=ON_REQUEST if (backend, device_type) == ("reference", "cuda") else "",
         )
 

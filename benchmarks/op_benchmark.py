@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.implementations import Forward, Implementation, Task
+from benchmarks.implementations import SCORE_ARGUMENTS, Forward, Implementation, Task
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.spec import Inputs, OpSpec, Workload
 from fastattn.testing.timing import Call, copies_beyond_cache, peak_memory
@@ -97,7 +97,7 @@ class OpBenchmark:
         self.peaks: dict[tuple[str, str], int | None] = {}
 
     def refusal(self, candidate: Implementation) -> str | None:
-        return candidate.unavailable() or candidate.unsupported(self.task)
+        return candidate.unavailable() or candidate.refusal(self.task)
 
     def build(self, candidate: Implementation) -> None:
         self.forwards[candidate.name] = candidate.build(self.task)
@@ -339,6 +339,8 @@ def _parts(spec: OpSpec, inputs: Inputs) -> list[tuple[Select, Inputs]]:
 def _slice_of(b: int, g: int, G: int) -> Select:
     def select(name: str, x: Tensor) -> Tensor:
         heads = slice(g, g + 1) if name in ("k", "v", "dk", "dv") else slice(g * G, (g + 1) * G)
+        if name.removeprefix("d") in SCORE_ARGUMENTS:  # gradients are those of a batch of 1
+            return x[heads]
         return x[b : b + 1, heads]
 
     return select
@@ -346,7 +348,8 @@ def _slice_of(b: int, g: int, G: int) -> Select:
 
 def _sliced(inputs: Inputs, b: int, g: int, G: int) -> Inputs:
     select = _slice_of(b, g, G)
-    part = inputs | {n: select(n, inputs[n]) for n in ("q", "k", "v")}
+    by_head = [n for n in SCORE_ARGUMENTS if isinstance(inputs.get(n), Tensor)]
+    part = inputs | {n: select(n, inputs[n]) for n in ("q", "k", "v", *by_head)}
     for name in ("key_lengths", "query_lengths"):
         if name in inputs:
             part[name] = inputs[name][b : b + 1]

@@ -1,17 +1,25 @@
 """torch's FlexAttention, compiled, with a block mask made once from lengths, causality or a mask.
+On a CPU it has no backward.
 
 The worker resets Dynamo before each shape, as for every peer that compiles: beyond its limit of
 recompilations FlexAttention silently runs eagerly.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from benchmarks.implementations import Forward, Implementation, Task
+from benchmarks.implementations import ON_REQUEST, Forward, Implementation, Task
+from fastattn import functional
 from fastattn.testing.spec import Inputs
 
 # A shape takes 10 to 20 s to compile, so only a part of the grid is measured by default.
-_WORKLOADS = r"s8192_d128_causal$|s1024_d64_padded|s2048_d128_padded_both|s4096_d128_bool_mask"
+_WORKLOADS = (
+    r"s8192_d128_causal$|s1024_d64_padded|s2048_d128_padded_both|s4096_d128_bool_mask"
+    r"|_alibi$|_softcap$|_relative$"
+)
 
 
 def _unsupported(task: Task) -> str | None:
@@ -43,9 +51,28 @@ def _build(task: Task) -> Forward:
             yes = yes & pattern[(*_within(pattern, b, h), i, j)]
         return yes
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert bias is not None
-        return score + bias[(*_within(bias, b, h), i, j)]
+    softcap, slopes = inputs.get("softcap"), inputs.get("alibi_slopes")
+    changed = bias is not None or softcap is not None or slopes is not None
+    buckets = None
+    if (table := inputs.get("relative_bias")) is not None:
+        changed = True
+        d = -torch.arange(M, device=task.device)
+        farthest = inputs["relative_max_distance"]
+        buckets = functional.t5_buckets(d, table.shape[1], farthest, causal=True)
+
+    def score_change(inputs: Inputs) -> Callable[..., Tensor]:
+        table = inputs.get("relative_bias")
+
+        def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            if slopes is not None:
+                score = score - slopes[h] * (i - j).abs()
+            if table is not None and buckets is not None:
+                score = score + table[h, buckets[(i - j).clamp(min=0)]]
+            return score if bias is None else score + bias[(*_within(bias, b, h), i, j)]
+
+        return changed
 
     restricted = causal or pattern is not None or key_lengths is not None
     batches = B if pattern is not None or key_lengths is not None else None
@@ -61,7 +88,7 @@ def _build(task: Task) -> Forward:
             inputs["q"],
             inputs["k"],
             inputs["v"],
-            score_mod=None if bias is None else biased,
+            score_mod=score_change(inputs) if changed else None,
             block_mask=block_mask,
             scale=inputs.get("scale"),
             enable_gqa=H != K,
@@ -75,16 +102,17 @@ def _within(mask: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor | int, Tensor | 
     return (b if mask.shape[0] > 1 else 0, h if mask.shape[1] > 1 else 0)
 
 
+_peer = partial(
+    Implementation,
+    "flex",
+    ("attention",),
+    _build,
+    unsupported=_unsupported,
+    compiles=True,
+    scores=("alibi_slopes", "softcap", "relative_bias"),
+    ignores_query_lengths=True,
+)
 PEERS = (
-    Implementation(
-        "flex",
-        ("attention",),
-        _build,
-        device_types=("cuda",),
-        unsupported=_unsupported,
-        backend="triton",
-        compiles=True,
-        workloads=_WORKLOADS,
-        ignores_query_lengths=True,
-    ),
+    _peer(device_types=("cuda",), backend="triton", workloads=_WORKLOADS),
+    _peer(device_types=("cpu",), backend="c++", workloads=ON_REQUEST, directions=("fwd",)),
 )

@@ -1,7 +1,8 @@
 """torch.nn.functional.scaled_dot_product_attention, each of its backends separately.
 
 Lengths become a boolean mask of keys, made once. SDPA has no query lengths: rows beyond them are
-computed like all others.
+computed like all others. Biases by distance become an additive mask of all pairs, made once unless
+they are learned.
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.implementations import Forward, Implementation, Task, weights_are_too_large
+from fastattn import functional
 from fastattn.testing.spec import Inputs
 
 
@@ -24,8 +26,30 @@ def key_mask(inputs: Inputs) -> Tensor | None:
     return torch.arange(N, device=lengths.device) < lengths.view(-1, 1, 1, 1)
 
 
+def distance_bias(inputs: Inputs) -> Tensor:
+    """What ALiBi or a table adds to the scores of causal attention, [1, H, M, N] in q's dtype."""
+    q, N = inputs["q"], inputs["k"].shape[2]
+    places = torch.arange(N, device=q.device)
+    d = places - torch.arange(q.shape[2], device=q.device)[:, None]
+    if "alibi_slopes" in inputs:
+        bias = -inputs["alibi_slopes"][:, None, None] * d.abs()
+    else:
+        table = inputs["relative_bias"]
+        farthest = inputs["relative_max_distance"]
+        bias = table[:, functional.t5_buckets(d, table.shape[1], farthest, causal=True)]
+    return bias.masked_fill(d > 0, -torch.inf).to(q.dtype)[None]
+
+
+def _has_bias(inputs: Inputs) -> bool:
+    return "alibi_slopes" in inputs or "relative_bias" in inputs
+
+
 def _unsupported(backend: SDPBackend | None, task: Task) -> str | None:
     inputs = task.inputs
+    if _has_bias(inputs):
+        if backend == SDPBackend.FLASH_ATTENTION:
+            return "takes no mask"
+        return weights_are_too_large(task, copies=4)
     if inputs.get("window") is not None:
         return "has no window"
     if inputs["causal"] and (key_mask(inputs) is not None):
@@ -47,6 +71,9 @@ def _unsupported(backend: SDPBackend | None, task: Task) -> str | None:
 
 def _build(backend: SDPBackend | None, task: Task) -> Forward:
     mask = key_mask(task.inputs)
+    biased, learned = _has_bias(task.inputs), "relative_bias" in task.inputs
+    if biased and not learned:
+        mask = distance_bias(task.inputs)
     grouped = task.inputs["q"].shape[1] != task.inputs["k"].shape[1]
 
     def attend(inputs: Inputs) -> Tensor:
@@ -54,9 +81,9 @@ def _build(backend: SDPBackend | None, task: Task) -> Forward:
             inputs["q"],
             inputs["k"],
             inputs["v"],
-            attn_mask=mask,
+            attn_mask=distance_bias(inputs) if learned else mask,
             dropout_p=inputs.get("dropout_p", 0.0),
-            is_causal=bool(inputs["causal"]),
+            is_causal=bool(inputs["causal"]) and not biased,
             scale=inputs.get("scale"),
             enable_gqa=grouped,
         )
@@ -102,6 +129,7 @@ def _peer(
         device_types=(device_type,),
         unsupported=partial(_unsupported, backend),
         backend=name.removeprefix("sdpa-"),
+        scores=("alibi_slopes", "relative_bias"),
         workloads=workloads,
         draws_dropout=True,
         ignores_query_lengths=True,

@@ -16,14 +16,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, generation
+from benchmarks import cases, generation, score_changes
 from benchmarks.generation import DecodeSize, GenerationBenchmark
 from benchmarks.implementations import Implementation, Task
 from benchmarks.op_benchmark import OpBenchmark
 from benchmarks.peers import flash_attention as fa_peers
 from fastattn import functional
 from fastattn.integrations import flash_attn as flash
-from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
+from fastattn.ops.attention.spec_workloads import (
+    SCORE_CHANGES,
+    packed_workload,
+    padded_workload,
+)
 from fastattn.testing.spec import Workload
 
 CPU = torch.device("cpu")
@@ -77,6 +81,45 @@ def _check(name: str, op: str, workload: Workload, dtype: torch.dtype = torch.bf
 
 def _dense(**options: Any) -> Workload:
     return padded_workload("tiny", 2, 4, 33, 16, ("cpu",), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [
+        *[("fastattn-cpu", scores) for scores in SCORE_CHANGES],
+        ("sdpa", "alibi"),
+        ("sdpa", "relative"),
+    ],
+)
+def test_changes_of_scores(name: str, scores: str) -> None:
+    """The workload, and the peers that compute it on a CPU."""
+    workload = padded_workload("tiny", 1, 4, 40, 16, ("cpu",), causal=True, scores=scores)
+    spec, peer = cases.specs()["attention"], _peer(name, "attention", "cpu")
+    benchmark = OpBenchmark(spec, workload, CPU, torch.float32, cold=False)
+    assert benchmark.refusal(peer) is None
+    benchmark.build(peer)
+    benchmark.prepare_oracle(peer)
+    for direction in ("fwd", "bwd"):
+        verdict = benchmark.check(peer, direction)
+        assert verdict.ok, f"{direction}: {verdict.message}"
+
+
+def test_times_of_changed_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_changes, "SHAPES", ((1, 2, 40, 16), (1, 2, 70, 16)))
+    monkeypatch.setattr(score_changes, "_PEERS_UP_TO", 40)
+    monkeypatch.setattr(score_changes, "PEERS", ("sdpa",))
+    monkeypatch.setattr(score_changes, "ROUNDS", 1)
+    rows = score_changes.measure(with_peers=True)
+    kinds = [(row.direction, row.scores) for row in rows if (row.dtype, row.keys) == ("bf16", 40)]
+    own = ["plain", "alibi", "softcap", "sinks", "table"]
+    forward = [s for s in own for _ in range(1 + (s in ("plain", "alibi", "table")))]
+    learned = [*forward[:-2], "learned table", "table", "learned table", "table"]
+    assert kinds == [
+        *[("forward", scores) for scores in forward],
+        *[("forward + backward", scores) for scores in learned],
+    ]
+    assert all(row.ms > 0.0 and row.ratio > 0.0 for row in rows)
+    assert {row.implementation for row in rows if row.keys == 70} == {"fastattn-cpu"}
 
 
 PACKED = packed_workload("tiny", LENGTHS, 4, 16, ("cpu",))

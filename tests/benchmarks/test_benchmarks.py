@@ -25,7 +25,11 @@ from benchmarks.model import MODEL, ModelBenchmark, _set_dropout
 from benchmarks.op_benchmark import OpBenchmark, _checked_rows
 from benchmarks.rows import ROOT
 from benchmarks.runner import Runner, Settings
-from fastattn.ops.attention.spec_workloads import packed_workload, padded_workload
+from fastattn.ops.attention.spec_workloads import (
+    SCORE_CHANGES,
+    packed_workload,
+    padded_workload,
+)
 from fastattn.testing.spec import Inputs, Workload
 from fastattn.testing.timing import (
     Plan,
@@ -394,6 +398,7 @@ def test_peers_refuse_what_they_cannot_do() -> None:
     options: list[dict[str, Any]] = [
         {}, {"causal": True}, {"causal": True, "window": 8}, {"mask": "bool BMN"},
         {"mask": "float HMN"}, {"padded": "both"}, {"dropout_p": 0.1}, {"K": 2},
+        *[{"causal": True, "scores": scores} for scores in SCORE_CHANGES],
     ]  # fmt: skip
     found: dict[str, list[str]] = {}
     for peer in cases.implementations_of("attention", "cuda"):
@@ -403,14 +408,14 @@ def test_peers_refuse_what_they_cannot_do() -> None:
             workload = _attention_workload(**each)
             inputs = workload.make(CPU, torch.bfloat16, torch.Generator())
             task = Task("attention", workload, CPU, torch.bfloat16, inputs)
-            reason = peer.unsupported(task)
+            reason = peer.refusal(task)
             if reason is not None:
                 assert reason.split()[0] in ("has", "takes", "is", "aligns", "writes"), reason
-                found.setdefault(peer.name, []).append("-cwmbpdg"[n])
+                found.setdefault(peer.name, []).append("-cwmbpdgaskr"[n])
     assert {name: "".join(refused) for name, refused in found.items()} == {
-        "eager": "w", "fa2": "mbp", "fa3": "mbpd", "fa4": "mbpd", "flex": "wd", "sdpa-cudnn": "w",
-        "sdpa-efficient": "wg", "sdpa-flash": "wmbp", "sdpa-math": "w",
-        "transformer-engine": "wmbpd", "xformers": "wmbpg",
+        "eager": "waskr", "fa2": "mbpaskr", "fa3": "mbpdaskr", "fa4": "mbpdaskr", "flex": "wdk",
+        "sdpa-cudnn": "wsk", "sdpa-efficient": "wgsk", "sdpa-flash": "wmbpaskr",
+        "sdpa-math": "wsk", "transformer-engine": "wmbpdaskr", "xformers": "wmbpgaskr",
     }  # fmt: skip
 
 

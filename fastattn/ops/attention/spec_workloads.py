@@ -1,8 +1,8 @@
 """Workloads of attention and attention_varlen for the benchmarks.
 
 The first ones are those of published comparisons: 16k tokens, heads x head dim = 2048. The others
-have padding, masks, dropout, windows, grouped heads, short sequences, batches of sentences, or a
-single query (decoding).
+have padding, masks, dropout, windows, grouped heads, changed scores, short sequences, batches of
+sentences, or a single query (decoding).
 """
 
 import torch
@@ -12,6 +12,8 @@ from fastattn.testing.spec import Inputs, Workload
 
 _SEED = 0x7654_3210
 _GPU, _CPU = ("cuda",), ("cpu",)
+# Changes of scores, with a batch of 1: the benchmarks check gradients of sinks and tables by head.
+SCORE_CHANGES = ("alibi", "softcap", "sinks", "relative")
 # Quantiles of the lengths of English sentences from the reference manual of a language, in subword
 # tokens of a vocabulary of 8000, with END.
 SENTENCE_LENGTHS = (
@@ -49,9 +51,11 @@ def padded_workload(
     lengths: Tensor | None = None,
     mask: str | None = None,
     dropout_p: float = 0.0,
+    scores: str = "",
 ) -> Workload:
     """S keys and M queries (default S). padded: "", "keys" or "both". window: the left side of the
-    window, with causal. mask: "bool BMN" or "float HMN". lengths: default `spread_lengths`.
+    window, with causal. mask: "bool BMN" or "float HMN". lengths: default `spread_lengths`. scores:
+    one of SCORE_CHANGES; sinks and the table of "relative" get gradients.
     """
     K = H if K is None else K
     M = S if M is None else M
@@ -83,8 +87,19 @@ def padded_workload(
         if dropout_p:
             seed = torch.tensor([_SEED], device=device)
             inputs |= {"dropout_p": dropout_p, "dropout_seed": seed}
+        if scores == "alibi":
+            inputs["alibi_slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, H, device=device)
+        elif scores == "softcap":
+            inputs["softcap"] = 50.0
+        elif scores == "sinks":
+            inputs["sinks"] = data(H).float()
+        elif scores == "relative":
+            inputs |= {"relative_bias": data(H, 32).float(), "relative_buckets": "t5_causal"}
+            inputs["relative_max_distance"] = 128
         return inputs
 
+    learned = {"sinks": ("sinks",), "relative": ("relative_bias",)}
+    gradients = ("q", "k", "v", *learned.get(scores, ()))
     moved = 4.0 * B * D * (H * M + K * S)
     decode = M == 1
     features = {
@@ -95,11 +110,12 @@ def padded_workload(
         "gqa": K != H,
         (mask or "").replace(" ", "_"): mask,
         "dropout": dropout_p,
+        scores: scores,
     }
     return Workload(
         name,
         make,
-        () if decode else ("q", "k", "v"),  # decoding has no backward
+        () if decode else gradients,  # decoding has no backward
         flops,
         moved,
         2.5 * flops,
@@ -167,6 +183,11 @@ def _padded_workloads() -> tuple[Workload, ...]:
         padded_workload("b2_h16_s8192_d128_window1024", 2, 16, 8192, 128, _GPU, causal=True,
                         window=1024)
     )  # fmt: skip
+    rows += [
+        padded_workload(f"b1_h16_s16384_d128_causal_{scores}", 1, 16, 16384, 128, _GPU, causal=True,
+                        scores=scores)
+        for scores in SCORE_CHANGES
+    ]  # fmt: skip
     for B, S in ((512, 64), (256, 128), (128, 256), (64, 512)):
         rows.append(padded_workload(f"b{B}_h8_s{S}_d64", B, 8, S, 64, _GPU))
     sentences = sentence_lengths(256)
@@ -183,6 +204,10 @@ def _padded_workloads() -> tuple[Workload, ...]:
         for causal in (False, True):
             name = f"b2_h8_s{S}_d64" + ("_causal" if causal else "")
             rows.append(padded_workload(name, 2, 8, S, 64, _CPU, causal=causal))
+    shape = (1, 8, 2048, 64)
+    for scores in ("", *SCORE_CHANGES):
+        name = "b1_h8_s2048_d64_causal" + (scores and f"_{scores}")
+        rows.append(padded_workload(name, *shape, _CPU, causal=True, scores=scores))
     shape = (2, 8, 512, 64)
     rows += [
         padded_workload("b2_h8_s1024_d64_padded_both", 2, 8, 1024, 64, _CPU, padded="both"),

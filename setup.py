@@ -127,11 +127,14 @@ _VARIANTS = {
     "mask_dropout": "kMaskDropout",
     "bias_dropout": "kBiasDropout",
     "scores": "kScores",
-    "scores_dropout": "kScoresDropout",
-    "scores_mask": "kScoresMask",
-    "scores_mask_dropout": "kScoresMaskDropout",
+    "scores_dense": "kScoresDense",
 }
-_FORWARD_VARIANTS = {"sinks": "kSinks", "paged": "kPaged", "paged_scores": "kPagedScores"}
+_FORWARD_VARIANTS = {
+    "sinks": "kSinks",
+    "scores_dropout": "kScoresDropout",
+    "paged": "kPaged",
+    "paged_scores": "kPagedScores",
+}
 
 # The matrix products of the feed-forward network.
 _FFN_STEPS = {

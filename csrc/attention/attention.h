@@ -159,18 +159,19 @@ enum class Variant {
   kBiasDropout,
   kSinks,  // bounded; the backward needs none of its own
   kPaged,  // the same for keys and values in pages
-  // The same as without changes of scores, and with sinks.
-  kScores,  // bounded
-  kScoresDropout,
-  kScoresMask,
-  kScoresMaskDropout,
-  kPagedScores,  // bounded, for keys and values in pages; not in the backward
+  // With changes of scores and sinks.
+  kScores,         // bounded; the backward decides at run time whether it drops weights
+  kScoresDropout,  // the backward needs none of its own
+  kScoresDense,    // decides at run time whether it drops weights, and whether the mask is additive
+  kPagedScores,    // bounded, for keys and values in pages; not in the backward
 };
 FASTATTN_PURE bool changes_scores(Variant variant) {
   return variant >= Variant::kScores;
 }
+// Whether an instance supports additive masks, and dropout.
 FASTATTN_PURE bool is_additive(Variant variant) {
-  return variant == Variant::kBias || variant == Variant::kBiasDropout;
+  return variant == Variant::kBias || variant == Variant::kBiasDropout ||
+         variant == Variant::kScoresDense;
 }
 FASTATTN_PURE bool is_paged(Variant variant) {
   return variant == Variant::kPaged || variant == Variant::kPagedScores;
@@ -178,11 +179,10 @@ FASTATTN_PURE bool is_paged(Variant variant) {
 FASTATTN_PURE bool has_dropout(Variant variant) {
   return variant == Variant::kDropout || variant == Variant::kMaskDropout ||
          variant == Variant::kBiasDropout || variant == Variant::kScoresDropout ||
-         variant == Variant::kScoresMaskDropout;
+         variant == Variant::kScoresDense;
 }
 FASTATTN_PURE bool is_dense(Variant variant) {
-  return is_additive(variant) || variant == Variant::kMask || variant == Variant::kMaskDropout ||
-         variant == Variant::kScoresMask || variant == Variant::kScoresMaskDropout;
+  return is_additive(variant) || variant == Variant::kMask || variant == Variant::kMaskDropout;
 }
 
 // Rows of a tile and keys of a block, by the larger head dim rounded up to the instance's.

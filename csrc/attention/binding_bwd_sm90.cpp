@@ -85,7 +85,9 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
         // Problems without restrictions use the bounded instance. No problem has pages.
         constexpr bool kIsBounded =
             kind() == Variant::kFull || kind() == Variant::kSinks || is_paged(kind());
-        constexpr Variant kOwn = kIsBounded ? Variant::kBounded : kind();
+        constexpr Variant kOwn = kIsBounded                          ? Variant::kBounded
+                                 : kind() == Variant::kScoresDropout ? Variant::kScores
+                                                                     : kind();
         return &attention_bwd_sm90<type(), head_dim(), kOwn>;
       }));
 }

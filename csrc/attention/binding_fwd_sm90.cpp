@@ -53,7 +53,7 @@ void run_forward(const Call& call, Arguments& arguments, StableIValue* stack) {
                       call.mask->size(3) == problem.keys,
                   "an additive mask must have all keys");
   Variant variant = variant_of(problem, true);
-  const bool simple = !has_dropout(variant) && !is_dense(variant);
+  const bool simple = !problem.dropout.seed && !is_dense(variant);
   // Biases by distance belong to these keys, and to the heads of these rows.
   if (simple && !call.packed() && !problem.changes.bias.data) {
     cut_keys_of_one_query(problem);

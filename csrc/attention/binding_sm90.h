@@ -288,10 +288,7 @@ inline Variant variant_of(const Problem& p, bool with_sinks) {
   const bool drops = p.dropout.seed;
   with_sinks = with_sinks && p.sinks.data;
   if (p.changes.any() || (with_sinks && (p.mask.data || drops))) {
-    STD_TORCH_CHECK(!p.mask.data || p.mask.type == MaskType::kBool,
-                    "an additive mask takes no sinks and no changes of scores");
-    return p.mask.data ? (drops ? Variant::kScoresMaskDropout : Variant::kScoresMask)
-                       : (drops ? Variant::kScoresDropout : Variant::kScores);
+    return p.mask.data ? Variant::kScoresDense : drops ? Variant::kScoresDropout : Variant::kScores;
   }
   if (!p.mask.data) {
     return drops ? Variant::kDropout : with_sinks ? Variant::kSinks : Variant::kBounded;
@@ -340,10 +337,8 @@ auto of_variant(Variant variant, Of of) {
       return of(Constant<Variant::kScores>());
     case Variant::kScoresDropout:
       return of(Constant<Variant::kScoresDropout>());
-    case Variant::kScoresMask:
-      return of(Constant<Variant::kScoresMask>());
-    case Variant::kScoresMaskDropout:
-      return of(Constant<Variant::kScoresMaskDropout>());
+    case Variant::kScoresDense:
+      return of(Constant<Variant::kScoresDense>());
     case Variant::kPagedScores:
       return of(Constant<Variant::kPagedScores>());
     default:

@@ -82,12 +82,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "paged": _PAGES | {"sinks": 0.0},
     "scores": _SCORES | {"causal": "bottom_right"},
     "scores_dropout": _SCORES | {"dropout_p": 0.2},
-    "scores_mask": _SCORES | {"mask": "bool BHMN"},
-    "scores_mask_dropout": _SCORES | {"mask": "bool BHMN", "dropout_p": 0.2},
+    "scores_dense": _SCORES | {"mask": "float HMN", "dropout_p": 0.2},
     "paged_scores": _PAGES | _SCORES,
 }
-# The bounded one serves the backward of the first two; there is none for pages.
-_WITHOUT_BACKWARD = ("full", "sinks", "paged", "paged_scores")
+# The backward of the first two is that of "bounded", of the third that of "scores"; there is none
+# for pages.
+_WITHOUT_BACKWARD = ("full", "sinks", "scores_dropout", "paged", "paged_scores")
 _SIMPLE_VARIANTS = ("full", "bounded", "dropout", "mask", "bias")
 
 
@@ -151,6 +151,8 @@ def _hopper() -> Iterator[Instance]:
                     yield attention(dtype, direction, dim, variant)
     for dtype in ("bf16", "fp16"):
         yield attention(dtype, "fwd", 64, "splits", **_DECODING)
+        for direction in ("fwd", "bwd"):
+            yield attention(dtype, direction, 64, "scores_mask", mask="bool BHMN", **_SCORES)
         yield packed(dtype, "fwd", "packed")
         yield packed(dtype, "bwd", "packed")
         yield packed(dtype, "fwd", "sorted", **_UNEQUAL)

@@ -179,7 +179,7 @@ def test_commands_of_instances(build: ModuleType, csrc: Path, tmp_path: Path) ->
     commands = {step.output.name: step.command for step in steps}
     assert "attention_fwd_instance_sm90.cu.o" not in commands
     assert "-DFASTATTN_HEAD_DIM=192" in commands["attention_fwd_sm90_fp16_d192_bias.o"]
-    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 112
+    assert len([name for name in commands if name.startswith("attention_fwd_sm90_")]) == 104
 
 
 def test_what_is_out_of_date(build: ModuleType, tmp_path: Path) -> None:

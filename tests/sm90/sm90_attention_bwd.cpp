@@ -38,13 +38,9 @@ template <DType kType, int kHeadDim>
 const char* run(const BackwardProblem& problem) {
   const bool drops = problem.dropout.seed;
   if (problem.changes.any()) {
-    if (problem.mask.data) {
-      return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresMaskDropout>(problem,
-                                                                                      nullptr)
-                   : attention_bwd_sm90<kType, kHeadDim, Variant::kScoresMask>(problem, nullptr);
-    }
-    return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresDropout>(problem, nullptr)
-                 : attention_bwd_sm90<kType, kHeadDim, Variant::kScores>(problem, nullptr);
+    return problem.mask.data
+               ? attention_bwd_sm90<kType, kHeadDim, Variant::kScoresDense>(problem, nullptr)
+               : attention_bwd_sm90<kType, kHeadDim, Variant::kScores>(problem, nullptr);
   }
   if (problem.mask.data && problem.mask.type == MaskType::kBool) {
     return drops ? attention_bwd_sm90<kType, kHeadDim, Variant::kMaskDropout>(problem, nullptr)
@@ -66,6 +62,7 @@ const char* run(int head_dim, const BackwardProblem& problem) {
                            : run<kType, 256>(problem);
 }
 
+#if defined(ONLY_DMASK) || defined(ONLY_DISTANCE)
 // The gradient of the mask or of distance_bias alone.
 template <int kHeadDim, Variant kVariant>
 const char* run_gradient(const BackwardProblem& problem) {
@@ -76,12 +73,13 @@ const char* run_gradient(const BackwardProblem& problem) {
   }
   launch(attention_bwd_prepare_kernel<Traits>, args.row_blocks * problem.batch * problem.heads,
          kPrepareThreads, 0, nullptr, args, false);
-  if constexpr (Traits::kScores) {
-    return launch_distance_gradient<DType::kBFloat16, kHeadDim, kVariant>(problem, args, 0,
-                                                                          nullptr);
-  }
-  return launch_dmask<DType::kBFloat16, kHeadDim, Traits::kDropout>(problem, args, 0, nullptr);
+#if defined(ONLY_DISTANCE)
+  return launch_distance_gradient<DType::kBFloat16, kHeadDim, kVariant>(problem, args, 0, nullptr);
+#else
+  return launch_dmask<DType::kBFloat16, kHeadDim, kVariant>(problem, args, 0, nullptr);
+#endif
 }
+#endif
 }  // namespace
 
 extern "C" const char* attention_bwd(const BackwardProblem* problem) {

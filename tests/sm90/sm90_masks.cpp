@@ -59,8 +59,8 @@ template <class Element, int kCount>
 void add_pieces(float (&s)[kCount], bool one_row, float scale, sm90::AccumulatorThread thread) {
   constexpr int kColumns = sm90::kRowBytes / sizeof(Element);
   for (int column = 0; column < 2 * kCount; column += kColumns) {
-    add_bias_piece<Element>(&s[column / 2], on_host::shared + column / kColumns * kBiasBytes,
-                            one_row, scale, thread);
+    add_bias_piece<Element, false>(&s[column / 2], on_host::shared + column / kColumns * kBiasBytes,
+                                   one_row, scale, thread);
   }
 }
 

@@ -27,10 +27,9 @@ GROUPS = {64: 3, 128: 2, 192: 2, 256: 2}  # an additive mask leaves room for two
 BUDGETS = {3: (32, 160), 2: (40, 232)}
 STAGED = (64, 128)  # head dims whose output leaves through shared memory
 BACKWARD_VARIANTS = (
-    "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout", "scores",
-    "scores_dropout", "scores_mask", "scores_mask_dropout",
+    "bounded", "dropout", "mask", "bias", "mask_dropout", "bias_dropout", "scores", "scores_dense",
 )  # fmt: skip
-VARIANTS = ("full", "sinks", "paged", "paged_scores", *BACKWARD_VARIANTS)
+VARIANTS = ("full", "sinks", "scores_dropout", "paged", "paged_scores", *BACKWARD_VARIANTS)
 SMALL_BLOCK = 64  # above head dim 128, with an additive mask or changes of scores
 
 
@@ -153,7 +152,8 @@ def test_instance(name: str, tmp_path: Path) -> None:
     assert c.count(r"\b(STL|LDL)\b") == 0
 
     # Q K^T of the first block, both products in each copy of the loop, P V of the last block.
-    biased, changed = "bias" in c.variant, "scores" in c.variant
+    biased = "bias" in c.variant or c.variant == "scores_dense"
+    changed = "scores" in c.variant
     block = SMALL_BLOCK if (biased or changed) and c.head_dim > 128 else BLOCKS[c.head_dim]
     if c.head_dim == 256 and c.variant == "scores_dropout":
         block = 32
@@ -176,7 +176,7 @@ def test_instance(name: str, tmp_path: Path) -> None:
     step = f"m{{{scores + output}}}1{beside}0"
     assert re.fullmatch(f"{first}e*({step}e*){{{loops}}}{last}", events), events
 
-    if c.variant.removeprefix("scores_") in ("dropout", "mask", "mask_dropout"):
+    if c.variant in ("dropout", "mask", "mask_dropout", "scores_dropout"):
         # Between the products of a step and its softmax there is no wait for anything that arrives
         # later than the operands, such as the block's own values: the warpgroups would run in
         # lockstep and leave the tensor cores idle.
@@ -194,7 +194,8 @@ def test_instance(name: str, tmp_path: Path) -> None:
     assert c.count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
     staged = c.head_dim in STAGED and not biased
     assert c.count("UTMALDG.4D") == 3 + biased
-    assert c.count("UBLKCP") == ("dropout" in c.variant)  # the keys of a block's columns
+    drops = "dropout" in c.variant or c.variant == "scores_dense"
+    assert c.count("UBLKCP") == drops  # the keys of a block's columns
     assert c.count("UTMASTG.4D") == staged
     assert c.count("STSM") == (c.head_dim // 16 if staged else 0)
 
@@ -272,7 +273,8 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     log, kernels = _compile(BACKWARD, tmp_path, name)
     assert not re.findall(r"C75\d\d", log), log
     assert len(re.findall(r"\b0 bytes spill stores, 0 bytes spill loads", log)) == len(kernels), log
-    assert len(kernels) == (6 if "bias" in variant or changed else 4)
+    biased = "bias" in variant or variant == "scores_dense"
+    assert len(kernels) == 4 + 2 * biased + 2 * changed
     (sass,) = (code for kernel, code in kernels.items() if "attention_bwd_kernel" in kernel)
 
     def count(pattern: str) -> int:
@@ -300,15 +302,14 @@ def test_backward_instance(name: str, tmp_path: Path) -> None:
     )
     assert re.fullmatch(order, events), events
 
-    more = "mask" in variant or "bias" in variant or changed
+    more = "mask" in variant or biased or changed
     producers, consumers = (24, 240) if head_dim == 64 and more else b.budget
     assert count(rf"USETMAXREG\.DEALLOC\S* {producers:#x}") == 1
     assert count(rf"USETMAXREG\.TRY_ALLOC\S* UP\d, {consumers:#x}") == 1
-    biased = "bias" in variant
     assert count("UTMALDG.4D") == 4 + biased  # K, V, Q, dO and an additive mask
     assert count("LDSM.16.MT88.4") == (2 * score_rows // 16 if biased else 0)  # of either type
     # lse, delta, the first of a sum of dQ, the keys of dropout's rows
-    assert count("UBLKCP") == 3 + ("dropout" in variant)
+    assert count("UBLKCP") == 3 + ("dropout" in variant or changed)
     assert count("UBLKRED") == 2  # the others, in their order and in any
     assert count(r"MEMBAR\.\w+\.GPU") == 1  # the next block of keys waits for it
     assert count("STSM") == score_rows // 16 * (1 if b.splits_keys else 2)

@@ -156,18 +156,21 @@ def _score_samples(instance: str) -> Iterator[Sample]:
     options: dict[str, Any] = {"D": D, "B": 2, "H": 2, "K": 1, "M": R + 20, "N": N + 20}
     options |= {"alibi": "BH", "softcap": 1.0, "amplitude": 3.0, "key_lengths": [N + 20, N - 9]}
     options |= {"causal": "bottom_right_lengths", "query_lengths": [R + 20, 30]}
-    if "Mask" in variant:
-        options["mask"] = "bool BHMN"
-    yield _sample("scores", **options)
+    masks = (None,) if variant == "kScores" else ("bool BHMN", "float BHMN", "fp32 HMN")
+    for mask in masks:
+        yield _sample(f"scores, {mask}", **options, mask=mask)
 
 
 def _distance_samples(instance: str) -> Iterator[Sample]:
     """The same for the gradient of distance_bias: 128 rows and 64 keys of a tile."""
     D = int(instance.split()[0])
     one: dict[str, Any] = {"D": D, "alibi": "BH"}
-    if "Mask" in instance:
+    dense = instance.endswith("kScoresDense")
+    if dense:
         yield _sample("mask", gradients="alibi_slopes", mask="rows BHMN", dropout_p=0.3, B=1, H=2,
                       K=1, M=270, N=150, **one)  # fmt: skip
+        yield _sample("bias", gradients="alibi_slopes", mask="min BHMN", dropout_p=0.3, B=1, H=2,
+                      K=1, M=140, N=150, **one)  # fmt: skip
     else:
         yield _sample("lengths", gradients="alibi_slopes", B=2, H=2, K=2, M=150, N=270,
                       causal="bottom_right_lengths", key_lengths=[270, 99],
@@ -175,8 +178,8 @@ def _distance_samples(instance: str) -> Iterator[Sample]:
         yield _sample("packed", gradients="alibi_slopes", queries=[30, 140], keys=[150, 9], H=2,
                       causal="bottom_right", **one)  # fmt: skip
     yield _sample("shared", gradients="alibi_slopes", B=3, H=1, K=1, M=40, N=200,
-                  mask="rows BMN" if "Mask" in instance else None, key_lengths=[200, 90, 40],
-                  dropout_p=0.3 if "Dropout" in instance else 0.0,
+                  mask="rows BMN" if dense else None, key_lengths=[200, 90, 40],
+                  dropout_p=0.3 if dense else 0.0,
                   causal="bottom_right_lengths", **one | {"alibi": "H"})  # fmt: skip
 
 

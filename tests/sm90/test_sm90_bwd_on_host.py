@@ -71,6 +71,14 @@ OWN = tuple(
                 N=260, D=D, B=1),
         _sample(f"scores_mask_dropout_{D}", mask="rows BMN", alibi="H", softcap=2.0, M=140, N=150,
                 D=D, dropout_p=0.2, window=(90, -1)),
+        _sample(f"bias_scores_{D}", mask="float HMN", alibi="H", softcap=2.0, sinks=0.0, H=4, K=2,
+                M=140, N=264, D=D, key_lengths=[260, 77]),
+        _sample(f"bias_scores_fp32_{D}", mask="fp32 BMN", relative=("t5", 16, 40), softcap=2.0,
+                M=150, N=203, D=D, dropout_p=0.3, causal="top_left"),
+        _sample(f"bias_scores_row_{D}", mask="float BN", alibi="BH", softcap=2.0, M=140, N=264,
+                D=D, dropout_p=0.1),
+        _sample(f"bias_scores_column_{D}", mask="fp32 HM", sinks=0.0, softcap=2.0, M=140, N=150,
+                D=D, B=1),
     ))
     if D in (64, 128) or (i + HEAD_DIMS.index(D)) % 2 == 0
 )  # fmt: skip

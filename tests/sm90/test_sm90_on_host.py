@@ -141,7 +141,7 @@ CASES = {
     "128 packed sinks": Case(128, "kSinks", packed=_SEQUENCES, slack=70, sinks=-1.0, causal=2),
     "64 sinks, no row has a key": Case(
         64,
-        "kScoresMask",
+        "kScoresDense",
         B=2,
         mask=torch.bool,
         sinks=2.0,
@@ -203,10 +203,10 @@ CASES = {
         splits=2,
     ),
     "128 scores, mask": Case(
-        128, "kScoresMask", B=2, mask=torch.bool, causal=2, distance="BH", softcap=1.0
+        128, "kScoresDense", B=2, mask=torch.bool, causal=2, distance="BH", softcap=1.0
     ),
     "128 scores, mask, dropout": Case(
-        128, "kScoresMaskDropout", mask=torch.bool, mask_dims=(0, 3), distance="H", dropout_p=0.2
+        128, "kScoresDense", mask=torch.bool, mask_dims=(0, 3), distance="H", dropout_p=0.2
     ),
     "192 scores": Case(192, "kScores", distance="H", softcap=2.0, causal=2, N=100, sinks=1.0),
     "192 scores, dropout": Case(192, "kScoresDropout", distance="H", dropout_p=0.2, causal=2),
@@ -214,7 +214,41 @@ CASES = {
     "256 scores, dropout": Case(
         256, "kScoresDropout", M=140, N=170, distance="H", softcap=2.0, dropout_p=0.2
     ),
-    "256 scores, mask": Case(256, "kScoresMask", M=140, N=170, distance="H", mask=torch.bool),
+    "256 scores, mask": Case(256, "kScoresDense", M=140, N=170, distance="H", mask=torch.bool),
+    "64 scores, bias": Case(
+        64, "kScoresDense", B=2, mask=torch.bfloat16, distance="BH", softcap=2.0, causal=2, K=1
+    ),
+    "64 sinks, fp32 bias, dropout": Case(
+        64, "kScoresDense", mask=torch.float32, mask_dims=(1, 2, 3), sinks=2.0, dropout_p=0.3
+    ),
+    "128 scores, fp32 bias": Case(
+        128, "kScoresDense", mask=torch.float32, distance="H", softcap=1.0, window=(150, 60)
+    ),
+    "128 distances, bias of keys": Case(
+        128,
+        "kScoresDense",
+        B=2,
+        mask=torch.bfloat16,
+        mask_dims=(0, 3),
+        distance="H",
+        query_lengths=[77, 200],
+        key_lengths=[300, 0],
+        sinks=0.0,
+        dropout_p=0.2,
+    ),
+    "192 scores, bias, copied": Case(
+        192, "kScoresDense", mask=torch.float32, N=299, distance="H", softcap=2.0, sinks=1.0
+    ),
+    "256 scores, bias, dropout": Case(
+        256,
+        "kScoresDense",
+        mask=torch.float16,
+        M=140,
+        N=200,
+        distance="BH",
+        softcap=2.0,
+        dropout_p=0.1,
+    ),
     "192 packed": Case(192, "kBounded", packed=_SEQUENCES, causal=2, dtype=torch.float16),
     "192 mask": Case(192, "kMask", mask=torch.bool, mask_dims=(1, 2, 3)),
     "192 bias": Case(192, "kBias", mask=torch.bfloat16, N=304, key_lengths=[290], K=1),

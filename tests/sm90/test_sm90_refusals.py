@@ -39,14 +39,13 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[2, 65]" in refuses(_call(65, 64, key_lengths=torch.ones(2, 65)))
     assert "got 264" in refuses(_call(65, 264))
     assert refuses(_call(65, 64, sinks=torch.ones(3), mask=mask.bool())) is None
-    assert "no softcap, sinks" in refuses(_call(65, 64, sinks=torch.ones(3), mask=mask))
+    assert refuses(_call(65, 64, sinks=torch.ones(3), mask=mask)) is None
     distances = torch.ones(1, 3, 134)
     assert refuses(_call(65, 64, softcap=2.0, distance_bias=distances, mask=mask.bool())) is None
-    assert "no softcap" in refuses(_call(65, 64, softcap=2.0, mask=mask))
-    assert "no softcap" in refuses(_call(65, 64, distance_bias=distances, mask=mask))
+    assert refuses(_call(65, 64, softcap=2.0, distance_bias=distances, mask=mask)) is None
     column = torch.ones(1, 1, 65, 1)
     assert refuses(_call(65, 64, mask=column, softcap=2.0, distance_bias=distances)) is None
-    assert "no sinks" in refuses(_call(65, 64, sinks=torch.ones(3), mask=column))
+    assert refuses(_call(65, 64, sinks=torch.ones(3), mask=column)) is None
 
 
 def _packed_call(T: int, D: int, sequences: int, **given: object) -> PackedBackwardCall:

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "common/pure.h"
 
 namespace fastattn::attention {
 
@@ -28,6 +29,17 @@ struct TypeOf<DType::kFloat16> {
   using Element = __half;
   static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 };
+
+// Whether a call drops weights, and whether it adds a dense mask: some instances with changes of
+// scores decide at run time.
+template <class Traits>
+FASTATTN_PURE bool drops(const Dropout& dropout) {
+  return Traits::kDropout && (!Traits::kChoosesDropout || dropout.seed);
+}
+template <class Traits>
+FASTATTN_PURE bool adds(const DenseMask& mask) {
+  return Traits::kBias && (!Traits::kScores || mask.type != MaskType::kBool);
+}
 
 __device__ __forceinline__ int clamped_length(const Lengths& lengths, int batch, int most) {
   if (!lengths.data) {

@@ -93,13 +93,6 @@ def _padded_unsupported(call: ForwardCall | BackwardCall) -> str | None:
         return None
     if mask.dtype not in MASK_DTYPES:
         return f"takes a mask in bool, bf16, fp16 or fp32, got {mask.dtype}"
-    if is_constant(mask, call.k.shape[2]):
-        if call.sinks is not None:
-            return "has no sinks with an additive mask of one value for all keys"
-    elif mask.dtype != torch.bool and (
-        call.softcap or call.distance_bias is not None or call.sinks is not None
-    ):
-        return "has no softcap, sinks or distance_bias with an additive mask"
     return None
 
 
@@ -189,7 +182,10 @@ def attention_fwd(call: ForwardCall, out: Tensor, lse: Tensor) -> None:
     if keys == 0 or call.k.shape[1] == 0:
         return _no_key_at_all(call.sinks, call.query_lengths, out, lse)
     if mask is not None and is_constant(mask, keys):
-        (mask, values), mask_tiles = rows_of_constant(mask), None
+        if call.sinks is None:
+            (mask, values), mask_tiles = rows_of_constant(mask), None
+        else:  # it competes with the sinks
+            mask, mask_tiles = mask.expand(*mask.shape[:3], keys), None
     _launch(_library.attention_fwd.default, *_padded(call, mask, mask_tiles), out, lse)
     if values is not None:
         lse.add_(torch.where(lse.isneginf(), 0.0, values))
@@ -237,7 +233,7 @@ def attention_bwd(
     q, keys, mask, mask_tiles, lse = call.q, call.k.shape[2], call.mask, call.mask_tiles, call.lse
     if 0 in (q.shape[0], q.shape[1], q.shape[2], keys):
         return _no_pair_at_all(call, dsinks, dq, dk, dv, dmask, ddistance_bias)
-    if mask is not None and is_constant(mask, keys):
+    if mask is not None and is_constant(mask, keys) and call.sinks is None:
         gradient_of_constant(dmask, call.dlse, lse)
         (mask, values), mask_tiles, dmask = rows_of_constant(mask), None, dmask.new_empty(0)
         lse = torch.where(lse.isneginf(), lse, lse - values)

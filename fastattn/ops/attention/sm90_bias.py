@@ -1,9 +1,10 @@
 """Additive masks before the Hopper attention kernels see them.
 
 One with a value a query and no dimension of keys changes no weight unless it blocks: the kernels
-get a boolean mask, and `lse` the value. The copy engine (TMA) reads the others where they are, if
-their rows are contiguous and strides whole 16 bytes; for the backward they are copied otherwise
-(the forward copies while it classifies).
+get a boolean mask, and `lse` the value; beside sinks, which it competes with, they get a mask of
+all keys. The copy engine (TMA) reads the others where they are, if their rows are contiguous and
+strides whole 16 bytes; for the backward they are copied otherwise (the forward copies while it
+classifies).
 """
 
 import torch

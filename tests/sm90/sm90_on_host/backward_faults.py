@@ -238,7 +238,7 @@ def harmless_of(instance: str) -> tuple[Harmless, ...]:
 
 # -- an additive mask's gradient -------------------------------------------------------------------
 _DROPS = ("192 kBiasDropout",)
-DISTANCE = ("64 kScores", "192 kScoresMaskDropout")  # two blocks in shared memory, or one
+DISTANCE = ("64 kScores", "192 kScoresDense")  # two blocks in shared memory, or one
 _dmask_tiles = _Source("backward/dmask_tiles.cuh")
 for right, wrong in (
     ("sizes[0] == 1 ? args.batch : 1", "1"),
@@ -331,7 +331,7 @@ def dmask_mutations_of(instance: str) -> list[Mutation]:
 
 
 # -- changes of scores, and the gradient of a bias by distance -------------------------------------
-SCORES = ("64 kScores", "256 kScoresMask")
+SCORES = ("64 kScores", "256 kScoresDense")
 _changes = _Source("masks/scores.cuh")
 for right, wrong in (
     ("fabsf(x) < kNear ? near : far", "near"),
@@ -355,6 +355,14 @@ for right, wrong in (
     ("from[half * sm90::kRowStep - 8 * i - j]", "from[-8 * i - j]"),
 ):  # fmt: skip
     _scores(right, wrong, only=SCORES)
+_scores("bias += bias_at(own, i, half, j);", "", only=SCORES[1:])
+_score_bias = _Source("backward/bias.cuh")
+for right, wrong in (
+    ("fmaf(bias, kLog2e, score)", "score + bias"),
+    ("here.first_column() + 8 * i + j", "here.first_column() + 8 * i"),
+    ("own_bias(own, 0) + sm90::swizzled_offset(row, key / kPieceHalves)", "own_bias(own, 0)"),
+):
+    _score_bias(right, wrong, only=SCORES[1:])
 _score_steps = _Source("backward/steps.cuh")
 _score_steps("static_cast<int>(own.stage.passed) / (plan.visited.end - plan.visited.begin)", "0",
              only=SCORES[:1])  # fmt: skip
@@ -363,7 +371,7 @@ _score_weights("own.shared.lse2[own.slot()]", "own.shared.lse2[0]", only=SCORES[
 
 
 def score_mutations_of(instance: str) -> list[Mutation]:
-    sources = (_changes, _scores, _score_steps, _score_weights)
+    sources = (_changes, _scores, _score_bias, _score_steps, _score_weights)
     return [m for source in sources for m, only in source.found if instance in only]
 
 
@@ -388,7 +396,9 @@ for right, wrong in (
 ):
     _distance_consumer(right, wrong, only=DISTANCE)
 for right, wrong in (
-    ("mask_allows(sequence, head, existing, key)", "true"),
+    ("added != kMinusInfinity", "true"),
+    ("fmaf(added, kLog2e, score)", "score"),
+    ("unless_lowest(static_cast<const __nv_bfloat16*>(mask.data)[at])", "0.0f"),
     ("rows / 2 + dropout::lattice_unit(row)", "dropout::lattice_unit(row)"),
     ("Products::draw_words(row_key, tile_key, words);", "Products::draw_words(row_key, 0, words);"),
 ):

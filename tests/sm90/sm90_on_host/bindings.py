@@ -17,7 +17,7 @@ from fastattn.ops.attention import sm90
 
 VARIANTS = (
     "kFull", "kBounded", "kDropout", "kMask", "kBias", "kMaskDropout", "kBiasDropout", "kSinks",
-    "kPaged", "kScores", "kScoresDropout", "kScoresMask", "kScoresMaskDropout", "kPagedScores",
+    "kPaged", "kScores", "kScoresDropout", "kScoresDense", "kPagedScores",
 )  # fmt: skip
 HOST = HostLibrary(HERE / "bindings.cpp", sm90, "fastattn_sm90_on_host", codes=3)
 

@@ -113,7 +113,7 @@ bool set_arguments(BackwardArguments& args, const BackwardProblem& p, CUtensorMa
                               Traits::kKeys) &&
       sm90::encode_tensor_map(&args.dout_map, type, p.dout,
                               {p.batch, p.heads, p.queries, p.value_dim}, Traits::kRows);
-  args.bias_by_tma = Traits::kBias && readable_by_tma(p.mask, p.keys);
+  args.bias_by_tma = adds<Traits>(p.mask) && readable_by_tma(p.mask, p.keys);
   if (!encoded || (args.bias_by_tma &&
                    !encode_bias(&args.bias_map, p.mask, p.queries, p.keys, Traits::kRows))) {
     return false;
@@ -199,17 +199,18 @@ const char* attention_bwd_sm90(const BackwardProblem& p, cudaStream_t stream) {
         SinkSumArguments{p.sink_terms, p.dsinks, p.batch, int64_t{args.row_blocks} * Traits::kRows},
         false);
   }
+  const char* failure = error ? cudaGetErrorString(error) : nullptr;
   if constexpr (Traits::kScores) {
-    if (!error && p.ddistance.data) {
-      return launch_distance_gradient<kType, kHeadDim, kVariant>(p, args, index, stream);
+    if (!failure && p.ddistance.data) {
+      failure = launch_distance_gradient<kType, kHeadDim, kVariant>(p, args, index, stream);
     }
   }
   if constexpr (Traits::kBias) {
-    if (!error && p.dmask.data) {
-      return launch_dmask<kType, kHeadDim, Traits::kDropout>(p, args, index, stream);
+    if (!failure && p.dmask.data) {  // the last one: it may overwrite delta
+      failure = launch_dmask<kType, kHeadDim, kVariant>(p, args, index, stream);
     }
   }
-  return error ? cudaGetErrorString(error) : nullptr;
+  return failure;
 }
 
 }  // namespace fastattn::attention

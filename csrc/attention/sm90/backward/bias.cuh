@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_elements(const BackwardPart<Traits>& own, 
 // For a mask that TMA cannot read: each warp loads its keys before products need the registers.
 template <class Traits>
 __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int row_block) {
-  if (own.args.bias_by_tma || !is_changed(own)) {
+  if (own.args.bias_by_tma || !adds<Traits>(own.args.mask) || !is_changed(own)) {
     return;
   }
   if (!is_wide(own.args.mask)) {
@@ -60,8 +60,14 @@ __device__ __forceinline__ void fetch_bias(const BackwardPart<Traits>& own, int 
 }
 
 // -- adding ---------------------------------------------------------------------------------------
-// S = S * scale + mask, for 16-bit masks, whose rows are queries: the inverse of store_scores. A
-// warp reads exactly what it overwrites with dS.
+// A score with the mask: S * scale + mask, or with changes of scores S + mask in base 2.
+template <class Traits>
+__device__ __forceinline__ float biased(const BackwardPart<Traits>& own, float score, float bias) {
+  return Traits::kScores ? fmaf(bias, kLog2e, score) : fmaf(score, own.args.scale, bias);
+}
+
+// For 16-bit masks, whose rows are queries: the inverse of store_scores. A warp reads exactly what
+// it overwrites with dS.
 template <class MaskElement, class Traits>
 __device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
                                           typename BackwardPart<Traits>::Scores& s) {
@@ -78,8 +84,8 @@ __device__ __forceinline__ void add_pairs(const BackwardPart<Traits>& own,
     for (int j = 0; j < 4; ++j) {
       const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(&pairs[j]));
       float* score = &s[8 * i + 2 * j];
-      score[0] = fmaf(score[0], own.args.scale, bias.x);
-      score[1] = fmaf(score[1], own.args.scale, bias.y);
+      score[0] = biased(own, score[0], bias.x);
+      score[1] = biased(own, score[1], bias.y);
     }
   }
   __syncwarp();
@@ -110,18 +116,21 @@ __device__ __forceinline__ void add_floats(const BackwardPart<Traits>& own,
 #pragma unroll
       for (int i = 0; i < Traits::kScoreRows / 8; ++i) {
         float& score = s[4 * i + 2 * half + j];
-        score = fmaf(score, own.args.scale, *reinterpret_cast<const float*>(at + i * step));
+        score = biased(own, score, *reinterpret_cast<const float*>(at + i * step));
       }
     }
   }
 }
 
-// With an additive mask, scores are in natural units. Blocked pairs are masked later.
+// With an additive mask and no changes of scores, these are in natural units. Blocked pairs are
+// masked later.
 template <class Traits>
 __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
                                          typename BackwardPart<Traits>::Scores& s) {
-  if (!is_changed(own)) {
-    sm90::scale_rows(s, {own.args.scale, own.args.scale});
+  if (!adds<Traits>(own.args.mask) || !is_changed(own)) {
+    if constexpr (!Traits::kScores) {
+      sm90::scale_rows(s, {own.args.scale, own.args.scale});
+    }
     return;
   }
   if (own.args.bias_by_tma) {
@@ -135,6 +144,26 @@ __device__ __forceinline__ void add_bias(const BackwardPart<Traits>& own,
     default:
       return add_floats(own, s);
   }
+}
+
+// The mask's value for this thread's score 4 i + 2 half + j, before dS overwrites it.
+template <class Traits>
+__device__ __forceinline__ float bias_at(const BackwardPart<Traits>& own, int i, int half, int j) {
+  constexpr int kPieceHalves = sm90::kPieceBytes / sizeof(uint16_t);
+  if (!adds<Traits>(own.args.mask) || !is_changed(own)) {
+    return 0.0f;
+  }
+  const AccumulatorThread here = own.thread_here();
+  const int row = has_one_row(own.args.mask) ? 0 : here.first_column() + 8 * i + j;
+  const int key = here.upper_row() + half * sm90::kRowStep;
+  if (is_wide(own.args.mask)) {
+    return *reinterpret_cast<const float*>(own_bias(own, here.warp / 2) + float_offset(row, key));
+  }
+  const char* at = own_bias(own, 0) + sm90::swizzled_offset(row, key / kPieceHalves) +
+                   key % kPieceHalves * sizeof(uint16_t);
+  return own.args.mask.type == MaskType::kBFloat16
+             ? __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(at))
+             : __half2float(*reinterpret_cast<const __half*>(at));
 }
 
 // -- reuse of the shared memory -------------------------------------------------------------------

@@ -55,7 +55,8 @@ constexpr BackwardConfig backward_config(int head_dim, Variant variant) {
 template <class ElementType, int kDim, Variant kVariant>
 struct BackwardTraits {
   using Element = ElementType;
-  static constexpr bool kDropout = has_dropout(kVariant);
+  static constexpr bool kChoosesDropout = changes_scores(kVariant);
+  static constexpr bool kDropout = has_dropout(kVariant) || kChoosesDropout;
   static constexpr bool kBias = is_additive(kVariant);
   static constexpr bool kDense = is_dense(kVariant);
   static constexpr bool kScores = changes_scores(kVariant);

@@ -87,7 +87,7 @@ struct DistanceConsumer : TileProducts<Traits, DistanceStorage<Traits>, Distance
     const int64_t rows = ((int64_t{sequence.entry} * args.heads + head) * args.row_blocks +
                           sequence.first_row_block) *
                          Traits::kBlockRows;
-    uint32_t words[kWords];
+    uint32_t words[kWords] = {};
     draw_words(rows, smaller(upper_row, sequence.queries - 1), tile_key, words);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -101,9 +101,15 @@ struct DistanceConsumer : TileProducts<Traits, DistanceStorage<Traits>, Distance
       for (int i = 0; i < kCount / 2; ++i) {
         const int octet = i / 2, j = i % 2, at = octet * kOctetRegisters + 2 * half + j;
         const int key = first_key + octet * kOctet + j;
-        const bool is_allowed =
-            contains(allowed, key) && mask_allows(sequence, head, existing, key);
-        const float p = ptx::ex2(s[at] - lse);
+        bool is_allowed = contains(allowed, key);
+        float score = s[at];
+        if constexpr (Traits::kMask) {
+          // A key past the end may not exist.
+          const float added = is_allowed ? mask_value(sequence, head, existing, key) : 0.0f;
+          is_allowed = is_allowed && added != kMinusInfinity;
+          score = fmaf(added, kLog2e, score);
+        }
+        const float p = ptx::ex2(score - lse);
         float kept = dp[at];
         if constexpr (Traits::kDropout) {
           kept *= this->is_kept(words[octet / 2 * 2 + j], 2 * half + octet % 2)
@@ -115,21 +121,32 @@ struct DistanceConsumer : TileProducts<Traits, DistanceStorage<Traits>, Distance
     }
   }
 
-  // A boolean mask, for keys before the end.
-  __device__ __forceinline__ bool mask_allows(const Sequence& sequence, int head, int row,
+  // What a dense mask adds to a score, -inf where it blocks.
+  __device__ __forceinline__ float mask_value(const Sequence& sequence, int head, int row,
                                               int key) const {
-    if constexpr (Traits::kMask) {
-      const DenseMask& mask = args.mask;
-      const int64_t at = sequence.number * mask.batch_stride + head * mask.head_stride +
-                         row * mask.row_stride + key * mask.column_stride;
-      return static_cast<const uint8_t*>(mask.data)[at];
+    const DenseMask& mask = args.mask;
+    const int64_t at = sequence.number * mask.batch_stride + head * mask.head_stride +
+                       row * mask.row_stride + key * mask.column_stride;
+    switch (mask.type) {
+      case MaskType::kBool:
+        return static_cast<const uint8_t*>(mask.data)[at] ? 0.0f : kMinusInfinity;
+      case MaskType::kBFloat16:
+        return unless_lowest(static_cast<const __nv_bfloat16*>(mask.data)[at]);
+      case MaskType::kFloat16:
+        return unless_lowest(static_cast<const __half*>(mask.data)[at]);
+      default:
+        return unless_lowest(static_cast<const float*>(mask.data)[at]);
     }
-    return true;
+  }
+  template <class MaskElement>
+  static __device__ __forceinline__ float unless_lowest(MaskElement value) {
+    const float number = static_cast<float>(value);
+    return number <= kLowest<MaskElement> ? kMinusInfinity : number;
   }
 
   __device__ __forceinline__ void draw_words(int64_t rows, int row, int tile_key,
                                              uint32_t (&words)[kWords]) const {
-    if constexpr (Traits::kDropout) {
+    if (drops<Traits>(args.dropout)) {
       const uint32_t row_key = args.row_keys[rows / 2 + dropout::lattice_unit(row)];
       Products::draw_words(row_key, tile_key, words);
     }

@@ -12,7 +12,7 @@ namespace fastattn::attention {
 
 // kBlockRows: of the main kernel, which lse and delta are padded to.
 template <class ElementType, int kDim, Variant kVariant>
-struct DistanceTraits : DmaskTraits<ElementType, kDim, has_dropout(kVariant)> {
+struct DistanceTraits : DmaskTraits<ElementType, kDim, kVariant> {
   static constexpr bool kMask = is_dense(kVariant);
   static constexpr int kBlockRows = backward_rows(kDim, true);
   static_assert(kDmaskRows % kDmaskKeys == 0, "the tiles of a band begin at the same distances");

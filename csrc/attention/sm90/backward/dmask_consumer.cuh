@@ -83,12 +83,19 @@ struct DmaskConsumer : TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments
   }
 
   template <class MaskElement>
-  __device__ __forceinline__ void add_gradients(const DmaskItem& item, const float (&s)[kCount],
+  __device__ __forceinline__ void add_gradients(const DmaskItem& item, float (&s)[kCount],
                                                 const float (&dp)[kCount]) {
     const int queries = computed_queries(args, item.batch, args.queries);
     const int keys = computed_keys(args, item.batch, args.keys);
     const Bounds bounds = bounds_of(args, queries, keys);
     const int first_key = item.key + thread.first_column();
+    if constexpr (Traits::kScores) {
+      cap_scores(s, args.changes, args.scale_log2);
+      if (const float* biases =
+              biases_of(args, args.changes, item.batch, item.head, queries, keys)) {
+        add_biases<1>(s, biases + (first_key - item.row - group * kMmaRows - thread.upper_row()));
+      }
+    }
     const int64_t head = (int64_t{1} * item.batch * args.heads + item.head) * args.lse_delta_rows;
     constexpr int kOctetBytes = kOctet * sizeof(MaskElement);
     const bool one_row = args.bias_by_tma && has_one_row(args.mask);
@@ -108,7 +115,7 @@ struct DmaskConsumer : TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments
       first[half] =
           sm90::swizzled_offset(line, byte / sm90::kPieceBytes) + byte % sm90::kPieceBytes;
     }
-    uint32_t words[kWords];
+    uint32_t words[kWords] = {};
     draw_words(item, words);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
@@ -123,7 +130,9 @@ struct DmaskConsumer : TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments
         const int key = first_key + octet * kOctet + j;
         const int at = octet * kOctetRegisters + 2 * half + j;
         const float added = j ? pair.y : pair.x;
-        const float p = ptx::ex2((fmaf(s[at], args.scale, added) - lse[half]) * kLog2e);
+        const float p = Traits::kScores
+                            ? ptx::ex2(fmaf(added, kLog2e, s[at]) - lse[half])
+                            : ptx::ex2((fmaf(s[at], args.scale, added) - lse[half]) * kLog2e);
         const bool is_allowed = contains(allowed[half], key) && !(added <= kLowest<MaskElement>);
         float kept = dp[at];
         if constexpr (Traits::kDropout) {
@@ -138,7 +147,7 @@ struct DmaskConsumer : TileProducts<Traits, DmaskStorage<Traits>, DmaskArguments
 
   __device__ __forceinline__ void draw_words(const DmaskItem& item,
                                              uint32_t (&words)[kWords]) const {
-    if constexpr (Traits::kDropout) {
+    if (drops<Traits>(args.dropout)) {
       const int row = smaller(item.row + group * kMmaRows + thread.upper_row(), args.queries - 1);
       const int64_t head = int64_t{1} * item.batch * args.heads + item.head;
       const uint32_t row_key =

@@ -26,10 +26,10 @@ cudaError_t launch_dmask_tiles(const DmaskArguments& args, int device, cudaStrea
 }
 
 // Called after the launches that write and read lse and delta in `args`.
-template <DType kType, int kHeadDim, bool kDropout>
+template <DType kType, int kHeadDim, Variant kVariant>
 const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args, int device,
                          cudaStream_t stream) {
-  using Traits = DmaskTraits<typename TypeOf<kType>::Element, kHeadDim, kDropout>;
+  using Traits = DmaskTraits<typename TypeOf<kType>::Element, kHeadDim, kVariant>;
   constexpr CUtensorMapDataType kMapType = TypeOf<kType>::kMapType;
   DmaskArguments d;
   const bool encoded =
@@ -48,7 +48,7 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   }
   d.lse = args.lse2;
   d.delta = args.delta;
-  d.lse_delta_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim);
+  d.lse_delta_rows = int64_t{args.row_blocks} * backward_rows(kHeadDim, Traits::kScores);
   d.dlse = nullptr;
   d.row_keys = args.row_keys;
   d.batch = p.batch;
@@ -61,6 +61,8 @@ const char* launch_dmask(const BackwardProblem& p, const BackwardArguments& args
   d.mask = p.mask;
   d.dmask = p.dmask;
   d.scale = p.scale;
+  d.scale_log2 = args.scale_log2;
+  d.changes = args.changes;
   const int* sizes = p.dmask.sizes;
   if (p.dmask.type == MaskType::kFloat32 || sizes[3] == 1) {
     DmaskArguments exact = d;

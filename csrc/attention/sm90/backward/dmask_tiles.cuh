@@ -7,6 +7,7 @@
 #include "attention/sm90/backward/config.cuh"
 #include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/dense_mask.cuh"
+#include "attention/sm90/masks/scores.cuh"
 #include "common/dropout.h"
 #include "sm90/tile/pipeline.cuh"
 
@@ -17,11 +18,13 @@ using sm90::Barrier;
 using sm90::RingPosition;
 using sm90::Slot;
 
-template <class ElementType, int kDim, bool kDrops>
+template <class ElementType, int kDim, Variant kVariant>
 struct DmaskTraits {
   using Element = ElementType;
   static constexpr int kHeadDim = kDim;
-  static constexpr bool kDropout = kDrops;
+  static constexpr bool kChoosesDropout = changes_scores(kVariant);
+  static constexpr bool kDropout = has_dropout(kVariant) || kChoosesDropout;
+  static constexpr bool kScores = changes_scores(kVariant);
   static constexpr int kGroups = 2;
   static constexpr int kRows = kDmaskRows;
   static constexpr int kKeys = kDmaskKeys;
@@ -86,7 +89,8 @@ struct DmaskArguments : LengthsAndBounds {
   CUtensorMap q_map, k_map, v_map, dout_map;
   CUtensorMap bias_map;  // as 16-bit columns, two per float
   bool bias_by_tma;      // otherwise consumers load it
-  // Natural logarithms. Both are padded: the rows of a head are `lse_delta_rows` long.
+  // Natural logarithms, in base 2 with changes of scores. Both are padded: the rows of a head are
+  // `lse_delta_rows` long.
   const float *lse, *delta;  // delta may be null: 0
   int64_t lse_delta_rows;
   const float* dlse;         // [batch, heads, queries], subtracted from the result; may be null
@@ -97,6 +101,8 @@ struct DmaskArguments : LengthsAndBounds {
   DenseMask mask;
   MaskGradient dmask;
   float scale;
+  float scale_log2;
+  ScoreChangesHere changes;
 };
 
 // A pair of blocks that a tile sums over: in dimensions that are not summed, the tile's own.

@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   // Powers of 2.
   constexpr int kRowThreads = Traits::kColumns <= 128 ? Traits::kColumns / kPieceColumns : kWarp;
   constexpr int kRowsAtOnce = kPrepareThreads / kRowThreads;
+  constexpr bool kNatural = Traits::kBias && !Traits::kScores;
   const RowBlock block = row_block_of(args, blockIdx.x, Traits::kRows);
   const Sequence& sequence = block.sequence;
   const int first_row = block.row_block * Traits::kRows;
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     if (column == 0) {
       const int64_t to = static_cast<int64_t>(blockIdx.x) * Traits::kRows + i;
       const bool dead = lse == kMinusInfinity;
-      args.lse2[to] = dead ? -kMinusInfinity : Traits::kBias ? lse : lse * kLog2e;
+      args.lse2[to] = dead ? -kMinusInfinity : kNatural ? lse : lse * kLog2e;
       args.delta[to] = dead || !args.dlse ? sum : sum - args.dlse[at];
       if (args.sink_terms) {
         const bool exists = row < sequence.query_rows;

@@ -39,10 +39,12 @@ __device__ __forceinline__ void load_blocks(BackwardStorage<Traits>& shared,
       write_metadata<Traits>(shared, args, stage, step, next.head == args.heads_per_kv);
     }
     if constexpr (Traits::kDropout) {
-      auto& row_keys = shared.dropout.rows[stage.index()];
-      q_slot.full.expect_bytes(row_keys.kBytes);
-      row_keys.load(args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows),
-                    q_slot.full);
+      if (drops<Traits>(args.dropout)) {
+        auto& row_keys = shared.dropout.rows[stage.index()];
+        q_slot.full.expect_bytes(row_keys.kBytes);
+        row_keys.load(args.row_keys + row_offset / Traits::kRows * dropout::units(Traits::kRows),
+                      q_slot.full);
+      }
     }
     shared.q[stage.index()].load(&args.q_map, q_slot.full, row, head, sequence.entry,
                                  ptx::kEvictLast);

@@ -1,6 +1,7 @@
 // What the soft cap and a bias by distance do to a step's scores, before they are masked.
 #pragma once
 
+#include "attention/sm90/backward/bias.cuh"
 #include "attention/sm90/backward/part.cuh"
 #include "attention/sm90/masks/scores.cuh"
 
@@ -37,16 +38,21 @@ __device__ __forceinline__ void change_scores(const BackwardPart<Traits>& own,
 }
 
 // The derivatives of the soft cap for scores 4 i to 4 i + 3, from their weights (negative if they
-// are dropped): a score is the logarithm of its weight, plus lse. So no register keeps them.
-__device__ __forceinline__ void slopes_of_cap(const ScoreChangesHere& changes, const float* from,
+// are dropped): a score is the logarithm of its weight, plus lse, minus what was added to it. So no
+// register keeps them.
+template <class Traits>
+__device__ __forceinline__ void slopes_of_cap(const BackwardPart<Traits>& own, const float* from,
                                               const float* p, int i, float2 lse,
                                               float (&slopes)[4]) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const int half = k / 2, j = k % 2;
-    const float bias = from ? from[half * sm90::kRowStep - 8 * i - j] : 0.0f;
+    float bias = from ? from[half * sm90::kRowStep - 8 * i - j] : 0.0f;
+    if constexpr (Traits::kBias) {
+      bias += bias_at(own, i, half, j);
+    }
     const float score = ptx::lg2(fabsf(p[4 * i + k])) + (j ? lse.y : lse.x);
-    slopes[k] = slope_of_cap(fmaf(bias, -kLog2e, score), changes);
+    slopes[k] = slope_of_cap(fmaf(bias, -kLog2e, score), own.args.changes);
   }
   __syncwarp();  // no load is moved before this: there are no registers
 }

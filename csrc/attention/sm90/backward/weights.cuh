@@ -17,6 +17,9 @@ using KeptBits = uint32_t[(Traits::kScoreRows / 8 + 7) / 8];
 template <class Traits>
 __device__ __forceinline__ void hash_keys(const BackwardPart<Traits>& own) {
   if constexpr (Traits::kDropout) {
+    if (!drops<Traits>(own.args.dropout)) {
+      return;
+    }
     const int key = own.shared.work.first_key + own.first_own_key() + own.thread.upper_row();
     own.shared.dropout.columns[own.group][dropout::lattice_unit(own.thread.upper_row())] =
         dropout::column_key(*own.args.dropout.seed, own.args.dropout.stream,
@@ -32,6 +35,11 @@ template <class Traits>
 __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptBits<Traits>& kept) {
   if constexpr (Traits::kDropout) {
     constexpr uint32_t kLowBits = 0x7F7F7F7F, kHighBits = 0x80808080, kEveryByte = 0x01010101;
+    if constexpr (Traits::kChoosesDropout) {
+      if (!drops<Traits>(own.args.dropout)) {
+        return;  // nothing reads `kept`
+      }
+    }
     // If the threshold drops everything, the keep scale is 0.
     const uint32_t least = ~(static_cast<uint32_t>(own.args.dropout.threshold % 256) * kEveryByte);
     const uint32_t column_key =
@@ -60,9 +68,13 @@ __device__ __forceinline__ void draw_kept(const BackwardPart<Traits>& own, KeptB
 
 // Marks dropped weights by their sign: no other weight is negative.
 template <class Traits>
-__device__ __forceinline__ void mark_dropped(typename BackwardPart<Traits>::Scores& p,
+__device__ __forceinline__ void mark_dropped(const BackwardPart<Traits>& own,
+                                             typename BackwardPart<Traits>::Scores& p,
                                              const KeptBits<Traits>& kept) {
   if constexpr (Traits::kDropout) {
+    if (!drops<Traits>(own.args.dropout)) {
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < Traits::kScoreRows / 2; ++i) {
       const int number = i / 8 * 2 + i % 2, byte = i / 2 % 4;
@@ -94,12 +106,12 @@ __device__ __forceinline__ void weigh(const BackwardPart<Traits>& own,
     for (int j = 0; j < 4; ++j) {
       float& score = s[4 * i + j];
       const float lse = j % 2 ? shift.y : shift.x;
-      score = Traits::kBias     ? ptx::ex2((score - lse) * kLog2e)
-              : Traits::kScores ? ptx::ex2(score - lse)
-                                : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
+      score = Traits::kScores ? ptx::ex2(score - lse)
+              : Traits::kBias ? ptx::ex2((score - lse) * kLog2e)
+                              : ptx::ex2(fmaf(score, own.args.scale_log2, -lse));
     }
   }
-  mark_dropped<Traits>(s, kept);
+  mark_dropped(own, s, kept);
 #pragma unroll
   for (int i = 0; i < Traits::kScoreRows / 2; i += kStep) {
     sum += s[i];
@@ -132,7 +144,7 @@ __device__ __forceinline__ void differentiate(const BackwardPart<Traits>& own,
     float slopes[4] = {1.0f, 1.0f, 1.0f, 1.0f};
     if constexpr (kCapped) {
       const float2 lse = *reinterpret_cast<const float2*>(own_lse2(own) + 8 * i);
-      slopes_of_cap(own.args.changes, biases, p, i, lse, slopes);
+      slopes_of_cap(own, biases, p, i, lse, slopes);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

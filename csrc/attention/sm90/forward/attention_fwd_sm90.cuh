@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (const CUtensorMap* map : {&args.q, &args.k, &args.v}) {
       ptx::prefetch_tensormap(map);
     }
-    if constexpr (Traits::kBias) {
+    if (adds<Traits>(args.mask)) {
       ptx::prefetch_tensormap(&args.bias);
     }
   }
@@ -129,7 +129,7 @@ inline int swizzle_group_heads(const ForwardProblem& p) {
 // over rows, its boxes have one row.
 template <class Traits>
 bool encode_bias(CUtensorMap* map, const ForwardProblem& p) {
-  if constexpr (!Traits::kBias) {
+  if (!adds<Traits>(p.mask)) {
     return true;
   }
   const MaskLayout& layout = p.mask.layout;
@@ -230,7 +230,7 @@ const char* attention_fwd_sm90(const ForwardProblem& p, cudaStream_t stream) {
       return failure;
     }
   }
-  if constexpr (Traits::kDropout) {
+  if (drops<Traits>(p.dropout)) {
     const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
     const int columns = (keys + Traits::kBlock - 1) / Traits::kBlock * Traits::kBlock;
     if (const char* failure = hash_columns(p.dropout, dropout::units(columns), stream)) {

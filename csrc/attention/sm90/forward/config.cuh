@@ -71,6 +71,7 @@ struct ForwardTraits {
   static constexpr int kHeadDim = kDim;
   static constexpr bool kBounded = kVariant != Variant::kFull;
   static constexpr bool kDropout = has_dropout(kVariant);
+  static constexpr bool kChoosesDropout = kVariant == Variant::kScoresDense;
   static constexpr bool kBias = is_additive(kVariant);
   static constexpr bool kScores = changes_scores(kVariant);
   static constexpr bool kPaged = is_paged(kVariant);
@@ -83,14 +84,16 @@ struct ForwardTraits {
   // Blocks that only the dense mask changes skip the masking by lengths and bounds, except in the
   // instance that has no register left for the test.
   static constexpr bool kChoosesMasks = !kBias || kHeadDim < 256;
-  static constexpr bool kRecomputesLane = kHeadDim == 256 && (kScores || (kDropout && !kDense));
+  static constexpr bool kRecomputesLane =
+      kHeadDim >= 128 && (kHeadDim == 256 ? kScores || (kDropout && !kDense) : kScores && kDense);
   static constexpr int kGroups = kConfig.groups;
   static constexpr int kBlock = kConfig.block;
   static constexpr int kQueryBuffers = kConfig.query_buffers;
   static constexpr bool kStagesOutput = kConfig.stages_output;
   static constexpr bool kPingPong = kConfig.ping_pong;
-  // With dropout the compiler chooses this order by itself.
-  static constexpr bool kPinsExponentials = kConfig.exponentials_first && !kDropout;
+  // In the instances that always drop weights the compiler chooses this order by itself.
+  static constexpr bool kPinsExponentials =
+      kConfig.exponentials_first && (!kDropout || kChoosesDropout);
   // With bounds, a warpgroup skips blocks that only the other warpgroups need. In ping-pong order,
   // and under a dense mask, all warpgroups process the same blocks.
   static constexpr bool kSkips = kBounded && !kPingPong && !kDense;
@@ -106,7 +109,7 @@ struct ForwardTraits {
   static constexpr int kColumns =
       (kHeadDim + sm90::kChunkColumns - 1) / sm90::kChunkColumns * sm90::kChunkColumns;
 
-  using Softmax = std::conditional_t<kBias, BiasedSoftmax, OnlineSoftmax>;
+  using Softmax = std::conditional_t<kBias && !kScores, BiasedSoftmax, OnlineSoftmax>;
   using QueryTile = SharedTile<Element, kMmaRows, kColumns>;
   using KeyTile = SharedTile<Element, kBlock, kColumns>;
 

@@ -14,7 +14,8 @@ __device__ __forceinline__ const BlockMetadata& metadata_of(const ForwardPart<Tr
   return own.shared.dense.metadata[at.passed % Traits::kMetadataSlots];
 }
 
-// S = S * scale + mask. Each slot of the ring holds as many columns as 128 bytes do.
+// S = S * scale + mask, or with changes of scores S += mask in base 2. Each slot of the ring holds
+// as many columns as 128 bytes do.
 template <class MaskElement, class Traits>
 __device__ __forceinline__ void add_bias(ForwardPart<Traits>& own, BlockScores<Traits>& s,
                                          float scale) {
@@ -24,9 +25,12 @@ __device__ __forceinline__ void add_bias(ForwardPart<Traits>& own, BlockScores<T
   for (int column = 0; column < Traits::kBlock; column += kColumns) {
     Slot& slot = own.shared.bias.slots[own.group][own.bias.index()];
     slot.full.wait(own.bias.phase());
-    add_bias_piece<MaskElement>(&s[column / 2],
-                                own.shared.bias.pieces[own.group][own.bias.index()].bytes, one_row,
-                                scale, own.thread);
+    const char* piece = own.shared.bias.pieces[own.group][own.bias.index()].bytes;
+    if constexpr (Traits::kScores) {
+      add_bias_piece<MaskElement, true>(&s[column / 2], piece, one_row, scale, own.thread_here());
+    } else {
+      add_bias_piece<MaskElement, false>(&s[column / 2], piece, one_row, scale, own.thread);
+    }
     __syncwarp();
     if (own.thread.lane == 0) {
       slot.empty.arrive();
@@ -35,25 +39,33 @@ __device__ __forceinline__ void add_bias(ForwardPart<Traits>& own, BlockScores<T
   }
 }
 
-// Masks scores that are not scaled yet. With an additive mask, scores are in natural units
-// afterwards, masked or not, as BiasedSoftmax expects of edge blocks.
+// Masks scores that are not scaled yet, or are changed already. With an additive mask and no
+// changes of scores, they are in natural units afterwards, masked or not, as BiasedSoftmax expects
+// of edge blocks.
 template <class Traits>
 __device__ __forceinline__ void mask_dense_scores(ForwardPart<Traits>& own, BlockScores<Traits>& s,
                                                   const TileInfo& tile, int n, bool masked,
                                                   bool restricted) {
   const DenseMask& mask = own.args.mask;
+  const auto mask_pairs = [&]() __attribute__((always_inline)) {
+    mask_bits(s, mask.bits, mask.layout, mask_head(mask.layout, tile.batch, tile.head),
+              own.upper_row(tile), own.args.queries, n, own.thread_here());
+  };
   if constexpr (Traits::kBias) {
     const float scale = own.args.scale_log2 * kLn2;
     if (!masked) {
-      sm90::scale_rows(s, {scale, scale});
+      if constexpr (!Traits::kScores) {
+        sm90::scale_rows(s, {scale, scale});
+      }
+    } else if (!adds<Traits>(mask)) {
+      mask_pairs();
     } else if (mask.type == MaskType::kFloat32) {
       add_bias<float>(own, s, scale);
     } else {
       add_bias<typename Traits::Element>(own, s, scale);
     }
   } else if (masked) {
-    mask_bits(s, mask.bits, mask.layout, mask_head(mask.layout, tile.batch, tile.head),
-              own.upper_row(tile), own.args.queries, n, own.thread);
+    mask_pairs();
   }
   if (restricted) {
     mask_scores(own, s, tile, n);

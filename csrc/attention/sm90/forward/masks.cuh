@@ -44,7 +44,7 @@ __device__ __forceinline__ void clear_dead_values(ForwardPart<Traits>& own, cons
 // -- dropout --------------------------------------------------------------------------------------
 template <class Traits>
 __device__ __forceinline__ void hash_rows(ForwardPart<Traits>& own, const TileInfo& tile) {
-  if constexpr (Traits::kDropout) {
+  if (drops<Traits>(own.args.dropout)) {
     own.row_key =
         dropout::absorb(dropout::absorb(dropout::absorb(own.row_stream, tile.batch), tile.head),
                         dropout::lattice_unit(own.upper_row(tile)));
@@ -57,8 +57,10 @@ template <class Traits>
 __device__ __forceinline__ void drop_weights(const ForwardPart<Traits>& own, BlockScores<Traits>& p,
                                              RingPosition<Traits::kStages> at) {
   if constexpr (Traits::kDropout) {
-    drop_block(p, own.shared.dropout.columns[at.passed % Traits::kMetadataSlots].data, own.row_key,
-               own.args.dropout.threshold, own.thread_here());
+    if (drops<Traits>(own.args.dropout)) {
+      drop_block(p, own.shared.dropout.columns[at.passed % Traits::kMetadataSlots].data,
+                 own.row_key, own.args.dropout.threshold, own.thread_here());
+    }
   }
 }
 

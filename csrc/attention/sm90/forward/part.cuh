@@ -45,7 +45,7 @@ struct ForwardPart {
         thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kWarp, 0),
                static_cast<int>(threadIdx.x) % kWarp},
         leader(threadIdx.x % kWarpgroup == 0) {
-    if constexpr (Traits::kDropout) {
+    if (drops<Traits>(args.dropout)) {
       row_stream = dropout::stream_key(dropout::kRowTag, *args.dropout.seed, args.dropout.stream);
     }
   }

@@ -109,9 +109,11 @@ struct LoadWarp {
 
   __device__ __forceinline__ void load_column_keys(Barrier& full, int n) {
     if constexpr (Traits::kDropout) {
-      auto& keys = shared.dropout.columns[metadata_slot()];
-      full.expect_bytes(keys.kBytes);
-      keys.load(args.dropout.column_keys + n * dropout::units(Traits::kBlock), full);
+      if (drops<Traits>(args.dropout)) {
+        auto& keys = shared.dropout.columns[metadata_slot()];
+        full.expect_bytes(keys.kBytes);
+        keys.load(args.dropout.column_keys + n * dropout::units(Traits::kBlock), full);
+      }
     }
   }
 };
@@ -170,7 +172,7 @@ __device__ __forceinline__ void load_bias(SharedStorage<Traits>& shared,
     const int batch = layout.batches > 1 ? tile.batch : 0;
 #pragma unroll 1
     for (int n = blocks.last(); blocks.reaches(n); n = blocks.after(n)) {
-      if (!(blocks.classes[n].flags >> group & 1)) {
+      if (!adds<Traits>(args.mask) || !(blocks.classes[n].flags >> group & 1)) {
         continue;
       }
 #pragma unroll 1

@@ -58,7 +58,7 @@ inline ForwardPlan plan_forward(const ForwardProblem& p, Variant variant, int nu
   // Sequences are sorted where the last tiles may be long ones that the others wait for: a block of
   // keys takes a microsecond or two, the sorting launch two or three (estimates).
   constexpr int kOrderKeys = 1024;
-  if (has_dropout(variant) || is_dense(variant)) {
+  if (p.dropout.seed || is_dense(variant)) {
     return {1, true, false};
   }
   const Packing& packing = p.packing;
@@ -95,7 +95,7 @@ inline void lay_out(ForwardProblem& p, Variant variant, const ForwardPlan& plan,
   const int dim = larger(p.head_dim, p.value_dim), block = forward_block(dim, variant);
   p.counter = plan.counted ? workspace.take<int>(1) : nullptr;
   p.packing.order = plan.ordered ? workspace.take<int>(p.packing.sequences) : nullptr;
-  if (has_dropout(variant)) {
+  if (p.dropout.seed) {
     const int keys = p.packing.query_offsets ? p.packing.max_keys : p.keys;
     const int columns = ceil_div(keys, block) * block;
     p.dropout.column_keys = workspace.take<uint32_t>(dropout::units(columns));
@@ -110,7 +110,9 @@ inline void lay_out(ForwardProblem& p, Variant variant, const ForwardPlan& plan,
     mask.classes = workspace.take<BlockClass>(class_count(mask.layout));
     const MaskType own = p.dtype == DType::kBFloat16 ? MaskType::kBFloat16 : MaskType::kFloat16;
     const bool readable = mask.type == own || mask.type == MaskType::kFloat32;
-    if (is_additive(variant) && !(readable && readable_by_tma(mask, p.keys))) {
+    const bool copies =
+        mask.type != MaskType::kBool && !(readable && readable_by_tma(mask, p.keys));
+    if (copies) {
       mask.copy_type = mask.type == own ? own : MaskType::kFloat32;
       const int64_t bytes = mask.copy_type == MaskType::kFloat32 ? 4 : 2;
       mask.copy = workspace.take<char>(bytes * copied_elements(mask.layout, p.queries, p.keys));

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "attention/attention.h"
+#include "attention/sm90/launch.cuh"
 #include "attention/sm90/masks/mask.cuh"
 #include "sm90/tile/accumulator.cuh"
 
@@ -73,8 +74,9 @@ inline constexpr float kLowest<__half> = kLowestFloat16;
 
 // s = s * scale + mask, -inf where the mask blocks, for the columns of a piece: 64 rows x 128 bytes
 // as TMA stores them in shared memory, or one row that is broadcast. `s`: this thread's scores of
-// those columns. Reads of 16-bit elements access every bank once, those of floats twice.
-template <class MaskElement>
+// those columns. kScaled: they are in base 2 already. Reads of 16-bit elements access every bank
+// once, those of floats twice.
+template <class MaskElement, bool kScaled>
 __device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool one_row,
                                                float scale, sm90::AccumulatorThread thread) {
   constexpr uint32_t kOctetBytes = kOctet * sizeof(MaskElement);
@@ -90,8 +92,12 @@ __device__ __forceinline__ void add_bias_piece(float* s, const char* piece, bool
       const char* at = piece + (first ^ octet * kOctetBytes);
       const float2 bias = pair_of(reinterpret_cast<const MaskElement*>(at));
       float* score = &s[octet * kOctetRegisters + 2 * half];
-      score[0] = bias.x <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[0], scale, bias.x);
-      score[1] = bias.y <= kLowest<MaskElement> ? kMinusInfinity : fmaf(score[1], scale, bias.y);
+      score[0] = bias.x <= kLowest<MaskElement> ? kMinusInfinity
+                 : kScaled                      ? fmaf(bias.x, kLog2e, score[0])
+                                                : fmaf(score[0], scale, bias.x);
+      score[1] = bias.y <= kLowest<MaskElement> ? kMinusInfinity
+                 : kScaled                      ? fmaf(bias.y, kLog2e, score[1])
+                                                : fmaf(score[1], scale, bias.y);
     }
   }
 }

@@ -6,6 +6,7 @@ from torch import nn
 
 import fastattn
 from fastattn.nn.step_graph import Tape, recorded
+from fastattn.ops import _native
 
 
 class Counter:
@@ -39,8 +40,12 @@ class Counter:
         self.position.add_(1)
 
 
+@pytest.mark.parametrize("extended", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_tape_replays_what_was_recorded(shared):
+def test_a_tape_replays_what_was_recorded(shared, extended, monkeypatch):
+    """Also without the extension, which makes the calls in C++."""
+    if not extended:
+        monkeypatch.setattr(_native, "extension", lambda: None)
     direct, taped = Counter(), Counter()
     results = (lambda: []) if shared else None
     advance = recorded(taped.step, lambda: None, torch.device("cpu"), results)
@@ -65,18 +70,23 @@ def test_a_tape_replays_what_was_recorded(shared):
     torch.testing.assert_close(taped.state, direct.state, rtol=0, atol=0)
 
 
-def test_operations_without_an_out_form_are_copied():
-    x, seen = torch.arange(4.0), torch.zeros(4)
+@pytest.mark.parametrize("extended", [True, False])
+def test_operations_without_an_out_form_are_copied(extended, monkeypatch):
+    if not extended:
+        monkeypatch.setattr(_native, "extension", lambda: None)
+    x, seen, total = torch.arange(4.0), torch.zeros(4), torch.zeros(())
 
     def step() -> None:
-        # A view of the result of an operation without an out= overload.
+        # A view of the result of a conversion, and a result whose dtype is an argument.
         seen.copy_(torch.ops.aten._to_copy(x.double(), dtype=torch.float32).view(2, 2).flatten())
+        total.copy_(x.sum(dtype=torch.float64))
         x.add_(1)
 
     advance = Tape(step)
     for expected in (0.0, 1.0, 2.0):
         advance()
         assert seen.tolist() == [expected + i for i in range(4)]
+        assert total.item() == 4 * expected + 6
 
 
 def test_a_tape_replays_the_reference_too(monkeypatch):

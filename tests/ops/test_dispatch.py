@@ -213,8 +213,6 @@ def test_overloads_give_the_same_bits(
     assert [op.name() for op, _ in calls] == [f"fastattn::{spec.name}_{d}" for d in directions]
     for default, args in calls:
         op = _select.OPS[default.name().removeprefix("fastattn::")]
-        if not sample.gradients and refusal(op, "cpu", args):
-            continue
         assert refusal(op, "cpu", args) is None
         expected = op.default(*args)
         with poisoned_results():

@@ -35,9 +35,9 @@ def _contiguous(x: Tensor, table: Tensor) -> Tensor:
 
 
 # -- values ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", [None, "torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_contiguous_keys(backend: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_contiguous_keys(backend: str | None, dtype: torch.dtype) -> None:
     """Also the dimension order of the result."""
     call = {n: x.to(dtype) if x.is_floating_point() else x for n, x in _small().items()}
     table = call.pop("block_table")

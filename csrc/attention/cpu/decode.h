@@ -7,8 +7,8 @@
 
 namespace fastattn::attention::FASTATTN_ISA {
 
-// Consecutive keys or values of one head.
-template <class T>
+// Keys or values of one head, row after row; row j of a run in pages is row j of the tile's.
+template <class T, bool kPaged = false>
 struct Rows {
   const T* data;
   int64_t stride;
@@ -16,18 +16,72 @@ struct Rows {
   bool prefetch_all;
 
   const T* at(int j) const { return data + j * stride; }
-  // Prefetches a row. The hardware prefetcher follows contiguous rows, but not their first ones,
-  // nor rows far apart, nor far enough ahead for main memory. always_inline: GCC 12 removes calls
-  // of a function without side effects.
-  __attribute__((always_inline)) void prefetch(int j) const {
-    constexpr int kLine = 64 / sizeof(T), kBeginning = 4096 / sizeof(T);
-    if (j < count && (prefetch_all || j * dim < kBeginning)) {
-      for (int d = 0; d < dim; d += kLine) {
-        __builtin_prefetch(at(j) + d);
-      }
+  static constexpr int runs() { return 1; }
+  const Rows& run(int) const { return *this; }
+};
+// Those of a tile in pages: runs of rows that follow each other.
+template <class T>
+struct Rows<T, true> {
+  static constexpr int kRuns = kTileKeys / kLeastPage + 1;  // the first may begin inside a page
+
+  int run_count = 0, count = 0;
+  int dim;
+  bool prefetch_all;
+  int64_t stride;
+  const T* data[kRuns];  // of row 0, if it were in the run
+  int end[kRuns];
+
+  Rows() {}  // sets no run: there is one for each tile
+  int runs() const { return run_count; }
+  Rows<T> run(int r) const { return {data[r], stride, end[r], dim, prefetch_all}; }
+  const T* at(int j) const {
+    int r = 0;
+    while (j >= end[r]) {
+      ++r;
     }
+    return data[r] + j * stride;
   }
 };
+
+// Prefetches a row. The hardware prefetcher follows contiguous rows, but not their first ones, nor
+// rows far apart, nor far enough ahead for main memory. always_inline: GCC 12 removes calls of a
+// function without side effects.
+template <class T>
+__attribute__((always_inline)) inline void prefetch(const Rows<T>& rows, int j) {
+  constexpr int kLine = 64 / sizeof(T), kBeginning = 4096 / sizeof(T);
+  if (j < rows.count && (rows.prefetch_all || j * rows.dim < kBeginning)) {
+    for (int d = 0; d < rows.dim; d += kLine) {
+      __builtin_prefetch(rows.at(j) + d);
+    }
+  }
+}
+
+// `count` keys (or values) of a sequence from `first` on, at most kTileKeys.
+template <class T, bool kPaged>
+inline Rows<T, kPaged> rows_of_keys(const Problem& a, const TensorView& x, const Sequence& s,
+                                    int64_t h, int first, int count, int dim, bool prefetch_all) {
+  const T* data = static_cast<const T*>(x.data);
+  if constexpr (!kPaged) {
+    return {data + key_offset(x, s, h, first), x.row_stride, count, dim, prefetch_all};
+  } else {
+    Rows<T, true> rows;
+    rows.stride = x.row_stride;
+    rows.count = count;
+    rows.dim = dim;
+    rows.prefetch_all = prefetch_all;
+    const int32_t* page = a.pages.table + s.b * a.pages.per_sequence + (first >> a.pages.shift);
+    int in_page = first & (a.pages.size - 1);
+    for (int j = 0; j < count; ++page) {
+      const int r = rows.run_count++;
+      rows.data[r] =
+          data + *page * x.batch_stride + h * x.head_stride + (in_page - j) * x.row_stride;
+      j = smaller(j + a.pages.size - in_page, count);
+      rows.end[r] = j;
+      in_page = 0;
+    }
+    return rows;
+  }
+}
 
 // Bytes of keys and values above which they are assumed to be in main memory (one Zen 5 thread, 33
 // MB of fp32: 0.77 ms if all rows are prefetched, 1.15 if only beginnings; 8 MB: 116 and 105 us).
@@ -55,9 +109,10 @@ inline __attribute__((always_inline)) void for_bundles(int heads, const Run& run
 // -- scores --------------------------------------------------------------------------------------
 // Products of kHeads queries (rows of `width` units) with kKeys keys from j on, not summed over
 // lanes.
-template <int kHeads, int kKeys, class T>
-inline __attribute__((always_inline)) void products(const float* q, int64_t width, const Rows<T>& k,
-                                                    int j, Float (&c)[kHeads][kKeys]) {
+template <int kHeads, int kKeys, class T, bool kPaged>
+inline __attribute__((always_inline)) void products(const float* q, int64_t width,
+                                                    const Rows<T, kPaged>& k, int j,
+                                                    Float (&c)[kHeads][kKeys]) {
   for_vectors(k.dim, [&](auto lanes, int64_t d) __attribute__((always_inline)) {
     for (int i = 0; i < kKeys; ++i) {
       const Float key = lanes.load(k.at(j + i) + d);
@@ -68,9 +123,9 @@ inline __attribute__((always_inline)) void products(const float* q, int64_t widt
   });
 }
 #if defined(__AVX512BF16__)
-template <int kHeads, int kKeys>
+template <int kHeads, int kKeys, bool kPaged>
 inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t width,
-                                                    const Rows<BFloat16>& k, int j,
+                                                    const Rows<BFloat16, kPaged>& k, int j,
                                                     Float (&c)[kHeads][kKeys]) {
   constexpr int kStep = 2 * kLanes;
   const auto step = [&](__mmask32 in, int d) __attribute__((always_inline)) {
@@ -93,24 +148,35 @@ inline __attribute__((always_inline)) void products(const uint32_t* q, int64_t w
 }
 #endif
 
-// Scores of the keys for the heads of a group; rows of q have `width` units, those of s kTileKeys.
-template <class Unit, class T>
-inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>& k,
-                          const Rows<T>& ahead, float* s) {
+// Scores of the keys for the heads of a group. ahead: rows to prefetch, in the same runs as the
+// keys; rows of q have `width` units, those of s kTileKeys.
+template <class Unit, class T, bool kPaged>
+inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T, kPaged>& k,
+                          const Rows<T, kPaged>& ahead, float* s) {
   constexpr int kKeys = 4;
-  int j = 0;
-  for (; j + kKeys <= k.count; j += kKeys) {
-    for (int i = j; i < j + kKeys; ++i) {
-      ahead.prefetch(i);
-    }
+  const auto scores_of = [&](const auto& keys, int j) __attribute__((always_inline)) {
     for_bundles(heads, [&](int g, auto bundle) __attribute__((always_inline)) {
       constexpr int kHeads = decltype(bundle)::value;
       Float c[kHeads][kKeys] = {};
-      products(q + g * width, width, k, j, c);
+      products(q + g * width, width, keys, j, c);
       for (int h = 0; h < kHeads; ++h) {
         store_sums(s + (g + h) * kTileKeys + j, c[h][0], c[h][1], c[h][2], c[h][3]);
       }
     });
+  };
+  int j = 0;
+  for (int r = 0; r < k.runs(); ++r) {
+    const Rows<T> keys = k.run(r), next = ahead.run(r);
+    for (; j + kKeys <= keys.count; j += kKeys) {
+      for (int i = j; i < j + kKeys; ++i) {
+        prefetch(next, i);
+      }
+      scores_of(keys, j);
+    }
+    if (kPaged && j < keys.count && j + kKeys <= k.count) {  // in two runs
+      scores_of(k, j);
+      j += kKeys;
+    }
   }
   for (; j < k.count; ++j) {
     for (int g = 0; g < heads; ++g) {
@@ -125,29 +191,38 @@ inline void decode_scores(const Unit* q, int64_t width, int heads, const Rows<T>
 // o += p[j] * value j over kChunk vectors of columns. kSkips: values of weight 0 are skipped,
 // because they may be NaN or infinite. Even and odd values have separate sums, so that consecutive
 // additions are independent.
-template <int kHeads, int kChunk, bool kSkips, class Lanes, class T>
-inline __attribute__((always_inline)) void add_columns(const float* p, const Rows<T>& v, int64_t e,
-                                                       Lanes lanes, float* o, int64_t stride) {
+template <int kHeads, int kChunk, bool kSkips, class Lanes, class T, bool kPaged>
+inline __attribute__((always_inline)) void add_columns(const float* p, const Rows<T, kPaged>& v,
+                                                       int64_t e, Lanes lanes, float* o,
+                                                       int64_t stride) {
   constexpr int kSums = 2;
   Float c[kHeads][kSums][kChunk] = {};
-  const auto add = [&](int j, int n) __attribute__((always_inline)) {
+  const auto add = [&](const auto& rows, int j, int n) __attribute__((always_inline)) {
     for (int h = 0; h < kHeads; ++h) {
       const float weight = p[h * kTileKeys + j];
       if (kSkips && weight == 0.0f) {
         continue;
       }
       for (int i = 0; i < kChunk; ++i) {
-        c[h][n][i] = fma(splat(weight), lanes.load(v.at(j) + e + i * kLanes), c[h][n][i]);
+        c[h][n][i] = fma(splat(weight), lanes.load(rows.at(j) + e + i * kLanes), c[h][n][i]);
       }
     }
   };
   int j = 0;
-  for (; j + kSums <= v.count; j += kSums) {
-    add(j, 0);
-    add(j + 1, 1);
+  for (int r = 0; r < v.runs(); ++r) {
+    const Rows<T> rows = v.run(r);
+    for (; j + kSums <= rows.count; j += kSums) {
+      add(rows, j, 0);
+      add(rows, j + 1, 1);
+    }
+    if (kPaged && j < rows.count && j + kSums <= v.count) {  // in two runs
+      add(v, j, 0);
+      add(v, j + 1, 1);
+      j += kSums;
+    }
   }
   if (j < v.count) {
-    add(j, 0);
+    add(v, j, 0);
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kChunk; ++i) {
@@ -157,8 +232,8 @@ inline __attribute__((always_inline)) void add_columns(const float* p, const Row
   }
 }
 
-template <int kHeads, bool kSkips, class T>
-inline void add_weighted(const float* p, const Rows<T>& v, float* o, int64_t stride) {
+template <int kHeads, bool kSkips, class T, bool kPaged>
+inline void add_weighted(const float* p, const Rows<T, kPaged>& v, float* o, int64_t stride) {
   constexpr int kChunk = 4;
   int64_t e = 0;
   for (; e + kChunk * kLanes <= v.dim; e += kChunk * kLanes) {
@@ -198,8 +273,9 @@ struct RowPairs {
 };
 
 // The same as add_columns for bf16 weights, two values at a time.
-template <int kHeads, bool kSkips>
-inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, int64_t stride) {
+template <int kHeads, bool kSkips, bool kPaged>
+inline void add_weighted(const uint16_t* p, const Rows<BFloat16, kPaged>& v, float* o,
+                         int64_t stride) {
   constexpr int kSums = 2, kChunk = 2, kStep = 2 * kLanes;
   for (int64_t e = 0; e < v.dim; e += kChunk * kStep) {
     __mmask32 in[kChunk];
@@ -209,7 +285,8 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, i
     }
     Float c[kHeads][kSums][kChunk][2] = {};
     // Values j and, if `two`, j + 1.
-    const auto add = [&](int j, int n, bool two) __attribute__((always_inline)) {
+    const auto add = [&](const auto& values, int j, int n,
+                         bool two) __attribute__((always_inline)) {
       for (int h = 0; h < kHeads; ++h) {
         const uint16_t* weights = p + h * 2 * kTileKeys + j;
         const uint32_t first = weights[0], second = two ? weights[1] : 0u;
@@ -217,7 +294,7 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, i
         for (int i = 0; i < kChunk; ++i) {
           const auto row = [&](int row, uint32_t weight) __attribute__((always_inline)) {
             const __mmask32 columns = kSkips && weight == 0u ? 0 : in[i];
-            return _mm512_maskz_loadu_epi16(columns, v.at(row) + e + i * kStep);
+            return _mm512_maskz_loadu_epi16(columns, values.at(row) + e + i * kStep);
           };
           const RowPairs rows(row(j, first), two ? row(j + 1, second) : __m512i{});
           for (int half = 0; half < 2; ++half) {
@@ -228,16 +305,24 @@ inline void add_weighted(const uint16_t* p, const Rows<BFloat16>& v, float* o, i
       }
     };
     int j = 0;
-    for (; j + 2 * kSums <= v.count; j += 2 * kSums) {
-      add(j, 0, true);
-      add(j + 2, 1, true);
+    for (int r = 0; r < v.runs(); ++r) {
+      const Rows<BFloat16> values = v.run(r);
+      for (; j + 2 * kSums <= values.count; j += 2 * kSums) {
+        add(values, j, 0, true);
+        add(values, j + 2, 1, true);
+      }
+      if (kPaged && j < values.count && j + 2 * kSums <= v.count) {  // in two runs
+        add(v, j, 0, true);
+        add(v, j + 2, 1, true);
+        j += 2 * kSums;
+      }
     }
     if (j + 2 <= v.count) {
-      add(j, 0, true);
+      add(v, j, 0, true);
       j += 2;
     }
     if (j < v.count) {
-      add(j, 1, false);
+      add(v, j, 1, false);
     }
     for (int h = 0; h < kHeads; ++h) {
       for (int i = 0; i < kChunk; ++i) {
@@ -260,8 +345,8 @@ inline bool has_zero(const Weight* p, int count) {
 
 // Adds the weighted values to rows of o. Weights: in rows of a tile from `begin` on, floats or, for
 // Pairs, bf16.
-template <class C, class T>
-inline void decode_values(const float* s, int begin, int heads, const Rows<T>& v, float* o,
+template <class C, class T, bool kPaged>
+inline void decode_values(const float* s, int begin, int heads, const Rows<T, kPaged>& v, float* o,
                           int64_t stride) {
   for_bundles(heads, [&](int g, auto bundle) {
     constexpr int kHeads = decltype(bundle)::value;
@@ -291,8 +376,9 @@ inline void clear_partial(float* partial, int64_t E) {
 }
 
 // The next kv head's first tile of keys, which is usually read next.
-template <class T>
-inline Rows<T> first_keys_after(const Forward& a, const Sequence& sequence, int64_t kv_head) {
+template <class T, bool kPaged>
+inline Rows<T, kPaged> first_keys_after(const Forward& a, const Sequence& sequence,
+                                        int64_t kv_head) {
   const bool last = kv_head + 1 == a.kv_heads;
   if (last && sequence.b + 1 == a.batch) {
     return {};
@@ -300,13 +386,12 @@ inline Rows<T> first_keys_after(const Forward& a, const Sequence& sequence, int6
   const Sequence next = last ? a.sequence(sequence.b + 1) : sequence;
   const Range keys = next.queries > 0 ? keys_of(a, next, 0) : Range{0, 0};
   const int count = smaller(keys.end - keys.begin, kTileKeys);
-  const T* data =
-      static_cast<const T*>(a.k.data) + key_offset(a.k, next, last ? 0 : kv_head + 1, keys.begin);
-  return {data, a.k.row_stride, count, a.head_dim, true};
+  return rows_of_keys<T, kPaged>(a, a.k, next, last ? 0 : kv_head + 1, keys.begin, count,
+                                 a.head_dim, true);
 }
 
 // Partial results of a split for `heads` heads from `h` on, which share keys and values.
-template <class T>
+template <class T, bool kPaged>
 void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, int64_t h, int heads,
                   int64_t split, const ForwardWorkspace& memory, float* partials, int64_t stride) {
   using C = UnitsOf<T>;
@@ -324,31 +409,35 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
   const int64_t numbers = a.batch * a.kv_heads * a.keys * (a.head_dim + a.value_dim);
   const bool in_memory = numbers * static_cast<int64_t>(sizeof(T)) > kCachedBytes;
   const float scale_log2 = a.score_scale() * kLog2E;
+  Rows<T, kPaged> next;
   for (int n = tiles.begin; n < tiles.end; ++n) {
     const int first = n * kTileKeys;
     const int begin = larger(rows.some.begin - first, 0);
     const int end = smaller(rows.some.end - first, kTileKeys);
     const int columns = round_up(end, kLanes);
     const auto rows_of = [&](const TensorView& x, int from, int count, int dim) {
-      const int64_t offset = key_offset(x, sequence, kv_head, first + from);
-      const bool prefetch_all = in_memory || x.row_stride != dim;
-      return Rows<T>{static_cast<const T*>(x.data) + offset, x.row_stride, count, dim,
-                     prefetch_all};
+      return rows_of_keys<T, kPaged>(a, x, sequence, kv_head, first + from, count, dim,
+                                     in_memory || x.row_stride != dim);
     };
-    const Rows<T> k = rows_of(a.k, begin, end - begin, a.head_dim);
-    const Rows<T> v = rows_of(a.v, begin, end - begin, a.value_dim);
+    // In pages, what was prefetched; finding its runs takes longer than one address.
+    const bool known = kPaged && n > tiles.begin;
+    const auto k = known ? next : rows_of(a.k, begin, end - begin, a.head_dim);
+    const auto v = rows_of(a.v, begin, end - begin, a.value_dim);
     memset(memory.s, 0, sizeof(float) * heads * kTileKeys);
     decode_scores(q, D / C::kDepth, heads, k, v, memory.s + begin);
     cap_scores(a, heads, columns, memory.s);
     const int left = clamped(rows.some.end - first - kTileKeys, kTileKeys);
-    Rows<T> next = {};
+    next = {};
     if (left > 0) {
       next = rows_of(a.k, kTileKeys, left, a.head_dim);
     } else if (k.prefetch_all && h + heads == (kv_head + 1) * a.group()) {
-      next = first_keys_after<T>(a, sequence, kv_head);
+      next = first_keys_after<T, kPaged>(a, sequence, kv_head);
     }
-    for (int j = 0; j < next.count; ++j) {
-      next.prefetch(j);
+    for (int r = 0, j = 0; r < next.runs(); ++r) {
+      const Rows<T> rows = next.run(r);
+      for (; j < rows.count; ++j) {
+        prefetch(rows, j);
+      }
     }
     for (int g = 0; g < heads; ++g) {
       float *const s = memory.s + g * kTileKeys, *const partial = partials + g * stride;
@@ -373,6 +462,11 @@ void decode_split(const Forward& a, const Sequence& sequence, int64_t kv_head, i
     }
     decode_values<C>(memory.s, begin, heads, v, partials, stride);
   }
+}
+
+template <class T, class... Arguments>
+void decode(const Forward& a, const Arguments&... arguments) {
+  a.pages.table ? decode_split<T, true>(a, arguments...) : decode_split<T, false>(a, arguments...);
 }
 
 // Adds a split's partial result to the total of the splits before it.
@@ -425,8 +519,7 @@ inline void decode_sequence(const Forward& a, const Sequence& sequence, int64_t 
     float *const partials = memory.partials, *const rest = partials + a.heads_at_once() * stride;
     const auto run = [&](int64_t split, float* results) {
       with_type(a.type, [&](auto element) {
-        decode_split<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, results,
-                                        stride);
+        decode<decltype(element)>(a, sequence, kv_head, h, heads, split, memory, results, stride);
       });
     };
     run(0, partials);
@@ -453,7 +546,7 @@ inline void decode_splits(const Forward& a, Queue& queue, const ForwardWorkspace
     } else if (sequence.queries > 0 && split * kSplitKeys < sequence.keys) {
       for_heads(a, kv_head, [&](int64_t h, int heads) {
         with_type(a.type, [&](auto element) {
-          decode_split<decltype(element)>(
+          decode<decltype(element)>(
               a, sequence, kv_head, h, heads, split, memory,
               a.partials + ((sequence.b * a.heads + h) * splits + split) * stride, splits * stride);
         });

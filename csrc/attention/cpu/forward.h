@@ -60,7 +60,8 @@ class PackedKeys {
         kv_head_(of.kv_head),
         dead_(a, of.sequence, of.kv_head) {
     memset(memory.packed, 0, sizeof(float) * a.key_tiles());
-    if (C::kDepth == 1 && a.v.data && sequence_.keys > 0 && dead_.none(0, sequence_.keys)) {
+    if (C::kDepth == 1 && a.v.data && !a.pages.table && sequence_.keys > 0 &&
+        dead_.none(0, sequence_.keys)) {
       const Operand<C> v =
           in_place<C>(a.type, a.v, key_offset(a.v, sequence_, kv_head_, 0), a.value_dim, kBlock);
       // Rows far apart map to few cache sets: only if they are read once.
@@ -79,14 +80,12 @@ class PackedKeys {
     memory_.packed[tile] = 1.0f;
     const int first = tile * kTileKeys;
     const int count = smaller(kTileKeys, sequence_.keys - first);
-    const int upto = round_up(count, kBlock);
-    if (a_.k.data) {
-      const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
-      to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units());
+    if (!a_.pages.table) {
+      return pack_run(tile, 0, count);
     }
-    if (a_.v.data && !v_in_place_.data) {
-      const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
-      to_pairs(v, upto, a_.value_dim, units<C>(memory_.v_pairs) + tile * v_units());
+    for (int from = 0, run; from < count; from += run) {
+      run = smaller(count - from, a_.pages.size - (first + from) % a_.pages.size);
+      pack_run(tile, from, run);
     }
   }
   const typename C::Unit* k(int tile) const {  // columns
@@ -105,9 +104,32 @@ class PackedKeys {
   int64_t k_units() const { return kTileKeys * padded(a_.head_dim) / C::kDepth; }
   int64_t v_units() const { return kTileKeys * padded(a_.value_dim) / C::kDepth; }
 
+  // Packs `count` keys of a tile from `from` on, a multiple of kBlock, whose rows follow each
+  // other.
+  void pack_run(int tile, int from, int count) {
+    const int first = tile * kTileKeys + from, upto = round_up(count, kBlock);
+    if (a_.k.data) {
+      const Operand<C> k = rows_of(a_.k, first, count, upto, a_.head_dim);
+      to_columns<C>(k, upto, a_.head_dim, units<C>(memory_.k_columns) + tile * k_units() + from);
+    }
+    if (a_.v.data && !v_in_place_.data) {
+      const Operand<C> v = rows_of(a_.v, first, count, upto, a_.value_dim);
+      to_pairs(
+          v, upto, a_.value_dim,
+          units<C>(memory_.v_pairs) + tile * v_units() + from / C::kDepth * padded(a_.value_dim));
+    }
+  }
+  int64_t offset_of(const TensorView& x, int first, int count) const {
+    if (!a_.pages.table) {
+      return key_offset(x, sequence_, kv_head_, first);
+    }
+    // Dead keys are not read and may have no page.
+    return dead_.all(first, count) ? 0 : paged_offset(a_.pages, x, sequence_, kv_head_, first);
+  }
+
   // Whole blocks without dead keys are read in place if their layout allows it.
   Operand<C> rows_of(const TensorView& x, int first, int count, int upto, int dim) const {
-    const int64_t offset = key_offset(x, sequence_, kv_head_, first);
+    const int64_t offset = offset_of(x, first, count);
     if (upto == count) {
       const Operand<C> rows = in_place<C>(a_.type, x, offset, dim, kBlock);
       if (rows.data && no_key_is_dead(dead_, first, count, rows, dim)) {

@@ -409,6 +409,10 @@ class DeadKeys {
     return a_.mask.type == MaskType::kNone &&
            (!a_.key_lengths.data || a_.key_lengths.stride == 0) && none_if_finite(first, count);
   }
+  // Whether all of these keys are known to be dead before they are read.
+  bool all(int first, int count) const {
+    return first + count <= live_.begin || live_.end <= first;
+  }
   // Whether none of these keys is dead if all are finite.
   bool none_if_finite(int first, int count) const {
     return live_.begin <= first && first + count <= live_.end;

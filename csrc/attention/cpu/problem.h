@@ -85,6 +85,18 @@ struct DistanceBias {
   }
 };
 
+// Keys and values in pages of 2^shift keys, at least kLeastPage: key j of sequence b is row j %
+// size of page table[b * per_sequence + j / size]. The batch strides of k and v are those of pages.
+// Entries for keys beyond the key length may be any numbers and are not read.
+constexpr int kLeastPage = 16;
+struct Pages {
+  const int32_t* table = nullptr;  // null: keys and values are not in pages
+  int64_t per_sequence = 0;
+  int size = 0, shift = 0;
+
+  int32_t of(int64_t b, int key) const { return table[b * per_sequence + (key >> shift)]; }
+};
+
 struct Dropout {
   int threshold = 0;  // 0: no dropout
   float scale = 1.0f;
@@ -107,6 +119,7 @@ struct Problem {
   TensorView lse_strides;  // of lse, dlse and delta; no data
   // Packed: [batch + 1] rows at which sequences begin and end. Null: entries of the same size.
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
+  Pages pages;  // of the forward alone
   MaskView mask;
   Lengths key_lengths, query_lengths;
   int window_left, window_right;  // not negative; unlimited: at least queries + keys

@@ -19,6 +19,11 @@ inline int64_t query_offset(const TensorView& x, const Sequence& s, int64_t h, i
 inline int64_t key_offset(const TensorView& x, const Sequence& s, int64_t h, int64_t row) {
   return s.b * x.batch_stride + h * x.head_stride + (s.first_key + row) * x.row_stride;
 }
+// The same of keys in pages.
+inline int64_t paged_offset(const Pages& pages, const TensorView& x, const Sequence& s, int64_t h,
+                            int row) {
+  return pages.of(s.b, row) * x.batch_stride + h * x.head_stride + row % pages.size * x.row_stride;
+}
 
 template <class C>
 inline typename C::Unit* units(float* workspace) {

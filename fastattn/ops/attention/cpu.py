@@ -21,6 +21,7 @@ from fastattn.ops.attention.calls import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_PAGE = 16
 _MAX_POSITIONS = 2**28  # the kernels compute sums of positions in 32 bits
 
 
@@ -47,7 +48,10 @@ def attention_fwd_unsupported(call: ForwardCall) -> str | None:
 
 
 def attention_paged_fwd_unsupported(call: PagedForwardCall) -> str | None:
-    return "does not implement attention_paged_fwd"
+    page = call.k.shape[2]
+    if page < _LEAST_PAGE or page & (page - 1):
+        return f"takes pages of a power of two of at least {_LEAST_PAGE} keys, got {page}"
+    return _refusal(call.q.dtype, call.q.shape[2], call.block_table.shape[1] * page)
 
 
 def attention_jvp_unsupported(call: JvpCall) -> str | None:

@@ -8,6 +8,8 @@ Differences: dropout rates are multiples of 1/256; a row without a key has lse -
 gradients are deterministic on a CPU and, under torch.use_deterministic_algorithms, on a GPU, where
 `deterministic` raises without it; `num_splits` is ignored. ALiBi slopes and windows, except with
 causal and those of equal lengths, become a dense mask of at most [B, H, M, N]: exact, but slower.
+Pages of keys and values are read in place (`block_table` of `fastattn.attention`); in calls with
+gradients or dropout they are copied first.
 """
 
 import operator
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattn import functional
 
@@ -116,22 +119,28 @@ def flash_attn_varlen_func(
             softcap=softcap or None, dropout_p=dropout_p, return_lse=True, **bounds,
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
-    # Other calls run padded; rows beyond the end of a sequence are not computed.
+    # Other calls run padded, also those with pages, which the op reads for padded queries alone.
+    # Rows beyond the end of a sequence are not computed.
     queries, rows = cu_seqlens_q.diff(), _rows(cu_seqlens_q, max_seqlen_q)
     keys = cu_seqlens_k.diff()
     if block_table is None:
         positions = _rows(cu_seqlens_k, max_seqlen_k).clamp(max=max(k.shape[0] - 1, 0))
         k, v = k[positions], v[positions]
+        N = max_seqlen_k
     else:
-        k, v = (_gathered(x, block_table)[:, :max_seqlen_k] for x in (k, v))
-    M, N, H = max_seqlen_q, k.shape[1], q.shape[1]
+        block_table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
+        N = block_table.shape[1] * k.shape[1]
+        if dropout_p > 0.0 or _is_differentiated(q, k, v, alibi_slopes):
+            k, v = (_gathered(x, block_table) for x in (k, v))
+            block_table = None
+    M, H = max_seqlen_q, q.shape[1]
     if bounds is None:
         bounds = {"mask": _dense(M, N, keys - queries, None, window_size, alibi_slopes, H)}
     elif causal:
         bounds["causal"] = "bottom_right_lengths"
     padded = _attend(
         _heads_first(q[rows.clamp(max=max(q.shape[0] - 1, 0))], k, v),
-        bounds | {"key_lengths": keys, "query_lengths": queries},
+        bounds | {"key_lengths": keys, "query_lengths": queries} | _pages(block_table),
         dropout_p,
         softmax_scale,
         softcap,
@@ -245,13 +254,10 @@ def flash_attn_with_kvcache(
         k_cache[target] = k.to(k_cache.dtype)
         v_cache[target] = v.to(v_cache.dtype)
         lengths = past + k.shape[1]
-    if block_table is not None:
-        keys, values = _gathered(k_cache, block_table), _gathered(v_cache, block_table)
-    elif cache_batch_idx is not None:
+    keys, values = k_cache, v_cache
+    if cache_batch_idx is not None:
         keys, values = k_cache[rows], v_cache[rows]
-    else:
-        keys, values = k_cache, v_cache
-    causal, N = causal or M == 1, keys.shape[1]
+    causal, N = causal or M == 1, size
     bounds = _bounds(causal, window_size, alibi_slopes, False)
     if bounds is None:
         bounds = {"mask": _dense(M, N, lengths - M, cache_leftpad, window_size, alibi_slopes, H)}
@@ -261,7 +267,7 @@ def flash_attn_with_kvcache(
         if cache_leftpad is not None:
             j = torch.arange(N, device=q.device)
             bounds["mask"] = j >= cache_leftpad[:, None, None, None]
-    bounds["key_lengths"] = lengths
+    bounds |= {"key_lengths": lengths} | _pages(block_table)
     heads = _heads_first(q, keys, values)
     result = _attend(heads, bounds, 0.0, softmax_scale, softcap, return_softmax_lse)
     return result[:2] if isinstance(result, tuple) else result
@@ -417,6 +423,21 @@ def _check_cache(
 
 def _is_on_host(x: Tensor) -> bool:
     return x.is_cpu and type(x) is Tensor and not torch.compiler.is_compiling()
+
+
+def _pages(block_table: Tensor | None) -> dict[str, Any]:
+    """The op's argument for pages."""
+    return {} if block_table is None else {"block_table": block_table.int()}
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    """Whether a tensor requires a gradient or has a tangent."""
+    recorded = torch.is_grad_enabled()
+    return any(
+        (recorded and x.requires_grad) or forward_ad.unpack_dual(x).tangent is not None
+        for x in tensors
+        if x is not None
+    )
 
 
 def _rows(offsets: Tensor, longest: int) -> Tensor:

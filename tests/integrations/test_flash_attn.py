@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from call_recorder import CallRecorder
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -314,6 +315,42 @@ def test_pages_after_the_end_may_hold_anything(unused) -> None:
     out = flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=6, block_table=table)
     keys = torch.cat([pages[2], pages[0]])[None, :6]
     torch.testing.assert_close(out, flash_attn.flash_attn_func(q, keys, keys))
+
+
+@torch.no_grad()
+def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy of keys and values of the sequences; only gradients and dropout need one."""
+    pages, table = normal(2, 6, 16, K, D).float(), torch.tensor([[5, 1], [0, 4]]).int()
+    k, v = pages[:, table.long()].flatten(2, 3)  # [B, 32, K, D]
+    lengths, offsets_k = torch.tensor([20, 32]).int(), torch.tensor([0, 20, 52]).int()
+    packed = [torch.cat([x[0, :20], x[1]]) for x in (k, v)]
+    offsets_q, rows = torch.tensor([0, 2, 7]).int(), normal(7, H, D).float()
+    q = normal(2, 3, H, D).float()
+
+    def both() -> list[torch.Tensor]:
+        cached = flash_attn.flash_attn_with_kvcache(
+            q, *pages, cache_seqlens=lengths, causal=True, block_table=table
+        )
+        arguments = (rows, *pages, offsets_q, offsets_k, 5, 32)
+        return [
+            cached, flash_attn.flash_attn_varlen_func(*arguments, causal=True, block_table=table)
+        ]  # fmt: skip
+
+    with monkeypatch.context() as patched, CallRecorder() as recorder:
+        patched.setattr(flash_attn, "_gathered", None)
+        found = both()
+    assert recorder.names == ["attention_paged_fwd"] * 2
+    cached = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    assert torch.equal(found[0], cached)
+    varlen = flash_attn.flash_attn_varlen_func(
+        rows, *packed, offsets_q, offsets_k, 5, 32, causal=True
+    )
+    torch.testing.assert_close(found[1], varlen)
+    rows.requires_grad_()
+    with torch.enable_grad():
+        varlen = both()[1]
+    torch.testing.assert_close(varlen, found[1])
+    assert varlen.requires_grad
 
 
 @pytest.mark.parametrize("lengths", ["one", "tensor"])

@@ -116,6 +116,8 @@ class OpSpec:
     widen: (inputs) -> the same inputs in fp64.
     entries: (inputs) -> parts of the batch; None for an op without a batch.
     entries_in_bits: whether a part computed alone has the same bits as in the whole batch.
+    prepare: (inputs) -> the arguments that `function` passes to the public function, the same
+    dictionary if nothing differs; benchmarks do not time it.
     dead: (inputs) -> for each input or output, the positions whose value (or whose output gradient)
     must not affect anything, broadcastable to it; None for an op without padding.
     """
@@ -133,6 +135,7 @@ class OpSpec:
     entries: Callable[[Inputs], tuple[Entry, ...]] | None = None
     entries_in_bits: bool = True
     dead: Callable[[Inputs], dict[str, Tensor]] | None = None
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
 
     @property
     def backends(self) -> tuple[str, ...]:

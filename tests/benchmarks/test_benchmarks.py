@@ -413,9 +413,10 @@ def test_peers_refuse_what_they_cannot_do() -> None:
                 assert reason.split()[0] in ("has", "takes", "is", "aligns", "writes"), reason
                 found.setdefault(peer.name, []).append("-cwmbpdgaskr"[n])
     assert {name: "".join(refused) for name, refused in found.items()} == {
-        "eager": "waskr", "fa2": "mbpaskr", "fa3": "mbpdaskr", "fa4": "mbpdaskr", "flex": "wdk",
-        "sdpa-cudnn": "wsk", "sdpa-efficient": "wgsk", "sdpa-flash": "wmbpaskr",
-        "sdpa-math": "wsk", "transformer-engine": "wmbpdaskr", "xformers": "wmbpgaskr",
+        "contiguous-keys": "-cwmbpdgaskr", "eager": "waskr", "fa2": "mbpaskr", "fa3": "mbpdaskr",
+        "fa4": "mbpdaskr", "flex": "wdk", "sdpa-cudnn": "wsk", "sdpa-efficient": "wgsk",
+        "sdpa-flash": "wmbpaskr", "sdpa-math": "wsk", "transformer-engine": "wmbpdaskr",
+        "xformers": "wmbpgaskr",
     }  # fmt: skip
 
 

@@ -30,17 +30,22 @@ from fastattn.testing.dropout import dropout_mask
 from fastattn.testing.spec import ErrorSample, Inputs, OpSpec, Sample, widen
 
 
-def attention(
-    *, prepared: bool = False, page: int | None = None, shared_pages: int = 0, **inputs: Any
-) -> Any:
-    """The public function. prepared: whether to prepare the mask. page, shared_pages: as in
-    `in_pages`.
+def prepare(inputs: Inputs) -> Inputs:
+    """The arguments of the public function. prepared: whether to prepare the mask. page,
+    shared_pages: as in `in_pages`.
     """
-    if prepared:
+    if "prepared" not in inputs and "page" not in inputs:
+        return inputs
+    inputs = dict(inputs)
+    page, shared_pages = inputs.pop("page", None), inputs.pop("shared_pages", 0)
+    if inputs.pop("prepared", False):
         inputs["mask"] = functional.prepare_mask(inputs["mask"])
-    if page is not None:
-        inputs = in_pages(inputs, page, shared_pages)
-    return functional.attention(**inputs)
+    return inputs if page is None else in_pages(inputs, page, shared_pages)
+
+
+def attention(**inputs: Any) -> Any:
+    """The public function, with the additional arguments of `prepare`."""
+    return functional.attention(**prepare(inputs))
 
 
 def _s(name: str, reason: str, *tags: str, **options: Any) -> Sample:
@@ -625,5 +630,6 @@ SPECS = (
         _widen,
         entries,
         dead=dead_positions,
+        prepare=prepare,
     ),
 )

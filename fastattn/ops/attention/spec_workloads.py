@@ -52,10 +52,12 @@ def padded_workload(
     mask: str | None = None,
     dropout_p: float = 0.0,
     scores: str = "",
+    page: int | None = None,
 ) -> Workload:
     """S keys and M queries (default S). padded: "", "keys" or "both". window: the left side of the
     window, with causal. mask: "bool BMN" or "float HMN". lengths: default `spread_lengths`. scores:
-    one of SCORE_CHANGES; sinks and the table of "relative" get gradients.
+    one of SCORE_CHANGES; sinks and the table of "relative" get gradients. page: the keys in a page;
+    k and v, which peers get, are contiguous.
     """
     K = H if K is None else K
     M = S if M is None else M
@@ -74,8 +76,13 @@ def padded_workload(
             x = torch.randn(*shape, generator=generator, device=generator.device)
             return x.to(device=device, dtype=dtype)
 
-        inputs: Inputs = {"q": data(B, H, M, D), "k": data(B, K, S, D), "v": data(B, K, S, D)}
+        def keys() -> Tensor:  # caches are stored as [B, S, K, D]
+            return data(B, K, S, D) if page is None else data(B, S, K, D).transpose(1, 2)
+
+        inputs: Inputs = {"q": data(B, H, M, D), "k": keys(), "v": keys()}
         inputs["causal"] = causal
+        if page is not None:
+            inputs["page"] = page
         if window is not None:
             inputs["window"] = (window, 0)
         if padded:
@@ -108,6 +115,7 @@ def padded_workload(
         "window": window is not None,
         f"padded_{padded}": padded,
         "gqa": K != H,
+        "paged": page is not None,
         (mask or "").replace(" ", "_"): mask,
         "dropout": dropout_p,
         scores: scores,
@@ -220,6 +228,8 @@ def _padded_workloads() -> tuple[Workload, ...]:
                         lengths=sentence_lengths(16)),
         *[padded_workload(f"b2_h8_s{S}_d64_decode", 2, 8, S, 64, _CPU, M=1)
           for S in (32, 256, 1024)],
+        *[padded_workload(f"b8_h32_k8_s2048_d128_decode_paged{page}", 8, 32, 2048, 128, _CPU, K=8,
+                          M=1, page=page) for page in (16, 256)],
     ]  # fmt: skip
     return tuple(rows)
 

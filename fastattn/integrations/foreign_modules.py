@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastattn import functional
 from fastattn.integrations import foreign_attention
@@ -244,7 +245,9 @@ def forward(self, input_ids=None, inputs_embeds=None, past_key_values_length=0):
     ).detach()
 """)
 def _m2m100_positions(kind: Any) -> Forward:
-    """A recorded step cannot read the position, to compare it with the size of the table."""
+    """A recorded step cannot read the position, to compare it with the size of the table, which
+    gets the size of the cache before.
+    """
 
     def forward(
         self: Any,
@@ -253,14 +256,14 @@ def _m2m100_positions(kind: Any) -> Forward:
         past_key_values_length: Any = 0,
     ) -> Tensor:
         positions = getattr(past_key_values_length, POSITION_LIMIT, None)
-        if (
-            positions is None
-            or input_ids is None
-            or self.padding_idx + 1 + positions > self.weights.size(0)
-        ):
+        if positions is None or input_ids is None:
             return kind.forward(  # type: ignore[no-any-return]
                 self, input_ids, inputs_embeds, past_key_values_length
             )
+        size = self.padding_idx + 1 + positions
+        if size > self.weights.size(0):
+            with _disable_current_modes():  # the table is not a value of the step
+                self.make_weights(size + self.offset, self.embedding_dim, self.padding_idx)
         ids = self.create_position_ids_from_input_ids(
             input_ids, self.padding_idx, past_key_values_length
         )

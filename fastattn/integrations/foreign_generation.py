@@ -4,8 +4,8 @@
 that of `transformers`, with all its options; the subclass replaces what it calls for one token: the
 prompt runs the model's own `forward` and fills a `BeamCache`, the first step after it is recorded,
 later ones are replays. A recorded step is kept for later calls of the same sizes. It reads the
-parameters where they are, so training in between is seen; a model whose parameters have moved is
-recorded again.
+parameters where they are, so training in between is seen; a model whose parameters have moved, or
+whose modules or their attributes have changed, is recorded again.
 
 A call with an option that this does not cover runs the model's own path; the reason is counted in
 `PatchReport.generate`.
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from fastattn.integrations.huggingface import NAME
 from fastattn.nn.fusion import linear
 from fastattn.nn.step_graph import Tape, recorded
 
@@ -40,6 +41,7 @@ STATE = "_fastattn_generation"  # in the __dict__ of a converted model
 _MEMORY_SIZES = 16
 _POSITIONS = 32  # and doubled when they are used up
 _KEPT = 8  # programs of a model
+_OLDEST = (5, 17)  # the first `transformers` whose generate marks a cache of the caller
 _ARGUMENTS = {"encoder_outputs", "attention_mask", "use_cache", "past_key_values"}
 
 
@@ -136,6 +138,12 @@ class State:
 
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> calls
     programs: OrderedDict[Hashable, _Program] = field(default_factory=OrderedDict)
+    fingerprint: Hashable = None  # of the model that `programs` were recorded of
+
+    def programs_of(self, fingerprint: Hashable) -> OrderedDict[Hashable, _Program]:
+        if fingerprint != self.fingerprint:
+            self.fingerprint, self.programs = fingerprint, OrderedDict()
+        return self.programs
 
     def __deepcopy__(self, memo: Any) -> State:
         return State()
@@ -143,12 +151,8 @@ class State:
     def __reduce__(self) -> tuple[Any, ...]:
         return State, ()
 
-    def put(self, key: Hashable, program: _Program) -> None:
-        program.release()
-        self.programs[key] = program
-        self.programs.move_to_end(key)
-        while len(self.programs) > _KEPT:
-            self.programs.popitem(last=False)
+    def count_fallback(self, why: str) -> None:
+        self.fallbacks[why] = self.fallbacks.get(why, 0) + 1
 
 
 class _Generation:
@@ -160,8 +164,7 @@ class _Generation:
         self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
     ) -> None:
         self._forward, self._model, self._beams = forward, model, beams
-        self._fingerprint = fingerprint
-        self._programs: State = model.__dict__[STATE]
+        self._programs = model.__dict__[STATE].programs_of(fingerprint)
         self._program: _Program | None = None
         self._key: tuple[Hashable, ...] = ()
         self._memory_rows = 0
@@ -195,8 +198,7 @@ class _Generation:
         # Lengths are faster than a mask.
         is_padded = mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any())
         size = _round_up(self._memory_rows, _MEMORY_SIZES)
-        fixed = (B, K, size, is_padded, memory.shape[-1], torch.is_inference_mode_enabled())
-        self._key = (*fixed, self._fingerprint)
+        self._key = (B, K, size, is_padded, torch.is_inference_mode_enabled())
         capacity = _POSITIONS
         while capacity < tokens.shape[1]:
             capacity *= 2
@@ -206,11 +208,11 @@ class _Generation:
 
     def _take(self, capacity: int, memory: Tensor) -> _Program:
         """A program that no other call uses, kept or new."""
-        program = self._programs.programs.pop((capacity, *self._key), None)
+        program = self._programs.pop((capacity, *self._key), None)
         if program is None:
             from fastattn.integrations.beam_cache import BeamCache
 
-            batch, beams, size, is_padded = self._key[:4]
+            batch, beams, size, is_padded, _ = self._key
             cache = BeamCache(batch, beams, capacity, size, is_padded, memory.device)  # type: ignore[arg-type]
             program = _Program(self._forward, cache, memory)
         program.allocate()
@@ -219,11 +221,19 @@ class _Generation:
     def _grow(self, program: _Program, memory: Tensor) -> None:
         self._program = self._take(2 * program.cache.max_length, memory)
         program.cache.copy_to(self._program.cache)
-        self._programs.put((program.cache.max_length, *self._key), program)
+        self._put(program)
+
+    def _put(self, program: _Program) -> None:
+        program.release()
+        key = (program.cache.max_length, *self._key)
+        self._programs[key] = program
+        self._programs.move_to_end(key)
+        while len(self._programs) > _KEPT:
+            self._programs.popitem(last=False)
 
     def end(self) -> None:
         if self._program is not None:
-            self._programs.put((self._program.cache.max_length, *self._key), self._program)
+            self._put(self._program)
 
     def as_dynamic(self) -> Any:
         assert self._program is not None
@@ -236,7 +246,8 @@ def _round_up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What a recorded step depends on: the addresses of parameters and buffers, and the code.
+    """What a recorded step depends on: the addresses of parameters and buffers, the classes of
+    modules and their attributes, such as the scale of an adapter or whether it is active.
 
     why: why the step of a model in this state is not recorded.
     """
@@ -248,27 +259,54 @@ class _Survey:
 def _survey(model: nn.Module) -> _Survey:
     found: list[Hashable] = []
     devices, why = set(), None
+    if torch.nn.modules.module._has_any_global_hook():
+        why = "is made while hooks of all modules are registered"
     for module in model.modules():
         kind: Any = type(module)
         state = module.__dict__
-        found += [kind, state.get("forward")]
+        found += [kind, kind.forward]
+        for name, value in state.items():
+            if name not in _NOT_SETTINGS:
+                found += [name, _setting(value)]
         for tensor in (*state["_parameters"].values(), *state["_buffers"].values()):
             if tensor is not None:
-                found += [tensor.data_ptr(), tensor.dtype]
+                found.append(_setting(tensor))
                 devices.add(tensor.device)
         hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
+        config = state.get("config")
         if any(_is_noticed(hook) for hook in hooks):
             why = f"is of a model with hooks, as of a {kind.__name__}"
         elif state.get("_compiled_call_impl") is not None:
             why = f"is of a compiled model, as of a {kind.__name__}"
         elif parametrize.is_parametrized(module):
             why = f"is of a model with parametrizations, as of a {kind.__name__}"
+        elif "forward" in state:
+            why = f"is of a model with its own forward, as of a {kind.__name__}"
+        elif (attention := getattr(config, "_attn_implementation", NAME)) != NAME:
+            why = f"is of a model with attn_implementation={attention!r}"
     if len(devices) != 1:
         why = "is of a model on several devices"
     return _Survey(tuple(found), why)
 
 
-def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
+# Of a module's __dict__: what `_survey` reads by itself, and what forward does not read.
+_NOT_SETTINGS = {*nn.Module().__dict__, STATE} - {"training"}
+
+
+def _setting(value: Any) -> Hashable:
+    """A hashable value that differs if an attribute, parameter or buffer has changed."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype, value.shape
+    if isinstance(value, dict):
+        return tuple((_setting(key), _setting(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_setting, value))
+    return id(value)
+
+
+def _why_own_path(model: Any, config: Any, rows: int, given: dict[str, Any]) -> str | None:
     """Why a call of `generate` runs the model's own path, phrased to follow "the call"."""
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -279,8 +317,6 @@ def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
         return "records gradients"
     if torch._C._is_any_autocast_enabled():
         return "is under autocast"
-    if "forward" in model.__dict__:
-        return "is of a model with its own forward"
     if getattr(config, "is_assistant", False):
         return "is that of an assistant"
     if not config.use_cache or cache is None:
@@ -298,6 +334,8 @@ def _why_own_path(model: Any, config: Any, given: dict[str, Any]) -> str | None:
     mask = given.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return f"has an attention_mask of {mask.dim()} dimensions"
+    if given["encoder_outputs"][0].shape[0] != rows:
+        return "has a batch of encoder_outputs that is not that of its tokens"
     for name, value in given.items():
         if name not in _ARGUMENTS and value is not None and value is not False:
             return f"has {name}"
@@ -314,7 +352,13 @@ def _is_noticed(hook: Any) -> bool:
 # -- the drop-in ----------------------------------------------------------------------------------
 def why_unsupported(model: Any) -> str | None:
     """Why `generate` of this encoder-decoder stays as it is, phrased to follow its name."""
+    import transformers
+
     kind = type(model)
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        wanted = ".".join(map(str, _OLDEST))
+        return f"keeps its generate: fastattn needs transformers >= {wanted}, got {version}"
     if model.config.model_type not in MODEL_TYPES:
         return f"keeps its generate: fastattn has none for model_type {model.config.model_type}"
     if not kind.__module__.startswith("transformers.models."):
@@ -347,6 +391,11 @@ def drop_in(kind: Any) -> type[nn.Module]:
 
         return run
 
+    @functools.wraps(kind._assisted_decoding)
+    def assisted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__[STATE].count_fallback("runs assisted decoding")
+        return kind._assisted_decoding(self, *args, **kwargs)
+
     def encoding(encode: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(encode)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +408,9 @@ def drop_in(kind: Any) -> type[nn.Module]:
         _, _, *state = super(made, self).__reduce_ex__(protocol)
         return _rebuild, (kind,), *state
 
-    methods = {"forward": forward, "__reduce_ex__": reduce}
+    methods = {
+        "forward": forward, "__reduce_ex__": reduce, "_assisted_decoding": assisted
+    }  # fmt: skip
     methods |= {name: searching(getattr(kind, name)) for name in ("_sample", "_beam_search")}
     encode = "_maybe_prepare_encoder_kwargs_for_generation"
     if hasattr(kind, encode):  # in transformers 5.23; else the encoder runs as it is
@@ -385,7 +436,7 @@ def _generation(
     arguments = {name: value for name, value in given.items() if name not in options}
     beams = max(config.num_beams, config.num_return_sequences)
     survey = _survey(model)
-    why = _why_own_path(model, config, arguments) or survey.why
+    why = _why_own_path(model, config, len(input_ids), arguments) or survey.why
     if why is None and given.get("synced_gpus"):
         why = "has synced_gpus"
     if why is None and input_ids.shape[0] % beams:
@@ -394,7 +445,7 @@ def _generation(
         why = "has rows of one sentence that differ"
     state = model.__dict__[STATE]
     if why is not None:
-        state.fallbacks[why] = state.fallbacks.get(why, 0) + 1
+        state.count_fallback(why)
         yield None
         return
     generation = _Generation(forward, model, survey.fingerprint, beams)

@@ -91,6 +91,8 @@ def attention_forward(
         return attend(query, key, value, position_bias, scale=scaling), None
     if query.shape[0] == 1 != key.shape[0]:  # queries that are parameters, without a batch
         query = query.expand(key.shape[0], -1, -1, -1)
+    if key.shape[0] == 1 != query.shape[0]:  # one memory for all sentences
+        key, value = (heads.expand(query.shape[0], -1, -1, -1) for heads in (key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = attention_mask is None and is_causal and query.shape[2] > 1

@@ -1,6 +1,7 @@
 """`generate` of patched encoder-decoders against the same model before, on tiny random models."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -313,7 +314,8 @@ def test_own_path_by_the_state_of_the_model() -> None:
         model.model.decoder.layers[0].fc1._compiled_call_impl = None
         model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
         assert torch.equal(_generate(model), expected)
-        assert reasons.popitem() == ("is of a model with its own forward", 1)
+        why, count = reasons.popitem()
+        assert (why, count) == ("is of a model with its own forward, as of a MarianMTModel", 1)
         del model.forward
         _generate(model.train())
         assert reasons.popitem() == ("is in training mode", 1)
@@ -323,8 +325,61 @@ def test_own_path_by_the_state_of_the_model() -> None:
         assistant = build(MODELS["marian"], "eager")
         assisted = model.generate(ids[1:2], max_new_tokens=8, assistant_model=assistant)
         assert torch.equal(assisted, model.generate(ids[1:2], max_new_tokens=8))
-        assert reasons == {"has past_key_values": 1}
+        assert reasons == {"has past_key_values": 1, "runs assisted decoding": 1}
         assert "1 calls by its own path: the call has past_key_values" in str(report)
+
+
+def test_own_path_after_changes_that_no_recorded_step_has() -> None:
+    plain: Any = build(MODELS["marian"], "eager")
+    model: Any = copy.deepcopy(plain)
+    factor = 1.0
+
+    def scaled(x: Any) -> Any:
+        return factor * torch.nn.functional.linear(x, fc1.weight, fc1.bias)
+
+    with fastattn.patch(model, quiet=True) as report:
+        reasons = report.generate[""]
+        assert torch.equal(_generate(model), _generate(plain))
+        for implementation in ("eager", "sdpa"):
+            model.set_attn_implementation(implementation)
+            for options in STRATEGIES.values():
+                assert torch.equal(_generate(model, **options), _generate(plain, **options))
+            why = f"is of a model with attn_implementation={implementation!r}"
+            assert reasons.pop(why) == len(STRATEGIES)
+        model.set_attn_implementation("fastattn")
+        fc1 = model.model.decoder.layers[0].fc1
+        fc1.forward = scaled
+        before = _generate(model)
+        factor = -2.0
+        assert not torch.equal(_generate(model), before)
+        assert reasons.popitem() == ("is of a model with its own forward, as of a Linear", 2)
+        del fc1.forward
+        calls = []
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_: calls.append(module)
+        )
+        _generate(model)
+        handle.remove()
+        assert calls.count(fc1) == 8
+        assert reasons.popitem() == ("is made while hooks of all modules are registered", 1)
+
+
+def test_one_memory_for_several_prompts() -> None:
+    model: Any = build(MODELS["bart"], "eager")
+    prompts = torch.tensor([[1, 4], [1, 5], [1, 9]])
+    memory = model.model.encoder(tokens("left")[0][1:2])
+
+    def run() -> Any:
+        return model.generate(
+            encoder_outputs=memory, decoder_input_ids=prompts, max_new_tokens=8, do_sample=False
+        )
+
+    expected = run()
+    with fastattn.patch(model, quiet=True) as report:
+        assert torch.equal(run(), expected)
+        assert list(report.generate[""]) == [
+            "has a batch of encoder_outputs that is not that of its tokens"
+        ]
 
 
 def test_attentions_once_requested_do_not_prevent_later_replays() -> None:
@@ -359,6 +414,51 @@ def test_generation_in_the_middle_of_training(name: str) -> None:
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
         assert not report.generate[""]
     assert results[0] != results[2]
+
+
+class _Adapter(torch.nn.Module):
+    """As in the package peft: attributes of Python decide what is added to a linear layer."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.is_on, self.scaling = base, True, {"default": 1.0}
+        self.down = torch.nn.Linear(base.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, base.out_features, bias=False)
+        torch.nn.init.normal_(self.up.weight)
+
+    def forward(self, x: Any) -> Any:
+        added = self.scaling["default"] * self.up(self.down(x))
+        return self.base(x) + added if self.is_on else self.base(x)
+
+
+def test_adapters_between_calls() -> None:
+    plain: Any = build(MODELS["bart"], "eager")
+    model: Any = copy.deepcopy(plain)
+    results = []
+    with fastattn.patch(model, quiet=True) as report:
+
+        def check() -> None:
+            expected, got = (_generate(m, no_repeat_ngram_size=1) for m in (plain, model))
+            assert torch.equal(got, expected)
+            results.append(expected.tolist())
+
+        check()
+        layers = [layer for m in (plain, model) for layer in m.model.decoder.layers]
+        for i, layer in enumerate(layers):
+            torch.manual_seed(i % 2)
+            layer.self_attn.q_proj = _Adapter(layer.self_attn.q_proj)
+            layer.fc1 = _Adapter(layer.fc1)
+        check()
+        for layer in layers:
+            layer.fc1.is_on = False
+        check()
+        for layer in layers:
+            layer.self_attn.q_proj.scaling["default"] = -3.0
+        check()
+        assert not report.generate[""]
+        # Steps of former states, which hold memory and parameters, are not kept.
+        assert len(model.__dict__[foreign_generation.STATE].programs) == 1
+    assert all(one != other for one, other in itertools.pairwise(results))
 
 
 def test_parameters_that_move() -> None:
@@ -417,7 +517,7 @@ def test_inference_mode() -> None:
             assert torch.equal(_generate(model, num_beams=2), expected)
 
 
-def test_what_keeps_its_generate() -> None:
+def test_what_keeps_its_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(transformers.MarianMTModel):  # type: ignore[misc]
         pass
 
@@ -426,3 +526,6 @@ def test_what_keeps_its_generate() -> None:
     kind, config = _kind("BlenderbotForConditionalGeneration", "BlenderbotConfig")()
     report = fastattn.patch(kind(config), quiet=True)
     assert report.kept[""] == "keeps its generate: fastattn has none for model_type blenderbot"
+    monkeypatch.setattr(foreign_generation, "_OLDEST", (99, 1))
+    report = fastattn.patch(build(MODELS["marian"], "eager"), quiet=True)
+    assert "fastattn needs transformers >= 99.1, got 5." in report.kept[""]

@@ -390,7 +390,8 @@ def _config(
     values["tied"] = _tying(architecture, state)
     if (count := getattr(theirs, "decoder_vocab_size", None)) not in (None, theirs.vocab_size):
         values["target_vocabulary"] = count
-    if getattr(theirs, "scale_decoder_outputs", False):  # T5 with one matrix for input and output
+    # T5 with one matrix for input and output; mT5 does not read this key.
+    if theirs.model_type == "t5" and theirs.scale_decoder_outputs:
         values["head_scale"] = values["width"] ** -0.5
     if getattr(theirs, "scale_embedding", False):
         values["embedding_scale"] = math.sqrt(values["width"])

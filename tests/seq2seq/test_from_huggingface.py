@@ -87,7 +87,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "t5": t5,
     "t5, gated": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "t5, own head": lambda: t5(feed_forward_proj="gated-silu", num_decoder_layers=1),
-    "mt5": lambda: mt5(num_heads=3, d_kv=16),
+    "mt5": lambda: mt5(num_heads=3, d_kv=16, scale_decoder_outputs=True),
 }
 
 

@@ -28,7 +28,7 @@ def check_paged_inputs(
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
     (B, H, M, D), (P, K, page, key_D) = q.shape, k.shape
-    check_heads(H, K, D, key_D)
+    check_heads(H, K, D, key_D, _layout_hint(H, page))
     if page == 0:
         raise ValueError(f"k must have at least one key in a page with block_table, got {sizes(k)}")
     if v.shape[:3] != k.shape[:3]:
@@ -40,6 +40,13 @@ def check_paged_inputs(
         raise ValueError(f"block_table must be [{B}, T], got {sizes(block_table)}")
     check_device("block_table", block_table, q.device)
     return B, H, M, D, block_table.shape[1] * page
+
+
+def _layout_hint(H: int, page: int) -> str:
+    """For heads that do not fit but would if dimensions 1 and 2 of k were swapped."""
+    if page == 0 or H % page != 0:
+        return ""
+    return "; if k and v are [P, page, K, D], pass k.transpose(1, 2) and v.transpose(1, 2)"
 
 
 def check_block_table(
@@ -56,6 +63,8 @@ def check_block_table(
         return
     outside = (block_table < 0) | (block_table >= P)
     if key_lengths is not None:
+        if not key_lengths.numel():
+            return  # [B, 0]: there are no queries
         longest = key_lengths if key_lengths.dim() == 1 else key_lengths.amax(1)
         outside &= torch.arange(block_table.shape[1]) * page < longest[:, None]
     if bool(outside.any()):
@@ -79,5 +88,5 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
         ):
             raise ValueError(
                 f"{name} must not require a gradient with block_table, which has no derivative: "
-                "call attention under torch.no_grad()"
+                f"pass {name}.detach(), or call attention under torch.no_grad()"
             )

@@ -76,6 +76,25 @@ def test_no_pages_at_all() -> None:
         fastattn.attention(**call, key_lengths=[0, 1])
 
 
+def test_no_queries() -> None:
+    """Then no entry of the block table is used, also with key lengths of each query."""
+    call = _small()
+    call |= {"q": call["q"][:, :, :0], "block_table": torch.full((2, 3), -1).int()}
+    out = fastattn.attention(**call, key_lengths=torch.empty(2, 0, dtype=torch.int32))
+    assert out.shape == (2, 4, 0, 8)
+
+
+def test_pages_with_keys_before_heads_are_recognised() -> None:
+    """The storage order of most caches."""
+    q, table = torch.ones(1, 4, 1, 8), torch.zeros(1, 1).int()
+    pages = torch.ones(3, 16, 3, 8)
+    with pytest.raises(ValueError, match=r"multiple of k's 16 heads, got 4$"):
+        fastattn.attention(q, pages, pages, block_table=table)
+    pages = torch.ones(3, 16, 2, 8)
+    with pytest.raises(ValueError, match=r"pass k.transpose\(1, 2\) and v.transpose\(1, 2\)"):
+        fastattn.attention(q, pages, pages, block_table=table)
+
+
 def test_autocast() -> None:
     call = _small()
     with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +181,7 @@ def test_the_choice_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_are_refused_by_name(name: str) -> None:
     call = _small() | {"mask": torch.zeros(2, 48), "alibi_slopes": torch.ones(4)}
     call |= {"sinks": torch.ones(4), "relative_bias": torch.ones(4, 8), "relative_buckets": "t5"}
-    message = f"{name} must not require a gradient with block_table"
+    message = f"{name} must not require a gradient with block_table.*pass {name}.detach"
 
     def loss(x: Tensor) -> Tensor:
         return fastattn.attention(**call | {name: x}).sum()
@@ -174,6 +193,9 @@ def test_gradients_are_refused_by_name(name: str) -> None:
         torch.func.grad(loss)(call[name])
     with pytest.raises(ValueError, match=message):
         torch.func.jvp(loss, (call[name],), (call[name],))
+    assert torch.equal(loss(leaf.detach()), loss(call[name]))
+    _, tangent = torch.func.jvp(lambda x: loss(x.detach()), (call[name],), (call[name],))
+    assert not tangent.any()
     with torch.no_grad():
         assert torch.equal(loss(leaf), loss(call[name]))
 

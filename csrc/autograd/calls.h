@@ -1,5 +1,5 @@
 // Calls of ops with fixed arguments, made again and again without Python in between: a decoding
-// step on the CPU (fastattn/seq2seq/step_graph.py), whose Python would take longer than its ops.
+// step on the CPU (fastattn/nn/step_graph.py), whose Python would take longer than its ops.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

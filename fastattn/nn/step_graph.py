@@ -164,9 +164,7 @@ class _Recorder(TorchDispatchMode):
             for tensor in used:
                 storage = tensor.untyped_storage()
                 if storage in self.made and storage not in kept:
-                    tensors.setdefault(storage, {})[id(tensor)] = (
-                        tensor  # in the order of first use
-                    )
+                    tensors.setdefault(storage, {})[id(tensor)] = tensor  # in order of first use
                     last[storage] = i
         firsts = {storage: i for i, used in reversed([*enumerate(self.used)])
                   for storage in (tensor.untyped_storage() for tensor in used)}  # fmt: skip

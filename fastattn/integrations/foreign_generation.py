@@ -67,6 +67,7 @@ class _Program:
         # A decoder reads no memory once the cache is filled, and makes no mask if it gets one.
         self._memory = memory.new_zeros(1, 1, 1).expand(cache.batch, 1, memory.shape[-1])
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        self.is_recorded = True
         self._replay: Callable[[], None] | None = None
         self._is_released = False
 
@@ -85,18 +86,22 @@ class _Program:
         self.tokens.copy_(tokens)
         state = self.cache.state
         length = state.length
-        if self._replay is None:
-            run = functools.partial(self._run, model)
+        run = functools.partial(self._run, model)
+        if self._replay is None and self.is_recorded:
             self._replay = recorded(
                 run,
                 functools.partial(state.seek, state.position.clone()),
                 tokens.device,
                 results=lambda: [] if self.logits is None else [self.logits],
             )
-        self._replay()
+        (self._replay or run)()
         state.length = length + 1
         assert self.logits is not None
         return self.logits
+
+    @property
+    def is_new(self) -> bool:
+        return self._replay is None
 
     def release(self) -> None:
         """Frees the memory until `allocate`, except on a GPU, where a graph holds addresses."""
@@ -164,7 +169,9 @@ class _Generation:
         self, forward: Callable[..., Any], model: Any, fingerprint: Hashable, beams: int
     ) -> None:
         self._forward, self._model, self._beams = forward, model, beams
-        self._programs = model.__dict__[STATE].programs_of(fingerprint)
+        self._fingerprint = fingerprint
+        self._state: State = model.__dict__[STATE]
+        self._programs = self._state.programs_of(fingerprint)
         self._program: _Program | None = None
         self._key: tuple[Hashable, ...] = ()
         self._memory_rows = 0
@@ -204,6 +211,10 @@ class _Generation:
             capacity *= 2
         program = self._program = self._take(capacity, memory)
         logits = program.prompt(self._model, tokens, memory, mask)
+        # A replay would not change them, and would overwrite tensors that modules keep.
+        if program.is_new and _survey(self._model).fingerprint != self._fingerprint:
+            program.is_recorded = False
+            self._state.count_fallback("is of a model whose forward changes modules' attributes")
         return logits.repeat_interleave(K, 0) if K > 1 else logits
 
     def _take(self, capacity: int, memory: Tensor) -> _Program:
@@ -220,10 +231,13 @@ class _Generation:
 
     def _grow(self, program: _Program, memory: Tensor) -> None:
         self._program = self._take(2 * program.cache.max_length, memory)
+        self._program.is_recorded = program.is_recorded
         program.cache.copy_to(self._program.cache)
         self._put(program)
 
     def _put(self, program: _Program) -> None:
+        if not program.is_recorded:
+            return
         program.release()
         key = (program.cache.max_length, *self._key)
         self._programs[key] = program

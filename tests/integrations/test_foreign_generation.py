@@ -461,6 +461,35 @@ def test_adapters_between_calls() -> None:
     assert all(one != other for one, other in itertools.pairwise(results))
 
 
+class _Kept(torch.nn.Module):
+    """A module that keeps its last output, as probes do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Any) -> Any:
+        self.output = self.base(x)
+        return self.output
+
+
+def test_values_that_modules_keep() -> None:
+    plain: Any = build(MODELS["marian"], "eager")
+    for layer in plain.model.decoder.layers:
+        layer.fc1 = _Kept(layer.fc1)
+    model: Any = copy.deepcopy(plain)
+    with fastattn.patch(model, quiet=True) as report:
+        for calls in (1, 2):
+            options: dict[str, Any] = {"new": 40, "min_new_tokens": 40}  # in two caches
+            assert torch.equal(_generate(model, **options), _generate(plain, **options))
+            for layer, other in zip(
+                model.model.decoder.layers, plain.model.decoder.layers, strict=True
+            ):
+                torch.testing.assert_close(layer.fc1.output, other.fc1.output)
+            why = "is of a model whose forward changes modules' attributes"
+            assert report.generate[""] == {why: calls}
+
+
 def test_parameters_that_move() -> None:
     model: Any = build(MODELS["marian"], "eager")
     other: Any = copy.deepcopy(model)

@@ -286,6 +286,8 @@ def _survey(model: nn.Module) -> _Survey:
             if tensor is not None:
                 found.append(_setting(tensor))
                 devices.add(tensor.device)
+                if type(tensor) not in _PLAIN:
+                    why = f"is of a model with a {type(tensor).__name__}, as of a {kind.__name__}"
         hooks = (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values())
         config = state.get("config")
         if any(_is_noticed(hook) for hook in hooks):
@@ -305,13 +307,14 @@ def _survey(model: nn.Module) -> _Survey:
 
 # Of a module's __dict__: what `_survey` reads by itself, and what forward does not read.
 _NOT_SETTINGS = {*nn.Module().__dict__, STATE} - {"training"}
+_PLAIN = (Tensor, nn.Parameter)  # not subclasses, such as quantised weights, without an address
 
 
 def _setting(value: Any) -> Hashable:
     """A hashable value that differs if an attribute, parameter or buffer has changed."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor):
+    if type(value) in _PLAIN:
         return value.data_ptr(), value.dtype, value.shape
     if isinstance(value, dict):
         return tuple((_setting(key), _setting(item)) for key, item in value.items())

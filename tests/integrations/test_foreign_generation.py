@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 transformers = pytest.importorskip("transformers")
 
@@ -459,6 +460,37 @@ def test_adapters_between_calls() -> None:
         # Steps of former states, which hold memory and parameters, are not kept.
         assert len(model.__dict__[foreign_generation.STATE].programs) == 1
     assert all(one != other for one, other in itertools.pairwise(results))
+
+
+class _Scaled(torch.Tensor):
+    """A tensor without memory of its own, as quantised weights of other packages are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            return cls(func(args[0].inner))
+        args, kwargs = tree_map_only(cls, lambda tensor: 2 * tensor.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def test_parameters_of_tensor_subclasses() -> None:
+    plain: Any = build(MODELS["marian"], "eager")
+    model: Any = copy.deepcopy(plain)
+    for m in (plain, model):
+        fc1 = m.model.decoder.layers[0].fc1
+        fc1.weight = torch.nn.Parameter(_Scaled(fc1.weight.detach()), requires_grad=False)
+    with fastattn.patch(model, quiet=True) as report:
+        assert torch.equal(_generate(model), _generate(plain))
+        assert report.generate[""] == {"is of a model with a _Scaled, as of a Linear": 1}
 
 
 class _Kept(torch.nn.Module):

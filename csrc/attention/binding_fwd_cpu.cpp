@@ -89,7 +89,9 @@ bool has_kernel_for_pages(const StableIValue* arguments) {
 
 // The public function checks the entries too, except in compiled programs.
 void check_pages(const Problem& a, int64_t pages) {
-  for (int64_t b = 0; b < a.batch; ++b) {
+  // Without queries no page is read, and key lengths of each query have no element.
+  const int64_t batch = a.queries > 0 ? a.batch : 0;
+  for (int64_t b = 0; b < batch; ++b) {
     int keys = a.key_lengths.at(b * std::max<int64_t>(a.key_lengths.stride, 1), a.keys);
     for (int64_t i = 1; i < a.key_lengths.stride; ++i) {
       keys = std::max(keys, a.key_lengths.at(b * a.key_lengths.stride + i, a.keys));

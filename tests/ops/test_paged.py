@@ -80,8 +80,12 @@ def test_no_queries() -> None:
     """Then no entry of the block table is used, also with key lengths of each query."""
     call = _small()
     call |= {"q": call["q"][:, :, :0], "block_table": torch.full((2, 3), -1).int()}
-    out = fastattn.attention(**call, key_lengths=torch.empty(2, 0, dtype=torch.int32))
-    assert out.shape == (2, 4, 0, 8)
+    lengths = torch.full((2, 3), 48)[:, :0]
+    assert fastattn.attention(**call, key_lengths=lengths).shape == (2, 4, 0, 8)
+    # As in compiled programs, without the public function's check of the entries.
+    masks, options = (None, lengths, None, None, None), (0.0, 0, -1, -1, 1.0)
+    out, lse = torch.ops.fastattn.attention_paged_fwd(*call.values(), *masks, *options)
+    assert out.shape == (2, 4, 0, 8) and lse.shape == (2, 4, 0)
 
 
 def test_pages_with_keys_before_heads_are_recognised() -> None:

@@ -124,8 +124,8 @@ def flash_attn_varlen_func(
     queries, rows = cu_seqlens_q.diff(), _rows(cu_seqlens_q, max_seqlen_q)
     keys = cu_seqlens_k.diff()
     if block_table is None:
-        positions = _rows(cu_seqlens_k, max_seqlen_k).clamp(max=max(k.shape[0] - 1, 0))
-        k, v = k[positions], v[positions]
+        positions = _rows(cu_seqlens_k, max_seqlen_k)
+        k, v = _at(k, positions), _at(v, positions)
         N = max_seqlen_k
     else:
         block_table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
@@ -139,7 +139,7 @@ def flash_attn_varlen_func(
     elif causal:
         bounds["causal"] = "bottom_right_lengths"
     padded = _attend(
-        _heads_first(q[rows.clamp(max=max(q.shape[0] - 1, 0))], k, v),
+        _heads_first(_at(q, rows), k, v),
         bounds | {"key_lengths": keys, "query_lengths": queries} | _pages(block_table),
         dropout_p,
         softmax_scale,
@@ -438,6 +438,13 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
         for x in tensors
         if x is not None
     )
+
+
+def _at(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]; rows beyond the end are the last one, or zeros if there is none."""
+    if x.shape[0] == 0:
+        return x.new_zeros(*rows.shape, *x.shape[1:])
+    return x[rows.clamp(max=x.shape[0] - 1)]
 
 
 def _rows(offsets: Tensor, longest: int) -> Tensor:

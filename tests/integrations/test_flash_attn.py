@@ -126,6 +126,28 @@ def test_packed(causal, window, same, alibi, softcap) -> None:
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("longest", [0, 3])
+def test_packed_without_tokens(paged: bool, longest: int) -> None:
+    """No query in the batch, with any bound of the lengths; and no key."""
+    some, none = torch.tensor([0, 3, 7]).int(), torch.zeros(3, dtype=torch.int32)
+    k, table = normal(7, K, D), None
+    if paged:
+        k, table = normal(4, 16, K, D), torch.tensor([[2], [0]]).int()
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        normal(0, H, D), k, k, none, some, longest, 4, window_size=(1, 1), block_table=table,
+        return_attn_probs=True,
+    )  # fmt: skip
+    assert out.shape == (0, H, D) and lse.shape == (H, 0)
+    if not paged:
+        k = k[:0]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        normal(7, H, D), k, k, some, none, 4, longest, window_size=(1, 1), block_table=table,
+        return_attn_probs=True,
+    )  # fmt: skip
+    assert not out.any() and bool(lse.isneginf().all())
+
+
 def test_packed_tensors() -> None:
     qkv = normal(2, 5, 3, H, D)
     out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)

@@ -60,6 +60,7 @@ CASES = {
     "64 scores": Paged(
         16, Case(64, "kScores", M=7, causal=3, softcap=2.0, distance="BH", sinks=0.0, **_LENGTHS)
     ),
+    "128 first key": Paged(16, Case(128, "kFull", M=1, causal=1, N=48)),
     "128": Paged(16, Case(128, "kBounded", M=66, causal=3, **_LENGTHS)),
     "128 few queries": Paged(
         256, Case(128, "kFull", dtype=torch.float16, H=4, K=1, M=7, N=1024, splits=4,
@@ -69,7 +70,7 @@ CASES = {
     "256": Paged(128, Case(256, "kBounded", M=3, N=384, splits=2, key_lengths=[330])),
     "256 scores": Paged(16, Case(256, "kScores", M=7, N=208, softcap=2.0, key_lengths=[190])),
 }  # fmt: skip
-QUICK = ("128",)
+QUICK = ("128", "128 first key")
 
 
 def paged_call(call: ForwardCall, page: int, shared_pages: int = 0) -> PagedForwardCall:

@@ -37,9 +37,11 @@ inline Bounds no_bounds(int queries, int keys) {
 inline void cut_keys_of_one_query(ForwardProblem& p) {
   constexpr int kElementBytes = 2;
   const Range keys = keys_of_row(0, p.bounds, p.keys);
-  // Key lengths and pages count from the first key.
+  // Key lengths and pages count from the first key, and the keys of a page after the last one are
+  // loaded, where rows past the end of a tensor are zeros.
   const bool counted = p.key_lengths.data || p.pages.table;
-  if (p.queries != 1 || is_empty(keys) || (keys.begin > 0 && counted)) {
+  if (p.queries != 1 || is_empty(keys) || (keys.begin > 0 && counted) ||
+      (keys.end < p.keys && p.pages.table)) {
     return;
   }
   for (TensorView* x : {&p.k, &p.v}) {  // unchanged if the first key is 0

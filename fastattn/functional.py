@@ -158,8 +158,8 @@ def attention(
             and key j of sequence b is row j % page of page block_table[b, j // page], so that
             N = T * page. All other arguments have the meaning they have for N contiguous keys.
             Entries for keys beyond the key length may be any numbers; these pages and keys are not
-            read. Other entries must be pages: on the CPU they are checked, on a GPU other numbers
-            are undefined behaviour. No gradients and no dropout.
+            read. Other entries must be pages: eager calls on the CPU check them, on a GPU other
+            numbers are undefined behaviour. No gradients and no dropout.
         causal: False, "top_left" (query i attends to keys j <= i), "bottom_right" (j <= i + N - M),
             "bottom_right_lengths" (j <= i + n - m, with the key length n and the query length m of
             each sequence, N and M without lengths; key_lengths must be [B]), or True, which

@@ -62,7 +62,8 @@ WHISPER = _kind(
     max_target_positions=64, suppress_tokens=None, begin_suppress_tokens=None,
 )  # fmt: skip
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "greedy": {"num_beams": 1},
+    # Random weights repeat one token, which hides wrong steps.
+    "greedy": {"num_beams": 1, "no_repeat_ngram_size": 1},
     "beams": {"num_beams": 4},
     "sampling": {"do_sample": True},
 }

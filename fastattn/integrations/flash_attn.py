@@ -427,7 +427,11 @@ def _is_on_host(x: Tensor) -> bool:
 
 def _pages(block_table: Tensor | None) -> dict[str, Any]:
     """The op's argument for pages."""
-    return {} if block_table is None else {"block_table": block_table.int()}
+    if block_table is None:
+        return {}
+    if block_table.dtype == torch.int64:  # numbers that are no pages must not become some
+        block_table = block_table.clamp(-1, torch.iinfo(torch.int32).max)
+    return {"block_table": block_table.int()}
 
 
 def _is_differentiated(*tensors: Tensor | None) -> bool:

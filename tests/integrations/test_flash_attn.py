@@ -375,6 +375,18 @@ def test_pages_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert varlen.requires_grad
 
 
+@pytest.mark.parametrize("entry", [2, -1, 2**32, -(2**32)])
+def test_pages_that_do_not_exist_are_named(entry: int) -> None:
+    pages, offsets = normal(2, 16, K, D).float(), torch.tensor([0, 3]).int()
+    table = torch.tensor([[1, 0]])
+    arguments = (normal(3, H, D).float(), pages, pages, offsets, offsets * 10, 3, 30)
+    used = flash_attn.flash_attn_varlen_func(*arguments, block_table=table)
+    assert torch.equal(used, flash_attn.flash_attn_varlen_func(*arguments, block_table=table.int()))
+    table[0, 1] = entry
+    with pytest.raises(ValueError, match=r"block_table must hold pages from 0 to 1"):
+        flash_attn.flash_attn_varlen_func(*arguments, block_table=table)
+
+
 @pytest.mark.parametrize("lengths", ["one", "tensor"])
 @pytest.mark.parametrize("paged", [True, False])
 def test_positions_outside_the_cache_are_named(paged, lengths) -> None:

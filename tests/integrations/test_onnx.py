@@ -125,6 +125,19 @@ def test_many_samples(opset: int, first: int) -> None:
     assert ({"Attention", "RMSNormalization"} <= found) == (opset == 23)
 
 
+def test_pages() -> None:
+    class Module(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, n: Tensor) -> Tensor:
+            return fastattn.attention(
+                q, k, v, block_table=table, key_lengths=n, causal="bottom_right_lengths"
+            )
+
+    q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 5, 2, 16, 16)
+    table = torch.tensor([[4, 2], [3, -1]], dtype=torch.int32)
+    args = (q, k, v, table, torch.tensor([20, 7]))
+    assert_agrees(export(Module(), *args), Module(), *args)
+
+
 def test_topk_logsumexp() -> None:
     call = functools.partial(torch.ops.fastattn.topk_logsumexp, first=3, count=4)
     inputs = [{"logits": torch.randn(5, 50)}]

@@ -97,7 +97,8 @@ def attention_paged_fwd(
     window_right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    k, v = (reference.keys_of_pages(x, block_table) for x in (k, v))
+    table = block_table.long()  # onnxruntime does not gather by int32
+    k, v = (reference.keys_of_pages(x, table) for x in (k, v))
     return attention_fwd(
         q, k, v, mask, None, key_lengths, query_lengths, distance_bias, sinks, softcap, causal,
         window_left, window_right, scale, 0.0, None, 0,

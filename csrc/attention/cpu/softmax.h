@@ -22,7 +22,8 @@ inline int64_t key_offset(const TensorView& x, const Sequence& s, int64_t h, int
 // The same of keys in pages.
 inline int64_t paged_offset(const Pages& pages, const TensorView& x, const Sequence& s, int64_t h,
                             int row) {
-  return pages.of(s.b, row) * x.batch_stride + h * x.head_stride + row % pages.size * x.row_stride;
+  return pages.of(s.b, row) * x.batch_stride + h * x.head_stride +
+         (row & (pages.size - 1)) * x.row_stride;
 }
 
 template <class C>

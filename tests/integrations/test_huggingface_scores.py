@@ -165,7 +165,7 @@ def test_outputs_and_gradients(name: str) -> None:
     expected = outcome(model, padded, real), outcome(model, whole, every)
     exact = None if name in NO_DOUBLE else outcome(copy.deepcopy(model).double(), whole, every)
     with fastattn.patch(model, quiet=True) as report:
-        assert not report.kept
+        assert all(why.startswith("keeps its generate") for why in report.kept.values())
         with Recorded() as recorded, torch.no_grad():
             model(**whole)
         kinds = [type(module).__name__ for module in model.modules()]

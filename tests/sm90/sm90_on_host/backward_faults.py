@@ -37,8 +37,8 @@ ends("lse != kMinusInfinity && column < args.value_dim", "lse != kMinusInfinity"
      "column < args.value_dim")  # fmt: skip
 ends("lanes > 0", "lanes > 1")
 ends(
-    "dead ? -kMinusInfinity : Traits::kBias ? lse : lse * kLog2e",
-    "Traits::kBias ? lse : lse * kLog2e",
+    "dead ? -kMinusInfinity : kNatural ? lse : lse * kLog2e",
+    "kNatural ? lse : lse * kLog2e",
     "dead ? -kMinusInfinity : lse",
 )
 ends("dead || !args.dlse ? sum : sum - args.dlse[at]", "sum", "sum - args.dlse[at]")

@@ -1,142 +1,20 @@
-"""Two processes on one machine, over gloo: sharded results equal those of one process."""
+"""Ops on DTensors, and whole models under DDP and FSDP2: results equal those of one process."""
 
-import os
-import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support import gradients, in_processes, needs_distributed
 from torch import Tensor, nn
 
 import fastattn
 from fastattn import nn as fnn
 
 PROCESSES = 2
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = needs_distributed
 
 
-def _enter(rank: int, size: int, rendezvous: str, functions: list[Callable[[], None]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    try:
-        for function in functions:
-            torch.manual_seed(0)
-            function()
-    finally:
-        dist.destroy_process_group()
-
-
-def in_processes(*functions: Callable[[], None], size: int = PROCESSES) -> None:
-    """Runs functions of this module, in which every process asserts."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (size, os.path.join(folder, "rendezvous"), list(functions))
-        mp.spawn(_enter, arguments, nprocs=size)  # type: ignore[no-untyped-call]
-
-
-def gradients(outputs: Any, weights: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    total = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
-    return torch.autograd.grad(total, inputs)
-
-
-# -- ring attention --------------------------------------------------------------------------------
-def ring_equals_attention() -> None:
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
-
-    for causal in (False, True):
-        for K, E, dtype in ((4, 8, torch.float32), (2, 12, torch.float32), (4, 8, torch.bfloat16)):
-            q, k, v = (
-                torch.randn(2, heads, 24, size).to(dtype).requires_grad_()
-                for heads, size in ((4, 8), (K, 8), (K, E))
-            )
-            weights = torch.randn(2, 4, 24, E).to(dtype), torch.randn(2, 4, 24)
-            whole = fastattn.attention(q, k, v, causal=causal, return_lse=True)
-            expected = (*whole, *gradients(whole, weights, [q, k, v]))
-            parts = [
-                shard_sequence(x.detach(), 2, causal=causal).requires_grad_() for x in (q, k, v)
-            ]
-            part_results = ring_attention(*parts, causal=causal, return_lse=True)
-            part_weights = [shard_sequence(w, 2, causal=causal) for w in weights]
-            got = (*part_results, *gradients(part_results, part_weights, parts))
-            tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-5
-            for x, y in zip(got, expected, strict=True):
-                full = unshard_sequence(x, 2, causal=causal)
-                torch.testing.assert_close(full, y.detach(), atol=tolerance, rtol=tolerance)
-
-
-def gradients_of_lse_only() -> None:
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
-
-    q, k = (torch.randn(2, 4, 24, 8).requires_grad_() for _ in range(2))
-    weight = torch.randn(2, 4, 24)
-    _, lse = fastattn.attention(q, k, k.detach(), causal=True, return_lse=True)
-    expected = gradients([lse], [weight], [q, k])
-    parts = [shard_sequence(x.detach(), 2, causal=True).requires_grad_() for x in (q, k)]
-    _, lse = ring_attention(*parts, parts[1].detach(), causal=True, return_lse=True)
-    got = gradients([lse], [shard_sequence(weight, 2, causal=True)], parts)
-    for x, y in zip(got, expected, strict=True):
-        torch.testing.assert_close(unshard_sequence(x, 2, causal=True), y, atol=2e-5, rtol=2e-5)
-
-
-def layouts_are_inverse() -> None:
-    from fastattn.distributed import shard_sequence, unshard_sequence
-
-    x = torch.randn(3, 12)
-    for causal in (False, True):
-        part = shard_sequence(x, 1, causal=causal)
-        assert part.shape == (3, 12 // dist.get_world_size())
-        assert torch.equal(unshard_sequence(part, 1, causal=causal), x)
-    with pytest.raises(ValueError, match=r"x must have a size along dim 1 that \d divides, got 13"):
-        shard_sequence(torch.randn(3, 13), 1, causal=True)
-
-
-def ring_errors() -> None:
-    from fastattn.distributed import ring_attention
-
-    q = torch.randn(1, 2, 5, 8)
-    with pytest.raises(ValueError, match="q must hold two chunks of equal length, got 5"):
-        ring_attention(q, q, q, causal=True)
-    with pytest.raises(ValueError, match="k must have q's 5 positions, got 4"):
-        ring_attention(q, q[:, :, 1:], q[:, :, 1:])
-    with pytest.raises(ValueError, match=r"k must have 4 dimensions \[B, K, N, D\], got"):
-        ring_attention(q, q[0], q)
-    with pytest.raises(ValueError, match="v must be"):
-        ring_attention(q, q, q[:, :1])
-    with pytest.raises(TypeError, match=r"q must be fp16, bf16, fp32 or fp64, got torch\.int64"):
-        ring_attention(*3 * [q.long()])
-    with pytest.raises(ValueError, match="scale must be finite, got nan"):
-        ring_attention(q, q, q, scale=float("nan"))
-    others = dist.new_group([0])
-    if dist.get_rank() > 0:
-        with pytest.raises(ValueError, match="group must contain the calling process"):
-            ring_attention(q, q, q, group=others)
-
-
-def ring_follows_autocast() -> None:
-    from fastattn.distributed import ring_attention
-
-    q = torch.randn(1, 2, 6, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ring_attention(q, q, q).dtype is torch.bfloat16  # type: ignore[union-attr]
-
-
-def ring_of_some_processes() -> None:
-    """Ranks in a group are not the ranks of the processes."""
-    from fastattn.distributed import ring_attention, shard_sequence, unshard_sequence
-
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return
-    q = torch.randn(1, 2, 8, 8)
-    part = shard_sequence(q, 2, causal=True, group=group)
-    out = ring_attention(part, part, part, causal=True, group=group)
-    whole = unshard_sequence(out, 2, causal=True, group=group)  # type: ignore[arg-type]
-    torch.testing.assert_close(whole, fastattn.attention(q, q, q, causal=True))
-
-
-# -- DTensor ---------------------------------------------------------------------------------------
 def dtensors_stay_sharded() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -387,26 +265,17 @@ def fully_sharded_training() -> None:
         torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4)
 
 
-def test_two_processes() -> None:
-    """All but whole models, in one test: starting the processes takes most of the time."""
+def test_dtensors() -> None:
+    """In one test: starting the processes takes most of the time."""
     in_processes(
-        layouts_are_inverse,
-        ring_equals_attention,
-        gradients_of_lse_only,
-        ring_errors,
-        ring_follows_autocast,
         dtensors_stay_sharded,
         score_changes_stay_sharded,
         dtensor_rows,
         gradients_of_sums_only,
         gradients_of_parameters_that_were_frozen,
         dropout_bits_do_not_depend_on_sharding,
+        size=PROCESSES,
     )
-
-
-@pytest.mark.slow
-def test_ring_attention_of_three() -> None:
-    in_processes(layouts_are_inverse, ring_equals_attention, ring_of_some_processes, size=3)
 
 
 @pytest.mark.slow
@@ -416,4 +285,4 @@ def test_dtensor_on_two_mesh_dimensions() -> None:
 
 @pytest.mark.slow
 def test_training() -> None:
-    in_processes(data_parallel_training, fully_sharded_training)
+    in_processes(data_parallel_training, fully_sharded_training, size=PROCESSES)

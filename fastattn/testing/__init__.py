@@ -1,7 +1,8 @@
 """Code shared by tests, benchmarks and `fastattn check`: samples, the error budget, poisoned
-results, the dropout mask.
+results, the dropout mask, the bytes that a process sends.
 """
 
+from fastattn.testing.communication import SentBytes
 from fastattn.testing.compare import Comparison, compare
 from fastattn.testing.dropout import dropout_mask
 from fastattn.testing.poison import poisoned_results
@@ -11,6 +12,7 @@ __all__ = [
     "Comparison",
     "OpSpec",
     "Sample",
+    "SentBytes",
     "Workload",
     "all_specs",
     "compare",
